@@ -391,7 +391,6 @@ def _drawn(reason: str, seed: int) -> Digits:
     images, labels = draw(DRAWN_TRAIN + DRAWN_TEST, seed)
     cut = DRAWN_TRAIN
     source = (
-        f"digits drawn by the program with seed {seed}, not MNIST ({reason}): "
-        f"{DRAWN_TRAIN} train, {DRAWN_TEST} test"
+        f"digits drawn by the program with seed {seed}, not MNIST ({reason}): {DRAWN_TRAIN} train, {DRAWN_TEST} test"
     )
     return Digits(images[:cut], labels[:cut], images[cut:], labels[cut:], source)

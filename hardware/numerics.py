@@ -62,9 +62,7 @@ def round_to_bfloat16(x: Array, out: Array | None = None) -> NDArray[np.float32]
         out = np.empty(x.shape, np.float32)
     elif _require_float32("out", out).shape != x.shape:
         raise HardwareError(f"round_to_bfloat16: out has shape {out.shape}, x has shape {x.shape}")
-    if not (x.flags.c_contiguous and out.flags.c_contiguous) or (
-        out is not x and np.may_share_memory(x, out)
-    ):
+    if not (x.flags.c_contiguous and out.flags.c_contiguous) or (out is not x and np.may_share_memory(x, out)):
         dense = np.array(x, order="C")
         _round_dense(dense.reshape(-1), dense.reshape(-1))
         np.copyto(out, dense)
@@ -151,13 +149,9 @@ def _check_matmul(a: Array, b: Array, rows: int) -> tuple[int, ...]:
     """The broadcast batch shape of a legal product."""
     shapes = f"a {getattr(a, 'shape', a)}, b {getattr(b, 'shape', b)}"
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
-        raise HardwareError(
-            f"mxu_matmul: operands must be arrays; got {type(a).__name__}, {type(b).__name__}"
-        )
+        raise HardwareError(f"mxu_matmul: operands must be arrays; got {type(a).__name__}, {type(b).__name__}")
     if a.dtype != b.dtype or a.dtype not in (np.float32, np.float64):
-        raise HardwareError(
-            f"mxu_matmul: operands must both be float32 or both float64, not {a.dtype} and {b.dtype}"
-        )
+        raise HardwareError(f"mxu_matmul: operands must both be float32 or both float64, not {a.dtype} and {b.dtype}")
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise HardwareError(f"mxu_matmul: need a [..., M, K] and b [..., K, N] with one K; got {shapes}")
     if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
@@ -215,9 +209,7 @@ def _add_in_order(terms: Array, out: Array) -> None:
         np.add.reduce(terms, axis=0, out=out)
 
 
-def ring_reduce(
-    parts: Sequence[Array], op: str = "sum", carry: Callable[[Array], Array] | None = None
-) -> Array:
+def ring_reduce(parts: Sequence[Array], op: str = "sum", carry: Callable[[Array], Array] | None = None) -> Array:
     """Reduce equal-shaped arrays of one replica group as a ring reduce-scatter does.
 
     The flattened data is cut in k chunks (as `np.array_split` does); chunk c begins at member
@@ -266,9 +258,7 @@ def ring_reduce_scatter(
     arrays = _check_parts(parts, op, "ring_reduce_scatter")
     rank = arrays[0].ndim
     if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not -rank <= dim < rank:
-        raise HardwareError(
-            f"ring_reduce_scatter: dim {dim!r} is not one of the {rank} dims of {arrays[0].shape}"
-        )
+        raise HardwareError(f"ring_reduce_scatter: dim {dim!r} is not one of the {rank} dims of {arrays[0].shape}")
     chunks = []
     for c, (start, stop) in enumerate(_split_bounds(arrays[0].shape[dim], len(arrays))):
         index = [slice(None)] * rank
@@ -277,9 +267,7 @@ def ring_reduce_scatter(
     return chunks
 
 
-def _around_ring(
-    pieces: list[Array], owner: int, op: str, carry: Callable[[Array], Array] | None
-) -> Array:
+def _around_ring(pieces: list[Array], owner: int, op: str, carry: Callable[[Array], Array] | None) -> Array:
     """Combine owner+1, owner+2, ..., owner, in this order."""
     k, combine = len(pieces), _COMBINE[op]
     total = np.array(pieces[(owner + 1) % k])

@@ -125,9 +125,7 @@ class Shape(Frozen):
         if position is None:
             raise LayoutError(f"no dimension {name!r} in {self}{nearest(name, self._index)}")
         if isinstance(dim, Dimension) and self.dims[position].size != dim.size:
-            raise LayoutError(
-                f"dimension {name!r} has size {self.dims[position].size} in {self}, not {dim.size}"
-            )
+            raise LayoutError(f"dimension {name!r} has size {self.dims[position].size} in {self}, not {dim.size}")
         return position
 
     def dim(self, name: str) -> Dimension:

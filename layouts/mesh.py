@@ -50,9 +50,7 @@ class Mesh(Frozen):
         table = dict(pairs)
         if len(table) != len(pairs):
             twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
-            raise LayoutError(
-                f"axis {twice!r} occurs twice in one mesh: {';'.join(f'{n}:{s}' for n, s in pairs)}"
-            )
+            raise LayoutError(f"axis {twice!r} occurs twice in one mesh: {';'.join(f'{n}:{s}' for n, s in pairs)}")
         sizes = tuple(table.values())
         strides = tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
         for name, value in (
@@ -105,14 +103,10 @@ class Mesh(Frozen):
         if isinstance(coordinate, Mapping):
             if set(coordinate) != set(self.axes):
                 wrong = ", ".join(map(repr, sorted(set(coordinate) ^ set(self.axes))))
-                raise LayoutError(
-                    f"coordinate {dict(coordinate)} does not name the axes of mesh {self}: {wrong}"
-                )
+                raise LayoutError(f"coordinate {dict(coordinate)} does not name the axes of mesh {self}: {wrong}")
             coordinate = [coordinate[axis] for axis in self.axes]
         point = tuple(coordinate)
-        if len(point) != len(self.sizes) or any(
-            not 0 <= c < size for c, size in zip(point, self.sizes, strict=True)
-        ):
+        if len(point) != len(self.sizes) or any(not 0 <= c < size for c, size in zip(point, self.sizes, strict=True)):
             raise LayoutError(f"coordinate {point} is outside mesh {self}")
         return point
 

@@ -48,9 +48,7 @@ def two_dimensional(
     return LayoutRules([(batch, data_axis), *((dim, model_axis) for dim in _several(dims))])
 
 
-def fully_sharded(
-    batch: str = "batch", dims: Iterable[str] = ("d_model",), axis: str = "data"
-) -> LayoutRules:
+def fully_sharded(batch: str = "batch", dims: Iterable[str] = ("d_model",), axis: str = "data") -> LayoutRules:
     """Activations are split by batch; variables, which have no batch, by the first of `dims` they have.
 
     >>> print(fully_sharded(dims=["d_model", "d_ff"]))

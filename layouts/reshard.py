@@ -106,9 +106,7 @@ class _Search:
         # A dim that neither end splits can still serve: an axis parked on it makes later steps smaller.
         # Such dims are interchangeable as long as they are empty and divide alike.
         reach = prod(self.size_of.values())
-        self.spare = {
-            d: gcd(self.sizes[d], reach) for d in self.dims if not source.axes[d] and not target.axes[d]
-        }
+        self.spare = {d: gcd(self.sizes[d], reach) for d in self.dims if not source.axes[d] and not target.axes[d]}
 
     def block(self, splits: Splits) -> int:
         """Elements of a block, times the number of devices."""
@@ -117,9 +115,7 @@ class _Search:
     def arrived(self, state: State) -> bool:
         """Whether slices alone lead to the target."""
         splits, awaited = state
-        return not awaited and all(
-            entry == goal[: len(entry)] for entry, goal in zip(splits, self.goal, strict=True)
-        )
+        return not awaited and all(entry == goal[: len(entry)] for entry, goal in zip(splits, self.goal, strict=True))
 
     def path(self) -> list[Move]:
         best: dict[State, tuple[int, int, int]] = {self.start: (0, 0, 0)}
@@ -247,9 +243,7 @@ def _arrangements(counts: tuple[int, ...], pool: tuple[tuple[str, int], ...]) ->
             ((axis, *rest[0]), *rest[1:])
             for axis, size in pool
             if counts[0] % size == 0
-            for rest in _arrangements(
-                (counts[0] // size, *counts[1:]), tuple(pair for pair in pool if pair[0] != axis)
-            )
+            for rest in _arrangements((counts[0] // size, *counts[1:]), tuple(pair for pair in pool if pair[0] != axis))
         )
     return tuple(((), *rest) for rest in _arrangements(counts[1:], pool))
 

@@ -55,9 +55,7 @@ class Fault:
 
 
 AxesLike: TypeAlias = str | Sequence[str] | None
-RulesLike: TypeAlias = Union[
-    "LayoutRules", str, Mapping[str, AxesLike], Iterable[Rule | tuple[str, AxesLike]], None
-]
+RulesLike: TypeAlias = Union["LayoutRules", str, Mapping[str, AxesLike], Iterable[Rule | tuple[str, AxesLike]], None]
 
 
 class LayoutRules(Frozen):
@@ -177,9 +175,7 @@ def _sharding(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Shard
     return Sharding(shape, mesh, axes)
 
 
-def place(
-    rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str
-) -> tuple[tuple[Axes, ...], tuple[Fault, ...]]:
+def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tuple[Axes, ...], tuple[Fault, ...]]:
     """The axes of each dimension of a tensor, and what is wrong with them.
 
     >>> place(LayoutRules("a:x;b:x?"), Shape("b:4;a:4"), Mesh("x:2"), "activations")

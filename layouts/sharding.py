@@ -237,8 +237,7 @@ def _refuse(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending) 
         blocks = mesh.group_size(known)
         if dim.size % blocks:
             faults.append(
-                f"dim {dim.name!r} does not divide over {'+'.join(known)}: "
-                f"{dim.size} % {blocks} = {dim.size % blocks}"
+                f"dim {dim.name!r} does not divide over {'+'.join(known)}: {dim.size} % {blocks} = {dim.size % blocks}"
             )
     for axis, kind in pending:
         uses.setdefault(axis, []).append(f"a pending {kind}")

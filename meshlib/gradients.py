@@ -50,9 +50,7 @@ def gradients(
         return [_gathered(graph, x, cotangents) for x in xs]
 
 
-def _seeds(
-    graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None
-) -> dict[Tensor, list[Tensor]]:
+def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None) -> dict[Tensor, list[Tensor]]:
     if grad_ys is not None and len(grad_ys) != len(ys):
         raise GraphError(f"gradients: {len(ys)} ys, but {len(grad_ys)} grad_ys")
     cotangents: dict[Tensor, list[Tensor]] = {}

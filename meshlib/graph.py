@@ -183,9 +183,7 @@ class Graph:
         region, owner = _region.get()
         full = exact_name or self.unique_name(name or kind.name)
         op = Operation(full, kind, tuple(inputs), attrs, self, region, source_line(), owner)
-        outputs = tuple(
-            Tensor(full if i == 0 else f"{full}:{i}", t.shape, t.dtype, op) for i, t in enumerate(types)
-        )
+        outputs = tuple(Tensor(full if i == 0 else f"{full}:{i}", t.shape, t.dtype, op) for i, t in enumerate(types))
         object.__setattr__(op, "outputs", outputs)
         self.operations.append(op)
         return op

@@ -115,9 +115,7 @@ def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initia
 
 def _given(value: Array, name: str, shape: Shape) -> Initializer:
     if value.shape != shape.sizes:
-        raise GraphError(
-            f"variable '{name}': the initial array has shape {value.shape}, but its dims are {shape}"
-        )
+        raise GraphError(f"variable '{name}': the initial array has shape {value.shape}, but its dims are {shape}")
 
     def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
         out = value.astype(dtype.storage)

@@ -61,9 +61,7 @@ def dense(
     kept = [d for d in x.shape if d not in reduced]
     clashing = [str(d) for d in new if d.name in x.shape]
     if clashing:
-        raise ShapeError(
-            f"dense '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side"
-        )
+        raise ShapeError(f"dense '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side")
     with scope(name):
         init = kernel_initializer or initializers.scaled_normal(reduced)
         kernel = variable("kernel", [*reduced, *new], init, variable_dtype, slice_dtype, x.dtype)

@@ -171,9 +171,7 @@ def build(kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name:
         from meshlib.graph import source_line
 
         operands = "".join(f"\n  {x}" for x in inputs)
-        raise ShapeError(
-            f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}"
-        ) from None
+        raise ShapeError(f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}") from None
     return inputs[0].graph.add(kind, inputs, (out,), attrs, name).output
 
 
@@ -196,9 +194,7 @@ def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
         from meshlib.ops.sources import scalar
 
         return scalar(x, like)
-    raise ShapeError(
-        f"{what}: expected a tensor{' or a number' if like else ''}, got {type(x).__name__} {x!r:.80}"
-    )
+    raise ShapeError(f"{what}: expected a tensor{' or a number' if like else ''}, got {type(x).__name__} {x!r:.80}")
 
 
 def tensor(x: object, what: str) -> Tensor:
@@ -217,9 +213,7 @@ def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
             if not isinstance(d, Dimension):
                 raise ShapeError(f"{what}: expected Dimensions, got {d!r:.80}")
         return tuple(Shape(tuple(dims)))
-    raise ShapeError(
-        f"{what}: expected a Dimension or a list of them, got {type(dims).__name__} {dims!r:.80}"
-    )
+    raise ShapeError(f"{what}: expected a Dimension or a list of them, got {type(dims).__name__} {dims!r:.80}")
 
 
 def union(shapes: Sequence[Shape]) -> Shape:

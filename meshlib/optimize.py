@@ -60,9 +60,7 @@ class Optimizer(abc.ABC):
           variables: to train; all trainable ones of the graph that the loss depends on, unless given.
         Raises: GraphError if the loss depends on none of them.
         """
-        wanted = (
-            [stored(v).output for v in variables] if variables is not None else loss.graph.trainable_variables
-        )
+        wanted = [stored(v).output for v in variables] if variables is not None else loss.graph.trainable_variables
         grads = gradients([loss], list(wanted))
         pairs = [(g, v) for g, v in zip(grads, wanted, strict=True) if g is not None]
         if not pairs:
@@ -152,9 +150,7 @@ class AdamOptimizer(Optimizer):
     Slots `adam_m`, `adam_v`. Source: Kingma and Ba, "Adam: a method for stochastic optimization", 2015, algorithm 1.
     """
 
-    def __init__(
-        self, lr: LearningRate, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-8
-    ) -> None:
+    def __init__(self, lr: LearningRate, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-8) -> None:
         super().__init__(lr)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 

@@ -125,9 +125,7 @@ def test_read_idx_names_file_expected_and_found(tmp_path: Path, fault: str) -> N
 def test_read_idx_of_no_file_and_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent: expected a readable file, found: No such file"):
         read_idx(tmp_path / "absent")
-    with pytest.raises(
-        DataError, match=f"{re.escape(str(tmp_path))}: expected a readable file, found: Is a dir"
-    ):
+    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path))}: expected a readable file, found: Is a dir"):
         read_idx(tmp_path)
 
 
@@ -168,17 +166,13 @@ def check_small(digits: Digits) -> None:
 
 @pytest.mark.parametrize("naming", NAMINGS)
 def test_folder_under_every_name(tmp_path: Path, naming: str) -> None:
-    files = {
-        stem: gzip.compress(content) if "gz" in naming else content for stem, content in small_files().items()
-    }
+    files = {stem: gzip.compress(content) if "gz" in naming else content for stem, content in small_files().items()}
     digits = load(write(tmp_path, files, NAMINGS[naming]))
     check_small(digits)
     assert digits.source == f"IDX files in {tmp_path}: 5 train, 3 test"
 
 
-def test_environment_names_the_folder_and_the_argument_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_names_the_folder_and_the_argument_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "mine", small_files())
     monkeypatch.setenv("MESHLIB_MNIST", str(folder))
     check_small(load())

@@ -102,9 +102,7 @@ def _fetched(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, 
         outputs = [outputs]
     if outputs is not None and not isinstance(outputs, Mapping):
         if not isinstance(outputs, Sequence) or isinstance(outputs, str):
-            raise GraphError(
-                f"outputs must be a dict of names to tensors, a list or a tensor, got {outputs!r:.80}"
-            )
+            raise GraphError(f"outputs must be a dict of names to tensors, a list or a tensor, got {outputs!r:.80}")
         for t in outputs:
             if not isinstance(t, Tensor):
                 raise GraphError(f"outputs must be tensors, got {type(t).__name__} {t!r:.80}")
@@ -114,20 +112,14 @@ def _fetched(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, 
         if not isinstance(t, Tensor):
             raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
     if isinstance(updates, Operation) or not isinstance(updates, Sequence):
-        raise GraphError(
-            f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}"
-        )
+        raise GraphError(f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}")
     graphs = list(
-        dict.fromkeys(
-            [*(t.graph for t in fetched.values()), *(u.graph for u in updates if isinstance(u, Operation))]
-        )
+        dict.fromkeys([*(t.graph for t in fetched.values()), *(u.graph for u in updates if isinstance(u, Operation))])
     )
     if not graphs:
         raise GraphError("nothing to lower: give outputs, updates or both")
     if len(graphs) > 1:
-        raise GraphError(
-            "outputs and updates belong to different graphs; build them in one `with mtf.Graph()`"
-        )
+        raise GraphError("outputs and updates belong to different graphs; build them in one `with mtf.Graph()`")
     return fetched, graphs[0]
 
 

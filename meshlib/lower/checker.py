@@ -39,9 +39,7 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
         if y.sharding.mesh != program.mesh:
             raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {program.mesh}")
         if y.sharding.shape != y.tensor.shape:
-            raise ProgramError(
-                f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}"
-            )
+            raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
     if instruction.opcode in (*COLLECTIVES, "slice") and instruction.steps:
         _check_reshard(instruction)
     elif instruction.opcode == "assign":
@@ -58,9 +56,7 @@ def _check_reshard(instruction: Instruction) -> None:
         if x.tensor is not y.tensor:
             raise ProgramError(f"moves {x.tensor.name} into {y.tensor.name}")
         if x.sharding != step.before or y.sharding != step.after:
-            raise ProgramError(
-                f"step {step.before} -> {step.after} does not move {x.sharding} to {y.sharding}"
-            )
+            raise ProgramError(f"step {step.before} -> {step.after} does not move {x.sharding} to {y.sharding}")
         if step.kind != instruction.opcode:
             raise ProgramError(f"holds a step of kind {step.kind}")
         s = x.sharding
@@ -69,9 +65,7 @@ def _check_reshard(instruction: Instruction) -> None:
         if (after is None and not same_blocks) or (after is not None and after != y.sharding):
             raise ProgramError(f"{step.kind} over {step.axes} makes {after}, not {y.sharding}")
         if step.payload_bytes != x.local_bytes or abs(step.sent_bytes - sent) > 1e-9 * max(1, sent):
-            raise ProgramError(
-                f"claims {step.sent_bytes} bytes sent of {step.payload_bytes}; a ring sends {sent}"
-            )
+            raise ProgramError(f"claims {step.sent_bytes} bytes sent of {step.payload_bytes}; a ring sends {sent}")
 
 
 def replay(

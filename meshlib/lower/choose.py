@@ -130,17 +130,13 @@ def choose(
             if busy and any(f.role in (Role.MAX, Role.MIN) and split.get(f.name) for f in factors):
                 continue
             try:
-                wanted, out = derive(
-                    factors, split, [x.tensor.shape for x in operands], op.output.shape, home, passed
-                )
+                wanted, out = derive(factors, split, [x.tensor.shape for x in operands], op.output.shape, home, passed)
             except LayoutError:  # mixed kinds of pending, or a size that does not divide
                 continue
             sent, collectives = _operand_cost(operands, wanted, regroup)
             after, more = _home_cost(out, home, itemsize, later, later_sizes)
             work = op.kind.work(
-                tuple(
-                    TensorType(s.local_shape, x.tensor.dtype) for s, x in zip(wanted, operands, strict=True)
-                ),
+                tuple(TensorType(s.local_shape, x.tensor.dtype) for s, x in zip(wanted, operands, strict=True)),
                 TensorType(out.local_shape, op.output.dtype),
                 op.attrs,
             )
@@ -154,9 +150,7 @@ def choose(
     return chosen
 
 
-def _places(
-    factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding
-) -> dict[str, list[Factor | None]]:
+def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> dict[str, list[Factor | None]]:
     """Per axis, in mesh order, the factors it may split: those whose dim it splits in an operand or in the home.
 
     An axis never wanders to a dim that nobody laid on it: a layout that splits the batch alone reduces gradients,
@@ -221,10 +215,7 @@ def pass_options(op: Operation, operands: Sequence[Operand]) -> Iterator[tuple[t
     Reducing everything first is always an option and comes first, so that ties reduce as early as possible.
     """
     pending = [x.pending if x.instances and x.instances[0].pending[:1] else () for x in operands]
-    sums = [
-        tuple(a for a, kind in x.instances[0].pending if kind == "sum") if x.instances else ()
-        for x in operands
-    ]
+    sums = [tuple(a for a, kind in x.instances[0].pending if kind == "sum") if x.instances else () for x in operands]
     nothing: tuple[Axes, ...] = ((),) * len(operands)
     linear = op.kind.linear(op)
     if linear.terms and len(op.inputs) > 1 and len(set(pending)) > 1:
@@ -258,9 +249,7 @@ def _subsets(axes: Sequence[str]) -> list[Axes]:
     return [c for n in range(len(axes), 0, -1) for c in combinations(axes, n)]
 
 
-def _operand_cost(
-    operands: Sequence[Operand], wanted: Sequence[Sharding], regroup: bool
-) -> tuple[float, int]:
+def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regroup: bool) -> tuple[float, int]:
     """Bytes and collectives to bring all operands where they are wanted; a value wanted once is paid once."""
     needs = {(id(x.tensor), s): (x, s) for x, s in zip(operands, wanted, strict=True)}
     groups: set[Axes] = set()

@@ -93,9 +93,7 @@ def explain(program: Program) -> str:
       1 program on mesh rows:2 (2 cores), layout batch:rows
       ...
     """
-    head = (
-        f"1 program on mesh {program.mesh} ({program.mesh.size} cores), layout {program.layout or '(none)'}"
-    )
+    head = f"1 program on mesh {program.mesh} ({program.mesh.size} cores), layout {program.layout or '(none)'}"
     return "\n".join(
         [
             head,

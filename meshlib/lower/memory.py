@@ -47,9 +47,7 @@ class Memory:
     timeline_bytes: tuple[int, ...]
 
     def __str__(self) -> str:
-        lines = [
-            f"memory per core: peak {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes, exact) at {self.at}"
-        ]
+        lines = [f"memory per core: peak {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes, exact) at {self.at}"]
         lines += [f"  {kind:<18} {bytes_text(n):>10}" for kind, n in self.by_kind.items() if n]
         lines += ["  live at the peak:"]
         lines += [f"    {v}" for v in sorted(self.live, key=lambda v: -v.bytes)]
@@ -182,9 +180,4 @@ def fused_values(program: Program) -> set[Value]:
             users.setdefault(x, set()).add(i.group)
     kept = {*program.outputs.values(), *program.updates.values()}
     kept |= {*program.inputs.values(), *program.variables.values()}
-    return {
-        y
-        for i in program.instructions
-        for y in i.outputs
-        if y not in kept and users.get(y, set()) <= {i.group}
-    }
+    return {y for i in program.instructions for y in i.outputs if y not in kept and users.get(y, set()) <= {i.group}}

@@ -53,8 +53,7 @@ class _Scheduler:
                         self.users.setdefault(x, set()).add(g)
         self.left = {x: len(users) for x, users in self.users.items()}
         self.inputs = [
-            {x for i in group for x in i.inputs if self.made_in[x] != g}
-            for g, group in enumerate(self.groups)
+            {x for i in group for x in i.inputs if self.made_in[x] != g} for g, group in enumerate(self.groups)
         ]
         self.unmet = [len(xs) for xs in self.inputs]
         resident = {*self.program.inputs.values(), *self.program.variables.values()}

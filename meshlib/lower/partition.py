@@ -84,9 +84,7 @@ class Partitioner:
             values = [self._bring(x, s, op.region, op) for x, s in zip(inputs, choice.operands, strict=True)]
         out = Value(op.output, choice.out)
         self._note_makers(op, inputs, choice)
-        self.instructions.append(
-            Instruction(op.kind.name, op, tuple(values), (out,), op.region, choice.assignment)
-        )
+        self.instructions.append(Instruction(op.kind.name, op, tuple(values), (out,), op.region, choice.assignment))
         self.instances[op.output] = [(op.region, out)]
         self._settle(op.output)
 
@@ -132,9 +130,7 @@ class Partitioner:
             names = [tuple(axes.get(d.name, ())) for d in op.output.shape]
             total = Value(op.output, Sharding(op.output.shape, wanted.mesh, names, pending))
             assignment = tuple((a, f) for f, entry in axes.items() for a in entry)
-            self.instructions.append(
-                Instruction(op.kind.name, op, tuple(values), (total,), op.region, assignment)
-            )
+            self.instructions.append(Instruction(op.kind.name, op, tuple(values), (total,), op.region, assignment))
             self.makers[op.output] = self.makers[members[0]]
             result.append(self._walk(total, wanted, op))
         return result
@@ -194,9 +190,7 @@ class Partitioner:
         op = t.operation
         if op.kind in _REMADE:
             value = Value(t, wanted)
-            assignment = tuple(
-                (a, d.name) for d, axes in zip(t.shape, wanted.axes, strict=True) for a in axes
-            )
+            assignment = tuple((a, d.name) for d, axes in zip(t.shape, wanted.axes, strict=True) for a in axes)
             self.instructions.append(Instruction(op.kind.name, op, (), (value,), region, assignment))
         else:
             size = t.dtype.itemsize
@@ -215,9 +209,7 @@ class Partitioner:
             reason = explain_step(step, t, maker, user, self.homes)
             after = Value(t, step.after)
             self.instructions.append(
-                Instruction(
-                    step.kind, user or t.operation, (value,), (after,), reason.phase, (), (step,), (reason,)
-                )
+                Instruction(step.kind, user or t.operation, (value,), (after,), reason.phase, (), (step,), (reason,))
             )
             value = after
         return value

@@ -170,9 +170,7 @@ def _collectives(instructions: tuple[Instruction, ...]) -> Iterator[Collective]:
     for instruction in instructions:
         if not instruction.is_collective:
             continue
-        for value, step, reason in zip(
-            instruction.inputs, instruction.steps, instruction.reasons, strict=True
-        ):
+        for value, step, reason in zip(instruction.inputs, instruction.steps, instruction.reasons, strict=True):
             yield Collective(
                 step.kind,
                 step.axes,

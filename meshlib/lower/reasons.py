@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from meshlib.lower.homes import Homes
 
 
-def explain_step(
-    step: Step, t: Tensor, maker: Operation | None, user: Operation | None, homes: Homes
-) -> Reason:
+def explain_step(step: Step, t: Tensor, maker: Operation | None, user: Operation | None, homes: Homes) -> Reason:
     """The reason of one step of a reshard of `t`, wanted by `user` (None: its home).
 
     `maker` is the operation that left the sum pending, if the step reduces one.
@@ -32,9 +30,7 @@ def explain_step(
         why = f"{who} needs all of dim '{step.dim}' of '{t.name}', which is split over {over}"
         avoid = f"lay '{step.dim}' elsewhere ({rules}), or use it where it lies"
     elif step.kind == "all_to_all":
-        why = (
-            f"{who} needs '{t.name}' split by '{step.to_dim}' over {over}, where it is split by '{step.dim}'"
-        )
+        why = f"{who} needs '{t.name}' split by '{step.to_dim}' over {over}, where it is split by '{step.dim}'"
         avoid = f"keep one of '{step.dim}' and '{step.to_dim}' on {over} throughout ({rules})"
     elif step.kind == "collective_permute":
         why = f"{who} needs the blocks of '{t.name}' in the order of {_axes(step.after)}, not {_axes(step.before)}"
@@ -77,9 +73,7 @@ def _listed(dims: tuple[str, ...]) -> str:
 
 
 def _axes(sharding: Sharding) -> str:
-    return ", ".join(
-        f"{d.name}@{'+'.join(a)}" for d, a in zip(sharding.shape, sharding.axes, strict=True) if a
-    )
+    return ", ".join(f"{d.name}@{'+'.join(a)}" for d, a in zip(sharding.shape, sharding.axes, strict=True) if a)
 
 
 def _rules(homes: Homes, axes: tuple[str, ...]) -> str:

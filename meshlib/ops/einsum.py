@@ -233,9 +233,7 @@ def _output_shape(
         dims = as_dims(reduced_dims, "einsum reduced_dims")
         missing = [str(d) for d in dims if d not in everything]
         if missing:
-            raise ShapeError(
-                f"einsum: reduced dims {', '.join(missing)} are in no operand; all dims: {everything}"
-            )
+            raise ShapeError(f"einsum: reduced dims {', '.join(missing)} are in no operand; all dims: {everything}")
         gone = {d.name for d in dims}
     else:
         gone = {d.name for d in everything if sum(d.name in x.shape for x in xs) > 1}

@@ -115,9 +115,7 @@ def _unary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
     return function
 
 
-_NEGATIVE = _define_unary(
-    "negative", np.negative, lambda op, dy: [negative(dy)], linear=Linear((0,)), dtypes="number"
-)
+_NEGATIVE = _define_unary("negative", np.negative, lambda op, dy: [negative(dy)], linear=Linear((0,)), dtypes="number")
 _EXP = _define_unary("exp", np.exp, lambda op, dy: [dy * op.output], ops=TRANSCENDENTAL_OPS)
 _LOG = _define_unary("log", np.log, lambda op, dy: [dy / op.inputs[0]], ops=TRANSCENDENTAL_OPS)
 _SQRT = _define_unary("sqrt", np.sqrt, lambda op, dy: [dy * 0.5 / op.output], ops=TRANSCENDENTAL_OPS)
@@ -128,9 +126,7 @@ _SQUARE = _define_unary("square", np.square, lambda op, dy: [dy * op.inputs[0] *
 _RECIPROCAL = _define_unary(
     "reciprocal", np.reciprocal, lambda op, dy: [negative(dy * op.output * op.output)], ops=TRANSCENDENTAL_OPS
 )
-_TANH = _define_unary(
-    "tanh", np.tanh, lambda op, dy: [dy * (1.0 - op.output * op.output)], ops=TRANSCENDENTAL_OPS
-)
+_TANH = _define_unary("tanh", np.tanh, lambda op, dy: [dy * (1.0 - op.output * op.output)], ops=TRANSCENDENTAL_OPS)
 _SIGMOID = _define_unary(
     "sigmoid", _sigmoid, lambda op, dy: [dy * op.output * (1.0 - op.output)], ops=TRANSCENDENTAL_OPS
 )
@@ -367,9 +363,7 @@ _WHERE = operation(
 )
 
 
-def where(
-    condition: Tensor, if_true: Tensor | float, if_false: Tensor | float, name: str | None = None
-) -> Tensor:
+def where(condition: Tensor, if_true: Tensor | float, if_false: Tensor | float, name: str | None = None) -> Tensor:
     """`if_true` where `condition` (bool) holds, else `if_false`; all broadcast by name."""
     like = if_true if isinstance(if_true, Tensor) else if_false if isinstance(if_false, Tensor) else None
     operands = [

@@ -139,9 +139,7 @@ def _gather_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Te
     if indices.dtype is not INT32:
         raise ShapeError(f"indices must be int32, got {indices.dtype.name}; cast them with mtf.cast")
     if dim.name in indices.shape:
-        raise ShapeError(
-            f"the indices have the gathered dim '{dim.name}'; rename it with mtf.rename_dimension"
-        )
+        raise ShapeError(f"the indices have the gathered dim '{dim.name}'; rename it with mtf.rename_dimension")
     rest = Shape([d for d in weights.shape if d != dim and d.name not in indices.shape])
     union([weights.shape, indices.shape])
     return TensorType(indices.shape + rest, weights.dtype)
@@ -166,17 +164,13 @@ def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
     rows = weights.shape[w_names.index(dim.name)]
     chosen, hit = _block_indices(block, indices, rows)
     index = tuple(
-        align(chosen, i_names, out_names)
-        if n == dim.name
-        else align(np.arange(weights.shape[a]), (n,), out_names)
+        align(chosen, i_names, out_names) if n == dim.name else align(np.arange(weights.shape[a]), (n,), out_names)
         for a, n in enumerate(w_names)
     )
     found = weights[index]
     out = block.result()
     # The index arrays broadcast to the output only over dims that weights or indices have: all of them.
-    np.copyto(
-        out, found if hit is None else np.where(align(hit, i_names, out_names), found, found.dtype.type(0))
-    )
+    np.copyto(out, found if hit is None else np.where(align(hit, i_names, out_names), found, found.dtype.type(0)))
     return out
 
 
@@ -237,8 +231,7 @@ def _scatter_local(block: Block, updates: Array, indices: Array) -> Array:
     if hit is not None:
         values = np.where(align(hit, i_names, space), values, values.dtype.type(0))
     index = tuple(
-        align(chosen, i_names, space) if n == dim.name else align(np.arange(sizes[n]), (n,), space)
-        for n in out_names
+        align(chosen, i_names, space) if n == dim.name else align(np.arange(sizes[n]), (n,), space) for n in out_names
     )
     np.add.at(out, tuple(np.broadcast_to(i, full) for i in index), values)
     return out

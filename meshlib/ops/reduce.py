@@ -39,9 +39,7 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
         if d.name not in x.shape:
             raise ShapeError(f"output dim '{d.name}' is not a dim of the operand {x.shape}")
         if d not in x.shape:
-            raise ShapeError(
-                f"output dim '{d.name}' has size {d.size}, but {x.shape.dim(d.name).size} in the operand"
-            )
+            raise ShapeError(f"output dim '{d.name}' has size {d.size}, but {x.shape.dim(d.name).size} in the operand")
     return TensorType(out, x.dtype)
 
 

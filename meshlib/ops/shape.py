@@ -78,9 +78,7 @@ def transpose(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | Non
 
 def _rename_roles(op: Operation) -> tuple[Factor, ...]:
     x, y = op.inputs[0].shape, op.output.shape
-    return tuple(
-        Factor(a.name, a.size, (a.name,), (b.name,), Role.PARALLEL) for a, b in zip(x, y, strict=True)
-    )
+    return tuple(Factor(a.name, a.size, (a.name,), (b.name,), Role.PARALLEL) for a, b in zip(x, y, strict=True))
 
 
 RENAME = operation(
@@ -101,9 +99,7 @@ def rename_dimension(x: Tensor, old_name: str, new_name: str, name: str | None =
     if old_name == new_name:
         return x
     if new_name in x.shape:
-        raise ShapeError(
-            f"rename_dimension: {x} already has a dim '{new_name}'; choose a name it does not have"
-        )
+        raise ShapeError(f"rename_dimension: {x} already has a dim '{new_name}'; choose a name it does not have")
     return build(RENAME, [x], {"old": old_name, "new": new_name}, name)
 
 
@@ -190,9 +186,7 @@ def _broadcast_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) ->
 
 
 def _broadcast_local(block: Block, x: Array) -> Array:
-    return np.broadcast_to(
-        align(x, block.inputs[0].shape.names, block.out.shape.names), block.out.shape.sizes
-    )
+    return np.broadcast_to(align(x, block.inputs[0].shape.names, block.out.shape.names), block.out.shape.sizes)
 
 
 def _broadcast_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
@@ -235,16 +229,14 @@ def _slice_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Ten
     d = x.shape.dim(attrs["dim"])
     begin, size = attrs["begin"], attrs["size"]
     if not 0 <= begin < begin + size <= d.size:
-        raise ShapeError(
-            f"slice [{begin}, {begin + size}) of dim '{d.name}' lies outside its {d.size} elements"
-        )
+        raise ShapeError(f"slice [{begin}, {begin + size}) of dim '{d.name}' lies outside its {d.size} elements")
     return TensorType(x.shape.resize(d.name, size), x.dtype)
 
 
 def _slice_local(block: Block, x: Array) -> Array:
     axis = block.inputs[0].shape.index(block.attrs["dim"])
     begin = block.attrs["begin"]
-    return x[(slice(None),) * axis + (slice(begin, begin + block.attrs["size"]),)]
+    return x[(np.s_[:],) * axis + (np.s_[begin : begin + block.attrs["size"]],)]
 
 
 def _slice_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
@@ -297,17 +289,13 @@ PAD = operation(
     shape=_pad_shape,
     roles=_one_dim_roles,
     local=_pad_local,
-    grad=lambda op, dy: [
-        slice(dy, op.attrs["before"], op.inputs[0].shape.dim(op.attrs["dim"]).size, op.attrs["dim"])
-    ],
+    grad=lambda op, dy: [slice(dy, op.attrs["before"], op.inputs[0].shape.dim(op.attrs["dim"]).size, op.attrs["dim"])],
     linear=lambda op: _LINEAR if op.attrs["value"] == 0 else Linear(()),
     work=_copy_work,
 )
 
 
-def pad(
-    x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.0, name: str | None = None
-) -> Tensor:
+def pad(x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.0, name: str | None = None) -> Tensor:
     """`x` with paddings = [before, after] elements of `pad_value` added to one dim; the dim keeps its name."""
     d = find_dim(tensor(x, "pad"), dim_name, "pad")
     if len(paddings) != 2:

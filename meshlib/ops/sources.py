@@ -92,21 +92,15 @@ def constant(
     if not isinstance(value, bool | int | float | np.generic):
         raise ShapeError(f"constant: expected a number, got {value!r:.80}; feed arrays through mtf.input")
     number = value.item() if isinstance(value, np.generic) else value
-    return _constant(
-        current_graph("constant"), number, Shape(as_dims(shape, "constant")), as_dtype(dtype), name
-    )
+    return _constant(current_graph("constant"), number, Shape(as_dims(shape, "constant")), as_dtype(dtype), name)
 
 
-def zeros(
-    shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None
-) -> Tensor:
+def zeros(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
     """A tensor of zeros."""
     return constant(0, shape, dtype, name or "zeros")
 
 
-def ones(
-    shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None
-) -> Tensor:
+def ones(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
     """A tensor of ones."""
     return constant(1, shape, dtype, name or "ones")
 
@@ -250,9 +244,7 @@ def _random_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[st
 RANDOM = _define("random", _random_local, _random_work)
 
 
-def _random(
-    shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str
-) -> Tensor:
+def _random(shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str) -> Tensor:
     drawn = as_dtype(dtype)
     if not drawn.is_float:
         raise ShapeError(f"{what}: needs a float dtype, got {drawn.name}")

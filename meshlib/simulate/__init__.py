@@ -46,9 +46,7 @@ def simulate(
       6.0
     """
     if not isinstance(program, Program):
-        raise GraphError(
-            f"simulate: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}"
-        )
+        raise GraphError(f"simulate: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
     if executor not in EXECUTORS:
         raise GraphError(f"simulate: executor must be 'fast' or 'exact', got {executor!r}")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
@@ -78,9 +76,7 @@ class Simulation:
     `state` maps names to global arrays; `slice` is the named slice or None.
     """
 
-    def __init__(
-        self, program: Program, slice: Slice | None, seed: int, executor: str, check_nan: bool
-    ) -> None:
+    def __init__(self, program: Program, slice: Slice | None, seed: int, executor: str, check_nan: bool) -> None:
         self.program = program
         self.slice = slice
         self.seed = seed
@@ -98,14 +94,10 @@ class Simulation:
         """
         return self.run(self.program, feeds, **named)
 
-    def run(
-        self, program: Program, feeds: Mapping[str, Any] | None = None, /, **named: Any
-    ) -> dict[str, Array]:
+    def run(self, program: Program, feeds: Mapping[str, Any] | None = None, /, **named: Any) -> dict[str, Array]:
         """Run another program once on the same variables: it may have its own batch size, mesh and layout."""
         if not isinstance(program, Program):
-            raise GraphError(
-                f"run: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}"
-            )
+            raise GraphError(f"run: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
         if program is not self.program:
             self._declare(program)
         fed = _feeds(program, {**(feeds or {}), **named})
@@ -116,8 +108,7 @@ class Simulation:
         if self.check_nan:
             self._check_nan(program, fed, engine, outputs, updates)
         results = {
-            name: np.array(y, dtype=program.outputs[name].tensor.dtype.public, copy=True)
-            for name, y in outputs.items()
+            name: np.array(y, dtype=program.outputs[name].tensor.dtype.public, copy=True) for name, y in outputs.items()
         }
         self.state.arrays.update(updates)
         if program.counts_steps:
@@ -130,9 +121,7 @@ class Simulation:
         `coordinate` is a tuple in the order of the mesh's axes, or a dict of axis to index.
         """
         whole = self.state[name]
-        sharding: Sharding | None = (
-            self.program.variables[name].sharding if name in self.program.variables else None
-        )
+        sharding: Sharding | None = self.program.variables[name].sharding if name in self.program.variables else None
         return whole if sharding is None else whole[sharding.slices(coordinate)]
 
     # ------------------------------------------------------------ inside

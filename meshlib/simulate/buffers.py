@@ -51,11 +51,7 @@ class Node:
         if self.kind == "round":
             return True
         op = self.instruction.operation
-        return (
-            self.kind == "compute"
-            and op.kind.kind is not Kind.VIEW
-            and op.kind.name not in ("constant", "range")
-        )
+        return self.kind == "compute" and op.kind.kind is not Kind.VIEW and op.kind.name not in ("constant", "range")
 
 
 class Buffers:
@@ -78,13 +74,9 @@ class Buffers:
         self._assign(nodes)
         self.memory = [np.empty(size, np.uint8) for size in self.sizes]
         self.double = self._doubled(program)
-        self.fixed = {
-            v: self._view(self.memory[b], v) for v, b in self.places.items() if v not in self.double
-        }
+        self.fixed = {v: self._view(self.memory[b], v) for v, b in self.places.items() if v not in self.double}
         # Two arrays each, so that a new value never lands on the state it was made from.
-        self.turns = {
-            v: [np.empty(self.shape(v), v.tensor.dtype.storage) for _ in range(2)] for v in self.double
-        }
+        self.turns = {v: [np.empty(self.shape(v), v.tensor.dtype.storage) for _ in range(2)] for v in self.double}
 
     def begin(self, taken: Iterable[Array]) -> dict[Value, Array]:
         """The arrays to write into during the next step: none that the state has `taken`."""
@@ -147,11 +139,7 @@ class Buffers:
         for x in candidates:
             owner = self.owner[x]
             same = (self.shape(owner), owner.tensor.shape) == (self.shape(y), y.tensor.shape)
-            same = (
-                same
-                and x.tensor.shape == y.tensor.shape
-                and owner.tensor.dtype.storage == y.tensor.dtype.storage
-            )
+            same = same and x.tensor.shape == y.tensor.shape and owner.tensor.dtype.storage == y.tensor.dtype.storage
             if same and self.last[owner] == n and owner in self.places and owner not in self.resident:
                 return self.places[owner]
         return None

@@ -35,9 +35,7 @@ Array = np.ndarray[Any, Any]
 def unfolded_axes(program: Program, fold: bool = True) -> dict[Value, tuple[str, ...]]:
     """Per pending value the axes that must stay apart; with `fold` only where a reduction is not all that follows."""
     if not fold:
-        return {
-            y: y.sharding.pending_axes for i in program.instructions for y in i.outputs if y.sharding.pending
-        }
+        return {y: y.sharding.pending_axes for i in program.instructions for y in i.outputs if y.sharding.pending}
     users: dict[Value, list[tuple[Instruction, Value]]] = {}
     for i in program.instructions:
         for n, x in enumerate(i.inputs if i.outputs else ()):
@@ -50,8 +48,7 @@ def unfolded_axes(program: Program, fold: bool = True) -> dict[Value, tuple[str,
                 for a in y.sharding.pending_axes
                 # Each user either takes the reduction or passes the sum on to a value that is folded itself.
                 if not all(
-                    a not in out.sharding.pending_axes or a not in apart.get(out, ())
-                    for _, out in users.get(y, [])
+                    a not in out.sharding.pending_axes or a not in apart.get(out, ()) for _, out in users.get(y, [])
                 )
             )
             if stuck:
@@ -175,15 +172,11 @@ class FastExecutor:
             axes |= set(self.apart.get(x, ()))
         return tuple(a for a in self.program.mesh.axes if a in axes)
 
-    def _compute_apart(
-        self, i: Instruction, taken: list[Array], engine: Engine, looped: tuple[str, ...]
-    ) -> Array:
+    def _compute_apart(self, i: Instruction, taken: list[Array], engine: Engine, looped: tuple[str, ...]) -> Array:
         """Run once per coordinate of the axes that stay apart, each time on the blocks at that coordinate."""
         mesh, out = self.program.mesh, i.outputs[0]
         factors, _ = instruction_factors(i)
-        split = {
-            f.name: tuple(a for a, name in i.assignment if name == f.name and a in looped) for f in factors
-        }
+        split = {f.name: tuple(a for a, name in i.assignment if name == f.name and a in looped) for f in factors}
         result = np.empty(self._stored_shape(out), out.tensor.dtype.storage)
         for point in product(*(range(mesh.axis_size(a)) for a in looped)):
             at = dict(zip(looped, point, strict=True))

@@ -42,9 +42,7 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
             f"array.astype(np.{'float32' if dtype.is_float else dtype.name})"
         )
     if wanted == "i" and array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
-        raise FeedError(
-            f"{what}: value {array.max() if array.max() > 2**31 - 1 else array.min()} does not fit int32"
-        )
+        raise FeedError(f"{what}: value {array.max() if array.max() > 2**31 - 1 else array.min()} does not fit int32")
     out = np.ascontiguousarray(array, dtype=dtype.storage)
     return round_to_bfloat16(out) if dtype is BFLOAT16 and array.dtype != BFLOAT16.public else out
 
@@ -88,9 +86,7 @@ class State(MutableMapping[str, Array]):
             if known is None:
                 self.slots[name] = slot
                 if name not in self.arrays:
-                    made = op.attrs["initializer"](
-                        make_key(self.seed, "variable", name), slot.shape, slot.dtype
-                    )
+                    made = op.attrs["initializer"](make_key(self.seed, "variable", name), slot.shape, slot.dtype)
                     self.arrays[name] = to_storage(
                         np.asarray(made), slot.shape, slot.dtype, f"initial value of variable '{name}'"
                     )
@@ -120,9 +116,7 @@ class State(MutableMapping[str, Array]):
 
     def _check_name(self, name: str) -> None:
         if name not in self.arrays:
-            raise FeedError(
-                f"no variable '{name}'{nearest(str(name), self.arrays)}; known: {', '.join(self.arrays)}"
-            )
+            raise FeedError(f"no variable '{name}'{nearest(str(name), self.arrays)}; known: {', '.join(self.arrays)}")
 
     @staticmethod
     def _step_dtype() -> DType:

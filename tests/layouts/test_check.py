@@ -34,8 +34,7 @@ def test_a_fault_is_reported_once_with_its_tensors():
     tensors = [(f"t{i}", f"vocab:50257;n{i}:3", "variables") for i in range(5)]
     report = check("n0:rows;vocab:cols", MESH, tensors)
     assert report.faults == (
-        "dim 'n0' does not divide over axis 'rows': 3 % 2 = 1. "
-        "Pad n0 to 4 (+33.33 %), or remove n0:rows. In: t0.",
+        "dim 'n0' does not divide over axis 'rows': 3 % 2 = 1. Pad n0 to 4 (+33.33 %), or remove n0:rows. In: t0.",
         "dim 'vocab' does not divide over axis 'cols': 50257 % 4 = 1. "
         "Pad vocab to 50260 (+0.01 %), or remove vocab:cols. In: t0, t1, t2 and 2 more.",
     )
@@ -50,17 +49,13 @@ def test_all_faults_at_once():
         "Make one optional (batch:cols?), or put it on another axis. In: h.",
         "rule bacth:rows: no dimension 'bacth' in the program; did you mean 'batch'?",
     )
-    with pytest.raises(
-        LayoutError, match=r"(?s)^3 faults in the layout\n.*'col'.*'hidden' and 'batch'.*'bacth'"
-    ):
+    with pytest.raises(LayoutError, match=r"(?s)^3 faults in the layout\n.*'col'.*'hidden' and 'batch'.*'bacth'"):
         report.raise_for_faults()
 
 
 def test_unknown_axis_of_a_rule_without_a_tensor():
     report = check("memory_length:cosl", MESH, TENSORS, known_dims=["memory_length"])
-    assert report.faults == (
-        "rule memory_length:cosl: no axis 'cosl' in mesh rows:2;cols:4; did you mean 'cols'?",
-    )
+    assert report.faults == ("rule memory_length:cosl: no axis 'cosl' in mesh rows:2;cols:4; did you mean 'cols'?",)
 
 
 def test_notes():

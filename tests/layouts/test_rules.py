@@ -140,9 +140,7 @@ def test_indivisible():
         "  dim 'vocab' does not divide over axis 'model': 50257 % 8 = 1. "
         "Pad vocab to 50264 (+0.01 %), or remove vocab:model."
     )
-    with pytest.raises(
-        LayoutError, match=r"over axes 'data' x 'model': 40 % 32 = 8\. Pad d to 64 \(\+60.00 %\)"
-    ):
+    with pytest.raises(LayoutError, match=r"over axes 'data' x 'model': 40 % 32 = 8\. Pad d to 64 \(\+60.00 %\)"):
         LayoutRules("d:data+model").sharding("d:40", MESH)
 
 
