@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import BACKWARD, UPDATE, Graph, Operation, Tensor, absolute_scope, region
+from meshlib.graph import BACKWARD, Graph, Operation, Tensor, absolute_scope, region
 from meshlib.operation import tensor
 from meshlib.ops.elementwise import add_n
 from meshlib.ops.shape import broadcast
 from meshlib.ops.sources import _constant
-from meshlib.ops.state import identity, stored
+from meshlib.ops.state import identity
 
 
 def gradients(
@@ -104,11 +104,3 @@ def _own(graph: Graph, dx: Tensor, variable: Operation) -> Tensor:
         dx = identity(dx)
     graph.gradient_of[dx] = variable
     return dx
-
-
-def gradient_variable(variable: Tensor) -> Operation:
-    """The variable operation behind what `mtf.variable` returned."""
-    return stored(variable)
-
-
-__all__ = ["UPDATE", "gradients"]

@@ -133,5 +133,5 @@ def as_initializer(value: object, name: str, shape: Shape) -> Initializer:
     if isinstance(value, np.ndarray):
         return _given(value.copy(), name, shape)
     if callable(value):
-        return value  # type: ignore[no-any-return]
+        return value
     raise GraphError(f"variable '{name}': expected an initializer, a number or an array, got {value!r:.80}")

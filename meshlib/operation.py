@@ -232,7 +232,7 @@ def union(shapes: Sequence[Shape]) -> Shape:
     for s in shapes:
         if len(s) == len(sizes):
             return s
-    return Shape([(n, s) for n, s in sizes.items()])
+    return Shape(list(sizes.items()))
 
 
 def same_dtype(types: Sequence[TensorType]) -> DType:

@@ -101,7 +101,7 @@ def _fetched(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, 
     if isinstance(outputs, Tensor):
         outputs = [outputs]
     if outputs is not None and not isinstance(outputs, Mapping):
-        if not isinstance(outputs, Sequence) or isinstance(outputs, str):
+        if not isinstance(outputs, list | tuple):
             raise GraphError(f"outputs must be a dict of names to tensors, a list or a tensor, got {outputs!r:.80}")
         for t in outputs:
             if not isinstance(t, Tensor):

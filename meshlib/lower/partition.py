@@ -14,7 +14,7 @@ from layouts import Sharding, reshard
 from meshlib.graph import UPDATE, Operation, Tensor
 from meshlib.lower.choose import Balance, Choice, Operand, choose
 from meshlib.lower.homes import Homes
-from meshlib.lower.program import Instruction, Reason, Value
+from meshlib.lower.program import Instruction, Value
 from meshlib.lower.reasons import explain_step
 from meshlib.lower.simplify import Simplified
 from meshlib.ops.index import RANGE
@@ -34,7 +34,7 @@ class Partitioner:
     balance: Balance
     fetched: set[Tensor]
     instructions: list[Instruction] = field(default_factory=list)
-    # Where each tensor exists: everywhere (region None: its home) or within one region.
+    # Where each tensor exists: for every region (None: as made for a single user, or at home) or within one.
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Partitioner:
         out = Value(op.output, choice.out)
         self._note_makers(op, inputs, choice)
         self.instructions.append(Instruction(op.kind.name, op, tuple(values), (out,), op.region, choice.assignment))
-        self.instances[op.output] = [(op.region, out)]
+        self.instances[op.output] = [(None, out)]
         self._settle(op.output)
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
@@ -103,10 +103,10 @@ class Partitioner:
         bound = t in self.fetched or t in self.homes.graph.gradient_of or t.operation.kind.name == "constrain"
         if bound or len(uses) > 1:
             home = self._bring(t, self.homes.of(t), t.operation.region, None)
-            made = self.instances[t][0]
+            _, made = self.instances[t][0]
             self.instances[t] = [(None, home)]
-            if made[1] is not home and not made[1].sharding.pending:
-                self.instances[t].append(made)
+            if made is not home and not made.sharding.pending:
+                self.instances[t].append((t.operation.region, made))
 
     def _grouped(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> list[Value]:
         """Operands of an n-ary sum, equally pending ones added first and each group reduced once (rule 4)."""

@@ -36,6 +36,8 @@ from meshlib.operation import (
 # table look-ups with refinement in the vector unit. Modelled, not published: see `Work`.
 TRANSCENDENTAL_OPS = 8
 
+Builder = Callable[..., Tensor]
+
 
 def _work(ops_per_element: int) -> Callable[..., Work]:
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
@@ -137,21 +139,21 @@ _SIN = _define_unary("sin", np.sin, lambda op, dy: [dy * cos(op.inputs[0])], ops
 _COS = _define_unary("cos", np.cos, lambda op, dy: [negative(dy * sin(op.inputs[0]))], ops=TRANSCENDENTAL_OPS)
 _NOT = _define_unary("logical_not", np.logical_not, not_differentiable, dtypes="bool")
 
-negative = _unary_builder(_NEGATIVE, "-x.")
-exp = _unary_builder(_EXP, "e to the power x; float dtypes.")
-log = _unary_builder(_LOG, "Natural logarithm; float dtypes.")
-sqrt = _unary_builder(_SQRT, "Square root; float dtypes.")
-rsqrt = _unary_builder(_RSQRT, "1 / sqrt(x); float dtypes.")
-square = _unary_builder(_SQUARE, "x * x.")
-reciprocal = _unary_builder(_RECIPROCAL, "1 / x; float dtypes.")
-tanh = _unary_builder(_TANH, "Hyperbolic tangent; float dtypes.")
-sigmoid = _unary_builder(_SIGMOID, "1 / (1 + exp(-x)); float dtypes.")
-relu = _unary_builder(_RELU, "max(x, 0); gradient 0 at 0; float dtypes.")
-abs = _unary_builder(_ABS, "Absolute value; gradient 0 at 0.")
-sign = _unary_builder(_SIGN, "-1, 0 or 1; passes no gradient.")
-sin = _unary_builder(_SIN, "Sine of radians; float dtypes.")
-cos = _unary_builder(_COS, "Cosine of radians; float dtypes.")
-logical_not = _unary_builder(_NOT, "not x; bool.")
+negative: Builder = _unary_builder(_NEGATIVE, "-x.")
+exp: Builder = _unary_builder(_EXP, "e to the power x; float dtypes.")
+log: Builder = _unary_builder(_LOG, "Natural logarithm; float dtypes.")
+sqrt: Builder = _unary_builder(_SQRT, "Square root; float dtypes.")
+rsqrt: Builder = _unary_builder(_RSQRT, "1 / sqrt(x); float dtypes.")
+square: Builder = _unary_builder(_SQUARE, "x * x.")
+reciprocal: Builder = _unary_builder(_RECIPROCAL, "1 / x; float dtypes.")
+tanh: Builder = _unary_builder(_TANH, "Hyperbolic tangent; float dtypes.")
+sigmoid: Builder = _unary_builder(_SIGMOID, "1 / (1 + exp(-x)); float dtypes.")
+relu: Builder = _unary_builder(_RELU, "max(x, 0); gradient 0 at 0; float dtypes.")
+abs: Builder = _unary_builder(_ABS, "Absolute value; gradient 0 at 0.")
+sign: Builder = _unary_builder(_SIGN, "-1, 0 or 1; passes no gradient.")
+sin: Builder = _unary_builder(_SIN, "Sine of radians; float dtypes.")
+cos: Builder = _unary_builder(_COS, "Cosine of radians; float dtypes.")
+logical_not: Builder = _unary_builder(_NOT, "not x; bool.")
 
 
 def _binary_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
@@ -291,21 +293,21 @@ def _logic_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Ten
 _AND = _define_binary("logical_and", np.logical_and, not_differentiable, shape=_logic_shape)
 _OR = _define_binary("logical_or", np.logical_or, not_differentiable, shape=_logic_shape)
 
-add = _binary_builder(_ADD, "x1 + x2, broadcast by name.")
-subtract = _binary_builder(_SUBTRACT, "x1 - x2, broadcast by name.")
-multiply = _binary_builder(_MULTIPLY, "x1 * x2, broadcast by name.")
-divide = _binary_builder(_DIVIDE, "x1 / x2, broadcast by name; float dtypes.")
-maximum = _binary_builder(_MAXIMUM, "The larger, broadcast by name; at a tie the gradient goes to x1.")
-minimum = _binary_builder(_MINIMUM, "The smaller, broadcast by name; at a tie the gradient goes to x1.")
-pow = _binary_builder(_POW, "x1 to the power x2, broadcast by name; float dtypes.")
-less = _binary_builder(_LESS, "x1 < x2, broadcast by name; bool.")
-less_equal = _binary_builder(_LESS_EQUAL, "x1 <= x2, broadcast by name; bool.")
-greater = _binary_builder(_GREATER, "x1 > x2, broadcast by name; bool.")
-greater_equal = _binary_builder(_GREATER_EQUAL, "x1 >= x2, broadcast by name; bool.")
-equal = _binary_builder(_EQUAL, "x1 == x2, broadcast by name; bool.")
-not_equal = _binary_builder(_NOT_EQUAL, "x1 != x2, broadcast by name; bool.")
-logical_and = _binary_builder(_AND, "x1 and x2, broadcast by name; bool.")
-logical_or = _binary_builder(_OR, "x1 or x2, broadcast by name; bool.")
+add: Builder = _binary_builder(_ADD, "x1 + x2, broadcast by name.")
+subtract: Builder = _binary_builder(_SUBTRACT, "x1 - x2, broadcast by name.")
+multiply: Builder = _binary_builder(_MULTIPLY, "x1 * x2, broadcast by name.")
+divide: Builder = _binary_builder(_DIVIDE, "x1 / x2, broadcast by name; float dtypes.")
+maximum: Builder = _binary_builder(_MAXIMUM, "The larger, broadcast by name; at a tie the gradient goes to x1.")
+minimum: Builder = _binary_builder(_MINIMUM, "The smaller, broadcast by name; at a tie the gradient goes to x1.")
+pow: Builder = _binary_builder(_POW, "x1 to the power x2, broadcast by name; float dtypes.")
+less: Builder = _binary_builder(_LESS, "x1 < x2, broadcast by name; bool.")
+less_equal: Builder = _binary_builder(_LESS_EQUAL, "x1 <= x2, broadcast by name; bool.")
+greater: Builder = _binary_builder(_GREATER, "x1 > x2, broadcast by name; bool.")
+greater_equal: Builder = _binary_builder(_GREATER_EQUAL, "x1 >= x2, broadcast by name; bool.")
+equal: Builder = _binary_builder(_EQUAL, "x1 == x2, broadcast by name; bool.")
+not_equal: Builder = _binary_builder(_NOT_EQUAL, "x1 != x2, broadcast by name; bool.")
+logical_and: Builder = _binary_builder(_AND, "x1 and x2, broadcast by name; bool.")
+logical_or: Builder = _binary_builder(_OR, "x1 or x2, broadcast by name; bool.")
 
 
 def _relu_grad_local(block: Block, dy: Array, y: Array) -> Array:
@@ -316,7 +318,7 @@ def _relu_grad_local(block: Block, dy: Array, y: Array) -> Array:
 
 
 # The derivative of relu as one operation: no mask is kept, it is read off the output that is there anyway.
-_RELU_GRAD = operation(
+_RELU_GRAD: OpDef = operation(
     "relu_grad",
     kind=Kind.ELEMENTWISE,
     shape=_binary_shape,

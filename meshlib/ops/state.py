@@ -49,7 +49,7 @@ def _define(name: str, grad: GradRule, linear: Linear) -> OpDef:
 
 IDENTITY = _define("identity", lambda op, dy: [dy], Linear((0,)))
 STOP_GRADIENT = _define("stop_gradient", not_differentiable, Linear((0,)))
-CONSTRAIN = _define("constrain", lambda op, dy: [build(CONSTRAIN, [dy], op.attrs)], NONLINEAR)
+CONSTRAIN: OpDef = _define("constrain", lambda op, dy: [build(CONSTRAIN, [dy], op.attrs)], NONLINEAR)
 ASSIGN = _define("assign", not_differentiable, NONLINEAR)
 
 
