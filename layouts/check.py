@@ -7,7 +7,7 @@ tensors that have it. What is merely wasteful (an unused rule, an unused axis) i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from layouts.dims import Shape, ShapeLike
@@ -24,6 +24,7 @@ class Report:
 
     faults: tuple[str, ...]
     notes: tuple[str, ...]
+    found: tuple[tuple[Fault, tuple[str, ...]], ...] = ()  # each fault, with the labels of the tensors it concerns
 
     @property
     def ok(self) -> bool:
@@ -93,7 +94,8 @@ def check(
         for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
         if size > 1 and axis not in used_axes
     ]
-    return Report(tuple(_with_tensors(*item) for item in faults.items()), tuple(notes))
+    found = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in faults.items())
+    return Report(tuple(_with_tensors(*item) for item in found), tuple(notes), found)
 
 
 def _why_unused(rule: Rule, present: dict[str, None]) -> str:
@@ -104,9 +106,15 @@ def _why_unused(rule: Rule, present: dict[str, None]) -> str:
     return f"no tensor in its scope has dimension {rule.dim!r}"
 
 
-def _with_tensors(fault: Fault, labels: list[str]) -> str:
-    if fault.of_rule:
-        return fault.text
-    names = list(dict.fromkeys(labels))
-    more = f" and {len(names) - SHOWN_TENSORS} more" if len(names) > SHOWN_TENSORS else ""
-    return f"{fault.text} In: {', '.join(names[:SHOWN_TENSORS])}{more}."
+def _with_tensors(fault: Fault, labels: tuple[str, ...]) -> str:
+    return fault.text if fault.of_rule else f"{fault.text} In: {some(labels)}."
+
+
+def some(labels: Sequence[str]) -> str:
+    """The first few of a list, and how many more there are.
+
+    >>> some(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    more = f" and {len(labels) - SHOWN_TENSORS} more" if len(labels) > SHOWN_TENSORS else ""
+    return f"{', '.join(labels[:SHOWN_TENSORS])}{more}"

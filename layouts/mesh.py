@@ -6,11 +6,12 @@ real hardware is decided elsewhere.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
 from types import MappingProxyType
-from typing import TypeAlias, Union
+from typing import SupportsIndex, TypeAlias, Union
 
 from layouts.dims import DimensionLike
 from layouts.errors import LayoutError, nearest
@@ -105,8 +106,11 @@ class Mesh(Frozen):
                 wrong = ", ".join(map(repr, sorted(set(coordinate) ^ set(self.axes))))
                 raise LayoutError(f"coordinate {dict(coordinate)} does not name the axes of mesh {self}: {wrong}")
             coordinate = [coordinate[axis] for axis in self.axes]
-        point = tuple(coordinate)
-        if len(point) != len(self.sizes) or any(not 0 <= c < size for c, size in zip(point, self.sizes, strict=True)):
+        point = tuple(coordinate) if isinstance(coordinate, Iterable) else (coordinate,)
+        if len(point) != len(self.sizes) or any(isinstance(c, bool) or not isinstance(c, SupportsIndex) for c in point):
+            raise LayoutError(f"a coordinate of mesh {self} is {len(self.sizes)} integers, not {coordinate!r:.80}")
+        point = tuple(map(operator.index, point))
+        if any(not 0 <= c < size for c, size in zip(point, self.sizes, strict=True)):
             raise LayoutError(f"coordinate {point} is outside mesh {self}")
         return point
 

@@ -89,7 +89,7 @@ def named_sizes(source: object, what: str) -> list[tuple[str, int]]:
     if isinstance(source, Mapping):
         source = list(source.items())
     if not isinstance(source, Iterable):
-        raise LayoutError(f"expected {what}s as pairs or as text like 'a:2;b:4', not {source!r}")
+        raise LayoutError(f"expected (name, size) pairs or text like 'a:2;b:4', not {source!r:.80}; each is one {what}")
     pairs: list[tuple[str, int]] = []
     for item in source:
         if hasattr(item, "name") and hasattr(item, "size"):

@@ -50,8 +50,14 @@ class Rule:
 class Fault:
     """What is wrong with one tensor under the rules; equal for tensors that share the cause."""
 
-    text: str
+    what: str
+    remedy: str = ""  # with the numbers
     of_rule: bool = False  # the rule is at fault, whatever tensors it meets
+
+    @property
+    def text(self) -> str:
+        """Fault and remedy as one sentence."""
+        return f"{self.what}: {self.remedy}" if self.remedy else self.what
 
 
 AxesLike: TypeAlias = str | Sequence[str] | None
@@ -214,8 +220,8 @@ def unknown_axis(rule: Rule, axis: str, mesh: Mesh) -> Fault:
 
 def _clash(first: Rule, second: Rule, axis: str) -> Fault:
     return Fault(
-        f"dims {first.dim!r} and {second.dim!r} of one tensor are both split over axis {axis!r}. Make one "
-        f"optional ({second}?), or put it on another axis."
+        f"dims {first.dim!r} and {second.dim!r} of one tensor are both split over axis {axis!r}",
+        f"an axis splits one dim of a tensor. Make one optional ({second}?), or put it on another axis.",
     )
 
 
@@ -223,9 +229,9 @@ def _indivisible(rule: Rule, axes: Axes, size: int, blocks: int) -> Fault:
     over = " x ".join(f"{axis!r}" for axis in axes)
     padded = -(-size // blocks) * blocks
     return Fault(
-        f"dim {rule.dim!r} does not divide over {'axis' if len(axes) == 1 else 'axes'} {over}: "
+        f"dim {rule.dim!r} does not divide over {'axis' if len(axes) == 1 else 'axes'} {over}",
         f"{size} % {blocks} = {size % blocks}. "
-        f"Pad {rule.dim} to {padded} (+{100 * (padded - size) / size:.2f} %), or remove {rule}."
+        f"Pad {rule.dim} to {padded} (+{100 * (padded - size) / size:.2f} %), or remove {rule}.",
     )
 
 
@@ -236,14 +242,30 @@ def _read(source: RulesLike) -> tuple[Rule, ...]:
         return source.rules
     if isinstance(source, str):
         return tuple(_rule(left, right, source, at) for left, right, at in read_pairs(source))
+    if not isinstance(source, Iterable):
+        raise LayoutError(
+            f"expected a layout as text like 'batch:rows;hidden:cols', a dict or pairs, not {source!r:.80}"
+        )
     made = []
     for item in source.items() if isinstance(source, Mapping) else source:
+        if not isinstance(item, Rule) and not (isinstance(item, tuple | list) and len(item) == 2):
+            raise LayoutError(f"expected a (dim, axes) pair, not {item!r:.80}")
         left, right = (str(item).split(":")) if isinstance(item, Rule) else item
         if not isinstance(left, str):
             raise LayoutError(f"the left side of a rule is the name of a dimension, not {left!r}")
-        right = "" if right is None else right if isinstance(right, str) else "+".join(right)
+        right = _joined(left, right)
         made.append(_rule(left, right, f"{left}:{right}", 0))
     return tuple(made)
+
+
+def _joined(dim: str, axes: object) -> str:
+    if axes is None or isinstance(axes, str):
+        return axes or ""
+    if isinstance(axes, Iterable):
+        names = list(axes)
+        if all(isinstance(name, str) for name in names):
+            return "+".join(names)
+    raise LayoutError(f"the axes of dim {dim!r} are a name or several names, not {axes!r:.80}")
 
 
 def _rule(left: str, right: str, text: str, at: int) -> Rule:

@@ -60,6 +60,8 @@ def as_dtype(dtype: object) -> DType:
 
 
 def _numpy_name(dtype: object) -> str:
+    if dtype is None:  # NumPy would take it for float64
+        return "None"
     try:
         return np.dtype(dtype).name  # type: ignore[call-overload,no-any-return]
     except TypeError:

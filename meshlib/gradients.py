@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshlib.checks import at, items
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor, absolute_scope, region
 from meshlib.operation import tensor
@@ -37,13 +38,14 @@ def gradients(
       >>> print(dw.shape)
       [d:3]
     """
-    targets = [ys] if isinstance(ys, Tensor) else list(ys)
+    targets = [ys] if isinstance(ys, Tensor) else items(ys, "gradients", "ys")
+    xs = items(xs, "gradients", "xs")
     if not targets:
-        raise GraphError("gradients: needs at least one y, got an empty list")
+        raise GraphError(f"{at('gradients')}: needs at least one y, got an empty list")
     graph = tensor(targets[0], "gradients").graph
     for t in (*targets, *xs):
         if tensor(t, "gradients").graph is not graph:
-            raise GraphError(f"gradients: {t} belongs to another graph than {targets[0]}")
+            raise GraphError(f"{at('gradients')}: {t} belongs to another graph than {targets[0]}")
     with region(BACKWARD):
         cotangents = _seeds(graph, targets, grad_ys)
         _sweep(graph, cotangents, set(xs))
@@ -51,15 +53,17 @@ def gradients(
 
 
 def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None) -> dict[Tensor, list[Tensor]]:
+    if grad_ys is not None:
+        grad_ys = [tensor(g, "gradients grad_ys") for g in items(grad_ys, "gradients", "grad_ys")]
     if grad_ys is not None and len(grad_ys) != len(ys):
-        raise GraphError(f"gradients: {len(ys)} ys, but {len(grad_ys)} grad_ys")
+        raise GraphError(f"{at('gradients')}: {len(ys)} ys, but {len(grad_ys)} grad_ys")
     cotangents: dict[Tensor, list[Tensor]] = {}
     for i, y in enumerate(ys):
         if not y.dtype.is_float:
-            raise GraphError(f"gradients: {y} is no float tensor and has no gradient")
+            raise GraphError(f"{at('gradients')}: {y} ({y.operation.source}) is no float tensor and has no gradient")
         seed = grad_ys[i] if grad_ys is not None else _constant(graph, 1, y.shape, y.dtype, "ones")
         if seed.shape != y.shape or seed.dtype is not y.dtype:
-            raise ShapeError(f"gradients: the cotangent {seed} does not have the type of {y}")
+            raise ShapeError(f"{at('gradients')}: the cotangent {seed} does not have the type of {y}")
         cotangents.setdefault(y, []).append(seed)
     return cotangents
 

@@ -72,12 +72,24 @@ class Tensor:
 
     def __bool__(self) -> bool:
         raise GraphError(
-            f"tensor '{self.name}' has no truth value while the program is being written; "
+            f"tensor '{self.name}' ({self.operation.source}) has no truth value while the program is being written; "
             "use mtf.where(condition, x, y) to choose by value"
         )
 
     def __iter__(self) -> Iterator[Any]:
         raise GraphError(f"tensor '{self.name}' can't be iterated; address its dims {self.shape} by name")
+
+    def __getitem__(self, key: object) -> Any:
+        raise GraphError(
+            f"tensor '{self.name}' can't be indexed with {key!r:.40}; use mtf.slice, mtf.gather or mtf.one_hot on one "
+            f"of its dims {self.shape}"
+        )
+
+    def __array__(self, *args: object, **options: object) -> Any:
+        raise GraphError(
+            f"tensor '{self.name}' has no numbers while the program is being written; lower it, simulate the program "
+            "and take what sim.step() returns"
+        )
 
     # The operators are set by meshlib.ops.elementwise, where the operations they build are defined; their
     # types are declared here.
@@ -177,9 +189,14 @@ class Graph:
         for x in inputs:
             if x.graph is not self:
                 raise GraphError(
-                    f"{kind.name}: operand {x} ({x.operation.source}) belongs to another graph than its neighbours; "
+                    f"{kind.name} ({source_line()}): operand {x} ({x.operation.source}) belongs to another graph than its neighbours; "
                     "build both in one `with mtf.Graph()`"
                 )
+        if name is not None and (not isinstance(name, str) or not name or any(c.isspace() for c in name)):
+            raise GraphError(
+                f"{kind.name} ({source_line()}): the name must be a non-empty string without white space, "
+                f"got {name!r:.80}"
+            )
         region, owner = _region.get()
         full = exact_name or self.unique_name(name or kind.name)
         op = Operation(full, kind, tuple(inputs), attrs, self, region, source_line(), owner)
@@ -193,7 +210,7 @@ def current_graph(what: str) -> Graph:
     """The innermost graph context; sources need it because they have no operand to find it through."""
     graphs = _graphs.get()
     if not graphs:
-        raise GraphError(f"{what} needs a graph: write it inside `with mtf.Graph() as graph:`")
+        raise GraphError(f"{what} ({source_line()}) needs a graph: write it inside `with mtf.Graph() as graph:`")
     return graphs[-1]
 
 
@@ -248,9 +265,13 @@ def source_line() -> str:
 def find_dim(x: Tensor, dim: Dimension | str, what: str) -> Dimension:
     """The dim of `x` that `dim` names; sizes must agree when a `Dimension` is given."""
     name = dim.name if isinstance(dim, Dimension) else dim
+    if not isinstance(name, str):
+        raise GraphError(f"{what} ({source_line()}): expected a dim or its name, got {type(dim).__name__} {dim!r:.80}")
     if name not in x.shape:
-        raise GraphError(f"{what}: {x} has no dim '{name}'{nearest(str(name), x.shape.names)}")
+        raise GraphError(f"{what} ({source_line()}): {x} has no dim '{name}'{nearest(str(name), x.shape.names)}")
     found = x.shape.dim(name)
     if isinstance(dim, Dimension) and dim.size != found.size:
-        raise GraphError(f"{what}: dim '{name}' has size {found.size} in {x}, but {dim.size} was given")
+        raise GraphError(
+            f"{what} ({source_line()}): dim '{name}' has size {found.size} in {x}, but {dim.size} was given"
+        )
     return found

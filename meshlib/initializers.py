@@ -11,7 +11,7 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
-from meshlib.dtypes import BFLOAT16, DType
+from meshlib.dtypes import BFLOAT16, BOOL, DType
 from meshlib.errors import GraphError
 from meshlib.threefry import threefry2x32
 
@@ -113,9 +113,16 @@ def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initia
     return random_normal(0.0, sqrt(scale / prod(d.size for d in input_dims)))
 
 
-def _given(value: Array, name: str, shape: Shape) -> Initializer:
+def _given(value: Array, name: str, shape: Shape, stored: DType) -> Initializer:
     if value.shape != shape.sizes:
-        raise GraphError(f"variable '{name}': the initial array has shape {value.shape}, but its dims are {shape}")
+        raise GraphError(
+            f"variable '{name}': the initial array has shape {list(value.shape)}, but its dims are {shape}"
+        )
+    kinds = "biuf" if stored.is_float else "b" if stored is BOOL else "iu"
+    if value.dtype.kind not in kinds and not (stored.is_float and value.dtype == BFLOAT16.public):
+        raise GraphError(
+            f"variable '{name}': the initial array has dtype {value.dtype}, but the variable stores {stored.name}"
+        )
 
     def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
         out = value.astype(dtype.storage)
@@ -124,14 +131,16 @@ def _given(value: Array, name: str, shape: Shape) -> Initializer:
     return initialize
 
 
-def as_initializer(value: object, name: str, shape: Shape) -> Initializer:
+def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Initializer:
     """An `Initializer` from what a user may pass: None, a number, an array, a function."""
     if value is None:
         return glorot_uniform()
     if isinstance(value, bool | int | float | np.generic):
-        return constant(float(value))
+        from meshlib.checks import fitting
+
+        return constant(fitting(value, stored, f"variable '{name}'"))
     if isinstance(value, np.ndarray):
-        return _given(value.copy(), name, shape)
+        return _given(value.copy(), name, shape, stored)
     if callable(value):
         return value
     raise GraphError(f"variable '{name}': expected an initializer, a number or an array, got {value!r:.80}")

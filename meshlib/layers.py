@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from layouts import Dimension, Shape
 from meshlib import initializers
+from meshlib.checks import at
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
 from meshlib.operation import as_dims, tensor
@@ -51,17 +52,17 @@ def dense(
     new = as_dims(new_dims, "dense new_dims")
     if reduced_dims is None:
         if not len(x.shape):
-            raise ShapeError(f"dense: {x} has no dim to contract")
+            raise ShapeError(f"{at('dense')}: {x} has no dim to contract")
         reduced: tuple[Dimension, ...] = (x.shape[-1],)
     else:
         reduced = as_dims(reduced_dims, "dense reduced_dims")
     missing = [str(d) for d in reduced if d not in x.shape]
     if missing:
-        raise ShapeError(f"dense '{name}': reduced_dims {', '.join(missing)} are not in {x}")
+        raise ShapeError(f"{at('dense')} '{name}': reduced_dims {', '.join(missing)} are not in {x}")
     kept = [d for d in x.shape if d not in reduced]
     clashing = [str(d) for d in new if d.name in x.shape]
     if clashing:
-        raise ShapeError(f"dense '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side")
+        raise ShapeError(f"{at('dense')} '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side")
     with scope(name):
         init = kernel_initializer or initializers.scaled_normal(reduced)
         kernel = variable("kernel", [*reduced, *new], init, variable_dtype, slice_dtype, x.dtype)
@@ -87,10 +88,11 @@ def softmax_cross_entropy_with_logits(
     tensor(logits, "softmax_cross_entropy_with_logits"), tensor(targets, "softmax_cross_entropy_with_logits")
     if set(logits.shape) != set(targets.shape):
         raise ShapeError(
-            f"softmax_cross_entropy_with_logits: logits and targets must have the same dims\n  {logits}\n  {targets}"
+            f"{at('softmax_cross_entropy_with_logits')}: logits and targets must have the same dims"
+            f"\n  {logits}\n  {targets}"
         )
     if vocab_dim not in logits.shape:
-        raise ShapeError(f"softmax_cross_entropy_with_logits: {logits} has no dim {vocab_dim}")
+        raise ShapeError(f"{at('softmax_cross_entropy_with_logits')}: {logits} has no dim {vocab_dim}")
     log_z = reduce_logsumexp(logits, vocab_dim)
     loss = reduce_sum((log_z - logits) * targets, reduced_dim=vocab_dim)
     return loss + square(log_z) * z_loss if z_loss else loss

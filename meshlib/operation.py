@@ -17,8 +17,8 @@ import numpy as np
 
 from layouts import Dimension, Shape
 from meshlib.dtypes import DType
-from meshlib.errors import ShapeError
-from meshlib.graph import Graph, Operation, Tensor, TensorType
+from meshlib.errors import LayoutError, ShapeError
+from meshlib.graph import Graph, Operation, Tensor, TensorType, source_line
 
 if TYPE_CHECKING:
     from meshlib.simulate.engine import Engine
@@ -167,9 +167,7 @@ def build(kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name:
     types = tuple(x.type for x in inputs)
     try:
         out = kind.shape(types, attrs)
-    except ShapeError as fault:
-        from meshlib.graph import source_line
-
+    except (ShapeError, LayoutError) as fault:
         operands = "".join(f"\n  {x}" for x in inputs)
         raise ShapeError(f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}") from None
     return inputs[0].graph.add(kind, inputs, (out,), attrs, name).output
@@ -194,7 +192,9 @@ def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
         from meshlib.ops.sources import scalar
 
         return scalar(x, like)
-    raise ShapeError(f"{what}: expected a tensor{' or a number' if like else ''}, got {type(x).__name__} {x!r:.80}")
+    wanted = "a tensor" if like is None else "a tensor or a number"
+    hint = "; feed arrays through mtf.input" if isinstance(x, np.ndarray) else ""
+    raise ShapeError(f"{what} ({source_line()}): expected {wanted}, got {type(x).__name__} {x!r:.80}{hint}")
 
 
 def tensor(x: object, what: str) -> Tensor:
@@ -211,9 +211,14 @@ def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
     if isinstance(dims, Sequence | set | frozenset) and not isinstance(dims, str):
         for d in dims:
             if not isinstance(d, Dimension):
-                raise ShapeError(f"{what}: expected Dimensions, got {d!r:.80}")
-        return tuple(Shape(tuple(dims)))
-    raise ShapeError(f"{what}: expected a Dimension or a list of them, got {type(dims).__name__} {dims!r:.80}")
+                raise ShapeError(f"{what} ({source_line()}): expected Dimensions, got {type(d).__name__} {d!r:.80}")
+        try:
+            return tuple(Shape(tuple(dims)))
+        except LayoutError as fault:
+            raise ShapeError(f"{what} ({source_line()}): {fault}") from None
+    raise ShapeError(
+        f"{what} ({source_line()}): expected a Dimension or a list of them, got {type(dims).__name__} {dims!r:.80}"
+    )
 
 
 def union(shapes: Sequence[Shape]) -> Shape:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from layouts import Shape
 from meshlib import initializers
+from meshlib.checks import at, items, number, whole
 from meshlib.errors import GraphError
 from meshlib.gradients import gradients
 from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
+from meshlib.operation import tensor
 from meshlib.ops.elementwise import cast, maximum, minimum, pow, sqrt, square
 from meshlib.ops.sources import make_variable, step
 from meshlib.ops.state import assign, stored
@@ -20,7 +24,8 @@ LearningRate = float | Tensor | Schedule
 
 def constant(lr: float) -> Schedule:
     """The same learning rate at every step."""
-    return lambda number: lr
+    rate = number(lr, "optimize.constant", "lr")
+    return lambda done: rate
 
 
 def warmup_then_decay(peak: float, warmup_steps: int, decay: float = 0.5) -> Schedule:
@@ -29,11 +34,13 @@ def warmup_then_decay(peak: float, warmup_steps: int, decay: float = 0.5) -> Sch
     With decay = 0.5 this is the schedule of "Attention is all you need" (Vaswani et al. 2017, section 5.3).
     Raises: GraphError unless warmup_steps >= 1.
     """
-    if warmup_steps < 1:
-        raise GraphError(f"warmup_then_decay: warmup_steps must be at least 1, got {warmup_steps}")
+    what = "warmup_then_decay"
+    peak, decay = number(peak, what, "peak"), number(decay, what, "decay")
+    if whole(warmup_steps, what, "warmup_steps") < 1:
+        raise GraphError(f"{at(what)}: warmup_steps must be at least 1, got {warmup_steps}")
 
-    def rate(number: Tensor) -> Tensor:
-        done = cast(number, "float32") + 1
+    def rate(before: Tensor) -> Tensor:
+        done = cast(before, "float32") + 1
         return minimum(done / warmup_steps, pow(maximum(done, 1) / warmup_steps, -decay)) * peak
 
     return rate
@@ -46,11 +53,20 @@ class Optimizer(abc.ABC):
     """
 
     def __init__(self, lr: LearningRate) -> None:
-        if isinstance(lr, bool) or not (isinstance(lr, int | float | Tensor) or callable(lr)):
-            raise GraphError(f"learning rate must be a number, a tensor or a schedule, got {lr!r:.80}")
-        if isinstance(lr, Tensor) and len(lr.shape):
-            raise GraphError(f"a learning rate has no dims, got {lr}")
-        self.lr = lr
+        if isinstance(lr, str | bool | None) or not (isinstance(lr, int | float | np.generic | Tensor) or callable(lr)):
+            raise GraphError(
+                f"{at(type(self).__name__)}: the learning rate must be a number, a tensor or a schedule (a function of "
+                f"the step), got {type(lr).__name__} {lr!r:.80}"
+            )
+        self.lr = lr if callable(lr) and not isinstance(lr, Tensor) else self._rate(lr)
+
+    def _rate(self, lr: object) -> Tensor | float:
+        what = type(self).__name__
+        if not isinstance(lr, Tensor):
+            return number(lr, what, "the learning rate")
+        if len(lr.shape) or not lr.dtype.is_float:
+            raise GraphError(f"{at(what)}: a learning rate is a float without dims, got {lr}; cast or reduce it")
+        return lr
 
     def minimize(self, loss: Tensor, variables: Sequence[Tensor] | None = None) -> list[Operation]:
         """The updates of one step that lowers `loss`: what `mtf.lower(updates=...)` takes.
@@ -60,22 +76,28 @@ class Optimizer(abc.ABC):
           variables: to train; all trainable ones of the graph that the loss depends on, unless given.
         Raises: GraphError if the loss depends on none of them.
         """
+        tensor(loss, "minimize")
         wanted = [stored(v).output for v in variables] if variables is not None else loss.graph.trainable_variables
         grads = gradients([loss], list(wanted))
         pairs = [(g, v) for g, v in zip(grads, wanted, strict=True) if g is not None]
         if not pairs:
-            raise GraphError(f"minimize: {loss} depends on no trainable variable")
+            known = ", ".join(f"'{v.name}'" for v in wanted) or "none declared"
+            raise GraphError(
+                f"{at('minimize')}: {loss} ({loss.operation.source}) depends on no trainable variable; known: {known}"
+            )
         return self.apply_grads([g for g, _ in pairs], [v for _, v in pairs])
 
     def apply_grads(self, grads: Sequence[Tensor], variables: Sequence[Tensor]) -> list[Operation]:
         """The updates of `variables` for given gradients."""
+        grads, variables = items(grads, "apply_grads", "grads"), items(variables, "apply_grads", "variables")
         if len(grads) != len(variables):
-            raise GraphError(f"apply_grads: {len(grads)} gradients for {len(variables)} variables")
+            raise GraphError(f"{at('apply_grads')}: {len(grads)} gradients for {len(variables)} variables")
         updates: list[Operation] = []
         for grad, v in zip(grads, variables, strict=True):
             op = stored(v)
+            tensor(grad, "apply_grads")
             if set(grad.shape) != set(op.output.shape):
-                raise GraphError(f"apply_grads: gradient {grad} does not have the dims of {op.output}")
+                raise GraphError(f"{at('apply_grads')}: gradient {grad} does not have the dims of {op.output}")
             with op.graph, absolute_scope(op.name), region(UPDATE, op):
                 updates += self.apply_grad(cast(grad, "float32"), op)
         return updates
@@ -86,7 +108,9 @@ class Optimizer(abc.ABC):
 
     def learning_rate(self) -> Tensor | float:
         """The learning rate of this step."""
-        return self.lr(step()) if callable(self.lr) and not isinstance(self.lr, Tensor) else self.lr
+        if isinstance(self.lr, Tensor) or not callable(self.lr):
+            return self.lr
+        return self._rate(self.lr(step()))
 
     def slot(self, variable: Operation, name: str, shape: Shape | None = None) -> Tensor:
         """A float32 variable that accompanies `variable`, zeros at first; layout rules reach it under `slots/`."""
@@ -134,7 +158,7 @@ class MomentumOptimizer(Optimizer):
 
     def __init__(self, lr: LearningRate, momentum: float = 0.9) -> None:
         super().__init__(lr)
-        self.momentum = momentum
+        self.momentum = number(momentum, "MomentumOptimizer", "momentum")
 
     def apply_grad(self, grad: Tensor, variable: Operation) -> list[Operation]:
         """m <- momentum m + g; w <- w - lr m."""
@@ -152,7 +176,12 @@ class AdamOptimizer(Optimizer):
 
     def __init__(self, lr: LearningRate, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-8) -> None:
         super().__init__(lr)
-        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        what = "AdamOptimizer"
+        self.beta_1, self.beta_2 = number(beta_1, what, "beta_1"), number(beta_2, what, "beta_2")
+        self.epsilon = number(epsilon, what, "epsilon")
+        for name, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
+            if not 0 <= beta < 1:
+                raise GraphError(f"{at(what)}: {name} must be in [0, 1), got {beta}")
 
     def apply_grad(self, grad: Tensor, variable: Operation) -> list[Operation]:
         """The running means, and the step they give."""

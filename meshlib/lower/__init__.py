@@ -10,7 +10,7 @@ from meshlib.errors import GraphError
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lower.checker import check_program
 from meshlib.lower.choose import Balance
-from meshlib.lower.homes import Homes, check_layout
+from meshlib.lower.homes import Homes, check_layout, refuse_faults
 from meshlib.lower.listing import collectives_table, explain
 from meshlib.lower.order import order_and_fuse
 from meshlib.lower.partition import Partitioner
@@ -66,12 +66,14 @@ def lower(
     """
     if precision not in ("default", "highest"):
         raise GraphError(f"lower: precision must be 'default' or 'highest', got {precision!r}")
+    if balance is not None and not isinstance(balance, Balance):
+        raise GraphError(f"lower: balance must be an mtf.Balance, got {type(balance).__name__} {balance!r:.80}")
     mesh, rules = Mesh(mesh), LayoutRules(layout)
     fetched, graph = _fetched(outputs, updates)
     written = assigned(updates)
     simple = simplify(graph, fetched.values(), written.values())
     report = check_layout(graph, simple.operations, mesh, rules)
-    report.raise_for_faults()
+    refuse_faults(report, simple.operations, mesh, rules)
     program = _partition(simple, fetched, mesh, rules, precision, balance or Balance(), bool(written), report)
     check_program(program, "partitioning")
     for run in PASSES:
@@ -109,6 +111,8 @@ def _fetched(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, 
         outputs = {t.name: t for t in outputs}
     fetched = dict(outputs or {})
     for name, t in fetched.items():
+        if not isinstance(name, str):
+            raise GraphError(f"the names of outputs are strings, got {type(name).__name__} {name!r:.80}")
         if not isinstance(t, Tensor):
             raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
     if isinstance(updates, Operation) or not isinstance(updates, Sequence):

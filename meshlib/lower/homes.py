@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from layouts import LayoutRules, Mesh, Report, Shape, Sharding, check
+from layouts.check import some
+from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 
@@ -41,7 +43,8 @@ class Homes:
     def _make(self, t: Tensor) -> Sharding:
         op = t.operation
         if op.kind.name == "constrain":
-            return op.attrs["layout"].sharding(t.shape, self.mesh, "activations")  # type: ignore[no-any-return]
+            rules: LayoutRules = op.attrs["layout"]
+            return rules.sharding(t.shape, self.mesh, "activations")
         if op.kind.name in _FOLLOWS_OPERAND and t not in self.graph.gradient_of:
             return self.of(op.inputs[0])
         try:
@@ -52,14 +55,52 @@ class Homes:
 
 def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
+    operations = list(operations)
     homes = Homes(graph, mesh, rules)
     names = {d.name for op in graph.operations for y in op.outputs for d in y.shape}
-    return check(rules, mesh, _labelled(homes, operations), names)
+    report = check(rules, mesh, _labelled(homes, operations), names)
+    bound = [_check_constrained(op, mesh) for op in operations if op.kind.name == "constrain"]
+    faults = (*report.faults, *(text for r in bound for text in r.faults))
+    return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
+
+
+def _check_constrained(op: Operation, mesh: Mesh) -> Report:
+    return check(op.attrs["layout"], mesh, [(_label(op), op.output.shape, "activations")])
+
+
+def refuse_faults(report: Report, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> None:
+    """Raise one LayoutError that holds all faults, each with the first operation it concerns and the remedy."""
+    if report.ok:
+        return
+    known = {_label(op): op for op in operations if op.outputs}
+    texts = [_fault_text(fault, labels, known, mesh, rules) for fault, labels in report.found]
+    if len(texts) == 1:
+        raise LayoutError(texts[0])
+    numbered = [f"{n}. {text}".replace("\n", "\n   ") for n, text in enumerate(texts, start=1)]
+    raise LayoutError("\n".join([f"{len(texts)} faults in the layout", *numbered]))
+
+
+def _fault_text(
+    fault: Fault, labels: tuple[str, ...], known: Mapping[str, Operation], mesh: Mesh, rules: LayoutRules
+) -> str:
+    first = known[labels[0]] if labels else None
+    bound = first is not None and first.kind.name == "constrain"
+    place = f"mesh {mesh}   layout {(first.attrs['layout'] if first and bound else rules) or '(none)'}"
+    if first is None or (fault.of_rule and not bound):
+        return f"{fault.what}\n  {place}"
+    lines = [f"{first}: {fault.what}", "   ".join(map(str, (*first.inputs, *first.outputs))), place]
+    lines += [fault.remedy] if fault.remedy else []
+    if len(labels) > 1:
+        lines.append(f"The same in {some([str(known[x]) for x in labels[1:]])}.")
+    return "\n  ".join(lines)
+
+
+def _label(op: Operation) -> str:
+    return f"{op}: {op.output.type}"
 
 
 def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:
     for op in operations:
         if op.kind.name in _FOLLOWS_OPERAND or op.kind.name in ("constrain", "assign"):
             continue
-        for y in op.outputs:
-            yield f"{op.kind.name} '{op.name}' ({op.source}): {y.dtype}{y.shape}", y.shape, homes.scope_of(y)
+        yield _label(op), op.output.shape, homes.scope_of(op.output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshlib.errors import GraphError
 from meshlib.lower.program import Collective, Instruction, Program, Value, bytes_text
 
 
@@ -52,6 +53,8 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
 
 def collectives_table(collectives: Sequence[Collective]) -> str:
     """The collectives as a table, largest senders' reasons included; bytes are exact."""
+    if not isinstance(collectives, Sequence) or not all(isinstance(c, Collective) for c in collectives):
+        raise GraphError(f"collectives_table: expected program.collectives, got {type(collectives).__name__}")
     if not collectives:
         return "no collectives: every core works alone"
     head = ("phase", "collective", "over", "of", "dtype", "payload", "sent a core", "count", "line")
@@ -93,6 +96,8 @@ def explain(program: Program) -> str:
       1 program on mesh rows:2 (2 cores), layout batch:rows
       ...
     """
+    if not isinstance(program, Program):
+        raise GraphError(f"explain: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
     head = f"1 program on mesh {program.mesh} ({program.mesh.size} cores), layout {program.layout or '(none)'}"
     return "\n".join(
         [

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.checks import at, items
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import (
@@ -194,11 +195,12 @@ def einsum(
       [batch:8, outer:2]
     """
     if isinstance(xs, Tensor):
-        raise ShapeError("einsum: takes a list of tensors, got one tensor; write einsum([x, w], ...)")
+        raise ShapeError(f"{at('einsum')}: takes a list of tensors, got one tensor; write einsum([x, w], ...)")
+    xs = items(xs, "einsum", "xs")
     if not xs:
-        raise ShapeError("einsum: needs at least one tensor, got an empty list")
+        raise ShapeError(f"{at('einsum')}: needs at least one tensor, got an empty list")
     if precision not in ("default", "highest"):
-        raise ShapeError(f"einsum: precision must be 'default' or 'highest', got {precision!r}")
+        raise ShapeError(f"{at('einsum')}: precision must be 'default' or 'highest', got {precision!r}")
     operands = [tensor(x, "einsum") for x in xs]
     out = _output_shape(operands, output_shape, reduced_dims)
     if len(operands) == 1:
@@ -222,18 +224,20 @@ def _output_shape(
     reduced_dims: Sequence[Dimension] | None,
 ) -> Shape:
     if output_shape is not None and reduced_dims is not None:
-        raise ShapeError("einsum: give output_shape or reduced_dims, not both")
+        raise ShapeError(f"{at('einsum')}: give output_shape or reduced_dims, not both")
     if output_shape is not None:
         return Shape(as_dims(output_shape, "einsum output_shape"))
     try:
         everything = union([x.shape for x in xs])
     except ShapeError as fault:
-        raise ShapeError(f"einsum: {fault}" + "".join(f"\n  {x}" for x in xs)) from None
+        raise ShapeError(f"{at('einsum')}: {fault}" + "".join(f"\n  {x}" for x in xs)) from None
     if reduced_dims is not None:
         dims = as_dims(reduced_dims, "einsum reduced_dims")
         missing = [str(d) for d in dims if d not in everything]
         if missing:
-            raise ShapeError(f"einsum: reduced dims {', '.join(missing)} are in no operand; all dims: {everything}")
+            raise ShapeError(
+                f"{at('einsum')}: reduced dims {', '.join(missing)} are in no operand; all dims: {everything}"
+            )
         gone = {d.name for d in dims}
     else:
         gone = {d.name for d in everything if sum(d.name in x.shape for x in xs) > 1}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Shape
+from meshlib.checks import at, items
 from meshlib.dtypes import BOOL, DType, as_dtype
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
@@ -160,6 +161,20 @@ def _binary_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Te
     return TensorType(attrs.get("shape") or union([t.shape for t in types]), same_dtype(types))
 
 
+def _arithmetic_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    out = _binary_shape(types, attrs)
+    if out.dtype is BOOL:
+        raise ShapeError("needs numbers, got bool; cast them, or use mtf.logical_and, mtf.logical_or")
+    return out
+
+
+def _float_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    out = _binary_shape(types, attrs)
+    if not out.dtype.is_float:
+        raise ShapeError(f"needs float operands, got {out.dtype.name}; cast them with mtf.cast")
+    return out
+
+
 def _compare_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     return TensorType(_binary_shape(types, attrs).shape, BOOL)
 
@@ -171,7 +186,7 @@ def _define_binary(
     *,
     ops: int = 1,
     linear: Linear = NONLINEAR,
-    shape: Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType] = _binary_shape,
+    shape: Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType] = _arithmetic_shape,
 ) -> OpDef:
     def local(block: Block, x: Array, y: Array) -> Array:
         x, y = _aligned(block, (x, y))
@@ -198,7 +213,7 @@ def _binary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
         like = x1 if isinstance(x1, Tensor) else x2 if isinstance(x2, Tensor) else None
         operands = [as_tensor(x, like, kind.name) for x in (x1, x2)]
         y = build(kind, operands, {}, name)
-        if output_shape is None or y.shape == Shape(output_shape):
+        if output_shape is None:
             return y
         from meshlib.ops.shape import broadcast
 
@@ -249,6 +264,7 @@ _DIVIDE = _define_binary(
     _grad_sides(lambda op, dy, x, y: dy / y, lambda op, dy, x, y: negative(dy * op.output / y)),
     ops=TRANSCENDENTAL_OPS,
     linear=Linear((0,)),
+    shape=_float_shape,
 )
 _MAXIMUM = _define_binary(
     "maximum",
@@ -274,6 +290,7 @@ _POW = _define_binary(
         lambda op, dy, x, y: dy * op.output * log(where(greater(x, 0), x, 1)),
     ),
     ops=2 * TRANSCENDENTAL_OPS,
+    shape=_float_shape,
 )
 _LESS = _define_binary("less", np.less, not_differentiable, shape=_compare_shape)
 _LESS_EQUAL = _define_binary("less_equal", np.less_equal, not_differentiable, shape=_compare_shape)
@@ -418,7 +435,7 @@ def _add_n_local(block: Block, *xs: Array) -> Array:
 _ADD_N = operation(
     "add_n",
     kind=Kind.ELEMENTWISE,
-    shape=_binary_shape,
+    shape=_arithmetic_shape,
     roles=named_factors,
     local=_add_n_local,
     grad=lambda op, dy: [reduce_to(dy, x.shape) for x in op.inputs],
@@ -429,8 +446,9 @@ _ADD_N = operation(
 
 def add_n(xs: Sequence[Tensor], name: str | None = None) -> Tensor:
     """The sum of a list of tensors, broadcast by name. Pending sums among them are reduced once, together."""
+    xs = items(xs, "add_n", "xs")
     if not xs:
-        raise ShapeError("add_n: needs at least one tensor, got an empty list")
+        raise ShapeError(f"{at('add_n')}: needs at least one tensor, got an empty list")
     if len(xs) == 1:
         return tensor(xs[0], "add_n")
     return build(_ADD_N, [tensor(x, "add_n") for x in xs], {}, name)
@@ -450,6 +468,7 @@ for _name, _function in {
     "__truediv__": divide,
     "__rtruediv__": _swapped(divide),
     "__pow__": pow,
+    "__rpow__": _swapped(pow),
     "__neg__": negative,
     "__lt__": less,
     "__le__": less_equal,

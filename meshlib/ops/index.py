@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.checks import at, fitting
 from meshlib.dtypes import INT32, as_dtype
 from meshlib.errors import FeedError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, current_graph, find_dim
@@ -25,6 +26,7 @@ from meshlib.operation import (
     Role,
     Work,
     align,
+    as_dims,
     build,
     build_source,
     named_factors,
@@ -73,7 +75,7 @@ RANGE = operation(
 def range(dim: Dimension, dtype: object = "int32", name: str | None = None) -> Tensor:
     """0, 1, ..., dim.size - 1 along `dim`."""
     if not isinstance(dim, Dimension):
-        raise ShapeError(f"range: expected a Dimension, got {dim!r:.80}")
+        raise ShapeError(f"{at('range')}: expected a Dimension, got {dim!r:.80}")
     return build_source(current_graph("range"), RANGE, {"dim": dim, "dtype": as_dtype(dtype)}, name).output
 
 
@@ -125,8 +127,10 @@ def one_hot(
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
     """
     if not isinstance(output_dim, Dimension):
-        raise ShapeError(f"one_hot: expected a Dimension, got {output_dim!r:.80}")
-    attrs = {"dim": output_dim, "on": float(on_value), "off": float(off_value), "dtype": as_dtype(dtype)}
+        raise ShapeError(f"{at('one_hot')}: expected a Dimension, got {output_dim!r:.80}")
+    made = as_dtype(dtype)
+    on, off = fitting(on_value, made, "one_hot on_value"), fitting(off_value, made, "one_hot off_value")
+    attrs = {"dim": output_dim, "on": on, "off": off, "dtype": made}
     return build(ONE_HOT, [tensor(indices, "one_hot")], attrs, name)
 
 
@@ -280,5 +284,7 @@ def scatter_add(
 
     The transpose of `gather`: dims of the operands that are not in the output are summed over.
     """
-    attrs = {"dim": dim, "shape": Shape(output_shape)}
+    if not isinstance(dim, Dimension):
+        raise ShapeError(f"{at('scatter_add')}: expected a Dimension, got {dim!r:.80}")
+    attrs = {"dim": dim, "shape": Shape(as_dims(output_shape, "scatter_add output_shape"))}
     return build(SCATTER_ADD, [tensor(updates, "scatter_add"), tensor(indices, "scatter_add")], attrs, name)

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.checks import at
+from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
-from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import (
     NONLINEAR,
     Array,
@@ -43,6 +45,12 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
     return TensorType(out, x.dtype)
 
 
+def _sum_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    if types[0].dtype is BOOL:
+        raise ShapeError("needs numbers, got bool; cast first, as in mtf.cast(x, 'int32')")
+    return _shape(types, attrs)
+
+
 def _define(name: str, ufunc: np.ufunc, role: Role, linear: Linear, grad: Callable[..., Any]) -> OpDef:
     def local(block: Block, x: Array) -> Array:
         names, out_names = block.inputs[0].shape.names, block.out.shape.names
@@ -64,7 +72,7 @@ def _define(name: str, ufunc: np.ufunc, role: Role, linear: Linear, grad: Callab
     return operation(
         name,
         kind=Kind.REDUCTION,
-        shape=_shape,
+        shape=_sum_shape if role is Role.SUM else _shape,
         roles=roles,
         local=local,
         grad=grad,
@@ -100,14 +108,13 @@ def _reduce(
 ) -> Tensor:
     tensor(x, kind.name)
     if output_shape is not None and reduced_dim is not None:
-        raise ShapeError(f"{kind.name}: give output_shape or reduced_dim, not both")
+        raise ShapeError(f"{at(kind.name)}: give output_shape or reduced_dim, not both")
     if output_shape is not None:
         out = Shape(as_dims(output_shape, f"{kind.name} output_shape"))
     elif reduced_dim is not None:
         gone = as_dims(reduced_dim, f"{kind.name} reduced_dim")
-        missing = [str(d) for d in gone if d not in x.shape]
-        if missing:
-            raise ShapeError(f"{kind.name}: reduced_dim {', '.join(missing)} is not a dim of {x}")
+        for d in gone:
+            find_dim(x, d, f"{kind.name} reduced_dim")
         out = Shape([d for d in x.shape if d not in gone])
     else:
         out = Shape([])
@@ -169,7 +176,7 @@ def reduce_mean(
     """Mean over dims, chosen as in `reduce_sum`; float dtypes."""
     _named_only("reduce_mean", disable_positional_args)
     if not tensor(x, "reduce_mean").dtype.is_float:
-        raise ShapeError(f"reduce_mean: needs a float tensor, got {x}; cast it with mtf.cast")
+        raise ShapeError(f"{at('reduce_mean')}: needs a float tensor, got {x}; cast it with mtf.cast")
     total = _reduce(_SUM, x, output_shape, reduced_dim, name)
     return total * (size_of(total.shape.dims) / size_of(x.shape.dims))
 
@@ -177,7 +184,7 @@ def reduce_mean(
 def _named_only(what: str, positional: object) -> None:
     if positional is not None:
         raise ShapeError(
-            f"{what}: name the second argument, output_shape=... or reduced_dim=..., got {positional!r:.80}"
+            f"{at(what)}: name the second argument, output_shape=... or reduced_dim=..., got {positional!r:.80}"
         )
 
 

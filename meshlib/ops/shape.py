@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.checks import at, fitting, items, whole
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import (
@@ -95,11 +96,13 @@ RENAME = operation(
 
 def rename_dimension(x: Tensor, old_name: str, new_name: str, name: str | None = None) -> Tensor:
     """`x` with one dim under another name, which layout rules may lay elsewhere."""
-    find_dim(tensor(x, "rename_dimension"), old_name, "rename_dimension")
+    old_name = find_dim(tensor(x, "rename_dimension"), old_name, "rename_dimension").name
     if old_name == new_name:
         return x
     if new_name in x.shape:
-        raise ShapeError(f"rename_dimension: {x} already has a dim '{new_name}'; choose a name it does not have")
+        raise ShapeError(
+            f"{at('rename_dimension')}: {x} already has a dim '{new_name}'; choose a name it does not have"
+        )
     return build(RENAME, [x], {"old": old_name, "new": new_name}, name)
 
 
@@ -260,6 +263,7 @@ SLICE = operation(
 def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | None = None) -> Tensor:
     """Elements [begin, begin + size) of one dim; the dim keeps its name."""
     d = find_dim(tensor(x, "slice"), slice_dim_name, "slice")
+    begin, size = whole(begin, "slice", "begin"), whole(size, "slice", "size")
     if (begin, size) == (0, d.size):
         return x
     return build(SLICE, [x], {"dim": d.name, "begin": begin, "size": size}, name)
@@ -298,9 +302,11 @@ PAD = operation(
 def pad(x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.0, name: str | None = None) -> Tensor:
     """`x` with paddings = [before, after] elements of `pad_value` added to one dim; the dim keeps its name."""
     d = find_dim(tensor(x, "pad"), dim_name, "pad")
-    if len(paddings) != 2:
-        raise ShapeError(f"pad: paddings must be [before, after], got {paddings!r}")
-    before, after = paddings
+    given = items(paddings, "pad", "paddings")
+    if len(given) != 2:
+        raise ShapeError(f"{at('pad')}: paddings must be [before, after], got {given!r:.80}")
+    before, after = (whole(n, "pad", "each of paddings") for n in given)
+    pad_value = fitting(pad_value, x.dtype, "pad pad_value")
     if (before, after) == (0, 0):
         return x
     return build(PAD, [x], {"dim": d.name, "before": before, "after": after, "value": pad_value}, name)

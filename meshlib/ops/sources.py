@@ -9,9 +9,10 @@ import numpy as np
 
 from layouts import Dimension, Shape
 from meshlib import initializers
+from meshlib.checks import at, fitting, number
 from meshlib.dtypes import DType, as_dtype
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import Graph, Tensor, TensorType, current_graph, scoped_name
+from meshlib.graph import Graph, Tensor, TensorType, current_graph, scoped_name, source_line
 from meshlib.operation import (
     NONLINEAR,
     Array,
@@ -76,10 +77,7 @@ def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str 
 
 def scalar(value: object, like: Tensor) -> Tensor:
     """A number as a tensor without dims, of the graph and dtype of its neighbour."""
-    number: float = value.item() if isinstance(value, np.generic) else value  # type: ignore[assignment]
-    if not like.dtype.is_float and isinstance(number, float) and not number.is_integer():
-        raise ShapeError(f"the number {number} does not fit {like}; cast the tensor to a float dtype first")
-    return _constant(like.graph, number, Shape([]), like.dtype, None)
+    return _constant(like.graph, fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
 
 
 def constant(
@@ -89,10 +87,9 @@ def constant(
     name: str | None = None,
 ) -> Tensor:
     """A tensor that holds the same number everywhere."""
-    if not isinstance(value, bool | int | float | np.generic):
-        raise ShapeError(f"constant: expected a number, got {value!r:.80}; feed arrays through mtf.input")
-    number = value.item() if isinstance(value, np.generic) else value
-    return _constant(current_graph("constant"), number, Shape(as_dims(shape, "constant")), as_dtype(dtype), name)
+    made = as_dtype(dtype)
+    held = fitting(value, made, "constant")
+    return _constant(current_graph("constant"), held, Shape(as_dims(shape, "constant")), made, name)
 
 
 def zeros(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
@@ -113,7 +110,7 @@ VARIABLE = _define("variable", _no_local, _resident_work)
 
 def _check_name(name: object, what: str) -> str:
     if not isinstance(name, str) or not name or any(c.isspace() for c in name) or name.startswith("/"):
-        raise GraphError(f"{what}: the name must be a non-empty string without white space, got {name!r}")
+        raise GraphError(f"{at(what)}: the name must be a non-empty string without white space, got {name!r}")
     return scoped_name(name)
 
 
@@ -125,7 +122,10 @@ def input(name: str, shape: Shape | Sequence[Dimension] | Dimension, dtype: obje
     graph = current_graph("input")
     full = _check_name(name, "input")
     if full in graph.inputs:
-        raise GraphError(f"input '{full}' is declared twice: first at {graph.inputs[full].source}")
+        raise GraphError(
+            f"input '{full}' is declared twice: at {graph.inputs[full].source} and at {source_line()}; "
+            "pass the tensor on, or use another name or mtf.scope"
+        )
     attrs = {"shape": Shape(as_dims(shape, f"input '{full}'")), "dtype": as_dtype(dtype)}
     op = build_source(graph, INPUT, attrs, exact_name=full)
     graph.inputs[full] = op
@@ -185,15 +185,13 @@ def make_variable(
         "shape": shape,
         "dtype": stored,
         "public_dtype": public,
-        "initializer": initializers.as_initializer(initializer, full, shape),
+        "initializer": initializers.as_initializer(initializer, full, shape, stored),
         "trainable": bool(trainable),
         "slot_of": slot_of,
     }
     if full == STEP:
         raise GraphError(f"variable name '{STEP}' is the step counter's; use mtf.step()")
     if full in graph.variables:
-        from meshlib.graph import source_line
-
         raise GraphError(
             f"variable '{full}' is declared twice: at {graph.variables[full].source} and at {source_line()}; "
             "pass the tensor on to share it, or use another name or mtf.scope"
@@ -247,7 +245,7 @@ RANDOM = _define("random", _random_local, _random_work)
 def _random(shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str) -> Tensor:
     drawn = as_dtype(dtype)
     if not drawn.is_float:
-        raise ShapeError(f"{what}: needs a float dtype, got {drawn.name}")
+        raise ShapeError(f"{at(what)}: needs a float dtype, got {drawn.name}")
     attrs = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}
     return build_source(current_graph(what), RANDOM, attrs, name or what).output
 
@@ -263,7 +261,10 @@ def random_uniform(
 
     Threefry-2x32 keyed by (seed, scoped name of the operation, step), counted by global position.
     """
-    return _random(shape, ("uniform", float(minval), float(maxval)), dtype, name, "random_uniform")
+    what = "random_uniform"
+    return _random(
+        shape, ("uniform", number(minval, what, "minval"), number(maxval, what, "maxval")), dtype, name, what
+    )
 
 
 def random_normal(
@@ -274,7 +275,8 @@ def random_normal(
     name: str | None = None,
 ) -> Tensor:
     """Normal with `mean` and `stddev`, new at every step; the same numbers under every layout."""
-    return _random(shape, ("normal", float(mean), float(stddev)), dtype, name, "random_normal")
+    what = "random_normal"
+    return _random(shape, ("normal", number(mean, what, "mean"), number(stddev, what, "stddev")), dtype, name, what)
 
 
 def dropout(
@@ -291,12 +293,18 @@ def dropout(
     `is_training` it returns `x`. The mask does not depend on the layout.
     Raises: ShapeError unless exactly one of keep_prob and rate is given, in (0, 1] and [0, 1).
     """
-    if (keep_prob is None) == (rate is None):
-        raise ShapeError("dropout: give exactly one of keep_prob and rate")
-    keep = keep_prob if keep_prob is not None else 1 - (rate or 0.0)
-    if not 0 < keep <= 1:
-        raise ShapeError(f"dropout: keep_prob must be in (0, 1], got {keep}")
     tensor(x, "dropout")
+    if (keep_prob is None) == (rate is None):
+        given = "neither" if rate is None else f"keep_prob={keep_prob!r} and rate={rate!r}"
+        raise ShapeError(f"{at('dropout')}: give exactly one of keep_prob and rate, got {given}")
+    keep = 1 - number(rate, "dropout", "rate") if keep_prob is None else number(keep_prob, "dropout", "keep_prob")
+    if not 0 < keep <= 1:
+        wanted = (
+            f"rate must be in [0, 1), got {rate}" if keep_prob is None else f"keep_prob must be in (0, 1], got {keep}"
+        )
+        raise ShapeError(f"{at('dropout')}: {wanted}")
+    if not x.dtype.is_float:
+        raise ShapeError(f"{at('dropout')}: needs a float tensor, got {x}; cast it with mtf.cast")
     if not is_training or keep == 1:
         return x
     from meshlib.ops.elementwise import cast, less
@@ -304,7 +312,7 @@ def dropout(
     noise = Shape(as_dims(noise_shape, "dropout noise_shape")) if noise_shape is not None else x.shape
     strange = [str(d) for d in noise if d not in x.shape]
     if strange:
-        raise ShapeError(f"dropout: noise_shape dims {', '.join(strange)} are not in {x}")
+        raise ShapeError(f"{at('dropout')}: noise_shape dims {', '.join(strange)} are not in {x}")
     attrs = {"shape": noise, "dtype": as_dtype("float32"), "law": ("uniform", 0.0, 1.0)}
     drawn = build_source(x.graph, RANDOM, attrs, name or "dropout").output
     return x * (cast(less(drawn, keep), x.dtype) * (1 / keep))

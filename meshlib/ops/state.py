@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layouts import LayoutRules
-from meshlib.errors import GraphError, ShapeError
+from meshlib.checks import at
+from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import UPDATE, Operation, Tensor, TensorType, region
 from meshlib.operation import (
     NONLINEAR,
@@ -71,7 +72,8 @@ def constrain(x: Tensor, layout: object, name: str | None = None) -> Tensor:
     rules = LayoutRules(layout)  # type: ignore[arg-type]
     unknown = [d for d in rules.dims if d not in tensor(x, "constrain").shape]
     if unknown:
-        raise ShapeError(f"constrain: {x} has no dim '{unknown[0]}' of the layout {rules}")
+        hint = nearest(unknown[0], x.shape.names)
+        raise ShapeError(f"{at('constrain')}: {x} has no dim '{unknown[0]}' of the layout {rules}{hint}")
     return build(CONSTRAIN, [x], {"layout": rules}, name)
 
 
@@ -85,7 +87,11 @@ def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operatio
     old = target.output
     tensor(value, "assign")
     if set(value.shape) != set(old.shape):
-        raise ShapeError(f"assign to variable '{target.name}': the value {value} has other dims than {old}")
+        raise ShapeError(f"{at('assign')} to variable '{target.name}': the value {value} has other dims than {old}")
+    if value.dtype is not old.dtype and not (value.dtype.is_float and old.dtype.is_float):
+        raise ShapeError(
+            f"{at('assign')} to variable '{target.name}': the value {value} does not fit {old}; cast it with mtf.cast"
+        )
     with region(UPDATE, target):
         if value.shape != old.shape:
             from meshlib.ops.shape import transpose
@@ -104,7 +110,9 @@ def stored(variable: Tensor) -> Operation:
     while op.kind.name == "cast" and op.inputs[0].operation.kind.name in ("cast", "variable"):
         op = op.inputs[0].operation
     if op.kind.name != "variable":
-        raise GraphError(f"{variable} ({op.source}) is not a variable; pass what mtf.variable returned")
+        raise GraphError(
+            f"{at('expected a variable')}: {variable} ({op.source}) is none; pass what mtf.variable returned"
+        )
     return op
 
 

@@ -100,6 +100,10 @@ class Simulation:
             raise GraphError(f"run: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
         if program is not self.program:
             self._declare(program)
+        if feeds is not None and not isinstance(feeds, Mapping):
+            raise FeedError(
+                f"feeds are a dict of names to arrays, or named as in step(x=array); got {type(feeds).__name__}"
+            )
         fed = _feeds(program, {**(feeds or {}), **named})
         engine = Engine(
             self.seed, int(self.state.arrays[STEP]), program.precision == "highest", self.executor == "exact"

@@ -26,9 +26,14 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
     Raises: FeedError with both shapes or dtypes.
     """
     if isinstance(array, list | tuple | bool | int | float):
-        array = np.asarray(array)
+        try:
+            array = np.asarray(array)
+        except (ValueError, OverflowError):
+            raise FeedError(
+                f"{what}: the nested list is no array of shape {list(shape.sizes)}; its rows differ"
+            ) from None
     if not isinstance(array, np.ndarray | np.generic):
-        raise FeedError(f"{what}: expected a NumPy array, got {type(array).__name__}")
+        raise FeedError(f"{what}: expected a NumPy array of {dtype.name}{shape}, got {type(array).__name__}")
     array = np.asarray(array)
     if array.shape != shape.sizes:
         raise FeedError(f"{what}: expected shape {list(shape.sizes)} for {shape}, got {list(array.shape)}")
@@ -86,10 +91,20 @@ class State(MutableMapping[str, Array]):
             if known is None:
                 self.slots[name] = slot
                 if name not in self.arrays:
-                    made = op.attrs["initializer"](make_key(self.seed, "variable", name), slot.shape, slot.dtype)
-                    self.arrays[name] = to_storage(
-                        np.asarray(made), slot.shape, slot.dtype, f"initial value of variable '{name}'"
-                    )
+                    made = self._initial(name, slot, op)
+                    what = f"initial value of variable '{name}' ({op.source})"
+                    self.arrays[name] = to_storage(np.asarray(made), slot.shape, slot.dtype, what)
+
+    def _initial(self, name: str, slot: Slot, op: Operation) -> object:
+        try:
+            return op.attrs["initializer"](make_key(self.seed, "variable", name), slot.shape, slot.dtype)
+        except MemoryError:
+            raise FeedError(
+                f"variable '{name}' {slot.dtype}{slot.shape} ({op.source}) needs "
+                f"{slot.shape.size * slot.dtype.itemsize} bytes, more than there are here; lowering needs none"
+            ) from None
+        except (TypeError, ValueError) as fault:  # of the user's own function
+            raise FeedError(f"the initializer of variable '{name}' ({op.source}) failed: {fault}") from fault
 
     def __getitem__(self, name: str) -> Array:
         self._check_name(name)
@@ -112,10 +127,10 @@ class State(MutableMapping[str, Array]):
         return len(self.arrays)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.arrays
+        return isinstance(name, str) and name in self.arrays
 
     def _check_name(self, name: str) -> None:
-        if name not in self.arrays:
+        if not isinstance(name, str) or name not in self.arrays:
             raise FeedError(f"no variable '{name}'{nearest(str(name), self.arrays)}; known: {', '.join(self.arrays)}")
 
     @staticmethod

@@ -45,8 +45,8 @@ def test_all_faults_at_once():
     assert not report.ok
     assert report.faults == (
         "rule pixels:col: no axis 'col' in mesh rows:2;cols:4; did you mean 'cols'?",
-        "dims 'hidden' and 'batch' of one tensor are both split over axis 'cols'. "
-        "Make one optional (batch:cols?), or put it on another axis. In: h.",
+        "dims 'hidden' and 'batch' of one tensor are both split over axis 'cols': "
+        "an axis splits one dim of a tensor. Make one optional (batch:cols?), or put it on another axis. In: h.",
         "rule bacth:rows: no dimension 'bacth' in the program; did you mean 'batch'?",
     )
     with pytest.raises(LayoutError, match=r"(?s)^3 faults in the layout\n.*'col'.*'hidden' and 'batch'.*'bacth'"):
