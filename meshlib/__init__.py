@@ -84,6 +84,7 @@ from meshlib.ops.elementwise import (  # noqa: E402
     where,
 )
 from meshlib.ops.index import gather, one_hot, range, scatter_add  # noqa: E402
+from meshlib.ops.loop import while_loop  # noqa: E402
 from meshlib.ops.reduce import (  # noqa: E402
     log_softmax,
     reduce_logsumexp,
@@ -203,5 +204,6 @@ __all__ = [
     "transpose",
     "variable",
     "where",
+    "while_loop",
     "zeros",
 ]

@@ -154,6 +154,9 @@ class Graph:
     inputs: dict[str, Operation] = field(default_factory=dict)
     # gradient tensor -> the variable whose home (its slots') it takes
     gradient_of: dict[Tensor, Operation] = field(default_factory=dict)
+    # of a loop's body: the graph around it, and what the body takes from there, each with its stand-in inside
+    parent: Graph | None = None
+    captured: dict[Tensor, Tensor] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _tokens: list[Any] = field(default_factory=list)
 
@@ -168,6 +171,30 @@ class Graph:
     def trainable_variables(self) -> tuple[Tensor, ...]:
         """The stored values of all trainable variables, in the order in which they were declared."""
         return tuple(v.output for v in self.variables.values() if v.attrs["trainable"])
+
+    @property
+    def root(self) -> Graph:
+        """The outermost graph, which holds the variables and inputs of the program."""
+        return self if self.parent is None else self.parent.root
+
+    @property
+    def depth(self) -> int:
+        """0 for a program, 1 for the body of a loop in it, ..."""
+        return 0 if self.parent is None else 1 + self.parent.depth
+
+    def adopt(self, x: Tensor, name: str | None = None) -> Tensor:
+        """`x` as this graph sees it: itself, or the stand-in of a tensor from outside the loop."""
+        if x.graph is self or self.parent is None:
+            return x
+        outer = self.parent.adopt(x)
+        if outer not in self.captured:
+            from meshlib.ops.sources import INPUT
+
+            attrs = {"shape": x.shape, "dtype": x.dtype}
+            full = name or self.unique_name(f"outer/{x.name}")
+            op = self.inputs[full] = self.add(INPUT, (), (x.type,), attrs, exact_name=full)
+            self.captured[outer] = op.output
+        return self.captured[outer]
 
     def unique_name(self, base: str) -> str:
         """`base` inside the current scope, numbered from the second use on."""
@@ -186,12 +213,6 @@ class Graph:
         exact_name: str | None = None,
     ) -> Operation:
         """Append an operation whose output types are known; ops use `meshlib.operation.build`."""
-        for x in inputs:
-            if x.graph is not self:
-                raise GraphError(
-                    f"{kind.name} ({source_line()}): operand {x} ({x.operation.source}) belongs to another graph than its neighbours; "
-                    "build both in one `with mtf.Graph()`"
-                )
         if name is not None and (not isinstance(name, str) or not name or any(c.isspace() for c in name)):
             raise GraphError(
                 f"{kind.name} ({source_line()}): the name must be a non-empty string without white space, "
@@ -212,6 +233,23 @@ def current_graph(what: str) -> Graph:
     if not graphs:
         raise GraphError(f"{what} ({source_line()}) needs a graph: write it inside `with mtf.Graph() as graph:`")
     return graphs[-1]
+
+
+def innermost(xs: Sequence[Tensor], what: str) -> Graph:
+    """The graph of an operation on `xs`: the deepest loop body among theirs, which must lie in one another."""
+    deepest = max((x.graph for x in xs), key=lambda g: g.depth)
+    around, graph = {deepest}, deepest.parent
+    while graph is not None:
+        around.add(graph)
+        graph = graph.parent
+    for x in xs:
+        if x.graph not in around:
+            kept = next(y for y in xs if y.graph is deepest)
+            raise GraphError(
+                f"{what} ({source_line()}): operand {x} ({x.operation.source}) belongs to another graph than "
+                f"{kept} ({kept.operation.source}); build both in one `with mtf.Graph()`"
+            )
+    return deepest
 
 
 def scoped_name(name: str) -> str:

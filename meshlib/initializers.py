@@ -49,14 +49,25 @@ def draw(
         # 24 bits fill a float32's significand: every value is a multiple of 2**-24 below 1.
         unit = (x >> np.uint32(8)).astype(np.float64) * 2.0**-24
         value = a + (b - a) * unit
-        if dtype.storage == np.float32 and b > a:
-            value = np.minimum(value.astype(np.float32), np.nextafter(np.float32(b), np.float32(a)))
     else:
         # Box-Muller; the radius' uniform is in (0, 1], so that its logarithm is finite.
         radius = np.sqrt(-2.0 * np.log(((x >> np.uint32(8)).astype(np.float64) + 1) * 2.0**-24))
         value = a + b * radius * np.cos(2 * np.pi * 2.0**-24 * (y >> np.uint32(8)).astype(np.float64))
-    out = value.astype(dtype.storage)
-    return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+    out = np.asarray(value, dtype.storage)
+    if dtype is BFLOAT16:
+        out = round_to_bfloat16(out)
+    return np.clip(out, *_limits(a, b, dtype), out=out) if kind == "uniform" and a < b else out
+
+
+def _limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.generic]:
+    """The first value of `dtype` from `low` on and the last one below `high`: rounding must not pass either."""
+    number = dtype.public.type
+    first, last = number(low), number(high)
+    if float(first) < low:
+        first = np.nextafter(first, number(np.inf))
+    if float(last) >= high:
+        last = np.nextafter(last, number(-np.inf))
+    return dtype.storage.type(first), dtype.storage.type(last)
 
 
 def _drawn(law: tuple[str, float, float]) -> Initializer:

@@ -18,7 +18,7 @@ import numpy as np
 from layouts import Dimension, Shape
 from meshlib.dtypes import DType
 from meshlib.errors import LayoutError, ShapeError
-from meshlib.graph import Graph, Operation, Tensor, TensorType, source_line
+from meshlib.graph import Graph, Operation, Tensor, TensorType, innermost, source_line
 
 if TYPE_CHECKING:
     from meshlib.simulate.engine import Engine
@@ -35,6 +35,7 @@ class Kind(enum.Enum):
     REDUCTION = "reduction"  # runs on the VPU, smaller output
     VIEW = "view"  # same elements, other names or order: the result may share memory with operand 0
     INDEXED = "indexed"  # addresses elements by value
+    LOOP = "loop"  # holds a body of its own
 
 
 class Role(enum.Enum):
@@ -170,7 +171,8 @@ def build(kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name:
     except (ShapeError, LayoutError) as fault:
         operands = "".join(f"\n  {x}" for x in inputs)
         raise ShapeError(f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}") from None
-    return inputs[0].graph.add(kind, inputs, (out,), attrs, name).output
+    graph = innermost(inputs, kind.name)
+    return graph.add(kind, [graph.adopt(x) for x in inputs], (out,), attrs, name).output
 
 
 def build_source(

@@ -23,7 +23,8 @@ def threefry2x32(key: tuple[int, int], high: Words, low: Words) -> tuple[Words, 
     ('0x6b200159', '0x99ba4efe')
     """
     words = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
-    x, y = high + np.uint32(words[0]), low + np.uint32(words[1])
+    # asarray: NumPy makes scalars of sums without dims, which `out=` does not take.
+    x, y = np.asarray(high + np.uint32(words[0])), np.asarray(low + np.uint32(words[1]))
     scratch = np.empty_like(y)
     for group in range(5):
         for r in _ROTATIONS[group % 2]:

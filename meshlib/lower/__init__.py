@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from layouts import LayoutRules, Mesh, Report
+from layouts import LayoutRules, Mesh, Report, Sharding
 from meshlib.errors import GraphError
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lower.checker import check_program
@@ -74,11 +75,8 @@ def lower(
     simple = simplify(graph, fetched.values(), written.values())
     report = check_layout(graph, simple.operations, mesh, rules)
     refuse_faults(report, simple.operations, mesh, rules)
-    program = _partition(simple, fetched, mesh, rules, precision, balance or Balance(), bool(written), report)
-    check_program(program, "partitioning")
-    for run in PASSES:
-        program = check_program(run(program), run.__name__)
-    return program
+    lowering = _Lowering(mesh, rules, precision, balance or Balance(), report.notes)
+    return lowering.program(simple, fetched, counts_steps=bool(written))
 
 
 def check(
@@ -127,29 +125,63 @@ def _fetched(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, 
     return fetched, graphs[0]
 
 
-def _partition(
-    simple: Simplified,
-    fetched: Mapping[str, Tensor],
-    mesh: Mesh,
-    rules: LayoutRules,
-    precision: str,
-    balance: Balance,
-    counts_steps: bool,
-    report: Report,
-) -> Program:
-    kept = {name: simple.of(t) for name, t in fetched.items()}
-    sweep = Partitioner(simple, Homes(simple.graph, mesh, rules), balance, set(kept.values()))
-    sweep.run()
-    outputs = {name: sweep.at_home(t) for name, t in kept.items()}
-    return Program(
-        mesh,
-        rules,
-        precision,
-        tuple(sweep.instructions),
-        sweep.inputs,
-        sweep.variables,
-        outputs,
-        sweep.updates,
-        counts_steps,
-        report.notes,
-    )
+@dataclass(frozen=True)
+class _Lowering:
+    """What the lowering of a program and of the loop bodies in it have in common."""
+
+    mesh: Mesh
+    rules: LayoutRules
+    precision: str
+    balance: Balance
+    notes: tuple[str, ...]
+
+    def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
+        """The whole program, through all passes."""
+        kept = {name: simple.of(t) for name, t in fetched.items()}
+        sweep = self._sweep(simple, Homes(simple.graph, self.mesh, self.rules), kept.values())
+        outputs = {name: sweep.at_home(t) for name, t in kept.items()}
+        return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
+
+    def body(
+        self, graph: Graph, homes: Homes, results: Sequence[Tensor], ends: Sequence[Sharding], names: Sequence[str]
+    ) -> Program:
+        """The body of a loop, whose results lie as its carries do."""
+        simple = simplify(graph, results, ())
+        kept = [simple.of(t) for t in results]
+        sweep = self._sweep(simple, homes, kept)
+        outputs = {f"{t.name} ({n})": sweep.at(t, s) for n, (t, s) in enumerate(zip(kept, ends, strict=True))}
+        for name in names:
+            if name not in sweep.inputs:  # a carry that the body ignores
+                sweep.resident(graph.inputs[name])
+        inputs = {name: sweep.inputs[name] for name in names}
+        return self._finished(sweep, inputs, outputs, False, ())
+
+    def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
+        sweep = Partitioner(simple, homes, self.balance, set(fetched), self.body)
+        sweep.run()
+        return sweep
+
+    def _finished(
+        self,
+        sweep: Partitioner,
+        inputs: Mapping[str, Value],
+        outputs: Mapping[str, Value],
+        counts_steps: bool,
+        notes: tuple[str, ...],
+    ) -> Program:
+        program = Program(
+            self.mesh,
+            self.rules,
+            self.precision,
+            tuple(sweep.instructions),
+            inputs,
+            sweep.variables,
+            outputs,
+            sweep.updates,
+            counts_steps,
+            notes,
+        )
+        check_program(program, "partitioning")
+        for run in PASSES:
+            program = check_program(run(program), run.__name__)
+        return program

@@ -44,6 +44,8 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
         _check_reshard(instruction)
     elif instruction.opcode == "assign":
         _check_assign(instruction, program)
+    elif instruction.body is not None:
+        _check_loop(instruction, instruction.body)
     elif instruction.opcode in ("input", "variable"):
         if instruction.outputs[0].sharding.pending:
             raise ProgramError("a resident value can't be pending")
@@ -108,6 +110,18 @@ def _check_assign(instruction: Instruction, program: Program) -> None:
         raise ProgramError(f"variable '{name}' is not updated with {x}")
     if name in program.variables and x.sharding != program.variables[name].sharding:
         raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {x}")
+
+
+def _check_loop(instruction: Instruction, body: Program) -> None:
+    check_program(body, f"lowering the body of {instruction.operation}")
+    for x, y in zip(instruction.inputs, body.inputs.values(), strict=True):
+        if x.sharding != y.sharding or x.tensor.dtype is not y.tensor.dtype:
+            raise ProgramError(f"operand {x.tensor.name} is {x}; the body takes {y}")
+    for (begin, end), out in zip(instruction.carries, instruction.outputs, strict=True):
+        if not body.inputs[begin].sharding == body.outputs[end].sharding == out.sharding:
+            raise ProgramError(
+                f"carry {begin} is {body.inputs[begin]} before a trip, {body.outputs[end]} after, {out} out"
+            )
 
 
 def _check_computation(instruction: Instruction) -> None:

@@ -33,6 +33,10 @@ class Homes:
             return "slots"
         return "activations"
 
+    def bind(self, t: Tensor, sharding: Sharding) -> None:
+        """Give a tensor a home that the rules do not tell: what a loop's body takes from outside."""
+        self._made[t] = sharding
+
     def of(self, t: Tensor) -> Sharding:
         """The home of a tensor."""
         found = self._made.get(t)
@@ -55,9 +59,9 @@ class Homes:
 
 def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
-    operations = list(operations)
+    operations = list(all_operations(operations))
     homes = Homes(graph, mesh, rules)
-    names = {d.name for op in graph.operations for y in op.outputs for d in y.shape}
+    names = {d.name for op in all_operations(graph.operations) for y in op.outputs for d in y.shape}
     report = check(rules, mesh, _labelled(homes, operations), names)
     bound = [_check_constrained(op, mesh) for op in operations if op.kind.name == "constrain"]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
@@ -97,6 +101,14 @@ def _fault_text(
 
 def _label(op: Operation) -> str:
     return f"{op}: {op.output.type}"
+
+
+def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """The operations and those of the loop bodies among them."""
+    for op in operations:
+        yield op
+        if "body" in op.attrs:
+            yield from all_operations(op.attrs["body"].operations)
 
 
 def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:

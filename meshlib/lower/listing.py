@@ -10,24 +10,30 @@ from meshlib.lower.program import Collective, Instruction, Program, Value, bytes
 
 def listing(program: Program) -> str:
     """One line per instruction: result, its global type, what makes it, local bytes, source line."""
-    names: dict[Value, str] = {}
-    for i in program.instructions:
-        for y in i.outputs:
-            names[y] = f"%{len(names)}"
     head = (
         f"program on mesh {program.mesh} ({program.mesh.size} cores), layout {program.layout or '(none)'}, "
         f"precision {program.precision}"
     )
-    lines = [head, *(f"note: {n}" for n in program.notes)]
+    return "\n".join([head, *(f"note: {n}" for n in program.notes), *_instructions(program)])
+
+
+def _instructions(program: Program) -> list[str]:
+    names: dict[Value, str] = {}
+    for i in program.instructions:
+        for y in i.outputs:
+            names[y] = f"%{len(names)}"
+    lines: list[str] = []
     region, width = "", max((len(n) for n in names.values()), default=0)
     for i in program.instructions:
         if i.region != region:
             region = i.region
             lines.append(f"{region}:")
         lines.append("  " + _line(i, names, width))
+        if i.body is not None:
+            lines += ["    " + line for line in _instructions(i.body)]
     fetched = ", ".join(f"{k} = {names[v]}" for k, v in program.outputs.items())
     lines.append(f"returns {fetched or 'nothing'}")
-    return "\n".join(lines)
+    return lines
 
 
 def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
@@ -43,6 +49,8 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
             made += f", sends {bytes_text(sent)}: " + "; ".join(r.why for r in i.reasons)
     elif i.opcode in ("input", "variable"):
         made = i.opcode
+    elif i.body is not None:
+        made = f"{i.opcode}({operands}), {i.trips} trips of the body below"
     else:
         split = ", ".join(f"{f}@{a}" for a, f in i.assignment)
         made = f"{i.opcode}({operands})" + (f" split {split}" if split else "")

@@ -82,19 +82,26 @@ class _Walk:
                 for k, y in enumerate(i.outputs):
                     if y not in self.inside:
                         self._place(n, i, y, i.inputs[k] if i.is_collective else None)
-            if self.now > peak:
+            # While a loop runs, its body's own buffers lie on top; its operands are counted outside.
+            inner = 0
+            if i.body is not None:
+                inner = i.body.memory.peak_bytes - sum(v.local_bytes for v in i.body.inputs.values())
+            if self.now + inner > peak:
                 peak, at, live = (
-                    self.now,
+                    self.now + inner,
                     f"{i.opcode} '{i.operation.name}' ({i.operation.source})",
                     dict(self.owned),
                 )
-            timeline.append(self.now)
+            timeline.append(self.now + inner)
             for v in {*i.inputs, *i.outputs}:
                 if self.last.get(v, n) <= n:
                     self._release(v)
-        shown = tuple(self._live(owner, value) for owner, value in live.items())
+        shown = [self._live(owner, value) for owner, value in live.items()]
+        loop = peak - sum(v.bytes for v in shown)
+        if loop:
+            shown.append(Live(at, "inside the loop", "temporaries", loop, at))
         by_kind = {k: sum(v.bytes for v in shown if v.kind == k) for k in KINDS}
-        return Memory(peak, by_kind, shown, at, tuple(timeline))
+        return Memory(peak, by_kind, tuple(shown), at, tuple(timeline))
 
     def _allocate(self, v: Value) -> None:
         self.buffer[v] = v

@@ -7,17 +7,18 @@ user waits; the user's own choice decides whether it is reduced before or after 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from layouts import Sharding, reshard
-from meshlib.graph import UPDATE, Operation, Tensor
+from meshlib.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.lower.choose import Balance, Choice, Operand, choose
 from meshlib.lower.homes import Homes
-from meshlib.lower.program import Instruction, Value
+from meshlib.lower.program import Instruction, Program, Value
 from meshlib.lower.reasons import explain_step
 from meshlib.lower.simplify import Simplified
 from meshlib.ops.index import RANGE
+from meshlib.ops.loop import LOOP
 from meshlib.ops.sources import CONSTANT, INPUT, VARIABLE
 from meshlib.ops.state import ASSIGN
 
@@ -33,33 +34,42 @@ class Partitioner:
     homes: Homes
     balance: Balance
     fetched: set[Tensor]
+    # lowers the body of a loop: (graph, homes, results, their shardings, names of the inputs in order) -> Program
+    lower_body: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding], Sequence[str]], Program]
     instructions: list[Instruction] = field(default_factory=list)
     # Where each tensor exists: for every region (None: as made for a single user, or at home) or within one.
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)
-    # For a pending tensor: the operation that made each of its axes pending.
-    makers: dict[Tensor, dict[str, Operation]] = field(default_factory=dict)
+    # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
+    makers: dict[Tensor, dict[str, tuple[Operation, str]]] = field(default_factory=dict)
     _chosen: dict[object, Choice] = field(default_factory=dict)
 
     def run(self) -> None:
         """Lower every operation, in order."""
         for op in self.graph.operations:
             if op.kind is INPUT or op.kind is VARIABLE:
-                self._resident(op)
+                self.resident(op)
             elif op.kind is ASSIGN:
                 self._assign(op)
+            elif op.kind is LOOP:
+                self._loop(op)
             else:
                 self._compute(op)
 
     def at_home(self, t: Tensor) -> Value:
         """The value of `t` at its home, brought there if need be: what fetches return."""
-        return self._bring(t, self.homes.of(t), t.operation.region, None)
+        return self.at(t, self.homes.of(t))
+
+    def at(self, t: Tensor, wanted: Sharding) -> Value:
+        """The value of `t` under a given sharding: what loops carry."""
+        return self._bring(t, wanted, t.operation.region, None)
 
     # ------------------------------------------------------------ operations
 
-    def _resident(self, op: Operation) -> None:
+    def resident(self, op: Operation) -> None:
+        """A value that is there before the first instruction: an input or a variable."""
         value = Value(op.output, self.homes.of(op.output))
         self.instances[op.output] = [(None, value)]
         (self.inputs if op.kind is INPUT else self.variables)[op.name] = value
@@ -69,7 +79,7 @@ class Partitioner:
         (x,) = self.graph.inputs[op]
         name = op.attrs["variable"]
         if name not in self.variables:  # written but never read
-            self._resident(self.homes.graph.variables[name])
+            self.resident(self.homes.graph.variables[name])
         value = self._bring(x, self.variables[name].sharding, UPDATE, op)
         self.updates[name] = value
         self.instructions.append(Instruction("assign", op, (value,), (), UPDATE))
@@ -93,8 +103,9 @@ class Partitioner:
         makers = {}
         for x, s in zip(inputs, choice.operands, strict=True):
             makers.update({a: self.makers[x][a] for a in s.pending_axes})
-        for axis in choice.out.pending_axes:
-            makers.setdefault(axis, op)
+        for f in op.kind.roles(op):
+            if f.role.reduces:
+                makers.update(dict.fromkeys(choice.axes.get(f.name, ()), (op, f.name)))
         self.makers[op.output] = makers
 
     def _settle(self, t: Tensor) -> None:
@@ -134,6 +145,35 @@ class Partitioner:
             self.makers[op.output] = self.makers[members[0]]
             result.append(self._walk(total, wanted, op))
         return result
+
+    def _loop(self, op: Operation) -> None:
+        """Lower the body by itself, with carries at home and what it takes from outside where that lies."""
+        body: Graph = op.attrs["body"]
+        carried: tuple[str, ...] = op.attrs["carried"]
+        homes = Homes(body, self.homes.mesh, self.homes.rules)
+        inner = [body.inputs[name].output for name in carried] + list(body.captured.values())
+        for x, outer in zip(inner[len(carried) :], self.graph.inputs[op][len(carried) :], strict=True):
+            homes.bind(x, self.homes.of(outer))
+        values = [self._bring(x, homes.of(y), op.region, op) for x, y in zip(self.graph.inputs[op], inner, strict=True)]
+        ends = [homes.of(x) for x in inner[: len(carried)]]
+        program = self.lower_body(body, homes, op.attrs["results"], ends, [x.operation.name for x in inner])
+        outputs = tuple(Value(y, s) for y, s in zip(op.outputs, ends, strict=True))
+        carries = tuple(zip(carried, program.outputs, strict=True))
+        self.instructions.append(
+            Instruction(
+                op.kind.name,
+                op,
+                tuple(values),
+                outputs,
+                op.region,
+                body=program,
+                trips=op.attrs["trips"],
+                carries=carries,
+            )
+        )
+        for y, value in zip(op.outputs, outputs, strict=True):
+            self.instances[y] = [(None, value)]
+            self._settle(y)
 
     # ------------------------------------------------------------ choosing
 
@@ -205,8 +245,8 @@ class Partitioner:
         t = value.tensor
         for step in reshard(value.sharding, wanted, t.dtype.itemsize).steps:
             reduces = step.kind in ("all_reduce", "reduce_scatter")
-            maker = self.makers[t][step.axes[0]] if reduces else None
-            reason = explain_step(step, t, maker, user, self.homes)
+            makers = [self.makers[t][a] for a in step.axes] if reduces else []
+            reason = explain_step(step, t, makers, user, self.homes)
             after = Value(t, step.after)
             self.instructions.append(
                 Instruction(step.kind, user or t.operation, (value,), (after,), reason.phase, (), (step,), (reason,))

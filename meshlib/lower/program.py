@@ -6,6 +6,7 @@ sharding of it. One device's instructions are every device's instructions: only 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,7 +64,8 @@ class Instruction:
     assignment  computations: (axis, factor) for each mesh axis that splits the work
     steps       reshards: one per operand (a merged collective has several), with one Reason each
     group       fusion group: values used inside one group only never reach HBM
-    body        a Program run `trips` times; `carries` are (operand, body input, body output) names
+    body        a Program run `trips` times on the operands; `carries` are (body input, body output) names: after
+                each trip the output becomes the input; `body.inputs` has the operands' order
     """
 
     opcode: str
@@ -75,6 +77,9 @@ class Instruction:
     steps: tuple[Step, ...] = ()
     reasons: tuple[Reason, ...] = ()
     group: int = -1
+    body: Program | None = None
+    trips: int = 1
+    carries: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_collective(self) -> bool:
@@ -145,7 +150,7 @@ class Program:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective, in order, with its bytes and its reason."""
-        return tuple(_collectives(self.instructions))
+        return tuple(_collectives(self.instructions, 1, itertools.count()))
 
     @property
     def sent_bytes(self) -> int | float:
@@ -165,11 +170,13 @@ class Program:
         return listing(self)
 
 
-def _collectives(instructions: tuple[Instruction, ...]) -> Iterator[Collective]:
-    launch = 0
+def _collectives(instructions: tuple[Instruction, ...], times: int, launches: Iterator[int]) -> Iterator[Collective]:
     for instruction in instructions:
+        if instruction.body is not None:
+            yield from _collectives(instruction.body.instructions, times * instruction.trips, launches)
         if not instruction.is_collective:
             continue
+        launch = next(launches)
         for value, step, reason in zip(instruction.inputs, instruction.steps, instruction.reasons, strict=True):
             yield Collective(
                 step.kind,
@@ -177,7 +184,7 @@ def _collectives(instructions: tuple[Instruction, ...]) -> Iterator[Collective]:
                 reason.dim,
                 step.payload_bytes,
                 step.sent_bytes,
-                1,
+                times,
                 reason.phase,
                 reason.op,
                 value.tensor.name,
@@ -187,7 +194,6 @@ def _collectives(instructions: tuple[Instruction, ...]) -> Iterator[Collective]:
                 reason.avoid,
                 launch,
             )
-        launch += 1
 
 
 def bytes_text(n: int | float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layouts import Sharding
@@ -13,13 +14,15 @@ if TYPE_CHECKING:
     from meshlib.lower.homes import Homes
 
 
-def explain_step(step: Step, t: Tensor, maker: Operation | None, user: Operation | None, homes: Homes) -> Reason:
+def explain_step(
+    step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], user: Operation | None, homes: Homes
+) -> Reason:
     """The reason of one step of a reshard of `t`, wanted by `user` (None: its home).
 
-    `maker` is the operation that left the sum pending, if the step reduces one.
+    `makers` are, if the step reduces, the operations that left it pending, each with the dim that it reduced.
     """
-    if maker is not None:
-        return _reduction(step, t, maker, homes)
+    if makers:
+        return _reduction(step, t, makers, homes)
     producer = t.operation
     over = "+".join(step.axes)
     phase = user.region if user is not None else producer.region
@@ -42,20 +45,21 @@ def explain_step(step: Step, t: Tensor, maker: Operation | None, user: Operation
     return Reason(name, step.dim, why, avoid, source, phase)
 
 
-def _reduction(step: Step, t: Tensor, maker: Operation, homes: Homes) -> Reason:
+def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], homes: Homes) -> Reason:
     """A pending sum is its maker's doing, wherever along its linear chain it is reduced."""
-    dims = tuple(f.name for f in maker.kind.roles(maker) if f.role.reduces)
+    maker = makers[0][0]
+    dims = tuple(dict.fromkeys(dim for _, dim in makers))
     over = "+".join(step.axes)
     kind = dict(step.before.pending)[step.axes[0]]
     what = {"sum": "sums over", "max": "takes the maximum over", "min": "takes the minimum over"}[kind]
-    named = _listed(dims) if dims else "terms"
+    named = _listed(dims)
     why = f"{_who(maker)} {what} {named}, split over {over}: every core holds a partial {_noun(kind)}"
     if t in homes.graph.gradient_of:
         why += f", and '{homes.graph.gradient_of[t].name}' needs the whole gradient"
     if step.kind == "reduce_scatter":
         why += f"; '{step.dim}' is wanted split over {over}, so each core keeps its part of the {_noun(kind)}"
     avoid = f"leave {named} unsplit over {over} ({_rules(homes, step.axes)})"
-    return Reason(maker.name, dims[0] if dims else None, why, avoid, maker.source, maker.region)
+    return Reason(maker.name, dims[0], why, avoid, maker.source, maker.region)
 
 
 def _who(op: Operation) -> str:

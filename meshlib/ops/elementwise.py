@@ -77,7 +77,7 @@ def _define_unary(
 
     def local(block: Block, x: Array) -> Array:
         out = block.result()
-        function(x, out)
+        function(x, out=out)
         return out
 
     return operation(
@@ -191,7 +191,7 @@ def _define_binary(
     def local(block: Block, x: Array, y: Array) -> Array:
         x, y = _aligned(block, (x, y))
         out = block.result()
-        function(x, y, out)
+        function(x, y, out=out)
         return out
 
     return operation(

@@ -119,7 +119,7 @@ def input(name: str, shape: Shape | Sequence[Dimension] | Dimension, dtype: obje
 
     Raises: GraphError if the name is taken by another input of the graph.
     """
-    graph = current_graph("input")
+    graph = current_graph("input").root
     full = _check_name(name, "input")
     if full in graph.inputs:
         raise GraphError(
@@ -177,7 +177,7 @@ def make_variable(
     slot_of: str | None = None,
 ) -> Tensor:
     """`variable`, or a slot of the variable named `slot_of`, which layout rules reach under `slots/`."""
-    graph = current_graph("variable")
+    graph = current_graph("variable").root
     full = _check_name(name, "variable")
     public = as_dtype(dtype)
     stored = as_dtype(slice_dtype) if slice_dtype is not None else public
@@ -207,7 +207,7 @@ def make_variable(
 
 def step() -> Tensor:
     """The int32 number of steps with updates run so far; it increments by itself when such a step ends."""
-    graph = current_graph("step")
+    graph = current_graph("step").root
     if STEP not in graph.variables:
         dtype = as_dtype("int32")
         attrs = {

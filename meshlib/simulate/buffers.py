@@ -26,7 +26,7 @@ _READ_LATE = {"add_n": 2}
 
 @dataclass(eq=False)
 class Node:
-    """One step of the fast executor: compute, reduce, round, or alias (another name of the same array)."""
+    """One step of the fast executor: compute, reduce, round, loop, or alias (another name of the same array)."""
 
     kind: str
     instruction: Instruction
@@ -67,6 +67,8 @@ class Buffers:
         for node in nodes:
             x = node.inputs[0] if node.shares else node.output
             self.owner[node.output] = self.owner.get(x, x)
+            if node.kind == "loop":
+                self.owner.update((y, y) for y in node.instruction.outputs)
         self.last = self._last_uses(program, nodes)
         self.resident = {*program.inputs.values(), *program.variables.values()}
         self.sizes: list[int] = []
@@ -80,7 +82,7 @@ class Buffers:
 
     def begin(self, taken: Iterable[Array]) -> dict[Value, Array]:
         """The arrays to write into during the next step: none that the state has `taken`."""
-        state = {id(a) for a in taken}
+        state = {id(_memory_of(a)) for a in taken}
         arrays = dict(self.fixed)
         for v, pair in self.turns.items():
             free = [a for a in pair if id(a) not in state]
@@ -127,7 +129,7 @@ class Buffers:
             for v in ends.pop(n, ()):
                 # A buffer passed on to a later value is not free: only its last holder frees it.
                 place = self.places[v]
-                if all(self.places[w] != place for ws in ends.values() for w in ws):
+                if place not in free and all(self.places[w] != place for ws in ends.values() for w in ws):
                     free.append(place)
 
     def _over_operand(self, n: int, node: Node) -> int | None:
@@ -140,6 +142,8 @@ class Buffers:
             owner = self.owner[x]
             same = (self.shape(owner), owner.tensor.shape) == (self.shape(y), y.tensor.shape)
             same = same and x.tensor.shape == y.tensor.shape and owner.tensor.dtype.storage == y.tensor.dtype.storage
+            late = node.inputs[len(candidates) :]
+            same = same and all(self.owner[other] is not owner for other in late)
             if same and self.last[owner] == n and owner in self.places and owner not in self.resident:
                 return self.places[owner]
         return None
@@ -152,3 +156,10 @@ class Buffers:
             return best
         self.sizes.append(size)
         return len(self.sizes) - 1
+
+
+def _memory_of(array: Array) -> Array:
+    """The array that owns the memory `array` shows: a new value of a variable may be a view of where it was made."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array

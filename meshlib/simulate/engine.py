@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ class Engine:
 
     seed, step    of the simulation: with the name of an operation they make its random key
     highest       whether float32 stays float32 into the MXU
+    trips         which trip of each loop around the operation
     in_order      whether matmuls add in the MXU's own order (exact) or as BLAS does (fast)
     rounded       whether float32 operands arrive already rounded
     """
@@ -28,10 +29,15 @@ class Engine:
     highest: bool
     in_order: bool
     rounded: bool = False
+    trips: tuple[int, ...] = ()
 
     def key(self, name: str) -> Key:
         """The random key of the operation `name` in this step."""
-        return make_key(self.seed, name, self.step)
+        return make_key(self.seed, name, self.step, *self.trips)
+
+    def in_trip(self, trip: int) -> Engine:
+        """The same inside one trip of a loop."""
+        return replace(self, trips=(*self.trips, trip))
 
     def mxu_operand(self, x: Array, precise: bool) -> Array:
         """A float32 operand as the MXU takes it: rounded to bfloat16, unless the precision is highest."""

@@ -37,29 +37,46 @@ def run_exact(
 
     `watch` is called with every value made, for reports.
     """
-    values: dict[Value, Blocks] = {}
+    given = {v: cut(feeds[name], v.sharding) for name, v in program.inputs.items()}
+    given |= {v: cut(state[name], v.sharding) for name, v in program.variables.items()}
+    values = _run(program, given, engine, watch)
+    outputs = {name: together(v, values[v], name) for name, v in program.outputs.items()}
+    updates = {name: together(v, values[v], name) for name, v in program.updates.items()}
+    return outputs, updates
+
+
+def _run(program: Program, given: Mapping[Value, Blocks], engine: Engine, watch: Watch | None) -> dict[Value, Blocks]:
+    """Run the instructions on the blocks of inputs and variables; the results hold what is fetched or written back."""
+    values: dict[Value, Blocks] = dict(given)
     last = {x: n for n, i in enumerate(program.instructions) for x in i.inputs}
     kept = {*program.outputs.values(), *program.updates.values()}
     for n, instruction in enumerate(program.instructions):
-        if instruction.opcode in ("input", "variable"):
-            (y,) = instruction.outputs
-            source = feeds if instruction.opcode == "input" else state
-            values[y] = cut(source[instruction.operation.name], y.sharding)
-        elif instruction.is_reshard:
-            for x, y, step in zip(instruction.inputs, instruction.outputs, instruction.steps, strict=True):
-                values[y] = move(step, values[x], x.tensor.dtype)
-        elif instruction.opcode != "assign":
-            (y,) = instruction.outputs
-            values[y] = _compute(program, instruction, [values[x] for x in instruction.inputs], engine)
+        inputs = [values[x] for x in instruction.inputs]
+        if instruction.is_reshard:
+            for blocks, y, step in zip(inputs, instruction.outputs, instruction.steps, strict=True):
+                values[y] = move(step, blocks, y.tensor.dtype)
+        elif instruction.body is not None:
+            made = _loop(instruction, instruction.body, inputs, engine, watch)
+            values.update(zip(instruction.outputs, made, strict=True))
+        elif instruction.opcode not in ("input", "variable", "assign"):
+            values[instruction.outputs[0]] = _compute(program, instruction, inputs, engine)
         if watch is not None:
             for y in instruction.outputs:
                 watch(instruction, y, values[y])
         for x in instruction.inputs:
             if last[x] == n and x not in kept:
                 values.pop(x, None)
-    outputs = {name: together(v, values[v], name) for name, v in program.outputs.items()}
-    updates = {name: together(v, values[v], name) for name, v in program.updates.items()}
-    return outputs, updates
+    return values
+
+
+def _loop(
+    instruction: Instruction, body: Program, inputs: list[Blocks], engine: Engine, watch: Watch | None
+) -> list[Blocks]:
+    given = dict(zip(body.inputs.values(), inputs, strict=True))
+    for trip in range(instruction.trips):
+        values = _run(body, given, engine.in_trip(trip), watch)
+        given.update({body.inputs[begin]: values[body.outputs[end]] for begin, end in instruction.carries})
+    return [given[body.inputs[begin]] for begin, _ in instruction.carries]
 
 
 def cut(array: Array, sharding: Sharding) -> Blocks:

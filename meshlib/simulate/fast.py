@@ -11,7 +11,7 @@ changes is the order of addition, which the exact executor keeps; the instructio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -63,6 +63,7 @@ class FastExecutor:
     program: Program
     fold: bool = True
     nodes: list[Node] = field(default_factory=list)
+    bodies: dict[Instruction, FastExecutor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.apart = unfolded_axes(self.program, self.fold)
@@ -84,6 +85,10 @@ class FastExecutor:
                 for x, y in zip(i.inputs, i.outputs, strict=True):
                     summed = [a for a in self.apart.get(x, ()) if a not in self.apart.get(y, ())]
                     self.nodes.append(Node("reduce" if summed else "alias", i, (x,), y))
+                continue
+            if i.body is not None:
+                self.nodes.append(Node("loop", i, i.inputs, i.outputs[0]))
+                self.bodies[i] = FastExecutor(i.body, self.fold)
                 continue
             self.nodes.append(Node("compute", i, self._mxu_inputs(i), i.outputs[0]))
 
@@ -117,13 +122,9 @@ class FastExecutor:
         state, so that a step that fails leaves it as it was.
         """
         engine = Engine(engine.seed, engine.step, engine.highest, in_order=False, rounded=True)
-        arrays: dict[Value, Array] = self.buffers.begin(state.values())
-        for name, v in self.program.inputs.items():
-            arrays[v] = feeds[name]
-        for name, v in self.program.variables.items():
-            arrays[v] = state[name]
-        for node in self.nodes:
-            self._run_node(node, arrays, engine)
+        given = {v: feeds[name] for name, v in self.program.inputs.items()}
+        given |= {v: state[name] for name, v in self.program.variables.items()}
+        arrays = self._run_nodes(given, state.values(), engine)
         outputs = {name: arrays[v] for name, v in self.program.outputs.items()}
         owned = self.buffers.double
         updates = {
@@ -131,6 +132,27 @@ class FastExecutor:
             for name, v in self.program.updates.items()
         }
         return outputs, updates
+
+    def _run_nodes(self, given: Mapping[Value, Array], taken: Iterable[Array], engine: Engine) -> dict[Value, Array]:
+        arrays = self.buffers.begin(taken)
+        arrays.update(given)
+        for node in self.nodes:
+            if node.kind == "loop":
+                self._run_loop(node.instruction, arrays, engine)
+            else:
+                self._run_node(node, arrays, engine)
+        return arrays
+
+    def _run_loop(self, i: Instruction, arrays: dict[Value, Array], engine: Engine) -> None:
+        body = i.body
+        assert body is not None
+        given = {v: arrays[x] for v, x in zip(body.inputs.values(), i.inputs, strict=True)}
+        for trip in range(i.trips):
+            made = self.bodies[i]._run_nodes(given, (), engine.in_trip(trip))
+            # Copied, because the next trip writes into the same buffers.
+            given.update({body.inputs[begin]: made[body.outputs[end]].copy() for begin, end in i.carries})
+        for y, (begin, _) in zip(i.outputs, i.carries, strict=True):
+            arrays[y] = given[body.inputs[begin]]
 
     def _run_node(self, node: Node, arrays: dict[Value, Array], engine: Engine) -> None:
         (first, *_) = node.inputs or (None,)

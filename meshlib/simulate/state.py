@@ -48,7 +48,7 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
         )
     if wanted == "i" and array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
         raise FeedError(f"{what}: value {array.max() if array.max() > 2**31 - 1 else array.min()} does not fit int32")
-    out = np.ascontiguousarray(array, dtype=dtype.storage)
+    out = np.asarray(array, dtype=dtype.storage, order="C")
     return round_to_bfloat16(out) if dtype is BFLOAT16 and array.dtype != BFLOAT16.public else out
 
 
