@@ -240,6 +240,19 @@ def three_projections() -> tuple[tuple, Moved]:
     ]
 
 
+def projections_of_renamed_input() -> tuple[tuple, Moved]:
+    """k and v read the input under another name: their sum waits for q's, behind the rename; one all_reduce."""
+    length, memory, d, h = D("length", 8), D("memory_length", 8), D("d", 4), D("h", 16)
+    x = mtf.variable("x", [length, d])
+    y = mtf.rename_dimension(x, "length", "memory_length")
+    q = mtf.einsum([x, mtf.variable("q", [d, h], trainable=False)], [length, h])
+    k, v = (mtf.einsum([y, mtf.variable(n, [d, h], trainable=False)], [memory, h]) for n in ("k", "v"))
+    loss = mtf.reduce_sum(mtf.square(q)) + mtf.reduce_sum(mtf.square(k)) + mtf.reduce_sum(mtf.square(v))
+    return ((None, mtf.optimize.SgdOptimizer(0.1).minimize(loss)), "m:4", "h:m"), [
+        ("all_reduce", "m", 8 * 4 * F32, 192)  # 2 x 3/4 x 128
+    ]
+
+
 def tied_table() -> tuple[tuple, Moved]:
     """One table for lookup and logits, data-parallel: both of its gradients reduced together. k = 2."""
     b, v, d = D("b", 16), D("v", 8), D("d", 4)
@@ -323,6 +336,7 @@ CASES: tuple[Callable[[], tuple[tuple, Moved]], ...] = (
     scatter_to_split_home,
     variable_used_twice,
     three_projections,
+    projections_of_renamed_input,
     tied_table,
     split_vocabulary,
     gather_in_bfloat16,

@@ -50,6 +50,20 @@ class Choice:
         return tuple((a, f) for f, axes in self.axes.items() for a in axes)
 
 
+# A sum that can still meet others before it is reduced is worth waiting for: they would share the reduction. This
+# only decides between points of equal bytes; otherwise the earliest of them is taken.
+_SHARED = 0.999
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place further down the linear chain of single uses of a value, where a pending sum could be reduced."""
+
+    home: Sharding
+    itemsize: int
+    shared: bool  # behind a sum with other operands
+
+
 @dataclass(frozen=True)
 class Operand:
     """One operand as the chooser sees it: the shardings it is to be had in, at what cost a cut elsewhere."""
@@ -107,14 +121,13 @@ def choose(
     op: Operation,
     operands: Sequence[Operand],
     home: Sharding,
-    later: Sequence[Sharding],
-    later_sizes: Sequence[int],
+    later: Sequence[Point],
     balance: Balance,
 ) -> Choice:
     """The cheapest assignment.
 
-    `later` are the homes further down the linear chain of single uses that starts at the result, with their item
-    sizes: a pending result may be reduced at any of them.
+    `later` are the points further down the linear chain of single uses that starts at the result: a pending result
+    may be reduced at any of them.
     """
     factors = tuple(f for f in op.kind.roles(op))
     places = _places(factors, operands, home)
@@ -134,7 +147,7 @@ def choose(
             except LayoutError:  # mixed kinds of pending, or a size that does not divide
                 continue
             sent, collectives = _operand_cost(operands, wanted, regroup)
-            after, more = _home_cost(out, home, itemsize, later, later_sizes)
+            after, more = _home_cost(out, home, itemsize, later)
             work = op.kind.work(
                 tuple(TensorType(s.local_shape, x.tensor.dtype) for s, x in zip(wanted, operands, strict=True)),
                 TensorType(out.local_shape, op.output.dtype),
@@ -266,13 +279,14 @@ def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regro
 
 
 def _home_cost(
-    out: Sharding, home: Sharding, itemsize: int, later: Sequence[Sharding], later_sizes: Sequence[int]
+    out: Sharding, home: Sharding, itemsize: int, later: Sequence[Point]
 ) -> tuple[float, int]:
     """Bytes to bring the result home; a pending one may wait for the cheapest point of its linear chain."""
     best = route_cost(out, home, itemsize)
     if any(kind == "sum" for _, kind in out.pending):
-        for point, size in zip(later, later_sizes, strict=True):
-            best = min(best, route_cost(as_pending(point, out), point, size))
+        for point in later:
+            sent, count = route_cost(as_pending(point.home, out), point.home, point.itemsize)
+            best = min(best, (sent * _SHARED if point.shared else sent, count))
     return best
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding, reshard
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.lower.choose import Balance, Choice, Operand, choose
+from meshlib.lower.choose import Balance, Choice, Operand, Point, choose
 from meshlib.lower.homes import Homes
 from meshlib.lower.program import Instruction, Program, Value
 from meshlib.lower.reasons import explain_step
@@ -183,7 +183,8 @@ class Partitioner:
 
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)
-        later = self._later(op.output)
+        may_be_pending = any(x.pending for x in operands) or any(f.role.reduces for f in op.kind.roles(op))
+        later = self._later(op.output) if may_be_pending else []
         key = (
             op.kind,
             tuple(op.attrs.items()),
@@ -199,24 +200,26 @@ class Partitioner:
                 op,
                 operands,
                 home,
-                [s for s, _ in later],
-                [size for _, size in later],
+                later,
                 self.balance,
             )
         return found
 
-    def _later(self, t: Tensor) -> list[tuple[Sharding, int]]:
-        """The homes along the linear chain of single users of `t`, with item sizes."""
-        points: list[tuple[Sharding, int]] = []
+    def _later(self, t: Tensor) -> list[Point]:
+        """The points along the linear chain of single users of `t`."""
+        points: list[Point] = []
+        shared = False
         while t not in self.fetched and t not in self.homes.graph.gradient_of:
             uses = self.graph.uses.get(t, [])
             if len(uses) != 1:
                 break
             op, index = uses[0]
-            if index not in op.kind.linear(op).operands:
+            linear = op.kind.linear(op)
+            if index not in linear.operands:
                 break
             t = op.output
-            points.append((self.homes.of(t), t.dtype.itemsize))
+            shared = shared or linear.together
+            points.append(Point(self.homes.of(t), t.dtype.itemsize, shared))
         return points
 
     # ------------------------------------------------------------ moving
