@@ -123,8 +123,10 @@ def run(
     return results
 
 
-def assert_close(found: Mapping[str, Array], wanted: Mapping[str, Array], tolerance: float, about: object) -> None:
-    """Equal up to `tolerance` of the largest magnitude of each array; 0 demands every bit."""
+def assert_close(
+    found: Mapping[str, Array], wanted: Mapping[str, Array], tolerance: float, about: object, floor: float = 0.0
+) -> None:
+    """Equal up to `tolerance` of the largest magnitude of each array, or of `floor`; 0 demands every bit."""
     assert found.keys() == wanted.keys(), f"{about}: {sorted(found)} against {sorted(wanted)}"
     for name, b in wanted.items():
         a = found[name]
@@ -135,7 +137,7 @@ def assert_close(found: Mapping[str, Array], wanted: Mapping[str, Array], tolera
             continue
         x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.isfinite(y).all(), f"{about}: '{name}' is not finite"
-        scale = float(np.abs(y).max(initial=0)) or 1.0
+        scale = max(float(np.abs(y).max(initial=0)), floor) or 1.0
         error = float(np.abs(x - y).max(initial=0)) / scale
         assert error <= tolerance, f"{about}: '{name}' is off by {error:.3g} of its scale {scale:.3g}\n{x}\n{y}"
 

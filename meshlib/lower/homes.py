@@ -76,7 +76,7 @@ def refuse_faults(report: Report, operations: Iterable[Operation], mesh: Mesh, r
     """Raise one LayoutError that holds all faults, each with the first operation it concerns and the remedy."""
     if report.ok:
         return
-    known = {_label(op): op for op in operations if op.outputs}
+    known = {_label(op): op for op in all_operations(operations) if op.outputs}
     texts = [_fault_text(fault, labels, known, mesh, rules) for fault, labels in report.found]
     if len(texts) == 1:
         raise LayoutError(texts[0])

@@ -116,7 +116,9 @@ class Partitioner:
             home = self._bring(t, self.homes.of(t), t.operation.region, None)
             _, made = self.instances[t][0]
             self.instances[t] = [(None, home)]
-            if made is not home and not made.sharding.pending:
+            # A constrained value is to be had at its home alone: its users must not go round the constraint.
+            constrained = t.operation.kind.name == "constrain"
+            if made is not home and not made.sharding.pending and not constrained:
                 self.instances[t].append((t.operation.region, made))
 
     def _grouped(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> list[Value]:
