@@ -217,12 +217,13 @@ def ring_reduce(parts: Sequence[Array], op: str = "sum", carry: Callable[[Array]
     same bits by the all-gather that follows, so one array is the result of an all_reduce.
 
     Args:
-      parts: k >= 1 arrays of equal shape and dtype (float32, float64 or an integer), in ring order.
-      op: "sum", "max" or "min". Floats are added in their own dtype, each addition rounded.
+      parts: k >= 1 arrays of equal shape and dtype (float32, float64, an integer or bool), in ring order.
+      op: "sum", "max" or "min". Floats are added in their own dtype, each addition rounded. Of bools there is no
+        sum; their max is "or", their min "and".
       carry: applied to every partial result before it is sent on, as `round_to_bfloat16` where the wire
         carries bfloat16; None sends it as it is.
     Returns: a new array of that shape and dtype.
-    Raises: HardwareError for an empty list, unequal shapes or dtypes, another dtype, an unknown op.
+    Raises: HardwareError for an empty list, unequal shapes or dtypes, another dtype, an unknown op, a sum of bools.
     Example:
       >>> ring_reduce([np.int32([1, 2, 3]), np.int32([10, 20, 30])]).tolist()
       [11, 22, 33]
@@ -296,6 +297,8 @@ def _check_parts(parts: Sequence[Array], op: str, who: str) -> list[Array]:
         listing = "; ".join(f"{shape} {dtype}" for shape, dtype in sorted(kinds))
         raise HardwareError(f"{who}: parts must have one shape and dtype; got {listing}")
     dtype = arrays[0].dtype
-    if dtype not in (np.float32, np.float64) and dtype.kind not in "iu":
-        raise HardwareError(f"{who}: dtype {dtype} is not float32, float64 or an integer")
+    if dtype not in (np.float32, np.float64) and dtype.kind not in "iub":
+        raise HardwareError(f"{who}: dtype {dtype} is not float32, float64, an integer or bool")
+    if dtype.kind == "b" and op == "sum":
+        raise HardwareError(f"{who}: bools have no sum; use max for or, min for and")
     return arrays

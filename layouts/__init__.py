@@ -10,6 +10,7 @@ turns the two into facts about each tensor, and knows neither numbers nor hardwa
     reshard, Plan, Step  the cheapest collectives between two  reshard.py, plan.py
     check, Report        all that is wrong with a layout       check.py
     PRESETS, preset      layouts that have names               presets.py
+    from_flax, to_flax   layouts in others' notation           readers.py
     draw                 which device holds what, as text      drawing.py
 
 Everything is immutable, checked when made, and hashable. A fault is a `LayoutError` that names dimension,
@@ -35,6 +36,7 @@ from layouts.presets import (
     two_dimensional,
     zero1,
 )
+from layouts.readers import from_flax, from_haliax, from_partition_specs, to_flax, to_partition_spec
 from layouts.reshard import reshard
 from layouts.rules import LayoutRules, Rule
 from layouts.sharding import Sharding
@@ -55,12 +57,17 @@ __all__ = [
     "check",
     "data_parallel",
     "draw",
+    "from_flax",
+    "from_haliax",
+    "from_partition_specs",
     "fully_sharded",
     "model_parallel",
     "nearest",
     "permute_pairs",
     "preset",
     "reshard",
+    "to_flax",
+    "to_partition_spec",
     "two_dimensional",
     "zero1",
 ]

@@ -12,7 +12,7 @@ from typing import TypeAlias, Union, overload
 
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
-from layouts.parsing import checked_name, checked_size, named_sizes
+from layouts.parsing import checked_name, checked_size, is_iterable, named_sizes
 
 
 class Dimension(Frozen):
@@ -227,7 +227,7 @@ class Shape(Frozen):
 def _dimensions(source: ShapeLike) -> tuple[Dimension, ...]:
     if isinstance(source, Shape):
         return source.dims
-    if isinstance(source, Iterable) and not isinstance(source, str | Mapping):
+    if not isinstance(source, str | Mapping) and is_iterable(source):
         source = tuple(source)
         if all(isinstance(d, Dimension) for d in source):
             return source  # type: ignore[return-value]

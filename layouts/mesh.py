@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
 from types import MappingProxyType
-from typing import SupportsIndex, TypeAlias, Union
+from typing import TypeAlias, Union
 
 from layouts.dims import DimensionLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
-from layouts.parsing import named_sizes
+from layouts.parsing import is_iterable, named_sizes
 
 Coordinate: TypeAlias = Sequence[int] | Mapping[str, int]
 MeshLike: TypeAlias = Union["Mesh", str, Mapping[str, int], Iterable[DimensionLike]]
@@ -103,13 +103,16 @@ class Mesh(Frozen):
         """A coordinate in axis order, after a look at its length and range."""
         if isinstance(coordinate, Mapping):
             if set(coordinate) != set(self.axes):
-                wrong = ", ".join(map(repr, sorted(set(coordinate) ^ set(self.axes))))
+                wrong = ", ".join(map(repr, sorted(set(coordinate) ^ set(self.axes), key=str)))
                 raise LayoutError(f"coordinate {dict(coordinate)} does not name the axes of mesh {self}: {wrong}")
             coordinate = [coordinate[axis] for axis in self.axes]
-        point = tuple(coordinate) if isinstance(coordinate, Iterable) else (coordinate,)
-        if len(point) != len(self.sizes) or any(isinstance(c, bool) or not isinstance(c, SupportsIndex) for c in point):
+        point = tuple(coordinate) if is_iterable(coordinate) else (coordinate,)
+        try:
+            point = tuple(map(operator.index, point))
+        except TypeError:
+            point = ()
+        if len(point) != len(self.sizes):
             raise LayoutError(f"a coordinate of mesh {self} is {len(self.sizes)} integers, not {coordinate!r:.80}")
-        point = tuple(map(operator.index, point))
         if any(not 0 <= c < size for c, size in zip(point, self.sizes, strict=True)):
             raise LayoutError(f"coordinate {point} is outside mesh {self}")
         return point

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from operator import index
+from typing import Any, TypeGuard
 
 from layouts.errors import LayoutError
 
@@ -44,6 +45,15 @@ def read_pairs(text: str) -> list[tuple[str, str, int]]:
             raise LayoutError(pointed(f"{word!r} has two ':'; separate pairs by ';'", text, at))
         pairs.append((left, right, start))
     return pairs
+
+
+def is_iterable(source: object) -> TypeGuard[Iterable[Any]]:
+    """Whether `for x in source` works; an array without dims only claims so."""
+    try:
+        iter(source)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
 
 
 def checked_name(name: object, what: str) -> str:
@@ -88,14 +98,14 @@ def named_sizes(source: object, what: str) -> list[tuple[str, int]]:
         return [_sized(*pair, source, what) for pair in read_pairs(source)]
     if isinstance(source, Mapping):
         source = list(source.items())
-    if not isinstance(source, Iterable):
+    if not is_iterable(source):
         raise LayoutError(f"expected (name, size) pairs or text like 'a:2;b:4', not {source!r:.80}; each is one {what}")
     pairs: list[tuple[str, int]] = []
     for item in source:
         if hasattr(item, "name") and hasattr(item, "size"):
             item = (item.name, item.size)
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise LayoutError(f"expected a {what} or a (name, size) pair, not {item!r}")
+            raise LayoutError(f"expected a (name, size) pair for each {what}, not {item!r:.80}")
         name = checked_name(item[0], what)
         pairs.append((name, checked_size(item[1], name, what)))
     return pairs

@@ -3,7 +3,8 @@
 One rule for a name holds for every tensor that has the name; that is the whole language. Two refinements
 serve fully-sharded training: an optional rule (`d_model:data?`) takes an axis only where no other dimension
 of the same tensor has it, and a scope (`variables/d_model:data`) replaces the unscoped rule for variables,
-optimizer slots or activations alone.
+optimizer slots or activations alone. Of several axes an optional rule takes those that are free; in brackets,
+`d_model:(data+fsdp)?`, all of them or none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from layouts.dims import Dimension, Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
 from layouts.mesh import Mesh, MeshLike
-from layouts.parsing import pointed, read_pairs
+from layouts.parsing import is_iterable, pointed, read_pairs
 from layouts.sharding import Axes, Sharding
 
 # Where each scope looks for the rules of a dim, in order; None is the unscoped rules.
@@ -32,6 +33,8 @@ SCOPES: dict[str, tuple[str | None, ...]] = {
 class Rule:
     """One line of a layout; no axes means: explicitly not split.
 
+    `whole` is for optional rules of several axes: one that is taken leaves the rule unused.
+
     >>> print(Rule("d_model", ("data",), optional=True, scope="variables"))
     variables/d_model:data?
     """
@@ -40,10 +43,11 @@ class Rule:
     axes: Axes
     optional: bool = False
     scope: str | None = None
+    whole: bool = False
 
     def __str__(self) -> str:
-        scope = f"{self.scope}/" if self.scope else ""
-        return f"{scope}{self.dim}:{'+'.join(self.axes)}{'?' if self.optional else ''}"
+        scope, axes = f"{self.scope}/" if self.scope else "", "+".join(self.axes)
+        return f"{scope}{self.dim}:{f'({axes})' if self.whole else axes}{'?' if self.optional else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +204,7 @@ def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tup
         taken = [axis for axis in wanted if axis in owner]
         if rule.optional:
             wanted = tuple(axis for axis in wanted if axis not in taken)
-            if not wanted:
+            if not wanted or (rule.whole and taken):
                 continue
         else:
             faults += [_clash(owner[axis], rule, axis) for axis in taken]
@@ -242,7 +246,7 @@ def _read(source: RulesLike) -> tuple[Rule, ...]:
         return source.rules
     if isinstance(source, str):
         return tuple(_rule(left, right, source, at) for left, right, at in read_pairs(source))
-    if not isinstance(source, Iterable):
+    if not is_iterable(source):
         raise LayoutError(
             f"expected a layout as text like 'batch:rows;hidden:cols', a dict or pairs, not {source!r:.80}"
         )
@@ -261,7 +265,7 @@ def _read(source: RulesLike) -> tuple[Rule, ...]:
 def _joined(dim: str, axes: object) -> str:
     if axes is None or isinstance(axes, str):
         return axes or ""
-    if isinstance(axes, Iterable):
+    if is_iterable(axes):
         names = list(axes)
         if all(isinstance(name, str) for name in names):
             return "+".join(names)
@@ -278,13 +282,20 @@ def _rule(left: str, right: str, text: str, at: int) -> Rule:
         where = at + len(left) - len(dim)
         raise LayoutError(pointed(f"dimension name {dim!r} is not an identifier", text, where))
     optional = right.endswith("?")
+    written = right.removesuffix("?")
     axes: list[str] = []
     where = at + len(left) + 1
-    for axis in (right.removesuffix("?")).split("+") if right else []:
+    whole = written.startswith("(") and written.endswith(")")
+    if whole:
+        if not optional:
+            message = f"brackets are for optional axes: write {written}? or {written[1:-1]}"
+            raise LayoutError(pointed(message, text, where))
+        written, where = written[1:-1], where + 1
+    for axis in written.split("+") if right else []:
         if not axis.isidentifier():
             raise LayoutError(pointed(f"axis name {axis!r} is not an identifier", text, where))
         if axis in axes:
             raise LayoutError(pointed(f"axis {axis!r} occurs twice for dim {dim!r}", text, where))
         axes.append(axis)
         where += len(axis) + 1
-    return Rule(dim, tuple(axes), optional, scope or None)
+    return Rule(dim, tuple(axes), optional, scope or None, whole and len(axes) > 1)

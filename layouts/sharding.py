@@ -60,8 +60,17 @@ class Sharding(Frozen):
     ) -> None:
         shape = shape if isinstance(shape, Shape) else Shape(shape)
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-        given = tuple((a,) if isinstance(a, str) else tuple(a) for a in axes)
-        awaited = tuple(pending.items()) if isinstance(pending, Mapping) else tuple(pending)
+        try:
+            given = tuple((a,) if isinstance(a, str) else tuple(a) for a in axes)
+            awaited = tuple(pending.items()) if isinstance(pending, Mapping) else tuple((a, k) for a, k in pending)
+            known = {a for entry in given for a in entry} | {a for a, _ in awaited} | {k for _, k in awaited}
+            fine = all(isinstance(a, str) for a in known)
+        except (TypeError, ValueError):
+            fine = False
+        if not fine:
+            raise LayoutError(
+                f"axes are names per dimension and pending (axis, kind) pairs, not {axes!r:.80} and {pending!r:.80}"
+            )
         fine = len(given) == len(shape.dims)
         free = dict(mesh.sizes_by_axis)
         kept, counts = [], []

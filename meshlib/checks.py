@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from layouts.parsing import is_iterable
 from meshlib.dtypes import BOOL, DType
-from meshlib.errors import GraphError, ShapeError
+from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import Tensor, source_line
 
 
@@ -45,9 +45,24 @@ def whole(value: object, what: str, argument: str) -> int:
     raise GraphError(f"{at(what)}: {argument} must be an integer, got {_shown(value)}")
 
 
+def flag(value: object, what: str, argument: str) -> bool:
+    """`value` as a bool."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise GraphError(f"{at(what)}: {argument} must be True or False, got {_shown(value)}")
+
+
+def choice(value: object, what: str, argument: str, options: tuple[str, ...]) -> str:
+    """`value`, which must be one of some words."""
+    if isinstance(value, str) and value in options:
+        return value
+    words = " or ".join(map(repr, options))
+    raise GraphError(f"{at(what)}: {argument} must be {words}, got {value!r:.80}{nearest(value, options)}")
+
+
 def items(values: object, what: str, argument: str) -> list[Any]:
     """The elements of a list, tuple or the like; a single tensor or a text is none."""
-    if isinstance(values, Iterable) and not isinstance(values, Tensor | str | bytes):
+    if is_iterable(values) and not isinstance(values, Tensor | str | bytes):
         return list(values)
     raise ShapeError(f"{at(what)}: {argument} must be a list, got {_shown(values)}")
 

@@ -55,7 +55,11 @@ def as_dtype(dtype: object) -> DType:
     name = dtype if isinstance(dtype, str) else _numpy_name(dtype)
     found = BY_NAME.get(name)
     if found is None:
-        raise ShapeError(f"unknown dtype {dtype!r}: use one of {', '.join(BY_NAME)}{nearest(name, BY_NAME)}")
+        from meshlib.graph import source_line
+
+        raise ShapeError(
+            f"unknown dtype {dtype!r:.80} ({source_line()}): use one of {', '.join(BY_NAME)}{nearest(name, BY_NAME)}"
+        )
     return found
 
 
@@ -64,5 +68,5 @@ def _numpy_name(dtype: object) -> str:
         return "None"
     try:
         return np.dtype(dtype).name  # type: ignore[call-overload,no-any-return]
-    except TypeError:
+    except (TypeError, ValueError):
         return str(dtype)

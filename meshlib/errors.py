@@ -5,6 +5,7 @@ from __future__ import annotations
 from layouts.errors import LayoutError, MeshlibError, nearest
 
 __all__ = [
+    "CheckpointError",
     "FeedError",
     "GraphError",
     "LayoutError",
@@ -35,6 +36,10 @@ class FeedError(MeshlibError, ValueError):
 
 class SliceError(MeshlibError, ValueError):
     """The named slice is unknown, or does not fit the mesh."""
+
+
+class CheckpointError(MeshlibError):
+    """A checkpoint cannot be written, is no whole safetensors file, or does not fit the simulation."""
 
 
 class NotFiniteError(MeshlibError, ArithmeticError):

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from meshlib.checks import at, items
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import BACKWARD, Graph, Operation, Tensor, absolute_scope, region
+from meshlib.graph import BACKWARD, Graph, Operation, Rewrite, Tensor, absolute_scope, region
 from meshlib.operation import tensor
 from meshlib.ops.elementwise import add_n
 from meshlib.ops.shape import broadcast
 from meshlib.ops.sources import _constant
 from meshlib.ops.state import identity
+from meshlib.replay import replay
 
 
 def gradients(
@@ -68,23 +69,88 @@ def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None)
     return cotangents
 
 
-def _sweep(graph: Graph, cotangents: dict[Tensor, list[Tensor]], wanted: set[Tensor]) -> None:
-    depends = _depending_on(graph, wanted)
-    for op in reversed(tuple(graph.operations)):
-        found = [y for y in op.outputs if y in cotangents]
-        if not found or not op.inputs or not any(x in depends for x in op.inputs):
-            continue
-        with absolute_scope(f"{op.name}/grad"):
-            dy = add_n(cotangents[op.output])
-            cotangents[op.output] = [dy]
-            for x, dx in zip(op.inputs, op.kind.grad(op, dy), strict=True):
-                if dx is not None and x in depends and x.dtype.is_float:
-                    cotangents.setdefault(x, []).append(dx)
+def _sweep(graph: Graph, cotangents: dict[Tensor, list[Tensor]], wanted: set[Tensor], since: int = 0) -> None:
+    """Pass cotangents back through operations `since` on, the last first."""
+    depends = _depending_on(graph, wanted, since)
+    operations = tuple(graph.operations)
+    rewrites = {r.stop: r for r in graph.rewrites if since <= r.start < r.stop}  # of several, the outermost
+    stop = len(operations)
+    while stop > since:
+        rewrite = rewrites.get(stop)
+        start = stop - 1 if rewrite is None else rewrite.start
+        if rewrite is None:
+            sides = _gradients(operations[start], cotangents, depends)
+        else:
+            sides = _rewritten(graph, rewrite, cotangents, depends)
+        for x, dx in sides:
+            if x in depends and x.dtype.is_float:
+                cotangents.setdefault(x, []).append(dx)
+        stop = start
 
 
-def _depending_on(graph: Graph, xs: set[Tensor]) -> set[Tensor]:
+Sides = list[tuple[Tensor, Tensor]]
+
+
+def _gradients(op: Operation, cotangents: dict[Tensor, list[Tensor]], depends: set[Tensor]) -> Sides:
+    """What one operation passes on to its operands."""
+    if not any(y in cotangents for y in op.outputs) or not any(x in depends for x in op.inputs):
+        return []
+    with absolute_scope(f"{op.name}/grad"):
+        dys = [_total(y, cotangents) for y in op.outputs]
+        found = zip(op.inputs, op.kind.grad(op, *dys), strict=True)
+        return [(x, dx) for x, dx in found if dx is not None]
+
+
+def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Tensor]], depends: set[Tensor]) -> Sides:
+    """What a function with a gradient of its own passes on: its inner values get no cotangents."""
+    operations = graph.operations[rewrite.start : rewrite.stop]
+    results = [y for op in operations for y in op.outputs if y in cotangents]
+    if not any(y in depends for y in results):
+        return []
+    with absolute_scope(f"{results[0].operation.name}/grad"):
+        dys = [add_n(cotangents[y]) for y in results]
+        if rewrite.gradient is None:
+            return _recomputed(graph, rewrite, results, dys)
+        made = rewrite.gradient(list(rewrite.inputs), results, dys)
+        found = items(made, "custom_gradient", "what gradient returns")
+    if len(found) != len(rewrite.inputs):
+        raise GraphError(
+            f"{at('custom_gradient')}: gradient must return {len(rewrite.inputs)} cotangents, got {len(found)}"
+        )
+    sides = [(x, tensor(dx, "custom_gradient")) for x, dx in zip(rewrite.inputs, found, strict=True) if dx is not None]
+    for x, dx in sides:
+        if dx.type != x.type:
+            raise ShapeError(f"{at('custom_gradient')}: the cotangent {dx} does not have the type of {x}")
+    return sides
+
+
+def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: Sequence[Tensor]) -> Sides:
+    """Write the operations again, and pass cotangents through the copies to what they take from outside."""
+    operations = graph.operations[rewrite.start : rewrite.stop]
+    # Variables declared inside are read, not made: the copies read the same.
+    kept = {y: y for op in operations if op.kind.name in ("variable", "input") for y in op.outputs}
+    made = {y for op in operations for y in op.outputs if y not in kept}
+    outside = list(dict.fromkeys(x for op in operations for x in op.inputs if x not in made))
+    since = len(graph.operations)
+    again = replay(graph, rewrite.start, rewrite.stop, kept, graph)
+    cotangents: dict[Tensor, list[Tensor]] = {}
+    for y, dy in zip(results, dys, strict=True):
+        cotangents.setdefault(again[y], []).append(dy)
+    _sweep(graph, cotangents, set(outside), since)
+    return [(x, add_n(cotangents[x])) for x in outside if x in cotangents]
+
+
+def _total(y: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:
+    if y not in cotangents:
+        return None
+    dy = add_n(cotangents[y])
+    cotangents[y] = [dy]
+    return dy
+
+
+def _depending_on(graph: Graph, xs: set[Tensor], since: int) -> set[Tensor]:
     found = set(xs)
-    for op in graph.operations:
+    for op in graph.operations[since:]:
         if any(x in found for x in op.inputs):
             found.update(op.outputs)
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +103,10 @@ class Tensor:
         def __rmul__(self, other: float) -> Tensor: ...
         def __truediv__(self, other: Tensor | float) -> Tensor: ...
         def __rtruediv__(self, other: float) -> Tensor: ...
+        def __floordiv__(self, other: Tensor | float) -> Tensor: ...
+        def __rfloordiv__(self, other: float) -> Tensor: ...
+        def __mod__(self, other: Tensor | float) -> Tensor: ...
+        def __rmod__(self, other: float) -> Tensor: ...
         def __pow__(self, other: Tensor | float) -> Tensor: ...
         def __neg__(self) -> Tensor: ...
         def __lt__(self, other: Tensor | float) -> Tensor: ...
@@ -139,6 +143,19 @@ class Operation:
     __repr__ = __str__
 
 
+@dataclass(frozen=True, eq=False)
+class Rewrite:
+    """Operations [start, stop) of a graph, whose gradient is `gradient(inputs, results, cotangents)`.
+
+    With None they are computed again for it.
+    """
+
+    start: int
+    stop: int
+    inputs: tuple[Tensor, ...]
+    gradient: Callable[..., Any] | None
+
+
 @dataclass(eq=False)
 class Graph:
     """The list of operations of one program; a context in which sources (`variable`, `input`, ...) are made.
@@ -157,6 +174,12 @@ class Graph:
     # of a loop's body: the graph around it, and what the body takes from there, each with its stand-in inside
     parent: Graph | None = None
     captured: dict[Tensor, Tensor] = field(default_factory=dict)
+    # runs of operations with a gradient of their own; inner ones come before those around them
+    rewrites: list[Rewrite] = field(default_factory=list)
+    # of a loop's body: the scope that names its operations, and the one around the loop, which variables made in the
+    # body take their names from: they belong to the program, not to the loop
+    scope: tuple[str, ...] = ()
+    scope_around: tuple[str, ...] = ()
     _counts: dict[str, int] = field(default_factory=dict)
     _tokens: list[Any] = field(default_factory=list)
 
@@ -213,11 +236,7 @@ class Graph:
         exact_name: str | None = None,
     ) -> Operation:
         """Append an operation whose output types are known; ops use `meshlib.operation.build`."""
-        if name is not None and (not isinstance(name, str) or not name or any(c.isspace() for c in name)):
-            raise GraphError(
-                f"{kind.name} ({source_line()}): the name must be a non-empty string without white space, "
-                f"got {name!r:.80}"
-            )
+        checked_op_name(name, kind.name)
         region, owner = _region.get()
         full = exact_name or self.unique_name(name or kind.name)
         op = Operation(full, kind, tuple(inputs), attrs, self, region, source_line(), owner)
@@ -225,6 +244,14 @@ class Graph:
         object.__setattr__(op, "outputs", outputs)
         self.operations.append(op)
         return op
+
+
+def checked_op_name(name: object, what: str) -> None:
+    """Refuse the name of an operation that is neither None nor a word."""
+    if name is not None and (not isinstance(name, str) or not name or any(c.isspace() for c in name)):
+        raise GraphError(
+            f"{what} ({source_line()}): the name must be a non-empty string without white space, got {name!r:.80}"
+        )
 
 
 def current_graph(what: str) -> Graph:
@@ -252,9 +279,20 @@ def innermost(xs: Sequence[Tensor], what: str) -> Graph:
     return deepest
 
 
+def current_scope() -> tuple[str, ...]:
+    """The names of the scopes around, outermost first."""
+    return _scopes.get()
+
+
 def scoped_name(name: str) -> str:
-    """`name` inside the current scope, never numbered."""
-    return "/".join((*_scopes.get(), name))
+    """`name` inside the current scope, never numbered; loops around it do not show in it."""
+    scope = _scopes.get()
+    graph = _graphs.get()[-1] if _graphs.get() else None
+    while graph is not None and graph.parent is not None:
+        if scope[: len(graph.scope)] == graph.scope:
+            scope = (*graph.scope_around, *scope[len(graph.scope) :])
+        graph = graph.parent
+    return "/".join((*scope, name))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
+from meshlib.checks import at, fitting, items
+from meshlib.checks import number as finite
 from meshlib.dtypes import BFLOAT16, BOOL, DType
 from meshlib.errors import GraphError
 from meshlib.threefry import threefry2x32
@@ -71,11 +73,18 @@ def _limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.gener
 
 
 def _drawn(law: tuple[str, float, float]) -> Initializer:
-    return lambda key, shape, dtype: draw(law, key, shape.sizes, [0] * len(shape), shape.sizes, dtype)
+    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
+        if not dtype.is_float:
+            raise GraphError(f"random initial values are floats, not {dtype.name}; give a number or an array")
+        return draw(law, key, shape.sizes, [0] * len(shape), shape.sizes, dtype)
+
+    return initialize
 
 
 def constant(value: float) -> Initializer:
     """The same number everywhere."""
+    if not isinstance(value, bool):
+        value = finite(value, "initializers.constant", "value")
 
     def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
         out = np.full(shape.sizes, value, dtype.storage)
@@ -96,12 +105,14 @@ def ones() -> Initializer:
 
 def random_uniform(minval: float = -0.05, maxval: float = 0.05) -> Initializer:
     """Uniform in [minval, maxval)."""
-    return _drawn(("uniform", minval, maxval))
+    what = "initializers.random_uniform"
+    return _drawn(("uniform", finite(minval, what, "minval"), finite(maxval, what, "maxval")))
 
 
 def random_normal(mean: float = 0.0, stddev: float = 0.05) -> Initializer:
     """Normal."""
-    return _drawn(("normal", mean, stddev))
+    what = "initializers.random_normal"
+    return _drawn(("normal", finite(mean, what, "mean"), finite(stddev, what, "stddev")))
 
 
 def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer:
@@ -109,9 +120,10 @@ def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer
 
     Source: Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010.
     """
+    chosen = None if input_dims is None else _dims(input_dims, "initializers.glorot_uniform")
 
     def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
-        ins = [d.size for d in shape if d in input_dims] if input_dims is not None else shape.sizes[:-1]
+        ins = [d.size for d in shape if d in chosen] if chosen is not None else shape.sizes[:-1]
         fan_in = prod(ins)
         limit = sqrt(6 / (fan_in + max(1, shape.size // max(1, fan_in))))
         return random_uniform(-limit, limit)(key, shape, dtype)
@@ -121,18 +133,30 @@ def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer
 
 def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initializer:
     """Normal with variance scale / fan_in, where fan-in is the product of `input_dims`."""
-    return random_normal(0.0, sqrt(scale / prod(d.size for d in input_dims)))
+    what = "initializers.scaled_normal"
+    if finite(scale, what, "scale") < 0:
+        raise GraphError(f"{at(what)}: scale must not be negative, got {scale}")
+    return random_normal(0.0, sqrt(scale / prod(d.size for d in _dims(input_dims, what))))
+
+
+def _dims(dims: object, what: str) -> list[Dimension]:
+    given = [dims] if isinstance(dims, Dimension) else items(dims, what, "input_dims")
+    for d in given:
+        if not isinstance(d, Dimension):
+            raise GraphError(f"{at(what)}: expected Dimensions, got {type(d).__name__} {d!r:.80}")
+    return given
 
 
 def _given(value: Array, name: str, shape: Shape, stored: DType) -> Initializer:
     if value.shape != shape.sizes:
         raise GraphError(
-            f"variable '{name}': the initial array has shape {list(value.shape)}, but its dims are {shape}"
+            f"{at('variable')} '{name}': the initial array has shape {list(value.shape)}, but its dims are {shape}"
         )
     kinds = "biuf" if stored.is_float else "b" if stored is BOOL else "iu"
     if value.dtype.kind not in kinds and not (stored.is_float and value.dtype == BFLOAT16.public):
         raise GraphError(
-            f"variable '{name}': the initial array has dtype {value.dtype}, but the variable stores {stored.name}"
+            f"{at('variable')} '{name}': the initial array has dtype {value.dtype}, "
+            f"but the variable stores {stored.name}"
         )
 
     def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
@@ -145,13 +169,16 @@ def _given(value: Array, name: str, shape: Shape, stored: DType) -> Initializer:
 def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Initializer:
     """An `Initializer` from what a user may pass: None, a number, an array, a function."""
     if value is None:
+        if not stored.is_float:
+            raise GraphError(f"{at('variable')} '{name}': {stored.name} needs an initial value: a number or an array")
         return glorot_uniform()
     if isinstance(value, bool | int | float | np.generic):
-        from meshlib.checks import fitting
-
         return constant(fitting(value, stored, f"variable '{name}'"))
     if isinstance(value, np.ndarray):
         return _given(value.copy(), name, shape, stored)
     if callable(value):
         return value
-    raise GraphError(f"variable '{name}': expected an initializer, a number or an array, got {value!r:.80}")
+    raise GraphError(
+        f"{at('variable')} '{name}': expected an initializer, a number or an array, got {type(value).__name__} "
+        f"{value!r:.80}"
+    )

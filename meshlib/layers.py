@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 from layouts import Dimension, Shape
 from meshlib import initializers
-from meshlib.checks import at
+from meshlib.checks import at, flag, number
 from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, scope
+from meshlib.graph import Tensor, find_dim, scope
 from meshlib.operation import as_dims, tensor
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import square
+from meshlib.ops.pooling import pool_before_last
 from meshlib.ops.reduce import reduce_logsumexp, reduce_sum
 from meshlib.ops.sources import variable
 
@@ -56,6 +57,8 @@ def dense(
         reduced: tuple[Dimension, ...] = (x.shape[-1],)
     else:
         reduced = as_dims(reduced_dims, "dense reduced_dims")
+    if activation is not None and not callable(activation):
+        raise ShapeError(f"{at('dense')}: activation must be a function such as mtf.relu, got {activation!r:.80}")
     missing = [str(d) for d in reduced if d not in x.shape]
     if missing:
         raise ShapeError(f"{at('dense')} '{name}': reduced_dims {', '.join(missing)} are not in {x}")
@@ -64,10 +67,10 @@ def dense(
     if clashing:
         raise ShapeError(f"{at('dense')} '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side")
     with scope(name):
-        init = kernel_initializer or initializers.scaled_normal(reduced)
+        init = initializers.scaled_normal(reduced) if kernel_initializer is None else kernel_initializer
         kernel = variable("kernel", [*reduced, *new], init, variable_dtype, slice_dtype, x.dtype)
         y = einsum([x, kernel], output_shape=Shape([*kept, *new]))
-        if use_bias:
+        if flag(use_bias, "dense", "use_bias"):
             y = y + variable("bias", new, initializers.zeros(), variable_dtype, slice_dtype, x.dtype)
         return y if activation is None else activation(y)
 
@@ -85,14 +88,41 @@ def softmax_cross_entropy_with_logits(
     Returns: the loss of each example: the dims of logits but `vocab_dim`.
     Raises: ShapeError if shapes differ or lack `vocab_dim`.
     """
+    what = "softmax_cross_entropy_with_logits"
+    z_loss = number(z_loss, what, "z_loss")
     tensor(logits, "softmax_cross_entropy_with_logits"), tensor(targets, "softmax_cross_entropy_with_logits")
     if set(logits.shape) != set(targets.shape):
         raise ShapeError(
             f"{at('softmax_cross_entropy_with_logits')}: logits and targets must have the same dims"
             f"\n  {logits}\n  {targets}"
         )
-    if vocab_dim not in logits.shape:
-        raise ShapeError(f"{at('softmax_cross_entropy_with_logits')}: {logits} has no dim {vocab_dim}")
+    find_dim(logits, vocab_dim, what)
     log_z = reduce_logsumexp(logits, vocab_dim)
     loss = reduce_sum((log_z - logits) * targets, reduced_dim=vocab_dim)
     return loss + square(log_z) * z_loss if z_loss else loss
+
+
+def max_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "max_pool2d") -> Tensor:
+    """Maxima of windows of `ksize` that tile the last dims but one, as of [batch ..., height, width, channels].
+
+    Raises: ShapeError if a window does not divide its dim, with the size to pad it to.
+    """
+    return pool_before_last(x, ksize, "max", "max_pool2d", name)
+
+
+def max_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "max_pool3d") -> Tensor:
+    """Maxima of windows of `ksize` that tile the last dims but one, as of [batch ..., depth, height, width, channels].
+
+    Raises: as `max_pool2d`.
+    """
+    return pool_before_last(x, ksize, "max", "max_pool3d", name)
+
+
+def avg_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "avg_pool2d") -> Tensor:
+    """Means of windows, which are those of `max_pool2d`; float dtypes."""
+    return pool_before_last(x, ksize, "avg", "avg_pool2d", name)
+
+
+def avg_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "avg_pool3d") -> Tensor:
+    """Means of windows, which are those of `max_pool3d`; float dtypes."""
+    return pool_before_last(x, ksize, "avg", "avg_pool3d", name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from layouts import Dimension, Shape
 from meshlib.dtypes import DType
 from meshlib.errors import LayoutError, ShapeError
-from meshlib.graph import Graph, Operation, Tensor, TensorType, innermost, source_line
+from meshlib.graph import Graph, Operation, Tensor, TensorType, checked_op_name, innermost, source_line
 
 if TYPE_CHECKING:
     from meshlib.simulate.engine import Engine
@@ -46,6 +46,8 @@ class Role(enum.Enum):
     MAX = "max"
     MIN = "min"
     WHOLE = "whole"  # must not be split
+    HALO = "halo"  # every block needs a run of its operands that may lie on other devices; see Halo
+    SUMMARY = "summary"  # every block needs a summary of all blocks; see Summary
 
     @property
     def reduces(self) -> bool:
@@ -82,6 +84,34 @@ NONLINEAR = Linear(())
 
 
 @dataclass(frozen=True)
+class Halo:
+    """How an operation runs along a split dim when a block needs elements that lie elsewhere: these move, no others.
+
+    needs   (operation, operand, start, stop) -> (begin, end): the run of the operand's dim that indices
+            [start, stop) of the result need; what lies outside the operand is padding
+    wrap    Operation -> whether runs go round the end of the dim instead
+    """
+
+    needs: Callable[[Operation, int, int, int], tuple[int, int]]
+    wrap: Callable[[Operation], bool] = lambda op: False
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How an operation runs along a split dim when a block needs a small summary of the other blocks.
+
+    summarise  (Block, *arrays) -> tuple of arrays: what this block tells the others
+    finish     (Block, gathered, index, *arrays) -> result: `gathered` has, per array of the summary, those of all
+               blocks on a new leading axis; `index` is this block's place among them
+    types      (operand types, attrs) -> types of the summary, all local
+    """
+
+    summarise: Callable[..., tuple[Array, ...]]
+    finish: Callable[..., Array | tuple[Array, ...]]
+    types: Callable[[tuple[TensorType, ...], Mapping[str, Any]], tuple[TensorType, ...]]
+
+
+@dataclass(frozen=True)
 class Work:
     """What one device does: multiply-adds count two flops; `vpu_ops` are lane operations; `hbm_bytes` unfused."""
 
@@ -105,6 +135,7 @@ class Block:
     offsets: Mapping[str, int]
     engine: Engine
     buffer: Array | None = None
+    starts: tuple[int, ...] = ()  # of a Halo: the global index at which each operand's run begins
 
     @property
     def attrs(self) -> Mapping[str, Any]:
@@ -118,8 +149,8 @@ class Block:
         return np.empty(self.out.shape.sizes, self.out.dtype.storage)
 
 
-ShapeRule = Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType]
-GradRule = Callable[[Operation, Tensor], Sequence["Tensor | None"]]
+ShapeRule = Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType | tuple[TensorType, ...]]
+GradRule = Callable[..., Sequence["Tensor | None"]]
 
 
 def not_differentiable(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
@@ -133,12 +164,14 @@ class OpDef:
 
     name    the operation's name in listings
     kind    how it uses memory and engines
-    shape   (operand types, attrs) -> output type; raises ShapeError with names and sizes
+    shape   (operand types, attrs) -> output type, or a tuple of types with the same dims; raises ShapeError with
+            names and sizes
     roles   Operation -> its factors, each with what a split does; every dim of every operand is in one
     local   (Block, *arrays) -> array: NumPy on one device's blocks
-    grad    (Operation, cotangent) -> a cotangent or None per operand, as operations on the unsharded graph
+    grad    (Operation, cotangent of each output) -> a cotangent or None per operand, as operations on the unsharded graph
     linear  Operation -> Linear
     work    (operand types, output type, attrs) -> Work, all local
+    lower   how it runs along dims of role HALO or SUMMARY; None for all others
     """
 
     name: str
@@ -149,14 +182,15 @@ class OpDef:
     grad: GradRule
     linear: Callable[[Operation], Linear]
     work: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Work]
+    lower: Halo | Summary | None
 
 
 OPERATIONS: dict[str, OpDef] = {}
 
 
 def operation(name: str, **fields: Any) -> OpDef:
-    """Define and register an operation; every field of `OpDef` must be given."""
-    record = OpDef(name=name, **fields)
+    """Define and register an operation; every field of `OpDef` must be given, but `lower` where there is none."""
+    record = OpDef(name=name, **{"lower": None, **fields})
     if name in OPERATIONS:
         raise ValueError(f"operation {name!r} is defined twice")
     OPERATIONS[name] = record
@@ -164,15 +198,24 @@ def operation(name: str, **fields: Any) -> OpDef:
 
 
 def build(kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name: str | None = None) -> Tensor:
-    """Check the operands, add the operation to their graph and return its output."""
+    """Check the operands, add the operation to their graph and return its first output."""
+    return build_all(kind, inputs, attrs, name)[0]
+
+
+def build_all(
+    kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name: str | None = None
+) -> tuple[Tensor, ...]:
+    """Check the operands, add the operation to their graph and return its outputs."""
+    checked_op_name(name, kind.name)
     types = tuple(x.type for x in inputs)
     try:
-        out = kind.shape(types, attrs)
+        made = kind.shape(types, attrs)
     except (ShapeError, LayoutError) as fault:
         operands = "".join(f"\n  {x}" for x in inputs)
         raise ShapeError(f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}") from None
     graph = innermost(inputs, kind.name)
-    return graph.add(kind, [graph.adopt(x) for x in inputs], (out,), attrs, name).output
+    outs = made if isinstance(made, tuple) else (made,)
+    return graph.add(kind, [graph.adopt(x) for x in inputs], outs, attrs, name).outputs
 
 
 def build_source(
@@ -183,7 +226,8 @@ def build_source(
     exact_name: str | None = None,
 ) -> Operation:
     """Add an operation without operands to `graph`."""
-    return graph.add(kind, (), (kind.shape((), attrs),), attrs, name, exact_name)
+    made = kind.shape((), attrs)
+    return graph.add(kind, (), made if isinstance(made, tuple) else (made,), attrs, name, exact_name)
 
 
 def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
@@ -254,7 +298,11 @@ def same_dtype(types: Sequence[TensorType]) -> DType:
 def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> tuple[Factor, ...]:
     """Factors by name: a dim is one factor wherever its name occurs; PARALLEL unless `special` says otherwise."""
     special = special or {}
-    sizes = {d.name: d.size for t in (*op.inputs, *op.outputs) for d in t.shape}
+    # A dim whose size changes (slice, concat, ...) can only be split by what divides it everywhere.
+    sizes: dict[str, int] = {}
+    for t in (*op.inputs, *op.outputs):
+        for d in t.shape:
+            sizes[d.name] = gcd(sizes.get(d.name, 0), d.size)
     return tuple(
         Factor(
             n,

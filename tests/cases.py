@@ -6,6 +6,7 @@ away from kinks and ties, so that neither a lost sign nor a swapped index cancel
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class Case:
     differentiable  operands with a gradient that differences can check; None: gradients exist, differences do not
     tolerance       relative, of values and gradients in float64
     bitwise         whether no layout may change a bit
+    has_gradient    False: asking for one is an error
     """
 
     op: str
@@ -114,7 +116,7 @@ class Case:
     differentiable: tuple[str, ...] | None = ()
     tolerance: float = 1e-10
     bitwise: bool = False
-    precision: str = "highest"
+    has_gradient: bool = True
 
     def __str__(self) -> str:
         return f"{self.op}-{self.variant}"
@@ -860,6 +862,305 @@ row(
     "x",
     bitwise=True,
 )
+
+
+# ---------------------------------------------------------------- loops
+
+row(
+    "while_loop",
+    "recurrence",
+    {"x": signed("a:4;k:6"), "w": signed("k:6;m:6")},
+    lambda f, x, w: _recurrence(x, w),
+    lambda x, w: _recurrence_reference(x, w),
+    has_gradient=False,
+)
+row(
+    "while_loop",
+    "two carries",
+    {"x": signed("a:4;b:6"), "y": signed("b:6;a:4")},
+    lambda f, x, y: mtf.while_loop(
+        3, lambda u, v: (mtf.transpose(v, u.shape), mtf.transpose(u * 0.5, v.shape) + 1), [x, y]
+    )[1],
+    lambda x, y: 0.5 * (0.5 * x.T + 1) + 1,
+    has_gradient=False,
+)
+row(
+    "while_loop",
+    "noise",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: mtf.while_loop(2, lambda v: v + mtf.random_uniform(x.shape, dtype=f), [x])[0],
+    lambda x: x + sum(uniform("while_loop/random_uniform", (4, 6), trips=(n,)) for n in range(2)),
+    has_gradient=False,
+    bitwise=True,
+)
+
+
+def _recurrence(x: Tensor, w: Tensor) -> Tensor:
+    def body(v: Tensor) -> Tensor:
+        product = mtf.einsum([v, w], output_shape=dims("a:4;m:6"))
+        return mtf.rename_dimension(mtf.tanh(product), "m", "k") + mtf.reduce_mean(v, reduced_dim=dims("a:4"))
+
+    return mtf.while_loop(3, body, [x])[0]
+
+
+def _recurrence_reference(x: Array, w: Array) -> Array:
+    for _ in range(3):
+        x = np.tanh(x @ w) + x.mean(0)
+    return x
+
+
+# ---------------------------------------------------------------- activations and other element-wise functions
+
+_erf = np.vectorize(math.erf, otypes=[float])
+
+
+def _elu(x: Array) -> Array:
+    return np.where(x > 0, x, np.exp(x) - 1)
+
+
+for _op, _variant, _build, _function in (
+    ("erf", "plain", lambda x: mtf.erf(x), _erf),
+    ("erf", "gelu", lambda x: mtf.gelu(x, approximate=False), lambda x: x * (1 + _erf(x / math.sqrt(2))) / 2),
+    (
+        "tanh",
+        "gelu",
+        lambda x: mtf.gelu(x),
+        lambda x: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    ),
+    ("expm1", "plain", lambda x: mtf.expm1(x), lambda x: np.exp(x) - 1),
+    ("expm1", "elu", lambda x: mtf.elu(x), _elu),
+    (
+        "expm1",
+        "selu",
+        lambda x: mtf.selu(x),
+        lambda x: 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * (np.exp(x) - 1)),
+    ),
+    ("softplus", "plain", lambda x: mtf.softplus(x), lambda x: np.log(1 + np.exp(x))),
+    ("sigmoid", "swish", lambda x: mtf.swish(x), lambda x: x / (1 + np.exp(-x))),
+    ("sigmoid", "silu", lambda x: mtf.silu(x * 2), lambda x: 2 * x / (1 + np.exp(-2 * x))),
+    ("minimum", "leaky relu", lambda x: mtf.leaky_relu(x), lambda x: np.where(x > 0, x, 0.2 * x)),
+    ("minimum", "steep relu", lambda x: mtf.leaky_relu(x, 3), lambda x: np.where(x > 0, x, 3 * x)),
+    ("minimum", "clip", lambda x: mtf.clip_by_value(x, -0.5, 0.75), lambda x: np.clip(x, -0.5, 0.75)),
+):
+    row(_op, _variant, {"x": signed("a:4;b:6")}, lambda f, x, g=_build: g(x), _function, "x")
+
+for _op, _variant, _build, _given, _function in (
+    ("erf", "far out", lambda x: mtf.erf(x), [-40.0, -2e-9, 5.9, 700.0], _erf),
+    ("expm1", "near 0", lambda x: mtf.expm1(x) * 2.0**40, [-(2.0**-40), 2.0**-44, 0, 2.0**-42], lambda x: x * 2.0**40),
+    ("expm1", "elu far out", lambda x: mtf.elu(x), [-900.0, -40.0, 0, 800.0], lambda x: np.where(x > 0, x, np.sign(x))),
+    ("softplus", "far out", lambda x: mtf.softplus(x), [-900.0, -60, 60.0, 800.0], lambda x: np.maximum(x, 0)),
+    ("floor", "halves", lambda x: mtf.floor(x), [-1.5, -0.25, 0.5, 2.0], lambda x: np.array([-2, -1, 0, 2])),
+    ("ceil", "halves", lambda x: mtf.ceil(x), [-1.5, -0.25, 0.5, 2.0], lambda x: np.array([-1, 0, 1, 2])),
+    ("round", "halves", lambda x: mtf.round(x), [-1.5, -0.5, 0.5, 2.5], lambda x: np.array([-2, 0, 0, 2])),
+):
+    _values = Input(Shape("a:4"), lambda rng, shape, v=_given: np.array(v))
+    row(_op, _variant, {"x": _values}, lambda f, x, g=_build: g(x), _function, None if _op[0] in "es" else "")
+
+for _name, _function in (
+    ("floor", lambda x: -(-x // 1) - (x % 1 > 0)),
+    ("ceil", lambda x: x // 1 + (x % 1 > 0)),
+    ("round", lambda x: np.sign(x) * (np.abs(x) + 0.5 - (np.abs(x) + 0.5) % 1)),
+):
+    row(
+        _name,
+        "plain",
+        {"x": signed("a:4;b:6")},
+        lambda f, x, n=_name: getattr(mtf, n)(x * 3),
+        lambda x, g=_function: g(3 * x),
+    )
+
+for _name, _function, _wrt in (
+    ("floordiv", lambda x, y: (x - x % y) / y, ""),
+    ("mod", lambda x, y: x - y * np.floor(x / y), "xy"),
+    ("subtract", lambda x, y: (x - y) ** 2, "xy"),
+):
+    for _variant in ("reversed", "union", "scalar"):
+        _a, _b, _line_up = BROADCASTS[_variant]
+        row(
+            _name,
+            f"squared {_variant}" if _name == "subtract" else _variant,
+            {"x": signed(_a), "y": signed(_b)},
+            lambda f, x, y, n=_name: getattr(mtf, "squared_difference" if n == "subtract" else n)(x, y),
+            lambda x, y, g=_function, line_up=_line_up: g(*line_up(x, y)),
+            _wrt,
+        )
+for _name, _function in (
+    ("floordiv", lambda x, y: np.trunc(x / y) - ((x * y < 0) & (np.abs(x) % np.abs(y) > 0))),
+    ("mod", lambda x, y: x - y * (np.trunc(x / y) - ((x * y < 0) & (np.abs(x) % np.abs(y) > 0)))),
+):
+    row(
+        _name,
+        "int32, both signs",
+        {"x": whole("a:12"), "y": whole("b:6", -4, 4)},
+        lambda f, x, y, n=_name: x // y if n == "floordiv" else x % y,
+        lambda x, y, g=_function: g(x[:, None], y),
+    )
+row("floordiv", "number first", {"x": whole("a:4;b:6")}, lambda f, x: 20 // x, lambda x: np.floor(20 / x))
+row("mod", "number", {"x": whole("a:4;b:6")}, lambda f, x: x % 4, lambda x: x - 4 * np.floor(x / 4))
+row(
+    "minimum",
+    "clip by tensors",
+    {"x": distinct("a:4;b:6"), "y": distinct("b:6", 0.03125)},
+    lambda f, x, y: mtf.clip_by_value(x, y, y + 0.3),
+    lambda x, y: np.minimum(np.maximum(x, y), y + 0.3),
+    "xy",
+)
+row(
+    "not_equal",
+    "exclusive or",
+    {"x": flags("a:4;b:6"), "y": flags("b:6;c:2")},
+    lambda f, x, y: mtf.logical_xor(x, y),
+    lambda x, y: x[:, :, None] ^ y,
+)
+row(
+    "where",
+    "output shape",
+    {"c": flags("a:4"), "x": signed("a:4"), "y": signed("b:6")},
+    lambda f, c, x, y: mtf.where(c, x, y, dims("b:6;c:2;a:4")),
+    lambda c, x, y: np.repeat(np.where(c, x, y[:, None])[:, None], 2, axis=1),
+    "xy",
+)
+row(
+    "where",
+    "branches",
+    {"c": flags(""), "x": signed("a:4;b:6"), "y": signed("a:4;b:6")},
+    lambda f, c, x, y: mtf.cond(c, lambda: x * x, lambda: mtf.sin(y)),
+    lambda c, x, y: x * x if c else np.sin(y),
+    "xy",
+)
+row(
+    "where",
+    "branches of two",
+    {"i": index("", 4), "x": signed("a:4;b:6"), "y": signed("b:6")},
+    lambda f, i, x, y: mtf.add_n(mtf.cond(mtf.less(i, 4), lambda: [x, y * y], lambda: [x * 2, y])),
+    lambda i, x, y: x + y * y,
+    "xy",
+)
+for _name, _dtype in (("to_float", "float32"), ("to_bfloat16", "bfloat16"), ("to_int32", "int32")):
+    row(
+        "cast",
+        _name,
+        {"x": single("a:4;b:6", "float64")},
+        lambda f, x, n=_name: getattr(mtf, n)(x),
+        lambda x, d=_dtype: np.trunc(x) if d == "int32" else x,
+        None if _dtype != "int32" else "",
+    )
+
+
+# ---------------------------------------------------------------- reductions of flags, pooling
+
+for _variant, _text, _how, _axes in (
+    ("all", "a:4", {}, 0),
+    ("middle", "a:4;b:2;c:6", {"reduced_dim": dims("b:2")}, 1),
+    ("several, transposed", "a:4;b:2;c:3;d:2", {"output_shape": dims("c:3;a:4")}, (3, 1)),
+):
+    row(
+        "reduce_all",
+        _variant,
+        {"x": flags(_text)},
+        lambda f, x, how=_how: mtf.reduce_all(x, **how),
+        lambda x, axes=_axes: x.all(axis=axes).T if axes == (3, 1) else x.all(axis=axes),
+    )
+    row(
+        "reduce_any",
+        _variant,
+        {"x": flags(_text)},
+        lambda f, x, how=_how: mtf.reduce_any(mtf.logical_not(x), **how),
+        lambda x, axes=_axes: ~x.all(axis=axes).T if axes == (3, 1) else ~x.all(axis=axes),
+    )
+row(
+    "reduce_max",
+    "pool",
+    {"x": distinct("a:4;n:12;b:2")},
+    lambda f, x: mtf.pool(x, {"n": 3}),
+    lambda x: x.reshape(4, 4, 3, 2).max(axis=2),
+    "x",
+)
+row(
+    "reduce_max",
+    "pool of images",
+    {"x": distinct("a:2;h:8;w:6;c:2")},
+    lambda f, x: mtf.layers.max_pool2d(x, (2, 3)),
+    lambda x: x.reshape(2, 4, 2, 2, 3, 2).max(axis=(2, 4)),
+    "x",
+)
+row(
+    "reduce_min",
+    "pool",
+    {"x": whole("n:12;a:4")},
+    lambda f, x: mtf.pool(x, {"a": 2, "n": 6}, "min"),
+    lambda x: x.reshape(2, 6, 2, 2).min(axis=(1, 3)),
+)
+row(
+    "reduce_sum",
+    "pool",
+    {"x": signed("n:12;a:4")},
+    lambda f, x: mtf.pool(x, {"n": 2}, "sum", {"n": 2}),
+    lambda x: x.reshape(6, 2, 4).sum(axis=1),
+    "x",
+)
+row(
+    "reduce_sum",
+    "pool of volumes",
+    {"x": signed("d:2;h:4;w:3;c:2")},
+    lambda f, x: mtf.layers.avg_pool3d(x, (1, 2, 3)),
+    lambda x: x.reshape(2, 2, 2, 1, 3, 2).mean(axis=(2, 4)),
+    "x",
+)
+
+
+# ---------------------------------------------------------------- replaced dims, shifts by amounts, changes of state
+
+row(
+    "reshape",
+    "dims replaced",
+    {"x": signed("c:2;a:4;b:6;e:2")},
+    lambda f, x: mtf.replace_dimensions(x, list(dims("a:4;b:6")), list(dims("n:8;m:3"))),
+    lambda x: x.reshape(2, 8, 3, 2),
+    "x",
+)
+row("reshape", "anonymous", {"x": signed("a:4;b:6")}, lambda f, x: mtf.anonymize(x * 2), lambda x: 2 * x, "x")
+for _variant, _wrap in (("round", True), ("out", False)):
+    row(
+        "gather",
+        f"shift {_variant}",
+        {"x": signed("a:4;n:6;b:2"), "i": whole("b:2;a:4", -5, 6)},
+        lambda f, x, i, wrap=_wrap: mtf.dynamic_shift(x, i, dims("n:6")[0], wrap),
+        lambda x, i, wrap=_wrap: _shifted(x, i, wrap),
+        "x",
+    )
+row(
+    "constant",
+    "like others",
+    {"x": signed("a:4;b:6"), "i": whole("a:4"), "c": flags("b:6")},
+    lambda f, x, i, c: mtf.where(
+        mtf.logical_or(c, mtf.zeros_like(c)), mtf.ones_like(x) + mtf.cast(mtf.ones_like(i), f), mtf.zeros_like(x)
+    ),
+    lambda x, i, c: np.broadcast_to(np.where(c, 2, 0), (4, 6)),
+)
+row(
+    "assign",
+    "added",
+    {"x": signed("b:6")},
+    lambda f, x: mtf.assign_add(mtf.variable("v", dims("a:4;b:6"), 1.5, f), x),
+    lambda x: np.broadcast_to(1.5 + x, (4, 6)),
+)
+row(
+    "assign",
+    "subtracted",
+    {"x": signed("b:6;a:4")},
+    lambda f, x: mtf.assign_sub(mtf.variable("v", dims("a:4;b:6"), 1.5, f), x),
+    lambda x: 1.5 - x.T,
+)
+
+
+def _shifted(x: Array, offset: Array, wrap: bool) -> Array:
+    out = np.zeros(x.shape)
+    for a, n, b in np.ndindex(*x.shape):
+        to = n + offset[b, a]
+        if wrap or 0 <= to < x.shape[1]:
+            out[a, to % x.shape[1], b] = x[a, n, b]
+    return out
 
 
 CASES: tuple[Case, ...] = tuple(TABLE.rows.values())

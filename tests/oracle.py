@@ -85,14 +85,14 @@ def draw_layout(rng: np.random.Generator, dims: Sequence[str]) -> Layout:
 
 
 def needed(roots: Iterable[Tensor | Operation]) -> list[Tensor]:
-    """Every tensor that the roots depend on, themselves included."""
+    """Every tensor that the roots depend on, themselves included; those in bodies of loops too."""
     stack = [r if isinstance(r, Operation) else r.operation for r in roots]
     seen: dict[Operation, None] = {}
     while stack:
         op = stack.pop()
         if op not in seen:
             seen[op] = None
-            stack += [x.operation for x in op.inputs]
+            stack += [x.operation for x in (*op.inputs, *op.attrs.get("results", ()))]
     return [y for op in seen for y in op.outputs]
 
 
@@ -175,16 +175,19 @@ def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
     return x[0], x[1]
 
 
-def random_words(name: str, shape: Sequence[int], seed: int = 0, step: int = 0) -> Iterator[tuple[int, int]]:
-    """The words of each element, in row-major order: key from (seed, name, step), counter the global position."""
-    digest = hashlib.blake2b(f"{seed}\0{name}\0{step}".encode(), digest_size=8).digest()
+def random_words(
+    name: str, shape: Sequence[int], seed: int = 0, step: int = 0, trips: Sequence[int] = ()
+) -> Iterator[tuple[int, int]]:
+    """The words of each element, in row-major order: key from seed, name, step, trips; counter the global position."""
+    parts = "\0".join(str(part) for part in (seed, name, step, *trips))
+    digest = hashlib.blake2b(parts.encode(), digest_size=8).digest()
     key = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
     return (threefry(key, (n >> 32, n & 0xFFFFFFFF)) for n in range(prod(shape)))
 
 
-def uniform(name: str, shape: Sequence[int], low: float = 0.0, high: float = 1.0) -> Array:
+def uniform(name: str, shape: Sequence[int], low: float = 0.0, high: float = 1.0, trips: Sequence[int] = ()) -> Array:
     """24 random bits as a fraction, scaled to [low, high)."""
-    fractions = [(x >> 8) / 2**24 for x, _ in random_words(name, shape)]
+    fractions = [(x >> 8) / 2**24 for x, _ in random_words(name, shape, trips=trips)]
     return np.array([low + (high - low) * f for f in fractions]).reshape(shape)
 
 

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import meshlib as mtf
@@ -74,9 +74,9 @@ class Writer:
         self.feeds[name] = self.rng.integers(0, below, Shape(shape).sizes)
         return mtf.input(name, shape, "int32")
 
-    def dims(self) -> list[Dimension]:
+    def dims(self, least: int) -> list[Dimension]:
         """Up to three dims of the pool."""
-        names = self.draw(st.lists(st.sampled_from(list(SIZES)), max_size=3, unique=True))
+        names = self.draw(st.lists(st.sampled_from(list(SIZES)), min_size=least, max_size=3, unique=True))
         return [Dimension(n, SIZES[n]) for n in names]
 
 
@@ -220,7 +220,9 @@ def looked_up(w: Writer, x: Tensor) -> Tensor | None:
     if not len(x.shape):
         return None
     dim = w.choose(list(x.shape))
-    others = [Dimension(n, s) for n, s in SIZES.items() if n != dim.name and (n not in x.shape or s == x.shape.dim(n).size)]
+    others = [
+        Dimension(n, s) for n, s in SIZES.items() if n != dim.name and (n not in x.shape or s == x.shape.dim(n).size)
+    ]
     where = w.some(others)[:2]
     if together(x).size // dim.size * Shape(where).size > MAX_ELEMENTS:
         return None
@@ -262,6 +264,19 @@ def marked(w: Writer, x: Tensor) -> Tensor:
     return mtf.constrain(x, rules)
 
 
+def looped(w: Writer, x: Tensor) -> Tensor:
+    outside = w.pick(lambda t: set(t.shape) <= set(x.shape))
+
+    def body(v: Tensor) -> Tensor:
+        return mtf.sin(v * (outside if outside is not None else 0.5)) + mtf.reduce_mean(v, output_shape=kept)
+
+    kept = w.some(list(x.shape))
+    if Shape(kept) == x.shape:
+        kept = []
+    (y,) = mtf.while_loop(w.choose((1, 2, 3)), body, [x])
+    return mtf.stop_gradient(y)
+
+
 STEPS = (
     unary,
     scaled,
@@ -283,6 +298,7 @@ STEPS = (
     random,
     counted,
     marked,
+    looped,
 )
 
 
@@ -320,15 +336,17 @@ OPTIMIZERS = {
 @st.composite
 def programs(draw: Draw) -> Written:
     """A program of 3 to 10 steps with a mesh and a legal layout."""
-    sizes = draw(st.lists(st.sampled_from((2, 3, 4, 1)), min_size=1, max_size=3).filter(lambda s: prod(s) <= MAX_DEVICES))
+    sizes = draw(
+        st.lists(st.sampled_from((2, 2, 4, 3, 1)), min_size=1, max_size=3).filter(lambda s: prod(s) <= MAX_DEVICES)
+    )
     mesh = dict(zip(AXES, sizes, strict=False))
     w = Writer(draw, mesh, np.random.default_rng(draw(st.integers(0, 2**32 - 1))))
     with mtf.Graph():
         variables = []
         for n in range(w.choose((1, 2, 3))):
-            shape = w.dims()
+            shape = w.dims(least=n % 2)
             variables.append(mtf.variable(f"v{n}", shape, w.rng.uniform(-1.0, 1.5, Shape(shape).sizes), "float64"))
-        w.tensors = [*variables, *(w.noise(w.dims()) for _ in range(w.choose((1, 2))))]
+        w.tensors = [*variables, *(w.noise(w.dims(least=2)) for _ in range(w.choose((1, 2))))]
         for _ in range(w.choose(range(3, 11))):
             y = w.choose(STEPS)(w, w.pick())
             if y is not None:
@@ -351,16 +369,20 @@ def programs(draw: Draw) -> Written:
 
 def draw_rules(w: Writer, outputs: dict[str, Tensor], updates: list[Operation], mesh: str) -> str:
     """Rules added one by one wherever the layout stays legal: optional and scoped ones, several axes per dim."""
-    names = list(dict.fromkeys(d.name for t in needed([*outputs.values(), *updates]) for d in t.shape))
+    dims = list(dict.fromkeys(d for t in needed([*outputs.values(), *updates]) for d in t.shape))
     rules: dict[tuple[str, str], tuple[list[str], str]] = {}
 
     def text() -> str:
         return ";".join(f"{scope}{dim}:{'+'.join(axes)}{mark}" for (scope, dim), (axes, mark) in rules.items())
 
-    for _ in range(w.choose(range(7)) if names else 0):
-        key = (w.choose(("", "", "", "variables/", "slots/", "activations/")), w.choose(names))
+    for _ in range(w.choose((0, 1, 2, 3, 4, 5, 6, 7, 8))):
+        axis = w.choose(list(w.mesh))
+        able = [d.name for d in dims if d.size % w.mesh[axis] == 0]
+        if not able:
+            continue
+        key = (w.choose(("", "", "", "variables/", "slots/", "activations/")), w.choose(able))
         before = rules.get(key)
-        axes = [*(before[0] if before else []), w.choose(list(w.mesh))]
+        axes = [*(before[0] if before else []), axis]
         rules[key] = (list(dict.fromkeys(axes)), w.choose(("", "", "?")))
         if not mtf.check(outputs, updates, mesh, text()).ok:
             with pytest.raises(mtf.LayoutError):
@@ -372,6 +394,7 @@ def draw_rules(w: Writer, outputs: dict[str, Tensor], updates: list[Operation], 
 # ---------------------------------------------------------------- properties
 
 
+@settings(max_examples=max(250, settings.default.max_examples))
 @given(programs())
 def test_every_layout_gives_the_unsharded_numbers(p: Written) -> None:
     whole = mtf.lower(p.outputs, p.updates, UNSHARDED, precision="highest")

@@ -104,10 +104,7 @@ def kolmogorov_smirnov(x: Array, cdf: Array) -> float:
 def test_distribution(law: str, seed: int) -> None:
     """The limit 1.95 is passed with probability 2 exp(-2 * 1.95**2) = 0.001; the seeds are fixed."""
     x = np.sort(sample(law, seed=seed))
-    if law == "uniform":
-        cdf = (x + 1) / 4
-    else:
-        cdf = np.array([(1 + erf((v - 0.5) / 2 / sqrt(2))) / 2 for v in x])
+    cdf = (x + 1) / 4 if law == "uniform" else np.array([(1 + erf((v - 0.5) / 2 / sqrt(2))) / 2 for v in x])
     assert kolmogorov_smirnov(x, cdf) < 1.95
 
 

@@ -331,9 +331,7 @@ def check_both(build, mesh="device:1", layout="", steps=3):
     sims = [mtf.simulate(program, executor=e, check_nan=False) for e in EXECUTORS]
     rng = np.random.default_rng(5)
     for _ in range(steps):
-        feeds = {
-            n: rng.integers(-4, 5, v.tensor.shape.sizes).astype(np.float32) for n, v in program.inputs.items()
-        }
+        feeds = {n: rng.integers(-4, 5, v.tensor.shape.sizes).astype(np.float32) for n, v in program.inputs.items()}
         fast, exact = (sim.step(feeds) for sim in sims)
         for name in outputs:
             np.testing.assert_array_equal(fast[name], exact[name], err_msg=f"{name}\n{program}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layouts import LayoutRules, Mesh, Report, Sharding
+from meshlib.checks import choice
 from meshlib.errors import GraphError
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lower.checker import check_program
@@ -65,8 +66,7 @@ def lower(
       >>> [(c.kind, c.axes, c.payload_bytes, c.sent_bytes) for c in program.collectives]
       [('all_reduce', ('rows',), 4, 4)]
     """
-    if precision not in ("default", "highest"):
-        raise GraphError(f"lower: precision must be 'default' or 'highest', got {precision!r}")
+    choice(precision, "lower", "precision", ("default", "highest"))
     if balance is not None and not isinstance(balance, Balance):
         raise GraphError(f"lower: balance must be an mtf.Balance, got {type(balance).__name__} {balance!r:.80}")
     mesh, rules = Mesh(mesh), LayoutRules(layout)
@@ -115,6 +115,7 @@ def _fetched(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, 
             raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
     if isinstance(updates, Operation) or not isinstance(updates, Sequence):
         raise GraphError(f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}")
+    assigned(updates)  # refuses what is no update, before its graph is looked at
     graphs = list(
         dict.fromkeys([*(t.graph for t in fetched.values()), *(u.graph for u in updates if isinstance(u, Operation))])
     )
@@ -183,5 +184,5 @@ class _Lowering:
         )
         check_program(program, "partitioning")
         for run in PASSES:
-            program = check_program(run(program), run.__name__)
+            program = check_program(run(program), run.__name__, before=program)
         return program

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from layouts import LayoutError, Sharding
+from layouts import LayoutError, Shape, Sharding
 from meshlib.errors import ProgramError
 from meshlib.lower.choose import derive
+from meshlib.lower.exchange import plan_exchanges
 from meshlib.lower.program import COLLECTIVES, Instruction, Program, Value
 from meshlib.operation import Factor, Linear, Role
 
 
-def check_program(program: Program, after: str) -> Program:
-    """`program` itself if it is sound.
+def check_program(program: Program, after: str, before: Program | None = None) -> Program:
+    """`program` itself if it is sound; a pass may not change what the program `before` it takes, returns and writes.
 
     Raises: ProgramError naming the pass, the instruction and what is wrong with it.
     """
@@ -26,7 +27,17 @@ def check_program(program: Program, after: str) -> Program:
             ) from None
         made.update(instruction.outputs)
     _check_ends(program, made, after)
+    if before is not None:
+        _check_same_face(program, before, after)
     return program
+
+
+def _check_same_face(program: Program, before: Program, after: str) -> None:
+    for what in ("inputs", "variables", "outputs", "updates"):
+        old, new = getattr(before, what), getattr(program, what)
+        changed = sorted({*old} ^ {*new}) or [n for n in old if old[n].tensor is not new[n].tensor]
+        if changed:
+            raise ProgramError(f"after {after}: {what} changed: {', '.join(changed)}")
 
 
 def _check_instruction(instruction: Instruction, made: set[Value], program: Program) -> None:
@@ -114,21 +125,38 @@ def _check_assign(instruction: Instruction, program: Program) -> None:
 
 def _check_loop(instruction: Instruction, body: Program) -> None:
     check_program(body, f"lowering the body of {instruction.operation}")
-    for x, y in zip(instruction.inputs, body.inputs.values(), strict=True):
-        if x.sharding != y.sharding or x.tensor.dtype is not y.tensor.dtype:
+    dim = instruction.operation.attrs["dim"]
+    for x, (name, y) in zip(instruction.inputs, body.inputs.items(), strict=True):
+        if _body_view(x, dim.name if name in instruction.slices else None) != (y.sharding, y.tensor.dtype):
             raise ProgramError(f"operand {x.tensor.name} is {x}; the body takes {y}")
-    for (begin, end), out in zip(instruction.carries, instruction.outputs, strict=True):
+    count = len(instruction.carries)
+    for (begin, end), out in zip(instruction.carries, instruction.outputs[:count], strict=True):
         if not body.inputs[begin].sharding == body.outputs[end].sharding == out.sharding:
             raise ProgramError(
-                f"carry {begin} is {body.inputs[begin]} before a trip, {body.outputs[end]} after, {out} out"
+                f"carry {begin} is {body.inputs[begin]} before a trip, {body.outputs[end]} after, {out} at last"
             )
+    for name, out in zip(instruction.stacks, instruction.outputs[count:], strict=True):
+        y = body.outputs[name]
+        if _body_view(out, dim.name) != (y.sharding, y.tensor.dtype):
+            raise ProgramError(f"each trip makes {y}; stacked it can't be {out}")
+
+
+def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
+    """A value as a loop's body sees it: one index of `dim`, which must be whole."""
+    s = x.sharding
+    if dim is None:
+        return s, x.tensor.dtype
+    if s.of(dim):
+        raise ProgramError(f"{x.tensor.name} is split along '{dim}', which the loop goes over: {s}")
+    kept = [(d, entry) for d, entry in zip(s.shape, s.axes, strict=True) if d.name != dim]
+    return Sharding(Shape([d for d, _ in kept]), s.mesh, [e for _, e in kept], s.pending), x.tensor.dtype
 
 
 def _check_computation(instruction: Instruction) -> None:
     op = instruction.operation
-    (out,) = instruction.outputs
-    if out.tensor is not op.output:
-        raise ProgramError(f"makes {out.tensor.name}")
+    if tuple(y.tensor for y in instruction.outputs) != op.outputs:
+        raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
+    out = instruction.outputs[0]
     factors, linear = instruction_factors(instruction)
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:
@@ -150,6 +178,12 @@ def _check_computation(instruction: Instruction) -> None:
     for x, s in zip(instruction.inputs, wanted, strict=True):
         if x.sharding != s:
             raise ProgramError(f"operand {x.tensor.name} is {x.sharding}; the assignment {axes} needs {s}")
+    for y in instruction.outputs:
+        if y.sharding != out.sharding:
+            raise ProgramError(f"makes {y} beside {out}")
+    exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()
+    if instruction.exchanges != exchanges:
+        raise ProgramError(f"sends {instruction.exchanges} inside; the assignment {axes} needs {exchanges}")
     if out.sharding != result:
         raise ProgramError(f"makes {result} under the assignment {axes}, not {out.sharding}")
 
@@ -199,3 +233,6 @@ def _check_ends(program: Program, made: Iterable[Value], after: str) -> None:
                 raise ProgramError(f"after {after}: {what} '{name}' is never made")
             if v.sharding.pending:
                 raise ProgramError(f"after {after}: {what} '{name}' is still {v}")
+    written = [i.operation.attrs["variable"] for i in program.instructions if i.opcode == "assign"]
+    if sorted(written) != sorted(program.updates):
+        raise ProgramError(f"after {after}: updates {sorted(program.updates)}, but {sorted(written)} are written")

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from layouts import LayoutError, Shape, Sharding, reshard
 from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.lower.exchange import Exchange, plan_exchanges
 from meshlib.operation import Factor, Linear, Role
 
 Axes: TypeAlias = tuple[str, ...]
@@ -43,6 +44,7 @@ class Choice:
     operands: tuple[Sharding, ...]
     out: Sharding
     regroup: bool  # sum equally pending operands first, reduce each sum once
+    exchanges: tuple[Exchange, ...]  # what moves inside the operation
 
     @property
     def assignment(self) -> tuple[tuple[str, str], ...]:
@@ -147,6 +149,9 @@ def choose(
             except LayoutError:  # mixed kinds of pending, or a size that does not divide
                 continue
             sent, collectives = _operand_cost(operands, wanted, regroup)
+            inside = plan_exchanges(op, factors, split, wanted, out)
+            sent += sum(e.sent_bytes for e in inside)
+            collectives += len(inside)
             after, more = _home_cost(out, home, itemsize, later)
             work = op.kind.work(
                 tuple(TensorType(s.local_shape, x.tensor.dtype) for s, x in zip(wanted, operands, strict=True)),
@@ -158,7 +163,7 @@ def choose(
             rank = (bytes_, collectives + more, order)
             if best is None or rank < best:
                 best = rank
-                chosen = Choice({k: v for k, v in split.items() if v}, wanted, out, regroup)
+                chosen = Choice({k: v for k, v in split.items() if v}, wanted, out, regroup, inside)
     assert chosen is not None  # the empty assignment is always there
     return chosen
 
@@ -278,9 +283,7 @@ def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regro
     return sent, collectives
 
 
-def _home_cost(
-    out: Sharding, home: Sharding, itemsize: int, later: Sequence[Point]
-) -> tuple[float, int]:
+def _home_cost(out: Sharding, home: Sharding, itemsize: int, later: Sequence[Point]) -> tuple[float, int]:
     """Bytes to bring the result home; a pending one may wait for the cheapest point of its linear chain."""
     best = route_cost(out, home, itemsize)
     if any(kind == "sum" for _, kind in out.pending):

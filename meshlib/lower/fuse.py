@@ -49,7 +49,12 @@ def _kind(instruction: Instruction) -> Kind | None:
     """The kind of a computation, a local cut counting as a view; None for what is no kernel of its own."""
     if instruction.opcode == "slice" and instruction.steps:
         return Kind.VIEW
-    if instruction.is_collective or instruction.opcode in ("assign", "input", "variable"):
+    if (
+        instruction.is_collective
+        or instruction.body is not None
+        or instruction.exchanges
+        or instruction.opcode in ("assign", "input", "variable")
+    ):
         return None
     return instruction.operation.kind.kind
 

@@ -29,7 +29,7 @@ class Homes:
         op = t.operation
         if op.kind.name == "variable":
             return "slots" if op.attrs["slot_of"] else "variables"
-        if t in self.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
+        if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
             return "slots"
         return "activations"
 
@@ -49,7 +49,7 @@ class Homes:
         if op.kind.name == "constrain":
             rules: LayoutRules = op.attrs["layout"]
             return rules.sharding(t.shape, self.mesh, "activations")
-        if op.kind.name in _FOLLOWS_OPERAND and t not in self.graph.gradient_of:
+        if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
         try:
             return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))

@@ -54,6 +54,9 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
     else:
         split = ", ".join(f"{f}@{a}" for a, f in i.assignment)
         made = f"{i.opcode}({operands})" + (f" split {split}" if split else "")
+        if i.exchanges:
+            sent = sum(e.sent_bytes for e in i.exchanges)
+            made += f", sends {bytes_text(sent)}: " + "; ".join(r.why for r in i.reasons)
     results = " and ".join(f"{names[y]:<{width}} {y.tensor.name}: {y}" for y in i.outputs)
     local = bytes_text(sum(y.local_bytes for y in i.outputs))
     return f"{results} = {made}  [{local} a core, group {i.group}]  ({i.operation.source})"

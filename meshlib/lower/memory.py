@@ -64,6 +64,13 @@ class _Walk:
         self.program = program
         self.last = _last_uses(program)
         self.inside = fused_values(program)
+        self.ends: dict[int, list[Value]] = {}  # per instruction the values that nobody needs after it
+        for n, i in enumerate(program.instructions):
+            for y in i.outputs:
+                self.ends.setdefault(self.last.get(y, n), []).append(y)
+        self.groups: dict[int, list[tuple[int, Instruction]]] = {}
+        for n, i in enumerate(program.instructions):
+            self.groups.setdefault(i.group, []).append((n, i))
         self.buffer: dict[Value, Value] = {}  # value -> the value that owns its memory
         self.holders: dict[Value, int] = {}  # owner -> live values in its memory
         self.resident = {*program.inputs.values(), *program.variables.values()}
@@ -93,9 +100,8 @@ class _Walk:
                     dict(self.owned),
                 )
             timeline.append(self.now + inner)
-            for v in {*i.inputs, *i.outputs}:
-                if self.last.get(v, n) <= n:
-                    self._release(v)
+            for v in self.ends.get(n, ()):
+                self._release(v)
         shown = [self._live(owner, value) for owner, value in live.items()]
         loop = peak - sum(v.bytes for v in shown)
         if loop:
@@ -116,23 +122,28 @@ class _Walk:
             self.owned[owner] = v
 
     def _place(self, n: int, i: Instruction, y: Value, moved: Value | None) -> None:
+        group = self.groups[i.group]
+        begin, end = group[0][0], group[-1][0]
+        in_place = all(_is_elementwise(member) for _, member in group)
         old = self.old.get(y)
-        if old is not None and self.last.get(old, -1) <= n and self.buffer.get(old) is old:
-            self._share(y, old)
-            return
+        if old is not None and self.buffer.get(old) is old:
+            last = self.last.get(old, -1)
+            if last < begin or (in_place and last <= end):
+                self._share(y, old)
+                return
         if i.opcode in _ALIASES and i.inputs[0] in self.buffer:
             self._share(y, self.buffer[i.inputs[0]])
             return
         candidates: Iterable[Value] = ()
         if moved is not None:
             candidates = (moved,) if i.opcode == "all_reduce" else ()
-        elif not i.is_reshard and i.operation.kind.kind is Kind.ELEMENTWISE:
-            candidates = i.inputs
+        elif in_place:
+            candidates = (x for _, member in group for x in member.inputs)
         for x in candidates:
             owner = self.buffer.get(x)
             if owner is None or owner in self.resident or self.holders[owner] > 1:
                 continue
-            if self.last[x] == n and owner.local_bytes == y.local_bytes:
+            if self.last[x] <= end and owner.local_bytes == y.local_bytes:
                 self._share(y, owner)
                 return
         self._allocate(y)
@@ -163,6 +174,14 @@ class _Walk:
         if self.made_by[v].is_collective:
             return "collective buffers"
         return "activations" if op.region == FORWARD else "temporaries"
+
+
+def _is_elementwise(i: Instruction) -> bool:
+    """Whether each element of the result needs operands at its own position only."""
+    if i.is_reshard or i.exchanges or i.body is not None:
+        return False
+    kind = i.operation.kind
+    return kind.kind is Kind.ELEMENTWISE or kind.name in (*_ALIASES, "constant", "range")
 
 
 def _last_uses(program: Program) -> dict[Value, int]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from layouts import Sharding, reshard
+from layouts import Dimension, Shape, Sharding, reshard
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.lower.choose import Balance, Choice, Operand, Point, choose
 from meshlib.lower.homes import Homes
 from meshlib.lower.program import Instruction, Program, Value
-from meshlib.lower.reasons import explain_step
+from meshlib.lower.reasons import explain_exchange, explain_step
 from meshlib.lower.simplify import Simplified
 from meshlib.ops.index import RANGE
 from meshlib.ops.loop import LOOP
@@ -92,11 +92,23 @@ class Partitioner:
             values = self._grouped(op, inputs, choice)
         else:
             values = [self._bring(x, s, op.region, op) for x, s in zip(inputs, choice.operands, strict=True)]
-        out = Value(op.output, choice.out)
+        made = tuple(Value(y, choice.out) for y in op.outputs)
         self._note_makers(op, inputs, choice)
-        self.instructions.append(Instruction(op.kind.name, op, tuple(values), (out,), op.region, choice.assignment))
-        self.instances[op.output] = [(None, out)]
-        self._settle(op.output)
+        self.instructions.append(
+            Instruction(
+                op.kind.name,
+                op,
+                tuple(values),
+                made,
+                op.region,
+                choice.assignment,
+                reasons=tuple(explain_exchange(e, op, self.homes) for e in choice.exchanges),
+                exchanges=choice.exchanges,
+            )
+        )
+        for y, value in zip(op.outputs, made, strict=True):
+            self.instances[y] = [(None, value)]
+            self._settle(y)
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
         """Remember who is to blame for each pending axis of the result."""
@@ -149,33 +161,54 @@ class Partitioner:
         return result
 
     def _loop(self, op: Operation) -> None:
-        """Lower the body by itself, with carries at home and what it takes from outside where that lies."""
+        """Lower the body by itself: carries at home, slices where the stacked tensors lie, the rest where it lies."""
         body: Graph = op.attrs["body"]
-        carried: tuple[str, ...] = op.attrs["carried"]
+        dim = op.attrs["dim"]
+        operands = self.graph.inputs[op]
         homes = Homes(body, self.homes.mesh, self.homes.rules)
-        inner = [body.inputs[name].output for name in carried] + list(body.captured.values())
-        for x, outer in zip(inner[len(carried) :], self.graph.inputs[op][len(carried) :], strict=True):
-            homes.bind(x, self.homes.of(outer))
-        values = [self._bring(x, homes.of(y), op.region, op) for x, y in zip(self.graph.inputs[op], inner, strict=True)]
-        ends = [homes.of(x) for x in inner[: len(carried)]]
-        program = self.lower_body(body, homes, op.attrs["results"], ends, [x.operation.name for x in inner])
-        outputs = tuple(Value(y, s) for y, s in zip(op.outputs, ends, strict=True))
-        carries = tuple(zip(carried, program.outputs, strict=True))
+        carried, sliced, results = op.attrs["carried"], op.attrs["sliced"], op.attrs["results"]
+        inner = [body.inputs[name].output for name in (*carried, *sliced)] + list(body.captured.values())
+        wanted = []
+        for n, (x, y) in enumerate(zip(operands, inner, strict=True)):
+            home = homes.of(y) if n < len(carried) else self.homes.of(x)
+            if len(carried) <= n < len(carried) + len(sliced):
+                home = without_axes(home, dim)
+                homes.bind(y, without_dim(home, dim))
+            elif n >= len(carried):
+                homes.bind(y, home)
+            wanted.append(home)
+        values = [self._bring(x, s, op.region, op) for x, s in zip(operands, wanted, strict=True)]
+        # Finals always; of what could be stacked (results, and carries before each trip) only what is used.
+        finals, others = op.outputs[: len(carried)], op.outputs[len(carried) :]
+        inside = [*results[len(carried) :], *inner[: len(carried)]]
+        used = [(y, t) for y, t in zip(others, inside, strict=True) if y in self.fetched or self.graph.uses.get(y)]
+        stacked = [without_axes(self.homes.of(y), dim) for y, _ in used]
+        ends = [*wanted[: len(carried)], *(without_dim(s, dim) for s in stacked)]
+        program = self.lower_body(
+            body, homes, [*results[: len(carried)], *(t for _, t in used)], ends, [x.operation.name for x in inner]
+        )
+        made = [
+            Value(y, s)
+            for y, s in zip((*finals, *(y for y, _ in used)), (*wanted[: len(carried)], *stacked), strict=True)
+        ]
+        names = list(program.outputs)
         self.instructions.append(
             Instruction(
                 op.kind.name,
                 op,
                 tuple(values),
-                outputs,
+                tuple(made),
                 op.region,
                 body=program,
-                trips=op.attrs["trips"],
-                carries=carries,
+                trips=dim.size,
+                carries=tuple(zip(carried, names, strict=False)),
+                slices=sliced,
+                stacks=tuple(names[len(carried) :]),
             )
         )
-        for y, value in zip(op.outputs, outputs, strict=True):
-            self.instances[y] = [(None, value)]
-            self._settle(y)
+        for value in made:
+            self.instances[value.tensor] = [(None, value)]
+            self._settle(value.tensor)
 
     # ------------------------------------------------------------ choosing
 
@@ -258,6 +291,18 @@ class Partitioner:
             )
             value = after
         return value
+
+
+def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
+    """`sharding` with one dim whole."""
+    axes = [() if d == dim else entry for d, entry in zip(sharding.shape, sharding.axes, strict=True)]
+    return sharding.with_axes(axes)
+
+
+def without_dim(sharding: Sharding, dim: Dimension) -> Sharding:
+    """`sharding` of one index of `dim`, which is whole."""
+    kept = [(d, entry) for d, entry in zip(sharding.shape, sharding.axes, strict=True) if d != dim]
+    return Sharding(Shape([d for d, _ in kept]), sharding.mesh, [entry for _, entry in kept])
 
 
 def _distance(source: Sharding, wanted: Sharding, itemsize: int) -> tuple[float, int]:

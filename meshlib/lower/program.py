@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from layouts import LayoutRules, Mesh, Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.lower.exchange import Exchange
 
 if TYPE_CHECKING:
     from meshlib.lower.memory import Memory
@@ -63,9 +64,11 @@ class Instruction:
     operation   what it computes, or on whose behalf it moves data
     assignment  computations: (axis, factor) for each mesh axis that splits the work
     steps       reshards: one per operand (a merged collective has several), with one Reason each
+    exchanges   what moves inside a computation along a split dim, with one Reason each
     group       fusion group: values used inside one group only never reach HBM
     body        a Program run `trips` times on the operands; `carries` are (body input, body output) names: after
-                each trip the output becomes the input; `body.inputs` has the operands' order
+                each trip the output becomes the input; `slices` are body inputs that take one index of the loop's dim
+                of their operand, `stacks` body outputs that are stacked along it; `body.inputs` has the operands' order
     """
 
     opcode: str
@@ -80,6 +83,20 @@ class Instruction:
     body: Program | None = None
     trips: int = 1
     carries: tuple[tuple[str, str], ...] = ()
+    slices: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+
+    @property
+    def trip_order(self) -> range:
+        """The indices of the loop's dim in the order of the trips."""
+        return range(self.trips)[:: -1 if self.operation.attrs["reverse"] else 1]
+
+    def slice_axis(self, name: str) -> int:
+        """Where the loop's dim stands in the operand that the body input `name` takes slices of."""
+        assert self.body is not None
+        operand = self.inputs[list(self.body.inputs).index(name)]
+        return operand.tensor.shape.index(self.operation.attrs["dim"].name)
 
     @property
     def is_collective(self) -> bool:
@@ -174,26 +191,35 @@ def _collectives(instructions: tuple[Instruction, ...], times: int, launches: It
     for instruction in instructions:
         if instruction.body is not None:
             yield from _collectives(instruction.body.instructions, times * instruction.trips, launches)
+        for exchange, reason in zip(
+            instruction.exchanges, instruction.reasons if instruction.exchanges else (), strict=True
+        ):
+            x = instruction.inputs[max(exchange.operand, 0)]
+            yield _collective(exchange, reason, x, times, next(launches))
         if not instruction.is_collective:
             continue
         launch = next(launches)
         for value, step, reason in zip(instruction.inputs, instruction.steps, instruction.reasons, strict=True):
-            yield Collective(
-                step.kind,
-                step.axes,
-                reason.dim,
-                step.payload_bytes,
-                step.sent_bytes,
-                times,
-                reason.phase,
-                reason.op,
-                value.tensor.name,
-                value.tensor.dtype.name,
-                reason.source,
-                reason.why,
-                reason.avoid,
-                launch,
-            )
+            yield _collective(step, reason, value, times, launch)
+
+
+def _collective(moved: Step | Exchange, reason: Reason, x: Value, times: int, launch: int) -> Collective:
+    return Collective(
+        moved.kind,
+        moved.axes,
+        reason.dim,
+        moved.payload_bytes,
+        moved.sent_bytes,
+        times,
+        reason.phase,
+        reason.op,
+        x.tensor.name,
+        x.tensor.dtype.name,
+        reason.source,
+        reason.why,
+        reason.avoid,
+        launch,
+    )
 
 
 def bytes_text(n: int | float) -> str:

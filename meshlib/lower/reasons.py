@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from layouts import Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor
+from meshlib.lower.exchange import Exchange
 from meshlib.lower.program import Reason
 
 if TYPE_CHECKING:
@@ -43,6 +44,18 @@ def explain_step(
         avoid = "costs nothing"
     name = user.name if user is not None else producer.name
     return Reason(name, step.dim, why, avoid, source, phase)
+
+
+def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
+    """The reason of what moves inside an operation along a split dim."""
+    over = "+".join(exchange.axes)
+    if exchange.operand < 0:
+        why = f"{_who(op)} runs along '{exchange.dim}', split over {over}: every core needs a summary of all blocks"
+    else:
+        x = op.inputs[exchange.operand].name
+        why = f"{_who(op)} needs indices of '{exchange.dim}' of '{x}', split over {over}, that lie on other cores"
+    avoid = f"leave '{exchange.dim}' unsplit over {over} ({_rules(homes, exchange.axes)})"
+    return Reason(op.name, exchange.dim, why, avoid, op.source, op.region)
 
 
 def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], homes: Homes) -> Reason:

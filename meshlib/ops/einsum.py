@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, items
+from meshlib.checks import at, choice, items
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import (
@@ -199,8 +199,7 @@ def einsum(
     xs = items(xs, "einsum", "xs")
     if not xs:
         raise ShapeError(f"{at('einsum')}: needs at least one tensor, got an empty list")
-    if precision not in ("default", "highest"):
-        raise ShapeError(f"{at('einsum')}: precision must be 'default' or 'highest', got {precision!r}")
+    choice(precision, "einsum", "precision", ("default", "highest"))
     operands = [tensor(x, "einsum") for x in xs]
     out = _output_shape(operands, output_shape, reduced_dims)
     if len(operands) == 1:

@@ -1,13 +1,15 @@
-"""Element-wise operations: unary, binary with broadcasting by name, comparisons, where, cast, add_n."""
+"""Element-wise operations: unary, binary with broadcasting by name, comparisons, where, casts, add_n."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from layouts import Shape
+from layouts import Dimension, Shape
+from meshlib import special
 from meshlib.checks import at, items
 from meshlib.dtypes import BOOL, DType, as_dtype
 from meshlib.errors import ShapeError
@@ -59,7 +61,7 @@ def reduce_to(dy: Tensor, shape: Shape) -> Tensor:
     return dy if dy.shape == shape else reduce_sum(dy, output_shape=shape)
 
 
-def _define_unary(
+def define_unary(
     name: str,
     function: Callable[..., Any],
     grad: GradRule,
@@ -109,7 +111,7 @@ def _relu(x: Array, out: Array) -> None:
     np.maximum(x, x.dtype.type(0), out=out)
 
 
-def _unary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
+def unary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
     def function(x: Tensor, name: str | None = None) -> Tensor:
         return build(kind, [tensor(x, kind.name)], {}, name)
 
@@ -118,43 +120,60 @@ def _unary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
     return function
 
 
-_NEGATIVE = _define_unary("negative", np.negative, lambda op, dy: [negative(dy)], linear=Linear((0,)), dtypes="number")
-_EXP = _define_unary("exp", np.exp, lambda op, dy: [dy * op.output], ops=TRANSCENDENTAL_OPS)
-_LOG = _define_unary("log", np.log, lambda op, dy: [dy / op.inputs[0]], ops=TRANSCENDENTAL_OPS)
-_SQRT = _define_unary("sqrt", np.sqrt, lambda op, dy: [dy * 0.5 / op.output], ops=TRANSCENDENTAL_OPS)
-_RSQRT = _define_unary(
+_NEGATIVE = define_unary("negative", np.negative, lambda op, dy: [negative(dy)], linear=Linear((0,)), dtypes="number")
+_EXP = define_unary("exp", np.exp, lambda op, dy: [dy * op.output], ops=TRANSCENDENTAL_OPS)
+_LOG = define_unary("log", np.log, lambda op, dy: [dy / op.inputs[0]], ops=TRANSCENDENTAL_OPS)
+_SQRT = define_unary("sqrt", np.sqrt, lambda op, dy: [dy * 0.5 / op.output], ops=TRANSCENDENTAL_OPS)
+_RSQRT = define_unary(
     "rsqrt", _rsqrt, lambda op, dy: [dy * op.output * op.output * op.output * -0.5], ops=TRANSCENDENTAL_OPS
 )
-_SQUARE = _define_unary("square", np.square, lambda op, dy: [dy * op.inputs[0] * 2], dtypes="number")
-_RECIPROCAL = _define_unary(
+_SQUARE = define_unary("square", np.square, lambda op, dy: [dy * op.inputs[0] * 2], dtypes="number")
+_RECIPROCAL = define_unary(
     "reciprocal", np.reciprocal, lambda op, dy: [negative(dy * op.output * op.output)], ops=TRANSCENDENTAL_OPS
 )
-_TANH = _define_unary("tanh", np.tanh, lambda op, dy: [dy * (1.0 - op.output * op.output)], ops=TRANSCENDENTAL_OPS)
-_SIGMOID = _define_unary(
+_TANH = define_unary("tanh", np.tanh, lambda op, dy: [dy * (1.0 - op.output * op.output)], ops=TRANSCENDENTAL_OPS)
+_SIGMOID = define_unary(
     "sigmoid", _sigmoid, lambda op, dy: [dy * op.output * (1.0 - op.output)], ops=TRANSCENDENTAL_OPS
 )
-_RELU = _define_unary("relu", _relu, lambda op, dy: [build(_RELU_GRAD, [dy, op.output], {})])
-_ABS = _define_unary("abs", np.absolute, lambda op, dy: [dy * sign(op.inputs[0])], dtypes="number")
-_SIGN = _define_unary("sign", np.sign, not_differentiable, dtypes="number")
-_SIN = _define_unary("sin", np.sin, lambda op, dy: [dy * cos(op.inputs[0])], ops=TRANSCENDENTAL_OPS)
-_COS = _define_unary("cos", np.cos, lambda op, dy: [negative(dy * sin(op.inputs[0]))], ops=TRANSCENDENTAL_OPS)
-_NOT = _define_unary("logical_not", np.logical_not, not_differentiable, dtypes="bool")
+_RELU = define_unary("relu", _relu, lambda op, dy: [build(_RELU_GRAD, [dy, op.output], {})])
+_EXPM1 = define_unary("expm1", np.expm1, lambda op, dy: [dy * (op.output + 1.0)], ops=TRANSCENDENTAL_OPS)
+_ERF = define_unary(
+    "erf",
+    special.erf,
+    lambda op, dy: [dy * (2 / math.sqrt(math.pi)) * exp(negative(square(op.inputs[0])))],
+    ops=2 * TRANSCENDENTAL_OPS,  # two polynomials and a division
+)
+_FLOOR = define_unary("floor", np.floor, not_differentiable)
+_CEIL = define_unary("ceil", np.ceil, not_differentiable)
+_ROUND = define_unary("round", np.rint, not_differentiable)
+_ABS = define_unary("abs", np.absolute, lambda op, dy: [dy * sign(op.inputs[0])], dtypes="number")
+_SIGN = define_unary("sign", np.sign, not_differentiable, dtypes="number")
+_SIN = define_unary("sin", np.sin, lambda op, dy: [dy * cos(op.inputs[0])], ops=TRANSCENDENTAL_OPS)
+_COS = define_unary("cos", np.cos, lambda op, dy: [negative(dy * sin(op.inputs[0]))], ops=TRANSCENDENTAL_OPS)
+_NOT = define_unary("logical_not", np.logical_not, not_differentiable, dtypes="bool")
 
-negative: Builder = _unary_builder(_NEGATIVE, "-x.")
-exp: Builder = _unary_builder(_EXP, "e to the power x; float dtypes.")
-log: Builder = _unary_builder(_LOG, "Natural logarithm; float dtypes.")
-sqrt: Builder = _unary_builder(_SQRT, "Square root; float dtypes.")
-rsqrt: Builder = _unary_builder(_RSQRT, "1 / sqrt(x); float dtypes.")
-square: Builder = _unary_builder(_SQUARE, "x * x.")
-reciprocal: Builder = _unary_builder(_RECIPROCAL, "1 / x; float dtypes.")
-tanh: Builder = _unary_builder(_TANH, "Hyperbolic tangent; float dtypes.")
-sigmoid: Builder = _unary_builder(_SIGMOID, "1 / (1 + exp(-x)); float dtypes.")
-relu: Builder = _unary_builder(_RELU, "max(x, 0); gradient 0 at 0; float dtypes.")
-abs: Builder = _unary_builder(_ABS, "Absolute value; gradient 0 at 0.")
-sign: Builder = _unary_builder(_SIGN, "-1, 0 or 1; passes no gradient.")
-sin: Builder = _unary_builder(_SIN, "Sine of radians; float dtypes.")
-cos: Builder = _unary_builder(_COS, "Cosine of radians; float dtypes.")
-logical_not: Builder = _unary_builder(_NOT, "not x; bool.")
+negative: Builder = unary_builder(_NEGATIVE, "-x.")
+exp: Builder = unary_builder(_EXP, "e to the power x; float dtypes.")
+log: Builder = unary_builder(_LOG, "Natural logarithm; float dtypes.")
+sqrt: Builder = unary_builder(_SQRT, "Square root; float dtypes.")
+rsqrt: Builder = unary_builder(_RSQRT, "1 / sqrt(x); float dtypes.")
+square: Builder = unary_builder(_SQUARE, "x * x.")
+reciprocal: Builder = unary_builder(_RECIPROCAL, "1 / x; float dtypes.")
+expm1: Builder = unary_builder(_EXPM1, "exp(x) - 1, exact for small x too; float dtypes.")
+erf: Builder = unary_builder(
+    _ERF, "Error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x; float dtypes."
+)
+floor: Builder = unary_builder(_FLOOR, "The largest integer <= x; passes no gradient; float dtypes.")
+ceil: Builder = unary_builder(_CEIL, "The smallest integer >= x; passes no gradient; float dtypes.")
+round: Builder = unary_builder(_ROUND, "The nearest integer, halves to even; passes no gradient; float dtypes.")
+tanh: Builder = unary_builder(_TANH, "Hyperbolic tangent; float dtypes.")
+sigmoid: Builder = unary_builder(_SIGMOID, "1 / (1 + exp(-x)); float dtypes.")
+relu: Builder = unary_builder(_RELU, "max(x, 0); gradient 0 at 0; float dtypes.")
+abs: Builder = unary_builder(_ABS, "Absolute value; gradient 0 at 0.")
+sign: Builder = unary_builder(_SIGN, "-1, 0 or 1; passes no gradient.")
+sin: Builder = unary_builder(_SIN, "Sine of radians; float dtypes.")
+cos: Builder = unary_builder(_COS, "Cosine of radians; float dtypes.")
+logical_not: Builder = unary_builder(_NOT, "not x; bool.")
 
 
 def _binary_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
@@ -206,18 +225,22 @@ def _define_binary(
     )
 
 
+def _broadcast(y: Tensor, output_shape: Shape | Sequence[Dimension] | None) -> Tensor:
+    from meshlib.ops.shape import broadcast
+
+    return y if output_shape is None else broadcast(y, output_shape)
+
+
 def _binary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
     def function(
-        x1: Tensor | float, x2: Tensor | float, output_shape: Shape | None = None, name: str | None = None
+        x1: Tensor | float,
+        x2: Tensor | float,
+        output_shape: Shape | Sequence[Dimension] | None = None,
+        name: str | None = None,
     ) -> Tensor:
         like = x1 if isinstance(x1, Tensor) else x2 if isinstance(x2, Tensor) else None
         operands = [as_tensor(x, like, kind.name) for x in (x1, x2)]
-        y = build(kind, operands, {}, name)
-        if output_shape is None:
-            return y
-        from meshlib.ops.shape import broadcast
-
-        return broadcast(y, output_shape)
+        return _broadcast(build(kind, operands, {}, name), output_shape)
 
     function.__name__ = function.__qualname__ = kind.name
     function.__doc__ = doc
@@ -292,6 +315,14 @@ _POW = _define_binary(
     ops=2 * TRANSCENDENTAL_OPS,
     shape=_float_shape,
 )
+_FLOORDIV = _define_binary("floordiv", np.floor_divide, not_differentiable, ops=TRANSCENDENTAL_OPS)
+# The remainder of rounding towards minus infinity: x - y floor(x / y), of the sign of y.
+_MOD = _define_binary(
+    "mod",
+    np.mod,
+    _grad_sides(lambda op, dy, x, y: dy, lambda op, dy, x, y: negative(dy * floordiv(x, y))),
+    ops=TRANSCENDENTAL_OPS,
+)
 _LESS = _define_binary("less", np.less, not_differentiable, shape=_compare_shape)
 _LESS_EQUAL = _define_binary("less_equal", np.less_equal, not_differentiable, shape=_compare_shape)
 _GREATER = _define_binary("greater", np.greater, not_differentiable, shape=_compare_shape)
@@ -313,10 +344,15 @@ _OR = _define_binary("logical_or", np.logical_or, not_differentiable, shape=_log
 add: Builder = _binary_builder(_ADD, "x1 + x2, broadcast by name.")
 subtract: Builder = _binary_builder(_SUBTRACT, "x1 - x2, broadcast by name.")
 multiply: Builder = _binary_builder(_MULTIPLY, "x1 * x2, broadcast by name.")
+sub: Builder = subtract  # Mesh TensorFlow's name
 divide: Builder = _binary_builder(_DIVIDE, "x1 / x2, broadcast by name; float dtypes.")
 maximum: Builder = _binary_builder(_MAXIMUM, "The larger, broadcast by name; at a tie the gradient goes to x1.")
 minimum: Builder = _binary_builder(_MINIMUM, "The smaller, broadcast by name; at a tie the gradient goes to x1.")
 pow: Builder = _binary_builder(_POW, "x1 to the power x2, broadcast by name; float dtypes.")
+floordiv: Builder = _binary_builder(
+    _FLOORDIV, "floor(x1 / x2), broadcast by name; int32 stays int32; passes no gradient."
+)
+mod: Builder = _binary_builder(_MOD, "x1 - x2 floor(x1 / x2), of the sign of x2 as in Python; broadcast by name.")
 less: Builder = _binary_builder(_LESS, "x1 < x2, broadcast by name; bool.")
 less_equal: Builder = _binary_builder(_LESS_EQUAL, "x1 <= x2, broadcast by name; bool.")
 greater: Builder = _binary_builder(_GREATER, "x1 > x2, broadcast by name; bool.")
@@ -382,15 +418,24 @@ _WHERE = operation(
 )
 
 
-def where(condition: Tensor, if_true: Tensor | float, if_false: Tensor | float, name: str | None = None) -> Tensor:
-    """`if_true` where `condition` (bool) holds, else `if_false`; all broadcast by name."""
+def where(
+    condition: Tensor,
+    if_true: Tensor | float,
+    if_false: Tensor | float,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """`if_true` where `condition` (bool) holds, else `if_false`; all broadcast by name, then to `output_shape`.
+
+    What is not chosen has no influence on the result, NaN and infinities included.
+    """
     like = if_true if isinstance(if_true, Tensor) else if_false if isinstance(if_false, Tensor) else None
     operands = [
         tensor(condition, "where"),
         as_tensor(if_true, like, "where"),
         as_tensor(if_false, like, "where"),
     ]
-    return build(_WHERE, operands, {}, name)
+    return _broadcast(build(_WHERE, operands, {}, name), output_shape)
 
 
 def _cast_local(block: Block, x: Array) -> Array:
@@ -421,6 +466,21 @@ def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     """`x` as another dtype: float32 to bfloat16 rounds to nearest even, float to int32 cuts towards zero."""
     new = as_dtype(dtype)
     return x if tensor(x, "cast").dtype is new else build(_CAST, [x], {"dtype": new}, name)
+
+
+def to_float(x: Tensor, name: str | None = None) -> Tensor:
+    """`x` as float32."""
+    return cast(x, "float32", name)
+
+
+def to_bfloat16(x: Tensor, name: str | None = None) -> Tensor:
+    """`x` as bfloat16, rounded to nearest even."""
+    return cast(x, "bfloat16", name)
+
+
+def to_int32(x: Tensor, name: str | None = None) -> Tensor:
+    """`x` as int32, cut towards zero."""
+    return cast(x, "int32", name)
 
 
 def _add_n_local(block: Block, *xs: Array) -> Array:
@@ -454,6 +514,29 @@ def add_n(xs: Sequence[Tensor], name: str | None = None) -> Tensor:
     return build(_ADD_N, [tensor(x, "add_n") for x in xs], {}, name)
 
 
+def squared_difference(
+    x1: Tensor | float,
+    x2: Tensor | float,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """(x1 - x2)^2, broadcast by name."""
+    return square(subtract(x1, x2, output_shape), name)
+
+
+def clip_by_value(
+    x: Tensor, clip_value_min: Tensor | float, clip_value_max: Tensor | float, name: str | None = None
+) -> Tensor:
+    """`x`, but at least `clip_value_min` and at most `clip_value_max`, broadcast by name; gradient 1 at both bounds.
+
+    Raises: ShapeError if both bounds are numbers and the lower one is the larger.
+    """
+    low, high = clip_value_min, clip_value_max
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and low > high:
+        raise ShapeError(f"{at('clip_by_value')}: clip_value_min is {low}, but clip_value_max {high}")
+    return minimum(maximum(tensor(x, "clip_by_value"), low), high, name=name)
+
+
 def _swapped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, y: function(y, x)
 
@@ -467,6 +550,10 @@ for _name, _function in {
     "__rmul__": _swapped(multiply),
     "__truediv__": divide,
     "__rtruediv__": _swapped(divide),
+    "__floordiv__": floordiv,
+    "__rfloordiv__": _swapped(floordiv),
+    "__mod__": mod,
+    "__rmod__": _swapped(mod),
     "__pow__": pow,
     "__rpow__": _swapped(pow),
     "__neg__": negative,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, fitting
-from meshlib.dtypes import INT32, as_dtype
+from meshlib.checks import at, fitting, flag
+from meshlib.dtypes import BOOL, INT32, as_dtype
 from meshlib.errors import FeedError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, current_graph, find_dim
 from meshlib.operation import (
@@ -137,9 +137,16 @@ def one_hot(
 # ---------------------------------------------------------------- gather and scatter_add
 
 
+def _check_numbers(values: TensorType) -> None:
+    # Along a split dim the parts are a sum, which truth values do not have.
+    if values.dtype is BOOL:
+        raise ShapeError("needs numbers, got bool; cast first, as in mtf.cast(x, 'int32')")
+
+
 def _gather_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     weights, indices = types
     dim: Dimension = attrs["dim"]
+    _check_numbers(weights)
     if indices.dtype is not INT32:
         raise ShapeError(f"indices must be int32, got {indices.dtype.name}; cast them with mtf.cast")
     if dim.name in indices.shape:
@@ -209,6 +216,7 @@ def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
     updates, indices = types
     dim: Dimension = attrs["dim"]
     shape: Shape = attrs["shape"]
+    _check_numbers(updates)
     if indices.dtype is not INT32:
         raise ShapeError(f"indices must be int32, got {indices.dtype.name}; cast them with mtf.cast")
     if dim not in shape or dim.name in updates.shape or dim.name in indices.shape:
@@ -288,3 +296,37 @@ def scatter_add(
         raise ShapeError(f"{at('scatter_add')}: expected a Dimension, got {dim!r:.80}")
     attrs = {"dim": dim, "shape": Shape(as_dims(output_shape, "scatter_add output_shape"))}
     return build(SCATTER_ADD, [tensor(updates, "scatter_add"), tensor(indices, "scatter_add")], attrs, name)
+
+
+# ---------------------------------------------------------------- shifts by an amount of each element
+
+
+def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: str | None = None) -> Tensor:
+    """`x` shifted right along `dim` by `offset` elements: y[i] = x[i - offset], each row by its own offset.
+
+    Args:
+      x: any dtype.
+      offset: int32, negative to the left; its dims are dims of x other than `dim`.
+      dim: dim of x.
+      wrap: whether what leaves at one end comes in at the other; else zeros come in.
+    Returns: the type of x.
+    Raises: ShapeError for an offset of other dims or dtype.
+    """
+    from meshlib.ops.elementwise import greater_equal, less, logical_and, mod, where
+    from meshlib.ops.shape import rename_dimension, transpose
+
+    what = "dynamic_shift"
+    found = find_dim(tensor(x, what), dim, what)
+    if tensor(offset, what).dtype is not INT32:
+        raise ShapeError(f"{at(what)}: the offset must be int32, got {offset}; cast it with mtf.cast")
+    stray = [str(d) for d in offset.shape if d == found or d not in x.shape]
+    if stray:
+        raise ShapeError(f"{at(what)}: offset dims {', '.join(stray)} must be dims of x other than '{dim}'\n  {x}")
+    source = range(found) - offset
+    held = mod(source, found.size)
+    other = f"{found.name}_unshifted"
+    y = gather(rename_dimension(x, found.name, other), held, Dimension(other, found.size))
+    y = transpose(y, x.shape, name)
+    if flag(wrap, what, "wrap"):
+        return y
+    return where(logical_and(greater_equal(source, 0), less(source, found.size)), y, 0, x.shape, name)

@@ -1,13 +1,19 @@
-"""while_loop with a fixed number of trips: one body, lowered once, that an instruction holds and repeats."""
+"""Loops with a fixed number of trips: `scan` over a stacked dim with carries, and `while_loop`, a scan over nothing.
+
+One body, lowered once, that an instruction holds and repeats. The gradient of a scan is a scan run backwards: it takes
+the carries before each trip, which the forward run stacks up if they are asked for, and computes each trip's body
+again to differentiate it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshlib.dtypes import as_dtype
+from layouts import Dimension, Shape
+from meshlib.checks import at, items, whole
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import Graph, Operation, Tensor, TensorType, absolute_scope, innermost
+from meshlib.graph import Graph, Operation, Tensor, TensorType, absolute_scope, current_scope, innermost
 from meshlib.operation import (
     NONLINEAR,
     Array,
@@ -20,13 +26,15 @@ from meshlib.operation import (
     operation,
     tensor,
 )
-from meshlib.ops.sources import INPUT
+from meshlib.ops.elementwise import add
+from meshlib.ops.sources import INPUT, _constant, constant_full
+from meshlib.replay import replay
 
-Results = Tensor | Sequence[Tensor]
+Body = Callable[..., Any]
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    raise AssertionError("a loop has one output per carry: see while_loop")
+    raise AssertionError("a loop's results have several shapes: see _add")
 
 
 def _roles(op: Operation) -> tuple[Factor, ...]:
@@ -43,23 +51,86 @@ def _local(block: Block, *arrays: Array) -> Array:
     raise AssertionError("executors run the body's instructions")
 
 
-def _grad(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
-    raise GraphError(
-        f"{op} has no gradient; stop it with mtf.stop_gradient, or write the trips out, as in Python's "
-        f"`for _ in range({op.attrs['trips']})`"
-    )
-
-
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     total = [0, 0, 0]
     for op in attrs["body"].operations:
         w = op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs)
         total = [a + b for a, b in zip(total, (w.mxu_flops, w.vpu_ops, w.hbm_bytes), strict=True)]
-    return Work(*(attrs["trips"] * n for n in total))
+    return Work(*(attrs["dim"].size * n for n in total))
+
+
+def _grad(op: Operation, *dys: Tensor | None) -> Sequence[Tensor | None]:
+    """A scan over the same dim the other way round.
+
+    Its carries are the cotangents of this loop's carries, and a sum for each tensor from outside; its slices are this
+    loop's, with the carries before each trip and the cotangents of what was stacked.
+    """
+    from meshlib.gradients import gradients
+
+    body: Graph = op.attrs["body"]
+    count, made = len(op.attrs["carried"]), len(op.attrs["results"])
+    inits, outer = op.inputs[:count], op.inputs[count + len(op.attrs["sliced"]) :]
+    xs = op.inputs[count : count + len(op.attrs["sliced"])]
+    befores = op.outputs[made:]
+    floats = [x for x in inits if x.dtype.is_float]
+    floats_out = [x for x in outer if x.dtype.is_float]
+    stacked = [(n, dy) for n, dy in enumerate(dys[count:made]) if dy is not None]
+    # At second order the stacked carries have cotangents too: each joins that of its trip's carry.
+    joining = {floats.index(x): dy for x, dy in zip(inits, dys[made:], strict=True) if dy is not None}
+
+    def step(carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        given = dict(zip(op.attrs["carried"], slices[:count], strict=True))
+        given |= dict(zip(op.attrs["sliced"], slices[count : count + len(xs)], strict=True))
+        graph = slices[0].graph
+        inside = {body.inputs[name].output: t for name, t in given.items()}
+        inside |= {t: graph.adopt(x) for x, t in zip(outer, body.captured.values(), strict=True)}
+        results = replay(body, 0, len(body.operations), inside, graph)
+        ends = [results[y] for y in op.attrs["results"]]
+        ys, seeds = [], []
+        for y, dy in zip([y for y in ends[:count] if y.dtype.is_float], carries, strict=False):
+            ys.append(y)
+            seeds.append(dy)
+        for (n, _), dy in zip(stacked, slices[count + len(xs) :], strict=False):
+            ys.append(ends[count + n])
+            seeds.append(dy)
+        wanted = [t for t in slices[: count + len(xs)] if t.dtype.is_float]
+        taken = [graph.adopt(x) for x in floats_out]
+        found = gradients(ys, [*wanted, *taken], seeds)
+        filled = [constant_full(0, t) if g is None else g for g, t in zip(found, [*wanted, *taken], strict=True)]
+        for n, dy in zip(joining, slices[count + len(xs) + len(stacked) :], strict=True):
+            filled[n] = filled[n] + dy
+        sums = [a + g for a, g in zip(carries[len(floats) :], filled[len(wanted) :], strict=True)]
+        return [*filled[: len(floats)], *sums], filled[len(floats) : len(wanted)]
+
+    begin = [
+        constant_full(0, x) if dy is None else dy for x, dy in zip(inits, dys[:count], strict=True) if x.dtype.is_float
+    ]
+    begin += [constant_full(0, x) for x in floats_out]
+    finals, dxs = _loop(
+        "scan",
+        step,
+        begin,
+        [*befores, *xs, *(dy for _, dy in stacked), *joining.values()],
+        op.attrs["dim"],
+        not op.attrs["reverse"],
+        None,
+    )
+    d_inits = iter(finals[: len(floats)])
+    d_xs = iter(dxs)
+    d_outer = iter(finals[len(floats) :])
+    sides: list[Tensor | None] = [next(d_inits) if x.dtype.is_float else None for x in inits]
+    sides += [_like(next(d_xs), x) if x.dtype.is_float else None for x in xs]
+    return [*sides, *(next(d_outer) if x.dtype.is_float else None for x in outer)]
+
+
+def _like(dx: Tensor, x: Tensor) -> Tensor:
+    from meshlib.ops.shape import transpose
+
+    return transpose(dx, x.shape)
 
 
 LOOP = operation(
-    "while_loop",
+    "scan",
     kind=Kind.LOOP,
     shape=_shape,
     roles=_roles,
@@ -70,8 +141,51 @@ LOOP = operation(
 )
 
 
+def scan(
+    body: Body,
+    carries: Sequence[Tensor],
+    xs: Sequence[Tensor] = (),
+    dim: Dimension | None = None,
+    reverse: bool = False,
+    name: str | None = None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Run `body` once per index of `dim`, carrying tensors from trip to trip.
+
+    Args:
+      body: takes a tuple of carries and a tuple of slices (each of `xs` at this index, without `dim`); returns new
+        carries of the same types, and a tuple of tensors to stack. It may use tensors from outside; random numbers in
+        it differ from trip to trip.
+      carries: the values before the first trip.
+      xs: tensors that have `dim`: weights of stacked layers, steps of a sequence. `dim` is made whole on every device.
+      dim: what to go over.
+      reverse: from the last index to the first.
+    Returns: the carries after the last trip, and the stacked results, whose first dim is `dim`.
+    Raises: GraphError, ShapeError for a body that changes types, or xs without `dim`.
+    Gradient: a scan the other way round, which computes each trip again from the carries before it.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("time", 4)])
+      ...     last, sums = mtf.scan(lambda c, s: ((c[0] + s[0],), (c[0] + s[0],)), [mtf.constant(0.0)], [x], x.shape[0])
+      >>> mtf.simulate(mtf.lower({"sums": sums[0]})).step(x=[1.0, 2.0, 3.0, 4.0])["sums"].tolist()
+      [1.0, 3.0, 6.0, 10.0]
+    """
+    begin = [tensor(x, "scan") for x in items(carries, "scan", "carries")]
+    stacked = [tensor(x, "scan") for x in items(xs, "scan", "xs")]
+    if not isinstance(dim, Dimension):
+        raise ShapeError(f"{at('scan')}: expected a Dimension to go over, got {dim!r:.80}")
+    if not begin and not stacked:
+        raise GraphError(f"{at('scan')}: needs carries or xs, got none")
+    for x in stacked:
+        if dim not in x.shape:
+            raise ShapeError(f"{at('scan')}: {x} has no dim {dim}")
+    if not callable(body):
+        raise GraphError(f"{at('scan')}: body must be a function of carries and slices, got {body!r:.80}")
+    return _loop("scan", body, begin, stacked, dim, bool(reverse), name)
+
+
 def while_loop(
-    trips: int, body: Callable[..., Results], inputs: Sequence[Tensor], name: str | None = None
+    trips: int, body: Body, inputs: Sequence[Tensor], name: str | None = None, has_accumulators: bool = False
 ) -> tuple[Tensor, ...]:
     """Apply `body` `trips` times: inputs <- body(*inputs).
 
@@ -80,8 +194,10 @@ def while_loop(
       body: takes as many tensors as there are inputs, returns as many of the same shapes and dtypes. It may use
         tensors from outside; random numbers in it differ from trip to trip.
       inputs: the values before the first trip.
-    Returns: the values after the last trip. Between trips they lie at home under the layout.
-    Raises: GraphError, ShapeError for bad trips, or a body that changes types. It has no gradient.
+      has_accumulators: what the body returns beyond as many tensors as it takes is summed over the trips.
+    Returns: the values after the last trip, then the sums. Between trips they lie at home under the layout.
+    Raises: GraphError, ShapeError for bad trips, or a body that changes types.
+    Gradient: as of `scan`.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -90,38 +206,97 @@ def while_loop(
       >>> mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 5.0])["y"].tolist()
       [8.0, 40.0]
     """
-    if isinstance(trips, bool) or not isinstance(trips, int) or trips < 1:
-        raise GraphError(f"while_loop: trips must be an integer of at least 1, got {trips!r}")
+    if whole(trips, "while_loop", "trips") < 1:
+        raise GraphError(f"{at('while_loop')}: trips must be an integer of at least 1, got {trips!r}")
     if not callable(body):
-        raise GraphError(f"while_loop: body must be a function of tensors, got {body!r:.80}")
-    if not isinstance(inputs, list | tuple) or not inputs:
-        raise GraphError(f"while_loop: inputs must be a non-empty list of tensors, got {inputs!r:.80}")
-    outer = innermost([tensor(x, "while_loop") for x in inputs], "while_loop")
-    full = outer.unique_name(name or "while_loop")
-    inside = Graph(parent=outer)
+        raise GraphError(f"{at('while_loop')}: body must be a function of tensors, got {body!r:.80}")
+    begin = [tensor(x, "while_loop") for x in items(inputs, "while_loop", "inputs")]
+    if not begin:
+        raise GraphError(f"{at('while_loop')}: inputs must be a non-empty list of tensors, got []")
+
+    def step(carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[Any, tuple[()]]:
+        return body(*carries), ()
+
+    taken = {d.name for x in begin for d in x.shape}
+    trip = "loop_trip"
+    while trip in taken:
+        trip += "_"
+    return _loop("while_loop", step, begin, [], Dimension(trip, int(trips)), False, name, has_accumulators)[0]
+
+
+def _loop(
+    what: str,
+    body: Body,
+    carries: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    dim: Dimension,
+    reverse: bool,
+    name: str | None,
+    has_accumulators: bool = False,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Record the body in a graph of its own, and the loop that holds it."""
+    outer = innermost([*carries, *xs], what)
+    full = outer.unique_name(name or what)
+    inside = Graph(parent=outer, scope=tuple(full.split("/")), scope_around=current_scope())
     with inside, absolute_scope(full):
-        carried = [_placeholder(inside, f"{full}/carry_{n}", x) for n, x in enumerate(inputs)]
-        made = body(*carried)
-    results = [made] if isinstance(made, Tensor) else list(made) if isinstance(made, list | tuple) else made
-    if not isinstance(results, list) or len(results) != len(inputs):
-        raise GraphError(f"while_loop '{full}': body must return {len(inputs)} tensors, as it takes, got {made!r:.80}")
-    for before, after in zip(inputs, results, strict=True):
-        if tensor(after, "while_loop body").type != before.type:
-            raise ShapeError(f"while_loop '{full}': the body turns {before} into {after}; types must stay the same")
-    results = [inside.adopt(y, f"{full}/same_{n}") for n, y in enumerate(results)]
+        carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
+        sliced = [
+            _placeholder(inside, f"{full}/slice_{n}", TensorType(_without(x.shape, dim), x.dtype))
+            for n, x in enumerate(xs)
+        ]
+        made = body(tuple(carried), tuple(sliced))
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise GraphError(
+            f"{at(what)} '{full}': body must return a pair of carries and tensors to stack, got {made!r:.80}"
+        )
+    ends, ys = (_tensors(part, f"{what} '{full}'") for part in made)
+    if has_accumulators:
+        carries = list(carries)
+        for n, y in enumerate(ends[len(carries) :], start=len(carries)):
+            carries.append(_constant(outer, 0, y.shape, y.dtype, "zeros"))
+            carried.append(_placeholder(inside, f"{full}/carry_{n}", y.type))
+            with absolute_scope(full):
+                ends[n] = add(carried[n], y)
+    if len(ends) != len(carries):
+        raise GraphError(
+            f"{at(what)} '{full}': body must return {len(carries)} tensors, as it takes, got {made[0]!r:.80}"
+        )
+    for before, after in zip(carries, ends, strict=True):
+        if after.type != before.type:
+            raise ShapeError(f"{at(what)} '{full}': the body turns {before} into {after}; types must stay the same")
+    results = [inside.adopt(y) for y in (*ends, *ys)]
     attrs = {
-        "trips": trips,
+        "dim": dim,
+        "reverse": reverse,
         "body": inside,
         "carried": tuple(t.operation.name for t in carried),
+        "sliced": tuple(t.operation.name for t in sliced),
         "results": tuple(results),
     }
-    taken = [*inputs, *inside.captured]
-    op = outer.add(LOOP, [outer.adopt(x) for x in taken], [x.type for x in inputs], attrs, exact_name=full)
-    return op.outputs
+    types = [x.type for x in carries]
+    types += [_stacked(y.type, dim, what, full) for y in results[len(carries) :]]
+    types += [_stacked(x.type, dim, what, full) for x in carries]  # the carries before each trip: for the gradient
+    op = outer.add(LOOP, [outer.adopt(x) for x in (*carries, *xs, *inside.captured)], types, attrs, exact_name=full)
+    return op.outputs[: len(carries)], op.outputs[len(carries) : len(results)]
 
 
-def _placeholder(graph: Graph, name: str, like: Tensor) -> Tensor:
-    attrs = {"shape": like.shape, "dtype": as_dtype(like.dtype)}
-    op = build_source(graph, INPUT, attrs, exact_name=name)
+def _tensors(part: object, what: str) -> list[Tensor]:
+    if isinstance(part, Tensor):
+        return [part]
+    return [tensor(t, what) for t in items(part, what, "what the body returns")]
+
+
+def _without(shape: Shape, dim: Dimension) -> Shape:
+    return Shape([d for d in shape if d != dim])
+
+
+def _stacked(t: TensorType, dim: Dimension, what: str, full: str) -> TensorType:
+    if dim.name in t.shape:
+        raise ShapeError(f"{at(what)} '{full}': {t} has the dim {dim} of the loop already; rename it inside the body")
+    return TensorType(Shape([dim, *t.shape]), t.dtype)
+
+
+def _placeholder(graph: Graph, name: str, t: TensorType) -> Tensor:
+    op = build_source(graph, INPUT, {"shape": t.shape, "dtype": t.dtype}, exact_name=name)
     graph.inputs[name] = op
     return op.output

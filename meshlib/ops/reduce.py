@@ -1,4 +1,4 @@
-"""Reductions over dims: sum, mean, max, min; logsumexp, softmax and log_softmax written with them."""
+"""Reductions over dims: sum, mean, max, min, all, any; logsumexp, softmax and log_softmax written with them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from meshlib.operation import (
     as_dims,
     build,
     named_factors,
+    not_differentiable,
     operation,
     size_of,
     tensor,
     traffic_bytes,
 )
-from meshlib.ops.elementwise import cast, equal, exp, log
+from meshlib.ops.elementwise import add, cast, equal, exp, log
 from meshlib.ops.state import stop_gradient
 
 
@@ -45,13 +46,26 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
     return TensorType(out, x.dtype)
 
 
-def _sum_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+def _number_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     if types[0].dtype is BOOL:
         raise ShapeError("needs numbers, got bool; cast first, as in mtf.cast(x, 'int32')")
     return _shape(types, attrs)
 
 
-def _define(name: str, ufunc: np.ufunc, role: Role, linear: Linear, grad: Callable[..., Any]) -> OpDef:
+def _flag_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    if types[0].dtype is not BOOL:
+        raise ShapeError(f"needs bool, got {types[0].dtype.name}; compare first, as in mtf.not_equal(x, 0)")
+    return _shape(types, attrs)
+
+
+def _define(
+    name: str,
+    ufunc: np.ufunc,
+    role: Role,
+    linear: Linear,
+    grad: Callable[..., Any],
+    shape: Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType] = _number_shape,
+) -> OpDef:
     def local(block: Block, x: Array) -> Array:
         names, out_names = block.inputs[0].shape.names, block.out.shape.names
         axes = tuple(i for i, n in enumerate(names) if n not in out_names)
@@ -72,7 +86,7 @@ def _define(name: str, ufunc: np.ufunc, role: Role, linear: Linear, grad: Callab
     return operation(
         name,
         kind=Kind.REDUCTION,
-        shape=_sum_shape if role is Role.SUM else _shape,
+        shape=shape,
         roles=roles,
         local=local,
         grad=grad,
@@ -97,6 +111,9 @@ def _extreme_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 _SUM = _define("reduce_sum", np.add, Role.SUM, Linear((0,)), _sum_grad)
 _MAX = _define("reduce_max", np.maximum, Role.MAX, NONLINEAR, _extreme_grad)
 _MIN = _define("reduce_min", np.minimum, Role.MIN, NONLINEAR, _extreme_grad)
+# False < True: over a split dim the parts of "all" are a pending minimum, those of "any" a maximum, of a byte per flag.
+_ALL = _define("reduce_all", np.logical_and, Role.MIN, NONLINEAR, not_differentiable, _flag_shape)
+_ANY = _define("reduce_any", np.logical_or, Role.MAX, NONLINEAR, not_differentiable, _flag_shape)
 
 
 def _reduce(
@@ -166,6 +183,30 @@ def reduce_min(
     return _reduce(_MIN, x, output_shape, reduced_dim, name)
 
 
+def reduce_all(
+    x: Tensor,
+    disable_positional_args: None = None,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    reduced_dim: Dimension | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Whether all elements hold, over dims chosen as in `reduce_sum`; bool."""
+    _named_only("reduce_all", disable_positional_args)
+    return _reduce(_ALL, x, output_shape, reduced_dim, name)
+
+
+def reduce_any(
+    x: Tensor,
+    disable_positional_args: None = None,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    reduced_dim: Dimension | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Whether some element holds, over dims chosen as in `reduce_sum`; bool."""
+    _named_only("reduce_any", disable_positional_args)
+    return _reduce(_ANY, x, output_shape, reduced_dim, name)
+
+
 def reduce_mean(
     x: Tensor,
     disable_positional_args: None = None,
@@ -188,7 +229,9 @@ def _named_only(what: str, positional: object) -> None:
         )
 
 
-def reduce_logsumexp(x: Tensor, reduced_dim: Dimension, extra_logit: float | Tensor | None = None) -> Tensor:
+def reduce_logsumexp(
+    x: Tensor, reduced_dim: Dimension, extra_logit: float | Tensor | None = None, name: str | None = None
+) -> Tensor:
     """log(sum(exp(x))) over `reduced_dim`, without overflow; `extra_logit` counts as one more element."""
     peak = stop_gradient(reduce_max(x, reduced_dim=reduced_dim))
     if extra_logit is not None:
@@ -198,7 +241,7 @@ def reduce_logsumexp(x: Tensor, reduced_dim: Dimension, extra_logit: float | Ten
     total = reduce_sum(exp(x - peak), reduced_dim=reduced_dim)
     if extra_logit is not None:
         total = total + exp(extra_logit - peak)
-    return log(total) + peak
+    return add(log(total), peak, name=name)
 
 
 def log_softmax(

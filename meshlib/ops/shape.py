@@ -1,4 +1,4 @@
-"""Operations that change dims, not values: reshape, rename_dimension, transpose, broadcast, slice, pad."""
+"""Operations that change dims, not values: reshape, rename_dimension, transpose, broadcast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, fitting, items, whole
+from meshlib.checks import at
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import (
@@ -97,6 +97,8 @@ RENAME = operation(
 def rename_dimension(x: Tensor, old_name: str, new_name: str, name: str | None = None) -> Tensor:
     """`x` with one dim under another name, which layout rules may lay elsewhere."""
     old_name = find_dim(tensor(x, "rename_dimension"), old_name, "rename_dimension").name
+    if not isinstance(new_name, str):
+        raise ShapeError(f"{at('rename_dimension')}: the new name must be a string, got {new_name!r:.80}")
     if old_name == new_name:
         return x
     if new_name in x.shape:
@@ -218,95 +220,3 @@ def broadcast(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | Non
     if len(shape) == len(x.shape):
         return transpose(x, shape, name)
     return build(BROADCAST, [x], {"shape": shape}, name)
-
-
-# ---------------------------------------------------------------- slice and pad
-
-
-def _one_dim_roles(op: Operation) -> tuple[Factor, ...]:
-    return named_factors(op, {op.attrs["dim"]: Role.WHOLE})
-
-
-def _slice_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    (x,) = types
-    d = x.shape.dim(attrs["dim"])
-    begin, size = attrs["begin"], attrs["size"]
-    if not 0 <= begin < begin + size <= d.size:
-        raise ShapeError(f"slice [{begin}, {begin + size}) of dim '{d.name}' lies outside its {d.size} elements")
-    return TensorType(x.shape.resize(d.name, size), x.dtype)
-
-
-def _slice_local(block: Block, x: Array) -> Array:
-    axis = block.inputs[0].shape.index(block.attrs["dim"])
-    begin = block.attrs["begin"]
-    return x[(np.s_[:],) * axis + (np.s_[begin : begin + block.attrs["size"]],)]
-
-
-def _slice_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    whole = op.inputs[0].shape.dim(op.attrs["dim"]).size
-    begin, size = op.attrs["begin"], op.attrs["size"]
-    return [pad(dy, [begin, whole - begin - size], op.attrs["dim"])]
-
-
-SLICE = operation(
-    "slice",
-    kind=Kind.VIEW,
-    shape=_slice_shape,
-    roles=_one_dim_roles,
-    local=_slice_local,
-    grad=_slice_grad,
-    linear=lambda op: _LINEAR,
-    work=_copy_work,
-)
-
-
-def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | None = None) -> Tensor:
-    """Elements [begin, begin + size) of one dim; the dim keeps its name."""
-    d = find_dim(tensor(x, "slice"), slice_dim_name, "slice")
-    begin, size = whole(begin, "slice", "begin"), whole(size, "slice", "size")
-    if (begin, size) == (0, d.size):
-        return x
-    return build(SLICE, [x], {"dim": d.name, "begin": begin, "size": size}, name)
-
-
-def _pad_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    (x,) = types
-    if attrs["before"] < 0 or attrs["after"] < 0:
-        raise ShapeError(f"paddings must not be negative, got [{attrs['before']}, {attrs['after']}]")
-    old = x.shape.dim(attrs["dim"]).size
-    return TensorType(x.shape.resize(attrs["dim"], old + attrs["before"] + attrs["after"]), x.dtype)
-
-
-def _pad_local(block: Block, x: Array) -> Array:
-    axis = block.inputs[0].shape.index(block.attrs["dim"])
-    before = block.attrs["before"]
-    out = block.result()
-    out[...] = block.attrs["value"]
-    inside = (np.s_[:],) * axis + (np.s_[before : before + x.shape[axis]],)
-    out[inside] = x
-    return out
-
-
-PAD = operation(
-    "pad",
-    kind=Kind.INDEXED,
-    shape=_pad_shape,
-    roles=_one_dim_roles,
-    local=_pad_local,
-    grad=lambda op, dy: [slice(dy, op.attrs["before"], op.inputs[0].shape.dim(op.attrs["dim"]).size, op.attrs["dim"])],
-    linear=lambda op: _LINEAR if op.attrs["value"] == 0 else Linear(()),
-    work=_copy_work,
-)
-
-
-def pad(x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.0, name: str | None = None) -> Tensor:
-    """`x` with paddings = [before, after] elements of `pad_value` added to one dim; the dim keeps its name."""
-    d = find_dim(tensor(x, "pad"), dim_name, "pad")
-    given = items(paddings, "pad", "paddings")
-    if len(given) != 2:
-        raise ShapeError(f"{at('pad')}: paddings must be [before, after], got {given!r:.80}")
-    before, after = (whole(n, "pad", "each of paddings") for n in given)
-    pad_value = fitting(pad_value, x.dtype, "pad pad_value")
-    if (before, after) == (0, 0):
-        return x
-    return build(PAD, [x], {"dim": d.name, "before": before, "after": after, "value": pad_value}, name)

@@ -9,7 +9,7 @@ import numpy as np
 
 from layouts import Dimension, Shape
 from meshlib import initializers
-from meshlib.checks import at, fitting, number
+from meshlib.checks import at, fitting, flag, number
 from meshlib.dtypes import DType, as_dtype
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import Graph, Tensor, TensorType, current_graph, scoped_name, source_line
@@ -80,6 +80,16 @@ def scalar(value: object, like: Tensor) -> Tensor:
     return _constant(like.graph, fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
 
 
+def constant_full(value: float, like: Tensor) -> Tensor:
+    """A tensor of the neighbour's graph and type that holds the same number everywhere."""
+    return _constant(like.graph, value, like.shape, like.dtype, None)
+
+
+def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
+    """A number as a tensor without dims, of the neighbour's graph and a given dtype."""
+    return _constant(like.graph, value, Shape([]), as_dtype(dtype), None)
+
+
 def constant(
     value: float,
     shape: Shape | Sequence[Dimension] | Dimension = (),
@@ -94,12 +104,24 @@ def constant(
 
 def zeros(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
     """A tensor of zeros."""
-    return constant(0, shape, dtype, name or "zeros")
+    return constant(0, shape, dtype, "zeros" if name is None else name)
 
 
 def ones(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
     """A tensor of ones."""
-    return constant(1, shape, dtype, name or "ones")
+    return constant(1, shape, dtype, "ones" if name is None else name)
+
+
+def zeros_like(t: Tensor, name: str | None = None) -> Tensor:
+    """Zeros of the shape and dtype of `t`."""
+    held = fitting(0, tensor(t, "zeros_like").dtype, "zeros_like")
+    return _constant(t.graph, held, t.shape, t.dtype, name or "zeros")
+
+
+def ones_like(t: Tensor, name: str | None = None) -> Tensor:
+    """Ones of the shape and dtype of `t`."""
+    held = fitting(1, tensor(t, "ones_like").dtype, "ones_like")
+    return _constant(t.graph, held, t.shape, t.dtype, name or "ones")
 
 
 # ---------------------------------------------------------------- inputs and variables
@@ -186,7 +208,7 @@ def make_variable(
         "dtype": stored,
         "public_dtype": public,
         "initializer": initializers.as_initializer(initializer, full, shape, stored),
-        "trainable": bool(trainable),
+        "trainable": flag(trainable, "variable", "trainable"),
         "slot_of": slot_of,
     }
     if full == STEP:
@@ -247,7 +269,7 @@ def _random(shape: object, law: tuple[str, float, float], dtype: object, name: s
     if not drawn.is_float:
         raise ShapeError(f"{at(what)}: needs a float dtype, got {drawn.name}")
     attrs = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}
-    return build_source(current_graph(what), RANDOM, attrs, name or what).output
+    return build_source(current_graph(what), RANDOM, attrs, what if name is None else name).output
 
 
 def random_uniform(
@@ -305,7 +327,7 @@ def dropout(
         raise ShapeError(f"{at('dropout')}: {wanted}")
     if not x.dtype.is_float:
         raise ShapeError(f"{at('dropout')}: needs a float tensor, got {x}; cast it with mtf.cast")
-    if not is_training or keep == 1:
+    if not flag(is_training, "dropout", "is_training") or keep == 1:
         return x
     from meshlib.ops.elementwise import cast, less
 
@@ -314,5 +336,5 @@ def dropout(
     if strange:
         raise ShapeError(f"{at('dropout')}: noise_shape dims {', '.join(strange)} are not in {x}")
     attrs = {"shape": noise, "dtype": as_dtype("float32"), "law": ("uniform", 0.0, 1.0)}
-    drawn = build_source(x.graph, RANDOM, attrs, name or "dropout").output
+    drawn = build_source(x.graph, RANDOM, attrs, "dropout" if name is None else name).output
     return x * (cast(less(drawn, keep), x.dtype) * (1 / keep))

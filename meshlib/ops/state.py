@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layouts import LayoutRules
@@ -70,7 +70,8 @@ def constrain(x: Tensor, layout: object, name: str | None = None) -> Tensor:
     The rules given here replace the program's for this tensor and for its cotangent.
     """
     rules = LayoutRules(layout)  # type: ignore[arg-type]
-    unknown = [d for d in rules.dims if d not in tensor(x, "constrain").shape]
+    tensor(x, "constrain")
+    unknown = [d for d in rules.dims if d not in x.shape]
     if unknown:
         hint = nearest(unknown[0], x.shape.names)
         raise ShapeError(f"{at('constrain')}: {x} has no dim '{unknown[0]}' of the layout {rules}{hint}")
@@ -102,6 +103,36 @@ def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operatio
 
             value = cast(value, old.dtype)
         return build(ASSIGN, [value], {"variable": target.name}, name).operation
+
+
+def assign_add(variable: Tensor, value: Tensor | float, name: str | None = None) -> Operation:
+    """The update that adds `value` to `variable`, as `assign` writes; a dim that `value` lacks is broadcast."""
+    from meshlib.ops.elementwise import add
+
+    return _assign_changed(add, variable, value, "assign_add", name)
+
+
+def assign_sub(variable: Tensor, value: Tensor | float, name: str | None = None) -> Operation:
+    """The update that subtracts `value` from `variable`, as `assign` writes; a dim that `value` lacks is broadcast."""
+    from meshlib.ops.elementwise import subtract
+
+    return _assign_changed(subtract, variable, value, "assign_sub", name)
+
+
+def _assign_changed(
+    change: Callable[..., Tensor], variable: Tensor, value: Tensor | float, what: str, name: str | None
+) -> Operation:
+    target = stored(variable)
+    old = target.output
+    with region(UPDATE, target):
+        if isinstance(value, Tensor) and value.dtype.is_float and old.dtype.is_float:
+            from meshlib.ops.elementwise import cast
+
+            value = cast(value, old.dtype)
+        new = change(old, value)
+    if set(new.shape) != set(old.shape):
+        raise ShapeError(f"{at(what)} to variable '{target.name}': the value {value} has other dims than {old}")
+    return assign(variable, new, name or what)
 
 
 def stored(variable: Tensor) -> Operation:

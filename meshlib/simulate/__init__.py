@@ -10,6 +10,7 @@ import numpy as np
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import Sharding
+from meshlib.checks import choice, flag
 from meshlib.errors import FeedError, GraphError, NotFiniteError, SliceError, nearest
 from meshlib.lower.program import Instruction, Program, Value
 from meshlib.ops.sources import STEP
@@ -47,8 +48,8 @@ def simulate(
     """
     if not isinstance(program, Program):
         raise GraphError(f"simulate: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
-    if executor not in EXECUTORS:
-        raise GraphError(f"simulate: executor must be 'fast' or 'exact', got {executor!r}")
+    choice(executor, "simulate", "executor", EXECUTORS)
+    check_nan = flag(check_nan, "simulate", "check_nan")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise GraphError(f"simulate: seed must be an integer, got {seed!r}")
     return Simulation(program, as_slice(slice, program), int(seed), executor, check_nan)
@@ -108,9 +109,10 @@ class Simulation:
         engine = Engine(
             self.seed, int(self.state.arrays[STEP]), program.precision == "highest", self.executor == "exact"
         )
-        outputs, updates = self._execute(program, fed, engine)
-        if self.check_nan:
-            self._check_nan(program, fed, engine, outputs, updates)
+        with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
+            outputs, updates = self._execute(program, fed, engine)
+            if self.check_nan:
+                self._check_nan(program, fed, engine, outputs, updates)
         results = {
             name: np.array(y, dtype=program.outputs[name].tensor.dtype.public, copy=True) for name, y in outputs.items()
         }

@@ -23,16 +23,26 @@ _EXACT_IN_BFLOAT16 = ("relu", "negative", "maximum", "minimum", "where", "abs", 
 def compute(
     op: Operation,
     inputs: tuple[TensorType, ...],
-    out: TensorType,
+    outs: tuple[TensorType, ...],
     arrays: Sequence[Array],
     offsets: Mapping[str, int],
     engine: Engine,
     buffer: Array | None,
-) -> Array:
-    """Run `local` on one block: the result has the local type, rounded if it is bfloat16."""
-    block = Block(op, inputs, out, offsets, engine, buffer)
+    starts: tuple[int, ...] = (),
+) -> tuple[Array, ...]:
+    """Run `local` on one block: the results have the local types, rounded if they are bfloat16."""
+    block = Block(op, inputs, outs[0], offsets, engine, buffer, starts or (0,) * len(inputs))
     with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
-        y = op.kind.local(block, *arrays)
+        return finished(op, outs, op.kind.local(block, *arrays))
+
+
+def finished(op: Operation, outs: tuple[TensorType, ...], made: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+    """What `local` or `finish` made, checked against the declared types."""
+    arrays = made if isinstance(made, tuple) else (made,)
+    return tuple(_finished(op, out, y) for out, y in zip(outs, arrays, strict=True))
+
+
+def _finished(op: Operation, out: TensorType, y: Array) -> Array:
     if y.shape != out.shape.sizes or y.dtype != out.dtype.storage:
         raise ProgramError(f"{op} made {y.dtype}{list(y.shape)}, not the declared {out}")
     if out.dtype is BFLOAT16 and op.kind.kind is not Kind.VIEW and op.kind.name not in _EXACT_IN_BFLOAT16:

@@ -51,7 +51,13 @@ class Node:
         if self.kind == "round":
             return True
         op = self.instruction.operation
-        return self.kind == "compute" and op.kind.kind is not Kind.VIEW and op.kind.name not in ("constant", "range")
+        one = len(self.instruction.outputs) == 1
+        return (
+            one
+            and self.kind == "compute"
+            and op.kind.kind is not Kind.VIEW
+            and op.kind.name not in ("constant", "range")
+        )
 
 
 class Buffers:
@@ -67,7 +73,8 @@ class Buffers:
         for node in nodes:
             x = node.inputs[0] if node.shares else node.output
             self.owner[node.output] = self.owner.get(x, x)
-            if node.kind == "loop":
+            # Loops, and operations with several results, make their own arrays.
+            if len(node.instruction.outputs) > 1 and node.kind in ("loop", "compute"):
                 self.owner.update((y, y) for y in node.instruction.outputs)
         self.last = self._last_uses(program, nodes)
         self.resident = {*program.inputs.values(), *program.variables.values()}

@@ -6,19 +6,22 @@ is compared bit by bit when it is put together, so that a lost collective shows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hardware.numerics import ring_reduce, ring_reduce_scatter, round_to_bfloat16
-from layouts import Sharding, permute_pairs
+from layouts import Mesh, Sharding, permute_pairs
 from layouts.plan import Step
 from meshlib.dtypes import BFLOAT16, DType
 from meshlib.errors import ProgramError
+from meshlib.graph import Operation
 from meshlib.lower.checker import instruction_factors
+from meshlib.lower.exchange import runs, split_factor
 from meshlib.lower.program import Instruction, Program, Value
-from meshlib.simulate.blocks import compute
+from meshlib.operation import Block, Factor, Halo, Role, Summary
+from meshlib.simulate.blocks import compute, finished
 from meshlib.simulate.engine import Engine
 
 Array = np.ndarray[Any, Any]
@@ -41,6 +44,10 @@ def run_exact(
     given |= {v: cut(state[name], v.sharding) for name, v in program.variables.items()}
     values = _run(program, given, engine, watch)
     outputs = {name: together(v, values[v], name) for name, v in program.outputs.items()}
+    for name, v in program.updates.items():
+        # State is kept as global arrays, which would hide that a core writes another block than it holds.
+        if v.sharding != program.variables[name].sharding:
+            raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {v}")
     updates = {name: together(v, values[v], name) for name, v in program.updates.items()}
     return outputs, updates
 
@@ -54,12 +61,13 @@ def _run(program: Program, given: Mapping[Value, Blocks], engine: Engine, watch:
         inputs = [values[x] for x in instruction.inputs]
         if instruction.is_reshard:
             for blocks, y, step in zip(inputs, instruction.outputs, instruction.steps, strict=True):
-                values[y] = move(step, blocks, y.tensor.dtype)
+                values[y] = _checked(move(step, blocks, y.tensor.dtype), y, instruction)
         elif instruction.body is not None:
             made = _loop(instruction, instruction.body, inputs, engine, watch)
             values.update(zip(instruction.outputs, made, strict=True))
         elif instruction.opcode not in ("input", "variable", "assign"):
-            values[instruction.outputs[0]] = _compute(program, instruction, inputs, engine)
+            computed = _compute(program, instruction, inputs, engine)
+            values.update(zip(instruction.outputs, computed, strict=True))
         if watch is not None:
             for y in instruction.outputs:
                 watch(instruction, y, values[y])
@@ -69,14 +77,29 @@ def _run(program: Program, given: Mapping[Value, Blocks], engine: Engine, watch:
     return values
 
 
+def _checked(blocks: Blocks, y: Value, instruction: Instruction) -> Blocks:
+    for block in blocks:
+        if block.shape != y.sharding.local_shape.sizes:
+            what = f"{instruction.opcode} for {instruction.operation}"
+            raise ProgramError(f"{what} made a block of shape {list(block.shape)}, not the declared {y.local} of {y}")
+    return blocks
+
+
 def _loop(
     instruction: Instruction, body: Program, inputs: list[Blocks], engine: Engine, watch: Watch | None
 ) -> list[Blocks]:
     given = dict(zip(body.inputs.values(), inputs, strict=True))
-    for trip in range(instruction.trips):
+    whole = {body.inputs[name]: (given[body.inputs[name]], instruction.slice_axis(name)) for name in instruction.slices}
+    stacks: dict[str, list[Blocks]] = {name: [[]] * instruction.trips for name in instruction.stacks}
+    for trip in instruction.trip_order:
+        for v, (blocks, axis) in whole.items():
+            given[v] = [np.take(block, trip, axis=axis) for block in blocks]
         values = _run(body, given, engine.in_trip(trip), watch)
+        for name, made in stacks.items():
+            made[trip] = values[body.outputs[name]]
         given.update({body.inputs[begin]: values[body.outputs[end]] for begin, end in instruction.carries})
-    return [given[body.inputs[begin]] for begin, _ in instruction.carries]
+    finals = [given[body.inputs[begin]] for begin, _ in instruction.carries]
+    return finals + [[np.stack(parts) for parts in zip(*made, strict=True)] for made in stacks.values()]
 
 
 def cut(array: Array, sharding: Sharding) -> Blocks:
@@ -102,27 +125,118 @@ def together(value: Value, blocks: Blocks, name: str) -> Array:
     return out
 
 
-def _compute(program: Program, instruction: Instruction, inputs: list[Blocks], engine: Engine) -> Blocks:
+def _compute(program: Program, instruction: Instruction, inputs: list[Blocks], engine: Engine) -> list[Blocks]:
+    """Run a computation on every device: per output its blocks."""
     op = instruction.operation
-    (out,) = instruction.outputs
     factors, _ = instruction_factors(instruction)
-    mesh = program.mesh
-    types = tuple(x.local for x in instruction.inputs)
-    axes: dict[str, list[str]] = {}
+    axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:
-        axes.setdefault(factor, []).append(axis)
-    blocks: Blocks = []
-    for device, coordinate in enumerate(mesh.coordinates()):
-        offsets = {}
+        axes[factor] = (*axes.get(factor, ()), axis)
+    places = [_Place(program.mesh, c, factors, axes, op) for c in program.mesh.coordinates()]
+    split = split_factor(factors, axes)
+    types = tuple(x.local for x in instruction.inputs)
+    outs = tuple(y.local for y in instruction.outputs)
+    if split is not None and split.role is Role.SUMMARY:
+        made = _summarised(instruction, split, axes[split.name], places, inputs, engine)
+    else:
+        made = []
+        for device, place in enumerate(places):
+            arrays, starts = [b[device] for b in inputs], (0,) * len(inputs)
+            if split is not None:
+                arrays, starts = _with_halo(instruction, split, axes[split.name], device, inputs)
+            made.append(compute(op, types, outs, arrays, place.offsets, engine, None, starts))
+    return [[y[n] for y in made] for n in range(len(outs))]
+
+
+class _Place:
+    """Where one device stands: per factor the global index at which its block starts."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        coordinate: tuple[int, ...],
+        factors: Sequence[Factor],
+        axes: Mapping[str, tuple[str, ...]],
+        op: Operation,
+    ) -> None:
+        self.offsets: dict[str, int] = {}
+        self.index: dict[str, int] = {}
         for f in factors:
             index, count = 0, 1
             for axis in axes.get(f.name, ()):
                 size = mesh.axis_size(axis)
                 index, count = index * size + coordinate[mesh.index(axis)], count * size
-            offsets[f.name] = index * (f.size // count)
-        arrays = [b[device] for b in inputs]
-        blocks.append(compute(op, types, out.local, arrays, offsets, engine, None))
-    return blocks
+            size = f.size
+            if f.role is Role.HALO and f.outputs[0] is not None:  # operands and result differ in size: the result's
+                size = op.output.shape.dim(f.outputs[0]).size
+            self.offsets[f.name] = index * (size // count)
+            self.index[f.name] = index
+
+
+def _with_halo(
+    instruction: Instruction, factor: Factor, over: tuple[str, ...], device: int, inputs: list[Blocks]
+) -> tuple[list[Array], tuple[int, ...]]:
+    """Each operand's run of the split dim that this device needs, and where the runs start.
+
+    Runs of other devices come with the instruction's exchanges; without one only the own block is there.
+    """
+    op = instruction.operation
+    lower = op.kind.lower
+    assert isinstance(lower, Halo)
+    assert factor.outputs[0] is not None
+    mesh = instruction.outputs[0].sharding.mesh
+    group = next(g for g in mesh.groups(over) if device in g)
+    mine, count = group.index(device), len(group)
+    made = op.output.shape.dim(factor.outputs[0]).size // count
+    received = {e.operand for e in instruction.exchanges}
+    arrays, starts = [], []
+    for i, blocks in enumerate(inputs):
+        dim = factor.operands[i]
+        if dim is None:
+            arrays.append(blocks[device])
+            starts.append(0)
+            continue
+        shape = op.inputs[i].shape
+        axis, size = shape.index(dim), shape.dim(dim).size
+        begin, end = lower.needs(op, i, mine * made, (mine + 1) * made)
+        pieces = []
+        for run in runs(begin, end, size, size // count, lower.wrap(op)):
+            if run.source == mine or i in received:
+                at = run.begin - run.source * (size // count)
+                cut_out = (np.s_[:],) * axis + (np.s_[at : at + run.end - run.begin],)
+                pieces.append(blocks[group[run.source]][cut_out])
+        empty = blocks[device][(np.s_[:],) * axis + (np.s_[:0],)]
+        arrays.append(np.concatenate(pieces, axis=axis) if pieces else empty)
+        starts.append(begin if lower.wrap(op) else max(begin, 0))
+    return arrays, tuple(starts)
+
+
+def _summarised(
+    instruction: Instruction,
+    factor: Factor,
+    over: tuple[str, ...],
+    places: list[_Place],
+    inputs: list[Blocks],
+    engine: Engine,
+) -> list[tuple[Array, ...]]:
+    """Every block's summary to every device of its group, then the rest of the work."""
+    op = instruction.operation
+    lower = op.kind.lower
+    assert isinstance(lower, Summary)
+    types = tuple(x.local for x in instruction.inputs)
+    outs = tuple(y.local for y in instruction.outputs)
+    starts = (0,) * len(types)
+    blocks = [Block(op, types, outs[0], p.offsets, engine, None, starts) for p in places]
+    arrays = [[b[device] for b in inputs] for device in range(len(places))]
+    made: list[tuple[Array, ...]] = [()] * len(places)
+    with np.errstate(all="ignore"):
+        told = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
+        for group in instruction.outputs[0].sharding.mesh.groups(over):
+            heard = group if instruction.exchanges else group[:1]
+            gathered = tuple(np.stack(parts) for parts in zip(*(told[d] for d in heard), strict=True))
+            for n, device in enumerate(group):
+                made[device] = finished(op, outs, lower.finish(blocks[device], gathered, n, *arrays[device]))
+    return made
 
 
 def move(step: Step, blocks: Blocks, dtype: DType) -> Blocks:

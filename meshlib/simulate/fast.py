@@ -147,18 +147,29 @@ class FastExecutor:
         body = i.body
         assert body is not None
         given = {v: arrays[x] for v, x in zip(body.inputs.values(), i.inputs, strict=True)}
-        for trip in range(i.trips):
+        whole = {body.inputs[name]: (given[body.inputs[name]], i.slice_axis(name)) for name in i.slices}
+        outputs = i.outputs[len(i.carries) :]
+        stacks = {
+            name: np.empty(y.tensor.shape.sizes, y.tensor.dtype.storage)
+            for name, y in zip(i.stacks, outputs, strict=True)
+        }
+        for trip in i.trip_order:
+            for v, (array, axis) in whole.items():
+                given[v] = np.take(array, trip, axis=axis)
             made = self.bodies[i]._run_nodes(given, (), engine.in_trip(trip))
+            for name, stack in stacks.items():
+                stack[trip] = made[body.outputs[name]]
             # Copied, because the next trip writes into the same buffers.
             given.update({body.inputs[begin]: made[body.outputs[end]].copy() for begin, end in i.carries})
-        for y, (begin, _) in zip(i.outputs, i.carries, strict=True):
-            arrays[y] = given[body.inputs[begin]]
+        arrays.update({y: given[body.inputs[begin]] for y, (begin, _) in zip(i.outputs, i.carries, strict=False)})
+        arrays.update(zip(outputs, stacks.values(), strict=True))
 
     def _run_node(self, node: Node, arrays: dict[Value, Array], engine: Engine) -> None:
         (first, *_) = node.inputs or (None,)
         if node.kind == "compute":
             taken = [arrays[x] for x in node.inputs]
-            arrays[node.output] = self._compute(node, taken, engine, arrays.get(node.output))
+            made = self._compute(node, taken, engine, arrays.get(node.output))
+            arrays.update(zip(node.instruction.outputs, made, strict=True))
             return
         assert first is not None
         x = arrays[first]
@@ -176,17 +187,17 @@ class FastExecutor:
         axes = tuple(n for n, a in enumerate(mine) if a not in left)
         kind = before.sharding.pending[0][1]
         ufunc = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kind]
-        y: Array = ufunc.reduce(x, axis=axes)
+        y: Array = ufunc.reduce(x, axis=axes, dtype=x.dtype)  # NumPy would widen int32
         return round_to_bfloat16(y) if before.tensor.dtype.name == "bfloat16" else y
 
-    def _compute(self, node: Node, taken: list[Array], engine: Engine, buffer: Array | None) -> Array:
+    def _compute(self, node: Node, taken: list[Array], engine: Engine, buffer: Array | None) -> tuple[Array, ...]:
         i = node.instruction
-        out = node.output
         looped = self._looped_axes(i)
         if not looped:
             types = tuple(x.tensor.type for x in i.inputs)
-            return compute(i.operation, types, out.tensor.type, taken, node.zero_offsets, engine, buffer)
-        return self._compute_apart(i, taken, engine, looped)
+            outs = tuple(y.tensor.type for y in i.outputs)
+            return compute(i.operation, types, outs, taken, node.zero_offsets, engine, buffer)
+        return (self._compute_apart(i, taken, engine, looped),)
 
     def _looped_axes(self, i: Instruction) -> tuple[str, ...]:
         axes = set(self.apart.get(i.outputs[0], ()))
@@ -222,6 +233,6 @@ class FastExecutor:
                     dims.append(Dimension(d.name, size))
                 blocks.append(array[tuple(cuts)])
                 types.append(TensorType(Shape(dims), x.tensor.dtype))
-            y = compute(i.operation, tuple(types), out.tensor.type, blocks, offsets, engine, None)
+            (y,) = compute(i.operation, tuple(types), (out.tensor.type,), blocks, offsets, engine, None)
             result[tuple(at[a] for a in self.apart.get(out, ()))] = y
         return result

@@ -60,5 +60,6 @@ def layouts(draw):
             continue
         if not optional:
             required.add((scope, dim))
-        rules.append(Rule(dim, axes, optional, scope))
+        whole = optional and len(axes) > 1 and draw(st.booleans())
+        rules.append(Rule(dim, axes, optional, scope, whole))
     return LayoutRules(rules)

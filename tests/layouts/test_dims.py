@@ -68,7 +68,7 @@ def test_shape_sources(source):
         ("batch:", "'batch': size ''"),
         ("a:2;9b:3", "'9b' is not an identifier"),
         ("a:2;a:3", "'a' occurs twice in one shape: a:2 and a:3"),
-        ([("a", 2), 3], r"\(name, size\) pair, not 3"),
+        ([("a", 2), 3], r"\(name, size\) pair for each (dimension|axis), not 3"),
         (7, "not 7"),
     ],
 )

@@ -1,0 +1,511 @@
+"""State on disk: every variable, optimizer slot, the step and the seed in one safetensors file, whole or not at all.
+
+    8 bytes             length of the header, little-endian
+    header              JSON {name: {"dtype", "shape", "data_offsets"}, "__metadata__": {text: text}}, then blanks
+    the rest            the tensors' bytes, little-endian, C order, without gaps
+
+Any reader of the format can read the files, and `load` reads the files of any writer. State is global arrays: nothing
+in a file depends on the mesh, the layout or the executor that made it. A tensor has the dtype that the devices store,
+so that a loaded run goes on bit for bit. The format has no sums against damage; `save` keeps CRC-32s in the metadata,
+and `load` compares those it finds.
+
+A file is written under a temporary name beside its target and renamed over it when all of its bytes are on the disk.
+Whoever is killed leaves the old file, and at most a temporary one that the next `save` to that path removes: writers
+hold a lock on theirs, so one without a lock has no writer any more.
+
+Source of the format: github.com/huggingface/safetensors, README.md and safetensors/src/tensor.rs.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from layouts import Shape
+from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
+from meshlib.errors import CheckpointError, nearest
+from meshlib.simulate import Simulation
+
+__all__ = ["CODES", "load", "save"]
+
+Array = np.ndarray[Any, Any]
+Path = str | os.PathLike[str]
+
+# The format's names of our dtypes, and the bits of an element of all of its dtypes.
+CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "int32": "I32", "bool": "BOOL"}
+BITS = {
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+HEADER_LIMIT_BYTES = 100_000_000  # readers refuse longer ones
+ALIGNMENT_BYTES = 8  # of the first tensor; the others follow widest first
+CHUNK = 1 << 18  # elements encoded, summed and written at once: what stays in a processor's cache
+METADATA, SEED, SUM = "__metadata__", "seed", "crc32/"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor in a file; `begin` and `end` count from the first byte after the header."""
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.code} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    entries: dict[str, _Entry]
+    metadata: dict[str, str]
+    data_start: int
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(sim: Simulation, path: Path) -> None:
+    """Write all variables, optimizer slots, the step and the seed of `sim` to `path`, in safetensors format.
+
+    Whatever happens, `path` holds either what it held before or all of the new state; a process that has the old
+    file mapped keeps it. Beyond the state itself it takes the memory of one block of a tensor.
+
+    Args:
+      sim: the simulation.
+      path: the file; its folder must exist. A link stays a link, and its target is replaced.
+    Raises: CheckpointError if the file can't be written.
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [mtf.Dimension("d", 4)], 1.0)
+      ...     program = mtf.lower(updates=[mtf.assign(w, w * 2)], mesh="r:2", layout="d:r")
+      >>> sim, other = mtf.simulate(program, seed=3), mtf.simulate(program)
+      >>> _ = sim.step()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     mtf.save(sim, f"{folder}/w.safetensors")
+      ...     mtf.load(f"{folder}/w.safetensors", other)
+      {}
+      >>> other.state["w"].tolist(), int(other.state["step"]), other.seed
+      ([2.0, 2.0, 2.0, 2.0], 1, 3)
+    """
+    target = _checked(sim, path, "save")
+    arrays = dict(sim.state.arrays)
+    if METADATA in arrays:
+        raise CheckpointError(f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it")
+    types = {name: _type(sim, name) for name in arrays}
+    entries, begin = {}, 0
+    for name in sorted(arrays, key=lambda n: (-types[n][1].itemsize, n)):
+        shape, dtype = types[name]
+        end = begin + shape.size * dtype.itemsize
+        entries[name] = _Entry(CODES[dtype.name], shape.sizes, begin, end)
+        begin = end
+    # Sums have a fixed length, so that the header can be written before they are known, and then once more.
+    seed = str(sim.seed)
+    metadata = {"format": "np", "meshlib": "1", SEED: seed, SUM + METADATA: _sum(seed.encode())}
+    header = _header_bytes(entries, {**metadata, **{SUM + name: "00000000" for name in entries}})
+
+    def write(file: BinaryIO) -> None:
+        file.write(header)
+        sums = {}
+        for name in entries:
+            total = 0
+            for block in _encoded(arrays[name], types[name][1], name):
+                total = zlib.crc32(block, total)
+                file.write(block)
+            sums[SUM + name] = _hex(total)
+        file.seek(0)
+        file.write(_header_bytes(entries, {**metadata, **sums}))
+
+    try:
+        _replace(target, write)
+    except OSError as fault:
+        raise CheckpointError(f"save: {target} can't be written: {_reason(fault)}") from fault
+
+
+def _header_bytes(entries: Mapping[str, _Entry], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, object] = {METADATA: metadata}
+    for name, e in entries.items():
+        table[name] = {"dtype": e.code, "shape": e.shape, "data_offsets": (e.begin, e.end)}
+    try:
+        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as fault:
+        raise CheckpointError(f"save: a variable's name can't be written as UTF-8: {fault}") from None
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    if len(text) > HEADER_LIMIT_BYTES:
+        raise CheckpointError(
+            f"save: the header of {len(entries)} tensors has {len(text)} bytes; readers take {HEADER_LIMIT_BYTES}"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def _encoded(array: Array, dtype: DType, name: str) -> Iterator[memoryview]:
+    """The bytes of a tensor in the file, block by block."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    for start in range(0, flat.size, CHUNK):
+        block = flat[start : start + CHUNK]
+        if dtype is BFLOAT16:  # stored as the float32 of the same value: its upper half
+            bits = block.view(np.uint32)
+            if np.any(bits & 0xFFFF):
+                at = start + int(np.flatnonzero(bits & 0xFFFF)[0])
+                raise CheckpointError(
+                    f"save: variable '{name}' is bfloat16, but its element {at} is {flat[at]!r}, which is not"
+                )
+            block = (bits >> 16).astype("<u2")
+        else:
+            block = block.astype(block.dtype.newbyteorder("<"), copy=False)
+        yield block.view(np.uint8).data
+
+
+def _replace(target: str, write: Callable[[BinaryIO], None]) -> None:
+    """`target` with new content, or as it was."""
+    folder, name = os.path.split(target)
+    if os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
+    _remove_stale(folder, name)
+    file, temporary = _temporary(folder, name)
+    try:
+        with file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            if os.name == "nt":
+                file.close()  # Windows renames no open file
+            os.replace(temporary, target)  # else before the lock goes
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if os.name != "nt":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
+    """A new locked file beside the target, and its path."""
+    while True:
+        path = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.saving")
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except FileExistsError:
+            continue
+        file = os.fdopen(descriptor, "wb")
+        # Another writer may take the file for a stale one in the moment before the lock: then it is gone.
+        if _lock(descriptor, wait=True) is None or _same(descriptor, path):
+            return file, path
+        file.close()
+
+
+def _remove_stale(folder: str, name: str) -> None:
+    """Remove what killed writers of the same target left: temporary files that no one has locked."""
+    pattern = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{8}\.saving")
+    for found in os.listdir(folder):
+        if not pattern.fullmatch(found):
+            continue
+        path = os.path.join(folder, found)
+        with suppress(OSError):  # another writer removed or finished it
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                if _lock(descriptor, wait=False) and _same(descriptor, path):
+                    os.unlink(path)
+            finally:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int, wait: bool) -> bool | None:
+    """Lock an open file until it is closed; False if another process has it, None where there are no such locks."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+    return True
+
+
+def _same(descriptor: int, path: str) -> bool:
+    """Whether `path` is still the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+# ---------------------------------------------------------------- reading
+
+
+def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str] | None = None) -> dict[str, str]:
+    """Give `sim` the state in the file `path`: all of it or, if anything is wrong, nothing.
+
+    The simulation may have another mesh, layout and executor than the one that was saved; what counts are the names,
+    shapes and stored dtypes of the variables.
+
+    Args:
+      path: a file that `save` or another writer of safetensors made.
+      sim: the simulation to change.
+      strict: every tensor of the file and every variable of the simulation must have its counterpart, of the same
+        shape and dtype, and the file must hold a seed. Without it, whatever does not fit is left out.
+      only: names or patterns like "encoder/*" of the variables to load. The rest of the simulation, its seed too,
+        stays as it is, and the rest of the file is not looked at.
+    Returns: what was left out, name -> why; empty if strict.
+    Raises: CheckpointError with everything that does not fit at once, or with the first fault of the file itself.
+    """
+    target = _checked(sim, path, "load")
+    patterns = _patterns(only)
+    try:
+        with open(target, "rb") as file:
+            header = _read_header(file, target)
+            fitting, skipped = _match(header, sim, patterns)
+            seed = _seed(header, target) if patterns is None else None
+            if patterns is None and seed is None:
+                skipped[METADATA] = f"no '{SEED}' in it, only {', '.join(header.metadata) or 'nothing'}"
+            if skipped and (strict or not fitting):
+                _refuse(target, skipped, strict)
+            arrays = {name: _read(file, header, name, _type(sim, name), target) for name in fitting}
+    except OSError as fault:
+        raise CheckpointError(f"load: {target} can't be read: {_reason(fault)}") from fault
+    sim.state.arrays.update(arrays)
+    if seed is not None:
+        sim.seed = sim.state.seed = seed
+    return skipped
+
+
+def _match(header: _Header, sim: Simulation, patterns: list[str] | None) -> tuple[list[str], dict[str, str]]:
+    """The names to load, and for every other one why it can't be."""
+    wanted, given = list(sim.state.arrays), list(header.entries)
+    if patterns is not None:
+        lost = [p for p in patterns if not any(fnmatchcase(name, p) for name in wanted)]
+        if lost:
+            faults = [f"no variable of the simulation matches '{p}'{nearest(p, wanted)}" for p in lost]
+            raise CheckpointError(f"load: {'; '.join(faults)}; variables: {', '.join(wanted)}")
+        wanted = [name for name in wanted if any(fnmatchcase(name, p) for p in patterns)]
+        given = [name for name in given if name in wanted]
+    fitting, skipped = [], {}
+    for name in wanted:
+        shape, dtype = _type(sim, name)
+        expected = f"{CODES[dtype.name]} {list(shape.sizes)}"
+        entry = header.entries.get(name)
+        if entry is None:
+            spare = [n for n in header.entries if n not in sim.state.arrays]
+            skipped[name] = f"not in the file; the simulation has {expected} {shape}{nearest(name, spare)}"
+        elif (entry.code, entry.shape) != (CODES[dtype.name], shape.sizes):
+            wrong = [w for w, a, b in (("shape", entry.shape, shape.sizes), ("dtype", entry.code, CODES[dtype.name]))
+                     if a != b]  # fmt: skip
+            skipped[name] = f"other {' and '.join(wrong)}: the file has {entry}, the simulation {expected} {shape}"
+        else:
+            fitting.append(name)
+    for name in given:
+        if name not in sim.state.arrays:
+            spare = [n for n in sim.state.arrays if n not in header.entries]
+            skipped[name] = f"not in the simulation; the file has {header.entries[name]}{nearest(name, spare)}"
+    return fitting, skipped
+
+
+def _refuse(target: str, skipped: Mapping[str, str], strict: bool) -> NoReturn:
+    count = "1 fault" if len(skipped) == 1 else f"{len(skipped)} faults"
+    head = f"load: {target} does not fit the simulation, {count}" if strict else f"load: nothing in {target} fits"
+    rest = ["strict=False loads what fits and returns the rest; only=[...] loads named variables"] if strict else []
+    raise CheckpointError("\n  ".join([head, *(f"'{name}': {why}" for name, why in skipped.items()), *rest]))
+
+
+def _read_header(file: BinaryIO, target: str) -> _Header:
+    """The header, with all offsets checked against each other and the size of the file."""
+
+    def fail(what: str) -> NoReturn:
+        raise CheckpointError(f"load: {target} is no whole safetensors file: {what}")
+
+    size = os.fstat(file.fileno()).st_size
+    if size < 8:
+        fail(f"it has {size} bytes, and the length of the header alone takes 8")
+    length = int.from_bytes(file.read(8), "little")
+    if length > HEADER_LIMIT_BYTES:
+        fail(f"the first 8 bytes give a header of {length} bytes, more than the format's {HEADER_LIMIT_BYTES}")
+    if length > size - 8:
+        fail(f"the header should have {length} bytes, but only {size - 8} follow its length: truncated")
+    raw = file.read(length)
+    if raw[:1] != b"{":
+        fail(f"the header should begin with '{{', but begins with {raw[:8]!r}")
+    try:
+        table = json.loads(raw.decode(), object_pairs_hook=lambda pairs: _unique(pairs, fail), parse_constant=fail)
+    except UnicodeDecodeError as fault:
+        fail(f"the header is not UTF-8: byte {fault.start} of {length} is 0x{raw[fault.start]:02x}")
+    except (ValueError, RecursionError) as fault:
+        fail(f"the header is not valid JSON: {str(fault)[:200]}")
+    metadata = table.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        fail(f"{METADATA} should map text to text, but is {metadata!r:.80}")
+    data_bytes = size - 8 - length
+    entries = {name: _entry(name, item, data_bytes, fail) for name, item in table.items()}
+    at, before = 0, ""
+    for name, e in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if e.begin < at:
+            fail(f"tensor '{name}' begins at byte {e.begin} and overlaps tensor '{before}', which ends at {at}")
+        if e.begin > at:
+            fail(f"bytes {at} to {e.begin}, before tensor '{name}', belong to no tensor")
+        at, before = e.end, name
+    if at != data_bytes:
+        fail(f"{data_bytes - at} trailing bytes: the tensors take {at} bytes, and {data_bytes} follow the header")
+    return _Header(entries, metadata, 8 + length)
+
+
+def _unique(pairs: list[tuple[str, Any]], fail: Callable[[str], NoReturn]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        fail(f"the key '{twice}' occurs {names.count(twice)} times in the header")
+    return made
+
+
+def _entry(name: str, item: object, data_bytes: int, fail: Callable[[str], NoReturn]) -> _Entry:
+    if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
+        fail(f"tensor '{name}' should have dtype, shape and data_offsets, but is {item!r:.80}")
+    code, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
+    if not isinstance(code, str) or code not in BITS:
+        fail(f"tensor '{name}' has the unknown dtype {code!r:.40}{nearest(code, BITS)}; known: {', '.join(BITS)}")
+    if not _counts(shape):
+        fail(f"tensor '{name}' has the shape {shape!r:.80}, which is no list of integers >= 0")
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        fail(f"tensor '{name}' has data_offsets {offsets!r:.80}, which are no [begin, end] with 0 <= begin <= end")
+    begin, end = offsets
+    if end > data_bytes:
+        fail(f"tensor '{name}' should end at byte {end}, but only {data_bytes} bytes follow the header: truncated")
+    bits = BITS[code] * _product(shape, 8 * data_bytes + 1)
+    if bits != 8 * (end - begin):
+        fail(
+            f"tensor '{name}' {code} {shape!r:.80} does not take the {end - begin} bytes of its offsets "
+            f"[{begin}, {end}]" + (f", but {bits / 8:.10g}" if bits < 8 * data_bytes else "")
+        )
+    return _Entry(code, tuple(shape), begin, end)
+
+
+def _counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+
+
+def _product(sizes: list[int], limit: int) -> int:
+    """The product, or some number above `limit`: hostile sizes need not be multiplied out."""
+    if 0 in sizes:
+        return 0
+    total = 1
+    for size in sizes:
+        total *= size
+        if total > limit:
+            break
+    return total
+
+
+def _read(file: BinaryIO, header: _Header, name: str, kind: tuple[Shape, DType], target: str) -> Array:
+    """A tensor as the simulation stores it."""
+    shape, dtype = kind
+    entry = header.entries[name]
+    out = np.empty(shape.sizes, dtype.storage)
+    flat, total = out.reshape(-1), 0
+    file.seek(header.data_start + entry.begin)
+    for start in range(0, flat.size, CHUNK):
+        part = flat[start : start + CHUNK]
+        raw = file.read(part.size * dtype.itemsize)
+        if len(raw) != part.size * dtype.itemsize:
+            raise CheckpointError(
+                f"load: {target} became shorter while it was read: tensor '{name}' ends at byte {entry.end}, found "
+                f"{entry.begin + start * dtype.itemsize + len(raw)}"
+            )
+        total = zlib.crc32(raw, total)
+        if dtype is BFLOAT16:
+            part.view(np.uint32)[:] = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
+            continue
+        bits = np.frombuffer(raw, np.uint8 if dtype is BOOL else dtype.storage.newbyteorder("<"))
+        if dtype is BOOL and bits.max() > 1:
+            at = int(np.argmax(bits > 1))
+            raise CheckpointError(f"load: {target}: element {start + at} of BOOL tensor '{name}' is {bits[at]}")
+        part[:] = bits
+    expected = header.metadata.get(SUM + name)
+    if expected not in (None, _hex(total)):
+        raise CheckpointError(
+            f"load: {target} is damaged: bytes {entry.begin} to {entry.end}, tensor '{name}' {entry}, have the CRC-32 "
+            f"{_hex(total)}, but were written with {expected}. If they were changed on purpose, drop the key "
+            f"'{SUM}{name}' from {METADATA}"
+        )
+    return out
+
+
+def _seed(header: _Header, target: str) -> int | None:
+    text = header.metadata.get(SEED)
+    if text is None:
+        return None
+    expected = header.metadata.get(SUM + METADATA)
+    if expected not in (None, _sum(text.encode())):
+        raise CheckpointError(
+            f"load: {target} is damaged: '{SEED}' in {METADATA}, {text!r:.80}, has the CRC-32 {_sum(text.encode())}, "
+            f"but was written with {expected}. If it was changed on purpose, drop the key '{SUM}{METADATA}'"
+        )
+    if not re.fullmatch(r"-?[0-9]{1,1000}", text):
+        raise CheckpointError(f"load: {target}: '{SEED}' in {METADATA} should be an integer, but is {text!r:.80}")
+    return int(text)
+
+
+# ---------------------------------------------------------------- both
+
+
+def _checked(sim: object, path: object, what: str) -> str:
+    """The path of the file itself, with no link in it."""
+    if not isinstance(sim, Simulation):
+        raise CheckpointError(
+            f"{what}: expected what mtf.simulate returned, got {type(sim).__name__} {sim!r:.80}; "
+            f"write mtf.{'save(sim, path)' if what == 'save' else 'load(path, sim)'}"
+        )
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+        raise CheckpointError(f"{what}: the path must be text or a pathlib.Path, got {type(path).__name__} {path!r}")
+    return os.path.realpath(path)
+
+
+def _patterns(only: object) -> list[str] | None:
+    if only is None:
+        return None
+    made: list[Any] = [only] if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
+    if not made or not all(isinstance(p, str) for p in made):
+        raise CheckpointError(f"load: only takes names or patterns of variables, got {only!r:.80}")
+    return made
+
+
+def _sum(data: bytes) -> str:
+    return _hex(zlib.crc32(data))
+
+
+def _hex(total: int) -> str:
+    return f"{total:08x}"
+
+
+def _type(sim: Simulation, name: str) -> tuple[Shape, DType]:
+    """Shape and stored dtype of a variable; the step has no slot."""
+    slot = sim.state.slots.get(name)
+    return (slot.shape, slot.dtype) if slot else (Shape([]), INT32)
+
+
+def _reason(fault: OSError) -> str:
+    return fault.strerror or str(fault)

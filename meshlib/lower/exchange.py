@@ -1,0 +1,107 @@
+"""What devices send each other inside one instruction: runs of a split dim, or summaries of blocks.
+
+An operation whose blocks need a little of the others' (a slice, a shift, a running sum along a split dim) is one
+instruction that says what moves: less than any reshard of its operands would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from layouts import Sharding
+from meshlib.graph import Operation, TensorType
+from meshlib.operation import Factor, Halo, Role, Summary
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One collective inside an instruction. `operand` is -1 for a summary, which is made of all operands."""
+
+    kind: str
+    axes: Axes
+    dim: str
+    operand: int
+    payload_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A piece of a dim: indices [begin, end), all within one source block."""
+
+    source: int
+    begin: int
+    end: int
+
+
+def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[Run]:
+    """The indices [begin, end) of a dim cut at its blocks; outside [0, size) they are padding, or go round.
+
+    >>> list(runs(-1, 3, 4, 2, wrap=True))
+    [Run(source=1, begin=3, end=4), Run(source=0, begin=0, end=2), Run(source=1, begin=2, end=3)]
+    """
+    at = begin if wrap else max(begin, 0)
+    stop = end if wrap else min(end, size)
+    while at < stop:
+        here = at % size
+        source = here // block
+        length = min((source + 1) * block - here, stop - at)
+        yield Run(source, here, here + length)
+        at += length
+
+
+def split_factor(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> Factor | None:
+    """The factor of role HALO or SUMMARY that is split, if any."""
+    found = [f for f in factors if f.role in (Role.HALO, Role.SUMMARY) and axes.get(f.name)]
+    return found[0] if found else None
+
+
+def plan_exchanges(
+    op: Operation,
+    factors: Sequence[Factor],
+    axes: Mapping[str, Axes],
+    operands: Sequence[Sharding],
+    out: Sharding,
+) -> tuple[Exchange, ...]:
+    """What an operation sends under an assignment of axes, besides the reshards of its operands."""
+    factor = split_factor(factors, axes)
+    if factor is None:
+        return ()
+    over = axes[factor.name]
+    count = out.mesh.group_size(over)
+    if isinstance(op.kind.lower, Summary):
+        types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
+        payload = sum(t.shape.size * t.dtype.itemsize for t in op.kind.lower.types(types, op.attrs))
+        return (Exchange("all_gather", over, factor.name, -1, payload, (count - 1) * payload),)
+    assert isinstance(op.kind.lower, Halo)
+    name = factor.outputs[0]
+    assert name is not None
+    made = op.output.shape.dim(name).size // count
+    found = []
+    for i, (s, x) in enumerate(zip(operands, op.inputs, strict=True)):
+        dim = factor.operands[i]
+        if dim is None:
+            continue
+        size = x.shape.dim(dim).size
+        row_bytes = prod(s.local_shape.sizes) // (size // count) * x.dtype.itemsize
+        busiest = _busiest(op, i, made, count, size) * row_bytes
+        if busiest:
+            found.append(Exchange("collective_permute", over, dim, i, busiest, busiest))
+    return tuple(found)
+
+
+def _busiest(op: Operation, operand: int, made: int, count: int, size: int) -> int:
+    """Indices that the busiest sender gives away."""
+    assert isinstance(op.kind.lower, Halo)
+    block, wrap = size // count, op.kind.lower.wrap(op)
+    sent = [0] * count
+    for j in range(count):
+        begin, end = op.kind.lower.needs(op, operand, j * made, (j + 1) * made)
+        for run in runs(begin, end, size, block, wrap):
+            if run.source != j:
+                sent[run.source] += run.end - run.begin
+    return max(sent)

@@ -1,0 +1,216 @@
+"""Order along a dim: top_k, argmax, n-th largest and smallest, argsort, sort.
+
+Ties go to the lowest index, everywhere. Along a split dim top_k finds k candidates in each block and ranks those: only
+they move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil, log2
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.checks import at, whole
+from meshlib.dtypes import INT32
+from meshlib.errors import ShapeError
+from meshlib.graph import Operation, Tensor, TensorType, find_dim
+from meshlib.operation import (
+    NONLINEAR,
+    Array,
+    Block,
+    Factor,
+    Kind,
+    Role,
+    Summary,
+    Work,
+    build,
+    build_all,
+    named_factors,
+    not_differentiable,
+    operation,
+    tensor,
+    traffic_bytes,
+)
+from meshlib.ops.elementwise import negative
+from meshlib.ops.index import gather, scatter_add
+from meshlib.ops.shape import rename_dimension, reshape
+from meshlib.ops.sources import constant_like
+
+
+def _order(x: Array, axis: int) -> Array:
+    """Indices that sort `x` from the largest down, ties by index; NaNs last."""
+    if x.dtype.kind == "f":
+        return np.argsort(-x, axis=axis, kind="stable")
+    return np.argsort(-x.astype(np.int64), axis=axis, kind="stable")
+
+
+def _best(x: Array, indices: Array, axis: int, k: int) -> tuple[Array, Array]:
+    """The k largest along `axis` and their entries of `indices`, with that axis last."""
+    chosen = _order(x, axis)[(np.s_[:],) * axis + (np.s_[:k],)]
+    values = np.take_along_axis(x, chosen, axis)
+    found = np.take_along_axis(indices, chosen, axis)
+    return np.moveaxis(values, axis, -1), np.moveaxis(found, axis, -1)
+
+
+def _top_k_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    (x,) = types
+    k: Dimension = attrs["k_dim"]
+    d = x.shape.dim(attrs["dim"])
+    if k.size > d.size:
+        raise ShapeError(f"the {k.size} largest of dim {d} were asked for; it has only {d.size}")
+    rest = [e for e in x.shape if e != d]
+    if k.name in [e.name for e in rest]:
+        raise ShapeError(f"{x.shape} already has a dim '{k.name}'; give the new dim another name")
+    shape = Shape([*rest, k])
+    return TensorType(shape, x.dtype), TensorType(shape, INT32)
+
+
+def _top_k_roles(op: Operation) -> tuple[Factor, ...]:
+    k: Dimension = op.attrs["k_dim"]
+    named = named_factors(op, {op.attrs["dim"]: Role.SUMMARY, k.name: Role.WHOLE})
+    if k.name != op.attrs["dim"]:
+        return named
+    # The result's dim takes the name of the ranked one: they are still two.
+    d = op.inputs[0].shape.dim(k.name)
+    others = tuple(f for f in named if f.name != k.name)
+    ranked = Factor(k.name, d.size, (k.name,), (None, None), Role.SUMMARY)
+    return (*others, ranked, Factor(k.name + "'", k.size, (None,), (k.name, k.name), Role.WHOLE))
+
+
+def _candidates(block: Block, x: Array) -> tuple[Array, Array]:
+    dim = block.attrs["dim"]
+    axis = block.inputs[0].shape.index(dim)
+    shape = [-1 if a == axis else 1 for a in range(x.ndim)]
+    indices = np.arange(x.shape[axis], dtype=np.int32).reshape(shape) + np.int32(block.offsets[dim])
+    k = min(block.attrs["k_dim"].size, x.shape[axis])
+    return _best(x, np.broadcast_to(indices, x.shape), axis, k)
+
+
+def _top_k_finish(block: Block, gathered: tuple[Array, ...], index: int, x: Array) -> tuple[Array, Array]:
+    # Candidates in the order of their blocks: a stable sort keeps equal ones in the order of their indices.
+    values, indices = (np.concatenate(list(g), axis=-1) for g in gathered)
+    return _best(values, indices, values.ndim - 1, block.attrs["k_dim"].size)
+
+
+def _top_k_types(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+    (x,) = types
+    d = x.shape.dim(attrs["dim"])
+    rest = [e for e in x.shape if e != d]
+    shape = Shape([*rest, Dimension("candidates_", min(attrs["k_dim"].size, d.size))])
+    return TensorType(shape, x.dtype), TensorType(shape, INT32)
+
+
+def _sort_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    # A bitonic network has log2(n)^2 / 2 stages, of which each compares every element; modelled, not published.
+    (x,) = ins
+    n = x.shape.dim(attrs["dim"]).size
+    stages = max(1, ceil(log2(n)) ** 2 // 2) if n > 1 else 1
+    return Work(0, stages * x.shape.size, traffic_bytes(ins, out))
+
+
+TOP_K = operation(
+    "top_k",
+    kind=Kind.INDEXED,
+    shape=_top_k_shape,
+    roles=_top_k_roles,
+    local=_candidates,
+    grad=lambda op, dy, _: [_top_k_grad(op, dy)],
+    linear=lambda op: NONLINEAR,
+    work=_sort_work,
+    lower=Summary(_candidates, _top_k_finish, _top_k_types),
+)
+
+
+def _top_k_grad(op: Operation, dy: Tensor | None) -> Tensor | None:
+    if dy is None:
+        return None
+    x, indices, k = op.inputs[0], op.outputs[1], op.attrs["k_dim"]
+    if k.name == op.attrs["dim"]:
+        free = f"{k.name}_k"
+        dy, indices = (rename_dimension(t, k.name, free) for t in (dy, indices))
+    return scatter_add(dy, indices, x.shape.dim(op.attrs["dim"]), x.shape)
+
+
+def top_k(x: Tensor, reduced_dim: Dimension, k_dim: Dimension, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """The `k_dim.size` largest elements along `reduced_dim`, largest first, and their int32 indices.
+
+    Both have the other dims of x, then `k_dim`. Ties go to the lowest index.
+    """
+    d = find_dim(tensor(x, "top_k"), reduced_dim, "top_k")
+    if not isinstance(k_dim, Dimension):
+        raise ShapeError(f"{at('top_k')}: expected a Dimension as k_dim, got {k_dim!r:.80}")
+    if x.dtype.name == "bool":
+        raise ShapeError(f"{at('top_k')}: needs numbers, got {x}; cast it with mtf.cast")
+    values, indices = build_all(TOP_K, [x], {"dim": d.name, "k_dim": k_dim}, name)
+    return values, indices
+
+
+def argmax(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> Tensor:
+    """The int32 index of the largest element along `reduced_dim`; the lowest of several."""
+    return top_1(x, reduced_dim, name)[1]
+
+
+def top_1(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """The largest element along `reduced_dim` and its int32 index, without that dim."""
+    d = find_dim(tensor(x, "top_1"), reduced_dim, "top_1")
+    values, indices = top_k(x, d, Dimension(f"{d.name}_k", 1), name)
+    rest = [e for e in x.shape if e != d]
+    return reshape(values, rest), reshape(indices, rest)
+
+
+def nth_largest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | None = None) -> Tensor:
+    """The n-th largest element along `reduced_dim`, counted from 0."""
+    d = find_dim(tensor(x, "nth_largest_element"), reduced_dim, "nth_largest_element")
+    n = whole(n, "nth_largest_element", "n")
+    if not 0 <= n < d.size:
+        raise ShapeError(f"{at('nth_largest_element')}: n = {n} is not in 0 to {d.size - 1}, the indices of dim {d}")
+    k = Dimension(f"{d.name}_k", n + 1)
+    values, _ = top_k(x, d, k)
+    return gather(values, constant_like(n, values, "int32"), k, name)
+
+
+def nth_smallest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | None = None) -> Tensor:
+    """The n-th smallest element along `reduced_dim`, counted from 0."""
+    return negative(nth_largest_element(negative(x), n, reduced_dim), name)
+
+
+# ---------------------------------------------------------------- sorting
+
+
+def _argsort_local(block: Block, x: Array) -> Array:
+    axis = block.inputs[0].shape.index(block.attrs["dim"])
+    if block.attrs["descending"]:
+        return _order(x, axis).astype(np.int32)
+    return np.argsort(x, axis=axis, kind="stable").astype(np.int32)
+
+
+ARGSORT = operation(
+    "argsort",
+    kind=Kind.INDEXED,
+    shape=lambda types, attrs: TensorType(types[0].shape, INT32),
+    roles=lambda op: named_factors(op, {op.attrs["dim"]: Role.WHOLE}),
+    local=_argsort_local,
+    grad=not_differentiable,
+    linear=lambda op: NONLINEAR,
+    work=_sort_work,
+)
+
+
+def argsort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:
+    """The int32 indices that sort `x` along `dim`; ties keep their order. The dim is made whole for it."""
+    d = find_dim(tensor(x, "argsort"), dim, "argsort")
+    return build(ARGSORT, [x], {"dim": d.name, "descending": bool(descending)}, name)
+
+
+def sort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:
+    """`x` sorted along `dim`."""
+    d = find_dim(tensor(x, "sort"), dim, "sort")
+    order = rename_dimension(argsort(x, d, descending), d.name, f"{d.name}_sorted")
+    found = gather(x, order, d)
+    shape = x.shape.rename(d.name, f"{d.name}_sorted")
+    from meshlib.ops.shape import transpose
+
+    return rename_dimension(transpose(found, shape), f"{d.name}_sorted", d.name, name)

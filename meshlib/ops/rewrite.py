@@ -1,0 +1,55 @@
+"""Functions with a gradient of their own: `custom_gradient`, and `recompute_grad`, which trades memory for work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshlib.checks import at, items
+from meshlib.errors import GraphError
+from meshlib.graph import Rewrite, Tensor, innermost
+from meshlib.operation import tensor
+
+Function = Callable[..., Any]
+
+
+def recompute_grad(function: Function, explicit_inputs: Sequence[Tensor]) -> Any:
+    """function(*explicit_inputs), computed again for its gradient instead of kept.
+
+    Only the inputs stay in memory until the backward, which then repeats the function's work and gathers. Values that
+    the function takes from outside without naming them in `explicit_inputs` get their gradients too.
+    Returns: what `function` returns: a tensor, or a list or tuple of them.
+    """
+    return _with_gradient(function, explicit_inputs, "recompute_grad", None)
+
+
+def custom_gradient(function: Function, gradient: Function, explicit_inputs: Sequence[Tensor]) -> Any:
+    """function(*explicit_inputs) with a gradient rule of your own.
+
+    Args:
+      function: takes the inputs, returns a tensor, or a list or tuple of them.
+      gradient: takes a list of the inputs, a list of the results that are used and a list of their cotangents; returns
+        a cotangent, or None, per input.
+      explicit_inputs: where gradients go; what the function takes from outside gets none.
+    """
+    if not callable(gradient):
+        raise GraphError(f"{at('custom_gradient')}: gradient must be a function, got {gradient!r:.80}")
+    return _with_gradient(function, explicit_inputs, "custom_gradient", gradient)
+
+
+def _with_gradient(function: Function, explicit_inputs: Sequence[Tensor], what: str, gradient: Function | None) -> Any:
+    if not callable(function):
+        raise GraphError(f"{at(what)}: expected a function of tensors, got {function!r:.80}")
+    inputs = [tensor(x, what) for x in items(explicit_inputs, what, "explicit_inputs")]
+    if not inputs:
+        raise GraphError(f"{at(what)}: explicit_inputs must be a non-empty list of tensors, got []")
+    graph = innermost(inputs, what)
+    inputs = [graph.adopt(x) for x in inputs]
+    start = len(graph.operations)
+    made = function(*inputs)
+    results = [made] if isinstance(made, Tensor) else items(made, what, "what the function returns")
+    for y in results:
+        if tensor(y, what).graph is not graph:
+            raise GraphError(f"{at(what)}: the function must return tensors of the graph of its inputs, got {y}")
+    graph.rewrites.append(Rewrite(start, len(graph.operations), tuple(inputs), gradient))
+    return made

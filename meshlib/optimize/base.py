@@ -1,0 +1,317 @@
+"""What all optimizers share: from gradients to the updates of variables and slots.
+
+An optimizer is one rule for one variable; everything around it is here, once: the precision it computes in, the
+master copy of a variable that is stored in bfloat16, the clipping of gradients, the learning rate, and the loss scale,
+whose verdict may keep a step from being written at all.
+"""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from layouts import Shape
+from meshlib import initializers
+from meshlib.checks import at, items, number
+from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
+from meshlib.errors import GraphError
+from meshlib.gradients import gradients
+from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
+from meshlib.operation import tensor
+from meshlib.ops.elementwise import add_n, cast, equal, maximum, sqrt, square, where
+from meshlib.ops.reduce import reduce_mean, reduce_sum
+from meshlib.ops.shape import broadcast
+from meshlib.ops.sources import make_variable, step
+from meshlib.ops.state import assign, stored
+from meshlib.optimize.loss_scale import DynamicLossScale, Scaling
+from meshlib.optimize.schedules import Schedule
+
+LearningRate = float | Tensor | Schedule
+Scalars = Mapping[str, Tensor | float]
+
+
+def compute_dtype(stored: DType) -> DType:
+    """What updates of a variable are computed in: float32, or float64 where the variable is."""
+    return FLOAT64 if stored is FLOAT64 else FLOAT32
+
+
+@dataclass(eq=False)
+class Update:
+    """One variable in one step, as an optimizer's rule sees it.
+
+    `value` and `grad` are in the dtype to compute in, `scalars` the numbers that all variables share, "lr" among them.
+    """
+
+    variable: Operation
+    value: Tensor
+    grad: Tensor
+    scalars: Scalars
+    good: Tensor | None = None  # whether this step counts; None: always
+    writes: list[Operation] = field(default_factory=list)
+
+    @property
+    def lr(self) -> Tensor | float:
+        """The learning rate of this step."""
+        return self.scalars["lr"]
+
+    def slot(self, name: str, shape: Shape | None = None) -> Tensor:
+        """A variable that accompanies this one, zeros at first; layout rules reach it under `slots/`."""
+        return make_variable(
+            name,
+            self.variable.output.shape if shape is None else shape,
+            initializers.zeros(),
+            self.value.dtype,
+            trainable=False,
+            slot_of=self.variable.name,
+        )
+
+    def write(self, target: Tensor, new: Tensor) -> None:
+        """Write the new value of a slot, or of the variable itself, unless the step is skipped."""
+        if self.good is not None:
+            new = where(self.good, cast(new, target.dtype), target)
+        self.writes.append(assign(target, new))
+
+    def matches(self, patterns: Sequence[str]) -> bool:
+        """Whether one of the regular expressions is found in the variable's name."""
+        return any(re.search(p, self.variable.name) for p in patterns)
+
+
+class Optimizer(abc.ABC):
+    """Turns gradients into updates of variables; a subclass gives the `rule`.
+
+    `lr` is a float, a tensor without dims, or a schedule: a function of the int32 number of updates done so far.
+
+    Updates are computed in float32 (in float64 for float64 variables), whatever the gradients are. A variable that the
+    devices store as bfloat16 gets a float32 slot `master`, from which it is rounded, so that small updates add up. It
+    counts wherever it rounds to what is stored, and what is stored counts elsewhere: before the first step, and after
+    you assigned or loaded other values.
+    """
+
+    def __init__(self, lr: LearningRate) -> None:
+        self.lr = self.rate_like(lr, "the learning rate")
+
+    def rate_like(self, value: object, argument: str) -> LearningRate:
+        """`value`, checked to be a number, a tensor without dims, or a schedule."""
+        if isinstance(value, Tensor):
+            return self._checked(value, argument)
+        if callable(value):
+            return value  # type: ignore[no-any-return]
+        if isinstance(value, str | bool | None) or not isinstance(value, int | float | np.generic):
+            raise GraphError(
+                f"{at(type(self).__name__)}: {argument} must be a number, a tensor or a schedule (a function of "
+                f"the step), got {type(value).__name__} {value!r:.80}"
+            )
+        return number(value, type(self).__name__, argument)
+
+    def _checked(self, rate: Tensor, argument: str) -> Tensor:
+        if len(rate.shape) or not rate.dtype.is_float:
+            raise GraphError(
+                f"{at(type(self).__name__)}: {argument} is a float without dims, got {rate}; cast or reduce it"
+            )
+        return rate
+
+    # ------------------------------------------------------------ what users call
+
+    def minimize(
+        self,
+        loss: Tensor,
+        variables: Sequence[Tensor] | None = None,
+        max_norm: float | None = None,
+        loss_scale: DynamicLossScale | None = None,
+    ) -> list[Operation]:
+        """The updates of one step that lowers `loss`: what `mtf.lower(updates=...)` takes.
+
+        Args:
+          loss: a float tensor; its elements are summed.
+          variables: to train; all trainable ones of the graph that the loss depends on, unless given.
+          max_norm: clip the gradients together to this norm: see `clip_by_global_norm`.
+          loss_scale: multiply the loss while gradients are computed, skip steps in which they overflow.
+        Raises: GraphError if the loss depends on none of them.
+        """
+        tensor(loss, "minimize")
+        wanted = [stored(v).output for v in variables] if variables is not None else loss.graph.trainable_variables
+        if loss_scale is not None and not isinstance(loss_scale, DynamicLossScale):
+            raise GraphError(
+                f"{at('minimize')}: loss_scale must be an mtf.optimize.DynamicLossScale, got {loss_scale!r:.80}"
+            )
+        scaling = None
+        seeds = None
+        if loss_scale is not None and loss.dtype.is_float:
+            with loss.graph:
+                scaling = loss_scale.open()
+                seeds = [broadcast(cast(scaling.scale, loss.dtype), loss.shape)]
+        grads = gradients([loss], list(wanted), seeds)
+        pairs = [(g, v) for g, v in zip(grads, wanted, strict=True) if g is not None]
+        if not pairs:
+            known = ", ".join(f"'{v.name}'" for v in wanted) or "none declared"
+            raise GraphError(
+                f"{at('minimize')}: {loss} ({loss.operation.source}) depends on no trainable variable; known: {known}"
+            )
+        return self._apply(pairs, max_norm, scaling)
+
+    def apply_grads(self, grads: Sequence[Tensor | None], variables: Sequence[Tensor]) -> list[Operation]:
+        """The updates of `variables` for given gradients; a variable whose gradient is None stays as it is."""
+        grads, variables = items(grads, "apply_grads", "grads"), items(variables, "apply_grads", "variables")
+        if len(grads) != len(variables):
+            raise GraphError(f"{at('apply_grads')}: {len(grads)} gradients for {len(variables)} variables")
+        return self._apply([(g, v) for g, v in zip(grads, variables, strict=True) if g is not None], None, None)
+
+    def apply_grad(self, grad: Tensor | None, variable: Tensor) -> list[Operation]:
+        """The updates of one variable and its slots."""
+        return self.apply_grads([grad], [variable])
+
+    # ------------------------------------------------------------ what a subclass gives
+
+    @abc.abstractmethod
+    def rule(self, u: Update) -> Tensor:
+        """The new value of one variable, in its dtype to compute in; writes its slots on the way."""
+
+    def scalars(self, done: Tensor, dtype: DType) -> Scalars:
+        """The numbers that the rule needs for every variable, computed once; `done` (int32) updates were before."""
+        return {"lr": self.number_at(self.lr, done, dtype)}
+
+    def number_at(self, value: LearningRate, done: Tensor, dtype: DType) -> Tensor | float:
+        """A number, tensor or schedule as it is in this step, in the dtype to compute in."""
+        if callable(value) and not isinstance(value, Tensor):
+            found = value(done)
+            value = self._checked(found, "the schedule's result") if isinstance(found, Tensor) else found
+        if isinstance(value, Tensor):
+            return cast(value, dtype)
+        return number(value, type(self).__name__, "the schedule's result")
+
+    # ------------------------------------------------------------ inside
+
+    def _apply(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], max_norm: float | None, scaling: Scaling | None
+    ) -> list[Operation]:
+        owners, grads = [], []
+        for grad, v in pairs:
+            op = stored(v)
+            tensor(grad, "apply_grads")
+            if set(grad.shape) != set(op.output.shape):
+                raise GraphError(f"{at('apply_grads')}: gradient {grad} does not have the dims of {op.output}")
+            if grad.graph is not op.graph:
+                raise GraphError(f"{at('apply_grads')}: gradient {grad} belongs to another graph than {op.output}")
+            if not op.output.dtype.is_float:
+                raise GraphError(f"{at('apply_grads')}: {op.output} is no float variable and can't be trained")
+            owners.append(op)
+            grads += _each(lambda g, d: cast(g, d), [grad], [op], compute_dtype(op.output.dtype))
+        if not owners:
+            return []
+        good = None
+        if scaling is not None:
+            grads = _each(lambda g, scale: g / cast(scale, g.dtype), grads, owners, scaling.scale)
+            good = _all_finite(grads, owners)
+        if max_norm is not None:
+            grads, _ = _clip(grads, owners, max_norm, "minimize")
+        with owners[0].graph:
+            scalars = {
+                d: self._scalars(d, scaling) for d in dict.fromkeys(compute_dtype(op.output.dtype) for op in owners)
+            }
+            updates: list[Operation] = []
+            for grad, op in zip(grads, owners, strict=True):
+                updates += self._update(op, grad, scalars[grad.dtype], good)
+            return updates + (scaling.close(good) if scaling is not None and good is not None else [])
+
+    def _scalars(self, dtype: DType, scaling: Scaling | None) -> Scalars:
+        with region(UPDATE), absolute_scope("optimizer"):
+            return self.scalars(step() if scaling is None else scaling.applied, dtype)
+
+    def _update(self, op: Operation, grad: Tensor, scalars: Scalars, good: Tensor | None) -> list[Operation]:
+        with absolute_scope(op.name), region(UPDATE, op):
+            u = Update(op, cast(op.output, grad.dtype), grad, scalars, good)
+            if op.output.dtype is not BFLOAT16:
+                u.write(op.output, self.rule(u))
+                return u.writes
+            master = u.slot("master")
+            u.value = where(equal(cast(master, BFLOAT16), op.output), master, u.value)
+            new = self.rule(u)
+            u.write(master, new)
+            u.write(op.output, new)
+            return u.writes
+
+
+def clip_by_global_norm(grads: Sequence[Tensor | None], max_norm: float | Tensor) -> tuple[list[Tensor | None], Tensor]:
+    """Scale gradients together so that their common norm is at most `max_norm`.
+
+    norm = sqrt(sum of all squares);  g <- g * max_norm / max(norm, max_norm)
+
+    Where gradients are whole on every core the norm takes no communication; where they are split, one number is
+    reduced for each different set of axes that split them.
+
+    Args:
+      grads: gradients, None among them allowed.
+      max_norm: positive, a number or a tensor without dims.
+    Returns: the clipped gradients in the dtypes they had, and the norm before clipping: float32 without dims (float64
+      if all of them are).
+    Raises: GraphError for no gradients, or a max_norm that is not positive.
+    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     grads = [mtf.constant(3.0, [mtf.Dimension("d", 1)]), mtf.constant(4.0)]
+      ...     clipped, norm = mtf.optimize.clip_by_global_norm(grads, 1.0)
+      >>> result = mtf.simulate(mtf.lower({"a": clipped[0], "b": clipped[1], "norm": norm})).step()
+      >>> [round(float(result[n].sum()), 6) for n in ("a", "b", "norm")]
+      [0.6, 0.8, 5.0]
+    """
+    what = "clip_by_global_norm"
+    given = items(grads, what, "grads")
+    found = [tensor(g, what) for g in given if g is not None]
+    if not found:
+        raise GraphError(f"{at(what)}: needs at least one gradient, got {len(given)} times None")
+    for g in found:
+        if not g.dtype.is_float:
+            raise GraphError(f"{at(what)}: {g} is no float tensor and has no norm")
+    owners = [g.graph.gradient_of.get(g) for g in found]
+    clipped, norm = _clip(found, owners, max_norm, what)
+    left = iter(clipped)
+    return [None if g is None else next(left) for g in given], norm
+
+
+def _each(
+    function: Callable[[Tensor, Any], Tensor],
+    grads: Sequence[Tensor],
+    owners: Sequence[Operation | None],
+    argument: object,
+) -> list[Tensor]:
+    """function(gradient, argument) of each gradient, done where its variable's slots lie."""
+    made = []
+    for g, op in zip(grads, owners, strict=True):
+        with region(UPDATE, op), absolute_scope("gradient" if op is None else op.name):
+            made.append(function(g, argument))
+    return made
+
+
+def _clip(
+    grads: Sequence[Tensor], owners: Sequence[Operation | None], max_norm: float | Tensor, what: str
+) -> tuple[list[Tensor], Tensor]:
+    if isinstance(max_norm, Tensor):
+        if len(max_norm.shape) or not max_norm.dtype.is_float:
+            raise GraphError(f"{at(what)}: max_norm must be a positive number or a float without dims, got {max_norm}")
+    elif number(max_norm, what, "max_norm") <= 0:
+        raise GraphError(f"{at(what)}: max_norm must be positive, got {max_norm}")
+    dtype = FLOAT64 if all(g.dtype is FLOAT64 for g in grads) else FLOAT32
+    squares = _each(lambda g, d: reduce_sum(square(cast(g, d))), grads, owners, dtype)
+    with region(UPDATE), absolute_scope("clip_by_global_norm"):
+        norm = sqrt(add_n(squares))
+        limit = cast(max_norm, dtype) if isinstance(max_norm, Tensor) else float(max_norm)
+        factor = limit / maximum(norm, limit)
+    return _each(lambda g, f: cast(cast(g, f.dtype) * f, g.dtype), grads, owners, factor), norm
+
+
+def _all_finite(grads: Sequence[Tensor], owners: Sequence[Operation]) -> Tensor:
+    """Whether every element is finite: 0 times an infinity or a NaN is a NaN, which every sum keeps."""
+    zeros = _each(lambda g, d: cast(reduce_sum(g * 0.0), d), grads, owners, FLOAT32)
+    with region(UPDATE), absolute_scope("loss_scale"):
+        return equal(add_n(zeros), 0.0)
+
+
+def reduce_rms(x: Tensor) -> Tensor:
+    """The root of the mean square of all elements."""
+    return sqrt(reduce_mean(square(x), output_shape=[]))

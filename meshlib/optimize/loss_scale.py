@@ -1,0 +1,107 @@
+"""Dynamic loss scaling: gradients too small for a narrow format, computed at a larger scale.
+
+Source: Micikevicius et al., "Mixed precision training", 2018, section 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layouts import Shape
+from meshlib.checks import at, number, whole
+from meshlib.errors import GraphError
+from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
+from meshlib.ops.elementwise import cast, greater_equal, logical_and, logical_not, maximum, minimum, where
+from meshlib.ops.sources import make_variable
+from meshlib.ops.state import assign
+
+
+class DynamicLossScale:
+    """The factor of the loss grows while all gradients are finite, and shrinks when one is not.
+
+    A step in which a gradient is an infinity or a NaN is skipped: variables and slots stay as they are, the scale is
+    divided by `factor` (never below 1). After `growth_steps` good steps in a row it is multiplied by `factor` (never
+    above `maximum`). Skipped steps count neither for schedules nor for Adam's corrections; `mtf.step()` counts them.
+
+    Args:
+      initial: the first scale; a power of two changes no bit of a gradient that neither over- nor underflows.
+      growth_steps: good steps in a row after which the scale grows.
+      factor: by how much it grows and shrinks.
+      maximum: where it stops to grow.
+    Variables: `loss_scale/scale`, `loss_scale/good_steps` (in a row), `loss_scale/applied_steps`.
+    Raises: GraphError for values that make no sense.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 3.0)
+      ...     scale = mtf.optimize.DynamicLossScale(initial=2.0**127)  # 2 * 3 * 2^127 overflows
+      ...     train = mtf.optimize.SgdOptimizer(0.5).minimize(w * w, loss_scale=scale)
+      >>> sim = mtf.simulate(mtf.lower(updates=train))
+      >>> for _ in range(3):
+      ...     _ = sim.step()
+      ...     print(sim.state["w"], sim.state["loss_scale/scale"] == 2.0**125)
+      3.0 False
+      3.0 True
+      0.0 True
+    """
+
+    def __init__(
+        self,
+        initial: float = 2.0**15,
+        growth_steps: int = 2000,
+        factor: float = 2.0,
+        maximum: float = 2.0**127,
+    ) -> None:
+        what = "DynamicLossScale"
+        self.initial, self.maximum = number(initial, what, "initial"), number(maximum, what, "maximum")
+        self.factor, self.growth_steps = number(factor, what, "factor"), whole(growth_steps, what, "growth_steps")
+        if self.growth_steps < 1:
+            raise GraphError(f"{at(what)}: growth_steps must be at least 1, got {growth_steps}")
+        if not 1 <= self.initial <= self.maximum <= 2.0**127:
+            raise GraphError(
+                f"{at(what)}: needs 1 <= initial <= maximum <= 2**127, got initial {self.initial:g}, "
+                f"maximum {self.maximum:g}"
+            )
+        if self.factor <= 1:
+            raise GraphError(f"{at(what)}: factor must be larger than 1, got {factor}")
+
+    def open(self) -> Scaling:
+        """The variables of this scale in the current graph."""
+        with absolute_scope("loss_scale"):
+            return Scaling(
+                self,
+                *(
+                    make_variable(name, Shape([]), start, dtype, trainable=False)
+                    for name, start, dtype in (
+                        ("scale", self.initial, "float32"),
+                        ("good_steps", 0, "int32"),
+                        ("applied_steps", 0, "int32"),
+                    )
+                ),
+            )
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A loss scale in a program: its rule and its three variables."""
+
+    rule: DynamicLossScale
+    scale: Tensor
+    in_a_row: Tensor
+    applied: Tensor
+
+    def close(self, good: Tensor) -> list[Operation]:
+        """The updates of the scale, after a step of which `good` says whether it counted."""
+        rule = self.rule
+        with region(UPDATE), absolute_scope("loss_scale"):
+            in_a_row = self.in_a_row + 1
+            grows = logical_and(good, greater_equal(in_a_row, rule.growth_steps))
+            larger = minimum(self.scale * rule.factor, rule.maximum)
+            smaller = maximum(self.scale / rule.factor, 1.0)
+            scale = where(good, where(grows, larger, self.scale), smaller)
+            kept = where(logical_and(good, logical_not(grows)), in_a_row, 0)
+            return [
+                assign(self.scale, scale),
+                assign(self.in_a_row, kept),
+                assign(self.applied, self.applied + cast(good, "int32")),
+            ]

@@ -1,0 +1,235 @@
+"""Gradient accumulation: a batch computed in several parts, one after the other, at the memory of one part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from layouts import Dimension, Shape
+from meshlib.checks import at, whole
+from meshlib.dtypes import BOOL, FLOAT32, FLOAT64, INT32
+from meshlib.errors import GraphError
+from meshlib.gradients import gradients
+from meshlib.graph import BACKWARD, Graph, Operation, Tensor, region
+from meshlib.operation import tensor
+from meshlib.ops.elementwise import cast, equal, where
+from meshlib.ops.index import gather, range
+from meshlib.ops.loop import while_loop
+from meshlib.ops.shape import broadcast, reshape
+from meshlib.ops.sources import _constant, scalar
+
+MICROBATCH = "microbatch"
+
+Tensors = dict[str, Tensor]
+
+
+def serialize_training_step(
+    features: Mapping[str, Tensor],
+    model_fn: Callable[[Tensors], Mapping[str, Tensor]],
+    batch_dim: Dimension,
+    num_splits: int,
+    reduction: str = "mean",
+) -> tuple[list[Tensor], Tensors]:
+    """Loss and gradients of a batch, computed in `num_splits` microbatches one after the other.
+
+    The batch is cut as [batch / num_splits, microbatch], the microbatch on the minor part, so that the dim keeps its
+    name and its place on the mesh: a split batch moves no example. Each microbatch runs forward and backward;
+    what they give is added in float32 (float64 for float64 gradients). The results are those of
+    the whole batch beyond rounding, except that random numbers (dropout) are drawn for each microbatch.
+
+    Args:
+      features: inputs of the model by name; those with `batch_dim` are cut, others are passed on whole.
+      model_fn: takes features of the smaller batch, returns a dict of tensors, "loss" among them. Variables may
+        be declared in it, or outside.
+      batch_dim: the dim to cut.
+      num_splits: how many microbatches; divides the size of batch_dim.
+      reduction: how the loss adds up over examples: "mean" if it is a mean over the batch, "sum" if it is a sum (or
+        if model_fn has divided it by num_splits, as is usual with Mesh TensorFlow).
+    Returns: (grads, outputs). `grads` are those of all trainable variables of the graph, in their order, for
+      `Optimizer.apply_grads`. `outputs` are those of model_fn: where they have the batch dim they are put together in
+      the order of the batch, where not, float ones follow `reduction` and all others are summed.
+    Raises: GraphError if num_splits does not divide, if model_fn returns no loss, or if a trainable variable has no
+      part in it.
+    Source: the function of this name in Mesh TensorFlow.
+    Example:
+      >>> import meshlib as mtf
+      >>> batch = mtf.Dimension("batch", 8)
+      >>> with mtf.Graph() as graph:
+      ...     x = mtf.input("x", [batch])
+      ...     w = mtf.variable("w", [], 2.0)
+      ...     model = lambda features: {"loss": mtf.reduce_mean(features["x"] * w)}
+      ...     grads, outputs = mtf.serialize_training_step({"x": x}, model, batch, num_splits=4)
+      ...     train = mtf.optimize.SgdOptimizer(1.0).apply_grads(grads, graph.trainable_variables)
+      >>> sim = mtf.simulate(mtf.lower(outputs, train, mesh="data:2", layout="batch:data"))
+      >>> float(sim.step(x=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])["loss"]), float(sim.state["w"])
+      (9.0, -2.5)
+    """
+    step = _Step(model_fn, _cut(features, batch_dim, num_splits), reduction)
+    return step.run(features)
+
+
+def _cut(features: Mapping[str, Tensor], batch_dim: Dimension, num_splits: int) -> tuple[Dimension, Dimension]:
+    """The two dims that the batch dim becomes, after all checks of the arguments."""
+    what = "serialize_training_step"
+    if not isinstance(features, Mapping) or not features:
+        raise GraphError(f"{at(what)}: features must be a dict of names to tensors, got {features!r:.80}")
+    for name, x in features.items():
+        if not isinstance(x, Tensor):
+            raise GraphError(f"{at(what)}: feature {name!r} must be a tensor, got {type(x).__name__} {x!r:.80}")
+        if x.graph.parent is not None:
+            raise GraphError(f"{at(what)}: feature {name!r}, {x}, is inside a loop; call it outside")
+    if not isinstance(batch_dim, Dimension):
+        raise GraphError(f"{at(what)}: batch_dim must be a Dimension, got {batch_dim!r:.80}")
+    if not any(batch_dim in x.shape for x in features.values()):
+        shown = ", ".join(map(str, features.values()))
+        raise GraphError(f"{at(what)}: no feature has the dim {batch_dim}: {shown}")
+    splits = whole(num_splits, what, "num_splits")
+    if splits < 1 or batch_dim.size % splits:
+        raise GraphError(
+            f"{at(what)}: num_splits must divide the batch: {batch_dim.size} examples can't be cut into {splits} equal "
+            "microbatches"
+        )
+    for name, x in features.items():
+        if MICROBATCH in x.shape:
+            raise GraphError(f"{at(what)}: feature {name!r}, {x}, has a dim '{MICROBATCH}'; rename it")
+    return Dimension(batch_dim.name, batch_dim.size // splits), Dimension(MICROBATCH, splits)
+
+
+class _Step:
+    """One call: what the body of the loop finds out while it is written, and what follows from it outside."""
+
+    def __init__(
+        self,
+        model_fn: Callable[[Tensors], Mapping[str, Tensor]],
+        dims: tuple[Dimension, Dimension],
+        reduction: str,
+    ) -> None:
+        what = "serialize_training_step"
+        if not callable(model_fn):
+            raise GraphError(f"{at(what)}: model_fn must be a function of a dict of features, got {model_fn!r:.80}")
+        if reduction not in ("mean", "sum"):
+            raise GraphError(f"{at(what)}: reduction must be 'mean' or 'sum', got {reduction!r:.80}")
+        self.model_fn = model_fn
+        self.small, self.micro = dims
+        self.batch = Dimension(self.small.name, self.small.size * self.micro.size)
+        self.scale = 1 / self.micro.size if reduction == "mean" else 1.0
+        self.outputs: Tensors = {}
+        self.sources: list[Tensor] = []  # tensors from outside that the loss depends on and variables lead to
+
+    def run(self, features: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensors]:
+        """Write the loop and what comes after it."""
+        graph = next(iter(features.values())).graph
+        self.features = {n: self._expanded(x) if self.batch in x.shape else x for n, x in features.items()}
+        index = _constant(graph, 0, Shape([]), INT32, "first_microbatch")
+        _, *sums = while_loop(self.micro.size, self._body, [index], "microbatches", has_accumulators=True)
+        loop = sums[0].operation
+        outputs = {n: self._whole(y, total) for (n, y), total in zip(self.outputs.items(), sums, strict=False)}
+        return self._gradients(graph, loop, sums[len(self.outputs) :]), outputs
+
+    # ------------------------------------------------------------ inside the loop
+
+    def _body(self, index: Tensor) -> list[Tensor]:
+        body = index.graph
+        given = {n: gather(x, index, self.micro) if self.micro in x.shape else x for n, x in self.features.items()}
+        made = self.model_fn(given)
+        self.outputs = _checked_outputs(made, body)
+        loss = self.outputs["loss"]
+        grads = self._source_gradients(body, loss)
+        return [index + 1, *(self._placed(y, index) for y in self.outputs.values()), *grads]
+
+    def _source_gradients(self, body: Graph, loss: Tensor) -> list[Tensor]:
+        """d loss / d everything that comes from outside and that trainable variables lead to."""
+        leads = set(body.root.trainable_variables)
+        for op in body.root.operations:
+            if any(x in leads for x in op.inputs):
+                leads.update(op.outputs)
+        known = {outer: inner for outer, inner in body.captured.items() if outer in leads and inner.dtype.is_float}
+        found = gradients([loss], list(known.values()))
+        grads = []
+        for outer, g in zip(known, found, strict=True):
+            if g is not None:
+                self.sources.append(outer)
+                with region(BACKWARD):
+                    grads.append(_wide(g))
+        return grads
+
+    def _placed(self, y: Tensor, index: Tensor) -> Tensor:
+        """What one microbatch adds to an output: its examples at their places, zeros elsewhere."""
+        if y.dtype is BOOL:
+            y = cast(y, "int32")
+        if self.small not in y.shape:
+            return _wide(y)
+        mine = equal(range(self.micro), index)
+        shape = _replaced(y.shape, self.small, [self.small, self.micro])
+        return where(mine, broadcast(y, shape), scalar(0, y))
+
+    # ------------------------------------------------------------ outside
+
+    def _expanded(self, x: Tensor) -> Tensor:
+        return reshape(x, _replaced(x.shape, self.batch, [self.small, self.micro]))
+
+    def _scaled(self, total: Tensor) -> Tensor:
+        return total if self.scale == 1 else total * self.scale
+
+    def _whole(self, y: Tensor, total: Tensor) -> Tensor:
+        """An output of the whole batch from the sum over microbatches."""
+        if self.micro in total.shape:
+            total = reshape(total, _replaced(y.shape, self.small, [self.batch]))
+        elif y.dtype.is_float:
+            total = self._scaled(total)
+        return cast(total, y.dtype)
+
+    def _gradients(self, graph: Graph, loop: Operation, totals: list[Tensor]) -> list[Tensor]:
+        """From the sums of d loss / d source to the gradients of the variables, once, outside the loop."""
+        roots = []
+        for outer, total in zip(self.sources, totals, strict=True):
+            root = _uncast(outer)
+            if root.operation.kind.name == "variable":
+                self._lay_like_slots(loop, total, root.operation)
+            roots.append(root)
+        trainable = graph.trainable_variables
+        with region(BACKWARD):
+            seeds = [cast(self._scaled(t), r.dtype) for t, r in zip(totals, roots, strict=True)]
+        found = gradients(roots, trainable, seeds) if roots else [None] * len(trainable)
+        missing = [f"'{v.name}' ({v.operation.source})" for v, g in zip(trainable, found, strict=True) if g is None]
+        if missing:
+            raise GraphError(
+                f"{at('serialize_training_step')}: the loss does not depend on {', '.join(missing)}; declare what is not "
+                "to be trained with trainable=False"
+            )
+        return [g for g in found if g is not None]
+
+    def _lay_like_slots(self, loop: Operation, total: Tensor, variable: Operation) -> None:
+        """A gradient that is summed up lies where the variable's slots do, in the loop and after it."""
+        body: Graph = loop.attrs["body"]
+        number = loop.outputs.index(total)
+        carry = body.inputs[loop.attrs["carried"][number]].output
+        for graph, t in ((body, carry), (body, loop.attrs["results"][number]), (loop.graph, total)):
+            graph.gradient_of[t] = variable
+
+
+def _checked_outputs(made: object, body: Graph) -> Tensors:
+    what = "serialize_training_step"
+    if not isinstance(made, Mapping) or "loss" not in made:
+        raise GraphError(f"{at(what)}: model_fn must return a dict with a tensor 'loss' in it, got {made!r:.80}")
+    outputs = {name: body.adopt(tensor(y, f"{what} output {name!r}")) for name, y in made.items()}
+    loss = outputs["loss"]
+    if len(loss.shape) or not loss.dtype.is_float:
+        raise GraphError(f"{at(what)}: the loss must be a float without dims, got {loss}; reduce it over the batch")
+    return outputs
+
+
+def _replaced(shape: Shape, old: Dimension, new: list[Dimension]) -> Shape:
+    """`shape` with other dims in place of one."""
+    return Shape([d for was in shape for d in (new if was == old else [was])])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype to sum in."""
+    return cast(x, FLOAT32) if x.dtype.is_float and x.dtype is not FLOAT64 else x
+
+
+def _uncast(x: Tensor) -> Tensor:
+    """The float tensor that `x` is a cast of: sums need not be rounded to the narrow type on their way back."""
+    while x.operation.kind.name == "cast" and x.operation.inputs[0].dtype.is_float:
+        x = x.operation.inputs[0]
+    return x

@@ -1,0 +1,365 @@
+"""Optimizers whose slots have the shape of their variable: SGD, momentum, the Adam family, LARS, Lion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from meshlib.checks import at, flag, items, number
+from meshlib.dtypes import DType
+from meshlib.errors import GraphError
+from meshlib.graph import Tensor
+from meshlib.ops.elementwise import cast, greater, logical_and, pow, sign, sqrt, square, where
+from meshlib.ops.reduce import reduce_sum
+from meshlib.ops.sources import scalar
+from meshlib.optimize.base import LearningRate, Optimizer, Scalars, Update
+
+
+def _fraction(value: object, what: str, argument: str) -> float:
+    """A number in [0, 1)."""
+    found = number(value, what, argument)
+    if not 0 <= found < 1:
+        raise GraphError(f"{at(what)}: {argument} must be in [0, 1), got {found:g}")
+    return found
+
+
+def _not_negative(value: object, what: str, argument: str) -> float:
+    found = number(value, what, argument)
+    if found < 0:
+        raise GraphError(f"{at(what)}: {argument} must not be negative, got {found:g}")
+    return found
+
+
+def _patterns(value: Sequence[str] | None, what: str, argument: str) -> tuple[str, ...]:
+    """Regular expressions that are searched for in variables' names."""
+    found = tuple(items(value, what, argument)) if value is not None else ()
+    for p in found:
+        if not isinstance(p, str):
+            raise GraphError(f"{at(what)}: {argument} holds regular expressions, got {type(p).__name__} {p!r:.80}")
+        try:
+            re.compile(p)
+        except re.error as fault:
+            raise GraphError(f"{at(what)}: {argument}: {p!r:.80} is no regular expression: {fault}") from None
+    return found
+
+
+class SgdOptimizer(Optimizer):
+    """Stochastic gradient descent: w <- w - lr g.
+
+    Args:
+      lr: learning rate.
+    Slots: none (`master` beside a bfloat16 variable, as for every optimizer).
+    Source: Robbins and Monro, "A stochastic approximation method", 1951.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [mtf.Dimension("d", 2)], 1.0)
+      ...     train = mtf.optimize.SgdOptimizer(lr=0.25).minimize(mtf.reduce_sum(w * w))
+      >>> sim = mtf.simulate(mtf.lower(updates=train))
+      >>> _ = sim.step()
+      >>> sim.state["w"].tolist()
+      [0.5, 0.5]
+    """
+
+    def rule(self, u: Update) -> Tensor:
+        """w - lr g."""
+        return u.value - u.grad * u.lr
+
+
+class MomentumOptimizer(Optimizer):
+    """Momentum: m <- momentum m + g; w <- w - lr m, or with Nesterov's look-ahead w <- w - lr (momentum m + g).
+
+    Args:
+      lr: learning rate.
+      momentum: in [0, 1).
+      nesterov: whether to look ahead; m is the new one.
+    Slots: `momentum`.
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 0.0)
+      ...     train = mtf.optimize.MomentumOptimizer(0.5, 0.5).apply_grads([mtf.constant(1.0)], [w])
+      >>> sim = mtf.simulate(mtf.lower(updates=train))
+      >>> for _ in range(2):
+      ...     _ = sim.step()
+      >>> float(sim.state["w"]), float(sim.state["w/momentum"])  # -(0.5 + 0.75), 0.5 + 1
+      (-1.25, 1.5)
+    """
+
+    def __init__(self, lr: LearningRate, momentum: float = 0.9, nesterov: bool = False) -> None:
+        super().__init__(lr)
+        self.momentum = _fraction(momentum, type(self).__name__, "momentum")
+        self.nesterov = flag(nesterov, type(self).__name__, "nesterov")
+
+    def rule(self, u: Update) -> Tensor:
+        """One step along the running sum of gradients."""
+        m = u.slot("momentum")
+        new = m * self.momentum + u.grad
+        u.write(m, new)
+        along = new * self.momentum + u.grad if self.nesterov else new
+        return u.value - along * u.lr
+
+
+class AdamOptimizer(Optimizer):
+    """Adam: m and v are running means of g and g^2, both corrected for their start at zero.
+
+    m <- beta_1 m + (1 - beta_1) g,  v <- beta_2 v + (1 - beta_2) g^2
+    w <- w - lr m' / (sqrt(v') + epsilon),  m' = m / (1 - beta_1^t), v' = v / (1 - beta_2^t), t from 1
+
+    Args:
+      lr: learning rate.
+      beta_1, beta_2: in [0, 1).
+      epsilon: added to the root.
+    Slots: `adam_m`, `adam_v`.
+    Source: Kingma and Ba, "Adam: a method for stochastic optimization", 2015, algorithm 1.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 0.0)
+      ...     train = mtf.optimize.AdamOptimizer(0.5).apply_grads([mtf.constant(8.0)], [w])
+      >>> sim = mtf.simulate(mtf.lower(updates=train))
+      >>> _ = sim.step()
+      >>> round(float(sim.state["w"]), 4)  # m' / sqrt(v') = 1, whatever the gradient
+      -0.5
+    """
+
+    def __init__(self, lr: LearningRate, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-8) -> None:
+        super().__init__(lr)
+        what = type(self).__name__
+        self.beta_1, self.beta_2 = _fraction(beta_1, what, "beta_1"), _fraction(beta_2, what, "beta_2")
+        self.epsilon = _not_negative(epsilon, what, "epsilon")
+
+    def scalars(self, done: Tensor, dtype: DType) -> Scalars:
+        """The corrections of both means, taken out of the large tensors."""
+        lr = super().scalars(done, dtype)["lr"]
+        t = cast(done, dtype) + 1
+        root_of_v = sqrt(1 - pow(self.beta_2, t))
+        return {
+            "lr": lr,
+            "scale": root_of_v / (1 - pow(self.beta_1, t)) * lr,
+            "epsilon": root_of_v * self.epsilon,
+        }
+
+    def rule(self, u: Update) -> Tensor:
+        """The running means, and the step they give."""
+        m, v = self.means(u)
+        return u.value - m / (sqrt(v) + u.scalars["epsilon"]) * u.scalars["scale"]
+
+    def means(self, u: Update) -> tuple[Tensor, Tensor]:
+        """The new running means of g and g^2, written to their slots."""
+        m, v = u.slot("adam_m"), u.slot("adam_v")
+        new_m = m * self.beta_1 + u.grad * (1 - self.beta_1)
+        new_v = v * self.beta_2 + square(u.grad) * (1 - self.beta_2)
+        u.write(m, new_m)
+        u.write(v, new_v)
+        return new_m, new_v
+
+
+class AdamWOptimizer(AdamOptimizer):
+    """Adam with decoupled weight decay: what `AdamOptimizer` does, and w <- w - lr weight_decay w.
+
+    Args:
+      lr, beta_1, beta_2, epsilon: as in AdamOptimizer.
+      weight_decay: fraction of w that a step at learning rate 1 takes away.
+      exclude_from_weight_decay: regular expressions; a variable in whose name one is found is not decayed.
+    Slots: `adam_m`, `adam_v`.
+    Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 4.0)
+      ...     train = mtf.optimize.AdamWOptimizer(0.5, weight_decay=0.5).apply_grads([mtf.constant(0.0)], [w])
+      >>> sim = mtf.simulate(mtf.lower(updates=train))
+      >>> _ = sim.step()
+      >>> float(sim.state["w"])
+      3.0
+    """
+
+    def __init__(
+        self,
+        lr: LearningRate,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.01,
+        exclude_from_weight_decay: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(lr, beta_1, beta_2, epsilon)
+        what = type(self).__name__
+        self.weight_decay = _not_negative(weight_decay, what, "weight_decay")
+        self.exclude = _patterns(exclude_from_weight_decay, what, "exclude_from_weight_decay")
+
+    def rule(self, u: Update) -> Tensor:
+        """Adam's step, and the decay."""
+        new = super().rule(u)
+        if not self.weight_decay or u.matches(self.exclude):
+            return new
+        return new - u.value * (u.lr * self.weight_decay)
+
+
+class AdamWeightDecayOptimizer(AdamOptimizer):
+    """Adam without correction of the means, with decoupled weight decay, as BERT was trained.
+
+    w <- w - lr (m / (sqrt(v) + epsilon) + weight_decay_rate w), with Adam's m and v.
+
+    Args:
+      learning_rate: learning rate.
+      weight_decay_rate: fraction of w that a step at learning rate 1 takes away.
+      beta_1, beta_2: in [0, 1).
+      epsilon: added to the root.
+      exclude_from_weight_decay: regular expressions; a variable in whose name one is found is not decayed.
+    Slots: `adam_m`, `adam_v`.
+    Source: Devlin et al., "BERT: pre-training of deep bidirectional transformers", 2019, appendix A.2; the optimizer
+      of this name in Mesh TensorFlow.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 4.0)
+      ...     adam = mtf.optimize.AdamWeightDecayOptimizer(0.5, 0.5)
+      ...     train = adam.apply_grads([mtf.constant(0.0)], [w])
+      >>> sim = mtf.simulate(mtf.lower(updates=train))
+      >>> _ = sim.step()
+      >>> float(sim.state["w"])
+      3.0
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        weight_decay_rate: float = 0.0,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-6,
+        exclude_from_weight_decay: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(learning_rate, beta_1, beta_2, epsilon)
+        what = type(self).__name__
+        self.weight_decay = _not_negative(weight_decay_rate, what, "weight_decay_rate")
+        self.exclude = _patterns(exclude_from_weight_decay, what, "exclude_from_weight_decay")
+
+    def scalars(self, done: Tensor, dtype: DType) -> Scalars:
+        """The learning rate alone."""
+        return Optimizer.scalars(self, done, dtype)
+
+    def rule(self, u: Update) -> Tensor:
+        """The step of the uncorrected means, and the decay."""
+        m, v = self.means(u)
+        along = m / (sqrt(v) + self.epsilon)
+        if self.weight_decay and not u.matches(self.exclude):
+            along = along + u.value * self.weight_decay
+        return u.value - along * u.lr
+
+
+class LionOptimizer(Optimizer):
+    """Lion: the sign of a mix of momentum and gradient.
+
+    w <- w - lr (sign(beta_1 m + (1 - beta_1) g) + weight_decay w), then m <- beta_2 m + (1 - beta_2) g
+
+    Args:
+      lr: learning rate; every element moves by this much, so 3 to 10 times smaller than for Adam.
+      beta_1, beta_2: in [0, 1).
+      weight_decay: fraction of w that a step at learning rate 1 takes away.
+      exclude_from_weight_decay: regular expressions; a variable in whose name one is found is not decayed.
+    Slots: `lion_m`.
+    Source: Chen et al., "Symbolic discovery of optimization algorithms", 2023, program 1.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 0.0)
+      ...     train = mtf.optimize.LionOptimizer(0.25).apply_grads([mtf.constant(-7.0)], [w])
+      >>> sim = mtf.simulate(mtf.lower(updates=train))
+      >>> _ = sim.step()
+      >>> float(sim.state["w"])
+      0.25
+    """
+
+    def __init__(
+        self,
+        lr: LearningRate,
+        beta_1: float = 0.9,
+        beta_2: float = 0.99,
+        weight_decay: float = 0.0,
+        exclude_from_weight_decay: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(lr)
+        what = type(self).__name__
+        self.beta_1, self.beta_2 = _fraction(beta_1, what, "beta_1"), _fraction(beta_2, what, "beta_2")
+        self.weight_decay = _not_negative(weight_decay, what, "weight_decay")
+        self.exclude = _patterns(exclude_from_weight_decay, what, "exclude_from_weight_decay")
+
+    def rule(self, u: Update) -> Tensor:
+        """One step of equal length in every element."""
+        m = u.slot("lion_m")
+        along = sign(m * self.beta_1 + u.grad * (1 - self.beta_1))
+        u.write(m, m * self.beta_2 + u.grad * (1 - self.beta_2))
+        if self.weight_decay and not u.matches(self.exclude):
+            along = along + u.value * self.weight_decay
+        return u.value - along * u.lr
+
+
+class LarsOptimizer(Optimizer):
+    """LARS: momentum whose learning rate is scaled, variable by variable, to the norm of the weights.
+
+    trust = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon), 1 where |w| or |g| is 0
+    m <- momentum m + lr trust (g + weight_decay w);  w <- w - m
+
+    Args:
+      lr: learning rate.
+      momentum: in [0, 1).
+      weight_decay: of the weights, added to the gradient.
+      trust_coefficient: how far a step may go, relative to |w|.
+      epsilon: keeps the ratio finite.
+      exclude: regular expressions; a variable in whose name one is found (biases, scales of normalisation) has trust 1
+        and no weight decay.
+    Slots: `lars_momentum`.
+    Where a variable is split, its two norms cost one reduction of a number each.
+    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 8.0)
+      ...     lars = mtf.optimize.LarsOptimizer(1.0, trust_coefficient=0.125)
+      ...     train = lars.apply_grads([mtf.constant(1000.0)], [w])
+      >>> sim = mtf.simulate(mtf.lower(updates=train))
+      >>> _ = sim.step()
+      >>> float(sim.state["w"])  # one step takes an eighth, whatever the gradient
+      7.0
+    """
+
+    def __init__(
+        self,
+        lr: LearningRate,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        epsilon: float = 0.0,
+        exclude: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(lr)
+        what = type(self).__name__
+        self.momentum = _fraction(momentum, what, "momentum")
+        self.weight_decay = _not_negative(weight_decay, what, "weight_decay")
+        self.trust_coefficient = number(trust_coefficient, what, "trust_coefficient")
+        if self.trust_coefficient <= 0:
+            raise GraphError(f"{at(what)}: trust_coefficient must be positive, got {trust_coefficient:g}")
+        self.epsilon = _not_negative(epsilon, what, "epsilon")
+        self.exclude = _patterns(exclude, what, "exclude")
+
+    def rule(self, u: Update) -> Tensor:
+        """Momentum at the trusted rate."""
+        m = u.slot("lars_momentum")
+        along, rate = u.grad, u.lr
+        if not u.matches(self.exclude):
+            rate = self._trust(u) * rate
+            if self.weight_decay:
+                along = along + u.value * self.weight_decay
+        new = m * self.momentum + along * rate
+        u.write(m, new)
+        return u.value - new
+
+    def _trust(self, u: Update) -> Tensor:
+        w, g = (sqrt(reduce_sum(square(x))) for x in (u.value, u.grad))
+        usable = logical_and(greater(w, 0), greater(g, 0))
+        below = where(usable, g + w * self.weight_decay + self.epsilon, 1.0)
+        return where(usable, w * self.trust_coefficient / below, scalar(1.0, w))

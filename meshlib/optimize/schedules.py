@@ -1,0 +1,180 @@
+"""Schedules of the learning rate: functions of the step, which compose.
+
+A schedule takes the int32 tensor of the number of updates done before this one (`t`, from 0) and returns the rate of
+this update, a float32 tensor without dims or a plain number. So `lambda t: 0.1` is one, and whatever takes a schedule
+takes a number too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from meshlib.checks import at, items, number, whole
+from meshlib.errors import GraphError
+from meshlib.graph import Tensor
+from meshlib.ops.elementwise import cast, cos, less, maximum, minimum, pow, rsqrt, where
+from meshlib.ops.sources import scalar
+
+Schedule = Callable[[Tensor], Tensor | float]
+
+
+def constant(lr: float) -> Schedule:
+    """The same learning rate at every step."""
+    rate = number(lr, "optimize.constant", "lr")
+    return lambda t: rate
+
+
+def linear_warmup(peak: float, warmup_steps: int) -> Schedule:
+    """peak * min(1, (t + 1) / warmup_steps): linear to `peak`, reached at the last of `warmup_steps`, then constant.
+
+    Raises: GraphError unless warmup_steps >= 1.
+    """
+    what = "linear_warmup"
+    peak, steps = number(peak, what, "peak"), _steps(warmup_steps, what, "warmup_steps")
+    return lambda t: minimum(_float(t + 1) / steps, 1.0) * peak
+
+
+def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> Schedule:
+    """lr * decay_rate^(t / decay_steps); with `staircase` the exponent is rounded down.
+
+    Args:
+      lr: the rate of the first update.
+      decay_steps: updates after which the rate has been multiplied by decay_rate.
+      decay_rate: positive.
+      staircase: whether the rate drops at once every decay_steps.
+    Raises: GraphError unless decay_steps >= 1 and decay_rate > 0.
+    """
+    what = "exponential_decay"
+    lr, steps = number(lr, what, "lr"), _steps(decay_steps, what, "decay_steps")
+    rate = number(decay_rate, what, "decay_rate")
+    if rate <= 0:
+        raise GraphError(f"{at(what)}: decay_rate must be positive, got {decay_rate}")
+
+    def schedule(t: Tensor) -> Tensor:
+        # Cut towards zero after half a step more, so that no rounded quotient falls below a whole number.
+        exponent = _float(cast((_float(t) + 0.5) / steps, "int32")) if staircase else _float(t) / steps
+        return pow(scalar(rate, exponent), exponent) * lr
+
+    return schedule
+
+
+def cosine_decay(lr: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
+    """lr * (alpha + (1 - alpha) * (1 + cos(pi * min(t / decay_steps, 1))) / 2): from lr down to alpha * lr.
+
+    Raises: GraphError unless decay_steps >= 1.
+    Source: Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", 2017, without restarts.
+    """
+    what = "cosine_decay"
+    lr, steps = number(lr, what, "lr"), _steps(decay_steps, what, "decay_steps")
+    alpha = number(alpha, what, "alpha")
+    half = (1 - alpha) / 2
+    return lambda t: (cos(minimum(_float(t) / steps, 1.0) * math.pi) * half + (alpha + half)) * lr
+
+
+def inverse_square_root(peak: float, warmup_steps: int) -> Schedule:
+    """peak * sqrt(warmup_steps / max(t + 1, warmup_steps)): constant at first, then as 1 / sqrt(t + 1).
+
+    Times `linear_warmup(1.0, warmup_steps)` it is `warmup_then_decay(peak, warmup_steps)`.
+    Raises: GraphError unless warmup_steps >= 1.
+    """
+    what = "inverse_square_root"
+    peak, steps = number(peak, what, "peak"), _steps(warmup_steps, what, "warmup_steps")
+    return lambda t: rsqrt(maximum(_float(t + 1), float(steps))) * (math.sqrt(steps) * peak)
+
+
+def warmup_then_decay(peak: float, warmup_steps: int, decay: float = 0.5) -> Schedule:
+    """Linear from 0 to `peak` over `warmup_steps`, then peak * (warmup_steps / (t + 1)) ** decay.
+
+    With decay = 0.5 this is the schedule of "Attention is all you need" (Vaswani et al. 2017, section 5.3).
+    Raises: GraphError unless warmup_steps >= 1.
+    """
+    what = "warmup_then_decay"
+    peak, decay = number(peak, what, "peak"), number(decay, what, "decay")
+    steps = _steps(warmup_steps, what, "warmup_steps")
+
+    def rate(t: Tensor) -> Tensor:
+        done = _float(t) + 1
+        return minimum(done / steps, pow(maximum(done, 1) / steps, -decay)) * peak
+
+    return rate
+
+
+def piecewise(boundaries: Sequence[int], values: Sequence[float | Schedule]) -> Schedule:
+    """values[0] while t < boundaries[0], values[1] while t < boundaries[1], ..., then the last value.
+
+    Args:
+      boundaries: increasing numbers of updates.
+      values: one more than boundaries; numbers, or schedules, each of which counts from its own boundary.
+    Raises: GraphError if their numbers do not fit or boundaries do not increase.
+    Example:
+      >>> import meshlib as mtf
+      >>> lr = mtf.optimize.piecewise([2], [mtf.optimize.linear_warmup(1.0, 2), mtf.optimize.cosine_decay(1.0, 4)])
+      >>> with mtf.Graph():
+      ...     program = mtf.lower({"lr": lr(mtf.step())}, [mtf.assign(mtf.variable("w", [], 0.0), mtf.constant(0.0))])
+      >>> sim = mtf.simulate(program)
+      >>> [round(float(sim.step()["lr"]), 3) for _ in range(5)]
+      [0.5, 1.0, 1.0, 0.854, 0.5]
+    """
+    what = "piecewise"
+    ends = [whole(b, what, "each of boundaries") for b in items(boundaries, what, "boundaries")]
+    parts = [_as_schedule(v, what, "each of values") for v in items(values, what, "values")]
+    if len(parts) != len(ends) + 1:
+        raise GraphError(
+            f"{at(what)}: needs one value more than boundaries, got {len(parts)} values for {len(ends)} boundaries"
+        )
+    if any(b <= a for a, b in zip([0, *ends], ends, strict=False)):
+        raise GraphError(f"{at(what)}: boundaries must be positive and increase, got {ends}")
+
+    def schedule(t: Tensor) -> Tensor:
+        found = _rate(parts[0], t)
+        for start, part in zip(ends, parts[1:], strict=True):
+            # Before its start a part sees 0: what it says then is not used, but must not be a NaN that warns.
+            found = where(less(t, start), found, _rate(part, maximum(t - start, 0)))
+        return found
+
+    return schedule
+
+
+def product(*factors: float | Schedule) -> Schedule:
+    """The product of numbers and schedules: `product(0.1, linear_warmup(1.0, 100), cosine_decay(1.0, 10_000))`.
+
+    Raises: GraphError if there is no factor, or one is neither a number nor a function of the step.
+    """
+    parts = [_as_schedule(f, "product", "each factor") for f in factors]
+    if not parts:
+        raise GraphError(f"{at('product')}: needs at least one number or schedule")
+
+    def schedule(t: Tensor) -> Tensor:
+        result = _rate(parts[0], t)
+        for part in parts[1:]:
+            result = result * _rate(part, t)
+        return result
+
+    return schedule
+
+
+def _steps(value: object, what: str, argument: str) -> int:
+    steps = whole(value, what, argument)
+    if steps < 1:
+        raise GraphError(f"{at(what)}: {argument} must be at least 1, got {steps}")
+    return steps
+
+
+def _float(t: Tensor) -> Tensor:
+    return cast(t, "float32")
+
+
+def _as_schedule(value: object, what: str, argument: str) -> Schedule:
+    if callable(value):
+        return value
+    rate = number(value, what, f"{argument}, where it is no schedule,")
+    return lambda t: rate
+
+
+def _rate(schedule: Schedule, t: Tensor) -> Tensor:
+    """What a schedule says at `t`, as a float32 tensor."""
+    found = schedule(t)
+    if isinstance(found, Tensor):
+        return _float(found)
+    return scalar(number(found, "a schedule", "its result"), _float(t))

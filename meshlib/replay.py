@@ -1,0 +1,33 @@
+"""Operations written once more with other operands: what recomputation and the gradient of a loop are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshlib.graph import Graph, Rewrite, Tensor
+
+
+def replay(source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor], graph: Graph) -> dict[Tensor, Tensor]:
+    """Add copies of `source.operations[start:stop]` to `graph`, in the current region.
+
+    Returns: what stands for each tensor. Copies keep their names, so that random numbers stay the same, and their gradient rules. Tensors in `given` are
+    replaced; others that the operations do not make stay as they are.
+    """
+    made = dict(given)
+    places: dict[int, int] = {}  # position in source -> position of the copy
+    for n in range(start, stop):
+        op = source.operations[n]
+        places[n] = len(graph.operations)
+        if op.outputs and op.outputs[0] in made:
+            continue
+        inputs = [graph.adopt(made.get(x, x)) for x in op.inputs]
+        places[n] = len(graph.operations)
+        copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
+        made.update(zip(op.outputs, copy.outputs, strict=True))
+    places[stop] = len(graph.operations)
+    for rewrite in source.rewrites:
+        if start <= rewrite.start and rewrite.stop <= stop and (rewrite.start, rewrite.stop) != (start, stop):
+            inputs = [graph.adopt(made.get(x, x)) for x in rewrite.inputs]
+            first, last = places[rewrite.start], places[rewrite.stop]
+            graph.rewrites.append(Rewrite(first, last, tuple(inputs), rewrite.gradient))
+    return made

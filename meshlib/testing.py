@@ -1,0 +1,339 @@
+"""Assertions for people's own tests: what a program sends, that no layout changes it, that it fits.
+
+Plain functions. They raise AssertionError with everything needed to understand the failure, and a MeshlibError for
+arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hardware.slices import Slice
+from meshlib.errors import GraphError, nearest
+from meshlib.graph import Operation, Tensor
+from meshlib.lower.program import COLLECTIVES, Collective, Instruction, Program, Value, bytes_text
+from meshlib.simulate import as_slice
+from meshlib.verify import Verification, verify
+
+__all__ = ["assert_collectives", "assert_fits", "assert_layout_invariant", "assert_sent_at_most"]
+
+SHOWN_TENSORS = 8  # of those live at the peak, and of collectives that send most
+
+_TEXT = re.compile(
+    r"(?:(?P<count>\d+)\s*(?:x|\*)\s+)?(?P<kind>\w+)\s+over\s+(?P<axes>\w+(?:\+\w+)*)(?:\s+of\s+(?P<of>\S+))?"
+)
+
+
+# ---------------------------------------------------------------- collectives
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One expected collective; None: any."""
+
+    kind: str
+    axes: tuple[str, ...]
+    payload_bytes: int | None = None
+    of: str | None = None
+
+    def fits(self, c: _Found) -> bool:
+        return (
+            (self.kind, self.axes) == (c.collective.kind, c.collective.axes)
+            and self.payload_bytes in (None, c.collective.payload_bytes)
+            and (self.of is None or self.of in c.names)
+        )
+
+    def near(self, c: _Found) -> bool:
+        """Whether it fits but for its bytes or axes."""
+        same_tensor = self.of is not None and self.of in c.names
+        return self.kind == c.collective.kind and (self.axes == c.collective.axes or same_tensor)
+
+    def __str__(self) -> str:
+        of = f" of {self.of}" if self.of else ""
+        payload = f", payload {self.payload_bytes} B" if self.payload_bytes is not None else ""
+        return f"{self.kind} over {'+'.join(self.axes)}{of}{payload}"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A collective with every name that its value goes by; the last is the variable whose gradient it is."""
+
+    collective: Collective
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        c = self.collective
+        also = f" (gradient of {self.names[1]})" if len(self.names) > 1 else ""
+        return f"{c.kind} over {'+'.join(c.axes)} of {c.tensor}{also}, payload {c.payload_bytes} B"
+
+
+def assert_collectives(program: Program, expected: Sequence[Any]) -> None:
+    """Assert that a program runs exactly the expected collectives, in any order.
+
+    Args:
+      program: what `mtf.lower` returned.
+      expected: one entry per collective, as often as it occurs:
+        a tuple (kind, axes) or (kind, axes, payload_bytes), axes as "rows+cols" or a list, major first, the payload
+        being the bytes of the operand on one core; or a text "all_reduce over rows+cols", optionally "... of w1",
+        which names the tensor, or the variable whose gradient it is, and optionally "2 x ..." in front.
+        One in the body of a loop counts once.
+    Raises: AssertionError with the difference and the reason of everything unexpected; GraphError for an entry that
+      is no collective.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
+      ...     total = mtf.reduce_sum(x, name="total")
+      >>> program = mtf.lower({"total": total}, mesh="rows:2", layout="batch:rows")
+      >>> mtf.testing.assert_collectives(program, [("all_reduce", "rows", 4)])
+      >>> mtf.testing.assert_collectives(program, ["all_reduce over rows of total"])
+      >>> mtf.testing.assert_collectives(program, [])
+      Traceback (most recent call last):
+      AssertionError: other collectives than expected: 0 missing, 1 unexpected
+        + all_reduce over rows of total, payload 4 B  (<doctest meshlib.testing.assert_collectives[1]>:3)
+            because reduce_sum 'total' sums over 'batch', split over rows: every core holds a partial sum
+            avoid: leave 'batch' unsplit over rows (rule batch:rows)
+        mesh rows:2   layout batch:rows
+    """
+    _check_program(program, "assert_collectives")
+    wanted = [w for entry in _entries(expected) for w in _read(entry, program)]
+    found = _found(program)
+    missing, unexpected = _unmatched(wanted, found)
+    if not missing and not unexpected:
+        return
+    lines = [f"other collectives than expected: {len(missing)} missing, {len(unexpected)} unexpected"]
+    for w in missing:
+        lines.append(f"  - {w}")
+        close = next((c for c in unexpected if w.near(c)), None)
+        if close is not None:
+            lines.append(f"      nearest: {close}")
+    for c in unexpected:
+        lines.append(f"  + {c}  ({c.collective.source})")
+        lines += [f"      because {c.collective.reason}", f"      avoid: {c.collective.avoid}"]
+    met = [c for c in found if c not in unexpected]
+    lines += [f"    {c}" for c in met]
+    raise AssertionError("\n".join([*lines, _place(program)]))
+
+
+def _unmatched(wanted: Sequence[_Wanted], found: Sequence[_Found]) -> tuple[list[_Wanted], list[_Found]]:
+    """What is left on both sides when as many as possible are matched (augmenting paths)."""
+    holder: dict[int, int] = {}  # index of found -> index of wanted
+
+    def place(w: int, tried: set[int]) -> bool:
+        for n, c in enumerate(found):
+            if n not in tried and wanted[w].fits(c):
+                tried.add(n)
+                if n not in holder or place(holder[n], tried):
+                    holder[n] = w
+                    return True
+        return False
+
+    missing = [w for n, w in enumerate(wanted) if not place(n, set())]
+    return missing, [c for n, c in enumerate(found) if n not in holder]
+
+
+def _entries(expected: object) -> Sequence[Any]:
+    if isinstance(expected, str) or not isinstance(expected, Sequence):
+        raise GraphError(f"assert_collectives: expected must be a list of collectives, got {expected!r:.80}")
+    return expected
+
+
+def _read(entry: Any, program: Program) -> list[_Wanted]:
+    """The collectives that one entry stands for."""
+    form = "a tuple (kind, axes[, payload_bytes]) or a text like 'all_reduce over rows of w1'"
+    count, payload, of = 1, None, None
+    if isinstance(entry, str):
+        read = _TEXT.fullmatch(entry.strip())
+        if read is None:
+            raise GraphError(f"assert_collectives: {entry!r:.80} is not {form}")
+        kind, axes, of = read["kind"], tuple(read["axes"].split("+")), read["of"]
+        count = int(read["count"] or 1)
+    elif isinstance(entry, list | tuple) and len(entry) in (2, 3):
+        kind, over, payload = (*entry, None)[:3]
+        axes = tuple(over.split("+")) if isinstance(over, str) else tuple(over) if isinstance(over, Sequence) else ()
+        if payload is not None and (isinstance(payload, bool) or not isinstance(payload, int) or payload < 0):
+            raise GraphError(f"assert_collectives: {entry!r:.80}: payload_bytes must be a number of bytes")
+    else:
+        raise GraphError(f"assert_collectives: {entry!r:.80} is not {form}")
+    if kind not in COLLECTIVES:
+        raise GraphError(
+            f"assert_collectives: {entry!r:.80}: {kind!r} is none of {', '.join(COLLECTIVES)}"
+            f"{nearest(kind, COLLECTIVES)}"
+        )
+    strange = [a for a in axes if a not in program.mesh]
+    if strange or not axes:
+        raise GraphError(
+            f"assert_collectives: {entry!r:.80}: no axis {strange[0] if strange else over!r} in mesh {program.mesh}"
+            f"{nearest(strange[0], program.mesh.axes) if strange else ''}"
+        )
+    if of is not None:
+        known = {name for c in _values(program) for name in _names(program, c)} | {*_tensor_names(program)}
+        if of not in known:
+            raise GraphError(f"assert_collectives: {entry!r:.80}: the program has no tensor {of!r}{nearest(of, known)}")
+    return [_Wanted(kind, axes, payload, of)] * count
+
+
+def _found(program: Program) -> list[_Found]:
+    named = [_names(program, v) for v in _values(program)]
+    return [_Found(c, names) for c, names in zip(program.collectives, named, strict=True)]
+
+
+def _values(program: Program) -> list[Value]:
+    """The operands of all collectives, in the order of `program.collectives`."""
+    found: list[Value] = []
+    for i in program.instructions:
+        if i.body is not None:
+            found += _values(i.body)
+        if i.is_collective:
+            found += i.inputs
+    return found
+
+
+def _names(program: Program, value: Value) -> tuple[str, ...]:
+    """The tensor's name, and the variable's if it, or what it becomes on its way, is a gradient."""
+    t: Tensor | None = value.tensor
+    while t is not None:
+        variable = t.operation.graph.gradient_of.get(t)
+        if variable is not None:
+            return (value.tensor.name, variable.name)
+        users = {i.outputs[0].tensor: i for i in _users(program, t)}
+        t = next(iter(users)) if len(users) == 1 else None
+    return (value.tensor.name,)
+
+
+def _users(program: Program, t: Tensor) -> list[Instruction]:
+    return [
+        i
+        for i in program.instructions
+        if not i.is_reshard and len(i.outputs) == 1 and any(x.tensor is t for x in i.inputs) and i.region == "backward"
+    ]
+
+
+def _tensor_names(program: Program) -> list[str]:
+    names = [y.tensor.name for i in program.instructions for y in i.outputs]
+    return names + [n for i in program.instructions if i.body is not None for n in _tensor_names(i.body)]
+
+
+# ---------------------------------------------------------------- the other three
+
+
+def assert_layout_invariant(
+    outputs: Any = None,
+    updates: Sequence[Operation] = (),
+    mesh: Any = None,
+    layouts: Any = "all",
+    inputs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Verification:
+    """Assert that layouts change no value, new variable or gradient beyond rounding.
+
+    Args:
+      outputs, updates: as `mtf.lower` takes them.
+      mesh: the mesh; None if `layouts` are (mesh, layout) pairs.
+      layouts: "all", a number of legal layouts to draw, or a list of them.
+      inputs, options: as `mtf.verify` takes them (precision, executor, state, steps, seed, rtol).
+    Returns: the Verification.
+    Raises: AssertionError naming for every failing layout what is off and the first operation that diverges; what
+      `mtf.verify` raises for other arguments.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 4), mtf.Dimension("d", 2)])
+      ...     y = mtf.softmax(x, mtf.Dimension("d", 2))
+      >>> [row.layout for row in mtf.testing.assert_layout_invariant({"y": y}, mesh="p:2").rows]
+      ['', 'batch:p', 'd:p', 'd:p;batch:p?']
+    """
+    found = verify(outputs, updates, inputs, layouts, mesh, **options)
+    if not found.ok:
+        raise AssertionError("\n".join([str(found).splitlines()[0], *map(str, found.failures)]))
+    return found
+
+
+def assert_fits(program: Program, slice: Any) -> None:
+    """Assert that a program's peak memory fits the HBM of one device of a slice.
+
+    The peak is exact for the program's order, without tile padding, and knows nothing of what a runtime reserves.
+
+    Args:
+      program: what `mtf.lower` returned.
+      slice: a name like "v3-8", or a Slice; its devices must be as many as the mesh has cores.
+    Raises: AssertionError with both sizes and the largest live tensors with their lines; SliceError for a slice that
+      is unknown or of another size than the mesh.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
+      ...     program = mtf.lower({"y": x * 2.0}, mesh="rows:8", layout="batch:rows")
+      >>> mtf.testing.assert_fits(program, "v3-8")
+    """
+    _check_program(program, "assert_fits")
+    found = as_slice(slice, program)
+    if not isinstance(found, Slice):
+        raise GraphError("assert_fits: give a slice, a name like 'v3-8'")
+    memory, room = program.memory, found.hbm_bytes_per_device
+    if memory.peak_bytes <= room:
+        return
+    live = sorted(memory.live, key=lambda v: -v.bytes)
+    shown = [f"    {v}" for v in live[:SHOWN_TENSORS]]
+    rest = live[SHOWN_TENSORS:]
+    if rest:
+        shown.append(f"    {bytes_text(sum(v.bytes for v in rest)):>10}  in {len(rest)} more")
+    raise AssertionError(
+        "\n".join(
+            [
+                f"does not fit {found.name}: a core needs {bytes_text(memory.peak_bytes)} ({memory.peak_bytes} bytes) "
+                f"at its peak, a device has {bytes_text(room)} ({room} bytes), {bytes_text(memory.peak_bytes - room)} "
+                f"less ({memory.peak_bytes / room:.3g} times the memory is needed)",
+                f"  peak at {memory.at}; " + ", ".join(f"{k} {bytes_text(n)}" for k, n in memory.by_kind.items() if n),
+                "  largest live tensors, bytes on one core:",
+                *shown,
+                _place(program),
+            ]
+        )
+    )
+
+
+def assert_sent_at_most(program: Program, bytes: float) -> None:
+    """Assert that a core sends no more than `bytes` in one run of the program, all collectives together. Exact.
+
+    Args:
+      program: what `mtf.lower` returned.
+      bytes: a number of bytes, at least 0.
+    Raises: AssertionError with both numbers and the collectives that send most, with their reasons; GraphError for
+      bytes that are no number.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
+      ...     program = mtf.lower({"total": mtf.reduce_sum(x)}, mesh="rows:2", layout="batch:rows")
+      >>> mtf.testing.assert_sent_at_most(program, 4)
+    """
+    _check_program(program, "assert_sent_at_most")
+    if isinstance(bytes, bool) or not isinstance(bytes, int | float) or not bytes >= 0:
+        raise GraphError(f"assert_sent_at_most: bytes must be a number of at least 0, got {bytes!r:.80}")
+    sent = program.sent_bytes
+    if sent <= bytes:
+        return
+    most = sorted(_found(program), key=lambda c: -c.collective.sent_bytes * c.collective.count)
+    lines = [
+        f"a core sends {bytes_text(sent)} ({sent:.10g} bytes), more than {bytes_text(bytes)} ({bytes:.10g} bytes) by "
+        f"{bytes_text(sent - bytes)}; the largest of {len(most)} collectives:"
+    ]
+    for c in most[:SHOWN_TENSORS]:
+        x = c.collective
+        times = f", {x.count} times" if x.count > 1 else ""
+        lines.append(f"  {bytes_text(x.sent_bytes * x.count)}  {c}{times}  ({x.source})")
+        lines += [f"      because {x.reason}", f"      avoid: {x.avoid}"]
+    raise AssertionError("\n".join([*lines, _place(program)]))
+
+
+def _check_program(program: object, what: str) -> None:
+    if not isinstance(program, Program):
+        raise GraphError(f"{what}: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
+
+
+def _place(program: Program) -> str:
+    return f"  mesh {program.mesh}   layout {program.layout or '(none)'}"

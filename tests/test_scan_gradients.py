@@ -1,0 +1,254 @@
+"""Gradients through scan, while_loop, recompute_grad and custom_gradient, against the same programs written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+
+D = mtf.Dimension
+B, W, LAYERS = D("batch", 4), D("d", 8), D("layers", 3)
+OUT = D("d_out", 8)
+LAYOUTS = (
+    ("m:1;n:1", ""),
+    ("m:2;n:2", "batch:m;d:n"),
+    ("m:2;n:2", "d:m+n"),
+    ("m:4;n:1", "batch:m;d:m?"),
+    ("m:2;n:2", "batch:m;d_out:n"),
+    ("m:2;n:2", "batch:m;variables/d:n"),
+)
+Built = tuple[dict[str, mtf.Tensor], list[mtf.Tensor]]
+
+
+def layer(x: mtf.Tensor, w: mtf.Tensor, scale: mtf.Tensor) -> mtf.Tensor:
+    y = mtf.tanh(mtf.einsum([x, w], [B, OUT], precision="highest"))
+    return mtf.rename_dimension(y, "d_out", "d") * scale + x * 0.5
+
+
+def leaves() -> tuple[mtf.Tensor, mtf.Tensor, mtf.Tensor]:
+    x = mtf.input("x", [B, W], "float64")
+    w = mtf.input("w", [LAYERS, W, OUT], "float64")
+    return x, w, mtf.input("scale", [W], "float64")
+
+
+def by_scan() -> Built:
+    x, w, scale = leaves()
+    (y,), (means,) = mtf.scan(
+        lambda c, s: ((layer(c[0], s[0], scale * 2.0),), (mtf.reduce_mean(c[0], reduced_dim=W),)), [x], [w], LAYERS
+    )
+    return {"y": y, "means": means}, [x, w, scale]
+
+
+def written_out() -> Built:
+    x, w, scale = leaves()
+    y, means = x, []
+    for part in mtf.unstack(w, LAYERS):
+        means.append(mtf.reduce_mean(y, reduced_dim=W))
+        y = layer(y, part, scale * 2.0)
+    return {"y": y, "means": mtf.stack(means, "layers")}, [x, w, scale]
+
+
+def reversed_scan() -> Built:
+    x, w, scale = leaves()
+    (y,), (sums,) = mtf.scan(
+        lambda c, s: ((layer(c[0], s[0], scale),), (mtf.reduce_sum(c[0], reduced_dim=W),)), [x], [w], LAYERS, True
+    )
+    return {"y": y, "sums": sums}, [x, w, scale]
+
+
+def reversed_written_out() -> Built:
+    x, w, scale = leaves()
+    y, sums = x, []
+    for part in reversed(mtf.unstack(w, LAYERS)):
+        sums.append(mtf.reduce_sum(y, reduced_dim=W))
+        y = layer(y, part, scale)
+    return {"y": y, "sums": mtf.stack(sums[::-1], "layers")}, [x, w, scale]
+
+
+def nested() -> Built:
+    x, w, scale = leaves()
+
+    def outer(c: tuple, s: tuple) -> tuple:
+        (inner,) = mtf.while_loop(2, lambda v: layer(v, s[0], scale), [c[0]])
+        return (inner,), ()
+
+    (y,), _ = mtf.scan(outer, [x], [w], LAYERS)
+    return {"y": y}, [x, w, scale]
+
+
+def nested_written_out() -> Built:
+    x, w, scale = leaves()
+    y = x
+    for part in mtf.unstack(w, LAYERS):
+        y = layer(layer(y, part, scale), part, scale)
+    return {"y": y}, [x, w, scale]
+
+
+def loop_with_integers() -> Built:
+    x, w, scale = leaves()
+
+    def body(v: mtf.Tensor, n: mtf.Tensor) -> tuple[mtf.Tensor, mtf.Tensor]:
+        part = mtf.gather(w, n, LAYERS)
+        return layer(v, part, scale), n + 1
+
+    y, _ = mtf.while_loop(3, body, [x, mtf.constant(0, dtype="int32")])
+    return {"y": y}, [x, w, scale]
+
+
+def plain_written_out() -> Built:
+    x, w, scale = leaves()
+    y = x
+    for part in mtf.unstack(w, LAYERS):
+        y = layer(y, part, scale)
+    return {"y": y}, [x, w, scale]
+
+
+def recomputed() -> Built:
+    x, w, scale = leaves()
+    y = x
+    for part in mtf.unstack(w, LAYERS):
+        y = mtf.recompute_grad(lambda v, p: layer(v, p, scale), [y, part])
+    return {"y": y}, [x, w, scale]
+
+
+def recomputed_inside_scan() -> Built:
+    x, w, scale = leaves()
+    (y,), _ = mtf.scan(
+        lambda c, s: ((mtf.recompute_grad(lambda v: layer(v, s[0], scale), [c[0]]),), ()), [x], [w], LAYERS
+    )
+    return {"y": y}, [x, w, scale]
+
+
+PAIRS: dict[str, tuple[Callable[[], Built], Callable[[], Built]]] = {
+    "scan": (by_scan, written_out),
+    "reversed": (reversed_scan, reversed_written_out),
+    "nested": (nested, nested_written_out),
+    "integers": (loop_with_integers, plain_written_out),
+    "recompute": (recomputed, plain_written_out),
+    "recompute in scan": (recomputed_inside_scan, plain_written_out),
+}
+
+
+def run(build: Callable[[], Built], mesh: str, layout: str, executor: str, order: int = 1) -> dict[str, np.ndarray]:
+    """Outputs and gradients (of the first or second order) of a random weighting of the outputs."""
+    rng = np.random.default_rng(3)
+    feeds = {"x": rng.normal(size=(4, 8)), "w": rng.normal(size=(3, 8, 8)), "scale": rng.normal(size=8)}
+    with mtf.Graph():
+        outputs, wrt = build()
+        loss = mtf.add_n([mtf.reduce_sum(mtf.square(y) * (n + 0.5)) for n, y in enumerate(outputs.values())])
+        grads = mtf.gradients([loss], wrt)
+        if order == 2:
+            grads = mtf.gradients([mtf.add_n([mtf.reduce_sum(mtf.sin(g)) for g in grads if g is not None])], wrt)
+        fetched = {**outputs, **{f"d{x.name}": g for x, g in zip(wrt, grads, strict=True) if g is not None}}
+    program = mtf.lower(fetched, mesh=mesh, layout=layout, precision="highest")
+    return mtf.simulate(program, executor=executor).step(feeds)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("mesh", "layout"), LAYOUTS)
+def test_equals_the_program_written_out(name: str, mesh: str, layout: str) -> None:
+    looped, plain = PAIRS[name]
+    expected = run(plain, "m:1;n:1", "", "fast")
+    for executor in ("exact", "fast"):
+        found = run(looped, mesh, layout, executor)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-9, atol=1e-12, err_msg=f"{key} {executor}")
+
+
+@pytest.mark.parametrize("name", ["scan", "integers", "recompute"])
+def test_second_derivatives(name: str) -> None:
+    looped, plain = PAIRS[name]
+    expected = run(plain, "m:1;n:1", "", "fast", order=2)
+    found = run(looped, "m:2;n:2", "batch:m;d:n", "exact", order=2)
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-8, atol=1e-10, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    "wrapped", [lambda f, x: mtf.recompute_grad(f, [x]), lambda f, x: mtf.while_loop(1, f, [x])[0]]
+)
+def test_random_numbers_are_the_same_when_computed_again(wrapped: Callable) -> None:
+    with mtf.Graph():
+        x = mtf.input("x", [D("n", 64)])
+        y = wrapped(lambda v: mtf.dropout(mtf.sin(v), True, keep_prob=0.5), x)
+        (dx,) = mtf.gradients([mtf.reduce_sum(y)], [x])
+        program = mtf.lower({"y": y, "dx": dx}, mesh="m:4", layout="n:m")
+    values = np.linspace(0.1, 1.4, 64)
+    for executor in ("exact", "fast"):
+        r = mtf.simulate(program, executor=executor).step(x=values)
+        assert 10 < np.count_nonzero(r["y"]) < 54
+        np.testing.assert_allclose(r["dx"], np.where(r["y"] == 0, 0, 2 * np.cos(values)), rtol=1e-5)
+
+
+def mlp(recompute: bool) -> mtf.Program:
+    b, d, f = D("batch", 256), D("d", 32), D("f", 512)
+    with mtf.Graph():
+        y = mtf.input("x", [b, d])
+        for n in range(4):
+            w, v = mtf.variable(f"w{n}", [d, f]), mtf.variable(f"v{n}", [f, d])
+
+            def block(x: mtf.Tensor, w: mtf.Tensor = w, v: mtf.Tensor = v) -> mtf.Tensor:
+                return x + mtf.einsum([mtf.sin(mtf.einsum([x, w], [b, f])), v], [b, d])
+
+            y = mtf.recompute_grad(block, [y]) if recompute else block(y)
+        loss = mtf.reduce_mean(mtf.square(y))
+        train = mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+        return mtf.lower({"loss": loss}, train, mesh="data:2", layout="batch:data;f:data?")
+
+
+def test_recomputation_lowers_the_peak_and_repeats_work_and_gathers() -> None:
+    plain, again = mlp(False), mlp(True)
+    assert again.memory.peak_bytes < 0.75 * plain.memory.peak_bytes
+
+    def matmuls(program: mtf.Program) -> int:
+        return sum(i.opcode == "einsum" for i in program.instructions)
+
+    assert matmuls(again) == matmuls(plain) + 4  # of each block the first product, which the second's gradient needs
+    backward = [c for c in again.collectives if c.phase == "backward" and c.kind == "all_gather"]
+    before = [c for c in plain.collectives if c.phase == "backward" and c.kind == "all_gather"]
+    # Every block's first weight once more, except that three of them the backward gathers anyway.
+    assert len(backward) == len(before) + 1
+    x = np.random.default_rng(0).normal(size=(256, 32))
+    losses = [float(mtf.simulate(p, seed=1).step(x=x)["loss"]) for p in (plain, again)]
+    assert losses[0] == losses[1]
+
+
+def test_custom_gradient_replaces_the_rule() -> None:
+    with mtf.Graph():
+        x = mtf.input("x", [D("n", 4)], "float64")
+        y = mtf.custom_gradient(
+            lambda v: mtf.square(v) * 3.0, lambda inputs, outputs, dys: [dys[0] * 100.0 + inputs[0] + outputs[0]], [x]
+        )
+        (dx,) = mtf.gradients([mtf.reduce_sum(y * 2.0)], [x])
+        program = mtf.lower({"y": y, "dx": dx}, mesh="m:2", layout="n:m")
+    r = mtf.simulate(program).step(x=np.arange(1.0, 5.0))
+    np.testing.assert_array_equal(r["y"], 3 * np.arange(1.0, 5.0) ** 2)
+    np.testing.assert_array_equal(r["dx"], 200 + np.arange(1.0, 5.0) + 3 * np.arange(1.0, 5.0) ** 2)
+
+
+def test_several_results_and_unused_ones() -> None:
+    with mtf.Graph():
+        x = mtf.input("x", [D("n", 4)], "float64")
+        a, b = mtf.recompute_grad(lambda v: (mtf.sin(v), mtf.square(v)), [x])
+        (dx,) = mtf.gradients([mtf.reduce_sum(a + b)], [x])
+        (only,) = mtf.gradients([mtf.reduce_sum(b)], [x])
+        program = mtf.lower({"dx": dx, "only": only})
+    r = mtf.simulate(program).step(x=np.arange(4.0))
+    np.testing.assert_allclose(r["dx"], np.cos(np.arange(4.0)) + 2 * np.arange(4.0))
+    np.testing.assert_allclose(r["only"], 2 * np.arange(4.0))
+
+
+def test_bad_rewrites() -> None:
+    with mtf.Graph():
+        x = mtf.input("x", [D("n", 4)])
+        with pytest.raises(mtf.GraphError, match="explicit_inputs must be a non-empty list"):
+            mtf.recompute_grad(mtf.sin, [])
+        with pytest.raises(mtf.GraphError, match="expected a function of tensors, got 3"):
+            mtf.recompute_grad(3, [x])
+        y = mtf.custom_gradient(mtf.sin, lambda inputs, outputs, dys: [], [x])
+        with pytest.raises(mtf.GraphError, match="must return 1 cotangents, got 0"):
+            mtf.gradients([mtf.reduce_sum(y)], [x])
