@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -51,14 +52,12 @@ def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
 
 
 def accuracy(sim: mtf.Simulation, evaluation: mtf.Program, images: np.ndarray, labels: np.ndarray) -> float:
-    """Fraction of right answers; the last batch is filled up with the first images, which are not counted."""
+    """Fraction of right answers; the mask does not count the images that fill the last batch up."""
     size = evaluation.inputs["images"].tensor.shape.dim("batch").size
-    right = 0
-    for start in range(0, len(images), size):
-        index = np.arange(start, start + size)
-        chosen = index % len(images)
-        logits = sim.run(evaluation, images=images[chosen])["logits"]
-        right += int(np.sum((logits.argmax(axis=1) == labels[chosen])[index < len(images)]))
+    right = 0.0
+    for batch in mtf.Batches({"images": images, "labels": labels}, size, remainder="pad", epochs=1):
+        logits = sim.run(evaluation, images=batch["images"])["logits"]
+        right += float(batch["mask"] @ (logits.argmax(axis=1) == batch["labels"]))
     return right / len(images)
 
 
@@ -77,13 +76,13 @@ def train(args: argparse.Namespace) -> None:
     sim = mtf.simulate(training, args.slice, seed=args.seed, executor=args.executor)
     print(f"slice: {sim.slice}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
-    rng = np.random.default_rng(args.seed)
-    steps = len(digits.train_images) // args.batch
+    examples = {"images": digits.train_images, "labels": digits.train_labels}
+    batches = mtf.Batches(examples, args.batch, shuffle_seed=args.seed)
     for epoch in range(1, args.epochs + 1):
         begun, losses = time.perf_counter(), []
-        for images, labels in mnist_data.batches(digits.train_images, digits.train_labels, args.batch, rng):
-            losses.append(float(sim.step(images=images, labels=labels)["loss"]))
-            progress(len(losses), steps, f"loss {losses[-1]:.4f}")
+        for batch in islice(batches, batches.per_epoch):
+            losses.append(float(sim.step(batch)["loss"]))
+            progress(len(losses), batches.per_epoch, f"loss {losses[-1]:.4f}")
         seconds = time.perf_counter() - begun
         right = accuracy(sim, evaluation, digits.test_images, digits.test_labels)
         clear = "\r\033[K" if sys.stdout.isatty() else ""

@@ -20,7 +20,7 @@ import math
 import os
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -90,29 +90,6 @@ def load(
         return _read_folder(cache, seed)
     except DataError as error:
         raise DataError(f"{error} (in the cache; delete the file to have it downloaded again)") from error
-
-
-def batches(
-    images: Images, labels: Labels, batch_size: int, rng: np.random.Generator
-) -> Iterator[tuple[Images, Labels]]:
-    """One epoch in a fresh random order, as batches of exactly `batch_size`.
-
-    The last `len(images) % batch_size` examples of the order are dropped, so that every batch divides
-    over the mesh in the same way; the next epoch's order drops others.
-
-    >>> rng = np.random.default_rng(0)
-    >>> x, y = np.zeros((10, 784), np.float32), np.arange(10, dtype=np.int32)
-    >>> [labels.shape for _, labels in batches(x, y, 4, rng)]
-    [(4,), (4,)]
-    """
-    count = len(images)
-    if len(labels) != count:
-        raise ValueError(f"batches: {count} images but {len(labels)} labels")
-    if not 1 <= batch_size <= count:
-        raise ValueError(f"batches: batch_size must be in 1..{count} for {count} images, is {batch_size}")
-    order = rng.permutation(count)
-    picks = (order[i : i + batch_size] for i in range(0, count - batch_size + 1, batch_size))
-    return ((images[pick], labels[pick]) for pick in picks)
 
 
 # ---- IDX files ----

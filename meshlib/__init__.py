@@ -33,9 +33,10 @@ from layouts import (  # noqa: E402
     Shape,
     Sharding,
 )
-from meshlib import initializers, layers, optimize  # noqa: E402
+from meshlib import initializers, layers, optimize, testing  # noqa: E402
 from meshlib.batches import Batches  # noqa: E402
 from meshlib.checkpoint import load, save  # noqa: E402
+from meshlib.compare import Comparison, compare  # noqa: E402
 from meshlib.errors import (  # noqa: E402
     CheckpointError,
     FeedError,
@@ -127,6 +128,7 @@ from meshlib.ops.reduce import (  # noqa: E402
     softmax,
 )
 from meshlib.ops.rewrite import custom_gradient, recompute_grad  # noqa: E402
+from meshlib.ops.sampling import sample_with_temperature  # noqa: E402
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose  # noqa: E402
 from meshlib.ops.sources import (  # noqa: E402
     constant,
@@ -155,12 +157,14 @@ from meshlib.ops.window import (  # noqa: E402
 )
 from meshlib.optimize import serialize_training_step  # noqa: E402
 from meshlib.simulate import Simulation, simulate  # noqa: E402
+from meshlib.verify import Verification, verify  # noqa: E402
 
 __all__ = [
     "Balance",
     "Batches",
     "CheckpointError",
     "Collective",
+    "Comparison",
     "Dimension",
     "FeedError",
     "Graph",
@@ -179,6 +183,7 @@ __all__ = [
     "Simulation",
     "SliceError",
     "Tensor",
+    "Verification",
     "abs",
     "add",
     "add_n",
@@ -196,6 +201,7 @@ __all__ = [
     "clip_by_value",
     "collectives_table",
     "combined_dimension",
+    "compare",
     "concat",
     "cond",
     "constant",
@@ -273,6 +279,7 @@ __all__ = [
     "reshape",
     "round",
     "rsqrt",
+    "sample_with_temperature",
     "save",
     "scan",
     "scatter_add",
@@ -301,6 +308,7 @@ __all__ = [
     "subtract",
     "swish",
     "tanh",
+    "testing",
     "to_bfloat16",
     "to_float",
     "to_int32",
@@ -310,6 +318,7 @@ __all__ = [
     "unstack",
     "update_slice",
     "variable",
+    "verify",
     "where",
     "while_loop",
     "zeros",

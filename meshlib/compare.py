@@ -392,7 +392,7 @@ def _because(reason: str) -> str:
 def _work(program: Program) -> Work:
     local, whole = [0, 0], [0, 0]
     for i, times in _computations(program, 1):
-        op, (out,) = i.operation, i.outputs
+        op, out = i.operation, i.outputs[0]
         one = op.kind.work(tuple(x.local for x in i.inputs), out.local, op.attrs)
         every = op.kind.work(
             tuple(TensorType(x.tensor.shape, x.tensor.dtype) for x in i.inputs), out.tensor.type, op.attrs
@@ -409,7 +409,7 @@ def _computations(program: Program, times: int) -> Iterator[tuple[Instruction, i
     for i in program.instructions:
         if i.body is not None:
             yield from _computations(i.body, times * i.trips)
-        elif not i.is_reshard and len(i.outputs) == 1 and i.opcode not in ("input", "variable"):
+        elif not i.is_reshard and i.opcode not in ("input", "variable", "assign"):
             yield i, times
 
 

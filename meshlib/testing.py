@@ -187,6 +187,7 @@ def _values(program: Program) -> list[Value]:
     for i in program.instructions:
         if i.body is not None:
             found += _values(i.body)
+        found += [i.inputs[max(e.operand, 0)] for e in i.exchanges]
         if i.is_collective:
             found += i.inputs
     return found

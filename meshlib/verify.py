@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from layouts import Dimension, LayoutRules, Mesh
+from layouts import LayoutRules, Mesh
 from layouts.rules import place
-from meshlib.dtypes import BFLOAT16, BOOL, FLOAT32, FLOAT64, DType
+from meshlib.dtypes import BFLOAT16, BOOL, FLOAT32, FLOAT64, INT32, DType
 from meshlib.errors import FeedError, GraphError, LayoutError, MeshlibError, ProgramError, nearest
 from meshlib.gradients import gradients
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor, TensorType
@@ -54,6 +54,7 @@ Key = tuple[Tensor, int]  # a tensor, and how many times it was made before in t
 SAFETY = 4.0
 SAMPLES = 4  # runs with changed operands
 WEAK = 0.25  # allowed share of the largest magnitude from which on a comparison proves little
+NARROWINGS = 12  # how often drawn indices that are out of range are drawn again from half the range
 MOST_LAYOUTS = 20_000  # that "all" looks through
 
 
@@ -333,6 +334,7 @@ def _gradients_for(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str]
     ys = [y for y in fetched.values() if y.dtype.is_float and y.operation.region != BACKWARD]
     count, numbered = len(graph.operations), dict(graph._counts)
     saved = (dict(graph.gradient_of), dict(graph.inputs), dict(graph.variables), dict(graph.captured))
+    rewrites = len(graph.rewrites)
     try:
         found: dict[str, Tensor] = {}
         if ys:
@@ -349,7 +351,7 @@ def _gradients_for(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str]
                 notes.append(f"gradients are not compared: {str(fault).splitlines()[0]}")
         yield found
     finally:
-        del graph.operations[count:]
+        del graph.operations[count:], graph.rewrites[rewrites:]
         kept = (graph.gradient_of, graph.inputs, graph.variables, graph.captured, graph._counts)
         for table, before in zip(kept, (*saved, numbered), strict=True):
             table.clear()  # type: ignore[attr-defined]
@@ -459,31 +461,33 @@ def _written(axes: Sequence[str], choice: Sequence[tuple[str, str]]) -> Iterator
 # ---------------------------------------------------------------- drawing inputs
 
 
-def _drawn(op: Operation, rng: np.random.Generator, operations: Sequence[Operation]) -> Array:
+def _drawn(op: Operation, rng: np.random.Generator, operations: Sequence[Operation], narrow: int) -> Array:
+    """Values of an input; `narrow` halves the range of integers so many times."""
     shape, dtype = op.attrs["shape"].sizes, op.attrs["dtype"]
     if dtype.is_float:
         return np.asarray(rng.normal(size=shape))
     if dtype is BOOL:
         return np.asarray(rng.random(shape) < 0.5)
-    return np.asarray(rng.integers(0, _index_bound(op.output, operations) or 8, shape))
+    return np.asarray(rng.integers(0, max(1, (_index_bound(op.output, operations) or 8) >> narrow), shape))
 
 
 def _index_bound(x: Tensor, operations: Sequence[Operation]) -> int | None:
     """The smallest dim in which an integer, or what is made of it, is looked up."""
     reached, bounds = {x}, []
     for op in all_operations(operations):
-        if not any(y in reached for y in op.inputs):
-            continue
         if "body" in op.attrs:
             body: Graph = op.attrs["body"]
-            inner = [body.inputs[n].output for n in op.attrs["carried"]] + list(body.captured.values())
+            inner = [body.inputs[n].output for n in (*op.attrs["carried"], *op.attrs["sliced"])]
+            inner += body.captured.values()
             reached |= {b for a, b in zip(op.inputs, inner, strict=False) if a in reached}
-        dim = op.attrs.get("dim")
-        if isinstance(dim, Dimension) and op.kind.kind in (Kind.INDEXED, Kind.ELEMENTWISE):
-            bounds.append(dim.size)
-        else:
+        elif any(y in reached for y in op.inputs[_LOOKED_UP.get(op.kind.name, len(op.inputs)) :]):
+            bounds.append(op.attrs["dim"].size)
+        elif any(y in reached for y in op.inputs):
             reached |= {y for y in op.outputs if not y.dtype.is_float and y.dtype is not BOOL}
     return min(bounds, default=None)
+
+
+_LOOKED_UP = {"one_hot": 0, "gather": 1, "scatter_add": 1}  # from which operand on the operands are indices
 
 
 # ---------------------------------------------------------------- the unsharded program, and what may differ
@@ -522,7 +526,7 @@ def _accumulated(dtype: DType) -> float:
 
 def _terms(op: Operation) -> int:
     """How many terms an element of the result is the sum of, at most."""
-    return prod(f.size for f in op.kind.roles(op) if f.role in (Role.SUM, Role.WHOLE))
+    return prod(f.size for f in op.kind.roles(op) if f.role not in (Role.PARALLEL, Role.MAX, Role.MIN))
 
 
 def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
@@ -558,35 +562,50 @@ class _Wide:
             elif i.body is not None:
                 arrays.update(zip(i.outputs, self._loop(i, i.body, inputs, engine), strict=True))
             elif i.opcode not in ("input", "variable", "assign"):
-                arrays[i.outputs[0]] = self._compute(i, inputs, engine)
+                arrays.update(zip(i.outputs, self._compute(i, inputs, engine), strict=True))
             for y in i.outputs:
                 self.values.setdefault((y.tensor, self.counted.next(y)), arrays[y])
         return arrays
 
     def _loop(self, i: Instruction, body: Program, inputs: list[Array], engine: Engine) -> list[Array]:
         given = dict(zip(body.inputs.values(), inputs, strict=True))
-        for trip in range(i.trips):
+        sliced = {body.inputs[n]: (given[body.inputs[n]], i.slice_axis(n)) for n in i.slices}
+        stacks: dict[str, list[Array]] = {n: [np.empty(0)] * i.trips for n in i.stacks}
+        for trip in i.trip_order:
+            given.update({v: np.take(x, trip, axis=axis) for v, (x, axis) in sliced.items()})
             made = self.run(body, given, engine.in_trip(trip))
+            for n, parts in stacks.items():
+                parts[trip] = made[body.outputs[n]]
             given.update({body.inputs[begin]: made[body.outputs[end]] for begin, end in i.carries})
-        return [given[body.inputs[begin]] for begin, _ in i.carries]
+        return [*(given[body.inputs[begin]] for begin, _ in i.carries), *map(np.stack, stacks.values())]
 
-    def _compute(self, i: Instruction, inputs: list[Array], engine: Engine) -> Array:
-        op, dtype = i.operation, i.outputs[0].tensor.dtype
+    def _compute(self, i: Instruction, inputs: list[Array], engine: Engine) -> list[Array]:
+        op = i.operation
         types = tuple(_wide_type(v.tensor) for v in i.inputs)
-        block = Block(op, types, _wide_type(op.output), {f.name: 0 for f in op.kind.roles(op)}, engine)
+        zeros = {f.name: 0 for f in op.kind.roles(op)}
+        block = Block(op, types, _wide_type(op.output), zeros, engine, None, (0,) * len(types))
 
-        def local(arrays: Sequence[Array]) -> Array:
+        def local(arrays: Sequence[Array]) -> list[Array]:
             with np.errstate(all="ignore"):
-                return self._widened(np.asarray(op.kind.local(block, *arrays)), dtype)
+                made = op.kind.local(block, *arrays)
+            made = made if isinstance(made, tuple) else (made,)
+            return [self._widened(np.asarray(y), t.dtype) for y, t in zip(made, op.outputs, strict=True)]
 
-        y = local(inputs)
-        if self.rng is None or not dtype.is_float or op.kind.kind is Kind.VIEW:
-            return y
-        if _only_chosen(op, y, inputs):
-            units = [_unit(v.tensor.dtype) for v in i.inputs if v.tensor.dtype.is_float]
-            return self._changed(y, _unit(dtype) if units and _unit(dtype) > max(units) else 0)
-        y = local([self._changed(x, self._by(op, v.tensor.dtype)) for v, x in zip(i.inputs, inputs, strict=True)])
-        return self._changed(y, 4 * _accumulated(dtype) + (_unit(dtype) if dtype is BFLOAT16 else 0))
+        plain = local(inputs)
+        if self.rng is None or op.kind.kind is Kind.VIEW:
+            return plain
+        changed = local([self._changed(x, self._by(op, v.tensor.dtype)) for v, x in zip(i.inputs, inputs, strict=True)])
+        units = [_unit(v.tensor.dtype) for v in i.inputs if v.tensor.dtype.is_float]
+        results = []
+        for t, y, other in zip(op.outputs, plain, changed, strict=True):
+            if not t.dtype.is_float:
+                results.append(y)  # a choice: it turns over when what it is made of changes
+            elif _only_chosen(op, y, inputs):
+                results.append(self._changed(y, _unit(t.dtype) if units and _unit(t.dtype) > max(units) else 0))
+            else:
+                by = 4 * _accumulated(t.dtype) + (_unit(t.dtype) if t.dtype is BFLOAT16 else 0)
+                results.append(self._changed(other, by))
+        return results
 
     def _by(self, op: Operation, dtype: DType) -> float:
         terms, change = _terms(op), 0.0
@@ -668,12 +687,18 @@ class _Job:
         """Lower the unsharded program (on a mesh with all axes, of size 1, that constraints may name) and run it."""
         alone = ";".join(f"{a}:1" for a in dict.fromkeys(a for m in meshes for a in m.axes))
         program = lower(outputs, updates, alone, "", precision)
-        feeds = _feeds(program, inputs, seed)
-        job = cls(outputs, updates, precision, executor, seed, steps, rtol, feeds, program, [])
-        arrays = _initial_state(program, state, seed)
-        parts = max(m.size for m in meshes)
-        for number in range(steps):
-            arrays = job._run_reference(arrays, number, parts)
+        drawn = [v for n, v in program.inputs.items() if n not in inputs and v.tensor.dtype is INT32]
+        for narrow in range(NARROWINGS):
+            feeds = _feeds(program, inputs, seed, narrow)
+            job = cls(outputs, updates, precision, executor, seed, steps, rtol, feeds, program, [])
+            arrays = _initial_state(program, state, seed)
+            try:
+                for number in range(steps):
+                    arrays = job._run_reference(arrays, number, max(m.size for m in meshes))
+                break
+            except FeedError as fault:  # an index out of range
+                if not drawn or narrow == NARROWINGS - 1:
+                    raise FeedError(f"verify: the unsharded program refuses its inputs; give others\n{fault}") from None
         return job
 
     @property
@@ -693,10 +718,7 @@ class _Job:
         def watch(instruction: Instruction, value: Value, blocks: Blocks) -> None:
             values.setdefault((value.tensor, counted.next(value)), np.array(blocks[0]))
 
-        try:
-            outputs, updates = run_exact(program, state, self.feeds, self.engine(state, True), watch)
-        except FeedError as fault:
-            raise FeedError(f"verify: the unsharded program refuses its inputs; give others\n{fault}") from None
+        outputs, updates = run_exact(program, state, self.feeds, self.engine(state, True), watch)
         given = {v: self.feeds[name] for name, v in program.inputs.items()}
         given |= {v: state[name] for name, v in program.variables.items()}
         runs = []
@@ -939,7 +961,7 @@ def _partial_sums(program: Program) -> Iterator[Value]:
 # ---------------------------------------------------------------- feeds and state
 
 
-def _feeds(program: Program, given: Mapping[str, Any], seed: int) -> dict[str, Array]:
+def _feeds(program: Program, given: Mapping[str, Any], seed: int, narrow: int) -> dict[str, Array]:
     """The feeds as given, the others drawn."""
     own = [n for n in program.inputs if not n.startswith(_COTANGENT)]
     unknown = [f"unknown input '{n}'{nearest(n, own)}" for n in given if n not in own]
@@ -949,7 +971,7 @@ def _feeds(program: Program, given: Mapping[str, Any], seed: int) -> dict[str, A
     fed = {}
     for n, (name, v) in enumerate(sorted(program.inputs.items())):
         op, t = v.tensor.operation, v.tensor
-        x = given[name] if name in given else _drawn(op, np.random.default_rng([seed, 0, n]), operations)
+        x = given[name] if name in given else _drawn(op, np.random.default_rng([seed, 0, n]), operations, narrow)
         fed[name] = to_storage(x, t.shape, t.dtype, f"input '{name}' ({op.source})")
     return fed
 

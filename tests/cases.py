@@ -1130,6 +1130,22 @@ for _variant, _wrap in (("round", True), ("out", False)):
         "x",
     )
 row(
+    "gather",
+    "one number",
+    {"w": signed("a:4;n:6;b:2")},
+    lambda f, w: mtf.gather(w, 4, dims("n:6")[0], dims("b:2;c:3;a:4")),
+    lambda w: np.repeat(w[:, 4].T[:, None], 3, axis=1),
+    "w",
+)
+for _variant, _temperature in (("indices drawn", 0.75), ("largest", 0)):
+    row(
+        "random" if _temperature else "top_k",
+        _variant,
+        {"x": signed("a:4;n:12;b:2")},
+        lambda f, x, t=_temperature: mtf.sample_with_temperature(x, dims("n:12")[0], t),
+        lambda x, t=_temperature: (x - t * np.log(-np.log(uniform("gumbel", (4, 12, 2), 1e-9, 1.0)))).argmax(axis=1),
+    )
+row(
     "constant",
     "like others",
     {"x": signed("a:4;b:6"), "i": whole("a:4"), "c": flags("b:6")},

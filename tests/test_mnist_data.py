@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import mnist_data
-from examples.mnist_data import DataError, Digits, Opener, batches, draw, load, read_idx
+from examples.mnist_data import DataError, Digits, Opener, draw, load, read_idx
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "mnist"
 CODES = {"uint8": 0x08, "int8": 0x09, "int16": 0x0B, "int32": 0x0C, "float32": 0x0D, "float64": 0x0E}
@@ -471,7 +471,8 @@ def test_drawn_digits_are_a_task_for_a_network_not_for_a_line() -> None:
             return [*values[:-1], values[-2] @ weights[-1] + biases[-1]]
 
         for _ in range(10):
-            for x, y in batches(images[train], labels[train], 100, rng):
+            for pick in rng.permutation(8000).reshape(-1, 100):
+                x, y = images[train][pick], labels[train][pick]
                 *inputs, scores = forward(x)
                 chances = np.exp(scores - scores.max(axis=1, keepdims=True))
                 chances /= chances.sum(axis=1, keepdims=True)
@@ -486,35 +487,3 @@ def test_drawn_digits_are_a_task_for_a_network_not_for_a_line() -> None:
 
     assert 0.93 < accuracy(784, 256, 10) < 0.97
     assert 0.85 < accuracy(784, 10) < 0.91
-
-
-# ---- batches ----
-
-
-def test_batches_drop_the_remainder_and_keep_pairs() -> None:
-    labels = np.arange(10, dtype=np.int32)
-    images = np.broadcast_to(labels[:, None].astype(np.float32), (10, 784))
-    rng = np.random.default_rng(0)
-    epochs = [list(batches(images, labels, 3, rng)) for _ in range(2)]
-    orders = [[int(label) for _, y in epoch for label in y] for epoch in epochs]
-    for epoch, order in zip(epochs, orders, strict=True):
-        assert [(x.shape, y.shape) for x, y in epoch] == [((3, 784), (3,))] * 3
-        assert all((x[:, 0] == y).all() for x, y in epoch)
-        assert len(set(order)) == 9
-    assert orders[0] != orders[1]
-    again = [int(label) for _, y in batches(images, labels, 3, np.random.default_rng(0)) for label in y]
-    assert again == orders[0]
-
-
-@pytest.mark.parametrize(
-    ("images", "labels", "size", "message"),
-    [
-        (5, 4, 2, "batches: 5 images but 4 labels"),
-        (5, 5, 6, r"batches: batch_size must be in 1..5 for 5 images, is 6"),
-        (5, 5, 0, r"batches: batch_size must be in 1..5 for 5 images, is 0"),
-    ],
-)
-def test_batches_refuse_at_the_call(images: int, labels: int, size: int, message: str) -> None:
-    x, y = np.zeros((images, 784), np.float32), np.zeros(labels, np.int32)
-    with pytest.raises(ValueError, match=message):
-        batches(x, y, size, np.random.default_rng(0))

@@ -181,7 +181,7 @@ def _is_elementwise(i: Instruction) -> bool:
     if i.is_reshard or i.exchanges or i.body is not None:
         return False
     kind = i.operation.kind
-    return kind.kind is Kind.ELEMENTWISE or kind.name in (*_ALIASES, "constant", "range")
+    return kind.kind is Kind.ELEMENTWISE or kind.name in (*_ALIASES, "constant", "range", "broadcast")
 
 
 def _last_uses(program: Program) -> dict[Value, int]:

@@ -6,7 +6,7 @@ global indices, gather looks up what it holds and leaves zeros elsewhere, so tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -201,15 +201,27 @@ GATHER = operation(
 )
 
 
-def gather(weights: Tensor, indices: Tensor, dim: Dimension, name: str | None = None) -> Tensor:
-    """weights[..., indices, ...] along `dim`: dims of `indices`, then the rest of `weights`.
+def gather(
+    weights: Tensor,
+    indices: Tensor | int,
+    dim: Dimension,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """weights[..., indices, ...] along `dim`: dims of `indices`, then the rest of `weights`, or `output_shape`.
 
-    Dims that `weights` and `indices` share are matched, as everywhere. Along a split `dim` each device looks up
-    what it holds; the parts are a pending sum.
+    Dims that `weights` and `indices` share are matched, as everywhere; `indices` may be one number. Along a split
+    `dim` each device looks up what it holds; the parts are a pending sum.
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
     """
+    from meshlib.ops.shape import broadcast
+    from meshlib.ops.sources import constant_like
+
     found = find_dim(tensor(weights, "gather"), dim, "gather")
-    return build(GATHER, [weights, tensor(indices, "gather")], {"dim": found}, name)
+    if isinstance(indices, int | np.integer) and not isinstance(indices, bool):
+        indices = constant_like(fitting(indices, INT32, "gather indices"), weights, INT32)
+    y = build(GATHER, [weights, tensor(indices, "gather")], {"dim": found}, name)
+    return y if output_shape is None else broadcast(y, output_shape)
 
 
 def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:

@@ -169,7 +169,7 @@ def nth_largest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | N
         raise ShapeError(f"{at('nth_largest_element')}: n = {n} is not in 0 to {d.size - 1}, the indices of dim {d}")
     k = Dimension(f"{d.name}_k", n + 1)
     values, _ = top_k(x, d, k)
-    return gather(values, constant_like(n, values, "int32"), k, name)
+    return gather(values, constant_like(n, values, "int32"), k, name=name)
 
 
 def nth_smallest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | None = None) -> Tensor:

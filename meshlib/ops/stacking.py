@@ -77,7 +77,7 @@ def stack(xs: Sequence[Tensor], dim_name: str, axis: int = 0, name: str | None =
 def unstack(x: Tensor, dim: Dimension, name: str | None = None) -> list[Tensor]:
     """The tensors at each index of `dim`, without that dim. Where it is split, each is made of one pending sum."""
     d = find_dim(tensor(x, "unstack"), dim, "unstack")
-    return [gather(x, constant_like(n, x, "int32"), d, name) for n in np.arange(d.size).tolist()]
+    return [gather(x, constant_like(n, x, "int32"), d, name=name) for n in np.arange(d.size).tolist()]
 
 
 def dynamic_slice(x: Tensor, start: Tensor | int, size: int, dim: Dimension | str, name: str | None = None) -> Tensor:
