@@ -91,7 +91,9 @@ def train(args: argparse.Namespace) -> None:
     print(f"\n{training.memory}")
     if sim.slice is not None:
         hbm = sim.slice.hbm_bytes_per_device
-        print(f"HBM of one core of {sim.slice.name}: {hbm} bytes; the peak takes {training.memory.peak_bytes / hbm:.2%}")
+        print(
+            f"HBM of one core of {sim.slice.name}: {hbm} bytes; the peak takes {training.memory.peak_bytes / hbm:.2%}"
+        )
 
 
 PRECISIONS = {"bfloat16": "default", "float32": "highest"}

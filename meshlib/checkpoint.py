@@ -86,7 +86,8 @@ def save(sim: Simulation, path: Path) -> None:
     """Write all variables, optimizer slots, the step and the seed of `sim` to `path`, in safetensors format.
 
     Whatever happens, `path` holds either what it held before or all of the new state; a process that has the old
-    file mapped keeps it. Beyond the state itself it takes the memory of one block of a tensor.
+    file mapped keeps it. Beyond the state itself it takes the memory of one block of a tensor, or of one tensor where
+    the state holds a transposed view.
 
     Args:
       sim: the simulation.

@@ -19,7 +19,6 @@ such changes turned them over, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import permutations, product
 from math import prod
@@ -261,18 +260,19 @@ def verify(
     fetched, graph = _fetched(outputs, updates)
     written = assigned(updates)
     pairs = _given_pairs(layouts, mesh)
-    meshes = [m for m, _ in pairs] if mesh is None else [Mesh(mesh)]
-    if mesh is not None and not isinstance(layouts, list | tuple):
-        simple = simplify(graph, fetched.values(), written.values())
-        found = legal_layouts(simple.operations, meshes[0], None if layouts == "all" else layouts, seed)
-        pairs = [(meshes[0], rules) for rules in found]
-    searched = mesh is not None and not isinstance(layouts, list | tuple)
+    searched = mesh is not None and not pairs
     notes: list[str] = []
-    with _gradients_for(graph, {} if written else fetched, notes) as extra:
+    with _Borrowed(graph):
+        extra = {} if written else _all_gradients(graph, fetched, notes)
+        compared = {**fetched, **extra}
+        if searched:
+            simple = simplify(graph, compared.values(), written.values())
+            number = None if layouts == "all" else layouts
+            pairs = [(Mesh(mesh), rules) for rules in legal_layouts(simple.operations, Mesh(mesh), number, seed)]
         job = _Job.prepare(
-            {**fetched, **extra},
+            compared,
             list(written.values()),
-            [*meshes],
+            [m for m, _ in pairs],
             inputs or {},
             state or {},
             steps or (2 if written else 1),
@@ -281,15 +281,11 @@ def verify(
             seed,
             rtol,
         )
-        notes += job.weaknesses()
-        rows, refused = [], []
-        for one, rules in pairs:
-            row = job.row(one, rules, searched)
-            if isinstance(row, Row):
-                rows.append(row)
-            else:
-                refused.append(row)
-        return Verification(tuple(rows), job.names, precision, executor, seed, job.steps, tuple(notes), tuple(refused))
+        found = [job.row(one, rules, searched) for one, rules in pairs]
+    rows = tuple(r for r in found if isinstance(r, Row))
+    refused = tuple(r for r in found if isinstance(r, str))
+    notes += job.weaknesses()
+    return Verification(rows, job.names, precision, executor, seed, job.steps, tuple(notes), refused)
 
 
 def _check_arguments(
@@ -298,9 +294,9 @@ def _check_arguments(
     for name, value in (("inputs", inputs), ("state", state)):
         if value is not None and not isinstance(value, Mapping):
             raise FeedError(f"verify: {name} must be a dict of names to arrays, got {type(value).__name__}")
-    if precision not in ("default", "highest"):
+    if not isinstance(precision, str) or precision not in ("default", "highest"):
         raise GraphError(f"verify: precision must be 'default' or 'highest', got {precision!r}")
-    if executor not in ("exact", "fast"):
+    if not isinstance(executor, str) or executor not in ("exact", "fast"):
         raise GraphError(f"verify: executor must be 'exact' or 'fast', got {executor!r}")
     for name, number, least in (("steps", steps, 1), ("seed", seed, 0)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
@@ -328,43 +324,51 @@ def _given_pairs(layouts: Any, mesh: Any) -> list[tuple[Mesh, LayoutRules]]:
     return [(Mesh(m), LayoutRules(x)) for m, x in layouts]
 
 
-@contextmanager
-def _gradients_for(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Gradients of the float outputs by name, in the graph only while the context lasts."""
-    ys = [y for y in fetched.values() if y.dtype.is_float and y.operation.region != BACKWARD]
-    count, numbered = len(graph.operations), dict(graph._counts)
-    saved = (dict(graph.gradient_of), dict(graph.inputs), dict(graph.variables), dict(graph.captured))
-    rewrites = len(graph.rewrites)
+class _Borrowed:
+    """A graph that takes operations while the context lasts, and is then as it was.
+
+    A class, because the line of the user's code is sought among the frames outside this package.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def __enter__(self) -> None:
+        g = self.graph
+        self.lists = [(held, len(held)) for held in (g.operations, g.rewrites)]
+        tables = (g.gradient_of, g.inputs, g.variables, g.captured, g._counts)
+        self.tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(held, dict(held)) for held in tables]
+
+    def __exit__(self, *exc: object) -> None:
+        for held, count in self.lists:
+            del held[count:]
+        for table, before in self.tables:
+            table.clear()
+            table.update(before)
+
+
+def _all_gradients(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
+    """Gradients of the float outputs by name."""
+    ys = [y for y in dict.fromkeys(fetched.values()) if y.dtype.is_float and y.operation.region != BACKWARD]
+    xs = [
+        op.output
+        for op in simplify(graph, ys, ()).operations
+        if op.kind.name in ("input", "variable") and op.output.dtype.is_float and op.attrs.get("trainable", True)
+    ]
+    if not xs:
+        return {}
     try:
-        found: dict[str, Tensor] = {}
-        if ys:
-            live = simplify(graph, ys, ()).operations
-            xs = [
-                op.output
-                for op in live
-                if op.output.dtype.is_float
-                and (op.kind.name == "input" or (op.kind.name == "variable" and op.attrs["trainable"]))
-            ]
-            try:
-                found = _gradients(graph, ys, xs)
-            except GraphError as fault:
-                notes.append(f"gradients are not compared: {str(fault).splitlines()[0]}")
-        yield found
-    finally:
-        del graph.operations[count:], graph.rewrites[rewrites:]
-        kept = (graph.gradient_of, graph.inputs, graph.variables, graph.captured, graph._counts)
-        for table, before in zip(kept, (*saved, numbered), strict=True):
-            table.clear()  # type: ignore[attr-defined]
-            table.update(before)  # type: ignore[attr-defined]
+        return _gradients(graph, ys, xs)
+    except GraphError as fault:
+        notes.append(f"gradients are not compared: {str(fault).splitlines()[0]}")
+        return {}
 
 
 def _gradients(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> dict[str, Tensor]:
-    if not xs:
-        return {}
     with graph:
         # Ones would hide much: the rows of a softmax sum to one whatever it does.
-        seeds = [declare_input(f"{_COTANGENT}{n}", y.shape, y.dtype) for n, y in enumerate(dict.fromkeys(ys))]
-        found = gradients(list(dict.fromkeys(ys)), xs, seeds)
+        seeds = [declare_input(f"{_COTANGENT}{n}", y.shape, y.dtype) for n, y in enumerate(ys)]
+        found = gradients(ys, xs, seeds)
     order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind.name != "variable")
     return {f"d {x.operation.name}": dx for x, dx in order if dx is not None}
 
@@ -587,7 +591,7 @@ class _Wide:
 
         def local(arrays: Sequence[Array]) -> list[Array]:
             with np.errstate(all="ignore"):
-                made = op.kind.local(block, *arrays)
+                made: Any = op.kind.local(block, *arrays)
             made = made if isinstance(made, tuple) else (made,)
             return [self._widened(np.asarray(y), t.dtype) for y, t in zip(made, op.outputs, strict=True)]
 

@@ -867,30 +867,30 @@ row(
 # ---------------------------------------------------------------- loops
 
 row(
-    "while_loop",
+    "scan",
     "recurrence",
     {"x": signed("a:4;k:6"), "w": signed("k:6;m:6")},
     lambda f, x, w: _recurrence(x, w),
     lambda x, w: _recurrence_reference(x, w),
-    has_gradient=False,
+    "xw",
 )
 row(
-    "while_loop",
+    "scan",
     "two carries",
     {"x": signed("a:4;b:6"), "y": signed("b:6;a:4")},
     lambda f, x, y: mtf.while_loop(
         3, lambda u, v: (mtf.transpose(v, u.shape), mtf.transpose(u * 0.5, v.shape) + 1), [x, y]
     )[1],
     lambda x, y: 0.5 * (0.5 * x.T + 1) + 1,
-    has_gradient=False,
+    "xy",
 )
 row(
-    "while_loop",
+    "scan",
     "noise",
     {"x": signed("a:4;b:6")},
     lambda f, x: mtf.while_loop(2, lambda v: v + mtf.random_uniform(x.shape, dtype=f), [x])[0],
     lambda x: x + sum(uniform("while_loop/random_uniform", (4, 6), trips=(n,)) for n in range(2)),
-    has_gradient=False,
+    "x",
     bitwise=True,
 )
 

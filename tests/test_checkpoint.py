@@ -446,6 +446,8 @@ def test_ten_steps_are_five_saved_loaded_and_five(tmp_path: Path, optimizer: str
         if mesh == places[0][0]:
             assert expected == losses
             assert bits(resumed) == bits(straight)
+        mtf.load(path, whole)  # back to step 5, over arrays that the executor still holds
+        assert run(whole, second, range(5, 10)) == expected[5:]
         for name in straight.state:  # another layout is the same run up to rounding
             np.testing.assert_allclose(resumed.state[name], straight.state[name], rtol=2e-2, atol=2e-3, err_msg=name)
 
@@ -542,8 +544,11 @@ def state(sim, n):  # version n: every number of every variable
 
 
 sim, reader = mtf.simulate(program), mtf.simulate(program)
-state(sim, 0)
-mtf.save(sim, path)
+begun = time.perf_counter()
+for _ in range(5):
+    state(sim, 0)
+    mtf.save(sim, path)
+one_save = (time.perf_counter() - begun) / 5
 chance, done, midway, total = random.Random(1), 0, 0, 0
 for trial in range(kills):
     out, back = os.pipe()
@@ -556,7 +561,7 @@ for trial in range(kills):
             mtf.save(sim, path)
             os.write(back, n.to_bytes(4, "little"))
     os.close(back)
-    time.sleep(chance.uniform(0, 0.03))
+    time.sleep(chance.uniform(0, 5 * one_save + 0.01))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     reported = b""
@@ -576,7 +581,7 @@ for trial in range(kills):
     total += done - before
 mtf.save(sim, path)
 assert [p.name for p in path.parent.iterdir()] == [path.name]
-print(kills, midway, total)
+print(kills, midway, total, one_save)
 """
 
 
@@ -592,7 +597,7 @@ def test_a_writer_killed_at_random_moments_leaves_a_whole_checkpoint(tmp_path: P
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    kills, midway, saves = map(int, done.stdout.split())
+    kills, midway, saves = map(int, done.stdout.split()[:3])
     assert kills == 100
     assert midway >= 10  # killed while a temporary file was there
     assert saves >= 20

@@ -346,7 +346,7 @@ def check_work(program: Program, about: str) -> None:
         if i.body is not None:
             check_work(i.body, about)
             continue
-        op, (out,) = i.operation, i.outputs
+        op, out = i.operation, i.outputs[0]
         local = op.kind.work(tuple(x.local for x in i.inputs), out.local, op.attrs)
         whole = op.kind.work(tuple(x.tensor.type for x in i.inputs), out.tensor.type, op.attrs)
         split = dict(i.assignment)
@@ -366,7 +366,7 @@ def check_work(program: Program, about: str) -> None:
             assert local == Work(0, 0, 0), text
         else:
             assert local.vpu_ops + local.mxu_flops > 0, text
-            assert local.hbm_bytes == sum(v.local_bytes for v in (*i.inputs, out)), text
+            assert local.hbm_bytes == sum(v.local_bytes for v in (*i.inputs, *i.outputs)), text
 
 
 def assert_at_least(local: Work, whole: Work, devices: int, text: str) -> None:

@@ -124,8 +124,11 @@ def rms(x: Array) -> float:
 
 
 def adafactor(
-    relative: bool = True, decay: Callable[[int], float] = lambda t: 1 - t**-0.8, beta1: float = 0.0,
-    clip: float | None = 1.0, factored: bool = True,
+    relative: bool = True,
+    decay: Callable[[int], float] = lambda t: 1 - t**-0.8,
+    beta1: float = 0.0,
+    clip: float | None = 1.0,
+    factored: bool = True,
 ) -> Callable[..., Array]:
     """Shazeer and Stern 2018, algorithms 4 and 5, with rows and columns normalised by their mean."""
 
@@ -196,9 +199,7 @@ SCHEDULED = {  # rates are float32, so these agree to float32's rounding only
         lambda t: min(t**-0.5, 0.01),
     ),
     "adafactor, absolute": (
-        lambda: opt.AdafactorOptimizer(
-            False, decay_rate=opt.adafactor_decay_rate_adam(0.95), min_dim_size_to_factor=4
-        ),
+        lambda: opt.AdafactorOptimizer(False, decay_rate=opt.adafactor_decay_rate_adam(0.95), min_dim_size_to_factor=4),
         adafactor(False, adam_rate),
         lambda t: 0.05 * min(t**-0.5, 0.01),
     ),
@@ -288,9 +289,7 @@ SCHEDULES: dict[str, tuple[opt.Optimizer | Any, Callable[[int], float]]] = {
 def test_schedules_at_chosen_steps() -> None:
     with mtf.Graph():
         done = mtf.step()
-        rates = {
-            n: (r if isinstance(r := s(done), mtf.Tensor) else mtf.constant(r)) for n, (s, _) in SCHEDULES.items()
-        }
+        rates = {n: (r if isinstance(r := s(done), mtf.Tensor) else mtf.constant(r)) for n, (s, _) in SCHEDULES.items()}
         sim = mtf.simulate(mtf.lower(rates))
     for t in (0, 1, 5, 8, 9, 10, 11, 19, 20, 39, 40, 41, 50, 51, 60, 100, 1000):
         sim.state["step"] = np.int32(t)
@@ -437,13 +436,15 @@ def test_variables_declared_in_the_model_keep_their_names() -> None:
         with mtf.Graph() as graph, mtf.scope("model"):
             scale = mtf.variable("scale", [COLS], 0.5)  # leads to the loss from outside, through other operations
             f = {**inputs("float32"), "scale": mtf.sin(scale) * 2.0}
+            f["y"] = f["y"] * scale  # and by way of a feature that is cut
             if splits is None:
                 outputs = net(f)
                 grads = mtf.gradients([outputs["loss"]], graph.trainable_variables)
             else:
                 grads, outputs = mtf.serialize_training_step(f, net, BATCH, splits)
             assert set(graph.variables) == {
-                "model/scale", *(f"model/net/{n}/{k}" for n in ("in", "out") for k in ("kernel", "bias"))
+                "model/scale",
+                *(f"model/net/{n}/{k}" for n in ("in", "out") for k in ("kernel", "bias")),
             }
             train = opt.MomentumOptimizer(0.1).apply_grads(grads, graph.trainable_variables)
         return mtf.lower(outputs, train, "data:2", "batch:data;hidden:data?", "highest")
@@ -493,6 +494,40 @@ def test_outputs_of_other_kinds() -> None:
         np.testing.assert_allclose(result["dw"], ts * xs.sum(1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["batch:data", "batch:data;slots/cols:data"])
+def test_sums_of_bfloat16_gradients_are_float32(layout: str) -> None:
+    """Four gradients of bfloat16, 1 and three times 2^-9, add up to what bfloat16 can't hold."""
+    with mtf.Graph():
+        w = mtf.variable("w", [COLS], 1.0, activation_dtype="bfloat16")
+        x = mtf.input("x", [BATCH], "bfloat16")
+        (dw,), outputs = mtf.serialize_training_step(
+            {"x": x}, lambda f: {"loss": mtf.reduce_sum(mtf.reduce_sum(f["x"]) * w)}, BATCH, 4, reduction="sum"
+        )
+    assert outputs["loss"].dtype.name == "bfloat16"
+    sim = mtf.simulate(mtf.lower({"dw": dw}, mesh="data:2", layout=layout), executor="exact")
+    # the examples of microbatch n are n and n + 4
+    found = sim.step(x=np.array([1, 2.0**-9, 2.0**-9, 2.0**-9, 0, 0, 0, 0], np.float32))
+    np.testing.assert_array_equal(found["dw"], 1 + 3 * 2.0**-9)
+
+
+def test_random_numbers_differ_by_microbatch_not_by_layout() -> None:
+    masks = []
+    for mesh, layout in (("data:1", ""), ("data:2", "batch:data"), ("data:4", "batch:data")):
+        with mtf.Graph():
+            w, x = mtf.variable("w", [ROWS], 1.0), mtf.input("x", [BATCH, ROWS])
+
+            def net(f: Mapping[str, mtf.Tensor], w: mtf.Tensor = w) -> dict[str, mtf.Tensor]:
+                y = mtf.dropout(f["x"] * w, True, keep_prob=0.5)
+                return {"loss": mtf.reduce_mean(y), "y": y}
+
+            _, outputs = mtf.serialize_training_step({"x": x}, net, BATCH, 2)
+        sim = mtf.simulate(mtf.lower({"y": outputs["y"]}, mesh=mesh, layout=layout), executor="exact")
+        masks.append(sim.step(x=np.ones((8, 4), np.float32))["y"])
+    np.testing.assert_array_equal(masks[0], masks[1])
+    np.testing.assert_array_equal(masks[0], masks[2])
+    assert not np.array_equal(masks[0][::2], masks[0][1::2])  # the two microbatches
+
+
 # ---------------------------------------------------------------- mixed precision
 
 
@@ -521,7 +556,7 @@ def test_a_master_copy_lets_small_updates_add_up(layout: str) -> None:
 def test_float32_master_bfloat16_activations_follow_float32_adam() -> None:
     """float32 variables used as bfloat16: slots and updates are float32, gradients as good as bfloat16 makes them."""
     with mtf.Graph() as graph:
-        v = {n: x for n, x in variables("float32", activation_dtype="bfloat16").items()}
+        v = variables("float32", activation_dtype="bfloat16")
         loss = mtf.cast(model(inputs("bfloat16"), v)["loss"], "float32")
         train = opt.AdamOptimizer(0.02, 0.8, 0.95, 1e-6).minimize(loss)
         kinds = {n: op.output.dtype.name for n, op in graph.variables.items() if n != "step"}
@@ -593,6 +628,19 @@ def test_loss_scaling_changes_no_bit_where_nothing_overflows(layout: str) -> Non
         np.testing.assert_array_equal(states[0][n], states[1][n], err_msg=n)
 
 
+def test_the_loss_scale_keeps_within_its_bounds() -> None:
+    with mtf.Graph():
+        g, w = mtf.input("g", []), mtf.variable("w", [], 0.0)
+        scale = opt.DynamicLossScale(initial=4, growth_steps=1, factor=4, maximum=32)
+        sim = mtf.simulate(mtf.lower(None, opt.SgdOptimizer(1.0).minimize(w * g, loss_scale=scale)))
+    found = []
+    for value in (1, 1, 1, np.inf, np.nan, -np.inf, np.inf, 1):
+        sim.step(g=np.float32(value))
+        found.append(float(sim.state["loss_scale/scale"]))
+    assert found == [16, 32, 32, 8, 2, 1, 1, 4]
+    assert sim.state["w"] == -4
+
+
 # ---------------------------------------------------------------- bad arguments
 
 
@@ -627,8 +675,14 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "no rate": (lambda: opt.AdamOptimizer(None), r"AdamOptimizer .*learning rate must be a number"),
     "infinite rate": (lambda: opt.LionOptimizer(math.inf), r"learning rate must be a finite number, got float inf"),
     "rate with dims": (lambda: opt.SgdOptimizer(mtf.ones([ROWS])), r"learning rate is a float without dims, got ones"),
-    "schedule with dims": (lambda: applied(schedule=lambda t: mtf.ones([ROWS])), r"schedule's result is a float with.*"),
-    "schedule of text": (lambda: applied(schedule=lambda t: "x"), r"schedule's result must be a finite number, got str"),
+    "schedule with dims": (
+        lambda: applied(schedule=lambda t: mtf.ones([ROWS])),
+        r"schedule's result is a float with.*",
+    ),
+    "schedule of text": (
+        lambda: applied(schedule=lambda t: "x"),
+        r"schedule's result must be a finite number, got str",
+    ),
     "momentum": (lambda: opt.MomentumOptimizer(0.1, 1.0), r"Momentum.*momentum must be in \[0, 1\), got 1"),
     "beta": (lambda: opt.AdamWOptimizer(0.1, beta_2=-0.5), r"AdamWOptimizer .*beta_2 must be in \[0, 1\), got -0.5"),
     "epsilon": (lambda: opt.AdamOptimizer(0.1, epsilon=-1), r"epsilon must not be negative, got -1"),
@@ -640,13 +694,19 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "adafactor rate first": (lambda: opt.AdafactorOptimizer(0.01), r"the first argument, must be True or False.*0.01"),
     "adafactor decay": (lambda: opt.AdafactorOptimizer(decay_rate=1.0), r"decay_rate must be in \[0, 1\), got 1"),
     "adafactor clip": (lambda: opt.AdafactorOptimizer(clipping_threshold=0), r"clipping_threshold must be pos.*got 0"),
-    "adafactor size": (lambda: opt.AdafactorOptimizer(min_dim_size_to_factor=1.5), r"must be an integer, got float 1.5"),
+    "adafactor size": (
+        lambda: opt.AdafactorOptimizer(min_dim_size_to_factor=1.5),
+        r"must be an integer, got float 1.5",
+    ),
     "no dependence": (lambda: opt.SgdOptimizer(0.1).minimize(mtf.constant(1.0)), r"depends on no trainable variable"),
     "max_norm 0": (lambda: minimized(max_norm=0), r"minimize .*max_norm must be positive, got 0"),
     "max_norm text": (lambda: minimized(max_norm="1"), r"max_norm must be a finite number, got str '1'"),
     "loss scale number": (lambda: minimized(loss_scale=2.0), r"must be an mtf.optimize.DynamicLossScale, got 2.0"),
     "numbers": (lambda: opt.SgdOptimizer(0.1).apply_grads([], [mtf.variable("w", [])]), r"0 gradients for 1 variables"),
-    "other dims": (lambda: applied(lambda: mtf.ones([COLS])), r"gradient ones: f32\[cols:8\] does not have the dims of"),
+    "other dims": (
+        lambda: applied(lambda: mtf.ones([COLS])),
+        r"gradient ones: f32\[cols:8\] does not have the dims of",
+    ),
     "no tensor": (lambda: applied(lambda: 1.0), r"apply_grads .*expected a tensor, got float 1.0"),
     "whole numbers": (lambda: applied(lambda: mtf.ones([ROWS]), "int32"), r"is no float variable"),
     "clip nothing": (lambda: opt.clip_by_global_norm([None], 1.0), r"needs at least one gradient, got 1 times None"),

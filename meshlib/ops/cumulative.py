@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.checks import flag
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import (
@@ -100,7 +101,16 @@ CUMSUM = operation(
 
 
 def _cumsum(x: Tensor, dim: str, exclusive: bool, reverse: bool, name: str | None) -> Tensor:
-    return build(CUMSUM, [x], {"dim": dim, "exclusive": bool(exclusive), "reverse": bool(reverse)}, name)
+    return build(
+        CUMSUM,
+        [x],
+        {
+            "dim": dim,
+            "exclusive": flag(exclusive, "cumulative", "exclusive"),
+            "reverse": flag(reverse, "cumulative", "reverse"),
+        },
+        name,
+    )
 
 
 def cumsum(
@@ -169,7 +179,12 @@ def linear_recurrence(
 ) -> Tensor:
     """h[i] = a[i] h[i - 1] + x[i] along `dim`, from h = 0; from the other end if `reverse`. One type for a and x."""
     d = find_dim(tensor(x, "linear_recurrence"), dim, "linear_recurrence")
-    return build(RECURRENCE, [tensor(a, "linear_recurrence"), x], {"dim": d.name, "reverse": bool(reverse)}, name)
+    return build(
+        RECURRENCE,
+        [tensor(a, "linear_recurrence"), x],
+        {"dim": d.name, "reverse": flag(reverse, "cumulative", "reverse")},
+        name,
+    )
 
 
 def cumprod(
@@ -180,7 +195,8 @@ def cumprod(
     Written as the recurrence y[i] = x[i] y[i - 1], so that the gradient is right where elements are zero.
     """
     d = find_dim(tensor(x, "cumprod"), dim, "cumprod")
+    reverse = flag(reverse, "cumprod", "reverse")
     first = equal(positions(d), d.size - 1 if reverse else 0)
-    if exclusive:
+    if flag(exclusive, "cumprod", "exclusive"):
         x = where(first, 1, shift(x, -1 if reverse else 1, d, wrap=False))
     return linear_recurrence(x, where(first, x, 0), d, reverse, name)

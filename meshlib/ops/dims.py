@@ -63,7 +63,7 @@ def combined_dimension(dims: Sequence[Dimension], name: str | None = None) -> Di
     found = as_dims(dims, "combined_dimension")
     if not found:
         raise ShapeError(f"{at('combined_dimension')}: needs at least one dim")
-    return Dimension(name or found[0].name, size_of(found))
+    return Dimension(found[0].name if name is None else name, size_of(found))
 
 
 def anonymous_shape(shape: Shape | Sequence[Dimension]) -> Shape:

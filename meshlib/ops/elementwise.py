@@ -531,10 +531,13 @@ def clip_by_value(
 
     Raises: ShapeError if both bounds are numbers and the lower one is the larger.
     """
-    low, high = clip_value_min, clip_value_max
-    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and low > high:
-        raise ShapeError(f"{at('clip_by_value')}: clip_value_min is {low}, but clip_value_max {high}")
-    return minimum(maximum(tensor(x, "clip_by_value"), low), high, name=name)
+    like = tensor(x, "clip_by_value")
+    low, high = (as_tensor(v, like, "clip_by_value") for v in (clip_value_min, clip_value_max))
+    if not isinstance(clip_value_min, Tensor) and not isinstance(clip_value_max, Tensor):
+        bounds = [v.operation.attrs["value"] for v in (low, high)]
+        if bounds[0] > bounds[1]:
+            raise ShapeError(f"{at('clip_by_value')}: clip_value_min is {bounds[0]}, but clip_value_max {bounds[1]}")
+    return minimum(maximum(x, low), high, name=name)
 
 
 def _swapped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

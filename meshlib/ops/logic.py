@@ -69,4 +69,4 @@ def cond(
 def _chosen(pred: Tensor, a: Tensor, b: Tensor, name: str | None) -> Tensor:
     if a.type != b.type:
         raise ShapeError(f"{at('cond')}: the branches return different types\n  true_fn: {a}\n  false_fn: {b}")
-    return where(pred, a, b, name=name or "cond")
+    return where(pred, a, b, name="cond" if name is None else name)

@@ -11,9 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, items, whole
+from meshlib.checks import at, flag, items, whole
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import Graph, Operation, Tensor, TensorType, absolute_scope, current_scope, innermost
+from meshlib.graph import (
+    Graph,
+    Operation,
+    Tensor,
+    TensorType,
+    absolute_scope,
+    checked_op_name,
+    current_scope,
+    innermost,
+)
 from meshlib.operation import (
     NONLINEAR,
     Array,
@@ -236,6 +245,7 @@ def _loop(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Record the body in a graph of its own, and the loop that holds it."""
     outer = innermost([*carries, *xs], what)
+    checked_op_name(name, what)
     full = outer.unique_name(name or what)
     inside = Graph(parent=outer, scope=tuple(full.split("/")), scope_around=current_scope())
     with inside, absolute_scope(full):
@@ -250,7 +260,7 @@ def _loop(
             f"{at(what)} '{full}': body must return a pair of carries and tensors to stack, got {made!r:.80}"
         )
     ends, ys = (_tensors(part, f"{what} '{full}'") for part in made)
-    if has_accumulators:
+    if flag(has_accumulators, "while_loop", "has_accumulators"):
         carries = list(carries)
         for n, y in enumerate(ends[len(carries) :], start=len(carries)):
             carries.append(_constant(outer, 0, y.shape, y.dtype, "zeros"))

@@ -45,10 +45,9 @@ def pool(
     """
     what = "pool"
     reduction = choice(reduction, what, "reduction", tuple(_REDUCTIONS))
-    if not isinstance(windows, Mapping):
-        raise ShapeError(f"{at(what)}: windows must be a dict of window per dim, got {windows!r:.80}")
-    sizes = {find_dim(tensor(x, what), d, what): whole(w, what, f"the window of '{d}'") for d, w in windows.items()}
-    steps = {find_dim(x, d, what): whole(s, what, f"the stride of '{d}'") for d, s in (strides or windows).items()}
+    tensor(x, what)
+    sizes = _per_dim(x, windows, "window")
+    steps = sizes if strides is None else _per_dim(x, strides, "stride")
     _check_windows(x, sizes, steps)
     sizes = {d: w for d, w in sizes.items() if w > 1}
     if not sizes:
@@ -60,7 +59,14 @@ def pool(
         if window > 1:
             parts.append(Dimension(_window_name(d.name, x.shape), window))
     out = Shape([(d.name, d.size // sizes.get(d, 1)) for d in x.shape])
-    return _REDUCTIONS[reduction](reshape(x, parts), output_shape=out, name=name or f"{reduction}_pool")
+    chosen = f"{reduction}_pool" if name is None else name
+    return _REDUCTIONS[reduction](reshape(x, parts), output_shape=out, name=chosen)
+
+
+def _per_dim(x: Tensor, given: object, argument: str) -> dict[Dimension, int]:
+    if not isinstance(given, Mapping):
+        raise ShapeError(f"{at('pool')}: {argument}s must be a dict of {argument} per dim, got {given!r:.80}")
+    return {find_dim(x, d, "pool"): whole(n, "pool", f"the {argument} of '{d}'") for d, n in given.items()}
 
 
 def _window_name(name: str, taken: Shape) -> str:

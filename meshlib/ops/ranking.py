@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, whole
+from meshlib.checks import at, flag, whole
 from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
@@ -202,7 +202,7 @@ ARGSORT = operation(
 def argsort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:
     """The int32 indices that sort `x` along `dim`; ties keep their order. The dim is made whole for it."""
     d = find_dim(tensor(x, "argsort"), dim, "argsort")
-    return build(ARGSORT, [x], {"dim": d.name, "descending": bool(descending)}, name)
+    return build(ARGSORT, [x], {"dim": d.name, "descending": flag(descending, "argsort", "descending")}, name)
 
 
 def sort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:

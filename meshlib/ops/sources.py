@@ -115,13 +115,13 @@ def ones(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float3
 def zeros_like(t: Tensor, name: str | None = None) -> Tensor:
     """Zeros of the shape and dtype of `t`."""
     held = fitting(0, tensor(t, "zeros_like").dtype, "zeros_like")
-    return _constant(t.graph, held, t.shape, t.dtype, name or "zeros")
+    return _constant(t.graph, held, t.shape, t.dtype, "zeros" if name is None else name)
 
 
 def ones_like(t: Tensor, name: str | None = None) -> Tensor:
     """Ones of the shape and dtype of `t`."""
     held = fitting(1, tensor(t, "ones_like").dtype, "ones_like")
-    return _constant(t.graph, held, t.shape, t.dtype, name or "ones")
+    return _constant(t.graph, held, t.shape, t.dtype, "ones" if name is None else name)
 
 
 # ---------------------------------------------------------------- inputs and variables

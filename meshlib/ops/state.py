@@ -132,7 +132,7 @@ def _assign_changed(
         new = change(old, value)
     if set(new.shape) != set(old.shape):
         raise ShapeError(f"{at(what)} to variable '{target.name}': the value {value} has other dims than {old}")
-    return assign(variable, new, name or what)
+    return assign(variable, new, what if name is None else name)
 
 
 def stored(variable: Tensor) -> Operation:

@@ -100,7 +100,7 @@ class Optimizer(abc.ABC):
         if isinstance(value, Tensor):
             return self._checked(value, argument)
         if callable(value):
-            return value  # type: ignore[no-any-return]
+            return value
         if isinstance(value, str | bool | None) or not isinstance(value, int | float | np.generic):
             raise GraphError(
                 f"{at(type(self).__name__)}: {argument} must be a number, a tensor or a schedule (a function of "

@@ -193,8 +193,8 @@ class _Step:
         missing = [f"'{v.name}' ({v.operation.source})" for v, g in zip(trainable, found, strict=True) if g is None]
         if missing:
             raise GraphError(
-                f"{at('serialize_training_step')}: the loss does not depend on {', '.join(missing)}; declare what is not "
-                "to be trained with trainable=False"
+                f"{at('serialize_training_step')}: the loss does not depend on {', '.join(missing)}; declare what "
+                "is not to be trained with trainable=False"
             )
         return [g for g in found if g is not None]
 

@@ -197,6 +197,15 @@ def test_ring_reduce_is_the_travelling_sum(k, shape, dtype, op, seed):
     assert all(map(np.array_equal, parts, before))
 
 
+@given(st.integers(1, 6), st.integers(0, 9), st.integers(0, 2**32 - 1))
+def test_ring_reduce_of_flags_is_or_and_and(k, length, seed):
+    parts = list(np.random.default_rng(seed).random((k, length)) < 0.6)
+    for op, want in (("max", np.any(parts, axis=0)), ("min", np.all(parts, axis=0))):
+        found = ring_reduce(parts, op)
+        assert found.dtype == bool
+        assert found.tolist() == want.tolist() == np.concatenate(ring_reduce_scatter(parts, 0, op)).tolist()
+
+
 def test_ring_order_by_hand():
     # chunk 0 is added 1, 2, 0: (2**-24 + 2**-24) + 1 rounds up; chunk 1 is added 2, 0, 1; chunk 2, 0, 1, 2.
     parts = [np.float32([1, 1, 1]), np.float32([2**-24] * 3), np.float32([2**-24] * 3)]
@@ -227,5 +236,7 @@ def test_ring_refuses():
         ring_reduce([np.ones(3)], "mean")
     with pytest.raises(HardwareError, match="dtype bfloat16"):
         ring_reduce([np.ones(3, ml_dtypes.bfloat16)])
+    with pytest.raises(HardwareError, match="bools have no sum"):
+        ring_reduce([np.ones(3, bool)])
     with pytest.raises(HardwareError, match="dim 2 is not one of the 2 dims"):
         ring_reduce_scatter([np.ones((2, 2))], 2)
