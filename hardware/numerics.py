@@ -1,0 +1,303 @@
+"""The arithmetic of a TPU core and of a ring of cores, to the last bit.
+
+Three facts fix every number that the simulated machine makes:
+
+* float32 operands are rounded to bfloat16, nearest even, on their way into the MXU;
+* a weight-stationary array of `rows` rows adds down a column, k = 0 .. rows-1, in float32, and the
+  results of successive tiles are added to an accumulator in order (see `hardware.mxu`, whose clocked
+  array gives the same bits);
+* a ring reduce-scatter adds chunk c as it travels, beginning one member behind its owner.
+
+NumPy's own `matmul` and `sum` use other orders (blocked, pairwise, fused), hence this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from hardware.errors import HardwareError
+
+Array = NDArray[Any]
+
+_ROUND_SMALL = 1 << 14  # elements below which the cost is that of the calls, not of the passes
+_ROUND_CHUNK = 1 << 16  # elements: operand, result and scratch stay in the second-level cache
+_MATMUL_CHUNK = 1 << 15  # elements of products held at once: second-level cache
+_INNER_CHUNK = 1 << 12  # longest contiguous run of one product block
+
+_INFINITY = np.uint32(0x7F800000)
+_SIGN, _MAGNITUDE, _QUIET_NAN = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x7FC00000)
+_SIXTEEN, _ONE, _JUST_BELOW_HALF = np.uint32(16), np.uint32(1), np.uint32(0x7FFF)
+_UPPER_HALF = np.uint32(0xFFFF0000)
+
+_COMBINE: dict[str, Callable[..., Array]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def round_to_bfloat16(x: Array, out: Array | None = None) -> NDArray[np.float32]:
+    """Round every element to the nearest bfloat16 (ties to even), kept as float32.
+
+    Bit for bit `x.astype(ml_dtypes.bfloat16).astype(np.float32)`: infinities stay, values beyond the
+    largest bfloat16 become infinite, a NaN of any payload becomes the quiet NaN of its sign.
+
+    Args:
+      x: float32 array of any shape and strides.
+      out: float32 array of x's shape to write to; may be x itself.
+    Returns: `out`, or a new array of x's shape.
+    Cost: six passes over cache-sized chunks; no floating-point flag is raised.
+    Raises: HardwareError if x or out is not float32, or their shapes differ.
+    Example:
+      >>> round_to_bfloat16(np.float32([1.00390625, 1.01171875, 3.4e38])).tolist()
+      [1.0, 1.015625, inf]
+
+    Source: IEEE 754 round-half-even on the upper 16 bits; google/XNNPACK and jax-ml/ml_dtypes do the same.
+    """
+    x = _require_float32("x", x)
+    if out is None:
+        out = np.empty(x.shape, np.float32)
+    elif _require_float32("out", out).shape != x.shape:
+        raise HardwareError(f"round_to_bfloat16: out has shape {out.shape}, x has shape {x.shape}")
+    if not (x.flags.c_contiguous and out.flags.c_contiguous) or (
+        out is not x and np.may_share_memory(x, out)
+    ):
+        dense = np.array(x, order="C")
+        _round_dense(dense.reshape(-1), dense.reshape(-1))
+        np.copyto(out, dense)
+        return out
+    _round_dense(x.reshape(-1), out.reshape(-1))
+    return out
+
+
+def _require_float32(name: str, x: Array) -> Array:
+    if not isinstance(x, (np.ndarray, np.generic)) or x.dtype != np.float32:
+        kind = getattr(x, "dtype", type(x).__name__)
+        raise HardwareError(f"round_to_bfloat16: {name} must be a float32 array, not {kind}")
+    return np.asarray(x)
+
+
+def _round_dense(x: Array, out: Array) -> None:
+    """Chunk by chunk: add half a unit, less one where the last kept bit is 0 (ties to even), and cut."""
+    if x.size <= _ROUND_SMALL:  # the fewest calls win: two casts, which keep the same rule
+        with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN is no news here
+            np.copyto(out, x.astype(ml_dtypes.bfloat16))
+        return
+    source, target = x.view(np.uint32), out.view(np.uint32)
+    scratch = np.empty(_ROUND_CHUNK, np.uint32)
+    for start in range(0, x.size, _ROUND_CHUNK):
+        bits = source[start : start + _ROUND_CHUNK]
+        result = target[start : start + _ROUND_CHUNK]
+        work = scratch[: bits.size]
+        with np.errstate(invalid="ignore"):
+            has_nan = bool(np.isnan(x[start : start + _ROUND_CHUNK].max()))  # a maximum keeps any NaN
+        if has_nan:
+            nan = (bits & _MAGNITUDE) > _INFINITY
+            quiet = (bits[nan] & _SIGN) | _QUIET_NAN
+        np.right_shift(bits, _SIXTEEN, out=work)
+        np.bitwise_and(work, _ONE, out=work)
+        np.add(work, _JUST_BELOW_HALF, out=work)
+        np.add(work, bits, out=work)
+        np.bitwise_and(work, _UPPER_HALF, out=result)
+        if has_nan:
+            result[nan] = quiet
+
+
+def mxu_matmul(a: Array, b: Array, rows: int = 128) -> Array:
+    """Matrix product in the order of addition of a weight-stationary array of `rows` rows.
+
+    For every tile of `rows` consecutive k the partial sum begins at 0 and adds the products of
+    k = 0 .. rows-1 in order, product and sum each rounded; the tiles' results are added to an
+    accumulator, which begins at 0, tile by tile. Nothing is fused, paired or reordered.
+
+    Args:
+      a: [..., M, K], float32 or float64. Round it to bfloat16 first for the MXU's own operands.
+      b: [..., K, N], same dtype; leading dims broadcast against those of a.
+      rows: rows of the array, >= 1.
+    Returns: [..., M, N], same dtype.
+    Cost: 2 M N K element operations; scratch memory is bounded, whatever M and N.
+    Raises: HardwareError for other dtypes, ranks below 2, unequal K or batch dims that do not broadcast.
+    Example:
+      >>> row, column = np.float32([[1, 2**-24, 2**-24]]), np.ones((3, 1), np.float32)
+      >>> bool(mxu_matmul(row, column)[0, 0] == 1)  # each small term is rounded away
+      True
+      >>> bool(mxu_matmul(row[:, ::-1], column)[0, 0] == 1)  # the small terms meet first
+      False
+
+    Source: Jouppi et al. 2017 (arXiv:1704.04760), section 2; `hardware.mxu` runs it clock by clock.
+    """
+    batch = _check_matmul(a, b, rows)
+    depth, m, n = a.shape[-1], a.shape[-2], b.shape[-1]
+    if b.ndim == 2 or all(size == 1 for size in b.shape[:-2]):
+        left = a.reshape(1, math.prod(a.shape[:-1]), depth)  # weights without batch: the batch is more rows
+        right = b.reshape(1, depth, n)
+    else:
+        left = np.broadcast_to(a, (*batch, m, depth)).reshape(-1, m, depth)
+        right = np.broadcast_to(b, (*batch, depth, n)).reshape(-1, depth, n)
+    out = np.zeros((left.shape[0], left.shape[1], n), a.dtype)
+    first = np.ascontiguousarray(np.moveaxis(left, -1, 0))  # [K, B, M]
+    second = np.ascontiguousarray(np.moveaxis(right, 1, 0))  # [K, B, N]
+    target = out
+    if first.shape[2] > n:  # the longer side is the contiguous one; products commute exactly
+        first, second, target = second, first, out.swapaxes(1, 2)
+    _matmul_in_order(first, second, target, rows)
+    return out.reshape(*batch, m, n)
+
+
+def _check_matmul(a: Array, b: Array, rows: int) -> tuple[int, ...]:
+    """The broadcast batch shape of a legal product."""
+    shapes = f"a {getattr(a, 'shape', a)}, b {getattr(b, 'shape', b)}"
+    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+        raise HardwareError(
+            f"mxu_matmul: operands must be arrays; got {type(a).__name__}, {type(b).__name__}"
+        )
+    if a.dtype != b.dtype or a.dtype not in (np.float32, np.float64):
+        raise HardwareError(
+            f"mxu_matmul: operands must both be float32 or both float64, not {a.dtype} and {b.dtype}"
+        )
+    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
+        raise HardwareError(f"mxu_matmul: need a [..., M, K] and b [..., K, N] with one K; got {shapes}")
+    if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
+        raise HardwareError(f"mxu_matmul: rows must be an integer >= 1, not {rows!r}")
+    try:
+        return tuple(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    except ValueError:
+        raise HardwareError(f"mxu_matmul: leading dims do not broadcast; got {shapes}") from None
+
+
+def _matmul_in_order(first: Array, second: Array, out: Array, rows: int) -> None:
+    """out[b, i, j] = ordered sum over k of first[k, b, i] * second[k, b, j], block by block."""
+    batch, height, width = out.shape
+    if 0 in out.shape:
+        return
+    block_width = min(width, _INNER_CHUNK)
+    block_height = min(height, max(1, _MATMUL_CHUNK // block_width))
+    block_batch = min(batch, max(1, _MATMUL_CHUNK // (block_width * block_height)))
+    for b in range(0, batch, block_batch):
+        for i in range(0, height, block_height):
+            for j in range(0, width, block_width):
+                bs, hs, ws = slice(b, b + block_batch), slice(i, i + block_height), slice(j, j + block_width)
+                out[bs, hs, ws] = _ordered_block(first[:, bs, hs, None], second[:, bs, None, ws], rows)
+
+
+def _ordered_block(first: Array, second: Array, rows: int) -> Array:
+    """Sum of first[k] * second[k] over k, tile by tile; each operand [K, B, height or 1, width or 1]."""
+    depth = first.shape[0]
+    shape = (first.shape[1], first.shape[2], second.shape[3])
+    area = shape[0] * shape[1] * shape[2]
+    steps = max(1, min(rows, depth, _MATMUL_CHUNK // area))
+    buffer = np.empty((steps + 1, *shape), first.dtype)  # slot 0 holds the partial sum so far
+    accumulator = np.zeros(shape, first.dtype)
+    partial = np.empty(shape, first.dtype)
+    for tile in range(0, depth, rows):
+        stop = min(tile + rows, depth)
+        partial[...] = 0
+        for k in range(tile, stop, steps):
+            count = min(steps, stop - k)
+            np.multiply(first[k : k + count], second[k : k + count], out=buffer[1 : count + 1])
+            if count == 1:
+                np.add(partial, buffer[1], out=partial)
+            else:
+                buffer[0] = partial
+                _add_in_order(buffer[: count + 1], partial)
+        np.add(accumulator, partial, out=accumulator)
+    return accumulator
+
+
+def _add_in_order(terms: Array, out: Array) -> None:
+    """Sum over the leading axis, first to last; NumPy goes pairwise only along the contiguous axis."""
+    if out.size == 1:
+        out[...] = np.add.accumulate(terms.reshape(-1))[-1]
+    else:
+        np.add.reduce(terms, axis=0, out=out)
+
+
+def ring_reduce(parts: Sequence[Array], op: str = "sum") -> Array:
+    """Reduce equal-shaped arrays of one replica group as a ring reduce-scatter does.
+
+    The flattened data is cut in k chunks (as `np.array_split` does); chunk c begins at member
+    (c + 1) % k, is combined at each next member, and ends at member c. Every member receives these
+    same bits by the all-gather that follows, so one array is the result of an all_reduce.
+
+    Args:
+      parts: k >= 1 arrays of equal shape and dtype (float32, float64 or an integer), in ring order.
+      op: "sum", "max" or "min". Floats are added in their own dtype, each addition rounded.
+    Returns: a new array of that shape and dtype.
+    Raises: HardwareError for an empty list, unequal shapes or dtypes, another dtype, an unknown op.
+    Example:
+      >>> ring_reduce([np.int32([1, 2, 3]), np.int32([10, 20, 30])]).tolist()
+      [11, 22, 33]
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009.
+    """
+    arrays = _check_parts(parts, op, "ring_reduce")
+    flat = [part.reshape(-1) for part in arrays]
+    out = np.empty(flat[0].shape, flat[0].dtype)
+    bounds = _split_bounds(out.size, len(flat))
+    for c, (start, stop) in enumerate(bounds):
+        out[start:stop] = _around_ring([part[start:stop] for part in flat], c, op)
+    return out.reshape(arrays[0].shape)
+
+
+def ring_reduce_scatter(parts: Sequence[Array], dim: int, op: str = "sum") -> list[Array]:
+    """Reduce over the members of a ring; leave member c chunk c of dimension `dim`.
+
+    Args:
+      parts: k >= 1 arrays of equal shape and dtype, in ring order, as for `ring_reduce`.
+      dim: dimension that is cut in k chunks (as `np.array_split`, equal where k divides it).
+      op: "sum", "max" or "min".
+    Returns: k arrays; the c-th begins its sum at member (c + 1) % k and ends at member c.
+    Raises: HardwareError as `ring_reduce`, and for a dim that the arrays do not have.
+    Example:
+      >>> [chunk.tolist() for chunk in ring_reduce_scatter([np.int32([[1, 2]]), np.int32([[10, 20]])], dim=1)]
+      [[[11]], [[22]]]
+
+    Source: as `ring_reduce`.
+    """
+    arrays = _check_parts(parts, op, "ring_reduce_scatter")
+    rank = arrays[0].ndim
+    if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not -rank <= dim < rank:
+        raise HardwareError(
+            f"ring_reduce_scatter: dim {dim!r} is not one of the {rank} dims of {arrays[0].shape}"
+        )
+    chunks = []
+    for c, (start, stop) in enumerate(_split_bounds(arrays[0].shape[dim], len(arrays))):
+        index = [slice(None)] * rank
+        index[dim] = slice(start, stop)
+        chunks.append(_around_ring([part[tuple(index)] for part in arrays], c, op))
+    return chunks
+
+
+def _around_ring(pieces: list[Array], owner: int, op: str) -> Array:
+    """Combine owner+1, owner+2, ..., owner, in this order."""
+    k, combine = len(pieces), _COMBINE[op]
+    total = np.array(pieces[(owner + 1) % k])
+    for step in range(2, k + 1):
+        combine(total, pieces[(owner + step) % k], out=total)
+    return total
+
+
+def _split_bounds(size: int, k: int) -> list[tuple[int, int]]:
+    """The chunks of np.array_split: the first size % k are longer by one."""
+    base, extra = divmod(size, k)
+    starts = [c * base + min(c, extra) for c in range(k + 1)]
+    return list(pairwise(starts))
+
+
+def _check_parts(parts: Sequence[Array], op: str, who: str) -> list[Array]:
+    arrays = [np.asarray(part) for part in parts]
+    if not arrays:
+        raise HardwareError(f"{who}: parts is empty; a ring has at least one member")
+    if op not in _COMBINE:
+        raise HardwareError(f"{who}: unknown op {op!r}; use one of {', '.join(_COMBINE)}")
+    kinds = {(part.shape, str(part.dtype)) for part in arrays}
+    if len(kinds) > 1:
+        listing = "; ".join(f"{shape} {dtype}" for shape, dtype in sorted(kinds))
+        raise HardwareError(f"{who}: parts must have one shape and dtype; got {listing}")
+    dtype = arrays[0].dtype
+    if dtype not in (np.float32, np.float64) and dtype.kind not in "iu":
+        raise HardwareError(f"{who}: dtype {dtype} is not float32, float64 or an integer")
+    return arrays
