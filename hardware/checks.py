@@ -1,0 +1,53 @@
+"""Checks of plain arguments: each answers bad input with one HardwareError that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+
+from hardware.errors import HardwareError
+
+
+def whole(name: str, value: object, low: int = 0) -> int:
+    """`value` as an int, if it is an integer (no bool, no float) of at least `low`.
+
+    Raises: HardwareError that names the argument, the bound and the value.
+    Example:
+      >>> whole("rows", 128, low=1)
+      128
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
+        raise HardwareError(f"{name} must be an integer >= {low}, not {value!r}")
+    return int(value)
+
+
+def amount(name: str, value: object, positive: bool = False) -> float:
+    """`value` as a float, if it is a finite real number, not negative (or above 0 if `positive`).
+
+    Raises: HardwareError that names the argument, the bound and the value.
+    Example:
+      >>> amount("seconds", 0.5)
+      0.5
+    """
+    bound = "> 0" if positive else ">= 0"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise HardwareError(f"{name} must be a finite number {bound}, not {value!r}")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise HardwareError(f"{name} must be a finite number {bound}, not {value!r}")
+    return number
+
+
+def wholes(name: str, values: object, low: int = 0) -> tuple[int, ...]:
+    """A tuple of integers of at least `low` each.
+
+    Raises: HardwareError that names the sequence and the first wrong element.
+    Example:
+      >>> wholes("shape", [4, 8], low=1)
+      (4, 8)
+    """
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise HardwareError(f"{name} must be a sequence of integers >= {low}, not {values!r}")
+    items = tuple(values)
+    return tuple(whole(f"{name}[{i}] of {items}", item, low) for i, item in enumerate(items))

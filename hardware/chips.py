@@ -1,0 +1,269 @@
+"""Chips: one frozen record per TPU generation, each figure with its source, and chips of your own.
+
+`CHIPS["v5e"]` is a published chip. `dataclasses.replace(CHIPS["v5e"], hbm_bytes_per_second=8e11)`
+overrides a figure; `Chip(...)` or a TOML file read by `load_chip` defines another machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hardware.checks import amount, whole, wholes
+from hardware.chip_figures import COMMON, FIGURES
+from hardware.errors import HardwareError
+
+DTYPES = ("bf16", "int8", "fp8", "int4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What one chip has and how fast it is. Rates and sizes are per chip unless the name says otherwise.
+
+    `name_counts` says what the number in a slice name counts ("cores" or "chips"). `wrap_axis` is the one
+    axis length that has a wrap-around link; `wrap_cube` instead wraps every axis of a slice made of
+    whole cubes of that edge. `*_efficiency` are the shares of nominal rates that programs reach.
+
+    Raises: HardwareError on a size that is not a positive integer, or a rate that is not finite.
+    Example:
+      >>> v3 = CHIPS["v3"]
+      >>> v3.peak_flops("bf16") / v3.cores_per_chip
+      61500000000000.0
+      >>> v3.source("clock_hz")
+      'Jouppi et al., CACM 63(7), 2020 (from memory)'
+
+    Source: `chip.source(field)`.
+    """
+
+    name: str
+    year: int = 0
+    cores_per_chip: int
+    devices_per_chip: int
+    clock_hz: float
+    mxus_per_core: int
+    mxu_rows: int
+    mxu_columns: int
+    peak_bf16_flops: float | None
+    peak_int8_flops: float | None = None
+    peak_fp8_flops: float | None = None
+    peak_int4_flops: float | None = None
+    mxu_efficiency: float = 1.0
+    vpu_sublanes: int = 8
+    vpu_lanes: int = 128
+    vpu_alus_per_lane: int = 4
+    vpu_bf16: bool = False
+    vmem_bytes_per_core: int
+    vmem_bandwidth_ratio: float = 22.0
+    cmem_bytes: int = 0
+    hbm_bytes: int
+    hbm_bytes_per_second: float
+    hbm_efficiency: float = 1.0
+    ici_links: int
+    ici_bytes_per_second: float
+    ici_efficiency: float = 1.0
+    ici_hop_seconds: float = 1e-6
+    pod_shape: tuple[int, ...]
+    max_slice_chips: int
+    wrap_axis: int | None = None
+    wrap_cube: int | None = None
+    chips_per_host: int
+    name_counts: str = "chips"
+    dcn_bytes_per_second: float = 6.25e9
+    dcn_hop_seconds: float = 10e-6
+    pcie_bytes_per_second: float = 16e9
+    launch_seconds: float = 2e-6
+    usd_per_chip_hour: float | None = None
+    tdp_watts: float | None = None
+    sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.replace("_", "").isalnum():
+            raise HardwareError(f"chip name must be letters, digits and _, not {self.name!r}")
+        where = f"chip {self.name!r}: "
+        for name in _COUNTS:
+            whole(where + name, getattr(self, name), low=1)
+        for name in ("year", "cmem_bytes", "ici_links"):
+            whole(where + name, getattr(self, name))
+        for name in _RATES:
+            amount(where + name, getattr(self, name), positive=True)
+        for name in ("ici_bytes_per_second", "ici_hop_seconds", "dcn_hop_seconds", "launch_seconds"):
+            amount(where + name, getattr(self, name))
+        for name in _OPTIONAL:
+            if getattr(self, name) is not None:
+                amount(where + name, getattr(self, name), positive=True)
+        self._check_relations(where)
+
+    def _check_relations(self, where: str) -> None:
+        object.__setattr__(self, "pod_shape", wholes(where + "pod_shape", self.pod_shape, low=1))
+        if all(self.peak(dtype) is None for dtype in DTYPES):
+            raise HardwareError(where + "at least one of peak_bf16_flops, peak_int8_flops, ... must be given")
+        if self.cores_per_chip % self.devices_per_chip:
+            counts = f"devices_per_chip {self.devices_per_chip}, cores_per_chip {self.cores_per_chip}"
+            raise HardwareError(f"{where}the devices must share the cores equally; got {counts}")
+        if self.name_counts not in ("cores", "chips"):
+            raise HardwareError(f"{where}name_counts must be 'cores' or 'chips', not {self.name_counts!r}")
+        if self.ici_links and not self.ici_bytes_per_second:
+            raise HardwareError(where + "ici_bytes_per_second must be > 0 where there are links")
+        for name in ("mxu_efficiency", "hbm_efficiency", "ici_efficiency"):
+            if getattr(self, name) > 1:
+                raise HardwareError(f"{where}{name} must be at most 1, not {getattr(self, name)!r}")
+        if self.wrap_axis is not None and self.wrap_cube is not None:
+            raise HardwareError(where + "give wrap_axis or wrap_cube, not both")
+        for name in ("wrap_axis", "wrap_cube"):
+            if getattr(self, name) is not None:
+                whole(where + name, getattr(self, name), low=1)
+
+    def peak(self, dtype: str = "bf16") -> float | None:
+        """Peak operations per second of the chip in `dtype`, None where no rate is published."""
+        if dtype not in DTYPES:
+            raise HardwareError(f"unknown MXU dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+        value: float | None = getattr(self, f"peak_{dtype}_flops")
+        return value
+
+    def peak_flops(self, dtype: str = "bf16") -> float:
+        """As `peak`, but a HardwareError that lists the dtypes it has where no rate is published."""
+        value = self.peak(dtype)
+        if value is None:
+            known = ", ".join(kind for kind in DTYPES if self.peak(kind) is not None)
+            raise HardwareError(f"chip {self.name!r} has no published {dtype} rate; it has {known}")
+        return value
+
+    @property
+    def mxu_clock_hz(self) -> float:
+        """The rate at which rows enter each MXU: peak / (2 x rows x columns x MXUs).
+
+        This is `clock_hz` (within rounding) where geometry times clock gives the published peak (v1-v5p),
+        and the effective rate where it does not (v6e: twice the clock that is supposed).
+        """
+        per_cycle = 2 * self.mxu_rows * self.mxu_columns * self.mxus_per_core * self.cores_per_chip
+        return (self.peak_bf16_flops or self.peak_flops("int8")) / per_cycle
+
+    @property
+    def cores_per_device(self) -> int:
+        """Cores fused into one device: 1 on v2 and v3, 2 (megacore) on v4 and v5p."""
+        return self.cores_per_chip // self.devices_per_chip
+
+    @property
+    def hbm_bytes_per_device(self) -> int:
+        """HBM of one device, bytes."""
+        return self.hbm_bytes // self.devices_per_chip
+
+    def source(self, name: str) -> str:
+        """Where the figure `name` comes from; "not given" for a chip of your own without sources."""
+        if name not in {f.name for f in dataclasses.fields(self)}:
+            raise HardwareError(f"a chip has no figure {name!r}{_nearest(name, _FIELDS)}")
+        return dict(self.sources).get(name, "not given")
+
+
+_COUNTS = (
+    "cores_per_chip", "devices_per_chip", "mxus_per_core", "mxu_rows", "mxu_columns", "vpu_sublanes",
+    "vpu_lanes", "vpu_alus_per_lane", "vmem_bytes_per_core", "hbm_bytes", "max_slice_chips", "chips_per_host",
+)  # fmt: skip
+_RATES = (
+    "clock_hz", "mxu_efficiency", "vmem_bandwidth_ratio", "hbm_bytes_per_second", "hbm_efficiency",
+    "ici_efficiency", "dcn_bytes_per_second", "pcie_bytes_per_second",
+)  # fmt: skip
+_OPTIONAL = (
+    "peak_bf16_flops", "peak_int8_flops", "peak_fp8_flops", "peak_int4_flops",
+    "usd_per_chip_hour", "tdp_watts",
+)  # fmt: skip
+_FIELDS = tuple(f.name for f in dataclasses.fields(Chip))
+
+
+def _published(name: str) -> Chip:
+    figures = {**COMMON, **FIGURES[name]}
+    values = {key: value for key, (value, _) in figures.items()}
+    return Chip(name=name, sources=tuple((key, source) for key, (_, source) in figures.items()), **values)
+
+
+CHIPS: Mapping[str, Chip] = MappingProxyType({name: _published(name) for name in FIGURES})
+"""The published chips by name: v1, v2, v3, v4, v5e, v5p, v6e, v7."""
+
+_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "tpu7x": "v7", "ironwood": "v7"}
+
+
+def get_chip(name: str) -> Chip:
+    """The published chip of that name; also v5litepod, trillium, tpu7x, ironwood.
+
+    Raises: HardwareError with the nearest names for an unknown chip.
+    Example:
+      >>> get_chip("v5litepod").name
+      'v5e'
+    """
+    if not isinstance(name, str):
+        raise HardwareError(f"a chip is named by a string such as 'v3', not {name!r}")
+    key = name.lower()
+    key = _ALIASES.get(key, key)
+    if key not in CHIPS:
+        raise HardwareError(f"unknown chip {name!r}; known chips are {', '.join(CHIPS)}")
+    return CHIPS[key]
+
+
+def load_chip(path: str | Path) -> Chip:
+    """Read a chip from a TOML file.
+
+    The keys are the fields of `Chip`. With `base = "v5e"` the file needs only what differs. A table
+    `[sources]` may give the source of each figure.
+
+    Args:
+      path: the file.
+    Returns: the chip.
+    Raises: HardwareError for a file that is missing or no TOML, an unknown or missing key, a wrong value.
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     file = Path(folder) / "chip.toml"
+      ...     _ = file.write_text('name = "mine"\\nbase = "v5e"\\nhbm_bytes_per_second = 1.6e12\\n')
+      ...     load_chip(file).hbm_bytes_per_second
+      1600000000000.0
+    """
+    try:
+        table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+        raise HardwareError(f"cannot read a chip from {path}: {fault}") from None
+    return chip_from_table(table, str(path))
+
+
+def chip_from_table(table: Mapping[str, Any], where: str = "chip table") -> Chip:
+    """A chip from a mapping of field -> value, as `load_chip` reads it from a file.
+
+    Raises: HardwareError as `load_chip`.
+    Example:
+      >>> chip_from_table({"name": "mine", "base": "v4", "mxus_per_core": 8}).mxus_per_core
+      8
+    """
+    values = dict(table)
+    base = values.pop("base", None)
+    sources = values.pop("sources", {})
+    unknown = [key for key in values if key not in _FIELDS]
+    if unknown:
+        raise HardwareError(f"{where}: a chip has no figure {unknown[0]!r}{_nearest(unknown[0], _FIELDS)}")
+    if not isinstance(sources, Mapping):
+        raise HardwareError(f"{where}: sources must be a table of figure -> text, not {sources!r}")
+    start: dict[str, Any] = {}
+    if base is not None:
+        chip = get_chip(base)
+        start = {name: getattr(chip, name) for name in _FIELDS if name not in values}
+    if isinstance(values.get("pod_shape"), list):
+        values["pod_shape"] = tuple(values["pod_shape"])
+    inherited = {key: text for key, text in start.pop("sources", ()) if key not in values}
+    given = {str(key): str(text) for key, text in sources.items()}
+    values = {**start, **values, "sources": tuple({**inherited, **given}.items())}
+    required = {f.name for f in dataclasses.fields(Chip) if f.default is dataclasses.MISSING}
+    missing = sorted(required - set(values))
+    if missing:
+        raise HardwareError(
+            f"{where}: missing {', '.join(missing)}; give them, or a base such as base = 'v5e'"
+        )
+    return Chip(**values)
+
+
+def _nearest(word: str, words: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(str(word), words, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
