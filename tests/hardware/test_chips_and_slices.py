@@ -181,7 +181,8 @@ def test_any_shape_is_a_slice_or_one_clear_error(kind, sides):
 
 OWN = {
     "name": "own", "cores_per_chip": 1, "devices_per_chip": 1, "clock_hz": 1e9, "mxus_per_core": 1,
-    "mxu_rows": 8, "mxu_columns": 8, "peak_bf16_flops": 128e9, "vmem_bytes_per_core": 2**20, "hbm_bytes": 2**30,
+    "mxu_rows": 8, "mxu_columns": 8, "peak_bf16_flops": 128e9,
+    "vmem_bytes_per_core": 2**20, "hbm_bytes": 2**30,
     "hbm_bytes_per_second": 1e11, "ici_links": 4, "ici_bytes_per_second": 1e10, "pod_shape": (4, 6),
     "max_slice_chips": 24, "chips_per_host": 2,
 }  # fmt: skip
