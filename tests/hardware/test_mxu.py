@@ -51,7 +51,7 @@ def test_every_reference_case(mode):
 # (R, C, M, K, N): serial, shadow, shadow_unskewed; from systolic_cases.json, a clocked reference of its own.
 SOME_CASES = {
     (128, 128, 100, 784, 10): (3374, 1250, 2012), (16, 16, 12, 8, 20): (116, 74, 89),
-    (3, 3, 4, 4, 5): (44, 23, 26), (8, 4, 7, 9, 5): (100, 49, 58), (1, 1, 4, 4, 4): (80, 65, 65), 
+    (3, 3, 4, 4, 5): (44, 23, 26), (8, 4, 7, 9, 5): (100, 49, 58), (1, 1, 4, 4, 4): (80, 65, 65),
     (4, 8, 7, 9, 5): (63, 35, 43),
 }  # fmt: skip
 
