@@ -88,7 +88,9 @@ class MXU:
 
     def load_cycles(self, weight_rows_per_cycle: float | Fraction = 1) -> int:
         """Cycles F in which one tile of weights arrives, at most one row per cycle."""
-        return _arrivals(self.rows, weight_rows_per_cycle)[-1] + 1
+        if weight_rows_per_cycle == 1:
+            return self.rows
+        return math.ceil(self.rows / _rate(weight_rows_per_cycle))
 
     def cycles(
         self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
@@ -193,10 +195,16 @@ def _check_mode(mode: str, tiles: int) -> None:
         raise HardwareError(f"mode 'noload' holds one tile of weights, not {tiles}; use 'shadow' or 'serial'")
 
 
-def _arrivals(rows: int, rate: float | Fraction) -> tuple[int, ...]:
-    """Cycles at which row 0, 1, ... of a tile have arrived, at `rate` rows per cycle."""
+def _rate(rate: float | Fraction) -> Fraction:
+    """A rate in (0, 1] as a fraction, so that rounding up is exact."""
     if not isinstance(rate, Fraction):
         rate = Fraction(amount("weight_rows_per_cycle", rate, positive=True)).limit_denominator(10**6)
     if not 0 < rate <= 1:
         raise HardwareError(f"weight_rows_per_cycle must be in (0, 1], not {float(rate)!r}")
-    return tuple(math.ceil((row + 1) / rate) - 1 for row in range(rows))
+    return rate
+
+
+def _arrivals(rows: int, rate: float | Fraction) -> tuple[int, ...]:
+    """Cycles at which row 0, 1, ... of a tile have arrived, at `rate` rows per cycle."""
+    per_cycle = _rate(rate)
+    return tuple(math.ceil((row + 1) / per_cycle) - 1 for row in range(rows))

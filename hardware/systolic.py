@@ -228,7 +228,9 @@ class _Array:
         self.shift_of[list(schedule.shifts)] = np.arange(mxu.rows)
         self.steady = len(self.shift_of) == mxu.rows  # a row of weights every cycle
         self.bits = np.dtype(f"u{kind.itemsize}")
+        self.shadow_bits = self.shadow.view(self.bits).reshape(-1)
         self.scratch = np.zeros(self.shadow.size, self.bits)
+        self.scratch_box = self.scratch.reshape(shape)
         # ones[i] is all ones for i <= rows + columns: a sliding view of it is the mask r + c <= since
         self.ones = np.zeros(3 * (mxu.rows + mxu.columns) + 3, self.bits)
         self.ones[: mxu.rows + mxu.columns + 1] = ~self.bits.type(0)
@@ -294,17 +296,14 @@ class _Array:
     def _shift_steady(self, tile: Array, since: int) -> None:
         """Column c has shift since - c; r + c <= since moves, by a masked exchange of bits."""
         rows, low, high = self.rows, max(0, since - self.rows + 1), min(self.columns, since + 1)
-        area = (high - low) * (rows + 1) - 1
-        flat = self.shadow.view(self.bits)[low:high].reshape(-1)
-        changed = self.scratch[: area + 1]
+        begin, end, size = low * (rows + 1), high * (rows + 1), self.bits.itemsize
+        flat, changed = self.shadow_bits[begin:end], self.scratch[begin:end]
         np.bitwise_xor(flat[1:], flat[:-1], out=changed[1:])
-        offset = rows + self.columns - since + low
-        size = self.bits.itemsize
-        moves = np.ndarray((high - low, rows + 1), self.bits, self.ones, offset * size, (size, size))
-        changed[0] = 0
-        changed = changed.reshape(high - low, rows + 1)
-        np.bitwise_and(changed, moves, out=changed)
-        np.bitwise_xor(flat, changed.reshape(-1), out=flat)
+        offset = (rows + self.columns - since + low) * size
+        moves = np.ndarray((high - low, rows + 1), self.bits, self.ones, offset, (size, size))
+        box = self.scratch_box[low:high]
+        np.bitwise_and(box, moves, out=box)
+        np.bitwise_xor(flat, changed, out=flat)
         first = low * rows + rows - 1 - since + low  # element (c, rows - 1 - since + c) of the tile
         self.shadow[low:high, 0] = tile.reshape(-1)[first :: rows + 1][: high - low]
         self.shadow[low:high, -1] = 0
