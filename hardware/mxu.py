@@ -61,6 +61,21 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Counters:
+    """Where the cycles of a run went, as TPU v1's performance counters divide them.
+
+    Attributes:
+      active: rows of x enter; shift: they wait while weights shift into the array (at most one tile's worth
+        per tile); stall: they wait for memory; drain: no more rows, results still leave.
+    """
+
+    active: int
+    shift: int
+    stall: int
+    drain: int
+
+
+@dataclass(frozen=True)
 class MXU:
     """A weight-stationary array of `rows` x `columns` processing elements.
 
@@ -138,6 +153,29 @@ class MXU:
         if mode == "serial":
             return count * load
         return load + (count - 1) * (self._interval(t, load, mode) - t)
+
+    def counters(
+        self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
+    ) -> Counters:
+        """`cycles` divided by what the array does in them.
+
+        Example:
+          >>> MXU(256, 256).counters(m=200, k=2560, n=256, weight_rows_per_cycle=0.19)
+          Counters(active=2000, shift=2560, stall=9120, drain=510)
+
+        Source: Jouppi et al. 2017, table 3.
+        """
+        count = self.tiles(k, n)
+        exposed = self.exposed_cycles(m, k, n, mode, weight_rows_per_cycle)
+        shift = 0
+        if exposed:  # of what is exposed before a tile, the shift itself is at most one row per cycle
+            load = self.load_cycles(weight_rows_per_cycle)
+            first = load if mode != "serial" else exposed // count
+            later = (exposed - first) // (count - 1) if count > 1 else 0
+            shift = min(first, self.rows) + (count - 1) * min(later, self.rows)
+        active = count * m
+        total = self.cycles(m, k, n, mode, weight_rows_per_cycle)
+        return Counters(active, shift, exposed - shift, total - active - exposed)
 
     def utilisation(
         self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1

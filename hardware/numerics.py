@@ -50,7 +50,7 @@ def round_to_bfloat16(x: Array, out: Array | None = None) -> NDArray[np.float32]
       out: float32 array of x's shape to write to; may be x itself.
     Returns: `out`, or a new array of x's shape.
     Cost: six passes over cache-sized chunks; no floating-point flag is raised.
-    Raises: HardwareError if x or out is not float32, or their shapes differ.
+    Raises: HardwareError if x or out is not float32, their shapes differ, or out is read-only.
     Example:
       >>> round_to_bfloat16(np.float32([1.00390625, 1.01171875, 3.4e38])).tolist()
       [1.0, 1.015625, inf]
@@ -60,6 +60,8 @@ def round_to_bfloat16(x: Array, out: Array | None = None) -> NDArray[np.float32]
     x = _require_float32("x", x)
     if out is not None and _require_float32("out", out).shape != x.shape:
         raise HardwareError(f"round_to_bfloat16: out has shape {out.shape}, x has shape {x.shape}")
+    if out is not None and not out.flags.writeable:
+        raise HardwareError("round_to_bfloat16: out is read-only")
     if x.size <= _ROUND_SMALL:  # the fewest calls win: two casts, which keep the same rule
         with np.errstate(invalid="ignore"):  # a signalling NaN is no news here
             rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)

@@ -306,7 +306,6 @@ class _Array:
         np.bitwise_xor(flat, changed, out=flat)
         first = low * rows + rows - 1 - since + low  # element (c, rows - 1 - since + c) of the tile
         self.shadow[low:high, 0] = tile.reshape(-1)[first :: rows + 1][: high - low]
-        self.shadow[low:high, -1] = 0
 
     def _shift_skewed(self, tile: Array, since: int) -> None:
         """As `_shift_steady` where rows of weights arrive more slowly than one per cycle."""

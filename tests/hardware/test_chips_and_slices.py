@@ -204,6 +204,15 @@ def test_override_a_figure():
     assert Slice("v3-8", fast).hbm_bytes_per_second_per_device == 1e12
 
 
+def test_multipod_of_2020():
+    """4096 chips as 128 x 32, a mesh in its long axis: Kumar et al., arXiv:2011.03641."""
+    pods = dataclasses.replace(CHIPS["v3"], pod_shape=(128, 32), max_slice_chips=4096)
+    s = Slice("v3-128x32", pods)
+    assert (s.chips, s.cores, s.wrap) == (4096, 8192, (False, True))
+    with pytest.raises(HardwareError, match="no slice of v3"):
+        Slice("v3-128x32")
+
+
 def test_toml(tmp_path):
     file = tmp_path / "chip.toml"
     file.write_text(

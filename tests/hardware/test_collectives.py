@@ -226,6 +226,16 @@ def test_shift_of_a_ring(n, shift, size):
     assert [int(result[0]) for result in move.results] == [(node - shift) % n for node in range(n)]
 
 
+def test_routed_all_to_all_splits_ties_evenly():
+    """torus_cases.json, case 48: 24 link crossings, every link carries 32,768 bytes."""
+    data = [np.zeros((4, 2)) for _ in range(4)]
+    exchange = point_plans.all_to_all(Torus((4,)), data, algorithm="routed", element_bytes=65536 / 8)
+    traffic = exchange.run(LINKS)
+    assert traffic.messages == 24
+    assert set(traffic.link_bytes.values()) == {32768}
+    assert len(traffic.link_bytes) == 8
+
+
 def test_equal_axes_formula():
     """2d(n-1)L + (N-1)S/(NdB): all_reduce by halves on a cube."""
     n, d, size = 4, 3, 1e8

@@ -186,6 +186,46 @@ def test_tpu_v1_ridge_point():
     assert MXU(256, 256).exposed_cycles(load, 2560, 256, weight_rows_per_cycle=rate) == load
 
 
+@pytest.mark.parametrize(("shift", "other"), [(15.9, 17.5), (13.4, 31.9), (15.8, 17.9), (17.1, 10.3)])
+def test_tpu_v1_published_counters(shift, other):
+    """Weight shift takes 19 % of matrix cycles in all four applications that wait for weights.
+
+    Percent of all cycles for MLP0, MLP1, LSTM0, LSTM1, `other` being non-matrix cycles: Jouppi et al. 2017,
+    table 3, from memory.
+    """
+    counters = MXU(256, 256).counters(200, 25600, 2560, weight_rows_per_cycle=34e9 / 700e6 / 256)
+    total = counters.active + counters.shift + counters.stall
+    assert counters.shift / total == pytest.approx(shift / (100 - other), abs=0.01)
+    assert counters.shift / total == pytest.approx(0.19, abs=0.005)
+
+
+def test_tpu_v1_published_activity_of_its_largest_application():
+    """MLP0 (batch 200): active 12.7 %, weight stall 53.9 %, of 82.5 % matrix cycles; table 3, from memory."""
+    counters = MXU(256, 256).counters(200, 25600, 2560, weight_rows_per_cycle=34e9 / 700e6 / 256)
+    total = counters.active + counters.shift + counters.stall
+    assert counters.active / total == pytest.approx(12.7 / 82.5, rel=0.05)
+    assert counters.stall / total == pytest.approx(53.9 / 82.5, rel=0.03)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 9), st.integers(1, 20), st.integers(1, 30), st.integers(1, 30),
+    st.sampled_from(MODES[1:]), st.sampled_from([1, 0.3, 0.5]),
+)  # fmt: skip
+def test_counters_add_up_and_count_what_the_schedule_does(rows, columns, m, k, n, mode, rate):
+    mxu = MXU(rows, columns)
+    counters = mxu.counters(m, k, n, mode, rate)
+    count = mxu.tiles(k, n)
+    assert sum(vars(counters).values()) == mxu.cycles(m, k, n, mode, rate)
+    assert min(vars(counters).values()) >= 0
+    start = mxu.schedule(m, count, mode, rate).start
+    entering = {cycle for s in start for cycle in range(s, s + m)}
+    assert counters.active == len(entering)
+    if mode != "serial":
+        assert counters.shift + counters.stall == start[-1] + m - len(entering)
+    assert counters.stall == 0 or rate < 1 or mode == "shadow_unskewed"
+
+
 def test_utilisation():
     mxu = MXU()
     assert mxu.utilisation(4096, 4096, 4096) > 0.99

@@ -80,6 +80,10 @@ def test_rounding_refuses():
         round_to_bfloat16(np.zeros(3))
     with pytest.raises(HardwareError, match=r"out has shape \(4,\), x has shape \(3,\)"):
         round_to_bfloat16(np.zeros(3, np.float32), out=np.zeros(4, np.float32))
+    frozen = np.zeros(3, np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(HardwareError, match="read-only"):
+        round_to_bfloat16(frozen, out=frozen)
     with pytest.raises(HardwareError, match="not list"):
         round_to_bfloat16([1.0])
 

@@ -160,6 +160,22 @@ def test_both_cores_of_a_chip_share_its_links():
     assert on_chip.seconds < cost.seconds / 5
 
 
+def test_a_group_over_cores_and_chips_halves_its_traffic_on_the_torus():
+    slice_ = Slice("v3-8")
+    placement = next(placements(slice_, {"x": 8}))
+    chip, links = slice_.chip, ici_links(slice_)
+    cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
+    on_chip = 1e8 / (chip.hbm_bytes_per_second / 4)  # half read, half written; there and back
+    ring = collectives.all_reduce_seconds(1e8 / 2, [(4, True)], Links(links.bytes_per_second / 2, 1e-6))
+    assert cost.seconds == pytest.approx(on_chip + ring)  # a 2x2 mesh is a ring of 4, or two rotated lines
+    exchange = collective_cost(placement, "all_to_all", ["x"], 1e8)
+    lines = sum(
+        collectives.all_to_all_seconds(1e8, [(2, False)], Links(links.bytes_per_second / 2, 1e-6))
+        for _ in range(2)
+    )
+    assert exchange.seconds == pytest.approx(on_chip / 2 + lines)
+
+
 def test_dcn_is_slow_and_last():
     slice_ = Slice("2*v5e-256")
     mesh = {"data": 2, "x": 16, "y": 16}

@@ -55,6 +55,14 @@ def test_routes_are_shortest_and_connected(torus, data, backward):
     assert steps == len(route)
 
 
+def test_ties_go_round_either_way():
+    torus = Torus((4, 5))
+    forth, back = (torus.route(0, torus.node((2, 1)), backward_ties=tie) for tie in (False, True))
+    assert [torus.ends(link)[1] for link in forth] == [5, 10, 11]
+    assert [torus.ends(link)[1] for link in back] == [15, 10, 11]
+    assert torus.route(0, 5) == torus.route(0, 5, backward_ties=True)  # no tie
+
+
 def test_bisection_of_a_wrapped_axis_is_twice_that_of_a_line():
     def crossing(torus):
         pairs = map(torus.ends, torus.links())
