@@ -87,7 +87,7 @@ def all_gather_seconds(
     Source: module docstring.
     """
     sizes = _check(gathered_bytes, axes, algorithm)
-    parts = _parts(parts, len(axes))
+    parts = count_parts(parts, len(axes))
     total = 0.0
     for stage in range(len(axes)):
         slowest = 0.0
@@ -119,7 +119,7 @@ def reduce_scatter_seconds(
     Source: module docstring.
     """
     sizes = _check(input_bytes, axes, algorithm)
-    parts = _parts(parts, len(axes))
+    parts = count_parts(parts, len(axes))
     total = 0.0
     for stage in range(len(axes)):
         slowest = 0.0
@@ -291,7 +291,14 @@ def _check(size_bytes: float, axes: Sequence[Axis], algorithm: str = "shortest")
     return sizes
 
 
-def _parts(parts: int | None, axes: int) -> int:
+def count_parts(parts: int | None, axes: int) -> int:
+    """Parts in which data is cut for that many axes: as asked, or one per axis.
+
+    Raises: HardwareError for anything but 1, one per axis, or None.
+    Example:
+      >>> count_parts(None, 3), count_parts(1, 3)
+      (3, 1)
+    """
     if parts is None:
         return max(axes, 1)
     if parts not in (1, axes) or isinstance(parts, bool):

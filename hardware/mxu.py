@@ -124,7 +124,7 @@ class MXU:
           [18, 26, 26, 26]
         """
         t, count = whole("m", m, low=1), self.tiles(k, n)
-        _check_mode(mode, count)
+        check_mode(mode, count)
         fill, load = t + self.rows + self.columns - 2, self.load_cycles(weight_rows_per_cycle)
         if mode == "noload":
             return fill
@@ -146,7 +146,7 @@ class MXU:
         Source: Jouppi et al. 2017, table 3.
         """
         t, count = whole("m", m, low=1), self.tiles(k, n)
-        _check_mode(mode, count)
+        check_mode(mode, count)
         load = self.load_cycles(weight_rows_per_cycle)
         if mode == "noload":
             return 0
@@ -194,7 +194,7 @@ class MXU:
     ) -> Schedule:
         """The cycles of every load and stream of `count` tiles of m rows, event by event."""
         whole("m", m, low=1)
-        _check_mode(mode, whole("count", count, low=1))
+        check_mode(mode, whole("count", count, low=1))
         shifts = _arrivals(self.rows, weight_rows_per_cycle)
         fill, loading = m + self.rows + self.columns - 2, shifts[-1] + 1
         if mode == "noload":
@@ -226,7 +226,11 @@ class MXU:
         return max(t, load + self.columns - 1 if mode == "shadow_unskewed" else load)
 
 
-def _check_mode(mode: str, tiles: int) -> None:
+def check_mode(mode: str, tiles: int) -> None:
+    """Refuse unknown modes, and noload for more than one tile.
+
+    Raises: HardwareError that lists the modes.
+    """
     if mode not in MODES:
         raise HardwareError(f"unknown weight mode {mode!r}; use one of {', '.join(MODES)}")
     if mode == "noload" and tiles != 1:

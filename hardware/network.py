@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hardware import collectives
 from hardware.checks import amount
@@ -86,32 +87,26 @@ def collective_cost(
     if kind not in KINDS:
         raise HardwareError(f"unknown collective {kind!r}; use one of {', '.join(KINDS)}")
     chip = placement.slice.chip
-    links = links or ici_links(placement.slice)
-    factors = placement.of(axes)
     share = chip.devices_per_chip
-    levels = _Levels(
-        cores=math.prod(f.size for f in factors if f.place == CORES),
-        torus=tuple(f for f in factors if f.place >= 0),
-        slices=math.prod(f.size for f in factors if f.place == DCN),
-    )
+    route = _route(placement, tuple(axes), links)
     if kind in ("collective_permute", "broadcast"):
-        return _point_cost(placement, kind, levels, payload_bytes, links)
+        return _point_cost(placement, kind, route, payload_bytes)
     times = 2 if kind == "all_reduce" else 1
-    form = "all_to_all" if kind == "all_to_all" else "reduce_scatter"
+    whole = kind == "all_to_all"  # every level moves all of it, else what the level before has left
     busy, seconds, hops, algorithm, size = {}, 0.0, 0, "-", payload_bytes
-    if levels.cores > 1:
-        wire = times * _share_sent(levels.cores) * size / (chip.hbm_bytes_per_second / 2 / share)
-        busy[CORES], seconds = wire, wire
-        size = size if form == "all_to_all" else size / levels.cores
-    if levels.torus:
-        way = _torus_way(placement, form, levels.torus, size, links)
-        seconds, hops, algorithm = seconds + times * way.seconds, times * way.hops, way.name
-        busy |= {place: times * wire for place, wire in way.busy.items()}
-        size = size if form == "all_to_all" else size / math.prod(f.size for f in levels.torus)
-    if levels.slices > 1:
-        wire = times * _share_sent(levels.slices) * size / (chip.dcn_bytes_per_second / share)
+    if route.cores > 1:
+        seconds = times * _share_sent(route.cores) * size / (chip.hbm_bytes_per_second / 2 / share)
+        busy[CORES] = seconds
+        size = size if whole else size / route.cores
+    if route.torus:
+        way = route.exchange if whole else min(route.ways, key=lambda way: way.seconds(size))
+        seconds, hops, algorithm = seconds + times * way.seconds(size), times * way.hops, way.name
+        busy |= {place: times * per_byte * size for place, per_byte in way.busy}
+        size = size if whole else size / route.torus_size
+    if route.slices > 1:
+        wire = times * _share_sent(route.slices) * size / (chip.dcn_bytes_per_second / share)
         busy[DCN] = wire
-        seconds += wire + times * chip.dcn_hop_seconds * math.ceil(math.log2(levels.slices))
+        seconds += wire + times * chip.dcn_hop_seconds * math.ceil(math.log2(route.slices))
     return Cost(seconds, tuple(sorted(busy.items())), hops, algorithm)
 
 
@@ -178,78 +173,115 @@ def ici_links(slice_: Slice) -> Links:
 
 
 @dataclass(frozen=True)
-class _Levels:
-    cores: int
-    torus: tuple[Factor, ...]
-    slices: int
+class _Way:
+    """One way through the torus: stages that end together, each of parts that take a + b * bytes seconds."""
 
+    name: str
+    hops: int
+    stages: tuple[tuple[tuple[float, float], ...], ...]
+    busy: tuple[tuple[int, float], ...]  # place -> seconds per byte
 
-def _share_sent(n: int) -> float:
-    return (n - 1) / n
+    def seconds(self, size: float) -> float:
+        return sum(max([a + b * size for a, b in parts]) for parts in self.stages)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """One way through the torus: time, name, hops in sequence, time for which each place's links are busy."""
+class _Route:
+    """What a group of mesh axes crosses: devices of a chip, factors of the torus with its ways, slices."""
 
-    seconds: float
-    name: str
-    hops: int
-    busy: dict[int, float]
+    cores: int
+    torus: tuple[Factor, ...]
+    slices: int
+    torus_size: int
+    thin: tuple[Links, ...]
+    ways: tuple[_Way, ...]
+    exchange: _Way
 
 
-def _torus_way(placement: Placement, form: str, factors: Sequence[Factor], size: float, links: Links) -> _Way:
-    """The fastest way on the torus."""
+@lru_cache(maxsize=4096)
+def _route(placement: Placement, axes: tuple[str, ...], links: Links | None) -> _Route:
+    factors = placement.of(axes)
+    torus = tuple(f for f in factors if f.place >= 0)
     share = placement.slice.chip.devices_per_chip
-    axes = [(f.size, placement.wraps(f)) for f in factors]
-    thin = [_thinned(links, f, share) for f in factors]
-    deep = sum(f.stride * _steps(*axis) for f, axis in zip(factors, axes, strict=True))
-    if form == "all_to_all":
-        busy: dict[int, float] = {}
-        free = [Links(link.bytes_per_second, 0.0) for link in thin]
-        for f, axis, link in zip(factors, axes, free, strict=True):
-            busy[f.place] = busy.get(f.place, 0.0) + collectives.all_to_all_seconds(size, [axis], link)
-        times = (
-            collectives.all_to_all_seconds(size, [axis], link) for axis, link in zip(axes, thin, strict=True)
-        )
-        return _Way(sum(times), "in turn", deep, busy)
-    count = range(len(factors))
-    orders = list(itertools.permutations(count))
-    ways = [_staged("in turn", [order], factors, axes, thin, size, deep) for order in orders]
-    if len({f.place for f in factors}) == len(factors) > 1:  # two factors on one axis would meet there
-        rotations = [tuple((part + j) % len(factors) for j in count) for part in count]
-        ways.append(_staged("rotated", rotations, factors, axes, thin, size, deep))
-    if len(factors) > 1 and all(f.stride == 1 for f in factors):
-        whole = (math.prod(n for n, _ in axes), snakes(tuple(axes)) is not None)
+    links = (links or ici_links(placement.slice)) if torus else Links(1.0)
+    rings = tuple((f.size, placement.wraps(f)) for f in torus)
+    thin = tuple(_thinned(links, f, share) for f in torus)
+    return _Route(
+        cores=math.prod(f.size for f in factors if f.place == CORES),
+        torus=torus,
+        slices=math.prod(f.size for f in factors if f.place == DCN),
+        torus_size=math.prod(f.size for f in torus),
+        thin=thin,
+        ways=_ways(torus, rings, thin),
+        exchange=_exchange(torus, rings, thin),
+    )
+
+
+def _ways(
+    torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]
+) -> tuple[_Way, ...]:
+    """The ways to reduce_scatter over factors of the torus."""
+    if not torus:
+        return ()
+    count = range(len(torus))
+    ways = [_staged("in turn", [order], torus, rings, thin) for order in itertools.permutations(count)]
+    if len({f.place for f in torus}) == len(torus) > 1:  # two factors on one axis would meet there
+        rotations = [tuple((part + j) % len(torus) for j in count) for part in count]
+        ways.append(_staged("rotated", rotations, torus, rings, thin))
+    if len(torus) > 1 and all(f.stride == 1 for f in torus):
+        whole = (math.prod(n for n, _ in rings), snakes(tuple(rings)) is not None)
+        a, b = _affine(whole, thin[0])
         name = "snake ring" if whole[1] else "snake line"
-        wire = collectives.ring_stage_seconds(size / whole[0], whole, Links(thin[0].bytes_per_second, 0.0))
-        seconds = collectives.ring_stage_seconds(size / whole[0], whole, thin[0])
-        ways.append(_Way(seconds, name, _steps(*whole), {f.place: wire for f in factors}))
-    return min(ways, key=lambda way: way.seconds)
+        per_byte = b / whole[0]
+        ways.append(
+            _Way(name, _steps(*whole), (((a, per_byte),),), tuple((f.place, per_byte) for f in torus))
+        )
+    return tuple(ways)
 
 
 def _staged(
     name: str,
     orders: Sequence[Sequence[int]],
-    factors: Sequence[Factor],
-    axes: Sequence[tuple[int, bool]],
+    torus: Sequence[Factor],
+    rings: Sequence[collectives.Axis],
     thin: Sequence[Links],
-    size: float,
-    hops: int,
 ) -> _Way:
-    """A reduce_scatter in stages: each part takes the axes in its own order; stages end together."""
-    own = [size / len(orders)] * len(orders)
-    seconds, busy = 0.0, {f.place: 0.0 for f in factors}
-    for stage in range(len(axes)):
-        slowest = 0.0
+    """Stages along the factors: each part of the data takes them in its own order; stages end together."""
+    own = [1 / len(orders)] * len(orders)
+    stages, busy = [], {f.place: 0.0 for f in torus}
+    for stage in range(len(torus)):
+        parts = []
         for part, order in enumerate(orders):
             axis = order[stage]
-            own[part] /= axes[axis][0]
-            slowest = max(slowest, collectives.ring_stage_seconds(own[part], axes[axis], thin[axis]))
-            wire = Links(thin[axis].bytes_per_second, 0.0)
-            busy[factors[axis].place] += collectives.ring_stage_seconds(own[part], axes[axis], wire)
-        seconds += slowest
-    return _Way(seconds, name, hops, busy)
+            own[part] /= rings[axis][0]
+            a, b = _affine(rings[axis], thin[axis])
+            parts.append((a, b * own[part]))
+            busy[torus[axis].place] += b * own[part]
+        stages.append(tuple(parts))
+    hops = sum(f.stride * _steps(*ring) for f, ring in zip(torus, rings, strict=True))
+    return _Way(name, hops, tuple(stages), tuple(busy.items()))
+
+
+def _exchange(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> _Way:
+    """all_to_all along one factor after the other."""
+    stages, busy = [], {f.place: 0.0 for f in torus}
+    for f, ring, link in zip(torus, rings, thin, strict=True):
+        a = collectives.all_to_all_seconds(0.0, [ring], link)
+        b = collectives.all_to_all_seconds(1.0, [ring], Links(link.bytes_per_second, 0.0))
+        stages.append(((a, b),))
+        busy[f.place] += b
+    hops = sum(f.stride * _steps(*ring) for f, ring in zip(torus, rings, strict=True))
+    return _Way("in turn", hops, tuple(stages), tuple(busy.items()))
+
+
+def _affine(ring: collectives.Axis, link: Links) -> tuple[float, float]:
+    """(a, b) of a + b * bytes for one stage, bytes being what each node contributes."""
+    fixed = collectives.ring_stage_seconds(0.0, ring, link)
+    return fixed, collectives.ring_stage_seconds(1.0, ring, Links(link.bytes_per_second, 0.0))
+
+
+def _share_sent(n: int) -> float:
+    return (n - 1) / n
 
 
 def _thinned(links: Links, factor: Factor, share: int) -> Links:
@@ -261,24 +293,23 @@ def _steps(n: int, wrap: bool) -> int:
     return n // 2 if wrap else n - 1
 
 
-def _point_cost(placement: Placement, kind: str, levels: _Levels, size: float, links: Links) -> Cost:
+def _point_cost(placement: Placement, kind: str, route: _Route, size: float) -> Cost:
     """A shift by one position (cyclic), or one device's data to all."""
     chip = placement.slice.chip
     share = chip.devices_per_chip
     busy, seconds, hops = {}, 0.0, 0
-    if levels.cores > 1:
+    if route.cores > 1:
         busy[CORES] = seconds = size / (chip.hbm_bytes_per_second / 2 / share)
-    for f in levels.torus:
-        thin = _thinned(links, f, share)
+    for f, thin in zip(route.torus, route.thin, strict=True):
         wrap = placement.wraps(f)
         # a cyclic shift on a line comes back over all of it, the other way
         steps = _steps(f.size, wrap) if kind == "broadcast" else (1 if wrap else f.size - 1)
         chunks = 16 if steps > 1 else 1
-        busy[f.place] = size / thin.bytes_per_second
+        busy[f.place] = busy.get(f.place, 0.0) + size / thin.bytes_per_second
         time = collectives.permute_seconds(size, steps, thin, chunks)
-        seconds = seconds + time if kind == "broadcast" else max(seconds, time)
+        seconds = seconds + time if kind == "broadcast" else max(seconds, time, busy[f.place])
         hops += steps * f.stride
-    if levels.slices > 1:
+    if route.slices > 1:
         busy[DCN] = size / (chip.dcn_bytes_per_second / share)
         time = busy[DCN] + chip.dcn_hop_seconds
         seconds = seconds + time if kind == "broadcast" else max(seconds, time)

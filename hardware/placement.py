@@ -67,6 +67,9 @@ class Placement:
                     f"factors {mine} cover {stride} of the {size} positions of {place_name(place)}"
                 )
 
+    def __hash__(self) -> int:
+        return hash((self.slice.name, self.factors))
+
     @property
     def mesh(self) -> dict[str, int]:
         """Axis name -> size, in order."""

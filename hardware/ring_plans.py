@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware.checks import amount
-from hardware.collectives import ALGORITHMS, Algorithm, _parts
+from hardware.collectives import ALGORITHMS, Algorithm, count_parts
 from hardware.errors import HardwareError
 from hardware.events import Links, Message, Plan, Region, Traffic, simulate
 from hardware.torus import Torus
@@ -204,7 +204,7 @@ class _Builder:
             raise HardwareError(f"unknown ring algorithm {algorithm!r}; use one of {', '.join(ALGORITHMS)}")
         self.sizes = tuple(torus.shape[axis] for axis in self.axes)
         self.group = math.prod(self.sizes)
-        self.parts = _parts(parts, len(self.axes))
+        self.parts = count_parts(parts, len(self.axes))
         self.block = -(-arrays[0].size // (blocks or self.group))  # elements of a block
         self.unit = max(1, -(-self.block // (2 * self.parts)))
         self.element = Fraction(

@@ -16,6 +16,7 @@ Source: `hardware.mxu`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hardware.errors import HardwareError
-from hardware.mxu import MXU, Mode, Schedule, _check_mode
+from hardware.mxu import MXU, Mode, Schedule, check_mode
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -99,12 +100,8 @@ def run(
     Source: module docstring.
     """
     x, weights = _operands(x, weights)
-    m, (k, n) = x.shape[0], weights.shape
-    count = mxu.tiles(k, n)
-    _check_mode(mode, count)
-    schedule = mxu.schedule(m, count, mode, weight_rows_per_cycle)
-    tiles = _weight_tiles(mxu, weights)
-    array = _Array(mxu, schedule, tiles, _Stream(mxu, schedule, x, count))
+    (m, k), n = x.shape, weights.shape[1]
+    array, schedule = _set_up(mxu, weights, x, mode, weight_rows_per_cycle)
     sink = _Sink(mxu, m, k, n, x.dtype)
     kept = []
     with np.errstate(all="ignore"):  # idle PEs multiply whatever they hold by zero
@@ -113,7 +110,37 @@ def run(
             if states:
                 kept.append(array.state(t, m))
     sink.flush()
-    return Run(sink.y[:, :n].copy(), sink.output_cycle[:, :n].copy(), schedule.cycles, count, tuple(kept))
+    tiles = mxu.tiles(k, n)
+    return Run(sink.y[:, :n].copy(), sink.output_cycle[:, :n].copy(), schedule.cycles, tiles, tuple(kept))
+
+
+def trace(
+    mxu: MXU, weights: Array, x: Array, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
+) -> Iterator[State]:
+    """The state after each cycle, one at a time: as `run(..., states=True)` without keeping them all.
+
+    Raises: HardwareError as `run`.
+    Example:
+      >>> [state.busy for state in trace(MXU(2, 2), np.eye(2), np.ones((3, 2)), "noload")]
+      [1, 3, 4, 3, 1]
+    """
+    x, weights = _operands(x, weights)
+    array, schedule = _set_up(mxu, weights, x, mode, weight_rows_per_cycle)
+    for t in range(schedule.cycles):
+        with np.errstate(all="ignore"):
+            array.step(t)
+        yield array.state(t, x.shape[0])
+
+
+def _set_up(
+    mxu: MXU, weights: Array, x: Array, mode: Mode, rate: float | Fraction
+) -> tuple[_Array, Schedule]:
+    """The array before its first cycle, and the schedule of its tiles."""
+    count = mxu.tiles(*weights.shape)
+    check_mode(mode, count)
+    schedule = mxu.schedule(x.shape[0], count, mode, rate)
+    stream = _Stream(mxu, schedule, x, count)
+    return _Array(mxu, schedule, _weight_tiles(mxu, weights), stream), schedule
 
 
 def _operands(x: Array, weights: Array) -> tuple[Array, Array]:
