@@ -131,8 +131,7 @@ def draw(state: State) -> str:
             lines.append(left.rjust(LABEL - 1) + " |" + "|".join(text.center(CELL) for text in texts) + "|")
         lines.append(rule)
     outs = [
-        f"y{c}[{m}]={y}" if m >= 0 else ""
-        for c, (m, y) in enumerate(zip(state.out_vector, state.out, strict=True))
+        f"y{c}[{m}]={y}" if m >= 0 else "" for c, (m, y) in enumerate(zip(state.out_vector, state.out, strict=True))
     ]
     lines.append(" " * LABEL + " " + " ".join(out.center(CELL) for out in outs))
     return "\n".join(line.rstrip() for line in lines)

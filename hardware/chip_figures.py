@@ -44,9 +44,7 @@ COMMON: Figures = {
     "tdp_watts": (None, "not published"),
 }
 
-_WRAP_FULL = (
-    "sub-slices have no wrap on partial axes: mlcommons/training_results_v0.7 systems, and from memory"
-)
+_WRAP_FULL = "sub-slices have no wrap on partial axes: mlcommons/training_results_v0.7 systems, and from memory"
 _WRAP_16 = "a 2-D axis wraps only if it has 16 chips: " + _BOOK
 _WRAP_CUBES = "wrap-around only on slices of whole 4x4x4 cubes: " + _BOOK + "; " + _DOCS + "v4"
 _NIC = "assumed: one 100 Gbit/s NIC per host of 4 chips"

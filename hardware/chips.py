@@ -258,9 +258,7 @@ def chip_from_table(table: Mapping[str, Any], where: str = "chip table") -> Chip
     required = {f.name for f in dataclasses.fields(Chip) if f.default is dataclasses.MISSING}
     missing = sorted(required - set(values))
     if missing:
-        raise HardwareError(
-            f"{where}: missing {', '.join(missing)}; give them, or a base such as base = 'v5e'"
-        )
+        raise HardwareError(f"{where}: missing {', '.join(missing)}; give them, or a base such as base = 'v5e'")
     return Chip(**values)
 
 

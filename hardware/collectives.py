@@ -34,9 +34,7 @@ Algorithm = Literal["oneway", "halves", "shortest"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
-def ring_stage_seconds(
-    own_bytes: float, axis: Axis, links: Links, algorithm: Algorithm = "shortest"
-) -> float:
+def ring_stage_seconds(own_bytes: float, axis: Axis, links: Links, algorithm: Algorithm = "shortest") -> float:
     """One all_gather (or reduce_scatter) along one axis.
 
     Args:
@@ -247,9 +245,7 @@ def broadcast_seconds(
         depth = sum(n // 2 if wrap else n - 1 for n, (_, wrap) in zip(sizes, axes, strict=True))
     elif algorithm == "halves":
         if not all(wrap or n == 1 for n, wrap in axes):
-            raise HardwareError(
-                f"broadcast by halves goes round rings; these axes do not all wrap: {list(axes)}"
-            )
+            raise HardwareError(f"broadcast by halves goes round rings; these axes do not all wrap: {list(axes)}")
         depth, payload_bytes = sum(sizes) - len(sizes), payload_bytes / 2
     else:
         raise HardwareError(f"unknown broadcast algorithm {algorithm!r}; use tree or halves")

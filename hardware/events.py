@@ -268,9 +268,7 @@ class _Run:
 
     def _open(self, p: int) -> list[int]:
         """Let the next stage of a plan begin; returns what is then ready."""
-        members = [
-            stage for stage, left in self.stage_left[p].items() if left and stage in self.stage_members[p]
-        ]
+        members = [stage for stage, left in self.stage_left[p].items() if left and stage in self.stage_members[p]]
         if not members:
             return []
         ready = []

@@ -43,9 +43,7 @@ def tile_of(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return (min(SUBLANES, max(packed, _power_of_two(sizes[-2]))), LANES)
 
 
-def padded_shape(
-    shape: Sequence[int], itemsize: int = 4, tile: Sequence[int] | None = None
-) -> tuple[int, ...]:
+def padded_shape(shape: Sequence[int], itemsize: int = 4, tile: Sequence[int] | None = None) -> tuple[int, ...]:
     """The shape that an array occupies: its minor dims rounded up to whole tiles.
 
     Args:

@@ -107,9 +107,7 @@ class MXU:
             return self.rows
         return math.ceil(self.rows / _rate(weight_rows_per_cycle))
 
-    def cycles(
-        self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
-    ) -> int:
+    def cycles(self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1) -> int:
         """Cycles of x [m, k] times weights [k, n], closed form.
 
         Args:

@@ -126,9 +126,7 @@ def together_seconds(costs: Sequence[Cost]) -> float:
     return max([*busy.values(), *(cost.seconds for cost in costs)], default=0.0)
 
 
-def best_placement(
-    slice_: Slice, mesh: Mapping[str, int], demands: Sequence[Demand] = ()
-) -> tuple[Placement, float]:
+def best_placement(slice_: Slice, mesh: Mapping[str, int], demands: Sequence[Demand] = ()) -> tuple[Placement, float]:
     """The placement on which the demands take the least time in all.
 
     Args:
@@ -148,9 +146,7 @@ def best_placement(
     wanted = list(demands) or [Demand("all_reduce", (name,), 2.0**20) for name in mesh]
     best: tuple[Placement, float] | None = None
     for placement in placements(slice_, mesh):
-        seconds = sum(
-            d.count * collective_cost(placement, d.kind, d.axes, d.payload_bytes).seconds for d in wanted
-        )
+        seconds = sum(d.count * collective_cost(placement, d.kind, d.axes, d.payload_bytes).seconds for d in wanted)
         if best is None or seconds < best[1] * (1 - 1e-12):
             best = placement, seconds
     if best is None:
@@ -217,9 +213,7 @@ def _route(placement: Placement, axes: tuple[str, ...], links: Links | None) -> 
     )
 
 
-def _ways(
-    torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]
-) -> tuple[_Way, ...]:
+def _ways(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> tuple[_Way, ...]:
     """The ways to reduce_scatter over factors of the torus."""
     if not torus:
         return ()
@@ -233,9 +227,7 @@ def _ways(
         a, b = _affine(whole, thin[0])
         name = "snake ring" if whole[1] else "snake line"
         per_byte = b / whole[0]
-        ways.append(
-            _Way(name, _steps(*whole), (((a, per_byte),),), tuple((f.place, per_byte) for f in torus))
-        )
+        ways.append(_Way(name, _steps(*whole), (((a, per_byte),),), tuple((f.place, per_byte) for f in torus)))
     return tuple(ways)
 
 

@@ -155,13 +155,9 @@ def _check_matmul(a: Array, b: Array, rows: int) -> tuple[int, ...]:
     """The broadcast batch shape of a legal product."""
     shapes = f"a {getattr(a, 'shape', a)}, b {getattr(b, 'shape', b)}"
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
-        raise HardwareError(
-            f"mxu_matmul: operands must be arrays; got {type(a).__name__}, {type(b).__name__}"
-        )
+        raise HardwareError(f"mxu_matmul: operands must be arrays; got {type(a).__name__}, {type(b).__name__}")
     if a.dtype != b.dtype or a.dtype not in (np.float32, np.float64):
-        raise HardwareError(
-            f"mxu_matmul: operands must both be float32 or both float64, not {a.dtype} and {b.dtype}"
-        )
+        raise HardwareError(f"mxu_matmul: operands must both be float32 or both float64, not {a.dtype} and {b.dtype}")
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise HardwareError(f"mxu_matmul: need a [..., M, K] and b [..., K, N] with one K; got {shapes}")
     if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
@@ -219,7 +215,7 @@ def _add_in_order(terms: Array, out: Array) -> None:
         np.add.reduce(terms, axis=0, out=out)
 
 
-def ring_reduce(parts: Sequence[Array], op: str = "sum") -> Array:
+def ring_reduce(parts: Sequence[Array], op: str = "sum", carry: Callable[[Array], Array] | None = None) -> Array:
     """Reduce equal-shaped arrays of one replica group as a ring reduce-scatter does.
 
     The flattened data is cut in k chunks (as `np.array_split` does); chunk c begins at member
@@ -229,6 +225,8 @@ def ring_reduce(parts: Sequence[Array], op: str = "sum") -> Array:
     Args:
       parts: k >= 1 arrays of equal shape and dtype (float32, float64 or an integer), in ring order.
       op: "sum", "max" or "min". Floats are added in their own dtype, each addition rounded.
+      carry: applied to every partial result before it is sent on, as `round_to_bfloat16` where the wire
+        carries bfloat16; None sends it as it is.
     Returns: a new array of that shape and dtype.
     Raises: HardwareError for an empty list, unequal shapes or dtypes, another dtype, an unknown op.
     Example:
@@ -242,17 +240,19 @@ def ring_reduce(parts: Sequence[Array], op: str = "sum") -> Array:
     out = np.empty(flat[0].shape, flat[0].dtype)
     bounds = _split_bounds(out.size, len(flat))
     for c, (start, stop) in enumerate(bounds):
-        out[start:stop] = _around_ring([part[start:stop] for part in flat], c, op)
+        out[start:stop] = _around_ring([part[start:stop] for part in flat], c, op, carry)
     return out.reshape(arrays[0].shape)
 
 
-def ring_reduce_scatter(parts: Sequence[Array], dim: int, op: str = "sum") -> list[Array]:
+def ring_reduce_scatter(
+    parts: Sequence[Array], dim: int, op: str = "sum", carry: Callable[[Array], Array] | None = None
+) -> list[Array]:
     """Reduce over the members of a ring; leave member c chunk c of dimension `dim`.
 
     Args:
       parts: k >= 1 arrays of equal shape and dtype, in ring order, as for `ring_reduce`.
       dim: dimension that is cut in k chunks (as `np.array_split`, equal where k divides it).
-      op: "sum", "max" or "min".
+      op, carry: as for `ring_reduce`.
     Returns: k arrays; the c-th begins its sum at member (c + 1) % k and ends at member c.
     Raises: HardwareError as `ring_reduce`, and for a dim that the arrays do not have.
     Example:
@@ -264,23 +264,23 @@ def ring_reduce_scatter(parts: Sequence[Array], dim: int, op: str = "sum") -> li
     arrays = _check_parts(parts, op, "ring_reduce_scatter")
     rank = arrays[0].ndim
     if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not -rank <= dim < rank:
-        raise HardwareError(
-            f"ring_reduce_scatter: dim {dim!r} is not one of the {rank} dims of {arrays[0].shape}"
-        )
+        raise HardwareError(f"ring_reduce_scatter: dim {dim!r} is not one of the {rank} dims of {arrays[0].shape}")
     chunks = []
     for c, (start, stop) in enumerate(_split_bounds(arrays[0].shape[dim], len(arrays))):
         index = [slice(None)] * rank
         index[dim] = slice(start, stop)
-        chunks.append(_around_ring([part[tuple(index)] for part in arrays], c, op))
+        chunks.append(_around_ring([part[tuple(index)] for part in arrays], c, op, carry))
     return chunks
 
 
-def _around_ring(pieces: list[Array], owner: int, op: str) -> Array:
+def _around_ring(pieces: list[Array], owner: int, op: str, carry: Callable[[Array], Array] | None) -> Array:
     """Combine owner+1, owner+2, ..., owner, in this order."""
     k, combine = len(pieces), _COMBINE[op]
     total = np.array(pieces[(owner + 1) % k])
     for step in range(2, k + 1):
         combine(total, pieces[(owner + step) % k], out=total)
+        if carry is not None:
+            total = carry(total)
     return total
 
 

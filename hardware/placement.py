@@ -63,9 +63,7 @@ class Placement:
                     raise HardwareError(f"factors {mine} do not tile {place_name(place)} of size {size}")
                 stride *= factor.size
             if stride != size:
-                raise HardwareError(
-                    f"factors {mine} cover {stride} of the {size} positions of {place_name(place)}"
-                )
+                raise HardwareError(f"factors {mine} cover {stride} of the {size} positions of {place_name(place)}")
 
     def __hash__(self) -> int:
         return hash((self.slice.name, self.factors))
@@ -197,12 +195,7 @@ def placements(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[Placement]:
             factors = tuple(
                 (
                     name,
-                    tuple(
-                        f
-                        for placed in choice
-                        for axis, f in placed
-                        if name in names and axis == names.index(name)
-                    ),
+                    tuple(f for placed in choice for axis, f in placed if name in names and axis == names.index(name)),
                 )
                 for name in sizes
             )

@@ -78,9 +78,7 @@ class _Exchange:
         self.group = math.prod(self.sizes)
         shape = arrays[0].shape
         if not shape or shape[0] != self.group:
-            raise HardwareError(
-                f"all_to_all: operands must be [{self.group}, ...] for this group, not {shape}"
-            )
+            raise HardwareError(f"all_to_all: operands must be [{self.group}, ...] for this group, not {shape}")
         width = math.prod(shape[1:])
         self.unit = -(-width // 2)
         self.element = wire_bytes(arrays[0], element_bytes)
@@ -110,9 +108,7 @@ class _Exchange:
                         self._pass_on(number, axis, node, step, phase, last, waits, arrived)
             waits = arrived
 
-    def _keep_own(
-        self, number: int, axis: int, waits: dict[int, list[int]], arrived: dict[int, list[int]]
-    ) -> None:
+    def _keep_own(self, number: int, axis: int, waits: dict[int, list[int]], arrived: dict[int, list[int]]) -> None:
         """The blocks that stay at their node on this axis move to the next buffer at once."""
         for node, place in enumerate(self.places):
             own = (slice(None),) * number + (place[axis],)
@@ -134,9 +130,7 @@ class _Exchange:
     ) -> None:
         """Phase j of the blocks of `origin` in one direction: all that travel j hops or more go on by one."""
         n, place = self.torus.shape[axis], self.places[origin][axis]
-        far = [
-            (place + step * hops, half) for hops, half in self._spread(n, place, axis, step) if hops >= phase
-        ]
+        far = [(place + step * hops, half) for hops, half in self._spread(n, place, axis, step) if hops >= phase]
         if not far:
             return
         source, target = (
@@ -277,9 +271,7 @@ def broadcast(
         trees = [_tree(torus, root, step=None)]
     elif algorithm == "halves":
         if not all(wrap or n == 1 for n, wrap in zip(torus.shape, torus.wrap, strict=True)):
-            raise HardwareError(
-                f"broadcast by halves goes round rings; {torus.shape} wraps only {torus.wrap}"
-            )
+            raise HardwareError(f"broadcast by halves goes round rings; {torus.shape} wraps only {torus.wrap}")
         trees = [_tree(torus, root, step=1), _tree(torus, root, step=-1)]
     else:
         raise HardwareError(f"unknown broadcast algorithm {algorithm!r}; use tree or halves")

@@ -131,9 +131,7 @@ def reduce_scatter(
     build = _Builder(torus, data, axes, algorithm, parts, barrier, element_bytes, blocks=None)
     shape = np.asarray(data[0]).shape
     if not shape or shape[0] != build.group:
-        raise HardwareError(
-            f"reduce_scatter: operands must be [{build.group}, ...] for this group, not {shape}"
-        )
+        raise HardwareError(f"reduce_scatter: operands must be [{build.group}, ...] for this group, not {shape}")
     build.fill(data)
     build.scatter(_combine(op), {})
     count = math.prod(shape[1:])
@@ -207,9 +205,7 @@ class _Builder:
         self.parts = count_parts(parts, len(self.axes))
         self.block = -(-arrays[0].size // (blocks or self.group))  # elements of a block
         self.unit = max(1, -(-self.block // (2 * self.parts)))
-        self.element = Fraction(
-            arrays[0].itemsize if element_bytes is None else amount("element_bytes", element_bytes)
-        )
+        self.element = Fraction(arrays[0].itemsize if element_bytes is None else amount("element_bytes", element_bytes))
         shape = (*self.sizes, self.parts, 2, self.unit)
         self.memory = [np.zeros(shape, arrays[0].dtype) for _ in range(torus.nodes)]
         self.plan = Plan(self.memory, barrier=barrier)
@@ -217,9 +213,7 @@ class _Builder:
 
     def fill(self, data: Sequence[Array]) -> None:
         for node in range(self.torus.nodes):
-            self.memory[node][...] = self.pad(np.asarray(data[node]), self.group).reshape(
-                self.memory[node].shape
-            )
+            self.memory[node][...] = self.pad(np.asarray(data[node]), self.group).reshape(self.memory[node].shape)
 
     def pad(self, array: Array, blocks: int = 1) -> Array:
         """[blocks, parts, 2, unit], each block followed by zeros."""
@@ -247,9 +241,7 @@ class _Builder:
                 arrivals = after.get(part, {})
                 after[part] = self._ring_stage(part, order[stage], done, arrivals, first_stage + stage, None)
 
-    def scatter(
-        self, combine: Callable[[Array, Array], Array], after: dict[int, Arrivals]
-    ) -> dict[int, Arrivals]:
+    def scatter(self, combine: Callable[[Array, Array], Array], after: dict[int, Arrivals]) -> dict[int, Arrivals]:
         count = len(self.axes)
         for stage in range(count):
             for part in range(self.parts):
@@ -295,9 +287,7 @@ class _Builder:
             )  # fmt: skip
         return {node: tuple(messages) or after.get(node, ()) for node, messages in arrived.items()}
 
-    def _reach(
-        self, place: int, axis: int, backwards: bool
-    ) -> list[tuple[int, list[tuple[int, int | None]]]]:
+    def _reach(self, place: int, axis: int, backwards: bool) -> list[tuple[int, list[tuple[int, int | None]]]]:
         """[(direction, [(hop, half or None for both)])] in which a block spreads from `place`."""
         n = self.torus.shape[axis]
         if not self.torus.wrap[axis]:
@@ -332,17 +322,13 @@ def check_data(torus: Torus, data: Sequence[Array]) -> list[Array]:
     """One array per node, all of one shape and dtype, at least one element."""
     arrays = [np.asarray(array) for array in data]
     if len(arrays) != torus.nodes:
-        raise HardwareError(
-            f"need one array per node: {torus.nodes} for shape {torus.shape}, not {len(arrays)}"
-        )
+        raise HardwareError(f"need one array per node: {torus.nodes} for shape {torus.shape}, not {len(arrays)}")
     kinds = {(array.shape, str(array.dtype)) for array in arrays}
     if len(kinds) > 1:
         listing = "; ".join(f"{shape} {dtype}" for shape, dtype in sorted(kinds))
         raise HardwareError(f"the arrays of all nodes must have one shape and dtype; got {listing}")
     if arrays[0].size == 0 or arrays[0].dtype.kind not in "iufb":
-        raise HardwareError(
-            f"the arrays must hold numbers; got shape {arrays[0].shape}, dtype {arrays[0].dtype}"
-        )
+        raise HardwareError(f"the arrays must hold numbers; got shape {arrays[0].shape}, dtype {arrays[0].dtype}")
     return arrays
 
 
@@ -350,7 +336,5 @@ def check_axes(torus: Torus, axes: Sequence[int] | None) -> tuple[int, ...]:
     """The axes of a group: all, or some of them without repetition."""
     chosen = tuple(range(torus.rank)) if axes is None else tuple(axes)
     if not chosen or len(set(chosen)) != len(chosen) or any(axis not in range(torus.rank) for axis in chosen):
-        raise HardwareError(
-            f"axes {chosen} are not distinct axes of shape {torus.shape} (0 .. {torus.rank - 1})"
-        )
+        raise HardwareError(f"axes {chosen} are not distinct axes of shape {torus.shape} (0 .. {torus.rank - 1})")
     return tuple(sorted(chosen))

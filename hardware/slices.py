@@ -173,9 +173,7 @@ def legal_slices(kind: str | Chip) -> tuple[str, ...]:
 def _parse(name: object) -> tuple[int, str, str]:
     match = _NAME.fullmatch(name.strip().lower()) if isinstance(name, str) else None
     if match is None:
-        raise HardwareError(
-            f"{name!r} is no slice name; write a chip and a size, e.g. 'v3-8', 'v4-4x4x8', '2*v5e-256'"
-        )
+        raise HardwareError(f"{name!r} is no slice name; write a chip and a size, e.g. 'v3-8', 'v4-4x4x8', '2*v5e-256'")
     count = int(match[1]) if match[1] else 1
     if count < 1:
         raise HardwareError(f"slice {name!r}: the number of slices must be at least 1, not {count}")
@@ -202,9 +200,7 @@ def _resolve_shape(chip: Chip, name: str, size: str) -> tuple[int, ...]:
 def _nearest_shapes(chip: Chip, shape: tuple[int, ...]) -> str:
     rank = len(chip.pod_shape)
     if len(shape) != rank:
-        example = "x".join(
-            map(str, min(_shapes(chip).values(), key=lambda s: abs(math.prod(s) - math.prod(shape))))
-        )
+        example = "x".join(map(str, min(_shapes(chip).values(), key=lambda s: abs(math.prod(s) - math.prod(shape)))))
         return f"its torus has {rank} axes, not {len(shape)}; e.g. {chip.name}-{example}"
     target = math.prod(shape)
     near = sorted(_shapes(chip).values(), key=lambda s: (abs(math.log(math.prod(s) / max(target, 1))), s))[:3]
@@ -250,18 +246,14 @@ def _cube_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
     """The most compact box of whole cubes for every number of cubes, and the parts of one cube."""
     edge = chip.wrap_cube
     assert edge is not None
-    shapes: dict[int, tuple[int, ...]] = (
-        {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)} if edge == 4 else {}
-    )
+    shapes: dict[int, tuple[int, ...]] = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)} if edge == 4 else {}
     cubes = chip.max_slice_chips // edge**3
     for a in range(1, round(cubes ** (1 / 3)) + 2):
         for b in range(a, math.isqrt(cubes // a) + 1):
             for c in range(b, cubes // (a * b) + 1):
                 sides = (a * edge, b * edge, c * edge)
                 chips = math.prod(sides)
-                if _within(sides, chip.pod_shape) and sum(sides) < sum(
-                    shapes.get(chips, (chip.max_slice_chips,) * 3)
-                ):
+                if _within(sides, chip.pod_shape) and sum(sides) < sum(shapes.get(chips, (chip.max_slice_chips,) * 3)):
                     shapes[chips] = sides
     return shapes
 

@@ -132,9 +132,7 @@ def trace(
         yield array.state(t, x.shape[0])
 
 
-def _set_up(
-    mxu: MXU, weights: Array, x: Array, mode: Mode, rate: float | Fraction
-) -> tuple[_Array, Schedule]:
+def _set_up(mxu: MXU, weights: Array, x: Array, mode: Mode, rate: float | Fraction) -> tuple[_Array, Schedule]:
     """The array before its first cycle, and the schedule of its tiles."""
     count = mxu.tiles(*weights.shape)
     check_mode(mode, count)
@@ -149,9 +147,7 @@ def _operands(x: Array, weights: Array) -> tuple[Array, Array]:
     if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[0] or 0 in (*x.shape, *weights.shape):
         raise HardwareError(f"MXU: need x [M, K] and weights [K, N] with one K, all >= 1; got {shapes}")
     if x.dtype.kind not in "iuf" or weights.dtype.kind not in "iuf":
-        raise HardwareError(
-            f"MXU: operands must be float or integer; got x {x.dtype}, weights {weights.dtype}"
-        )
+        raise HardwareError(f"MXU: operands must be float or integer; got x {x.dtype}, weights {weights.dtype}")
     if x.dtype == weights.dtype == np.float32:
         return x, weights
     kind = np.int64 if x.dtype.kind in "iu" and weights.dtype.kind in "iu" else np.float64
@@ -220,9 +216,7 @@ class _Sink:
         tile, vector = np.divmod(tags[full], self.m)
         cycle, column = np.divmod(full, self.columns)
         place = vector * self.y.shape[1] + tile // self.depth * self.columns + column
-        np.add.at(
-            self.y.reshape(-1), place, self.values[: self.used].reshape(-1)[full]
-        )  # one by one, in order
+        np.add.at(self.y.reshape(-1), place, self.values[: self.used].reshape(-1)[full])  # one by one, in order
         self.output_cycle.reshape(-1)[place] = self.first + cycle
         self.used = 0
 

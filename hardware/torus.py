@@ -122,9 +122,7 @@ class Torus:
         node, axis = divmod(rest, self.rank)
         target = self.neighbour(node, axis, -1 if backward else 1)
         if target is None:
-            raise HardwareError(
-                f"link {link} does not exist in a torus of shape {self.shape}, wrap {self.wrap}"
-            )
+            raise HardwareError(f"link {link} does not exist in a torus of shape {self.shape}, wrap {self.wrap}")
         return node, target
 
     def distance(self, source: int, target: int) -> int:

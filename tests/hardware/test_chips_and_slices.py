@@ -216,8 +216,7 @@ def test_multipod_of_2020():
 def test_toml(tmp_path):
     file = tmp_path / "chip.toml"
     file.write_text(
-        'name = "mine"\nbase = "v4"\nhbm_bytes = 1000\npod_shape = [8, 8, 8]\n'
-        '[sources]\nhbm_bytes = "a guess"\n'
+        'name = "mine"\nbase = "v4"\nhbm_bytes = 1000\npod_shape = [8, 8, 8]\n[sources]\nhbm_bytes = "a guess"\n'
     )
     chip = load_chip(file)
     assert (chip.name, chip.hbm_bytes, chip.pod_shape, chip.mxus_per_core) == ("mine", 1000, (8, 8, 8), 4)

@@ -176,9 +176,7 @@ def test_phased_all_to_all_equals_its_closed_form(torus, size):
     data = [np.arange(nodes * 2).reshape(nodes, 2) + 1000 * node for node in range(nodes)]
     exchange = point_plans.all_to_all(torus, data, element_bytes=size / (2 * nodes))
     traffic = exchange.run(LINKS)
-    assert traffic.seconds == pytest.approx(
-        collectives.all_to_all_seconds(size, axes_of(torus), LINKS), rel=1e-9
-    )
+    assert traffic.seconds == pytest.approx(collectives.all_to_all_seconds(size, axes_of(torus), LINKS), rel=1e-9)
     bound = collectives.all_to_all_bound_seconds(size, axes_of(torus), LINKS)
     assert traffic.seconds >= bound * (1 - 1e-12)
     for node, result in enumerate(exchange.results):

@@ -54,9 +54,7 @@ def test_blocked_traffic_falls_to_each_array_once(m, k, n, block):
     whole = memory.blocked_matmul_bytes(m, k, n)
     assert whole == 2 * (m * k + k * n + m * n)
     assert memory.blocked_matmul_bytes(m, k, n, block=block) >= whole
-    assert memory.blocked_matmul_bytes(m, k, n, block=2 * block) <= memory.blocked_matmul_bytes(
-        m, k, n, block=block
-    )
+    assert memory.blocked_matmul_bytes(m, k, n, block=2 * block) <= memory.blocked_matmul_bytes(m, k, n, block=block)
 
 
 def test_rates_are_per_device():

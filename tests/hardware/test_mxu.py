@@ -116,11 +116,7 @@ def oracle_states(mxu, w, x, mode, rate):
                         feed = pad_x[t - start - r, tiles[number][0] * rows + r]
                     since = t - plan.load[number] - plan.skew * c
                     if since in plan.shifts and r <= plan.shifts.index(since) and mode != "noload":
-                        above = (
-                            tile_of[number][rows - 1 - plan.shifts.index(since), c]
-                            if r == 0
-                            else shadow[r - 1, c]
-                        )
+                        above = tile_of[number][rows - 1 - plan.shifts.index(since), c] if r == 0 else shadow[r - 1, c]
                         new_shadow[r, c] = above
                 new_a[r, c] = feed if c == 0 else a[r, c - 1]
                 new_p[r, c] = (p[r - 1, c] if r else 0.0) + weight[r, c] * new_a[r, c]

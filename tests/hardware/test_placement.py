@@ -103,9 +103,7 @@ def test_a_strided_ring_sees_a_share_of_its_links(n, stride):
     assert events == pytest.approx(want, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("shape", "wrap"), [((2, 4), False), ((4, 4), False), ((3, 4), True), ((2, 3, 4), False)]
-)
+@pytest.mark.parametrize(("shape", "wrap"), [((2, 4), False), ((4, 4), False), ((3, 4), True), ((2, 3, 4), False)])
 def test_a_snake_is_a_ring(shape, wrap):
     torus, links = Torus(shape, wrap), Links(1e9, 1e-6)
     path = snakes(tuple(zip(torus.shape, torus.wrap, strict=True)))
@@ -170,8 +168,7 @@ def test_a_group_over_cores_and_chips_halves_its_traffic_on_the_torus():
     assert cost.seconds == pytest.approx(on_chip + ring)  # a 2x2 mesh is a ring of 4, or two rotated lines
     exchange = collective_cost(placement, "all_to_all", ["x"], 1e8)
     lines = sum(
-        collectives.all_to_all_seconds(1e8, [(2, False)], Links(links.bytes_per_second / 2, 1e-6))
-        for _ in range(2)
+        collectives.all_to_all_seconds(1e8, [(2, False)], Links(links.bytes_per_second / 2, 1e-6)) for _ in range(2)
     )
     assert exchange.seconds == pytest.approx(on_chip / 2 + lines)
 

@@ -27,9 +27,7 @@ def test_numbers_and_coordinates_are_inverse_and_row_major(torus):
 def test_links_come_in_pairs_and_name_their_ends(torus):
     links = list(torus.links())
     expected = sum(
-        2 * (n if wrap else n - 1) * torus.nodes // n
-        for n, wrap in zip(torus.shape, torus.wrap, strict=True)
-        if n > 1
+        2 * (n if wrap else n - 1) * torus.nodes // n for n, wrap in zip(torus.shape, torus.wrap, strict=True) if n > 1
     )
     assert len(links) == len(set(links)) == expected
     ends = [torus.ends(link) for link in links]

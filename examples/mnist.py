@@ -1,0 +1,137 @@
+"""Train the 784-hidden-10 network on handwritten digits, on simulated TPU cores.
+
+    python examples/mnist.py                                       # 2x4 cores of a v3-8, batch and hidden split
+    python examples/mnist.py --mesh data:8 --layout "batch:data"   # data-parallel instead
+    python examples/mnist.py --mesh model:8 --layout "hidden:model" --precision float32
+
+The network is written once, in named dimensions. Change the mesh or the layout and the same program is lowered to
+other local shapes with other collectives; the numbers stay the same up to rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+
+import meshlib as mtf
+from examples import mnist_data
+
+PIXELS, CLASSES = mtf.Dimension("pixels", 784), mtf.Dimension("classes", 10)
+
+
+def network(batch_size: int, hidden_size: int) -> tuple[mtf.Tensor, mtf.Tensor]:
+    """Loss and logits of the network for one batch; call it inside a graph."""
+    batch, hidden = mtf.Dimension("batch", batch_size), mtf.Dimension("hidden", hidden_size)
+    images = mtf.input("images", [batch, PIXELS])
+    labels = mtf.input("labels", [batch], dtype="int32")
+    h = mtf.layers.dense(images, hidden, activation=mtf.relu, name="hidden")
+    logits = mtf.layers.dense(h, CLASSES, name="logits")
+    losses = mtf.layers.softmax_cross_entropy_with_logits(logits, mtf.one_hot(labels, CLASSES), CLASSES)
+    return mtf.reduce_mean(losses, name="loss"), logits
+
+
+def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
+    """The training program, and the evaluation program on the same variables."""
+    where = {"mesh": args.mesh, "layout": args.layout, "precision": PRECISIONS[args.precision]}
+    with mtf.Graph():
+        loss, _ = network(args.batch, args.hidden)
+        updates = mtf.optimize.MomentumOptimizer(args.lr, momentum=0.9).minimize(loss)
+        training = mtf.lower({"loss": loss}, updates, **where)
+    with mtf.Graph():
+        _, logits = network(args.batch, args.hidden)
+        evaluation = mtf.lower({"logits": logits}, **where)
+    return training, evaluation
+
+
+def accuracy(sim: mtf.Simulation, evaluation: mtf.Program, images: np.ndarray, labels: np.ndarray) -> float:
+    """Fraction of right answers; the last batch is filled up with the first images, which are not counted."""
+    size = evaluation.inputs["images"].tensor.shape.dim("batch").size
+    right = 0
+    for start in range(0, len(images), size):
+        index = np.arange(start, start + size)
+        chosen = index % len(images)
+        logits = sim.run(evaluation, images=images[chosen])["logits"]
+        right += int(np.sum((logits.argmax(axis=1) == labels[chosen])[index < len(images)]))
+    return right / len(images)
+
+
+def progress(done: int, total: int, text: str) -> None:
+    """A bar on one line of the terminal; nothing where the output is not one."""
+    if sys.stdout.isatty():
+        filled = 30 * done // total
+        print(f"\r  [{'#' * filled}{'.' * (30 - filled)}] {done}/{total} {text}", end="", flush=True)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Lower, train, evaluate, and show what the layout made of the program."""
+    digits = mnist_data.load(args.data, seed=args.seed)
+    print(f"data: {digits.source}")
+    training, evaluation = build(args)
+    sim = mtf.simulate(training, args.slice, seed=args.seed, executor=args.executor)
+    print(f"slice: {sim.slice}")
+    print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
+    rng = np.random.default_rng(args.seed)
+    steps = len(digits.train_images) // args.batch
+    for epoch in range(1, args.epochs + 1):
+        begun, losses = time.perf_counter(), []
+        for images, labels in mnist_data.batches(digits.train_images, digits.train_labels, args.batch, rng):
+            losses.append(float(sim.step(images=images, labels=labels)["loss"]))
+            progress(len(losses), steps, f"loss {losses[-1]:.4f}")
+        seconds = time.perf_counter() - begun
+        right = accuracy(sim, evaluation, digits.test_images, digits.test_labels)
+        clear = "\r\033[K" if sys.stdout.isatty() else ""
+        print(f"{clear}epoch {epoch:>2}  loss {np.mean(losses):.4f}  test accuracy {right:.2%}  ({seconds:.1f} s)")
+    print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
+    print(f"\n{training.memory}")
+    if sim.slice is not None:
+        hbm = sim.slice.hbm_bytes_per_device
+        print(f"HBM of one core of {sim.slice.name}: {hbm} bytes; the peak takes {training.memory.peak_bytes / hbm:.2%}")
+
+
+PRECISIONS = {"bfloat16": "default", "float32": "highest"}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=1024, help="size of the hidden layer")
+    parser.add_argument("--batch", type=int, default=128, help="examples in one step, all cores together")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--mesh", default="rows:2;cols:4", help="axes and sizes of the logical mesh")
+    parser.add_argument("--layout", default="batch:rows;hidden:cols", help="dim:axis rules")
+    parser.add_argument("--slice", default="v3-8", help="the slice of TPU cores; as many as the mesh has")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="bfloat16", help="of the operands of matmuls; sums are float32"
+    )
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
+    parser.add_argument("--data", default=None, help="folder of IDX files; also $MESHLIB_MNIST")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
+    args = parser.parse_args(argv)
+    for name in ("hidden", "batch", "epochs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the example; 2 and one clear message where the flags or the data are wrong."""
+    try:
+        train(parse(argv))
+    except (mtf.MeshlibError, mnist_data.DataError) as fault:
+        print(f"mnist.py: {fault}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

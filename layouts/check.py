@@ -1,0 +1,120 @@
+"""All that is wrong with a layout, at once.
+
+`LayoutRules.sharding` looks at one tensor and must stop there. `check` looks at all tensors of a program
+under one layout and groups what it finds: a dimension that does not divide is reported once, with the
+tensors that have it. What is merely wasteful (an unused rule, an unused axis) is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from layouts.dims import Shape, ShapeLike
+from layouts.errors import LayoutError, nearest
+from layouts.mesh import Mesh, MeshLike
+from layouts.rules import Fault, LayoutRules, Rule, RulesLike, place, unknown_axis
+
+SHOWN_TENSORS = 3  # of one fault; the rest are counted
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of `check`: faults make the layout impossible, notes make it worth a second look."""
+
+    faults: tuple[str, ...]
+    notes: tuple[str, ...]
+    found: tuple[tuple[Fault, tuple[str, ...]], ...] = ()  # each fault, with the labels of the tensors it concerns
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no fault."""
+        return not self.faults
+
+    def raise_for_faults(self) -> None:
+        """Raise one LayoutError that holds all faults, if there are any."""
+        if self.faults:
+            count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+            raise LayoutError("\n  ".join([f"{count} in the layout", *self.faults]))
+
+    def __str__(self) -> str:
+        lines = [f"fault: {text}" for text in self.faults] + [f"note: {text}" for text in self.notes]
+        return "\n".join(lines) or "no faults, no notes"
+
+
+def check(
+    rules: RulesLike,
+    mesh: MeshLike,
+    tensors: Iterable[tuple[str, ShapeLike, str]],
+    known_dims: Iterable[str] | None = None,
+) -> Report:
+    """Look at all tensors under one layout.
+
+    Args:
+      rules: the layout.
+      mesh: the mesh.
+      tensors: (label, shape, scope) of each tensor.
+      known_dims: names that a rule may have without a tensor here; none by default.
+
+    >>> print(check("vocab:cols", "rows:2;cols:4", [("logits", "batch:6;vocab:10", "activations")]))
+    fault: dim 'vocab' does not divide over axis 'cols': 10 % 4 = 2. Pad vocab to 12 (+20.00 %), or remove vocab:cols. In: logits.
+    note: axis 'rows' splits nothing: every tensor is held 2 times over
+    """  # noqa: E501
+    rules = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    faults: dict[Fault, list[str]] = {}  # with the labels of the tensors concerned
+    present: dict[str, None] = {}  # ordered names of dims
+    used_rules: set[Rule] = set()
+    used_axes: set[str] = set()
+    for rule in rules.rules:  # an axis is unknown whether or not a tensor meets the rule
+        for axis in rule.axes:
+            if axis not in mesh:
+                faults.setdefault(unknown_axis(rule, axis, mesh), [])
+    for label, shape, scope in tensors:
+        shape = shape if isinstance(shape, Shape) else Shape(shape)
+        present.update(dict.fromkeys(shape.names))
+        used_rules.update(rule for name in shape.names for rule in rules.for_dim(name, scope))
+        axes, wrong = place(rules, shape, mesh, scope)
+        used_axes.update(axis for entry in axes for axis in entry)
+        for fault in wrong:
+            faults.setdefault(fault, []).append(label)
+    known = dict.fromkeys([*present, *(known_dims or ())])
+    for name in rules.dims:
+        if name not in known:
+            which = ", ".join(str(rule) for rule in rules.rules if rule.dim == name)
+            text = f"rule {which}: no dimension {name!r} in the program{nearest(name, known)}"
+            faults[Fault(text, of_rule=True)] = []
+    notes = [
+        f"rule {rule} is not used: {_why_unused(rule, present)}"
+        for rule in rules.rules
+        if rule.dim in known and rule not in used_rules
+    ]
+    notes += [
+        f"axis {axis!r} splits nothing: every tensor is held {size} times over"
+        for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
+        if size > 1 and axis not in used_axes
+    ]
+    found = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in faults.items())
+    return Report(tuple(_with_tensors(*item) for item in found), tuple(notes), found)
+
+
+def _why_unused(rule: Rule, present: dict[str, None]) -> str:
+    if rule.dim not in present:
+        return f"no tensor here has dimension {rule.dim!r}"
+    if rule.scope is None:
+        return f"scoped rules replace it wherever {rule.dim!r} occurs"
+    return f"no tensor in its scope has dimension {rule.dim!r}"
+
+
+def _with_tensors(fault: Fault, labels: tuple[str, ...]) -> str:
+    return fault.text if fault.of_rule else f"{fault.text} In: {some(labels)}."
+
+
+def some(labels: Sequence[str]) -> str:
+    """The first few of a list, and how many more there are.
+
+    >>> some(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    more = f" and {len(labels) - SHOWN_TENSORS} more" if len(labels) > SHOWN_TENSORS else ""
+    return f"{', '.join(labels[:SHOWN_TENSORS])}{more}"

@@ -1,0 +1,234 @@
+"""Named dimensions and the shapes made of them.
+
+A `Shape` is an ordered set of `Dimension`s: a name occurs once, so a name says where. Both are immutable
+and carry their hash, because shapes are looked up far more often than they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import TypeAlias, Union, overload
+
+from layouts.errors import LayoutError, nearest
+from layouts.frozen import Frozen
+from layouts.parsing import checked_name, checked_size, named_sizes
+
+
+class Dimension(Frozen):
+    """A name and a size.
+
+    >>> Dimension("batch", 512)
+    Dimension('batch', 512)
+    >>> print(Dimension("batch", 512))
+    batch:512
+    """
+
+    __slots__ = ("_hash", "name", "size")
+
+    name: str
+    size: int
+    _hash: int
+
+    def __init__(self, name: str, size: int) -> None:
+        name = checked_name(name, "dimension")
+        size = checked_size(size, name, "dimension")
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "_hash", hash((name, size)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Dimension):
+            return NotImplemented
+        return self.name == other.name and self.size == other.size
+
+    def __repr__(self) -> str:
+        return f"Dimension({self.name!r}, {self.size})"
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.size}"
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return Dimension, (self.name, self.size)  # the hash of a str is another in another process
+
+
+DimensionLike: TypeAlias = Dimension | tuple[str, int]
+ShapeLike: TypeAlias = Union["Shape", str, Mapping[str, int], Iterable[DimensionLike]]
+
+
+class Shape(Frozen):
+    """An ordered set of dimensions.
+
+    Args:
+      dims: dimensions, (name, size) pairs, another shape, or text like "batch:512;hidden:1024".
+
+    >>> shape = Shape("batch:512;hidden:1024")
+    >>> print(shape, shape.size)
+    [batch:512, hidden:1024] 524288
+    >>> print(shape - ["batch"] + [Dimension("classes", 10)])
+    [hidden:1024, classes:10]
+    """
+
+    __slots__ = ("_hash", "_index", "dims", "size")
+
+    dims: tuple[Dimension, ...]
+    size: int
+    _index: dict[str, int]
+    _hash: int
+
+    def __init__(self, dims: ShapeLike = ()) -> None:
+        made = _dimensions(dims)
+        index = {d.name: i for i, d in enumerate(made)}
+        if len(index) != len(made):
+            twice = next(d for i, d in enumerate(made) if index[d.name] != i)
+            sizes = " and ".join(str(d) for d in made if d.name == twice.name)
+            raise LayoutError(f"dimension {twice.name!r} occurs twice in one shape: {sizes}; rename one")
+        object.__setattr__(self, "dims", made)
+        object.__setattr__(self, "size", prod(d.size for d in made))
+        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_hash", hash(made))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in order."""
+        return tuple(self._index)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes in order: the shape of a NumPy array."""
+        return tuple(d.size for d in self.dims)
+
+    @property
+    def to_integer_list(self) -> list[int]:
+        """The sizes as a list, under the name Mesh TensorFlow gives them."""
+        return [d.size for d in self.dims]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.dims)
+
+    def index(self, dim: str | Dimension) -> int:
+        """Position of a dimension, given by name, or by name and size.
+
+        >>> Shape("batch:512;hidden:1024").index("hiden")
+        Traceback (most recent call last):
+        layouts.errors.LayoutError: no dimension 'hiden' in [batch:512, hidden:1024]; did you mean 'hidden'?
+        """
+        name = dim.name if isinstance(dim, Dimension) else dim
+        position = self._index.get(name)
+        if position is None:
+            raise LayoutError(f"no dimension {name!r} in {self}{nearest(name, self._index)}")
+        if isinstance(dim, Dimension) and self.dims[position].size != dim.size:
+            raise LayoutError(f"dimension {name!r} has size {self.dims[position].size} in {self}, not {dim.size}")
+        return position
+
+    def dim(self, name: str) -> Dimension:
+        """The dimension of that name."""
+        return self.dims[self.index(name)]
+
+    def rename(self, old: str | Dimension, new: str) -> Shape:
+        """This shape with one dimension under another name.
+
+        >>> print(Shape("length:8;d:4").rename("length", "memory_length"))
+        [memory_length:8, d:4]
+        """
+        at = self.index(old)
+        return Shape((*self.dims[:at], Dimension(new, self.dims[at].size), *self.dims[at + 1 :]))
+
+    def resize(self, name: str | Dimension, size: int) -> Shape:
+        """This shape with another size of one dimension.
+
+        >>> print(Shape("length:8;d:4").resize("length", 2))
+        [length:2, d:4]
+        """
+        at = self.index(name)
+        return Shape((*self.dims[:at], Dimension(self.dims[at].name, size), *self.dims[at + 1 :]))
+
+    def __iter__(self) -> Iterator[Dimension]:
+        return iter(self.dims)
+
+    def __len__(self) -> int:
+        return len(self.dims)
+
+    @overload
+    def __getitem__(self, key: int) -> Dimension: ...
+    @overload
+    def __getitem__(self, key: slice) -> Shape: ...
+    def __getitem__(self, key: int | slice) -> Dimension | Shape:
+        return Shape(self.dims[key]) if isinstance(key, slice) else self.dims[key]
+
+    def __contains__(self, dim: object) -> bool:
+        """By name, or by name and size when a Dimension is given."""
+        if isinstance(dim, Dimension):
+            at = self._index.get(dim.name)
+            return at is not None and self.dims[at].size == dim.size
+        return dim in self._index
+
+    def __add__(self, other: ShapeLike | Dimension) -> Shape:
+        """The union in order; a dimension already here stays where it is."""
+        extra = (other,) if isinstance(other, Dimension) else _dimensions(other)
+        return Shape(self.dims + tuple(d for d in extra if not self._has(d)))
+
+    def __radd__(self, other: ShapeLike | Dimension) -> Shape:
+        return Shape((other,) if isinstance(other, Dimension) else other) + self
+
+    def __sub__(self, other: Dimension | Iterable[str | DimensionLike]) -> Shape:
+        """Without the given dimensions; those that are not here are passed over."""
+        if isinstance(other, Dimension):
+            other = (other,)
+        elif isinstance(other, str):
+            other = _dimensions(other)
+        gone = set()
+        for d in other:
+            if isinstance(d, tuple):
+                d = Dimension(*d)
+            if isinstance(d, Dimension):
+                self._has(d)  # another size under the same name is a fault, not another dimension
+            gone.add(d if isinstance(d, str) else d.name)
+        return Shape(d for d in self.dims if d.name not in gone)
+
+    def _has(self, dim: Dimension) -> bool:
+        at = self._index.get(dim.name)
+        if at is None:
+            return False
+        if self.dims[at].size != dim.size:
+            raise LayoutError(
+                f"dimension {dim.name!r} has two sizes, {self.dims[at].size} in {self} and {dim.size}; "
+                "rename one or make them equal"
+            )
+        return True
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Shape):
+            return NotImplemented
+        return self._hash == other._hash and self.dims == other.dims
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.dims))}]"
+
+    def __repr__(self) -> str:
+        return f"Shape({';'.join(map(str, self.dims))!r})"
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[Dimension, ...]]]:
+        return Shape, (self.dims,)
+
+
+def _dimensions(source: ShapeLike) -> tuple[Dimension, ...]:
+    if isinstance(source, Shape):
+        return source.dims
+    if isinstance(source, Iterable) and not isinstance(source, str | Mapping):
+        source = tuple(source)
+        if all(isinstance(d, Dimension) for d in source):
+            return source  # type: ignore[return-value]
+    return tuple(Dimension(name, size) for name, size in named_sizes(source, "dimension"))

@@ -1,0 +1,110 @@
+"""Reading "name:value" texts, with a caret under whatever is wrong.
+
+Mesh TensorFlow writes shapes, meshes and layouts alike: pairs joined by a colon and separated by any of
+`;` `,` `.` or white space. One reader serves all three.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from operator import index
+
+from layouts.errors import LayoutError
+
+_PAIR = re.compile(r"[^;,.\s]+")
+
+
+def pointed(message: str, text: str, position: int) -> str:
+    """`message`, then `text` with a caret under `position`.
+
+    >>> print(pointed("no ':' here", "batch:rows;hidden", 11))
+    no ':' here
+      batch:rows;hidden
+                 ^
+    """
+    shown = re.sub(r"\s", " ", text)  # one for one, so that the caret stays under its character
+    return f"{message}\n  {shown}\n  {' ' * position}^"
+
+
+def read_pairs(text: str) -> list[tuple[str, str, int]]:
+    """The (left, right, position) of every pair in `text`.
+
+    >>> read_pairs("batch:rows; hidden:cols")
+    [('batch', 'rows', 0), ('hidden', 'cols', 12)]
+    """
+    pairs = []
+    for match in _PAIR.finditer(text):
+        word, start = match.group(), match.start()
+        left, colon, right = word.partition(":")
+        if not colon:
+            raise LayoutError(pointed(f"{word!r} has no ':'; write pairs as name:value", text, start))
+        if ":" in right:
+            at = start + len(left) + 1 + right.index(":")
+            raise LayoutError(pointed(f"{word!r} has two ':'; separate pairs by ';'", text, at))
+        pairs.append((left, right, start))
+    return pairs
+
+
+def checked_name(name: object, what: str) -> str:
+    """`name` if it is an identifier.
+
+    >>> checked_name("d_model", "dimension")
+    'd_model'
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise LayoutError(f"{what} name {name!r} is not an identifier (letters, digits and _)")
+    return name
+
+
+def checked_size(size: object, name: str, what: str) -> int:
+    """`size` as an int of at least 1; NumPy integers pass, bools and floats do not.
+
+    >>> checked_size(512, "batch", "dimension")
+    512
+    """
+    try:
+        if isinstance(size, bool):
+            raise TypeError
+        number = index(size)  # type: ignore[arg-type]
+    except TypeError:
+        raise LayoutError(
+            f"{what} {name!r}: the size must be an integer, not {size!r} ({type(size).__name__})"
+        ) from None
+    if number < 1:
+        raise LayoutError(f"{what} {name!r}: the size must be at least 1, not {number}")
+    return number
+
+
+def named_sizes(source: object, what: str) -> list[tuple[str, int]]:
+    """Checked (name, size) pairs from a text, a mapping, or an iterable of pairs or of named things.
+
+    >>> named_sizes("rows:2;cols:4", "axis")
+    [('rows', 2), ('cols', 4)]
+    >>> named_sizes({"rows": 2}, "axis")
+    [('rows', 2)]
+    """
+    if isinstance(source, str):
+        return [_sized(*pair, source, what) for pair in read_pairs(source)]
+    if isinstance(source, Mapping):
+        source = list(source.items())
+    if not isinstance(source, Iterable):
+        raise LayoutError(f"expected (name, size) pairs or text like 'a:2;b:4', not {source!r:.80}; each is one {what}")
+    pairs: list[tuple[str, int]] = []
+    for item in source:
+        if hasattr(item, "name") and hasattr(item, "size"):
+            item = (item.name, item.size)
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise LayoutError(f"expected a {what} or a (name, size) pair, not {item!r}")
+        name = checked_name(item[0], what)
+        pairs.append((name, checked_size(item[1], name, what)))
+    return pairs
+
+
+def _sized(name: str, size: str, position: int, text: str, what: str) -> tuple[str, int]:
+    if not name.isidentifier():
+        raise LayoutError(pointed(f"{what} name {name!r} is not an identifier", text, position))
+    if not re.fullmatch("[0-9]+", size) or int(size) < 1:
+        at = position + len(name) + 1
+        raise LayoutError(pointed(f"{what} {name!r}: size {size!r} is not an integer >= 1", text, at))
+    return name, int(size)

@@ -1,0 +1,85 @@
+"""What a reshard consists of: steps, plans, and who sends to whom in a permute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layouts.errors import LayoutError
+from layouts.sharding import Axes, Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One local slice or one collective.
+
+    A collective runs apart in each group of `before.mesh.groups(axes)`. With k devices in a group and a
+    payload of b bytes, a device sends on a ring
+
+        all_gather          (k-1) b        the minor-most `axes` of `dim` go
+        reduce_scatter      (k-1)/k b      pending sums over `axes` are taken, `axes` go minor-most on `dim`
+        all_reduce          2 (k-1)/k b    pending reductions over `axes` are taken
+        all_to_all          (k-1)/k b      the minor-most `axes` of `dim` go minor-most on `to_dim`
+        collective_permute  b              the busiest sender; the pairs are `permute_pairs(before, after)`
+        slice               0              each device keeps its part; `axes` go minor-most on `dim`
+    """
+
+    kind: str
+    axes: Axes  # major first
+    dim: str | None
+    to_dim: str | None
+    before: Sharding
+    after: Sharding
+    payload_bytes: int  # the operand on one device
+    sent_bytes: int | float
+
+    def __str__(self) -> str:
+        where = f" {self.dim}" if self.dim else ""
+        to = f" -> {self.to_dim}" if self.to_dim else ""
+        return f"{self.kind} over {'+'.join(self.axes)}{where}{to}: {self.sent_bytes} bytes sent"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps that lead from one sharding to another."""
+
+    steps: tuple[Step, ...]
+    sent_bytes: int | float
+    collectives: int
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps)) or "nothing to do"
+
+
+def permute_pairs(before: Sharding, after: Sharding) -> tuple[tuple[int, int], ...]:
+    """(source, destination) devices that turn `before` into `after`, one pair for each device.
+
+    Only axes that split something before or after are crossed; pending ones, for instance, are not. A
+    device that already holds its block keeps it.
+
+    >>> mesh = "a:2;b:2"
+    >>> permute_pairs(Sharding("n:8", mesh, [("a",)]), Sharding("n:8", mesh, [("b",)]))
+    ((0, 0), (1, 2), (2, 1), (3, 3))
+    """
+    if (before.shape, before.mesh, before.pending, before.block_counts) != (
+        after.shape,
+        after.mesh,
+        after.pending,
+        after.block_counts,
+    ):
+        raise LayoutError(f"a permute cannot turn {before} into {after}: blocks or pending axes differ")
+    mesh = before.mesh
+    moving = before.split_axes | after.split_axes
+    fixed = [i for i, axis in enumerate(mesh.axes) if axis not in moving]
+    pairs: list[tuple[int, int]] = []
+    senders: dict[object, list[int]] = {}
+    receivers: list[tuple[int, object]] = []
+    for device, point in enumerate(mesh.coordinates()):
+        apart = tuple(point[i] for i in fixed)
+        has, wants = before.block_index(point), after.block_index(point)
+        if has == wants:
+            pairs.append((device, device))
+        else:
+            senders.setdefault((apart, has), []).append(device)
+            receivers.append((device, (apart, wants)))
+    pairs += [(senders[key].pop(0), device) for device, key in receivers]
+    return tuple(sorted(pairs))

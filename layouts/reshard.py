@@ -1,0 +1,260 @@
+"""From one sharding to another with the fewest bytes.
+
+The search is A* over states (axes of each dim, pending axes still to be reduced). Three facts make it small
+and exact:
+
+- Bytes are counted in elements times the number of devices. Every ring figure is then an integer, sums
+  compare exactly, and the item size does not matter to the choice.
+- Of all steps only all_gather enlarges a block, and it sends exactly the elements by which the block grows.
+  So a state whose block is smaller than the target's is at least that growth away. This bound is
+  consistent, hence the first arrival that leaves the queue is cheapest.
+- Slices cost nothing, so a state from which slices alone lead to the target is an arrival.
+
+Ties go to fewer collectives, then to fewer slices, then to the order in which `_Search.moves` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import combinations, permutations
+from math import gcd, prod
+from typing import TypeAlias
+
+from layouts.errors import LayoutError
+from layouts.plan import Plan, Step
+from layouts.sharding import Axes, Sharding
+
+Splits: TypeAlias = tuple[Axes, ...]  # the axes of each dim
+State: TypeAlias = tuple[Splits, Axes]  # and the pending axes still to be reduced
+Move: TypeAlias = tuple[str, Axes, int, int, State, int]  # kind, axes, dim, to_dim (-1: none), after, cost
+
+
+def reshard(source: Sharding, target: Sharding, itemsize: int) -> Plan:
+    """The cheapest way from `source` to `target`, by bytes sent per device.
+
+    Args:
+      source: where the blocks are.
+      target: where they shall be; same shape and mesh, pending at most what is pending in `source`.
+      itemsize: bytes per element.
+    Returns: the plan; empty if there is nothing to do. Only axes that occur in `source` or `target` are used.
+    Raises: LayoutError if shape or mesh differ, or a reduction would have to become pending.
+
+    >>> here = Sharding("batch:512;d:1024", "rows:2;cols:4", [("rows",), ()], {"cols": "sum"})
+    >>> print(reshard(here, here.drop_pending(), 4))
+    all_reduce over cols: 1572864 bytes sent
+    >>> print(reshard(here, here.drop_pending().with_axes([("rows",), ("cols",)]), 4))
+    reduce_scatter over cols d: 786432 bytes sent
+    """
+    if source == target:
+        return _NOTHING
+    return _plan(source, target, itemsize)
+
+
+_NOTHING = Plan((), 0, 0)
+
+
+@lru_cache(maxsize=1 << 16)
+def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
+    _check(source, target, itemsize)
+    kinds = dict(source.pending)
+    names = (*source.shape.names, None)  # so that -1 is no dim
+    devices = source.mesh.size
+    steps: list[Step] = []
+    before, total = source, 0
+    for kind, axes, dim, to_dim, (splits, awaited), cost in _Search(source, target).path():
+        pending = target.pending + tuple((axis, kinds[axis]) for axis in awaited)
+        after = Sharding(source.shape, source.mesh, splits, pending)
+        payload, sent = before.local_size * itemsize, _exact(cost * itemsize, devices)
+        steps.append(Step(kind, axes, names[dim], names[to_dim], before, after, payload, sent))
+        before, total = after, total + cost
+    collectives = sum(step.kind != "slice" for step in steps)
+    return Plan(tuple(steps), _exact(total * itemsize, devices), collectives)
+
+
+def _exact(numerator: int, denominator: int) -> int | float:
+    return numerator / denominator if numerator % denominator else numerator // denominator
+
+
+def _check(source: Sharding, target: Sharding, itemsize: int) -> None:
+    if source.shape != target.shape or source.mesh != target.mesh:
+        raise LayoutError(
+            f"reshard keeps shape and mesh, not from {source} on {source.mesh} to {target} on {target.mesh}"
+        )
+    if not set(target.pending) <= set(source.pending):
+        raise LayoutError(f"reshard cannot make a reduction pending: source {source}, target {target}")
+    if itemsize < 1:
+        raise LayoutError(f"itemsize must be at least 1, not {itemsize}")
+
+
+class _Search:
+    """One search; `path` yields the moves from source to target."""
+
+    def __init__(self, source: Sharding, target: Sharding) -> None:
+        mesh, kept = source.mesh, set(target.pending_axes)
+        self.start: State = (source.axes, tuple(a for a in source.pending_axes if a not in kept))
+        self.goal = target.axes
+        self.scatters = bool(source.pending) and source.pending[0][1] == "sum"
+        used = {a for splits in (source.axes, target.axes) for entry in splits for a in entry}
+        self.usable = tuple(a for a in mesh.axes if a in used or a in self.start[1])
+        self.size_of = {a: mesh.axis_size(a) for a in self.usable}
+        self.sizes = source.shape.sizes
+        self.volume = source.shape.size * mesh.size
+        self.goal_block = self.block(self.goal)
+        self.dims = range(len(self.sizes))
+        # A dim that neither end splits can still serve: an axis parked on it makes later steps smaller.
+        # Such dims are interchangeable as long as they are empty and divide alike.
+        reach = prod(self.size_of.values())
+        self.spare = {d: gcd(self.sizes[d], reach) for d in self.dims if not source.axes[d] and not target.axes[d]}
+
+    def block(self, splits: Splits) -> int:
+        """Elements of a block, times the number of devices."""
+        return self.volume // prod(self.size_of[a] for entry in splits for a in entry)
+
+    def arrived(self, state: State) -> bool:
+        """Whether slices alone lead to the target."""
+        splits, awaited = state
+        return not awaited and all(entry == goal[: len(entry)] for entry, goal in zip(splits, self.goal, strict=True))
+
+    def path(self) -> list[Move]:
+        best: dict[State, tuple[int, int, int]] = {self.start: (0, 0, 0)}
+        came: dict[State, tuple[State, Move]] = {}
+        queue = [(0, 0, 0, 0, 0, self.start)]  # bound on bytes, on collectives, slices, order, block, state
+        order = 0
+        done: set[State] = set()
+        while queue:
+            *_, state = heappop(queue)
+            if state in done:
+                continue
+            done.add(state)
+            if self.arrived(state):
+                return self.merged(self.walked(came, state))
+            cost, collectives, slices = best[state]
+            for move in self.moves(state):
+                after = move[4]
+                local = move[0] == "slice"
+                reached = (cost + move[5], collectives + (not local), slices + local)
+                if after in done or (after in best and best[after] <= reached):
+                    continue
+                best[after] = reached
+                came[after] = state, move
+                order += 1
+                growth = max(0, self.goal_block - self.block(after[0]))
+                more = reached[1] + (not self.arrived(after))
+                heappush(queue, (reached[0] + growth, more, reached[2], order, 0, after))
+        raise AssertionError("unreachable: gathering and slicing lead everywhere")
+
+    def walked(self, came: dict[State, tuple[State, Move]], state: State) -> list[Move]:
+        """The moves to an arrival, then its slices."""
+        back = []
+        at = state
+        while at != self.start:
+            at, move = came[at]
+            back.append(move)
+        moves = back[::-1]
+        splits = state[0]
+        for d in self.dims:
+            extra = self.goal[d][len(splits[d]) :]
+            if extra:
+                splits = _put(splits, d, self.goal[d])
+                moves.append(("slice", extra, d, -1, (splits, ()), 0))
+        return moves
+
+    def merged(self, moves: list[Move]) -> list[Move]:
+        """Neighbouring slices of one dim made one."""
+        result: list[Move] = []
+        for move in moves:
+            if result and move[0] == result[-1][0] == "slice" and move[2] == result[-1][2]:
+                result[-1] = ("slice", result[-1][1] + move[1], move[2], -1, move[4], 0)
+            else:
+                result.append(move)
+        return result
+
+    def places(self, splits: Splits) -> list[int]:
+        """The dims that may receive axes; of empty spare ones that divide alike, the first."""
+        seen = {1}  # a dim that no usable axis divides
+        places = []
+        for d in self.dims:
+            alike = 0 if splits[d] else self.spare.get(d, 0)
+            if alike not in seen:
+                places.append(d)
+            if alike:
+                seen.add(alike)
+        return places
+
+    def moves(self, state: State) -> Iterator[Move]:
+        """Every step that is possible in a state."""
+        splits, awaited = state
+        size_of = self.size_of
+        counts = [prod([size_of[a] for a in entry]) for entry in splits]
+        block = self.volume // prod(counts)
+        free = [a for a in self.usable if a not in awaited and not any(a in entry for entry in splits)]
+        places = self.places(splits)
+        for n in range(len(awaited), 0, -1):
+            for axes in combinations(awaited, n):
+                k = prod([size_of[a] for a in axes])
+                rest = tuple(a for a in awaited if a not in axes)
+                if self.scatters:
+                    for d in places:
+                        if self.sizes[d] % (counts[d] * k) == 0:
+                            for ordered in permutations(axes):
+                                after = _put(splits, d, splits[d] + ordered), rest
+                                yield "reduce_scatter", ordered, d, -1, after, block - block // k
+                yield "all_reduce", axes, -1, -1, (splits, rest), 2 * (block - block // k)
+        for d in places:
+            for a in free:
+                if self.sizes[d] % (counts[d] * size_of[a]) == 0:
+                    yield "slice", (a,), d, -1, (_put(splits, d, (*splits[d], a)), awaited), 0
+        for d, entry in enumerate(splits):
+            for n in range(len(entry), 0, -1):
+                left, axes = entry[:-n], entry[-n:]
+                k = prod([size_of[a] for a in axes])
+                without = _put(splits, d, left)
+                yield "all_gather", axes, d, -1, (without, awaited), (k - 1) * block
+                for to in places:
+                    if to != d and self.sizes[to] % (counts[to] * k) == 0:
+                        after = _put(without, to, splits[to] + axes), awaited
+                        yield "all_to_all", axes, d, to, after, block - block // k
+        pool = tuple((a, size_of[a]) for a in self.usable if a not in awaited)
+        for other in _arrangements(tuple(counts), pool):
+            if other != splits:
+                yield (
+                    "collective_permute",
+                    _moving(splits, other, self.usable),
+                    -1,
+                    -1,
+                    (other, awaited),
+                    block,
+                )
+
+
+def _put(splits: Splits, d: int, entry: Axes) -> Splits:
+    return (*splits[:d], entry, *splits[d + 1 :])
+
+
+@lru_cache(maxsize=1 << 12)
+def _arrangements(counts: tuple[int, ...], pool: tuple[tuple[str, int], ...]) -> tuple[Splits, ...]:
+    """All ways to split dims into `counts` blocks with axes out of `pool`."""
+    if not counts:
+        return ((),)
+    if counts[0] > 1:
+        return tuple(
+            ((axis, *rest[0]), *rest[1:])
+            for axis, size in pool
+            if counts[0] % size == 0
+            for rest in _arrangements((counts[0] // size, *counts[1:]), tuple(pair for pair in pool if pair[0] != axis))
+        )
+    return tuple(((), *rest) for rest in _arrangements(counts[1:], pool))
+
+
+def _moving(before: Splits, after: Splits, usable: Axes) -> Axes:
+    """The axes along which a permute sends: those at another place in some dim, ends in common aside."""
+    moving: set[str] = set()
+    for old, new in zip(before, after, strict=True):
+        while old and new and old[0] == new[0]:
+            old, new = old[1:], new[1:]
+        while old and new and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+        moving.update(old, new)
+    return tuple(a for a in usable if a in moving)

@@ -1,0 +1,290 @@
+"""Layout rules: which named dimensions are split over which mesh axes.
+
+One rule for a name holds for every tensor that has the name; that is the whole language. Two refinements
+serve fully-sharded training: an optional rule (`d_model:data?`) takes an axis only where no other dimension
+of the same tensor has it, and a scope (`variables/d_model:data`) replaces the unscoped rule for variables,
+optimizer slots or activations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias, Union
+
+from layouts.dims import Dimension, Shape, ShapeLike
+from layouts.errors import LayoutError, nearest
+from layouts.frozen import Frozen
+from layouts.mesh import Mesh, MeshLike
+from layouts.parsing import pointed, read_pairs
+from layouts.sharding import Axes, Sharding
+
+# Where each scope looks for the rules of a dim, in order; None is the unscoped rules.
+SCOPES: dict[str, tuple[str | None, ...]] = {
+    "variables": ("variables", None),
+    "slots": ("slots", "variables", None),
+    "activations": ("activations", None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One line of a layout; no axes means: explicitly not split.
+
+    >>> print(Rule("d_model", ("data",), optional=True, scope="variables"))
+    variables/d_model:data?
+    """
+
+    dim: str
+    axes: Axes
+    optional: bool = False
+    scope: str | None = None
+
+    def __str__(self) -> str:
+        scope = f"{self.scope}/" if self.scope else ""
+        return f"{scope}{self.dim}:{'+'.join(self.axes)}{'?' if self.optional else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with one tensor under the rules; equal for tensors that share the cause."""
+
+    what: str
+    remedy: str = ""  # with the numbers
+    of_rule: bool = False  # the rule is at fault, whatever tensors it meets
+
+    @property
+    def text(self) -> str:
+        """Fault and remedy as one sentence."""
+        return f"{self.what}: {self.remedy}" if self.remedy else self.what
+
+
+AxesLike: TypeAlias = str | Sequence[str] | None
+RulesLike: TypeAlias = Union["LayoutRules", str, Mapping[str, AxesLike], Iterable[Rule | tuple[str, AxesLike]], None]
+
+
+class LayoutRules(Frozen):
+    """An ordered collection of rules.
+
+    Args:
+      rules: text like "batch:rows;hidden:cols", a dict {"batch": "rows", "hidden": ("x", "y")}, pairs,
+        `Rule`s, other rules, or nothing.
+
+    >>> rules = LayoutRules("batch:data; d_model:data?; activations/d_model:")
+    >>> print(rules)
+    batch:data;d_model:data?;activations/d_model:
+    >>> print(rules.sharding("d_model:512;d_ff:2048", "data:4", scope="variables"))
+    [d_model:512@data, d_ff:2048]
+    """
+
+    __slots__ = ("_hash", "_table", "rules")
+
+    rules: tuple[Rule, ...]
+    _table: dict[tuple[str | None, str], tuple[Rule, ...]]
+    _hash: int
+
+    def __init__(self, rules: RulesLike = None) -> None:
+        made = _read(rules)
+        table: dict[tuple[str | None, str], tuple[Rule, ...]] = {}
+        for rule in made:
+            table[rule.scope, rule.dim] = (*table.get((rule.scope, rule.dim), ()), rule)
+        for same in table.values():
+            required = [str(rule) for rule in same if not rule.optional]
+            if len(required) > 1:
+                raise LayoutError(
+                    f"two required rules for dim {same[0].dim!r}: {' and '.join(required)}; remove one, "
+                    f"join their axes with '+', or mark the alternative optional with '?'"
+                )
+        object.__setattr__(self, "rules", made)
+        object.__setattr__(self, "_table", table)
+        object.__setattr__(self, "_hash", hash(made))
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of dimensions that have a rule, in order."""
+        return tuple(dict.fromkeys(rule.dim for rule in self.rules))
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh axes that occur in a rule, in order."""
+        return tuple(dict.fromkeys(axis for rule in self.rules for axis in rule.axes))
+
+    def for_dim(self, dim: str | Dimension, scope: str = "activations") -> tuple[Rule, ...]:
+        """The rules that hold for a dimension within a scope.
+
+        >>> rules = LayoutRules("d:x;variables/d:y")
+        >>> [str(rule) for scope in ("slots", "activations") for rule in rules.for_dim("d", scope)]
+        ['variables/d:y', 'd:x']
+        """
+        name = dim.name if isinstance(dim, Dimension) else dim
+        for place in SCOPES[checked_scope(scope)]:
+            if (place, name) in self._table:
+                return self._table[place, name]
+        return ()
+
+    def sharding(self, shape: ShapeLike, mesh: MeshLike, scope: str = "activations") -> Sharding:
+        """Where the blocks of a tensor lie under these rules.
+
+        Args:
+          shape: the global shape; rules for other dimensions are passed over.
+          mesh: the mesh.
+          scope: "variables", "slots" or "activations".
+        Raises: LayoutError with all faults of this tensor at once.
+
+        >>> LayoutRules("d:model").sharding("d:6", "model:4")
+        Traceback (most recent call last):
+        layouts.errors.LayoutError: activation [d:6] cannot be laid out
+          mesh model:4    layout d:model
+          dim 'd' does not divide over axis 'model': 6 % 4 = 2. Pad d to 8 (+33.33 %), or remove d:model.
+        """
+        shape = shape if isinstance(shape, Shape) else Shape(shape)
+        mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+        return _sharding(self, shape, mesh, scope)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, LayoutRules):
+            return NotImplemented
+        return self.rules == other.rules
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __str__(self) -> str:
+        return ";".join(map(str, self.rules))
+
+    def __repr__(self) -> str:
+        return f"LayoutRules({str(self)!r})"
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return LayoutRules, (str(self),)
+
+
+def checked_scope(scope: str) -> str:
+    """`scope` if it is one of the three."""
+    if scope not in SCOPES:
+        raise LayoutError(f"no scope {scope!r}; the scopes are {', '.join(SCOPES)}{nearest(scope, SCOPES)}")
+    return scope
+
+
+@lru_cache(maxsize=1 << 16)
+def _sharding(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Sharding:
+    axes, faults = place(rules, shape, mesh, scope)
+    if faults:
+        head = f"{scope[:-1]} {shape} cannot be laid out\n  mesh {mesh}    layout {rules}"
+        raise LayoutError("\n  ".join([head, *(fault.text for fault in faults)]))
+    return Sharding(shape, mesh, axes)
+
+
+def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tuple[Axes, ...], tuple[Fault, ...]]:
+    """The axes of each dimension of a tensor, and what is wrong with them.
+
+    >>> place(LayoutRules("a:x;b:x?"), Shape("b:4;a:4"), Mesh("x:2"), "activations")
+    (((), ('x',)), ())
+    """
+    holding = {rule for dim in shape for rule in rules.for_dim(dim, scope)}
+    active = [rule for rule in rules.rules if rule in holding]
+    chosen: dict[str, Axes] = {}
+    owner: dict[str, Rule] = {}
+    faults: list[Fault] = []
+    for rule in sorted(active, key=lambda rule: rule.optional):  # stable: required first, else as written
+        if rule.dim in chosen:
+            continue  # an alternative that is not needed
+        faults += [unknown_axis(rule, axis, mesh) for axis in rule.axes if axis not in mesh]
+        wanted = tuple(axis for axis in rule.axes if axis in mesh)
+        taken = [axis for axis in wanted if axis in owner]
+        if rule.optional:
+            wanted = tuple(axis for axis in wanted if axis not in taken)
+            if not wanted:
+                continue
+        else:
+            faults += [_clash(owner[axis], rule, axis) for axis in taken]
+        size = shape.dim(rule.dim).size
+        if size % mesh.group_size(wanted):
+            faults.append(_indivisible(rule, wanted, size, mesh.group_size(wanted)))
+        chosen[rule.dim] = wanted
+        for axis in wanted:
+            owner.setdefault(axis, rule)
+    return tuple(chosen.get(name, ()) for name in shape.names), tuple(faults)
+
+
+def unknown_axis(rule: Rule, axis: str, mesh: Mesh) -> Fault:
+    """The fault of a rule that names an axis the mesh does not have."""
+    return Fault(f"rule {rule}: no axis {axis!r} in mesh {mesh}{nearest(axis, mesh.axes)}", of_rule=True)
+
+
+def _clash(first: Rule, second: Rule, axis: str) -> Fault:
+    return Fault(
+        f"dims {first.dim!r} and {second.dim!r} of one tensor are both split over axis {axis!r}",
+        f"an axis splits one dim of a tensor. Make one optional ({second}?), or put it on another axis.",
+    )
+
+
+def _indivisible(rule: Rule, axes: Axes, size: int, blocks: int) -> Fault:
+    over = " x ".join(f"{axis!r}" for axis in axes)
+    padded = -(-size // blocks) * blocks
+    return Fault(
+        f"dim {rule.dim!r} does not divide over {'axis' if len(axes) == 1 else 'axes'} {over}",
+        f"{size} % {blocks} = {size % blocks}. "
+        f"Pad {rule.dim} to {padded} (+{100 * (padded - size) / size:.2f} %), or remove {rule}.",
+    )
+
+
+def _read(source: RulesLike) -> tuple[Rule, ...]:
+    if source is None:
+        return ()
+    if isinstance(source, LayoutRules):
+        return source.rules
+    if isinstance(source, str):
+        return tuple(_rule(left, right, source, at) for left, right, at in read_pairs(source))
+    if not isinstance(source, Iterable):
+        raise LayoutError(
+            f"expected a layout as text like 'batch:rows;hidden:cols', a dict or pairs, not {source!r:.80}"
+        )
+    made = []
+    for item in source.items() if isinstance(source, Mapping) else source:
+        if not isinstance(item, Rule) and not (isinstance(item, tuple | list) and len(item) == 2):
+            raise LayoutError(f"expected a (dim, axes) pair, not {item!r:.80}")
+        left, right = (str(item).split(":")) if isinstance(item, Rule) else item
+        if not isinstance(left, str):
+            raise LayoutError(f"the left side of a rule is the name of a dimension, not {left!r}")
+        right = _joined(left, right)
+        made.append(_rule(left, right, f"{left}:{right}", 0))
+    return tuple(made)
+
+
+def _joined(dim: str, axes: object) -> str:
+    if axes is None or isinstance(axes, str):
+        return axes or ""
+    if isinstance(axes, Iterable):
+        names = list(axes)
+        if all(isinstance(name, str) for name in names):
+            return "+".join(names)
+    raise LayoutError(f"the axes of dim {dim!r} are a name or several names, not {axes!r:.80}")
+
+
+def _rule(left: str, right: str, text: str, at: int) -> Rule:
+    """One rule from both sides of its colon; `text` and `at` are for the caret."""
+    scope, slash, dim = left.rpartition("/")
+    if slash and scope not in SCOPES:
+        hint = nearest(scope, SCOPES)
+        raise LayoutError(pointed(f"no scope {scope!r}; the scopes are {', '.join(SCOPES)}{hint}", text, at))
+    if not dim.isidentifier():
+        where = at + len(left) - len(dim)
+        raise LayoutError(pointed(f"dimension name {dim!r} is not an identifier", text, where))
+    optional = right.endswith("?")
+    axes: list[str] = []
+    where = at + len(left) + 1
+    for axis in (right.removesuffix("?")).split("+") if right else []:
+        if not axis.isidentifier():
+            raise LayoutError(pointed(f"axis name {axis!r} is not an identifier", text, where))
+        if axis in axes:
+            raise LayoutError(pointed(f"axis {axis!r} occurs twice for dim {dim!r}", text, where))
+        axes.append(axis)
+        where += len(axis) + 1
+    return Rule(dim, tuple(axes), optional, scope or None)

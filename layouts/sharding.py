@@ -1,0 +1,254 @@
+"""Where the blocks of one tensor lie.
+
+Each dimension carries an ordered tuple of mesh axes, major first: with (a, b) a device at a = i, b = j
+holds block i * |b| + j of |a| * |b|. An axis in no dimension replicates, unless it is `pending`: then the
+true value is the sum (or max, or min) of the blocks along it, still to be taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import NoReturn, TypeAlias
+
+from layouts.dims import Dimension, Shape, ShapeLike
+from layouts.errors import LayoutError, nearest
+from layouts.frozen import Frozen
+from layouts.mesh import Coordinate, Mesh, MeshLike
+
+Axes: TypeAlias = tuple[str, ...]
+Pending: TypeAlias = tuple[tuple[str, str], ...]
+
+PENDING_KINDS = ("sum", "max", "min")
+
+
+class Sharding(Frozen):
+    """A shape laid over a mesh.
+
+    Axes of size 1 are checked and then left out, so that two shardings that mean the same are equal.
+    All pending axes are of one kind: a maximum of sums is not a sum of maxima.
+
+    Args:
+      shape: the global shape.
+      mesh: the mesh.
+      axes: for each dimension the axes that split it, major first.
+      pending: (axis, kind) pairs, kind one of "sum", "max", "min".
+
+    >>> s = Sharding("batch:512;hidden:1024", "rows:2;cols:4", [("rows",), ()], [("cols", "sum")])
+    >>> print(s, s.local_shape)
+    [batch:512@rows, hidden:1024] {sum over cols} [batch:256, hidden:1024]
+    >>> s.slices((1, 3))
+    (slice(256, 512, None), slice(0, 1024, None))
+    """
+
+    __slots__ = ("_hash", "_local", "axes", "block_counts", "mesh", "pending", "shape")
+
+    shape: Shape
+    mesh: Mesh
+    axes: tuple[Axes, ...]
+    pending: Pending
+    block_counts: tuple[int, ...]  # per dim
+    _local: Shape | None
+    _hash: int
+
+    def __init__(
+        self,
+        shape: ShapeLike,
+        mesh: MeshLike,
+        axes: Sequence[Sequence[str]],
+        pending: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+    ) -> None:
+        shape = shape if isinstance(shape, Shape) else Shape(shape)
+        mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+        given = tuple((a,) if isinstance(a, str) else tuple(a) for a in axes)
+        awaited = tuple(pending.items()) if isinstance(pending, Mapping) else tuple(pending)
+        fine = len(given) == len(shape.dims)
+        free = dict(mesh.sizes_by_axis)
+        kept, counts = [], []
+        for dim, entry in zip(shape.dims, given, strict=False):
+            blocks, trivial = 1, False
+            for axis in entry:
+                size = free.pop(axis, 0)  # 0 if unknown or used before
+                blocks *= size
+                trivial |= size == 1
+            fine = fine and blocks > 0 and dim.size % blocks == 0
+            kept.append(tuple(a for a in entry if mesh.axis_size(a) > 1) if fine and trivial else entry)
+            counts.append(blocks)
+        if awaited:
+            fine = fine and all(free.pop(axis, 0) and kind == awaited[0][1] for axis, kind in awaited)
+            fine = fine and awaited[0][1] in PENDING_KINDS
+        if not fine:
+            _refuse(shape, mesh, given, awaited)
+        if awaited:
+            kinds = dict(awaited)
+            awaited = tuple((a, kinds[a]) for a in mesh.axes if a in kinds and mesh.axis_size(a) > 1)
+        fill = object.__setattr__
+        fill(self, "shape", shape)
+        fill(self, "mesh", mesh)
+        fill(self, "axes", tuple(kept))
+        fill(self, "pending", awaited)
+        fill(self, "block_counts", tuple(counts))
+        fill(self, "_local", None)
+        fill(self, "_hash", hash((shape, mesh, self.axes, awaited)))
+
+    @classmethod
+    def replicated(cls, shape: ShapeLike, mesh: MeshLike) -> Sharding:
+        """Every device holds the whole tensor.
+
+        >>> print(Sharding.replicated("batch:512", "rows:2"))
+        [batch:512]
+        """
+        shape = shape if isinstance(shape, Shape) else Shape(shape)
+        return cls(shape, mesh, ((),) * shape.ndim)
+
+    def of(self, dim: str | Dimension) -> Axes:
+        """The axes that split a dimension, major first."""
+        return self.axes[self.shape.index(dim)]
+
+    @property
+    def pending_axes(self) -> Axes:
+        """The axes over which a reduction is still to be taken, in mesh order."""
+        return tuple(axis for axis, _ in self.pending)
+
+    @property
+    def split_axes(self) -> frozenset[str]:
+        """The axes that split some dimension."""
+        return frozenset(axis for entry in self.axes for axis in entry)
+
+    @property
+    def local_shape(self) -> Shape:
+        """The shape of one device's block."""
+        local = self._local
+        if local is None:
+            if all(n == 1 for n in self.block_counts):
+                local = self.shape
+            else:
+                dims = zip(self.shape.dims, self.block_counts, strict=True)
+                local = Shape(d if n == 1 else Dimension(d.name, d.size // n) for d, n in dims)
+            object.__setattr__(self, "_local", local)
+        return local
+
+    @property
+    def local_size(self) -> int:
+        """The number of elements in one device's block."""
+        return self.local_shape.size
+
+    def block_index(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """Which block of each dimension the device at `coordinate` holds.
+
+        >>> Sharding("n:8", "a:2;b:4", [("b", "a")]).block_index((1, 2))
+        (5,)
+        """
+        mesh = self.mesh
+        at = dict(zip(mesh.axes, mesh.checked(coordinate), strict=True))
+        blocks = []
+        for entry in self.axes:
+            block = 0
+            for axis in entry:
+                block = block * mesh.sizes_by_axis[axis] + at[axis]
+            blocks.append(block)
+        return tuple(blocks)
+
+    def offsets(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """First global index of each dimension in the block of the device at `coordinate`."""
+        blocks = self.block_index(coordinate)
+        return tuple(i * d.size for i, d in zip(blocks, self.local_shape.dims, strict=True))
+
+    def slices(self, coordinate: Coordinate) -> tuple[slice, ...]:
+        """What to cut from the global array for the device at `coordinate`."""
+        offsets = self.offsets(coordinate)
+        return tuple(slice(o, o + d.size) for o, d in zip(offsets, self.local_shape.dims, strict=True))
+
+    def holders(self, block_index: Sequence[int]) -> tuple[int, ...]:
+        """The devices that hold a block, in order.
+
+        >>> Sharding("n:8", "a:2;b:4", [("a",)]).holders((1,))
+        (4, 5, 6, 7)
+        """
+        block = tuple(block_index)
+        if len(block) != len(self.block_counts) or any(
+            not 0 <= i < n for i, n in zip(block, self.block_counts, strict=True)
+        ):
+            raise LayoutError(f"no block {block} in {self}: it has {self.block_counts} blocks")
+        found = (d for d, c in enumerate(self.mesh.coordinates()) if self.block_index(c) == block)
+        return tuple(found)
+
+    def with_axes(self, axes: Sequence[Sequence[str]]) -> Sharding:
+        """The same with other axes on the dimensions."""
+        return Sharding(self.shape, self.mesh, axes, self.pending)
+
+    def with_pending(self, pending: Mapping[str, str] | Iterable[tuple[str, str]]) -> Sharding:
+        """The same with other pending reductions."""
+        return Sharding(self.shape, self.mesh, self.axes, pending)
+
+    def drop_pending(self, axes: Iterable[str] | None = None) -> Sharding:
+        """The same with the reductions over `axes` (all of them by default) taken as done.
+
+        >>> print(Sharding("n:8", "a:2;b:4", [()], {"a": "sum", "b": "sum"}).drop_pending(["a"]))
+        [n:8] {sum over b}
+        """
+        if not self.pending:
+            return self
+        gone = self.pending_axes if axes is None else tuple(axes)
+        return self.with_pending(pair for pair in self.pending if pair[0] not in gone)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Sharding):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.axes == other.axes
+            and self.pending == other.pending
+            and self.shape == other.shape
+            and self.mesh == other.mesh
+        )
+
+    def __str__(self) -> str:
+        entries = zip(self.shape.dims, self.axes, strict=True)
+        text = ", ".join(f"{dim}@{'+'.join(axes)}" if axes else str(dim) for dim, axes in entries)
+        if not self.pending:
+            return f"[{text}]"
+        by_kind = groupby(self.pending, key=lambda pair: pair[1])
+        awaited = "; ".join(f"{kind} over {'+'.join(axis for axis, _ in pairs)}" for kind, pairs in by_kind)
+        return f"[{text}] {{{awaited}}}"
+
+    def __repr__(self) -> str:
+        return f"Sharding({str(self)!r} on {self.mesh})"
+
+    def __reduce__(self) -> tuple[type, tuple[Shape, Mesh, tuple[Axes, ...], Pending]]:
+        return Sharding, (self.shape, self.mesh, self.axes, self.pending)
+
+
+def _refuse(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending) -> NoReturn:
+    """Raise with all that is wrong at once; the constructor has seen that something is."""
+    if len(axes) != shape.ndim:
+        raise LayoutError(f"{len(axes)} entries of axes for the {shape.ndim} dimensions of {shape}")
+    faults = []
+    uses: dict[str, list[str]] = {}
+    for dim, entry in zip(shape.dims, axes, strict=True):
+        for axis in entry:
+            uses.setdefault(axis, []).append(f"dim {dim.name!r}")
+        known = [a for a in entry if a in mesh]
+        blocks = mesh.group_size(known)
+        if dim.size % blocks:
+            faults.append(
+                f"dim {dim.name!r} does not divide over {'+'.join(known)}: {dim.size} % {blocks} = {dim.size % blocks}"
+            )
+    for axis, kind in pending:
+        uses.setdefault(axis, []).append(f"a pending {kind}")
+        if kind not in PENDING_KINDS:
+            faults.append(f"pending kind {kind!r} is not one of {', '.join(PENDING_KINDS)}")
+    for axis, users in uses.items():
+        if axis not in mesh:
+            faults.append(f"no axis {axis!r} in the mesh{nearest(axis, mesh.axes)}")
+        if len(users) > 1:
+            faults.append(f"axis {axis!r} is used {len(users)} times: by {' and by '.join(users)}")
+    if len({kind for _, kind in pending}) > 1:
+        mixed = ", ".join(f"{kind} over {axis}" for axis, kind in pending)
+        faults.append(f"pending reductions of several kinds have no defined value: {mixed}; reduce one first")
+    raise LayoutError("\n  ".join([f"impossible sharding of {shape} on mesh {mesh}", *faults]))

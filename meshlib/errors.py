@@ -1,0 +1,41 @@
+"""The errors of the language floor; every one is a `MeshlibError`, so one except clause serves a user."""
+
+from __future__ import annotations
+
+from layouts.errors import LayoutError, MeshlibError, nearest
+
+__all__ = [
+    "FeedError",
+    "GraphError",
+    "LayoutError",
+    "MeshlibError",
+    "NotFiniteError",
+    "ProgramError",
+    "ShapeError",
+    "SliceError",
+    "nearest",
+]
+
+
+class GraphError(MeshlibError, ValueError):
+    """The program as written is wrong: names, scopes, variables, gradients."""
+
+
+class ShapeError(GraphError):
+    """Dims, sizes or dtypes of an operation's operands do not fit together."""
+
+
+class ProgramError(MeshlibError):
+    """A lowered program breaks its own rules: the checker after each pass raises this."""
+
+
+class FeedError(MeshlibError, ValueError):
+    """What was fed to a program or assigned to its state does not fit."""
+
+
+class SliceError(MeshlibError, ValueError):
+    """The named slice is unknown, or does not fit the mesh."""
+
+
+class NotFiniteError(MeshlibError, ArithmeticError):
+    """A NaN or an infinity, with the operation and the core that made it."""

@@ -1,0 +1,315 @@
+"""Graph, Tensor, Operation: the program as written, plain data without layouts or numbers.
+
+Operations are appended in the order in which the user's code runs, so the list is already a topological order.
+Each carries the name scope and the source line of the user's code, and the region (forward, backward, update) it
+belongs to: the lowering and every message need them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layouts import Dimension, Shape
+from meshlib.dtypes import DType
+from meshlib.errors import GraphError, nearest
+
+if TYPE_CHECKING:
+    from meshlib.operation import OpDef
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+_PACKAGE = str(Path(__file__).parent)
+
+_graphs: ContextVar[tuple[Graph, ...]] = ContextVar("graphs", default=())
+_scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
+_region: ContextVar[tuple[str, Operation | None]] = ContextVar("region", default=(FORWARD, None))
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape and dtype: what shape rules take and return."""
+
+    shape: Shape
+    dtype: DType
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{self.shape}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Tensor:
+    """One value of the program: global shape with named dims, and the operation that makes it.
+
+    Python operators work by dim name: `x + y` broadcasts over the dims that one side lacks.
+    """
+
+    name: str
+    shape: Shape
+    dtype: DType
+    operation: Operation
+    # NumPy must not take `array * tensor` apart element by element.
+    __array_ufunc__ = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that holds this tensor."""
+        return self.operation.graph
+
+    @property
+    def type(self) -> TensorType:
+        """Shape and dtype as one value."""
+        return TensorType(self.shape, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{self.shape}"
+
+    __repr__ = __str__
+
+    def __bool__(self) -> bool:
+        raise GraphError(
+            f"tensor '{self.name}' ({self.operation.source}) has no truth value while the program is being written; "
+            "use mtf.where(condition, x, y) to choose by value"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        raise GraphError(f"tensor '{self.name}' can't be iterated; address its dims {self.shape} by name")
+
+    def __getitem__(self, key: object) -> Any:
+        raise GraphError(
+            f"tensor '{self.name}' can't be indexed with {key!r:.40}; use mtf.slice, mtf.gather or mtf.one_hot on one "
+            f"of its dims {self.shape}"
+        )
+
+    def __array__(self, *args: object, **options: object) -> Any:
+        raise GraphError(
+            f"tensor '{self.name}' has no numbers while the program is being written; lower it, simulate the program "
+            "and take what sim.step() returns"
+        )
+
+    # The operators are set by meshlib.ops.elementwise, where the operations they build are defined; their
+    # types are declared here.
+    if TYPE_CHECKING:
+
+        def __add__(self, other: Tensor | float) -> Tensor: ...
+        def __radd__(self, other: float) -> Tensor: ...
+        def __sub__(self, other: Tensor | float) -> Tensor: ...
+        def __rsub__(self, other: float) -> Tensor: ...
+        def __mul__(self, other: Tensor | float) -> Tensor: ...
+        def __rmul__(self, other: float) -> Tensor: ...
+        def __truediv__(self, other: Tensor | float) -> Tensor: ...
+        def __rtruediv__(self, other: float) -> Tensor: ...
+        def __pow__(self, other: Tensor | float) -> Tensor: ...
+        def __neg__(self) -> Tensor: ...
+        def __lt__(self, other: Tensor | float) -> Tensor: ...
+        def __le__(self, other: Tensor | float) -> Tensor: ...
+        def __gt__(self, other: Tensor | float) -> Tensor: ...
+        def __ge__(self, other: Tensor | float) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operation:
+    """One step of the program: a record (`kind`), its operands and attributes, and where it was written.
+
+    `owner` is the variable an update-region operation works for: its values live where that variable's slots do.
+    """
+
+    name: str
+    kind: OpDef
+    inputs: tuple[Tensor, ...]
+    attrs: Mapping[str, Any]
+    graph: Graph
+    region: str
+    source: str
+    owner: Operation | None = None
+    outputs: tuple[Tensor, ...] = ()
+
+    @property
+    def output(self) -> Tensor:
+        """The only output."""
+        return self.outputs[0]
+
+    def __str__(self) -> str:
+        return f"{self.kind.name} '{self.name}' ({self.source})"
+
+    __repr__ = __str__
+
+
+@dataclass(eq=False)
+class Graph:
+    """The list of operations of one program; a context in which sources (`variable`, `input`, ...) are made.
+
+    >>> with Graph() as graph:
+    ...     pass
+    >>> len(graph.operations)
+    0
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    variables: dict[str, Operation] = field(default_factory=dict)
+    inputs: dict[str, Operation] = field(default_factory=dict)
+    # gradient tensor -> the variable whose home (its slots') it takes
+    gradient_of: dict[Tensor, Operation] = field(default_factory=dict)
+    # of a loop's body: the graph around it, and what the body takes from there, each with its stand-in inside
+    parent: Graph | None = None
+    captured: dict[Tensor, Tensor] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _tokens: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> Graph:
+        self._tokens.append(_graphs.set((*_graphs.get(), self)))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _graphs.reset(self._tokens.pop())
+
+    @property
+    def trainable_variables(self) -> tuple[Tensor, ...]:
+        """The stored values of all trainable variables, in the order in which they were declared."""
+        return tuple(v.output for v in self.variables.values() if v.attrs["trainable"])
+
+    @property
+    def root(self) -> Graph:
+        """The outermost graph, which holds the variables and inputs of the program."""
+        return self if self.parent is None else self.parent.root
+
+    @property
+    def depth(self) -> int:
+        """0 for a program, 1 for the body of a loop in it, ..."""
+        return 0 if self.parent is None else 1 + self.parent.depth
+
+    def adopt(self, x: Tensor, name: str | None = None) -> Tensor:
+        """`x` as this graph sees it: itself, or the stand-in of a tensor from outside the loop."""
+        if x.graph is self or self.parent is None:
+            return x
+        outer = self.parent.adopt(x)
+        if outer not in self.captured:
+            from meshlib.ops.sources import INPUT
+
+            attrs = {"shape": x.shape, "dtype": x.dtype}
+            full = name or self.unique_name(f"outer/{x.name}")
+            op = self.inputs[full] = self.add(INPUT, (), (x.type,), attrs, exact_name=full)
+            self.captured[outer] = op.output
+        return self.captured[outer]
+
+    def unique_name(self, base: str) -> str:
+        """`base` inside the current scope, numbered from the second use on."""
+        scoped = "/".join((*_scopes.get(), base))
+        n = self._counts.get(scoped, 0)
+        self._counts[scoped] = n + 1
+        return scoped if n == 0 else self.unique_name(f"{base}_{n}")
+
+    def add(
+        self,
+        kind: OpDef,
+        inputs: Sequence[Tensor],
+        types: Sequence[TensorType],
+        attrs: Mapping[str, Any],
+        name: str | None = None,
+        exact_name: str | None = None,
+    ) -> Operation:
+        """Append an operation whose output types are known; ops use `meshlib.operation.build`."""
+        if name is not None and (not isinstance(name, str) or not name or any(c.isspace() for c in name)):
+            raise GraphError(
+                f"{kind.name} ({source_line()}): the name must be a non-empty string without white space, "
+                f"got {name!r:.80}"
+            )
+        region, owner = _region.get()
+        full = exact_name or self.unique_name(name or kind.name)
+        op = Operation(full, kind, tuple(inputs), attrs, self, region, source_line(), owner)
+        outputs = tuple(Tensor(full if i == 0 else f"{full}:{i}", t.shape, t.dtype, op) for i, t in enumerate(types))
+        object.__setattr__(op, "outputs", outputs)
+        self.operations.append(op)
+        return op
+
+
+def current_graph(what: str) -> Graph:
+    """The innermost graph context; sources need it because they have no operand to find it through."""
+    graphs = _graphs.get()
+    if not graphs:
+        raise GraphError(f"{what} ({source_line()}) needs a graph: write it inside `with mtf.Graph() as graph:`")
+    return graphs[-1]
+
+
+def innermost(xs: Sequence[Tensor], what: str) -> Graph:
+    """The graph of an operation on `xs`: the deepest loop body among theirs, which must lie in one another."""
+    deepest = max((x.graph for x in xs), key=lambda g: g.depth)
+    around, graph = {deepest}, deepest.parent
+    while graph is not None:
+        around.add(graph)
+        graph = graph.parent
+    for x in xs:
+        if x.graph not in around:
+            kept = next(y for y in xs if y.graph is deepest)
+            raise GraphError(
+                f"{what} ({source_line()}): operand {x} ({x.operation.source}) belongs to another graph than "
+                f"{kept} ({kept.operation.source}); build both in one `with mtf.Graph()`"
+            )
+    return deepest
+
+
+def scoped_name(name: str) -> str:
+    """`name` inside the current scope, never numbered."""
+    return "/".join((*_scopes.get(), name))
+
+
+@contextlib.contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Prefix the names of operations and variables made inside: `with mtf.scope("layer_0"):`.
+
+    Raises: GraphError if `name` is no non-empty string without white space.
+    """
+    if not isinstance(name, str) or not name.strip("/") or any(c.isspace() for c in name):
+        raise GraphError(f"scope name must be a non-empty string without white space, got {name!r}")
+    token = _scopes.set((*_scopes.get(), name.strip("/")))
+    try:
+        yield
+    finally:
+        _scopes.reset(token)
+
+
+@contextlib.contextmanager
+def absolute_scope(path: str) -> Iterator[None]:
+    """Replace the whole scope: gradients and slots take the names of what they belong to, not of the caller."""
+    token = _scopes.set(tuple(p for p in path.split("/") if p))
+    try:
+        yield
+    finally:
+        _scopes.reset(token)
+
+
+@contextlib.contextmanager
+def region(name: str, owner: Operation | None = None) -> Iterator[None]:
+    """Operations made inside belong to the region `name` (and work for the variable `owner`)."""
+    token = _region.set((name, owner))
+    try:
+        yield
+    finally:
+        _region.reset(token)
+
+
+def source_line() -> str:
+    """`file.py:line` of the innermost frame outside this package: the user's line, not ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def find_dim(x: Tensor, dim: Dimension | str, what: str) -> Dimension:
+    """The dim of `x` that `dim` names; sizes must agree when a `Dimension` is given."""
+    name = dim.name if isinstance(dim, Dimension) else dim
+    if not isinstance(name, str):
+        raise GraphError(f"{what} ({source_line()}): expected a dim or its name, got {type(dim).__name__} {dim!r:.80}")
+    if name not in x.shape:
+        raise GraphError(f"{what} ({source_line()}): {x} has no dim '{name}'{nearest(str(name), x.shape.names)}")
+    found = x.shape.dim(name)
+    if isinstance(dim, Dimension) and dim.size != found.size:
+        raise GraphError(
+            f"{what} ({source_line()}): dim '{name}' has size {found.size} in {x}, but {dim.size} was given"
+        )
+    return found

@@ -1,0 +1,157 @@
+"""Initial values, and the laws random numbers are drawn from: functions of a key and global positions alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+
+from hardware.numerics import round_to_bfloat16
+from layouts import Dimension, Shape
+from meshlib.dtypes import BFLOAT16, BOOL, DType
+from meshlib.errors import GraphError
+from meshlib.threefry import threefry2x32
+
+Array = np.ndarray[Any, Any]
+Key = tuple[int, int]
+# (key, global shape, dtype) -> the whole initial value
+Initializer = Callable[[Key, Shape, DType], Array]
+
+
+def make_key(*parts: object) -> Key:
+    """A 64-bit Threefry key from seed, name, step, trip: any change gives an unrelated stream."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def draw(
+    law: tuple[str, float, float],
+    key: Key,
+    whole: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    dtype: DType,
+) -> Array:
+    """The block at `offsets` of size `sizes` of the random array of shape `whole`: counter = global position."""
+    positions = np.zeros((1,) * len(whole), np.uint64)
+    stride = 1
+    for axis in reversed(range(len(whole))):
+        index = np.arange(offsets[axis], offsets[axis] + sizes[axis], dtype=np.uint64) * np.uint64(stride)
+        positions = positions + index.reshape([-1 if a == axis else 1 for a in range(len(whole))])
+        stride *= whole[axis]
+    high = (positions >> np.uint64(32)).astype(np.uint32)
+    x, y = threefry2x32(key, high, positions.astype(np.uint32))
+    kind, a, b = law
+    if kind == "uniform":
+        # 24 bits fill a float32's significand: every value is a multiple of 2**-24 below 1.
+        unit = (x >> np.uint32(8)).astype(np.float64) * 2.0**-24
+        value = a + (b - a) * unit
+    else:
+        # Box-Muller; the radius' uniform is in (0, 1], so that its logarithm is finite.
+        radius = np.sqrt(-2.0 * np.log(((x >> np.uint32(8)).astype(np.float64) + 1) * 2.0**-24))
+        value = a + b * radius * np.cos(2 * np.pi * 2.0**-24 * (y >> np.uint32(8)).astype(np.float64))
+    out = np.asarray(value, dtype.storage)
+    if dtype is BFLOAT16:
+        out = round_to_bfloat16(out)
+    return np.clip(out, *_limits(a, b, dtype), out=out) if kind == "uniform" and a < b else out
+
+
+def _limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.generic]:
+    """The first value of `dtype` from `low` on and the last one below `high`: rounding must not pass either."""
+    number = dtype.public.type
+    first, last = number(low), number(high)
+    if float(first) < low:
+        first = np.nextafter(first, number(np.inf))
+    if float(last) >= high:
+        last = np.nextafter(last, number(-np.inf))
+    return dtype.storage.type(first), dtype.storage.type(last)
+
+
+def _drawn(law: tuple[str, float, float]) -> Initializer:
+    return lambda key, shape, dtype: draw(law, key, shape.sizes, [0] * len(shape), shape.sizes, dtype)
+
+
+def constant(value: float) -> Initializer:
+    """The same number everywhere."""
+
+    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
+        out = np.full(shape.sizes, value, dtype.storage)
+        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+
+    return initialize
+
+
+def zeros() -> Initializer:
+    """Zeros."""
+    return constant(0)
+
+
+def ones() -> Initializer:
+    """Ones."""
+    return constant(1)
+
+
+def random_uniform(minval: float = -0.05, maxval: float = 0.05) -> Initializer:
+    """Uniform in [minval, maxval)."""
+    return _drawn(("uniform", minval, maxval))
+
+
+def random_normal(mean: float = 0.0, stddev: float = 0.05) -> Initializer:
+    """Normal."""
+    return _drawn(("normal", mean, stddev))
+
+
+def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer:
+    """Uniform with variance 2 / (fan_in + fan_out). Fan-in: `input_dims`, or all dims but the last.
+
+    Source: Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010.
+    """
+
+    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
+        ins = [d.size for d in shape if d in input_dims] if input_dims is not None else shape.sizes[:-1]
+        fan_in = prod(ins)
+        limit = sqrt(6 / (fan_in + max(1, shape.size // max(1, fan_in))))
+        return random_uniform(-limit, limit)(key, shape, dtype)
+
+    return initialize
+
+
+def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initializer:
+    """Normal with variance scale / fan_in, where fan-in is the product of `input_dims`."""
+    return random_normal(0.0, sqrt(scale / prod(d.size for d in input_dims)))
+
+
+def _given(value: Array, name: str, shape: Shape, stored: DType) -> Initializer:
+    if value.shape != shape.sizes:
+        raise GraphError(
+            f"variable '{name}': the initial array has shape {list(value.shape)}, but its dims are {shape}"
+        )
+    kinds = "biuf" if stored.is_float else "b" if stored is BOOL else "iu"
+    if value.dtype.kind not in kinds and not (stored.is_float and value.dtype == BFLOAT16.public):
+        raise GraphError(
+            f"variable '{name}': the initial array has dtype {value.dtype}, but the variable stores {stored.name}"
+        )
+
+    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
+        out = value.astype(dtype.storage)
+        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+
+    return initialize
+
+
+def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Initializer:
+    """An `Initializer` from what a user may pass: None, a number, an array, a function."""
+    if value is None:
+        return glorot_uniform()
+    if isinstance(value, bool | int | float | np.generic):
+        from meshlib.checks import fitting
+
+        return constant(fitting(value, stored, f"variable '{name}'"))
+    if isinstance(value, np.ndarray):
+        return _given(value.copy(), name, shape, stored)
+    if callable(value):
+        return value
+    raise GraphError(f"variable '{name}': expected an initializer, a number or an array, got {value!r:.80}")

@@ -1,0 +1,201 @@
+"""The checker: recomputes every type and sharding of a program. It runs after each pass, and trusts none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from layouts import LayoutError, Sharding
+from meshlib.errors import ProgramError
+from meshlib.lower.choose import derive
+from meshlib.lower.program import COLLECTIVES, Instruction, Program, Value
+from meshlib.operation import Factor, Linear, Role
+
+
+def check_program(program: Program, after: str) -> Program:
+    """`program` itself if it is sound.
+
+    Raises: ProgramError naming the pass, the instruction and what is wrong with it.
+    """
+    made: set[Value] = set()
+    for number, instruction in enumerate(program.instructions):
+        try:
+            _check_instruction(instruction, made, program)
+        except (LayoutError, ProgramError) as fault:
+            raise ProgramError(
+                f"after {after}, instruction {number} ({instruction.opcode} for {instruction.operation}): {fault}"
+            ) from None
+        made.update(instruction.outputs)
+    _check_ends(program, made, after)
+    return program
+
+
+def _check_instruction(instruction: Instruction, made: set[Value], program: Program) -> None:
+    for x in instruction.inputs:
+        if x not in made:
+            raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
+    for y in instruction.outputs:
+        if y in made:
+            raise ProgramError(f"result {y.tensor.name} {y} is made twice")
+        if y.sharding.mesh != program.mesh:
+            raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {program.mesh}")
+        if y.sharding.shape != y.tensor.shape:
+            raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
+    if instruction.opcode in (*COLLECTIVES, "slice") and instruction.steps:
+        _check_reshard(instruction)
+    elif instruction.opcode == "assign":
+        _check_assign(instruction, program)
+    elif instruction.body is not None:
+        _check_loop(instruction, instruction.body)
+    elif instruction.opcode in ("input", "variable"):
+        if instruction.outputs[0].sharding.pending:
+            raise ProgramError("a resident value can't be pending")
+    else:
+        _check_computation(instruction)
+
+
+def _check_reshard(instruction: Instruction) -> None:
+    for x, y, step in zip(instruction.inputs, instruction.outputs, instruction.steps, strict=True):
+        if x.tensor is not y.tensor:
+            raise ProgramError(f"moves {x.tensor.name} into {y.tensor.name}")
+        if x.sharding != step.before or y.sharding != step.after:
+            raise ProgramError(f"step {step.before} -> {step.after} does not move {x.sharding} to {y.sharding}")
+        if step.kind != instruction.opcode:
+            raise ProgramError(f"holds a step of kind {step.kind}")
+        s = x.sharding
+        after, sent = replay(step.kind, step.axes, step.dim, step.to_dim, x)
+        same_blocks = (s.block_counts, s.pending) == (y.sharding.block_counts, y.sharding.pending)
+        if (after is None and not same_blocks) or (after is not None and after != y.sharding):
+            raise ProgramError(f"{step.kind} over {step.axes} makes {after}, not {y.sharding}")
+        if step.payload_bytes != x.local_bytes or abs(step.sent_bytes - sent) > 1e-9 * max(1, sent):
+            raise ProgramError(f"claims {step.sent_bytes} bytes sent of {step.payload_bytes}; a ring sends {sent}")
+
+
+def replay(
+    kind: str, axes: Sequence[str], dim: str | None, to_dim: str | None, x: Value
+) -> tuple[Sharding | None, float]:
+    """What a step makes of `x`, written apart from the planner, and the bytes a ring sends for it."""
+    s, shape = x.sharding, x.sharding.shape
+    k = s.mesh.group_size(axes)
+    entries = {d.name: entry for d, entry in zip(shape, s.axes, strict=True)}
+    payload = x.local_bytes
+    if kind in ("all_reduce", "reduce_scatter"):
+        if not set(axes) <= set(s.pending_axes):
+            raise ProgramError(f"{kind} over {axes}, but pending is {s.pending}")
+        left = [p for p in s.pending if p[0] not in axes]
+        if kind == "all_reduce":
+            return Sharding(shape, s.mesh, s.axes, left), 2 * (k - 1) * payload / k
+        assert dim is not None
+        entries[dim] += tuple(axes)
+        return Sharding(shape, s.mesh, list(entries.values()), left), (k - 1) * payload / k
+    if kind == "collective_permute":
+        return None, payload  # to any order of the same blocks: see _check_reshard
+    assert dim is not None
+    if kind == "slice":
+        entries[dim] += tuple(axes)
+        return Sharding(shape, s.mesh, list(entries.values()), s.pending), 0
+    if entries[dim][-len(axes) :] != tuple(axes):
+        raise ProgramError(f"{kind} takes the minor-most axes {axes} of '{dim}', which has {entries[dim]}")
+    entries[dim] = entries[dim][: -len(axes)]
+    if kind == "all_gather":
+        return Sharding(shape, s.mesh, list(entries.values()), s.pending), (k - 1) * payload
+    assert to_dim is not None
+    entries[to_dim] += tuple(axes)
+    return Sharding(shape, s.mesh, list(entries.values()), s.pending), (k - 1) * payload / k
+
+
+def _check_assign(instruction: Instruction, program: Program) -> None:
+    name = instruction.operation.attrs["variable"]
+    (x,) = instruction.inputs
+    if program.updates.get(name) is not x:
+        raise ProgramError(f"variable '{name}' is not updated with {x}")
+    if name in program.variables and x.sharding != program.variables[name].sharding:
+        raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {x}")
+
+
+def _check_loop(instruction: Instruction, body: Program) -> None:
+    check_program(body, f"lowering the body of {instruction.operation}")
+    for x, y in zip(instruction.inputs, body.inputs.values(), strict=True):
+        if x.sharding != y.sharding or x.tensor.dtype is not y.tensor.dtype:
+            raise ProgramError(f"operand {x.tensor.name} is {x}; the body takes {y}")
+    for (begin, end), out in zip(instruction.carries, instruction.outputs, strict=True):
+        if not body.inputs[begin].sharding == body.outputs[end].sharding == out.sharding:
+            raise ProgramError(
+                f"carry {begin} is {body.inputs[begin]} before a trip, {body.outputs[end]} after, {out} out"
+            )
+
+
+def _check_computation(instruction: Instruction) -> None:
+    op = instruction.operation
+    (out,) = instruction.outputs
+    if out.tensor is not op.output:
+        raise ProgramError(f"makes {out.tensor.name}")
+    factors, linear = instruction_factors(instruction)
+    axes: dict[str, tuple[str, ...]] = {}
+    for axis, factor in instruction.assignment:
+        axes[factor] = (*axes.get(factor, ()), axis)
+    by_name = {f.name: f for f in factors}
+    for name in axes:
+        if name not in by_name or by_name[name].role is Role.WHOLE:
+            raise ProgramError(f"splits '{name}', which must stay whole")
+    passed = tuple(x.sharding.pending_axes for x in instruction.inputs)
+    _check_pending(instruction, linear)
+    wanted, result = derive(
+        factors,
+        axes,
+        [x.tensor.shape for x in instruction.inputs],
+        op.output.shape,
+        out.sharding,
+        passed,
+    )
+    for x, s in zip(instruction.inputs, wanted, strict=True):
+        if x.sharding != s:
+            raise ProgramError(f"operand {x.tensor.name} is {x.sharding}; the assignment {axes} needs {s}")
+    if out.sharding != result:
+        raise ProgramError(f"makes {result} under the assignment {axes}, not {out.sharding}")
+
+
+def instruction_factors(instruction: Instruction) -> tuple[tuple[Factor, ...], Linear]:
+    """Factors and linearity for the operands the instruction really has: an n-ary sum may take some of them."""
+    op = instruction.operation
+    linear = op.kind.linear(op)
+    factors = op.kind.roles(op)
+    if not linear.terms:
+        return factors, linear
+    shapes = [x.tensor.shape for x in instruction.inputs]
+    by_name = tuple(
+        Factor(f.name, f.size, tuple(f.name if f.name in s else None for s in shapes), f.outputs, f.role)
+        for f in factors
+    )
+    return by_name, Linear(tuple(range(len(shapes))), together=True, terms=True)
+
+
+def _check_pending(instruction: Instruction, linear: Linear) -> None:
+    pending = [x.sharding.pending for x in instruction.inputs]
+    for x, p in zip(instruction.inputs, pending, strict=True):
+        if any(kind != "sum" for _, kind in p):
+            raise ProgramError(f"operand {x.tensor.name} is a pending {p[0][1]}, which passes no operation")
+    waiting = [i for i, p in enumerate(pending) if p]
+    if not waiting:
+        return
+    if any(i not in linear.operands for i in waiting):
+        raise ProgramError(f"is not linear in operand {waiting[0]}, a sum pending over {pending[waiting[0]]}")
+    if linear.together:
+        if len({pending[i] for i in linear.operands}) > 1:
+            raise ProgramError("adds operands that are pending over different axes")
+    else:
+        axes = [a for i in waiting for a, _ in pending[i]]
+        if len(axes) != len(set(axes)):
+            raise ProgramError(f"multiplies two sums pending over the same axis: {axes}")
+        tensors = [x.tensor for x in instruction.inputs]
+        if any(tensors.count(tensors[i]) > 1 for i in waiting):
+            raise ProgramError("multiplies a pending sum with itself")
+
+
+def _check_ends(program: Program, made: Iterable[Value], after: str) -> None:
+    known = set(made)
+    for what, values in (("output", program.outputs), ("update of", program.updates)):
+        for name, v in values.items():
+            if v not in known:
+                raise ProgramError(f"after {after}: {what} '{name}' is never made")
+            if v.sharding.pending:
+                raise ProgramError(f"after {after}: {what} '{name}' is still {v}")

@@ -1,0 +1,298 @@
+"""Which mesh axis splits which factor of one operation (rule 2 of the lowering).
+
+Each axis goes to one of the factors it already splits somewhere, or to none; all combinations are enumerated. Each
+costs the bytes of bringing its operands there, plus the bytes of bringing its result home, plus the work it
+duplicates. The choice is greedy, operation by operation, and so not globally optimal; a search over layouts is what
+improves on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, combinations, product
+from typing import TypeAlias
+
+from layouts import LayoutError, Shape, Sharding, reshard
+from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.operation import Factor, Linear, Role
+
+Axes: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How much duplicated work is worth one byte sent per device.
+
+    Nominal: one operation a byte, far below a chip's real balance (TPU v3: about 800 MXU flops per ICI byte). At the
+    real one a step of a small batch would gather its activations and compute whole gradients on every core: cheaper
+    on paper, but not what somebody who splits the batch means. So work that a layout divides stays divided unless
+    duplicating it is next to free.
+    """
+
+    mxu_flops_per_byte: float = 1.0
+    vpu_ops_per_byte: float = 1.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one operation runs: the axes of each factor, what each operand must be, what comes out."""
+
+    axes: dict[str, Axes]  # factor -> axes, major first
+    operands: tuple[Sharding, ...]
+    out: Sharding
+    regroup: bool  # sum equally pending operands first, reduce each sum once
+
+    @property
+    def assignment(self) -> tuple[tuple[str, str], ...]:
+        """(axis, factor) pairs, major first within a factor."""
+        return tuple((a, f) for f, axes in self.axes.items() for a in axes)
+
+
+# A sum that can still meet others before it is reduced is worth waiting for: they would share the reduction. This
+# only decides between points of equal bytes; otherwise the earliest of them is taken.
+_SHARED = 0.999
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place further down the linear chain of single uses of a value, where a pending sum could be reduced."""
+
+    home: Sharding
+    itemsize: int
+    shared: bool  # behind a sum with other operands
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand as the chooser sees it: the shardings it is to be had in, at what cost a cut elsewhere."""
+
+    tensor: Tensor
+    instances: tuple[Sharding, ...]
+    free: bool  # a source that is made anew wherever it is needed
+
+    def cost(self, wanted: Sharding) -> tuple[float, int]:
+        """Bytes and collectives to bring it to `wanted` from where it is nearest."""
+        if self.free:
+            return 0, 0
+        return min(route_cost(s, wanted, self.tensor.dtype.itemsize) for s in self.instances)
+
+    @property
+    def pending(self) -> Axes:
+        """Axes over which the value is a pending sum wherever it exists."""
+        return self.instances[0].pending_axes if self.instances and self.instances[0].pending else ()
+
+
+@lru_cache(maxsize=1 << 16)
+def route_cost(source: Sharding, target: Sharding, itemsize: int) -> tuple[float, int]:
+    """Bytes and collectives of a reshard; infinite where it is impossible."""
+    if not set(target.pending) <= set(source.pending):
+        return float("inf"), 0
+    plan = reshard(source, target, itemsize)
+    return plan.sent_bytes, plan.collectives
+
+
+def derive(
+    factors: Sequence[Factor],
+    axes: dict[str, Axes],
+    shapes: Sequence[Shape],
+    out_shape: Shape,
+    like: Sharding,
+    passed: Sequence[Axes],
+) -> tuple[tuple[Sharding, ...], Sharding]:
+    """The shardings of operands and result that an assignment means. The checker goes by this too."""
+    mesh = like.mesh
+    operands = []
+    for i, shape in enumerate(shapes):
+        by_dim = {f.operands[i]: axes.get(f.name, ()) for f in factors}
+        pending = tuple((a, "sum") for a in passed[i])
+        operands.append(Sharding(shape, mesh, [by_dim.get(d.name, ()) for d in shape], pending))
+    by_dim = {f.outputs[0]: axes.get(f.name, ()) for f in factors}
+    kinds = {a: "sum" for p in passed for a in p}
+    for f in factors:
+        if f.role.reduces:
+            kinds.update(dict.fromkeys(axes.get(f.name, ()), f.role.value))
+    out = Sharding(out_shape, mesh, [by_dim.get(d.name, ()) for d in out_shape], kinds)
+    return tuple(operands), out
+
+
+def choose(
+    op: Operation,
+    operands: Sequence[Operand],
+    home: Sharding,
+    later: Sequence[Point],
+    balance: Balance,
+) -> Choice:
+    """The cheapest assignment.
+
+    `later` are the points further down the linear chain of single uses that starts at the result: a pending result
+    may be reduced at any of them.
+    """
+    factors = tuple(f for f in op.kind.roles(op))
+    places = _places(factors, operands, home)
+    best: tuple[float, int, int] | None = None
+    chosen: Choice | None = None
+    itemsize = op.output.dtype.itemsize
+    order = 0
+    for passed, regroup in pass_options(op, operands):
+        busy = {a for p in passed for a in p}
+        free = {a: places[a] for a in places if a not in busy}
+        for split in _assignments(free, operands, home):
+            order += 1
+            if busy and any(f.role in (Role.MAX, Role.MIN) and split.get(f.name) for f in factors):
+                continue
+            try:
+                wanted, out = derive(factors, split, [x.tensor.shape for x in operands], op.output.shape, home, passed)
+            except LayoutError:  # mixed kinds of pending, or a size that does not divide
+                continue
+            sent, collectives = _operand_cost(operands, wanted, regroup)
+            after, more = _home_cost(out, home, itemsize, later)
+            work = op.kind.work(
+                tuple(TensorType(s.local_shape, x.tensor.dtype) for s, x in zip(wanted, operands, strict=True)),
+                TensorType(out.local_shape, op.output.dtype),
+                op.attrs,
+            )
+            bytes_ = sent + after
+            bytes_ += work.mxu_flops / balance.mxu_flops_per_byte + work.vpu_ops / balance.vpu_ops_per_byte
+            rank = (bytes_, collectives + more, order)
+            if best is None or rank < best:
+                best = rank
+                chosen = Choice({k: v for k, v in split.items() if v}, wanted, out, regroup)
+    assert chosen is not None  # the empty assignment is always there
+    return chosen
+
+
+def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> dict[str, list[Factor | None]]:
+    """Per axis, in mesh order, the factors it may split: those whose dim it splits in an operand or in the home.
+
+    An axis never wanders to a dim that nobody laid on it: a layout that splits the batch alone reduces gradients,
+    even where exchanging activations and cutting another dim would send a little less.
+    """
+    found: dict[str, list[Factor | None]] = {}
+    for axis in home.mesh.axes:
+        able = [f for f in factors if f.role is not Role.WHOLE and axis in _axes_of(f, operands, home)]
+        if able:
+            found[axis] = [*able, None]
+    return found
+
+
+def _axes_of(f: Factor, operands: Sequence[Operand], home: Sharding) -> set[str]:
+    name = f.outputs[0]
+    axes = set(home.of(name)) if name is not None else set()
+    for i, x in enumerate(operands):
+        own = f.operands[i]
+        if own is not None:
+            axes.update(a for s in x.instances for a in s.of(own))
+    return axes
+
+
+def _assignments(
+    places: dict[str, list[Factor | None]], operands: Sequence[Operand], home: Sharding
+) -> Iterator[dict[str, Axes]]:
+    """Every way to give each axis to one of its factors or to none; sizes divide."""
+    mesh = home.mesh
+    for targets in product(*places.values()):
+        split: dict[str, Axes] = {}
+        used: dict[str, Factor] = {}
+        for axis, f in zip(places, targets, strict=True):
+            if f is not None:
+                split[f.name] = (*split.get(f.name, ()), axis)
+                used[f.name] = f
+        if all(f.size % mesh.group_size(split[n]) == 0 for n, f in used.items()):
+            for n, f in used.items():
+                if len(split[n]) > 1:
+                    split[n] = _ordered(f, split[n], operands, home)
+            yield split
+
+
+def _ordered(f: Factor, axes: Axes, operands: Sequence[Operand], home: Sharding) -> Axes:
+    """The axes of one factor in the order in which its dim has them already, the home first."""
+    wanted = set(axes)
+    seen: list[Axes] = []
+    if f.outputs[0] is not None and f.outputs[0] in home.shape:
+        seen.append(home.of(f.outputs[0]))
+    for i, x in enumerate(operands):
+        name = f.operands[i]
+        if name is not None:
+            seen += [s.of(name) for s in x.instances]
+    for order in seen:
+        if wanted <= set(order):
+            return tuple(a for a in order if a in wanted)
+    return axes
+
+
+def pass_options(op: Operation, operands: Sequence[Operand]) -> Iterator[tuple[tuple[Axes, ...], bool]]:
+    """Which pending axes of which operands may go through; the second value: whether to sum groups first.
+
+    Reducing everything first is always an option and comes first, so that ties reduce as early as possible.
+    """
+    pending = [x.pending if x.instances and x.instances[0].pending[:1] else () for x in operands]
+    sums = [tuple(a for a, kind in x.instances[0].pending if kind == "sum") if x.instances else () for x in operands]
+    nothing: tuple[Axes, ...] = ((),) * len(operands)
+    linear = op.kind.linear(op)
+    if linear.terms and len(op.inputs) > 1 and len(set(pending)) > 1:
+        yield nothing, True
+        return
+    yield nothing, False
+    if any(sums):
+        yield from ((p, False) for p in _passes(linear, sums, operands, nothing))
+
+
+def _passes(
+    linear: Linear, sums: Sequence[Axes], operands: Sequence[Operand], nothing: tuple[Axes, ...]
+) -> Iterator[tuple[Axes, ...]]:
+    if linear.together:
+        common = [a for a in sums[linear.operands[0]] if all(a in sums[i] for i in linear.operands)]
+        for subset in _subsets(common):
+            yield tuple(subset if i in linear.operands else () for i in range(len(operands)))
+        return
+    alone = [i for i in linear.operands if sum(x.tensor is operands[i].tensor for x in operands) == 1]
+    for chosen in product(*(((), *_subsets(sums[i])) for i in alone)):
+        taken = list(chain.from_iterable(chosen))
+        if taken and len(taken) == len(set(taken)):
+            passed = list(nothing)
+            for i, axes in zip(alone, chosen, strict=True):
+                passed[i] = axes
+            yield tuple(passed)
+
+
+def _subsets(axes: Sequence[str]) -> list[Axes]:
+    """The non-empty subsets, largest first."""
+    return [c for n in range(len(axes), 0, -1) for c in combinations(axes, n)]
+
+
+def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regroup: bool) -> tuple[float, int]:
+    """Bytes and collectives to bring all operands where they are wanted; a value wanted once is paid once."""
+    needs = {(id(x.tensor), s): (x, s) for x, s in zip(operands, wanted, strict=True)}
+    groups: set[Axes] = set()
+    sent, collectives = 0.0, 0
+    for x, s in needs.values():
+        if regroup and x.pending:
+            if x.pending in groups:
+                continue  # its group is reduced once, for all members
+            groups.add(x.pending)
+        cost, count = x.cost(s)
+        sent += cost
+        collectives += count
+    return sent, collectives
+
+
+def _home_cost(
+    out: Sharding, home: Sharding, itemsize: int, later: Sequence[Point]
+) -> tuple[float, int]:
+    """Bytes to bring the result home; a pending one may wait for the cheapest point of its linear chain."""
+    best = route_cost(out, home, itemsize)
+    if any(kind == "sum" for _, kind in out.pending):
+        for point in later:
+            sent, count = route_cost(as_pending(point.home, out), point.home, point.itemsize)
+            best = min(best, (sent * _SHARED if point.shared else sent, count))
+    return best
+
+
+@lru_cache(maxsize=1 << 14)
+def as_pending(home: Sharding, source: Sharding) -> Sharding:
+    """`home` as the value would arrive there if the pending axes of `source` were still to be summed."""
+    waiting = set(source.pending_axes)
+    axes = [tuple(a for a in entry if a not in waiting) for entry in home.axes]
+    return Sharding(home.shape, home.mesh, axes, source.pending)

@@ -1,0 +1,190 @@
+"""Memory per device: liveness over the program's final order. Exact bytes of that order, without tile padding.
+
+Rules: variables, slots and inputs stay. A value used inside its fusion group only takes nothing. A value is freed
+after its last user. Element-wise work and all_reduce write over an operand of the same size that dies there; renaming
+takes nothing; the new value of a variable takes its place if no later instruction reads the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshlib.graph import FORWARD
+from meshlib.lower.program import Instruction, Program, Value, bytes_text
+from meshlib.operation import Kind
+
+KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
+_ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
+
+
+@dataclass(frozen=True)
+class Live:
+    """One buffer at the peak: the tensor it holds, its kind, its bytes on one device, its source line."""
+
+    name: str
+    type: str
+    kind: str
+    bytes: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{bytes_text(self.bytes):>10}  {self.kind:<18} {self.name}: {self.type}  ({self.source})"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of one device. All figures are exact for the program's order.
+
+    `by_kind` sums `live`, the buffers at the peak; `at` says where the peak is; `timeline_bytes` has one figure per
+    instruction.
+    """
+
+    peak_bytes: int
+    by_kind: dict[str, int]
+    live: tuple[Live, ...]
+    at: str
+    timeline_bytes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        lines = [f"memory per core: peak {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes, exact) at {self.at}"]
+        lines += [f"  {kind:<18} {bytes_text(n):>10}" for kind, n in self.by_kind.items() if n]
+        lines += ["  live at the peak:"]
+        lines += [f"    {v}" for v in sorted(self.live, key=lambda v: -v.bytes)]
+        return "\n".join(lines)
+
+
+def measure(program: Program) -> Memory:
+    """Walk the order, allocate and free."""
+    return _Walk(program).run()
+
+
+class _Walk:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.last = _last_uses(program)
+        self.inside = fused_values(program)
+        self.buffer: dict[Value, Value] = {}  # value -> the value that owns its memory
+        self.holders: dict[Value, int] = {}  # owner -> live values in its memory
+        self.resident = {*program.inputs.values(), *program.variables.values()}
+        self.old = {v: program.variables.get(n) for n, v in program.updates.items()}
+        self.owned: dict[Value, Value] = {}  # owners that are live, and the value they show
+        self.now = 0
+        self.made_by = {y: i for i in program.instructions for y in i.outputs}
+
+    def run(self) -> Memory:
+        for v in self.resident:
+            self._allocate(v)
+        peak, at, live = self.now, "the start", dict(self.owned)
+        timeline = []
+        for n, i in enumerate(self.program.instructions):
+            if i.opcode not in ("input", "variable"):
+                for k, y in enumerate(i.outputs):
+                    if y not in self.inside:
+                        self._place(n, i, y, i.inputs[k] if i.is_collective else None)
+            # While a loop runs, its body's own buffers lie on top; its operands are counted outside.
+            inner = 0
+            if i.body is not None:
+                inner = i.body.memory.peak_bytes - sum(v.local_bytes for v in i.body.inputs.values())
+            if self.now + inner > peak:
+                peak, at, live = (
+                    self.now + inner,
+                    f"{i.opcode} '{i.operation.name}' ({i.operation.source})",
+                    dict(self.owned),
+                )
+            timeline.append(self.now + inner)
+            for v in {*i.inputs, *i.outputs}:
+                if self.last.get(v, n) <= n:
+                    self._release(v)
+        shown = [self._live(owner, value) for owner, value in live.items()]
+        loop = peak - sum(v.bytes for v in shown)
+        if loop:
+            shown.append(Live(at, "inside the loop", "temporaries", loop, at))
+        by_kind = {k: sum(v.bytes for v in shown if v.kind == k) for k in KINDS}
+        return Memory(peak, by_kind, tuple(shown), at, tuple(timeline))
+
+    def _allocate(self, v: Value) -> None:
+        self.buffer[v] = v
+        self.holders[v] = 1
+        self.owned[v] = v
+        self.now += v.local_bytes
+
+    def _share(self, v: Value, owner: Value) -> None:
+        self.buffer[v] = owner
+        self.holders[owner] += 1
+        if v.local_bytes and owner not in self.resident:
+            self.owned[owner] = v
+
+    def _place(self, n: int, i: Instruction, y: Value, moved: Value | None) -> None:
+        old = self.old.get(y)
+        if old is not None and self.last.get(old, -1) <= n and self.buffer.get(old) is old:
+            self._share(y, old)
+            return
+        if i.opcode in _ALIASES and i.inputs[0] in self.buffer:
+            self._share(y, self.buffer[i.inputs[0]])
+            return
+        candidates: Iterable[Value] = ()
+        if moved is not None:
+            candidates = (moved,) if i.opcode == "all_reduce" else ()
+        elif not i.is_reshard and i.operation.kind.kind is Kind.ELEMENTWISE:
+            candidates = i.inputs
+        for x in candidates:
+            owner = self.buffer.get(x)
+            if owner is None or owner in self.resident or self.holders[owner] > 1:
+                continue
+            if self.last[x] == n and owner.local_bytes == y.local_bytes:
+                self._share(y, owner)
+                return
+        self._allocate(y)
+
+    def _release(self, v: Value) -> None:
+        owner = self.buffer.pop(v, None)
+        if owner is None or owner in self.resident:
+            if owner is not None:
+                self.buffer[v] = owner
+            return
+        self.holders[owner] -= 1
+        if self.holders[owner] == 0:
+            self.now -= owner.local_bytes
+            del self.owned[owner]
+
+    def _live(self, owner: Value, value: Value) -> Live:
+        t = value.tensor
+        return Live(t.name, str(value), self._kind(value), owner.local_bytes, t.operation.source)
+
+    def _kind(self, v: Value) -> str:
+        op = v.tensor.operation
+        if v in self.resident:
+            if op.kind.name == "input":
+                return "inputs"
+            return "slots" if op.attrs["slot_of"] else "variables"
+        if v.tensor in op.graph.gradient_of:
+            return "gradients"
+        if self.made_by[v].is_collective:
+            return "collective buffers"
+        return "activations" if op.region == FORWARD else "temporaries"
+
+
+def _last_uses(program: Program) -> dict[Value, int]:
+    """The last instruction that needs each value; what is fetched or written back is needed to the end."""
+    last = {x: n for n, i in enumerate(program.instructions) for x in i.inputs}
+    # Inside a fusion group all operands are read by one kernel: they live until its last member.
+    ends = {i.group: n for n, i in enumerate(program.instructions)}
+    for i in program.instructions:
+        for x in i.inputs:
+            last[x] = max(last[x], ends[i.group])
+    end = len(program.instructions)
+    last.update(dict.fromkeys(program.outputs.values(), end))
+    last.update(dict.fromkeys(program.updates.values(), end))
+    return last
+
+
+def fused_values(program: Program) -> set[Value]:
+    """Values that are made and used inside one fusion group only: they occupy no HBM."""
+    users: dict[Value, set[int]] = {}
+    for i in program.instructions:
+        for x in i.inputs:
+            users.setdefault(x, set()).add(i.group)
+    kept = {*program.outputs.values(), *program.updates.values()}
+    kept |= {*program.inputs.values(), *program.variables.values()}
+    return {y for i in program.instructions for y in i.outputs if y not in kept and users.get(y, set()) <= {i.group}}

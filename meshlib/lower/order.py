@@ -1,0 +1,97 @@
+"""The order: fusion groups scheduled so that what frees memory runs as soon as it can.
+
+This is *the* order: the executors, the liveness and the estimate all use it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshlib.lower.fuse import fusion_groups
+from meshlib.lower.program import Instruction, Program, Value
+
+
+@dataclass(eq=False)
+class _Scheduler:
+    """List scheduling: groups that free more than they take go first, the others in the order they came."""
+
+    program: Program
+    groups: Sequence[Sequence[Instruction]]
+
+    def run(self) -> list[Instruction]:
+        self._analyse()
+        ready: list[tuple[bool, int]] = []
+        done = [False] * len(self.groups)
+        for g, count in enumerate(self.unmet):
+            if count == 0:
+                heapq.heappush(ready, (not self._frees(g), g))
+        order: list[Instruction] = []
+        while ready:
+            _, g = heapq.heappop(ready)
+            if done[g]:
+                continue
+            done[g] = True
+            number = len(order)
+            order += [i.with_group(number) for i in self.groups[g]]
+            for user in self._finish(g):
+                if self.unmet[user] == 0 and not done[user]:
+                    heapq.heappush(ready, (not self._frees(user), user))
+        assert len(order) == len(self.program.instructions)
+        return order
+
+    def _analyse(self) -> None:
+        """Who makes and who uses each value that leaves its group."""
+        pinned = {*self.program.outputs.values()}
+        self.made_in = {y: g for g, group in enumerate(self.groups) for i in group for y in i.outputs}
+        self.users: dict[Value, set[int]] = {}
+        for g, group in enumerate(self.groups):
+            for i in group:
+                for x in i.inputs:
+                    if self.made_in[x] != g:
+                        self.users.setdefault(x, set()).add(g)
+        self.left = {x: len(users) for x, users in self.users.items()}
+        self.inputs = [
+            {x for i in group for x in i.inputs if self.made_in[x] != g} for g, group in enumerate(self.groups)
+        ]
+        self.unmet = [len(xs) for xs in self.inputs]
+        resident = {*self.program.inputs.values(), *self.program.variables.values()}
+        self.lasting = pinned | resident
+        # The new value of a variable takes the place of the old one once nobody else will read that.
+        self.replaces = {
+            v: self.program.variables[name]
+            for name, v in self.program.updates.items()
+            if name in self.program.variables and v not in self.lasting
+        }
+
+    def _frees(self, g: int) -> bool:
+        freed = sum(x.local_bytes for x in self.inputs[g] if self.left[x] == 1 and x not in self.lasting)
+        taken = 0
+        for i in self.groups[g]:
+            for y in i.outputs:
+                if not (self.users.get(y) or y in self.lasting) or i.opcode in ("input", "variable"):
+                    continue
+                old = self.replaces.get(y)
+                in_place = old is not None and self.left.get(old, 0) == (old in self.inputs[g])
+                taken += 0 if in_place else y.local_bytes
+        return freed > taken
+
+    def _finish(self, g: int) -> list[int]:
+        """Groups that may have become ready, or more attractive, by running `g`."""
+        touched: set[int] = set()
+        for x in self.inputs[g]:
+            self.left[x] -= 1
+            if self.left[x] == 1:
+                touched |= self.users[x]
+        for i in self.groups[g]:
+            for y in i.outputs:
+                for user in self.users.get(y, ()):
+                    self.unmet[user] -= 1
+                    touched.add(user)
+        return sorted(touched)
+
+
+def order_and_fuse(program: Program) -> Program:
+    """The program in its final order, every instruction with its fusion group."""
+    return program.with_instructions(_Scheduler(program, fusion_groups(program)).run())

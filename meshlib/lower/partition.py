@@ -1,0 +1,265 @@
+"""From the unsharded graph to what one core runs: every value laid out, every reshard explicit and explained.
+
+One sweep in program order. For each operation: choose the assignment of axes to factors, bring the operands there,
+emit the operation, and bring the result home where it is bound or has several users. A pending sum with a single
+user waits; the user's own choice decides whether it is reduced before or after it (rules 1 to 4, 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from layouts import Sharding, reshard
+from meshlib.graph import UPDATE, Graph, Operation, Tensor
+from meshlib.lower.choose import Balance, Choice, Operand, Point, choose
+from meshlib.lower.homes import Homes
+from meshlib.lower.program import Instruction, Program, Value
+from meshlib.lower.reasons import explain_step
+from meshlib.lower.simplify import Simplified
+from meshlib.ops.index import RANGE
+from meshlib.ops.loop import LOOP
+from meshlib.ops.sources import CONSTANT, INPUT, VARIABLE
+from meshlib.ops.state import ASSIGN
+
+# Made anew under whatever sharding is wanted: cheaper than any transfer.
+_REMADE = (CONSTANT, RANGE)
+
+
+@dataclass(eq=False)
+class Partitioner:
+    """The state of the sweep."""
+
+    graph: Simplified
+    homes: Homes
+    balance: Balance
+    fetched: set[Tensor]
+    # lowers the body of a loop: (graph, homes, results, their shardings, names of the inputs in order) -> Program
+    lower_body: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding], Sequence[str]], Program]
+    instructions: list[Instruction] = field(default_factory=list)
+    # Where each tensor exists: for every region (None: as made for a single user, or at home) or within one.
+    instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
+    variables: dict[str, Value] = field(default_factory=dict)
+    inputs: dict[str, Value] = field(default_factory=dict)
+    updates: dict[str, Value] = field(default_factory=dict)
+    # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
+    makers: dict[Tensor, dict[str, tuple[Operation, str]]] = field(default_factory=dict)
+    _chosen: dict[object, Choice] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Lower every operation, in order."""
+        for op in self.graph.operations:
+            if op.kind is INPUT or op.kind is VARIABLE:
+                self.resident(op)
+            elif op.kind is ASSIGN:
+                self._assign(op)
+            elif op.kind is LOOP:
+                self._loop(op)
+            else:
+                self._compute(op)
+
+    def at_home(self, t: Tensor) -> Value:
+        """The value of `t` at its home, brought there if need be: what fetches return."""
+        return self.at(t, self.homes.of(t))
+
+    def at(self, t: Tensor, wanted: Sharding) -> Value:
+        """The value of `t` under a given sharding: what loops carry."""
+        return self._bring(t, wanted, t.operation.region, None)
+
+    # ------------------------------------------------------------ operations
+
+    def resident(self, op: Operation) -> None:
+        """A value that is there before the first instruction: an input or a variable."""
+        value = Value(op.output, self.homes.of(op.output))
+        self.instances[op.output] = [(None, value)]
+        (self.inputs if op.kind is INPUT else self.variables)[op.name] = value
+        self.instructions.append(Instruction(op.kind.name, op, (), (value,), op.region))
+
+    def _assign(self, op: Operation) -> None:
+        (x,) = self.graph.inputs[op]
+        name = op.attrs["variable"]
+        if name not in self.variables:  # written but never read
+            self.resident(self.homes.graph.variables[name])
+        value = self._bring(x, self.variables[name].sharding, UPDATE, op)
+        self.updates[name] = value
+        self.instructions.append(Instruction("assign", op, (value,), (), UPDATE))
+
+    def _compute(self, op: Operation) -> None:
+        inputs = self.graph.inputs[op]
+        operands = [self._operand(x, op.region) for x in inputs]
+        choice = self._choice(op, operands)
+        if choice.regroup:
+            values = self._grouped(op, inputs, choice)
+        else:
+            values = [self._bring(x, s, op.region, op) for x, s in zip(inputs, choice.operands, strict=True)]
+        out = Value(op.output, choice.out)
+        self._note_makers(op, inputs, choice)
+        self.instructions.append(Instruction(op.kind.name, op, tuple(values), (out,), op.region, choice.assignment))
+        self.instances[op.output] = [(None, out)]
+        self._settle(op.output)
+
+    def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
+        """Remember who is to blame for each pending axis of the result."""
+        makers = {}
+        for x, s in zip(inputs, choice.operands, strict=True):
+            makers.update({a: self.makers[x][a] for a in s.pending_axes})
+        for f in op.kind.roles(op):
+            if f.role.reduces:
+                makers.update(dict.fromkeys(choice.axes.get(f.name, ()), (op, f.name)))
+        self.makers[op.output] = makers
+
+    def _settle(self, t: Tensor) -> None:
+        """Bring a value home if it is bound there or has several users; a pending one is then reduced, once."""
+        uses = self.graph.uses.get(t, [])
+        bound = t in self.fetched or t in self.homes.graph.gradient_of or t.operation.kind.name == "constrain"
+        if bound or len(uses) > 1:
+            home = self._bring(t, self.homes.of(t), t.operation.region, None)
+            _, made = self.instances[t][0]
+            self.instances[t] = [(None, home)]
+            # A constrained value is to be had at its home alone: its users must not go round the constraint.
+            constrained = t.operation.kind.name == "constrain"
+            if made is not home and not made.sharding.pending and not constrained:
+                self.instances[t].append((t.operation.region, made))
+
+    def _grouped(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> list[Value]:
+        """Operands of an n-ary sum, equally pending ones added first and each group reduced once (rule 4)."""
+        wanted = choice.out
+        groups: dict[tuple[tuple[str, str], ...], list[Tensor]] = {}
+        for x in inputs:
+            groups.setdefault(self.instances[x][0][1].sharding.pending, []).append(x)
+        result: list[Value] = []
+        for pending, members in groups.items():
+            if not pending or len(members) == 1:
+                by_tensor = {id(x): s for x, s in zip(inputs, choice.operands, strict=True)}
+                result += [self._bring(x, by_tensor[id(x)], op.region, op) for x in members]
+                continue
+            waiting = {a for a, _ in pending}
+            axes = {f: tuple(a for a in entry if a not in waiting) for f, entry in choice.axes.items()}
+            values = []
+            for x in members:
+                names = [tuple(axes.get(d.name, ())) for d in x.shape]
+                partial = Sharding(x.shape, wanted.mesh, names, pending)
+                values.append(self._bring(x, partial, op.region, op))
+            names = [tuple(axes.get(d.name, ())) for d in op.output.shape]
+            total = Value(op.output, Sharding(op.output.shape, wanted.mesh, names, pending))
+            assignment = tuple((a, f) for f, entry in axes.items() for a in entry)
+            self.instructions.append(Instruction(op.kind.name, op, tuple(values), (total,), op.region, assignment))
+            self.makers[op.output] = self.makers[members[0]]
+            result.append(self._walk(total, wanted, op))
+        return result
+
+    def _loop(self, op: Operation) -> None:
+        """Lower the body by itself, with carries at home and what it takes from outside where that lies."""
+        body: Graph = op.attrs["body"]
+        carried: tuple[str, ...] = op.attrs["carried"]
+        homes = Homes(body, self.homes.mesh, self.homes.rules)
+        inner = [body.inputs[name].output for name in carried] + list(body.captured.values())
+        for x, outer in zip(inner[len(carried) :], self.graph.inputs[op][len(carried) :], strict=True):
+            homes.bind(x, self.homes.of(outer))
+        values = [self._bring(x, homes.of(y), op.region, op) for x, y in zip(self.graph.inputs[op], inner, strict=True)]
+        ends = [homes.of(x) for x in inner[: len(carried)]]
+        program = self.lower_body(body, homes, op.attrs["results"], ends, [x.operation.name for x in inner])
+        outputs = tuple(Value(y, s) for y, s in zip(op.outputs, ends, strict=True))
+        carries = tuple(zip(carried, program.outputs, strict=True))
+        self.instructions.append(
+            Instruction(
+                op.kind.name,
+                op,
+                tuple(values),
+                outputs,
+                op.region,
+                body=program,
+                trips=op.attrs["trips"],
+                carries=carries,
+            )
+        )
+        for y, value in zip(op.outputs, outputs, strict=True):
+            self.instances[y] = [(None, value)]
+            self._settle(y)
+
+    # ------------------------------------------------------------ choosing
+
+    def _operand(self, t: Tensor, region: str) -> Operand:
+        free = t.operation.kind in _REMADE
+        return Operand(t, tuple(v.sharding for r, v in self.instances[t] if r is None or r == region), free)
+
+    def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
+        home = self.homes.of(op.output)
+        may_be_pending = any(x.pending for x in operands) or any(f.role.reduces for f in op.kind.roles(op))
+        later = self._later(op.output) if may_be_pending else []
+        key = (
+            op.kind,
+            tuple(op.attrs.items()),
+            tuple((x.instances, x.tensor.dtype, x.free) for x in operands),
+            tuple(self.graph.inputs[op].index(x.tensor) for x in operands),
+            home,
+            op.output.dtype,
+            tuple(later),
+        )
+        found = self._chosen.get(key)
+        if found is None:
+            found = self._chosen[key] = choose(
+                op,
+                operands,
+                home,
+                later,
+                self.balance,
+            )
+        return found
+
+    def _later(self, t: Tensor) -> list[Point]:
+        """The points along the linear chain of single users of `t`."""
+        points: list[Point] = []
+        shared = False
+        while t not in self.fetched and t not in self.homes.graph.gradient_of:
+            uses = self.graph.uses.get(t, [])
+            if len(uses) != 1:
+                break
+            op, index = uses[0]
+            linear = op.kind.linear(op)
+            if index not in linear.operands:
+                break
+            t = op.output
+            shared = shared or linear.together
+            points.append(Point(self.homes.of(t), t.dtype.itemsize, shared))
+        return points
+
+    # ------------------------------------------------------------ moving
+
+    def _bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
+        """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""
+        known = [(r, v) for r, v in self.instances[t] if r is None or r == region]
+        for _, v in known:
+            if v.sharding == wanted:
+                return v
+        op = t.operation
+        if op.kind in _REMADE:
+            value = Value(t, wanted)
+            assignment = tuple((a, d.name) for d, axes in zip(t.shape, wanted.axes, strict=True) for a in axes)
+            self.instructions.append(Instruction(op.kind.name, op, (), (value,), region, assignment))
+        else:
+            size = t.dtype.itemsize
+            usable = [v for _, v in known if set(wanted.pending) <= set(v.sharding.pending)]
+            nearest = min(usable, key=lambda v: _distance(v.sharding, wanted, size))
+            value = self._walk(nearest, wanted, user)
+        self.instances[t].append((region, value))
+        return value
+
+    def _walk(self, value: Value, wanted: Sharding, user: Operation | None) -> Value:
+        """Emit the steps of the cheapest reshard."""
+        t = value.tensor
+        for step in reshard(value.sharding, wanted, t.dtype.itemsize).steps:
+            reduces = step.kind in ("all_reduce", "reduce_scatter")
+            makers = [self.makers[t][a] for a in step.axes] if reduces else []
+            reason = explain_step(step, t, makers, user, self.homes)
+            after = Value(t, step.after)
+            self.instructions.append(
+                Instruction(step.kind, user or t.operation, (value,), (after,), reason.phase, (), (step,), (reason,))
+            )
+            value = after
+        return value
+
+
+def _distance(source: Sharding, wanted: Sharding, itemsize: int) -> tuple[float, int]:
+    plan = reshard(source, wanted, itemsize)
+    return plan.sent_bytes, plan.collectives

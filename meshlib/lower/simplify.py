@@ -1,0 +1,66 @@
+"""Before partitioning: what the fetched outputs and updates need, each common subexpression once.
+
+This runs on the graph and not on the program, because who uses a value decides where it is materialised. The key of
+a common subexpression holds the region, so that work repeated in the backward on purpose stays repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from meshlib.graph import Graph, Operation, Tensor
+from meshlib.ops.sources import INPUT, RANDOM, VARIABLE
+from meshlib.ops.state import ASSIGN
+
+_UNIQUE = (INPUT, VARIABLE, RANDOM, ASSIGN)
+
+
+@dataclass(eq=False)
+class Simplified:
+    """Live operations in order, with `inputs[op]` naming each operand's representative and its users."""
+
+    graph: Graph
+    operations: list[Operation]
+    inputs: dict[Operation, tuple[Tensor, ...]]
+    same: dict[Tensor, Tensor]
+    uses: dict[Tensor, list[tuple[Operation, int]]] = field(default_factory=dict)
+
+    def of(self, t: Tensor) -> Tensor:
+        """The tensor that stands for `t`."""
+        return self.same.get(t, t)
+
+
+def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operation]) -> Simplified:
+    """Dead code and common subexpressions removed."""
+    live = _live([*(t.operation for t in outputs), *updates])
+    result = Simplified(graph, [], {}, {})
+    seen: dict[object, Operation] = {}
+    for op in graph.operations:
+        if op not in live:
+            continue
+        inputs = tuple(result.of(x) for x in op.inputs)
+        if op.kind not in _UNIQUE and not any(y in graph.gradient_of for y in op.outputs):
+            key = (op.kind, inputs, tuple(op.attrs.items()), op.region, op.owner)
+            first = seen.setdefault(key, op)
+            if first is not op:
+                result.same.update(zip(op.outputs, first.outputs, strict=True))
+                continue
+        result.operations.append(op)
+        result.inputs[op] = inputs
+    # A representative may have become dead only together with all its users, so one more sweep is not needed.
+    for op in result.operations:
+        for i, x in enumerate(result.inputs[op]):
+            result.uses.setdefault(x, []).append((op, i))
+    return result
+
+
+def _live(roots: Iterable[Operation]) -> set[Operation]:
+    live: set[Operation] = set()
+    stack = list(roots)
+    while stack:
+        op = stack.pop()
+        if op not in live:
+            live.add(op)
+            stack += [x.operation for x in op.inputs]
+    return live

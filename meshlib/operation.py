@@ -1,0 +1,291 @@
+"""One frozen record per operation: everything the library ever needs to know of it.
+
+Adding an operation touches its definition and one row of `tests/cases.py`. The partitioner, the executors, the
+gradients and the estimates are written once, against this record. Idea of roles: Shardy's factors; here the named
+dimensions are the factors.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.dtypes import DType
+from meshlib.errors import LayoutError, ShapeError
+from meshlib.graph import Graph, Operation, Tensor, TensorType, innermost, source_line
+
+if TYPE_CHECKING:
+    from meshlib.simulate.engine import Engine
+
+Array = np.ndarray[Any, Any]
+
+
+class Kind(enum.Enum):
+    """How an operation uses memory and engines: what fusion and buffer reuse go by."""
+
+    SOURCE = "source"  # makes a value from nothing but attributes, state or feeds
+    ELEMENTWISE = "elementwise"  # each output element from the elements at the same position
+    CONTRACTION = "contraction"  # runs on the MXU
+    REDUCTION = "reduction"  # runs on the VPU, smaller output
+    VIEW = "view"  # same elements, other names or order: the result may share memory with operand 0
+    INDEXED = "indexed"  # addresses elements by value
+    LOOP = "loop"  # holds a body of its own
+
+
+class Role(enum.Enum):
+    """What splitting a factor over a mesh axis does to an operation."""
+
+    PARALLEL = "parallel"  # every block works alone
+    SUM = "sum"  # every block leaves a partial sum
+    MAX = "max"
+    MIN = "min"
+    WHOLE = "whole"  # must not be split
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a split leaves a pending reduction."""
+        return self in (Role.SUM, Role.MAX, Role.MIN)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A dimension of the operation's iteration space: its name in each operand and output (None where absent)."""
+
+    name: str
+    size: int  # a split must divide it
+    operands: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+    role: Role
+
+
+@dataclass(frozen=True)
+class Linear:
+    """In which operands an operation is linear, so that pending sums may pass.
+
+    `together=False`: in each of `operands` alone (one of them may be pending on an axis, as in a product);
+    `together=True`: jointly (all of them must be pending on the axis, as in a sum). `terms=True` says besides that
+    the operation *is* the sum of its operands, so that equally pending ones may be added first.
+    """
+
+    operands: tuple[int, ...]
+    together: bool = False
+    terms: bool = False
+
+
+NONLINEAR = Linear(())
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device does: multiply-adds count two flops; `vpu_ops` are lane operations; `hbm_bytes` unfused."""
+
+    mxu_flops: int
+    vpu_ops: int
+    hbm_bytes: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """What `local` is told besides its operands' blocks.
+
+    `inputs` and `out` are the local types of operands and result (an n-ary sum may run on some of its operands only);
+    `offsets` the global index at which this block starts, per factor; `buffer` an array to write the result into, or
+    None; `engine` the arithmetic and the random key.
+    """
+
+    operation: Operation
+    inputs: tuple[TensorType, ...]
+    out: TensorType
+    offsets: Mapping[str, int]
+    engine: Engine
+    buffer: Array | None = None
+
+    @property
+    def attrs(self) -> Mapping[str, Any]:
+        """The operation's attributes."""
+        return self.operation.attrs
+
+    def result(self) -> Array:
+        """The array to write the result into: C-contiguous, of the local output shape."""
+        if self.buffer is not None:
+            return self.buffer
+        return np.empty(self.out.shape.sizes, self.out.dtype.storage)
+
+
+ShapeRule = Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType]
+GradRule = Callable[[Operation, Tensor], Sequence["Tensor | None"]]
+
+
+def not_differentiable(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
+    """The gradient rule of operations that pass no gradient: comparisons, indices, random numbers."""
+    return [None] * len(op.inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class OpDef:
+    """The record. Every field is required.
+
+    name    the operation's name in listings
+    kind    how it uses memory and engines
+    shape   (operand types, attrs) -> output type; raises ShapeError with names and sizes
+    roles   Operation -> its factors, each with what a split does; every dim of every operand is in one
+    local   (Block, *arrays) -> array: NumPy on one device's blocks
+    grad    (Operation, cotangent) -> a cotangent or None per operand, as operations on the unsharded graph
+    linear  Operation -> Linear
+    work    (operand types, output type, attrs) -> Work, all local
+    """
+
+    name: str
+    kind: Kind
+    shape: ShapeRule
+    roles: Callable[[Operation], tuple[Factor, ...]]
+    local: Callable[..., Array]
+    grad: GradRule
+    linear: Callable[[Operation], Linear]
+    work: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Work]
+
+
+OPERATIONS: dict[str, OpDef] = {}
+
+
+def operation(name: str, **fields: Any) -> OpDef:
+    """Define and register an operation; every field of `OpDef` must be given."""
+    record = OpDef(name=name, **fields)
+    if name in OPERATIONS:
+        raise ValueError(f"operation {name!r} is defined twice")
+    OPERATIONS[name] = record
+    return record
+
+
+def build(kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name: str | None = None) -> Tensor:
+    """Check the operands, add the operation to their graph and return its output."""
+    types = tuple(x.type for x in inputs)
+    try:
+        out = kind.shape(types, attrs)
+    except (ShapeError, LayoutError) as fault:
+        operands = "".join(f"\n  {x}" for x in inputs)
+        raise ShapeError(f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}") from None
+    graph = innermost(inputs, kind.name)
+    return graph.add(kind, [graph.adopt(x) for x in inputs], (out,), attrs, name).output
+
+
+def build_source(
+    graph: Graph,
+    kind: OpDef,
+    attrs: Mapping[str, Any],
+    name: str | None = None,
+    exact_name: str | None = None,
+) -> Operation:
+    """Add an operation without operands to `graph`."""
+    return graph.add(kind, (), (kind.shape((), attrs),), attrs, name, exact_name)
+
+
+def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
+    """`x` itself if it is a tensor, else a constant of the neighbour's dtype."""
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, bool | int | float | np.generic) and like is not None:
+        from meshlib.ops.sources import scalar
+
+        return scalar(x, like)
+    wanted = "a tensor" if like is None else "a tensor or a number"
+    hint = "; feed arrays through mtf.input" if isinstance(x, np.ndarray) else ""
+    raise ShapeError(f"{what} ({source_line()}): expected {wanted}, got {type(x).__name__} {x!r:.80}{hint}")
+
+
+def tensor(x: object, what: str) -> Tensor:
+    """`x`, checked to be a tensor."""
+    return as_tensor(x, None, what)
+
+
+def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
+    """Dims from a Dimension, a Shape, or a list of Dimensions."""
+    if isinstance(dims, Dimension):
+        return (dims,)
+    if isinstance(dims, Shape):
+        return tuple(dims)
+    if isinstance(dims, Sequence | set | frozenset) and not isinstance(dims, str):
+        for d in dims:
+            if not isinstance(d, Dimension):
+                raise ShapeError(f"{what} ({source_line()}): expected Dimensions, got {type(d).__name__} {d!r:.80}")
+        try:
+            return tuple(Shape(tuple(dims)))
+        except LayoutError as fault:
+            raise ShapeError(f"{what} ({source_line()}): {fault}") from None
+    raise ShapeError(
+        f"{what} ({source_line()}): expected a Dimension or a list of them, got {type(dims).__name__} {dims!r:.80}"
+    )
+
+
+def union(shapes: Sequence[Shape]) -> Shape:
+    """The dims of all shapes, in order of first appearance; a larger shape that holds all others keeps its order.
+
+    Raises ShapeError where one name comes with two sizes.
+    """
+    sizes: dict[str, int] = {}
+    for s in shapes:
+        for d in s:
+            if sizes.setdefault(d.name, d.size) != d.size:
+                raise ShapeError(
+                    f"dim '{d.name}' has two sizes, {sizes[d.name]} and {d.size}; "
+                    "rename one with mtf.rename_dimension, or make them equal"
+                )
+    for s in shapes:
+        if len(s) == len(sizes):
+            return s
+    return Shape(list(sizes.items()))
+
+
+def same_dtype(types: Sequence[TensorType]) -> DType:
+    """The common dtype; mixing is an error, because a silent cast would hide its cost."""
+    dtypes = list(dict.fromkeys(t.dtype for t in types))
+    if len(dtypes) > 1:
+        names = " and ".join(d.name for d in dtypes)
+        raise ShapeError(f"operands have dtypes {names}; cast one, as in mtf.cast(x, '{dtypes[0].name}')")
+    return dtypes[0]
+
+
+def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> tuple[Factor, ...]:
+    """Factors by name: a dim is one factor wherever its name occurs; PARALLEL unless `special` says otherwise."""
+    special = special or {}
+    sizes = {d.name: d.size for t in (*op.inputs, *op.outputs) for d in t.shape}
+    return tuple(
+        Factor(
+            n,
+            size,
+            tuple(n if n in x.shape else None for x in op.inputs),
+            tuple(n if n in y.shape else None for y in op.outputs),
+            special.get(n, Role.PARALLEL),
+        )
+        for n, size in sizes.items()
+    )
+
+
+def type_bytes(t: TensorType) -> int:
+    """Bytes of an array of this type, without padding."""
+    return t.shape.size * t.dtype.itemsize
+
+
+def traffic_bytes(ins: Sequence[TensorType], out: TensorType) -> int:
+    """HBM bytes of an operation that reads its operands and writes its result, unfused."""
+    return sum(type_bytes(t) for t in ins) + type_bytes(out)
+
+
+def align(x: Array, names: Sequence[str], to: Sequence[str]) -> Array:
+    """View of `x` with its dims in the order `to`, length-1 axes where it has none: broadcasting by name."""
+    if tuple(names) == tuple(to):
+        return x
+    order = [names.index(n) for n in to if n in names]
+    x = x.transpose(order)
+    return x.reshape([x.shape[[names[i] for i in order].index(n)] if n in names else 1 for n in to])
+
+
+def size_of(dims: Sequence[Dimension]) -> int:
+    """Product of the sizes."""
+    return prod(d.size for d in dims)

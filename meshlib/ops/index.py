@@ -1,0 +1,290 @@
+"""Operations that address elements by index: range, one_hot, gather and its transpose, scatter_add.
+
+Along a split dim each device serves the indices that fall into its own block: one_hot compares with its block's
+global indices, gather looks up what it holds and leaves zeros elsewhere, so that the parts are a pending sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.checks import at, fitting
+from meshlib.dtypes import INT32, as_dtype
+from meshlib.errors import FeedError, ShapeError
+from meshlib.graph import Operation, Tensor, TensorType, current_graph, find_dim
+from meshlib.operation import (
+    NONLINEAR,
+    Array,
+    Block,
+    Factor,
+    Kind,
+    Linear,
+    Role,
+    Work,
+    align,
+    as_dims,
+    build,
+    build_source,
+    named_factors,
+    not_differentiable,
+    operation,
+    tensor,
+    traffic_bytes,
+    union,
+)
+
+
+def _check_indices(block: Block, indices: Array, dim: Dimension, what: str) -> None:
+    if indices.size and (indices.min() < 0 or indices.max() >= dim.size):
+        bad = indices[(indices < 0) | (indices >= dim.size)][0]
+        raise FeedError(
+            f"{what} {block.operation.name!r} ({block.operation.source}): index {bad} is out of range for "
+            f"dim {dim} (0 to {dim.size - 1}); it comes from {block.operation.inputs[-1 if what != 'one_hot' else 0]}"
+        )
+
+
+def _vector_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    return Work(0, out.shape.size, traffic_bytes(ins, out))
+
+
+# ---------------------------------------------------------------- range
+
+
+def _range_local(block: Block) -> Array:
+    (d,) = block.out.shape
+    start = block.offsets[d.name]
+    return np.arange(start, start + d.size).astype(block.out.dtype.storage)
+
+
+RANGE = operation(
+    "range",
+    kind=Kind.SOURCE,
+    shape=lambda types, attrs: TensorType(Shape([attrs["dim"]]), attrs["dtype"]),
+    roles=named_factors,
+    local=_range_local,
+    grad=lambda op, dy: [],
+    linear=lambda op: NONLINEAR,
+    work=_vector_work,
+)
+
+
+def range(dim: Dimension, dtype: object = "int32", name: str | None = None) -> Tensor:
+    """0, 1, ..., dim.size - 1 along `dim`."""
+    if not isinstance(dim, Dimension):
+        raise ShapeError(f"{at('range')}: expected a Dimension, got {dim!r:.80}")
+    return build_source(current_graph("range"), RANGE, {"dim": dim, "dtype": as_dtype(dtype)}, name).output
+
+
+# ---------------------------------------------------------------- one_hot
+
+
+def _one_hot_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    (indices,) = types
+    dim: Dimension = attrs["dim"]
+    if indices.dtype is not INT32:
+        raise ShapeError(f"indices must be int32, got {indices.dtype.name}; cast them with mtf.cast")
+    if dim.name in indices.shape:
+        raise ShapeError(f"the indices already have a dim '{dim.name}'; rename one with mtf.rename_dimension")
+    return TensorType(indices.shape + Shape([dim]), attrs["dtype"])
+
+
+def _one_hot_local(block: Block, indices: Array) -> Array:
+    dim: Dimension = block.attrs["dim"]
+    _check_indices(block, indices, dim, "one_hot")
+    out = block.result()
+    start = block.offsets[dim.name]
+    hit = indices[..., None] == np.arange(start, start + out.shape[-1], dtype=indices.dtype)
+    out[...] = np.where(hit, out.dtype.type(block.attrs["on"]), out.dtype.type(block.attrs["off"]))
+    return out
+
+
+ONE_HOT = operation(
+    "one_hot",
+    kind=Kind.ELEMENTWISE,
+    shape=_one_hot_shape,
+    roles=named_factors,
+    local=_one_hot_local,
+    grad=not_differentiable,
+    linear=lambda op: NONLINEAR,
+    work=_vector_work,
+)
+
+
+def one_hot(
+    indices: Tensor,
+    output_dim: Dimension,
+    on_value: float = 1.0,
+    off_value: float = 0.0,
+    dtype: object = "float32",
+    name: str | None = None,
+) -> Tensor:
+    """`on_value` where the index along the new last dim `output_dim` equals `indices` (int32), else `off_value`.
+
+    Raises: ShapeError while writing; FeedError at run time for an index out of range.
+    """
+    if not isinstance(output_dim, Dimension):
+        raise ShapeError(f"{at('one_hot')}: expected a Dimension, got {output_dim!r:.80}")
+    made = as_dtype(dtype)
+    on, off = fitting(on_value, made, "one_hot on_value"), fitting(off_value, made, "one_hot off_value")
+    attrs = {"dim": output_dim, "on": on, "off": off, "dtype": made}
+    return build(ONE_HOT, [tensor(indices, "one_hot")], attrs, name)
+
+
+# ---------------------------------------------------------------- gather and scatter_add
+
+
+def _gather_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    weights, indices = types
+    dim: Dimension = attrs["dim"]
+    if indices.dtype is not INT32:
+        raise ShapeError(f"indices must be int32, got {indices.dtype.name}; cast them with mtf.cast")
+    if dim.name in indices.shape:
+        raise ShapeError(f"the indices have the gathered dim '{dim.name}'; rename it with mtf.rename_dimension")
+    rest = Shape([d for d in weights.shape if d != dim and d.name not in indices.shape])
+    union([weights.shape, indices.shape])
+    return TensorType(indices.shape + rest, weights.dtype)
+
+
+def _block_indices(block: Block, indices: Array, rows: int) -> tuple[Array, Array | None]:
+    """Indices into this block, and the mask of those that fall into it (None if all do)."""
+    dim: Dimension = block.attrs["dim"]
+    _check_indices(block, indices, dim, block.operation.kind.name)
+    if rows == dim.size:
+        return indices, None
+    local = indices - block.offsets[dim.name]
+    hit = (local >= 0) & (local < rows)
+    return np.where(hit, local, 0), hit
+
+
+def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
+    dim: Dimension = block.attrs["dim"]
+    w_names = block.inputs[0].shape.names
+    i_names = block.inputs[1].shape.names
+    out_names = block.out.shape.names
+    rows = weights.shape[w_names.index(dim.name)]
+    chosen, hit = _block_indices(block, indices, rows)
+    index = tuple(
+        align(chosen, i_names, out_names) if n == dim.name else align(np.arange(weights.shape[a]), (n,), out_names)
+        for a, n in enumerate(w_names)
+    )
+    found = weights[index]
+    out = block.result()
+    # The index arrays broadcast to the output only over dims that weights or indices have: all of them.
+    np.copyto(out, found if hit is None else np.where(align(hit, i_names, out_names), found, found.dtype.type(0)))
+    return out
+
+
+def _gather_roles(op: Operation) -> tuple[Factor, ...]:
+    return named_factors(op, {op.attrs["dim"].name: Role.SUM})
+
+
+GATHER = operation(
+    "gather",
+    kind=Kind.INDEXED,
+    shape=_gather_shape,
+    roles=_gather_roles,
+    local=_gather_local,
+    grad=lambda op, dy: [scatter_add(dy, op.inputs[1], op.attrs["dim"], op.inputs[0].shape), None],
+    linear=lambda op: Linear((0,)),
+    work=_vector_work,
+)
+
+
+def gather(weights: Tensor, indices: Tensor, dim: Dimension, name: str | None = None) -> Tensor:
+    """weights[..., indices, ...] along `dim`: dims of `indices`, then the rest of `weights`.
+
+    Dims that `weights` and `indices` share are matched, as everywhere. Along a split `dim` each device looks up
+    what it holds; the parts are a pending sum.
+    Raises: ShapeError while writing; FeedError at run time for an index out of range.
+    """
+    found = find_dim(tensor(weights, "gather"), dim, "gather")
+    return build(GATHER, [weights, tensor(indices, "gather")], {"dim": found}, name)
+
+
+def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    updates, indices = types
+    dim: Dimension = attrs["dim"]
+    shape: Shape = attrs["shape"]
+    if indices.dtype is not INT32:
+        raise ShapeError(f"indices must be int32, got {indices.dtype.name}; cast them with mtf.cast")
+    if dim not in shape or dim.name in updates.shape or dim.name in indices.shape:
+        raise ShapeError(f"dim {dim} must be in the output {shape} and in no operand")
+    together = union([updates.shape, indices.shape])
+    stray = [str(d) for d in shape if d != dim and d not in together]
+    if stray:
+        raise ShapeError(f"output dims {', '.join(stray)} are in no operand")
+    return TensorType(shape, updates.dtype)
+
+
+def _scatter_local(block: Block, updates: Array, indices: Array) -> Array:
+    dim: Dimension = block.attrs["dim"]
+    u_names = block.inputs[0].shape.names
+    i_names = block.inputs[1].shape.names
+    out_names = block.out.shape.names
+    out = block.result()
+    out[...] = 0
+    chosen, hit = _block_indices(block, indices, out.shape[out_names.index(dim.name)])
+    space = u_names + tuple(n for n in i_names if n not in u_names)
+    sizes = dict(zip((*i_names, *u_names), (*indices.shape, *updates.shape), strict=True))
+    full = [sizes[n] for n in space]
+    values = np.broadcast_to(align(updates, u_names, space), full)
+    if hit is not None:
+        values = np.where(align(hit, i_names, space), values, values.dtype.type(0))
+    index = tuple(
+        align(chosen, i_names, space) if n == dim.name else align(np.arange(sizes[n]), (n,), space) for n in out_names
+    )
+    np.add.at(out, tuple(np.broadcast_to(i, full) for i in index), values)
+    return out
+
+
+def _scatter_roles(op: Operation) -> tuple[Factor, ...]:
+    out = op.output.shape
+    return named_factors(op, {d.name: Role.SUM for x in op.inputs for d in x.shape if d.name not in out})
+
+
+def _scatter_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    return Work(0, ins[0].shape.size, traffic_bytes(ins, out))
+
+
+SCATTER_ADD = operation(
+    "scatter_add",
+    kind=Kind.INDEXED,
+    shape=_scatter_shape,
+    roles=_scatter_roles,
+    local=_scatter_local,
+    grad=lambda op, dy: [
+        _gather_back(dy, op.inputs[1], op.attrs["dim"], op.inputs[0].shape),
+        None,
+    ],
+    linear=lambda op: Linear((0,)),
+    work=_scatter_work,
+)
+
+
+def _gather_back(dy: Tensor, indices: Tensor, dim: Dimension, shape: Shape) -> Tensor:
+    from meshlib.ops.shape import broadcast
+
+    y = gather(dy, indices, dim)
+    missing = [d for d in y.shape if d not in shape]
+    if missing:
+        from meshlib.ops.reduce import reduce_sum
+
+        y = reduce_sum(y, reduced_dim=missing)
+    return broadcast(y, shape)
+
+
+def scatter_add(
+    updates: Tensor, indices: Tensor, dim: Dimension, output_shape: Shape, name: str | None = None
+) -> Tensor:
+    """Zeros of `output_shape`, to which each element of `updates` is added at its index along `dim`.
+
+    The transpose of `gather`: dims of the operands that are not in the output are summed over.
+    """
+    if not isinstance(dim, Dimension):
+        raise ShapeError(f"{at('scatter_add')}: expected a Dimension, got {dim!r:.80}")
+    attrs = {"dim": dim, "shape": Shape(as_dims(output_shape, "scatter_add output_shape"))}
+    return build(SCATTER_ADD, [tensor(updates, "scatter_add"), tensor(indices, "scatter_add")], attrs, name)

@@ -1,0 +1,216 @@
+"""Reductions over dims: sum, mean, max, min; logsumexp, softmax and log_softmax written with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.checks import at
+from meshlib.dtypes import BOOL
+from meshlib.errors import ShapeError
+from meshlib.graph import Operation, Tensor, TensorType, find_dim
+from meshlib.operation import (
+    NONLINEAR,
+    Array,
+    Block,
+    Factor,
+    Kind,
+    Linear,
+    OpDef,
+    Role,
+    Work,
+    as_dims,
+    build,
+    named_factors,
+    operation,
+    size_of,
+    tensor,
+    traffic_bytes,
+)
+from meshlib.ops.elementwise import cast, equal, exp, log
+from meshlib.ops.state import stop_gradient
+
+
+def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    (x,) = types
+    out: Shape = attrs["shape"]
+    for d in out:
+        if d.name not in x.shape:
+            raise ShapeError(f"output dim '{d.name}' is not a dim of the operand {x.shape}")
+        if d not in x.shape:
+            raise ShapeError(f"output dim '{d.name}' has size {d.size}, but {x.shape.dim(d.name).size} in the operand")
+    return TensorType(out, x.dtype)
+
+
+def _sum_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    if types[0].dtype is BOOL:
+        raise ShapeError("needs numbers, got bool; cast first, as in mtf.cast(x, 'int32')")
+    return _shape(types, attrs)
+
+
+def _define(name: str, ufunc: np.ufunc, role: Role, linear: Linear, grad: Callable[..., Any]) -> OpDef:
+    def local(block: Block, x: Array) -> Array:
+        names, out_names = block.inputs[0].shape.names, block.out.shape.names
+        axes = tuple(i for i, n in enumerate(names) if n not in out_names)
+        kept = tuple(n for n in names if n in out_names)
+        out = block.result()
+        if kept == out_names:
+            ufunc.reduce(x, axis=axes, out=out)
+        else:
+            np.copyto(out, ufunc.reduce(x, axis=axes).transpose([kept.index(n) for n in out_names]))
+        return out
+
+    def roles(op: Operation) -> tuple[Factor, ...]:
+        return named_factors(op, {d.name: role for d in op.inputs[0].shape if d.name not in op.output.shape})
+
+    def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+        return Work(0, ins[0].shape.size, traffic_bytes(ins, out))
+
+    return operation(
+        name,
+        kind=Kind.REDUCTION,
+        shape=_sum_shape if role is Role.SUM else _shape,
+        roles=roles,
+        local=local,
+        grad=grad,
+        linear=lambda op: linear,
+        work=work,
+    )
+
+
+def _sum_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    from meshlib.ops.shape import broadcast
+
+    return [broadcast(dy, op.inputs[0].shape)]
+
+
+def _extreme_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    # Ties share the cotangent equally, so that the gradient does not depend on a layout's order.
+    x, y = op.inputs[0], op.output
+    chosen = cast(equal(x, y), x.dtype)
+    return [chosen * (dy / reduce_sum(chosen, output_shape=y.shape))]
+
+
+_SUM = _define("reduce_sum", np.add, Role.SUM, Linear((0,)), _sum_grad)
+_MAX = _define("reduce_max", np.maximum, Role.MAX, NONLINEAR, _extreme_grad)
+_MIN = _define("reduce_min", np.minimum, Role.MIN, NONLINEAR, _extreme_grad)
+
+
+def _reduce(
+    kind: OpDef,
+    x: Tensor,
+    output_shape: Shape | Sequence[Dimension] | None,
+    reduced_dim: Dimension | Sequence[Dimension] | None,
+    name: str | None,
+) -> Tensor:
+    tensor(x, kind.name)
+    if output_shape is not None and reduced_dim is not None:
+        raise ShapeError(f"{at(kind.name)}: give output_shape or reduced_dim, not both")
+    if output_shape is not None:
+        out = Shape(as_dims(output_shape, f"{kind.name} output_shape"))
+    elif reduced_dim is not None:
+        gone = as_dims(reduced_dim, f"{kind.name} reduced_dim")
+        for d in gone:
+            find_dim(x, d, f"{kind.name} reduced_dim")
+        out = Shape([d for d in x.shape if d not in gone])
+    else:
+        out = Shape([])
+    if out == x.shape:
+        return x
+    if len(out) == len(x.shape):
+        from meshlib.ops.shape import transpose
+
+        return transpose(x, out, name)
+    return build(kind, [x], {"shape": out}, name)
+
+
+def reduce_sum(
+    x: Tensor,
+    disable_positional_args: None = None,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    reduced_dim: Dimension | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Sum over `reduced_dim`, or over all dims that are not in `output_shape`; over all dims without either.
+
+    `disable_positional_args` must stay None: as in Mesh TensorFlow it makes the two ways be named.
+    """
+    _named_only("reduce_sum", disable_positional_args)
+    return _reduce(_SUM, x, output_shape, reduced_dim, name)
+
+
+def reduce_max(
+    x: Tensor,
+    disable_positional_args: None = None,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    reduced_dim: Dimension | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Maximum over dims, chosen as in `reduce_sum`; ties share the gradient equally."""
+    _named_only("reduce_max", disable_positional_args)
+    return _reduce(_MAX, x, output_shape, reduced_dim, name)
+
+
+def reduce_min(
+    x: Tensor,
+    disable_positional_args: None = None,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    reduced_dim: Dimension | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Minimum over dims, chosen as in `reduce_sum`; ties share the gradient equally."""
+    _named_only("reduce_min", disable_positional_args)
+    return _reduce(_MIN, x, output_shape, reduced_dim, name)
+
+
+def reduce_mean(
+    x: Tensor,
+    disable_positional_args: None = None,
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    reduced_dim: Dimension | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Mean over dims, chosen as in `reduce_sum`; float dtypes."""
+    _named_only("reduce_mean", disable_positional_args)
+    if not tensor(x, "reduce_mean").dtype.is_float:
+        raise ShapeError(f"{at('reduce_mean')}: needs a float tensor, got {x}; cast it with mtf.cast")
+    total = _reduce(_SUM, x, output_shape, reduced_dim, name)
+    return total * (size_of(total.shape.dims) / size_of(x.shape.dims))
+
+
+def _named_only(what: str, positional: object) -> None:
+    if positional is not None:
+        raise ShapeError(
+            f"{at(what)}: name the second argument, output_shape=... or reduced_dim=..., got {positional!r:.80}"
+        )
+
+
+def reduce_logsumexp(x: Tensor, reduced_dim: Dimension, extra_logit: float | Tensor | None = None) -> Tensor:
+    """log(sum(exp(x))) over `reduced_dim`, without overflow; `extra_logit` counts as one more element."""
+    peak = stop_gradient(reduce_max(x, reduced_dim=reduced_dim))
+    if extra_logit is not None:
+        from meshlib.ops.elementwise import maximum
+
+        peak = stop_gradient(maximum(peak, extra_logit))
+    total = reduce_sum(exp(x - peak), reduced_dim=reduced_dim)
+    if extra_logit is not None:
+        total = total + exp(extra_logit - peak)
+    return log(total) + peak
+
+
+def log_softmax(
+    x: Tensor, reduced_dim: Dimension, extra_logit: float | Tensor | None = None, name: str | None = None
+) -> Tensor:
+    """x - logsumexp(x) over `reduced_dim`."""
+    del name  # several operations: each numbers itself
+    return x - reduce_logsumexp(x, reduced_dim, extra_logit)
+
+
+def softmax(
+    x: Tensor, reduced_dim: Dimension, extra_logit: float | Tensor | None = None, name: str | None = None
+) -> Tensor:
+    """exp(x) normalised to sum 1 over `reduced_dim`."""
+    return exp(log_softmax(x, reduced_dim, extra_logit), name)

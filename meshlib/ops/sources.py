@@ -1,0 +1,318 @@
+"""Sources: constants, inputs, variables, the step counter, random numbers, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib import initializers
+from meshlib.checks import at, fitting, number
+from meshlib.dtypes import DType, as_dtype
+from meshlib.errors import GraphError, ShapeError
+from meshlib.graph import Graph, Tensor, TensorType, current_graph, scoped_name, source_line
+from meshlib.operation import (
+    NONLINEAR,
+    Array,
+    Block,
+    Kind,
+    OpDef,
+    Work,
+    as_dims,
+    build_source,
+    named_factors,
+    operation,
+    tensor,
+    type_bytes,
+)
+
+STEP = "step"
+
+
+def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    return TensorType(attrs["shape"], attrs["dtype"])
+
+
+def _fill_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    return Work(0, out.shape.size, type_bytes(out))
+
+
+def _resident_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    # Variables and inputs lie in HBM already; their readers pay for reading them.
+    return Work(0, 0, 0)
+
+
+def _no_local(block: Block) -> Array:
+    raise AssertionError(f"{block.operation.kind.name} values come from the state or the feeds")
+
+
+def _define(name: str, local: Callable[..., Array], work: Callable[..., Work]) -> OpDef:
+    return operation(
+        name,
+        kind=Kind.SOURCE,
+        shape=_shape,
+        roles=named_factors,
+        local=local,
+        grad=lambda op, dy: [],
+        linear=lambda op: NONLINEAR,
+        work=work,
+    )
+
+
+# ---------------------------------------------------------------- constants
+
+
+def _constant_local(block: Block) -> Array:
+    return np.broadcast_to(np.asarray(block.attrs["value"], block.out.dtype.storage), block.out.shape.sizes)
+
+
+CONSTANT = _define("constant", _constant_local, _fill_work)
+
+
+def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str | None) -> Tensor:
+    return build_source(graph, CONSTANT, {"value": value, "shape": shape, "dtype": dtype}, name).output
+
+
+def scalar(value: object, like: Tensor) -> Tensor:
+    """A number as a tensor without dims, of the graph and dtype of its neighbour."""
+    return _constant(like.graph, fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
+
+
+def constant(
+    value: float,
+    shape: Shape | Sequence[Dimension] | Dimension = (),
+    dtype: object = "float32",
+    name: str | None = None,
+) -> Tensor:
+    """A tensor that holds the same number everywhere."""
+    made = as_dtype(dtype)
+    held = fitting(value, made, "constant")
+    return _constant(current_graph("constant"), held, Shape(as_dims(shape, "constant")), made, name)
+
+
+def zeros(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
+    """A tensor of zeros."""
+    return constant(0, shape, dtype, name or "zeros")
+
+
+def ones(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32", name: str | None = None) -> Tensor:
+    """A tensor of ones."""
+    return constant(1, shape, dtype, name or "ones")
+
+
+# ---------------------------------------------------------------- inputs and variables
+
+INPUT = _define("input", _no_local, _resident_work)
+VARIABLE = _define("variable", _no_local, _resident_work)
+
+
+def _check_name(name: object, what: str) -> str:
+    if not isinstance(name, str) or not name or any(c.isspace() for c in name) or name.startswith("/"):
+        raise GraphError(f"{at(what)}: the name must be a non-empty string without white space, got {name!r}")
+    return scoped_name(name)
+
+
+def input(name: str, shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float32") -> Tensor:
+    """A value fed at every step under `name`: `sim.step(images=x)`.
+
+    Raises: GraphError if the name is taken by another input of the graph.
+    """
+    graph = current_graph("input").root
+    full = _check_name(name, "input")
+    if full in graph.inputs:
+        raise GraphError(
+            f"input '{full}' is declared twice: at {graph.inputs[full].source} and at {source_line()}; "
+            "pass the tensor on, or use another name or mtf.scope"
+        )
+    attrs = {"shape": Shape(as_dims(shape, f"input '{full}'")), "dtype": as_dtype(dtype)}
+    op = build_source(graph, INPUT, attrs, exact_name=full)
+    graph.inputs[full] = op
+    return op.output
+
+
+def variable(
+    name: str,
+    shape: Shape | Sequence[Dimension] | Dimension,
+    initializer: initializers.Initializer | float | Array | None = None,
+    dtype: object = "float32",
+    slice_dtype: object | None = None,
+    activation_dtype: object | None = None,
+    trainable: bool = True,
+) -> Tensor:
+    """A value that stays between steps, named within the current scope.
+
+    Args:
+      name: unique in the graph; names never number themselves, sharing passes the tensor on.
+      shape: dims.
+      initializer: a function of `meshlib.initializers`, a number, an array, or None for
+        `initializers.glorot_uniform()`. Initial values depend on seed and name alone, never on a layout.
+      dtype: what `sim.state[name]` returns.
+      slice_dtype: what the devices store; `dtype` unless given.
+      activation_dtype: what the returned tensor has, by a cast; `slice_dtype` unless given.
+      trainable: whether optimizers update it.
+    Returns: the variable's value.
+    Raises: GraphError if the name is taken (names both lines).
+    """
+    return make_variable(
+        name,
+        Shape(as_dims(shape, f"variable '{name}'")),
+        initializer,
+        dtype,
+        slice_dtype,
+        activation_dtype,
+        trainable,
+    )
+
+
+def make_variable(
+    name: str,
+    shape: Shape,
+    initializer: initializers.Initializer | float | Array | None,
+    dtype: object = "float32",
+    slice_dtype: object | None = None,
+    activation_dtype: object | None = None,
+    trainable: bool = True,
+    slot_of: str | None = None,
+) -> Tensor:
+    """`variable`, or a slot of the variable named `slot_of`, which layout rules reach under `slots/`."""
+    graph = current_graph("variable").root
+    full = _check_name(name, "variable")
+    public = as_dtype(dtype)
+    stored = as_dtype(slice_dtype) if slice_dtype is not None else public
+    attrs = {
+        "shape": shape,
+        "dtype": stored,
+        "public_dtype": public,
+        "initializer": initializers.as_initializer(initializer, full, shape, stored),
+        "trainable": bool(trainable),
+        "slot_of": slot_of,
+    }
+    if full == STEP:
+        raise GraphError(f"variable name '{STEP}' is the step counter's; use mtf.step()")
+    if full in graph.variables:
+        raise GraphError(
+            f"variable '{full}' is declared twice: at {graph.variables[full].source} and at {source_line()}; "
+            "pass the tensor on to share it, or use another name or mtf.scope"
+        )
+    op = build_source(graph, VARIABLE, attrs, exact_name=full)
+    graph.variables[full] = op
+    if activation_dtype is not None:
+        from meshlib.ops.elementwise import cast
+
+        return cast(op.output, activation_dtype)
+    return op.output
+
+
+def step() -> Tensor:
+    """The int32 number of steps with updates run so far; it increments by itself when such a step ends."""
+    graph = current_graph("step").root
+    if STEP not in graph.variables:
+        dtype = as_dtype("int32")
+        attrs = {
+            "shape": Shape([]),
+            "dtype": dtype,
+            "public_dtype": dtype,
+            "initializer": initializers.constant(0),
+            "trainable": False,
+            "slot_of": None,
+        }
+        graph.variables[STEP] = build_source(graph, VARIABLE, attrs, exact_name=STEP)
+    return graph.variables[STEP].output
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def _random_local(block: Block) -> Array:
+    names, out = block.out.shape.names, block.out
+    whole = block.operation.output.shape.sizes
+    offsets = [block.offsets[n] for n in names]
+    return initializers.draw(
+        block.attrs["law"], block.engine.key(block.operation.name), whole, offsets, out.shape.sizes, out.dtype
+    )
+
+
+# Threefry-2x32 takes 20 rounds of 4 lane operations; half of them per value, since a block yields two words.
+def _random_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    return Work(0, 80 * out.shape.size, type_bytes(out))
+
+
+RANDOM = _define("random", _random_local, _random_work)
+
+
+def _random(shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str) -> Tensor:
+    drawn = as_dtype(dtype)
+    if not drawn.is_float:
+        raise ShapeError(f"{at(what)}: needs a float dtype, got {drawn.name}")
+    attrs = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}
+    return build_source(current_graph(what), RANDOM, attrs, name or what).output
+
+
+def random_uniform(
+    shape: Shape | Sequence[Dimension],
+    minval: float = 0.0,
+    maxval: float = 1.0,
+    dtype: object = "float32",
+    name: str | None = None,
+) -> Tensor:
+    """Uniform in [minval, maxval), new at every step; the same numbers under every layout.
+
+    Threefry-2x32 keyed by (seed, scoped name of the operation, step), counted by global position.
+    """
+    what = "random_uniform"
+    return _random(
+        shape, ("uniform", number(minval, what, "minval"), number(maxval, what, "maxval")), dtype, name, what
+    )
+
+
+def random_normal(
+    shape: Shape | Sequence[Dimension],
+    mean: float = 0.0,
+    stddev: float = 1.0,
+    dtype: object = "float32",
+    name: str | None = None,
+) -> Tensor:
+    """Normal with `mean` and `stddev`, new at every step; the same numbers under every layout."""
+    what = "random_normal"
+    return _random(shape, ("normal", number(mean, what, "mean"), number(stddev, what, "stddev")), dtype, name, what)
+
+
+def dropout(
+    x: Tensor,
+    is_training: bool,
+    keep_prob: float | None = None,
+    rate: float | None = None,
+    noise_shape: Shape | Sequence[Dimension] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Keep each element with probability `keep_prob` (= 1 - `rate`) and scale it by 1 / keep_prob, else 0.
+
+    One draw serves all elements along dims that are not in `noise_shape` (default: the shape of `x`). Without
+    `is_training` it returns `x`. The mask does not depend on the layout.
+    Raises: ShapeError unless exactly one of keep_prob and rate is given, in (0, 1] and [0, 1).
+    """
+    tensor(x, "dropout")
+    if (keep_prob is None) == (rate is None):
+        given = "neither" if rate is None else f"keep_prob={keep_prob!r} and rate={rate!r}"
+        raise ShapeError(f"{at('dropout')}: give exactly one of keep_prob and rate, got {given}")
+    keep = 1 - number(rate, "dropout", "rate") if keep_prob is None else number(keep_prob, "dropout", "keep_prob")
+    if not 0 < keep <= 1:
+        wanted = (
+            f"rate must be in [0, 1), got {rate}" if keep_prob is None else f"keep_prob must be in (0, 1], got {keep}"
+        )
+        raise ShapeError(f"{at('dropout')}: {wanted}")
+    if not x.dtype.is_float:
+        raise ShapeError(f"{at('dropout')}: needs a float tensor, got {x}; cast it with mtf.cast")
+    if not is_training or keep == 1:
+        return x
+    from meshlib.ops.elementwise import cast, less
+
+    noise = Shape(as_dims(noise_shape, "dropout noise_shape")) if noise_shape is not None else x.shape
+    strange = [str(d) for d in noise if d not in x.shape]
+    if strange:
+        raise ShapeError(f"{at('dropout')}: noise_shape dims {', '.join(strange)} are not in {x}")
+    attrs = {"shape": noise, "dtype": as_dtype("float32"), "law": ("uniform", 0.0, 1.0)}
+    drawn = build_source(x.graph, RANDOM, attrs, name or "dropout").output
+    return x * (cast(less(drawn, keep), x.dtype) * (1 / keep))

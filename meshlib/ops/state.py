@@ -1,0 +1,131 @@
+"""Operations that pass a value on with a meaning: identity, stop_gradient, constrain, assign."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layouts import LayoutRules
+from meshlib.checks import at
+from meshlib.errors import GraphError, ShapeError, nearest
+from meshlib.graph import UPDATE, Operation, Tensor, TensorType, region
+from meshlib.operation import (
+    NONLINEAR,
+    Array,
+    Block,
+    GradRule,
+    Kind,
+    Linear,
+    OpDef,
+    Work,
+    build,
+    named_factors,
+    not_differentiable,
+    operation,
+    tensor,
+)
+
+
+def _pass_on(block: Block, x: Array) -> Array:
+    return x
+
+
+def _no_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    # The value is its operand under another name: nothing moves.
+    return Work(0, 0, 0)
+
+
+def _define(name: str, grad: GradRule, linear: Linear) -> OpDef:
+    return operation(
+        name,
+        kind=Kind.VIEW,
+        shape=lambda types, attrs: types[0],
+        roles=named_factors,
+        local=_pass_on,
+        grad=grad,
+        linear=lambda op: linear,
+        work=_no_work,
+    )
+
+
+IDENTITY = _define("identity", lambda op, dy: [dy], Linear((0,)))
+STOP_GRADIENT = _define("stop_gradient", not_differentiable, Linear((0,)))
+CONSTRAIN: OpDef = _define("constrain", lambda op, dy: [build(CONSTRAIN, [dy], op.attrs)], NONLINEAR)
+ASSIGN = _define("assign", not_differentiable, NONLINEAR)
+
+
+def identity(x: Tensor, name: str | None = None) -> Tensor:
+    """`x` under another name."""
+    return build(IDENTITY, [tensor(x, "identity")], {}, name)
+
+
+def stop_gradient(x: Tensor, name: str | None = None) -> Tensor:
+    """`x`, through which no gradient flows."""
+    return build(STOP_GRADIENT, [tensor(x, "stop_gradient")], {}, name)
+
+
+def constrain(x: Tensor, layout: object, name: str | None = None) -> Tensor:
+    """`x`, bound to the home that `layout` gives it at this point: `mtf.constrain(x, "length:model")`.
+
+    The rules given here replace the program's for this tensor and for its cotangent.
+    """
+    rules = LayoutRules(layout)  # type: ignore[arg-type]
+    unknown = [d for d in rules.dims if d not in tensor(x, "constrain").shape]
+    if unknown:
+        hint = nearest(unknown[0], x.shape.names)
+        raise ShapeError(f"{at('constrain')}: {x} has no dim '{unknown[0]}' of the layout {rules}{hint}")
+    return build(CONSTRAIN, [x], {"layout": rules}, name)
+
+
+def assign(variable: Tensor, value: Tensor, name: str | None = None) -> Operation:
+    """The update that writes `value` to `variable` when a program with it in `updates` ends its step.
+
+    Reads in the same step see the state before it. `variable` is what `mtf.variable` returned.
+    Raises: GraphError if `variable` is none, ShapeError if shapes differ.
+    """
+    target = stored(variable)
+    old = target.output
+    tensor(value, "assign")
+    if set(value.shape) != set(old.shape):
+        raise ShapeError(f"{at('assign')} to variable '{target.name}': the value {value} has other dims than {old}")
+    if value.dtype is not old.dtype and not (value.dtype.is_float and old.dtype.is_float):
+        raise ShapeError(
+            f"{at('assign')} to variable '{target.name}': the value {value} does not fit {old}; cast it with mtf.cast"
+        )
+    with region(UPDATE, target):
+        if value.shape != old.shape:
+            from meshlib.ops.shape import transpose
+
+            value = transpose(value, old.shape)
+        if value.dtype is not old.dtype:
+            from meshlib.ops.elementwise import cast
+
+            value = cast(value, old.dtype)
+        return build(ASSIGN, [value], {"variable": target.name}, name).operation
+
+
+def stored(variable: Tensor) -> Operation:
+    """The `variable` operation behind a variable's value, which may be a cast of what is stored."""
+    op = tensor(variable, "variable").operation
+    while op.kind.name == "cast" and op.inputs[0].operation.kind.name in ("cast", "variable"):
+        op = op.inputs[0].operation
+    if op.kind.name != "variable":
+        raise GraphError(
+            f"{at('expected a variable')}: {variable} ({op.source}) is none; pass what mtf.variable returned"
+        )
+    return op
+
+
+def assigned(updates: Sequence[Operation]) -> dict[str, Operation]:
+    """The updates by variable name; two writes to one variable are an error that names both lines."""
+    found: dict[str, Operation] = {}
+    for update in updates:
+        if not isinstance(update, Operation) or update.kind is not ASSIGN:
+            raise GraphError(f"updates must be what mtf.assign or an optimizer returned, got {update!r:.80}")
+        name = update.attrs["variable"]
+        if name in found and found[name] is not update:
+            raise GraphError(
+                f"variable '{name}' is written twice in one step: at {found[name].source} and at {update.source}"
+            )
+        found[name] = update
+    return found

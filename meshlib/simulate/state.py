@@ -1,0 +1,140 @@
+"""The state of a simulation: global arrays by variable name, without layout, checked when assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hardware.numerics import round_to_bfloat16
+from layouts import Shape
+from meshlib.dtypes import BFLOAT16, BOOL, DType
+from meshlib.errors import FeedError, nearest
+from meshlib.graph import Operation
+from meshlib.initializers import make_key
+from meshlib.ops.sources import STEP
+
+Array = np.ndarray[Any, Any]
+
+
+def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
+    """`array` as the simulation stores it, C-contiguous.
+
+    Floats of any width are taken for a float dtype, integers for int32 if they fit; nothing else is converted.
+    Raises: FeedError with both shapes or dtypes.
+    """
+    if isinstance(array, list | tuple | bool | int | float):
+        try:
+            array = np.asarray(array)
+        except (ValueError, OverflowError):
+            raise FeedError(
+                f"{what}: the nested list is no array of shape {list(shape.sizes)}; its rows differ"
+            ) from None
+    if not isinstance(array, np.ndarray | np.generic):
+        raise FeedError(f"{what}: expected a NumPy array of {dtype.name}{shape}, got {type(array).__name__}")
+    array = np.asarray(array)
+    if array.shape != shape.sizes:
+        raise FeedError(f"{what}: expected shape {list(shape.sizes)} for {shape}, got {list(array.shape)}")
+    kind = "float" if array.dtype.kind == "f" or array.dtype == BFLOAT16.public else array.dtype.kind
+    wanted = "float" if dtype.is_float else "b" if dtype is BOOL else "i"
+    if kind == "u":
+        kind = "i"
+    if kind != wanted:
+        raise FeedError(
+            f"{what}: expected {dtype.name}, got {array.dtype}; convert it yourself, as in "
+            f"array.astype(np.{'float32' if dtype.is_float else dtype.name})"
+        )
+    if wanted == "i" and array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
+        raise FeedError(f"{what}: value {array.max() if array.max() > 2**31 - 1 else array.min()} does not fit int32")
+    out = np.asarray(array, dtype=dtype.storage, order="C")
+    return round_to_bfloat16(out) if dtype is BFLOAT16 and array.dtype != BFLOAT16.public else out
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a variable is: its dims, the dtype the devices store, the dtype users see."""
+
+    shape: Shape
+    dtype: DType
+    public: DType
+    source: str
+
+    @classmethod
+    def of(cls, op: Operation) -> Slot:
+        """The slot of a `variable` operation."""
+        return cls(op.attrs["shape"], op.attrs["dtype"], op.attrs["public_dtype"], op.source)
+
+
+class State(MutableMapping[str, Array]):
+    """Variables by name, as plain global NumPy arrays: `sim.state["w1"]`, assignable.
+
+    Reading gives a copy in the variable's declared dtype. Assigning checks shape and dtype.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.arrays: dict[str, Array] = {STEP: np.zeros((), np.int32)}
+        self.slots: dict[str, Slot] = {}
+
+    def declare(self, variables: Mapping[str, Operation]) -> None:
+        """Make the variables of a program known; new ones take their initial value from seed and name."""
+        for name, op in variables.items():
+            slot = Slot.of(op)
+            known = self.slots.get(name)
+            if known is not None and (known.shape, known.dtype) != (slot.shape, slot.dtype):
+                raise FeedError(
+                    f"variable '{name}' is {known.dtype}{known.shape} ({known.source}) in this simulation, but "
+                    f"{slot.dtype}{slot.shape} ({slot.source}) in the program to run"
+                )
+            if known is None:
+                self.slots[name] = slot
+                if name not in self.arrays:
+                    made = self._initial(name, slot, op)
+                    what = f"initial value of variable '{name}' ({op.source})"
+                    self.arrays[name] = to_storage(np.asarray(made), slot.shape, slot.dtype, what)
+
+    def _initial(self, name: str, slot: Slot, op: Operation) -> object:
+        try:
+            return op.attrs["initializer"](make_key(self.seed, "variable", name), slot.shape, slot.dtype)
+        except MemoryError:
+            raise FeedError(
+                f"variable '{name}' {slot.dtype}{slot.shape} ({op.source}) needs "
+                f"{slot.shape.size * slot.dtype.itemsize} bytes, more than there are here; lowering needs none"
+            ) from None
+        except (TypeError, ValueError) as fault:  # of the user's own function
+            raise FeedError(f"the initializer of variable '{name}' ({op.source}) failed: {fault}") from fault
+
+    def __getitem__(self, name: str) -> Array:
+        self._check_name(name)
+        public = self.slots[name].public.public if name in self.slots else np.dtype(np.int32)
+        return self.arrays[name].astype(public)
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        self._check_name(name)
+        slot = self.slots.get(name)
+        shape, dtype = (slot.shape, slot.dtype) if slot else (Shape([]), self._step_dtype())
+        self.arrays[name] = to_storage(value, shape, dtype, f"state['{name}']").copy()
+
+    def __delitem__(self, name: str) -> None:
+        raise FeedError(f"variable '{name}' can't be deleted; a program needs it")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self.arrays
+
+    def _check_name(self, name: str) -> None:
+        if not isinstance(name, str) or name not in self.arrays:
+            raise FeedError(f"no variable '{name}'{nearest(str(name), self.arrays)}; known: {', '.join(self.arrays)}")
+
+    @staticmethod
+    def _step_dtype() -> DType:
+        from meshlib.dtypes import INT32
+
+        return INT32

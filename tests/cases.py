@@ -1,0 +1,865 @@
+"""One row or more per operation: how to build it, what NumPy says it is, and what to feed it.
+
+References are plain NumPy in float64 and never call the library. Inputs have no zeros and no symmetries, and stay
+away from kinks and ties, so that neither a lost sign nor a swapped index cancels out and differences exist.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import meshlib as mtf
+from layouts import Dimension, Shape
+from meshlib.graph import Operation, Tensor
+from tests.oracle import normal, uniform
+
+Array = np.ndarray[Any, Any]
+Sampler = Callable[[np.random.Generator, tuple[int, ...]], Array]
+
+
+def dims(text: str) -> tuple[Dimension, ...]:
+    """Dims from "a:4;b:6"."""
+    return tuple(Shape(text))
+
+
+# ---------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True)
+class Input:
+    """One operand: its dims, its dtype (None: the float type of the test), what its values are like."""
+
+    shape: Shape
+    sampler: Sampler
+    dtype: str | None = None
+
+
+def _signed(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    # 0.3 to 1.5 in magnitude, more positive than negative.
+    return rng.uniform(0.3, 1.5, shape) * np.where(rng.random(shape) < 0.35, -1.0, 1.0)
+
+
+def _distinct(shift: float) -> Sampler:
+    """Values at least 0.03 apart from each other, and from those of another shift, none within 0.01 of 0."""
+
+    def sample(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        n = int(np.prod(shape))
+        return ((rng.permutation(n) - n // 3) * 0.0625 + 0.015625 + shift).reshape(shape)
+
+    return sample
+
+
+def signed(text: str) -> Input:
+    """Floats of both signs, away from 0."""
+    return Input(Shape(text), _signed)
+
+
+def positive(text: str) -> Input:
+    """Floats in [0.4, 1.9)."""
+    return Input(Shape(text), lambda rng, shape: rng.uniform(0.4, 1.9, shape))
+
+
+def distinct(text: str, shift: float = 0.0) -> Input:
+    """Floats without ties; operands with shifts 0 and 0.03125 have none between them either."""
+    return Input(Shape(text), _distinct(shift))
+
+
+def whole(text: str, low: int = -5, high: int = 9) -> Input:
+    """int32 in [low, high) without 0."""
+    return Input(Shape(text), lambda rng, shape: rng.choice([i for i in range(low, high) if i], shape), "int32")
+
+
+def index(text: str, below: int) -> Input:
+    """int32 in [0, below)."""
+    return Input(Shape(text), lambda rng, shape: rng.integers(0, below, shape), "int32")
+
+
+def flags(text: str) -> Input:
+    """Booleans, more true than false."""
+    return Input(Shape(text), lambda rng, shape: rng.random(shape) < 0.6, "bool")
+
+
+def single(text: str, dtype: str) -> Input:
+    """Floats of a dtype of their own: eighths, which every float type holds."""
+    return Input(Shape(text), lambda rng, shape: rng.choice([-1.75, -0.625, 0.375, 0.5, 1.25, 2.125], shape), dtype)
+
+
+# ---------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row.
+
+    op              the registered operation it is about
+    variant         what is special; with `op` it names the row
+    inputs          operands by name
+    build           (float dtype, *operands) -> a tensor, or the update of a variable
+    reference       (*arrays) -> array
+    differentiable  operands with a gradient that differences can check; None: gradients exist, differences do not
+    tolerance       relative, of values and gradients in float64
+    bitwise         whether no layout may change a bit
+    """
+
+    op: str
+    variant: str
+    inputs: dict[str, Input]
+    build: Callable[..., Tensor | Operation]
+    reference: Callable[..., Array]
+    differentiable: tuple[str, ...] | None = ()
+    tolerance: float = 1e-10
+    bitwise: bool = False
+    precision: str = "highest"
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.variant}"
+
+    def rng(self, salt: int = 0) -> np.random.Generator:
+        """Random numbers that depend on the row's name alone."""
+        return np.random.default_rng([zlib.crc32(str(self).encode()), salt])
+
+    def values(self, salt: int = 0) -> list[Array]:
+        """Arrays for the operands: float64, int32 or bool."""
+        rng = self.rng(salt)
+        made = [x.sampler(rng, x.shape.sizes) for x in self.inputs.values()]
+        return [np.asarray(v, v.dtype if v.dtype == bool else np.int32 if v.dtype.kind == "i" else float) for v in made]
+
+
+@dataclass
+class Table:
+    """Rows, added one by one; names must differ."""
+
+    rows: dict[str, Case] = field(default_factory=dict)
+
+    def add(
+        self,
+        op: str,
+        variant: str,
+        inputs: dict[str, Input],
+        build: Callable[..., Tensor | Operation],
+        reference: Callable[..., Array],
+        differentiable: Sequence[str] | str | None = "",
+        **more: Any,
+    ) -> None:
+        """Add a row; `differentiable` may be the operands' one-letter names in one string."""
+        wrt = None if differentiable is None else tuple(differentiable)
+        case = Case(op, variant, inputs, build, reference, wrt, **more)
+        assert str(case) not in self.rows
+        assert set(wrt or ()) <= set(inputs)
+        self.rows[str(case)] = case
+
+
+TABLE = Table()
+row = TABLE.add
+
+
+# ---------------------------------------------------------------- element-wise, one operand
+
+for _name, _function, _input, _wrt in (
+    ("negative", np.negative, signed, "x"),
+    ("exp", np.exp, signed, "x"),
+    ("log", np.log, positive, "x"),
+    ("sqrt", np.sqrt, positive, "x"),
+    ("rsqrt", lambda x: 1 / np.sqrt(x), positive, "x"),
+    ("square", lambda x: x**2, signed, "x"),
+    ("reciprocal", lambda x: 1 / x, signed, "x"),
+    ("tanh", np.tanh, signed, "x"),
+    ("sigmoid", lambda x: 1 / (1 + np.exp(-x)), signed, "x"),
+    ("relu", lambda x: np.where(x > 0, x, 0), signed, "x"),
+    ("abs", np.abs, signed, "x"),
+    ("sign", np.sign, signed, ""),
+    ("sin", np.sin, signed, "x"),
+    ("cos", np.cos, signed, "x"),
+    ("logical_not", np.logical_not, flags, ""),
+):
+    row(_name, "plain", {"x": _input("a:4;b:6")}, lambda f, x, n=_name: getattr(mtf, n)(x), _function, _wrt)
+
+for _name, _function in (("negative", np.negative), ("square", np.square), ("abs", np.abs), ("sign", np.sign)):
+    row(_name, "int32", {"x": whole("a:4;b:6")}, lambda f, x, n=_name: getattr(mtf, n)(x), _function)
+
+row(
+    "sigmoid",
+    "far out",
+    {"x": Input(Shape("a:4"), lambda rng, shape: np.array([-900.0, -31.0, 33.0, 800.0]))},
+    lambda f, x: mtf.sigmoid(x),
+    lambda x: (1 + np.tanh(x / 2)) / 2,
+    None,
+)
+row(
+    "relu_grad",
+    "plain",
+    {"x": signed("a:4;b:6"), "d": signed("a:4;b:6")},
+    lambda f, x, d: mtf.gradients([mtf.relu(x)], [x], [d])[0],
+    lambda x, d: np.where(x > 0, d, 0),
+    "d",
+)
+
+
+# ---------------------------------------------------------------- element-wise, two operands
+
+# name -> dims of x and of y, and how their arrays line up in the result
+BROADCASTS: dict[str, tuple[str, str, Callable[[Array, Array], tuple[Array, Array]]]] = {
+    "same": ("a:4;b:6", "a:4;b:6", lambda x, y: (x, y)),
+    "reversed": ("a:4;b:6", "b:6;a:4", lambda x, y: (x, y.T)),
+    "larger second": ("b:6", "a:4;b:6", lambda x, y: (x, y)),
+    "column": ("a:4;b:6;c:2", "b:6", lambda x, y: (x, y[:, None])),
+    "union": ("a:4;b:6", "c:2;b:6", lambda x, y: (x[:, :, None], y.T[None])),
+    "outer": ("a:4", "b:6", lambda x, y: (x[:, None], y)),
+    "scalar": ("a:4;b:6", "", lambda x, y: (x, y)),
+}
+
+for _name, _function, _x, _y, _wrt in (
+    ("add", np.add, signed, signed, "xy"),
+    ("subtract", np.subtract, signed, signed, "xy"),
+    ("multiply", np.multiply, signed, signed, "xy"),
+    ("divide", np.divide, signed, signed, "xy"),
+    ("maximum", np.maximum, distinct, lambda s: distinct(s, 0.03125), "xy"),
+    ("minimum", np.minimum, distinct, lambda s: distinct(s, 0.03125), "xy"),
+    ("pow", np.power, positive, signed, "xy"),
+    ("less", np.less, signed, signed, ""),
+    ("less_equal", np.less_equal, whole, whole, ""),
+    ("greater", np.greater, signed, signed, ""),
+    ("greater_equal", np.greater_equal, whole, whole, ""),
+    ("equal", np.equal, lambda s: whole(s, 1, 4), lambda s: whole(s, 1, 4), ""),
+    ("not_equal", np.not_equal, lambda s: whole(s, 1, 4), lambda s: whole(s, 1, 4), ""),
+    ("logical_and", np.logical_and, flags, flags, ""),
+    ("logical_or", np.logical_or, flags, flags, ""),
+):
+    for _variant, (_a, _b, _line_up) in BROADCASTS.items():
+        if not _wrt and _variant not in ("reversed", "union", "scalar"):
+            continue
+        row(
+            _name,
+            _variant,
+            {"x": _x(_a), "y": _y(_b)},
+            lambda f, x, y, n=_name: getattr(mtf, n)(x, y),
+            lambda x, y, g=_function, line_up=_line_up: g(*line_up(x, y)),
+            _wrt,
+        )
+
+row("add", "int32", {"x": whole("a:4"), "y": whole("b:6")}, lambda f, x, y: x + y, lambda x, y: x[:, None] + y)
+row("subtract", "number first", {"x": signed("a:4;b:6")}, lambda f, x: 1.5 - x, lambda x: 1.5 - x, "x")
+row("multiply", "itself", {"x": signed("a:4;b:6")}, lambda f, x: x * x, lambda x: x * x, "x")
+row("divide", "number first", {"x": signed("a:4;b:6")}, lambda f, x: 2 / x, lambda x: 2 / x, "x")
+row("pow", "number", {"x": positive("a:4;b:6")}, lambda f, x: x**3, lambda x: x**3, "x")
+row(
+    "multiply",
+    "output shape",
+    {"x": signed("a:4"), "y": signed("b:6")},
+    lambda f, x, y: mtf.multiply(x, y, output_shape=Shape("c:2;b:6;a:4")),
+    lambda x, y: np.broadcast_to(y[:, None] * x, (2, 6, 4)),
+    "xy",
+)
+
+
+# ---------------------------------------------------------------- where, cast, add_n
+
+row(
+    "where",
+    "same",
+    {"c": flags("a:4;b:6"), "x": signed("a:4;b:6"), "y": signed("a:4;b:6")},
+    lambda f, c, x, y: mtf.where(c, x, y),
+    np.where,
+    "xy",
+)
+row(
+    "where",
+    "broadcast",
+    {"c": flags("a:4"), "x": signed("b:6;a:4"), "y": signed("c:2;b:6")},
+    lambda f, c, x, y: mtf.where(c, x, y),
+    lambda c, x, y: np.where(c[:, None], x[:, :, None], y.T[:, None, :]),
+    "xy",
+)
+row(
+    "where",
+    "number",
+    {"c": flags("b:6;a:4"), "x": signed("a:4;b:6")},
+    lambda f, c, x: mtf.where(c, x, -2.5),
+    lambda c, x: np.where(c.T, x, -2.5),
+    "x",
+)
+row(
+    "cast",
+    "widening",
+    {"x": single("a:4;b:6", "float32")},
+    lambda f, x: mtf.cast(x, "float64"),
+    lambda x: x,
+    "x",
+    tolerance=1e-6,
+)
+row("cast", "bfloat16 up", {"x": single("a:4;b:6", "bfloat16")}, lambda f, x: mtf.cast(x, "float32"), lambda x: x, None)
+row(
+    "cast",
+    "narrowing",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: mtf.cast(x, "float32"),
+    lambda x: x.astype(np.float32),
+    None,
+    tolerance=1e-7,
+)
+row(
+    "cast",
+    "to bfloat16",
+    {"x": single("a:4;b:6", "float32")},
+    lambda f, x: mtf.cast(x * 1.0009765625, "bfloat16"),
+    lambda x: x,  # 2**-10 is below half a unit of bfloat16's 8 bits
+    None,
+)
+row("cast", "to int32", {"x": signed("a:4;b:6")}, lambda f, x: mtf.cast(x * 7, "int32"), lambda x: np.trunc(x * 7))
+row("cast", "from int32", {"x": whole("a:4;b:6")}, lambda f, x: mtf.cast(x, f), lambda x: x)
+row("cast", "from bool", {"x": flags("a:4;b:6")}, lambda f, x: mtf.cast(x, f), lambda x: x)
+row(
+    "add_n",
+    "same",
+    {"x": signed("a:4;b:6"), "y": signed("a:4;b:6"), "z": signed("a:4;b:6")},
+    lambda f, x, y, z: mtf.add_n([x, y, z]),
+    lambda x, y, z: x + y + z,
+    "xyz",
+)
+row(
+    "add_n",
+    "broadcast",
+    {"x": signed("b:6"), "y": signed("a:4;b:6"), "z": signed("b:6;a:4"), "w": signed("")},
+    lambda f, x, y, z, w: mtf.add_n([x, y, z, w, x]),
+    lambda x, y, z, w: 2 * x + y + z.T + w,
+    "xyzw",
+)
+row(
+    "add_n",
+    "partial sums",
+    {"x": signed("a:4;b:6"), "y": signed("b:6;a:4"), "z": signed("a:4"), "w": signed("a:4;c:2")},
+    lambda f, x, y, z, w: mtf.add_n([mtf.reduce_sum(t, output_shape=dims("a:4")) for t in (x, y, w)] + [z]),
+    lambda x, y, z, w: x.sum(1) + y.sum(0) + w.sum(1) + z,
+    "xyzw",
+)
+row(
+    "add_n",
+    "views of one value",
+    {"x": signed("a:4;b:4")},
+    lambda f, x: _views_added(x),
+    lambda x: np.sin(x) + np.tanh(np.sin(x)) + np.sin(x).T + np.sin(x),
+    "x",
+)
+
+
+def _views_added(x: Tensor) -> Tensor:
+    y = mtf.sin(x)
+    turned = mtf.rename_dimension(mtf.rename_dimension(mtf.rename_dimension(y, "a", "n"), "b", "a"), "n", "b")
+    return mtf.add_n([y, mtf.tanh(y), turned, mtf.identity(y)])
+
+
+# ---------------------------------------------------------------- reductions
+
+for _name, _function, _input in (
+    ("reduce_sum", np.sum, signed),
+    ("reduce_max", np.max, distinct),
+    ("reduce_min", np.min, distinct),
+):
+    row(
+        _name,
+        "all",
+        {"x": _input("a:4;b:6")},
+        lambda f, x, n=_name: getattr(mtf, n)(x),
+        lambda x, g=_function: g(x),
+        "x",
+    )
+    row(
+        _name,
+        "middle",
+        {"x": _input("a:4;b:6;c:2")},
+        lambda f, x, n=_name: getattr(mtf, n)(x, reduced_dim=dims("b:6")),
+        lambda x, g=_function: g(x, axis=1),
+        "x",
+    )
+    row(
+        _name,
+        "several, transposed",
+        {"x": _input("a:4;b:6;c:2;d:3")},
+        lambda f, x, n=_name: getattr(mtf, n)(x, output_shape=dims("c:2;a:4")),
+        lambda x, g=_function: g(x, axis=(1, 3)).T,
+        "x",
+    )
+    row(
+        _name,
+        "int32",
+        {"x": whole("a:4;b:6;c:2")},
+        lambda f, x, n=_name: getattr(mtf, n)(x, output_shape=dims("c:2;a:4")),
+        lambda x, g=_function: g(x, axis=1).T,
+    )
+
+row(
+    "reduce_max",
+    "ties",
+    {"x": Input(Shape("a:4;b:6"), lambda rng, shape: np.repeat(rng.choice([0.5, 1.25, 2.0], (1, 6)), 4, axis=0))},
+    lambda f, x: mtf.gradients([mtf.reduce_max(x, reduced_dim=dims("a:4"))], [x])[0],
+    lambda x: np.full((4, 6), 0.25),
+    None,
+)
+row(
+    "reduce_sum",
+    "mean",
+    {"x": signed("a:4;b:6;c:2")},
+    lambda f, x: mtf.reduce_mean(x, reduced_dim=dims("a:4;c:2")),
+    lambda x: x.mean(axis=(0, 2)),
+    "x",
+)
+row(
+    "reduce_max",
+    "logsumexp",
+    {"x": distinct("a:4;b:6"), "y": distinct("a:4", 0.03125)},
+    lambda f, x, y: mtf.reduce_logsumexp(x, dims("b:6")[0], extra_logit=y),
+    lambda x, y: np.log(np.exp(x).sum(1) + np.exp(y)),
+    "xy",
+)
+row(
+    "reduce_max",
+    "softmax",
+    {"x": distinct("a:4;b:6"), "y": signed("b:6")},
+    lambda f, x, y: mtf.softmax(x, dims("b:6")[0]) * y,
+    lambda x, y: np.exp(x) / np.exp(x).sum(1, keepdims=True) * y,
+    "xy",
+)
+row(
+    "reduce_max",
+    "cross entropy",
+    {"x": distinct("a:4;b:6"), "i": index("a:4", 6)},
+    lambda f, x, i: mtf.layers.softmax_cross_entropy_with_logits(
+        x, mtf.one_hot(i, dims("b:6")[0], dtype=f), dims("b:6")[0], z_loss=0.1
+    ),
+    lambda x, i: np.log(np.exp(x).sum(1)) - x[np.arange(4), i] + 0.1 * np.log(np.exp(x).sum(1)) ** 2,
+    "x",
+)
+
+
+# ---------------------------------------------------------------- dims, not values
+
+row(
+    "transpose",
+    "cycle",
+    {"x": signed("a:4;b:6;c:2")},
+    lambda f, x: mtf.transpose(x, dims("c:2;a:4;b:6")),
+    lambda x: x.transpose(2, 0, 1),
+    "x",
+)
+row(
+    "rename_dimension",
+    "one",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: mtf.rename_dimension(x, "a", "n"),
+    lambda x: x,
+    "x",
+)
+row(
+    "rename_dimension",
+    "meets itself",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: mtf.einsum([x, mtf.rename_dimension(x, "a", "n")], output_shape=dims("a:4;n:4")),
+    lambda x: x @ x.T,
+    "x",
+)
+for _variant, _old, _new in (
+    ("merge", "a:4;b:6", "n:24"),
+    ("split", "n:24", "a:4;b:6"),
+    ("regroup", "a:4;b:6", "n:8;m:3"),
+    ("merge the last", "a:4;b:6;c:2", "a:4;n:12"),
+    ("merge the first", "a:4;b:6;c:2", "n:24;c:2"),
+    ("split the middle", "a:4;n:12;c:2", "a:4;b:3;d:4;c:2"),
+    ("same sizes", "a:4;b:6", "n:4;b:6"),
+    ("names swapped", "a:6;b:6", "b:6;a:6"),
+    ("one name, another size", "a:4;b:6", "a:12;b:2"),
+    ("drop ones", "u:1;a:4;v:1;b:6;w:1", "a:4;b:6"),
+    ("add ones", "a:4;b:6", "u:1;a:4;v:1;b:6;w:1"),
+    ("merge with ones", "a:4;u:1;b:6", "v:1;n:24"),
+    ("to a scalar", "u:1;v:1", ""),
+    ("odd", "a:3;b:8", "n:2;m:12"),
+):
+    row(
+        "reshape",
+        _variant,
+        {"x": signed(_old)},
+        lambda f, x, new=_new: mtf.reshape(x, dims(new)),
+        lambda x, new=_new: x.reshape(Shape(new).sizes),
+        "x",
+    )
+row(
+    "reshape",
+    "heads",
+    {"x": signed("a:4;n:12"), "w": signed("n:12;m:6")},
+    lambda f, x, w: mtf.reshape(
+        mtf.einsum([x, w], output_shape=dims("a:4;m:6"), precision="highest"), dims("a:4;h:2;k:3")
+    ),
+    lambda x, w: (x @ w).reshape(4, 2, 3),
+    "xw",
+)
+row(
+    "broadcast",
+    "before, between, after",
+    {"x": signed("a:4;b:3")},
+    lambda f, x: mtf.broadcast(x, dims("c:2;b:3;d:2;a:4;e:3")),
+    lambda x: np.broadcast_to(x.T[None, :, None, :, None], (2, 3, 2, 4, 3)),
+    "x",
+)
+row(
+    "broadcast",
+    "scalar",
+    {"x": signed("")},
+    lambda f, x: mtf.broadcast(x, dims("a:4;b:6")),
+    lambda x: np.full((4, 6), x),
+    "x",
+)
+for _variant, _begin, _size in (("first", 0, 4), ("middle", 2, 6), ("last", 8, 4), ("one", 5, 1)):
+    row(
+        "slice",
+        _variant,
+        {"x": signed("a:4;n:12;b:2")},
+        lambda f, x, begin=_begin, size=_size: mtf.slice(x, begin, size, "n"),
+        lambda x, begin=_begin, size=_size: x[:, begin : begin + size],
+        "x",
+    )
+row(
+    "slice",
+    "two parts",
+    {"x": signed("a:4;n:12")},
+    lambda f, x: mtf.slice(x, 0, 6, "n") * mtf.slice(x, 6, 6, "n"),
+    lambda x: x[:, :6] * x[:, 6:],
+    "x",
+)
+for _variant, _before, _after, _value in (("zeros", 2, 4, 0.0), ("value", 4, 0, -1.5), ("after", 0, 6, 0.0)):
+    row(
+        "pad",
+        _variant,
+        {"x": signed("a:4;n:6;b:2")},
+        lambda f, x, sides=(_before, _after), value=_value: mtf.pad(x, sides, "n", value),
+        lambda x, sides=(_before, _after), value=_value: np.pad(x, ((0, 0), sides, (0, 0)), constant_values=value),
+        "x",
+    )
+row(
+    "pad",
+    "of a sum",
+    {"x": signed("a:4;n:6;b:4")},
+    lambda f, x: mtf.pad(mtf.reduce_sum(x, output_shape=dims("a:4;n:6")), [2, 4], "n"),
+    lambda x: np.pad(x.sum(2), ((0, 0), (2, 4))),
+    "x",
+)
+
+
+# ---------------------------------------------------------------- einsum
+
+for _variant, _shapes, _out, _formula in (
+    ("matmul", ("a:4;k:6", "k:6;c:8"), "a:4;c:8", "ak,kc->ac"),
+    ("transposed output", ("a:4;k:6", "k:6;c:8"), "c:8;a:4", "ak,kc->ca"),
+    ("transposed operands", ("k:6;a:4", "c:8;k:6"), "a:4;c:8", "ka,ck->ac"),
+    ("batch", ("b:2;a:4;k:6", "k:6;b:2;c:4"), "b:2;a:4;c:4", "bak,kbc->bac"),
+    ("batch inside", ("a:4;b:2;k:6", "k:6;b:2;c:4"), "a:4;b:2;c:4", "abk,kbc->abc"),
+    ("batch last", ("b:2;a:4;k:6", "b:2;k:6;c:4"), "c:4;a:4;b:2", "bak,bkc->cab"),
+    ("two contracted", ("a:4;j:2;k:6", "k:6;c:4;j:2"), "a:4;c:4", "ajk,kcj->ac"),
+    ("outer", ("a:4", "b:6"), "b:6;a:4", "a,b->ba"),
+    ("inner", ("k:6;j:4", "j:4;k:6"), "", "kj,jk->"),
+    ("vector", ("a:4;k:6", "k:6"), "a:4", "ak,k->a"),
+    ("element-wise", ("a:4;b:6", "b:6"), "b:6;a:4", "ab,b->ba"),
+    ("summed away", ("a:4;s:2;k:6", "k:6;c:2;t:3"), "a:4;c:2", "ask,kct->ac"),
+    ("summed and batch", ("b:2;s:3;a:4", "b:2;c:4"), "a:4;b:2;c:4", "bsa,bc->abc"),
+    ("nothing contracted", ("a:4;s:6", "c:2"), "c:2;a:4", "as,c->ca"),
+    ("three", ("a:4;j:2", "j:2;k:6", "k:6;c:4"), "a:4;c:4", "aj,jk,kc->ac"),
+    ("three, shared", ("b:2;a:4", "b:2;a:4;c:4", "c:4;b:2;d:2"), "d:2;b:2;a:4", "ba,bac,cbd->dba"),
+    ("ones", ("u:1;a:4;k:6", "k:6;v:1"), "v:1;a:4;u:1", "uak,kv->vau"),
+):
+    _names = "xyz"[: len(_shapes)]
+    row(
+        "einsum",
+        _variant,
+        {n: signed(s) for n, s in zip(_names, _shapes, strict=True)},
+        lambda f, *xs, out=_out: mtf.einsum(xs, output_shape=dims(out)),
+        lambda *xs, formula=_formula: np.einsum(formula, *xs),
+        _names,
+    )
+row(
+    "einsum",
+    "itself",
+    {"x": signed("a:4;k:6")},
+    lambda f, x: mtf.einsum([x, x], output_shape=dims("k:6")),
+    lambda x: np.einsum("ak,ak->k", x, x),
+    "x",
+)
+row(
+    "einsum",
+    "reduced dims",
+    {"x": signed("a:4;b:2;k:6"), "y": signed("k:6;a:4")},
+    lambda f, x, y: mtf.einsum([x, y], reduced_dims=dims("k:6"), precision="highest"),
+    lambda x, y: np.einsum("abk,ka->ab", x, y),
+    "xy",
+)
+row(
+    "einsum",
+    "network",
+    {"x": signed("b:4;i:6"), "w": signed("i:6;h:8"), "v": signed("h:8;o:2"), "i": index("b:4", 2)},
+    lambda f, x, w, v, i: _network(f, x, w, v, i),
+    lambda x, w, v, i: _network_reference(x, w, v, i),
+    "xwv",
+    tolerance=1e-9,
+)
+
+
+def _network(f: str, x: Tensor, w: Tensor, v: Tensor, i: Tensor) -> Tensor:
+    hidden = mtf.tanh(mtf.matmul(x, w, output_shape=dims("b:4;h:8")))
+    logits = mtf.matmul(hidden, v, output_shape=dims("b:4;o:2"))
+    (o,) = dims("o:2")
+    return mtf.reduce_mean(mtf.layers.softmax_cross_entropy_with_logits(logits, mtf.one_hot(i, o, dtype=f), o))
+
+
+def _network_reference(x: Array, w: Array, v: Array, i: Array) -> Array:
+    logits = np.tanh(x @ w) @ v
+    return np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(4), i])
+
+
+# ---------------------------------------------------------------- by index
+
+row("range", "int32", {}, lambda f: mtf.range(dims("n:12")[0]), lambda: np.arange(12), bitwise=True)
+row(
+    "range",
+    "float",
+    {"x": signed("n:12;a:4")},
+    lambda f, x: x * mtf.range(dims("n:12")[0], f),
+    lambda x: x * np.arange(12)[:, None],
+    "x",
+)
+row(
+    "one_hot",
+    "vector",
+    {"i": index("a:4", 12)},
+    lambda f, i: mtf.one_hot(i, dims("n:12")[0], dtype=f),
+    lambda i: np.eye(12)[i],
+)
+row(
+    "one_hot",
+    "values",
+    {"i": index("a:4;b:6", 8)},
+    lambda f, i: mtf.one_hot(i, dims("n:8")[0], 0.75, -0.5, dtype=f),
+    lambda i: np.where(np.eye(8)[i] > 0, 0.75, -0.5),
+)
+row(
+    "one_hot",
+    "embedding",
+    {"i": index("a:4", 12), "w": signed("n:12;k:6")},
+    lambda f, i, w: mtf.einsum([mtf.one_hot(i, dims("n:12")[0], dtype=f), w], output_shape=dims("a:4;k:6")),
+    lambda i, w: w[i],
+    "w",
+)
+row(
+    "gather",
+    "rows",
+    {"w": signed("n:12;k:6"), "i": index("a:4", 12)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:12")[0]),
+    lambda w, i: w[i],
+    "w",
+)
+row(
+    "gather",
+    "middle dim, two of indices",
+    {"w": signed("k:4;n:6;c:2"), "i": index("a:4;b:2", 6)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:6")[0]),
+    lambda w, i: np.take(w, i, axis=1).transpose(1, 2, 0, 3),
+    "w",
+)
+row(
+    "gather",
+    "shared dim",
+    {"w": signed("a:4;n:6;k:2"), "i": index("a:4", 6)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:6")[0]),
+    lambda w, i: w[np.arange(4), i],
+    "w",
+)
+row(
+    "gather",
+    "shared and own",
+    {"w": signed("k:2;n:6;a:4"), "i": index("b:4;a:4", 6)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:6")[0]),
+    lambda w, i: np.take_along_axis(w, i[None], axis=1).transpose(1, 2, 0),
+    "w",
+)
+row(
+    "gather",
+    "scalar index",
+    {"w": signed("n:6;k:4"), "i": index("", 6)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:6")[0]),
+    lambda w, i: w[int(i)],
+    "w",
+)
+row(
+    "gather",
+    "int32",
+    {"w": whole("n:12"), "i": index("a:4", 12)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:12")[0]),
+    lambda w, i: w[i],
+)
+row(
+    "scatter_add",
+    "rows, repeated",
+    {"x": signed("a:8;k:6"), "i": index("a:8", 4)},
+    lambda f, x, i: mtf.scatter_add(x, i, dims("n:4")[0], Shape("n:4;k:6")),
+    lambda x, i: np.eye(4)[i].T @ x,
+    "x",
+)
+row(
+    "scatter_add",
+    "transposed",
+    {"x": signed("a:8;k:6"), "i": index("a:8", 12)},
+    lambda f, x, i: mtf.scatter_add(x, i, dims("n:12")[0], Shape("k:6;n:12")),
+    lambda x, i: x.T @ np.eye(12)[i],
+    "x",
+)
+row(
+    "scatter_add",
+    "shared dim",
+    {"x": signed("b:4;a:6;k:2"), "i": index("a:6;b:4", 4)},
+    lambda f, x, i: mtf.scatter_add(x, i, dims("n:4")[0], Shape("b:4;n:4;k:2")),
+    lambda x, i: np.einsum("bak,abn->bnk", x, np.eye(4)[i]),
+    "x",
+)
+row(
+    "scatter_add",
+    "broadcast updates",
+    {"x": signed("k:4"), "i": index("a:8", 4)},
+    lambda f, x, i: mtf.scatter_add(x, i, dims("n:4")[0], Shape("n:4;k:4")),
+    lambda x, i: np.eye(4)[i].sum(0)[:, None] * x,
+    "x",
+)
+row(
+    "scatter_add",
+    "summed dim",
+    {"x": signed("a:8;s:2;k:4"), "i": index("a:8", 4)},
+    lambda f, x, i: mtf.scatter_add(x, i, dims("n:4")[0], Shape("n:4;k:4")),
+    lambda x, i: np.einsum("ask,an->nk", x, np.eye(4)[i]),
+    "x",
+)
+
+
+# ---------------------------------------------------------------- sources and state
+
+row(
+    "constant",
+    "several",
+    {"x": signed("a:4")},
+    lambda f, x: (x * mtf.constant(0.75, dims("b:6"), f) + mtf.ones(dims("b:6"), f)) - mtf.zeros(dims("a:4"), f),
+    lambda x: np.repeat(x[:, None] * 0.75 + 1, 6, axis=1),
+    "x",
+)
+row(
+    "constant",
+    "alone",
+    {},
+    lambda f: mtf.constant(-3, dims("a:4;b:6"), "int32"),
+    lambda: np.full((4, 6), -3),
+    bitwise=True,
+)
+row("input", "itself", {"x": signed("a:4;b:6")}, lambda f, x: x, lambda x: x, "x", bitwise=True)
+row(
+    "variable",
+    "times input",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: x * mtf.variable("v", dims("b:6;c:2"), np.arange(1.0, 13).reshape(6, 2), f),
+    lambda x: x[:, :, None] * np.arange(1.0, 13).reshape(6, 2),
+    "x",
+)
+row(
+    "variable",
+    "step",
+    {"x": signed("a:4")},
+    lambda f, x: x + mtf.cast(mtf.step() + 3, f),
+    lambda x: x + 3,
+    "x",
+)
+row(
+    "assign",
+    "transposed",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: mtf.assign(mtf.variable("v", dims("b:6;a:4"), 1.0, f), x * 2),
+    lambda x: 2 * x.T,
+)
+row(
+    "assign",
+    "from itself",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: _moved(f, x),
+    lambda x: np.arange(6.0) / 4 + x.sum(0),
+)
+
+
+def _moved(f: str, x: Tensor) -> Operation:
+    v = mtf.variable("v", dims("b:6"), np.arange(6.0) / 4, f)
+    return mtf.assign(v, v + mtf.reduce_sum(x, output_shape=dims("b:6")))
+
+
+row("identity", "plain", {"x": signed("a:4;b:6")}, lambda f, x: mtf.identity(x) * x, lambda x: x * x, "x")
+row("stop_gradient", "alone", {"x": signed("a:4;b:6")}, lambda f, x: mtf.stop_gradient(x), lambda x: x)
+row(
+    "stop_gradient",
+    "one side",
+    {"x": signed("a:4;b:6"), "y": signed("a:4;b:6")},
+    lambda f, x, y: x * mtf.stop_gradient(mtf.exp(y)),
+    lambda x, y: x * np.exp(y),
+    "x",
+)
+row(
+    "constrain",
+    "replicated",
+    {"x": signed("a:12;b:4")},
+    lambda f, x: mtf.constrain(mtf.sin(x), "") * x,
+    lambda x: np.sin(x) * x,
+    "x",
+)
+row(
+    "constrain",
+    "split",
+    {"x": signed("a:4;n:12;b:4")},
+    lambda f, x: mtf.exp(mtf.constrain(mtf.reduce_sum(x, output_shape=dims("n:12;b:4")), "n:p")),
+    lambda x: np.exp(x.sum(0)),
+    "x",
+    tolerance=1e-9,
+)
+
+
+# ---------------------------------------------------------------- random
+
+row(
+    "random",
+    "uniform",
+    {},
+    lambda f: mtf.random_uniform(dims("a:12;b:4"), -0.5, 1.5, f),
+    lambda: uniform("random_uniform", (12, 4), -0.5, 1.5),
+    bitwise=True,
+)
+row(
+    "random",
+    "normal",
+    {},
+    lambda f: mtf.random_normal(dims("a:4;b:6"), 0.5, 2.0, f, name="noise"),
+    lambda: normal("noise", (4, 6), 0.5, 2.0),
+    bitwise=True,
+)
+row(
+    "random",
+    "dropout",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: mtf.dropout(x, True, keep_prob=0.625),
+    lambda x: np.where(uniform("dropout", (4, 6)) < 0.625, x / 0.625, 0),
+    "x",
+    bitwise=True,
+)
+row(
+    "random",
+    "dropout of rows",
+    {"x": signed("a:4;b:12;c:2")},
+    lambda f, x: mtf.dropout(x, True, rate=0.5, noise_shape=dims("b:12")),
+    lambda x: np.where((uniform("dropout", (12,)) < 0.5)[:, None], x * 2, 0),
+    "x",
+    bitwise=True,
+)
+
+
+CASES: tuple[Case, ...] = tuple(TABLE.rows.values())

@@ -1,0 +1,398 @@
+"""Every operation, by the rows of `tests/cases.py`: values, gradients, every legal layout, both executors, work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+import meshlib as mtf
+from meshlib.errors import LayoutError
+from meshlib.graph import Operation, Tensor
+from meshlib.lower.program import Instruction, Program
+from meshlib.operation import OPERATIONS, OpDef, Work
+from tests.cases import CASES, Array, Case, dims
+from tests.oracle import UNSHARDED, Layout, assert_close, draw_layout, needed, numeric_gradient, run
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def layouts_per_case() -> int:
+    """Legal layouts drawn for each row: 8 in CI, 100 under `--hypothesis-profile=deep`."""
+    return max(8, settings.default.max_examples // 100)
+
+
+# ---------------------------------------------------------------- a row as a program
+
+
+@dataclasses.dataclass
+class Built:
+    """A row's graph: what to fetch and to update, and what to feed."""
+
+    outputs: dict[str, Tensor]  # "y" and a "d_..." per operand with a gradient
+    updates: list[Operation]
+    feeds: dict[str, Array]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the program computes."""
+        return needed([*self.outputs.values(), *self.updates])
+
+    @property
+    def dims(self) -> list[str]:
+        """Names of dims, in order of appearance."""
+        return list(dict.fromkeys(d.name for t in self.tensors for d in t.shape))
+
+    def lower(self, layout: Layout | None = None, precision: str = "highest") -> Program:
+        """The program under a layout, or on one core."""
+        mesh, rules = (layout.mesh_text, layout.rules_text) if layout else (UNSHARDED, "")
+        return mtf.lower(self.outputs, self.updates, mesh=mesh, layout=rules, precision=precision)
+
+
+def built(case: Case, dtype: str = "float64", stored: bool = False, gradients: bool = True) -> Built:
+    """The row as a graph; `stored` holds float operands in variables instead of feeding them."""
+    values = dict(zip(case.inputs, case.values(), strict=True))
+    with mtf.Graph():
+        operands = []
+        for name, spec in case.inputs.items():
+            if stored and spec.dtype is None:
+                operands.append(mtf.variable(name, spec.shape, values[name], dtype))
+            else:
+                operands.append(mtf.input(name, spec.shape, spec.dtype or dtype))
+        y = case.build(dtype, *operands)
+        if isinstance(y, Operation):
+            return Built({}, [y], values)
+        outputs = {"y": y}
+        if gradients and y.dtype.is_float:
+            cotangent = mtf.input("cotangent", y.shape, y.dtype)
+            values["cotangent"] = case.rng(1).uniform(0.4, 1.6, y.shape.sizes) * case.rng(2).choice(
+                [-1, 1, 1], y.shape.sizes
+            )
+            floats = {n: x for n, x in zip(case.inputs, operands, strict=True) if x.dtype.is_float}
+            found = mtf.gradients([y], list(floats.values()), [cotangent])
+            outputs |= {f"d_{n}": dx for n, dx in zip(floats, found, strict=True) if dx is not None}
+    return Built(outputs, [], values)
+
+
+def result(out: Mapping[str, Array]) -> Array:
+    """The row's value: the fetched one, or the variable's new one."""
+    (name,) = (n for n in out if n == "y" or n.startswith("new "))
+    return np.asarray(out[name])
+
+
+# ---------------------------------------------------------------- the table itself
+
+
+def test_table_covers_every_operation() -> None:
+    assert {c.op for c in CASES} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("record", OPERATIONS.values(), ids=lambda r: r.name)
+def test_record_is_complete(record: OpDef) -> None:
+    for field in dataclasses.fields(OpDef):
+        value = getattr(record, field.name)
+        assert value is not None
+        assert field.name in ("name", "kind") or callable(value)
+        assert field.default is dataclasses.MISSING  # required: adding an operation means thinking of each
+    assert OPERATIONS[record.name] is record
+
+
+def test_an_operation_without_a_field_is_refused() -> None:
+    fields = {f.name: getattr(OPERATIONS["add"], f.name) for f in dataclasses.fields(OpDef)}
+    del fields["work"]
+    with pytest.raises(TypeError, match="work"):
+        OpDef(**fields)
+    with pytest.raises(ValueError, match="'add' is defined twice"):
+        mtf.operation.operation(work=OPERATIONS["add"].work, **fields)
+
+
+# ---------------------------------------------------------------- values and gradients on one core
+
+
+@each_case
+@pytest.mark.parametrize("executor", ["exact", "fast"])
+def test_value_and_shape(case: Case, executor: str) -> None:
+    b = built(case, gradients=False)
+    assert case.op in {t.operation.kind.name for t in b.tensors} | {u.kind.name for u in b.updates}
+    program = b.lower()
+    (out,) = run(program, b.feeds, executor)
+    wanted = np.asarray(case.reference(*case.values()))
+    y = result(out)
+    assert y.shape == wanted.shape
+    for tensor in b.outputs.values():
+        assert tensor.shape.sizes == wanted.shape
+    assert_close({"y": np.asarray(y, np.float64)}, {"y": np.asarray(wanted, np.float64)}, case.tolerance, case)
+
+
+@each_case
+def test_gradient(case: Case) -> None:
+    b = built(case)
+    given = {n.removeprefix("d_") for n in b.outputs if n != "y"}
+    if case.differentiable is None:
+        return
+    assert given == set(case.differentiable)
+    if not given:
+        return
+    (out,) = run(b.lower(), b.feeds)
+    values = case.values()
+    for n, name in enumerate(case.inputs):
+        if name in given:
+            wanted = numeric_gradient(case.reference, values, n, b.feeds["cotangent"])
+            about = f"{case}, gradient of {name}"
+            found = np.asarray(out[f"d_{name}"], np.float64)
+            assert_close({name: found}, {name: wanted}, max(2e-8, case.tolerance), about)
+
+
+# ---------------------------------------------------------------- every layout
+
+
+def drawn_layouts(case: Case, b: Built, count: int) -> tuple[list[Layout], list[Layout]]:
+    """`count` different legal layouts that split something, or as many as are found, and illegal ones met."""
+    rng = case.rng(3)
+    shapes = [t.shape for t in b.tensors]
+    names = b.dims
+    legal: dict[str, Layout] = {}
+    illegal: dict[str, Layout] = {}
+    for _ in range(20 * count):
+        layout = draw_layout(rng, names)
+        if not layout.allows(shapes):
+            illegal[str(layout)] = layout
+        elif layout.rules or not names:
+            legal[str(layout)] = layout
+        if len(legal) == count:
+            break
+    return list(legal.values()), list(illegal.values())
+
+
+@each_case
+def test_every_layout(case: Case) -> None:
+    count = layouts_per_case()
+    fed, stored = built(case), built(case, stored=True)
+    wanted = {id(b): run(b.lower(), b.feeds)[0] for b in (fed, stored)}
+    legal, illegal = drawn_layouts(case, fed, count)
+    assert legal, f"no legal layout found for {case}"
+    tolerance = 0 if case.bitwise else max(1e-10, case.tolerance if case.tolerance > 1e-9 else 0)
+    for n, layout in enumerate(legal):
+        b = (fed, stored)[n % 2]
+        about = f"{case} under {layout}"
+        program = b.lower(layout)
+        assert not any(v.sharding.pending for v in program.outputs.values()), about
+        (exact,) = run(program, b.feeds)
+        assert_close(exact, wanted[id(b)], tolerance, about)
+        for fold in (True, False):
+            (fast,) = run(program, b.feeds, "fast", fold=fold)
+            assert_close(fast, exact, min(tolerance, 1e-12) if not case.tolerance > 1e-9 else tolerance, about)
+        check_work(program, about)
+    for layout in illegal[:count]:
+        with pytest.raises(LayoutError):
+            fed.lower(layout)
+
+
+@each_case
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layouts_at_default_precision(case: Case, dtype: str) -> None:
+    """Rounding on the way into the MXU and of each bfloat16 result: what differs is the order of addition."""
+    try:
+        b = built(case, dtype)
+    except mtf.ShapeError as fault:
+        assert "dtypes" in str(fault)  # rows that fix one operand's dtype
+        return
+    b.feeds = {n: round_to(x, dtype) for n, x in b.feeds.items()}
+    (wanted,) = run(b.lower(precision="default"), b.feeds)
+    # Rounding into the MXU turns a last-bit difference into one of 2**-8; so does any bfloat16 result.
+    loose = dtype == "bfloat16" or any(t.operation.kind.name == "einsum" for t in b.tensors)
+    tolerance = 0 if case.bitwise else 0.04 if loose else 2e-6
+    for layout in drawn_layouts(case, b, 2)[0]:
+        program = b.lower(layout, "default")
+        (exact,) = run(program, b.feeds)
+        (fast,) = run(program, b.feeds, "fast")
+        for out in (exact, fast):
+            assert_close(out, wanted, tolerance, f"{case} in {dtype} under {layout}")
+
+
+def round_to(x: Array, dtype: str) -> Array:
+    """Floats as the dtype holds them."""
+    return np.asarray(x, mtf.dtypes.as_dtype(dtype).public) if x.dtype.kind == "f" else x
+
+
+def test_float64_agrees_far_beyond_float32() -> None:
+    """The tolerance above means something: another order of addition differs in the last bits, and only there."""
+    case = next(c for c in CASES if str(c) == "einsum-network")
+    b = built(case)
+    (whole,) = run(b.lower(), b.feeds)
+    (split,) = run(b.lower(Layout((("p", 2), ("q", 2)), (("b", ("p",), False), ("h", ("q",), False)))), b.feeds)
+    assert_close(split, whole, 1e-14, "network")
+    assert any(not np.array_equal(split[n], whole[n]) for n in whole)
+
+
+# ---------------------------------------------------------------- work
+
+# What costs nothing: other names of values that are there anyway.
+FREE = {"rename_dimension", "identity", "stop_gradient", "constrain", "assign", "input", "variable"}
+
+
+def idle_factors(i: Instruction) -> set[str]:
+    """Factors whose split does not divide an operation's vector work (of einsum: its matrix work)."""
+    op = i.operation
+    if op.kind.name == "gather":  # each device runs through all indices, whichever it holds
+        return {op.attrs["dim"].name}
+    if op.kind.name == "scatter_add":  # the same, and updates without a dim of the indices are added for each index
+        dim = op.attrs["dim"].name
+        return {dim} | {d.name for d in op.inputs[1].shape if d.name not in op.inputs[0].shape}
+    if op.kind.name == "einsum":  # summed before the product
+        a, b = op.inputs
+        return {d.name for d in (*a.shape, *b.shape) if not (d.name in op.output.shape) and not _both(d.name, a, b)}
+    return set()
+
+
+def _both(name: str, a: Tensor, b: Tensor) -> bool:
+    return name in a.shape and name in b.shape
+
+
+def check_work(program: Program, about: str) -> None:
+    """Local work times devices is the unsharded work, times the size of each axis that divides none of it."""
+    mesh = program.mesh
+    for i in program.instructions:
+        if i.is_reshard or i.opcode == "assign":
+            continue
+        op, (out,) = i.operation, i.outputs
+        local = op.kind.work(tuple(x.local for x in i.inputs), out.local, op.attrs)
+        whole = op.kind.work(tuple(x.tensor.type for x in i.inputs), out.tensor.type, op.attrs)
+        split = dict(i.assignment)
+        idle = idle_factors(i)
+        dividing = [a for a in mesh.axes if split.get(a, None) is not None and split[a] not in idle]
+        duplicated = mesh.size // prod(mesh.axis_size(a) for a in dividing)
+        text = f"{about}: {op} by {split}: {local} on each of {mesh.size}, {whole} in all"
+        assert_at_least(local, whole, mesh.size, text)
+        if op.kind.name == "einsum":
+            assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
+            assert local.mxu_flops == einsum_flops(i), text
+            assert (local.vpu_ops > 0) == bool(idle), text
+        else:
+            assert local.mxu_flops == 0, text
+            assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
+        if op.kind.name in FREE:
+            assert local == Work(0, 0, 0), text
+        else:
+            assert local.vpu_ops + local.mxu_flops > 0, text
+            assert local.hbm_bytes == sum(v.local_bytes for v in (*i.inputs, out)), text
+
+
+def assert_at_least(local: Work, whole: Work, devices: int, text: str) -> None:
+    """No work is lost by splitting it."""
+    assert local.mxu_flops * devices >= whole.mxu_flops, text
+    assert local.vpu_ops * devices >= whole.vpu_ops, text
+    assert local.hbm_bytes * devices >= whole.hbm_bytes, text
+
+
+def einsum_flops(i: Instruction) -> int:
+    """Two flops per point of the local iteration space; six passes for float32 kept whole."""
+    op = i.operation
+    sizes = {d.name: d.size for v in (*i.inputs, *i.outputs) for d in v.local.shape}
+    points = prod(size for name, size in sizes.items() if name not in idle_factors(i))
+    passes = 6 if op.attrs["precision"] == "highest" and op.output.dtype.itemsize > 2 else 1
+    return 2 * points * passes
+
+
+def test_data_parallel_divides_all_flops() -> None:
+    """2 * 4 * 6 * 8 flops of x w in all: a quarter on each of 4 cores by batch, and by hidden."""
+    with mtf.Graph():
+        x, w = mtf.input("x", dims("b:4;i:6")), mtf.input("w", dims("i:6;h:8"))
+        y = mtf.matmul(x, w, output_shape=dims("b:4;h:8"))
+    for layout in ("b:p", "h:p"):
+        program = mtf.lower(y, mesh="p:4", layout=layout)
+        (i,) = (i for i in program.instructions if i.opcode == "einsum")
+        work = i.operation.kind.work(tuple(v.local for v in i.inputs), i.outputs[0].local, i.operation.attrs)
+        assert work.mxu_flops == 2 * 4 * 6 * 8 // 4 == 96
+
+
+# ---------------------------------------------------------------- random numbers and initial values
+
+
+def drawn(name: str | None = None, seed: int = 0, steps: int = 1) -> list[Array]:
+    """A few uniform numbers per step of a program that counts its steps."""
+    with mtf.Graph():
+        noise = mtf.random_uniform(dims("a:12"), name=name)
+        update = mtf.assign(mtf.variable("v", dims("a:12"), 0.0), noise)
+    program = mtf.lower({"noise": noise}, [update], mesh="p:2", layout="a:p")
+    return [out["noise"] for out in run(program, {}, steps=steps, seed=seed)]
+
+
+def test_random_numbers_differ_by_step_seed_and_name() -> None:
+    first, second, third = drawn(steps=3)
+    seen = [first, second, third, *drawn(seed=1), *drawn("other"), *drawn("other", seed=1)]
+    for n, a in enumerate(seen):
+        for b in seen[:n]:
+            assert not np.intersect1d(a, b).size
+    assert np.array_equal(drawn()[0], first)
+
+
+def test_two_random_operations_are_independent() -> None:
+    with mtf.Graph():
+        pair = [mtf.random_normal(dims("a:12")) for _ in range(2)]
+        with mtf.scope("inner"):
+            pair.append(mtf.random_normal(dims("a:12")))
+        x = mtf.input("x", dims("a:12"))
+        pair += [mtf.dropout(x, True, 0.5) for _ in range(2)]
+    (out,) = run(mtf.lower(pair), {"x": np.arange(1.0, 13)})
+    found = list(out.values())
+    assert len(found) == 5
+    for n, a in enumerate(found):
+        for b in found[:n]:
+            assert not np.array_equal(a, b)
+
+
+INITIALIZERS = {
+    "default": None,
+    "number": 0.375,
+    "uniform": mtf.initializers.random_uniform(-2, 3),
+    "normal": mtf.initializers.random_normal(1, 2),
+    "glorot": mtf.initializers.glorot_uniform(dims("i:12")),
+    "scaled": mtf.initializers.scaled_normal(dims("i:12"), 2.0),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_initial_values_do_not_depend_on_the_layout(dtype: str) -> None:
+    with mtf.Graph():
+        values = {n: mtf.variable(n, dims("i:12;h:8"), init, dtype) for n, init in INITIALIZERS.items()}
+        train = mtf.optimize.AdamOptimizer(0.1).minimize(mtf.reduce_sum(mtf.square(values["normal"])))
+    wanted = run(mtf.lower(values), {}, seed=7)[0]
+    assert not np.array_equal(wanted["default"], wanted["glorot"])  # by name
+    for mesh, layout in (("p:2", "i:p"), ("p:2;q:4", "h:q;i:p"), ("p:2;q:3", "i:q+p"), ("p:4", "variables/h:p")):
+        for executor in ("exact", "fast"):
+            (out,) = run(mtf.lower(values, train, mesh, layout), {}, executor, seed=7)
+            assert_close({n: out[n] for n in values}, wanted, 0, f"{mesh} {layout}")
+
+
+def test_a_split_value_is_not_drawn_twice() -> None:
+    """Blocks differ: the offset counts. A dim of 12 over 4 devices gives 12 different numbers."""
+    with mtf.Graph():
+        noise = mtf.random_uniform(dims("a:12;b:2"))
+    (out,) = run(mtf.lower({"noise": noise}, mesh="p:2;q:2", layout="a:q+p"), {})
+    assert len(np.unique(out["noise"])) == 24
+
+
+def sequence_of(op: str) -> Sequence[Case]:
+    """Rows of one operation."""
+    return [c for c in CASES if c.op == op]
+
+
+def test_every_row_of_a_source_or_split_index_is_met_split() -> None:
+    """The drawn layouts do split the dims that need offsets: none of these rows passes for want of a split."""
+    for op in ("range", "one_hot", "gather", "scatter_add", "random"):
+        for case in sequence_of(op):
+            b = built(case)
+            legal, _ = drawn_layouts(case, b, layouts_per_case())
+            assigned = {
+                name
+                for layout in legal
+                for i in b.lower(layout).instructions
+                if i.opcode == op
+                for _, name in i.assignment
+            }
+            assert assigned, case

@@ -1,0 +1,40 @@
+"""What the README promises: two set-up commands, and a first program that does what the text shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import meshlib as mtf
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_exactly_two_setup_commands_of_one_line() -> None:
+    commands = [line for line in README.splitlines() if "pip install" in line]
+    assert len(commands) == 2
+    assert all(line.startswith("python3 -m venv .venv && ") for line in commands)
+    assert commands[0].endswith("examples/mnist.py")
+    assert commands[1].endswith("-m pytest")
+
+
+def test_first_program_runs_and_sends_what_the_readme_shows() -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.S)
+    assert code is not None
+    space: dict[str, object] = {}
+    exec(code.group(1).replace("print(", "str("), space)
+    program = space["program"]
+    assert isinstance(program, mtf.Program)
+    table = mtf.collectives_table(program.collectives)
+    shown = re.search(r"```text\n(phase.*?)```", README, re.S)
+    assert shown is not None
+    for line in shown.group(1).splitlines():
+        text = re.sub(r"model\.py:\d+", "", line).rstrip()
+        if text.strip() != "...":
+            assert text in table, text
+
+
+def test_links_point_to_files() -> None:
+    for path in re.findall(r"`((?:examples|tests)/[\w/]+\.py)", README):
+        assert (ROOT / path).is_file(), path
