@@ -103,6 +103,23 @@ def test_utilisation_of_small_m_and_of_a_narrow_output():
     assert core.matmul_seconds(chip, Matmul(8192, 8192, 129)) == pytest.approx(full / 32, rel=0.5)
 
 
+def test_rows_come_in_eights():
+    for m in (1001, 1008):
+        assert core.matmul_cycles(CHIPS["v2"], Matmul(m, 128, 128)) == 1008 + 2 * 128 + 128 - 2
+
+
+def test_a_product_with_a_vector_runs_on_the_vector_unit():
+    time = time_of(CHIPS["v2"], Work((Matmul(4096, 8192, 1),), vpu_ops=10))
+    assert time.mxu_seconds == 0
+    assert time.vpu_seconds == pytest.approx((2 * 4096 * 8192 + 10) / vpu.vpu_rate(CHIPS["v2"]))
+
+
+def test_intensity_is_that_of_a_device():
+    assert core.critical_intensity(CHIPS["v3"]) == pytest.approx(61.5e12 / 450e9)
+    assert core.critical_intensity(CHIPS["v3"], "ici") == pytest.approx(61.5e12 / (2 * 82e9 * 0.9 / 2))
+    assert core.critical_intensity(CHIPS["v7"], "dcn") == pytest.approx(2307e12 / 12.5e9)
+
+
 def test_bounds():
     chip = CHIPS["v5e"]
     assert time_of(chip, Work((Matmul(4096, 4096, 4096),), hbm_bytes=1e8)).bound == "mxu"

@@ -145,6 +145,25 @@ def test_whole_torus_uses_all_axes_at_once():
     assert cost.busy_seconds[0][1] <= cost.seconds
 
 
+def test_unequal_axes_cost_what_the_closed_form_says():
+    slice_ = Slice("v4-4x4x8")
+    placement = next(placements(slice_, {"x": 128}))
+    cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
+    axes = [(4, True), (4, True), (8, True)]
+    assert cost.algorithm == "rotated"
+    assert cost.seconds == pytest.approx(collectives.all_reduce_seconds(1e8, axes, ici_links(slice_)))
+
+
+def test_two_factors_on_one_torus_axis_take_turns():
+    a = (Factor(0, 2, 1), Factor(1, 2, 8), Factor(1, 2, 1))
+    b = (Factor(0, 8, 2), Factor(1, 4, 2))
+    placement = Placement(Slice("v5e-256"), (("a", a), ("b", b)))
+    assert len(placement.of(["a"])) == 3
+    cost = collective_cost(placement, "all_reduce", ["a"], 1e8)
+    assert cost.algorithm == "in turn"
+    assert cost.seconds >= sum(seconds for place, seconds in cost.busy_seconds if place == 1)
+
+
 def test_both_cores_of_a_chip_share_its_links():
     slice_ = Slice("v3-32")
     across = next(p for p in placements(slice_, {"a": 16, "b": 2}) if dict(p.factors)["b"][0].place == CORES)
