@@ -50,7 +50,7 @@ def round_to_bfloat16(x: Array, out: Array | None = None) -> NDArray[np.float32]
       out: float32 array of x's shape to write to; may be x itself.
     Returns: `out`, or a new array of x's shape.
     Cost: six passes over cache-sized chunks; no floating-point flag is raised.
-    Raises: HardwareError if x or out is not float32, or their shapes differ.
+    Raises: HardwareError if x or out is not float32, their shapes differ, or out is read-only.
     Example:
       >>> round_to_bfloat16(np.float32([1.00390625, 1.01171875, 3.4e38])).tolist()
       [1.0, 1.015625, inf]
@@ -58,16 +58,26 @@ def round_to_bfloat16(x: Array, out: Array | None = None) -> NDArray[np.float32]
     Source: IEEE 754 round-half-even on the upper 16 bits; google/XNNPACK and jax-ml/ml_dtypes do the same.
     """
     x = _require_float32("x", x)
+    if out is not None and _require_float32("out", out).shape != x.shape:
+        raise HardwareError(f"round_to_bfloat16: out has shape {out.shape}, x has shape {x.shape}")
+    if out is not None and not out.flags.writeable:
+        raise HardwareError("round_to_bfloat16: out is read-only")
+    if x.size <= _ROUND_SMALL:  # the fewest calls win: two casts, which keep the same rule
+        with np.errstate(invalid="ignore"):  # a signalling NaN is no news here
+            rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+        if out is None:
+            return rounded
+        np.copyto(out, rounded)
+        return out
     if out is None:
         out = np.empty(x.shape, np.float32)
-    elif _require_float32("out", out).shape != x.shape:
-        raise HardwareError(f"round_to_bfloat16: out has shape {out.shape}, x has shape {x.shape}")
-    if not (x.flags.c_contiguous and out.flags.c_contiguous) or (out is not x and np.may_share_memory(x, out)):
+    aligned = x.flags.c_contiguous and out.flags.c_contiguous
+    if not aligned or (out is not x and np.may_share_memory(x, out)):
         dense = np.array(x, order="C")
         _round_dense(dense.reshape(-1), dense.reshape(-1))
         np.copyto(out, dense)
-        return out
-    _round_dense(x.reshape(-1), out.reshape(-1))
+    else:
+        _round_dense(x.reshape(-1), out.reshape(-1))
     return out
 
 
@@ -80,28 +90,24 @@ def _require_float32(name: str, x: Array) -> Array:
 
 def _round_dense(x: Array, out: Array) -> None:
     """Chunk by chunk: add half a unit, less one where the last kept bit is 0 (ties to even), and cut."""
-    if x.size <= _ROUND_SMALL:  # the fewest calls win: two casts, which keep the same rule
-        with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN is no news here
-            np.copyto(out, x.astype(ml_dtypes.bfloat16))
-        return
     source, target = x.view(np.uint32), out.view(np.uint32)
-    scratch = np.empty(_ROUND_CHUNK, np.uint32)
-    for start in range(0, x.size, _ROUND_CHUNK):
-        bits = source[start : start + _ROUND_CHUNK]
-        result = target[start : start + _ROUND_CHUNK]
-        work = scratch[: bits.size]
-        with np.errstate(invalid="ignore"):
-            has_nan = bool(np.isnan(x[start : start + _ROUND_CHUNK].max()))  # a maximum keeps any NaN
-        if has_nan:
-            nan = (bits & _MAGNITUDE) > _INFINITY
-            quiet = (bits[nan] & _SIGN) | _QUIET_NAN
-        np.right_shift(bits, _SIXTEEN, out=work)
-        np.bitwise_and(work, _ONE, out=work)
-        np.add(work, _JUST_BELOW_HALF, out=work)
-        np.add(work, bits, out=work)
-        np.bitwise_and(work, _UPPER_HALF, out=result)
-        if has_nan:
-            result[nan] = quiet
+    in_place = x is out or np.may_share_memory(x, out)
+    scratch = np.empty(_ROUND_CHUNK if in_place else 0, np.uint32)
+    with np.errstate(invalid="ignore"):
+        for start in range(0, x.size, _ROUND_CHUNK):
+            bits, result = source[start : start + _ROUND_CHUNK], target[start : start + _ROUND_CHUNK]
+            work = scratch[: bits.size] if in_place else result
+            has_nan = np.isnan(x[start : start + _ROUND_CHUNK].max())  # a maximum keeps any NaN
+            if has_nan:
+                nan = (bits & _MAGNITUDE) > _INFINITY
+                quiet = (bits[nan] & _SIGN) | _QUIET_NAN
+            np.right_shift(bits, _SIXTEEN, out=work)
+            np.bitwise_and(work, _ONE, out=work)
+            np.add(work, _JUST_BELOW_HALF, out=work)
+            np.add(work, bits, out=work)
+            np.bitwise_and(work, _UPPER_HALF, out=result)
+            if has_nan:
+                result[nan] = quiet
 
 
 def mxu_matmul(a: Array, b: Array, rows: int = 128) -> Array:

@@ -10,7 +10,9 @@ Which shapes exist:
 * 3-D kinds (v4, v5p, v7): 2x2x1, 2x2x2, 2x2x4, 2x4x4 without wrap, or sides that are multiples of 4, every
   axis wrapped, up to the chips of a pod (optical switches join cubes freely). A number alone means the
   most compact such shape.
-* A chip of your own follows the rule of its `wrap_cube`; otherwise any shape within its pod is legal.
+* A chip of your own, or a published one with another `pod_shape`, follows the rule of its `wrap_cube`;
+  otherwise any shape within its pod is legal, and numbers alone mean powers of two. So a multipod of
+  2020 is `Slice("v3-128x32", replace(CHIPS["v3"], pod_shape=(128, 32), max_slice_chips=4096))`.
 
 Sources: docs.cloud.google.com/tpu/docs (v3, v4, v5e, v5p, v6e); jax-ml/scaling-book tpus.md;
 Kumar et al., arXiv:1909.09756 and arXiv:2011.03641 for v3 shapes.
@@ -213,7 +215,8 @@ def _is_legal(chip: Chip, shape: tuple[int, ...]) -> bool:
         if all(side % chip.wrap_cube == 0 for side in shape):
             return True
         return chip.wrap_cube == 4 and len(shape) == 3 and ordered in _CUBE_PARTS
-    if CHIPS.get(chip.name) is None or len(shape) == 1:
+    published = CHIPS.get(chip.name)
+    if published is None or published.pod_shape != chip.pod_shape:
         return all(side <= limit for side, limit in zip(ordered, sorted(chip.pod_shape), strict=True))
     return ordered in {tuple(sorted(legal)) for legal in _shapes(chip).values()}
 

@@ -181,7 +181,8 @@ def test_any_shape_is_a_slice_or_one_clear_error(kind, sides):
 
 OWN = {
     "name": "own", "cores_per_chip": 1, "devices_per_chip": 1, "clock_hz": 1e9, "mxus_per_core": 1,
-    "mxu_rows": 8, "mxu_columns": 8, "peak_bf16_flops": 128e9, "vmem_bytes_per_core": 2**20, "hbm_bytes": 2**30,
+    "mxu_rows": 8, "mxu_columns": 8, "peak_bf16_flops": 128e9,
+    "vmem_bytes_per_core": 2**20, "hbm_bytes": 2**30,
     "hbm_bytes_per_second": 1e11, "ici_links": 4, "ici_bytes_per_second": 1e10, "pod_shape": (4, 6),
     "max_slice_chips": 24, "chips_per_host": 2,
 }  # fmt: skip
@@ -201,6 +202,15 @@ def test_own_chip_and_its_slices():
 def test_override_a_figure():
     fast = dataclasses.replace(CHIPS["v3"], hbm_bytes_per_second=2e12)
     assert Slice("v3-8", fast).hbm_bytes_per_second_per_device == 1e12
+
+
+def test_multipod_of_2020():
+    """4096 chips as 128 x 32, a mesh in its long axis: Kumar et al., arXiv:2011.03641."""
+    pods = dataclasses.replace(CHIPS["v3"], pod_shape=(128, 32), max_slice_chips=4096)
+    s = Slice("v3-128x32", pods)
+    assert (s.chips, s.cores, s.wrap) == (4096, 8192, (False, True))
+    with pytest.raises(HardwareError, match="no slice of v3"):
+        Slice("v3-128x32")
 
 
 def test_toml(tmp_path):

@@ -80,6 +80,10 @@ def test_rounding_refuses():
         round_to_bfloat16(np.zeros(3))
     with pytest.raises(HardwareError, match=r"out has shape \(4,\), x has shape \(3,\)"):
         round_to_bfloat16(np.zeros(3, np.float32), out=np.zeros(4, np.float32))
+    frozen = np.zeros(3, np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(HardwareError, match="read-only"):
+        round_to_bfloat16(frozen, out=frozen)
     with pytest.raises(HardwareError, match="not list"):
         round_to_bfloat16([1.0])
 
@@ -210,6 +214,21 @@ def test_ring_order_by_hand():
     # chunk 0 is added 1, 2, 0: (2**-24 + 2**-24) + 1 rounds up; chunk 1 is added 2, 0, 1; chunk 2, 0, 1, 2.
     parts = [np.float32([1, 1, 1]), np.float32([2**-24] * 3), np.float32([2**-24] * 3)]
     assert ring_reduce(parts).tolist() == [1 + 2**-23, 1, 1]
+
+
+def test_ring_rounds_what_it_carries():
+    """With a carry every partial result is rounded on its way; chunk c by hand, from member c + 1 on."""
+    rng = np.random.default_rng(3)
+    parts = [round_to_bfloat16(rng.standard_normal(9).astype(np.float32)) for _ in range(3)]
+    want = np.empty(9, np.float32)
+    for c in range(3):
+        cut = slice(3 * c, 3 * c + 3)
+        first, second, third = (parts[(c + step) % 3][cut] for step in (1, 2, 3))
+        want[cut] = oracle(oracle(first + second) + third)
+    assert same_bits(ring_reduce(parts, carry=round_to_bfloat16), want)
+    chunks = ring_reduce_scatter(parts, 0, carry=round_to_bfloat16)
+    assert same_bits(np.concatenate(chunks), want)
+    assert not same_bits(ring_reduce(parts), want)
 
 
 @given(st.integers(1, 5), st.integers(0, 2), st.integers(0, 9), st.integers(0, 2**32 - 1))

@@ -1,0 +1,201 @@
+"""Watch a systolic array compute y = W x, cycle by cycle, in the terminal.
+
+    python examples/systolic.py                      3x3 array, 3 vectors
+    python examples/systolic.py --size 2x4 --batch 5 --mode shadow
+    python examples/systolic.py --save frames.gif    one GIF (or frames.png: one PNG per cycle)
+
+Every box is a processing element: its weight w, the input x that moves right, and the partial sum p that
+moves down. PE (r, c) holds W[c][r]; x_r enters row r from the left, y_c leaves below column c. In a
+dot nothing is there. `--save` needs matplotlib. From a checkout that is not installed, run
+`python -m examples.systolic`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hardware import MXU, HardwareError
+from hardware.mxu import MODES
+from hardware.systolic import Run, State
+
+Array = NDArray[Any]
+
+# The worked example of most lectures: small integers, so that every sum can be checked in one's head.
+WEIGHTS = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+VECTORS = np.array([[1, 2, 3], [-1, 0, 4], [5, -2, 1]])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the example; returns the exit status."""
+    options = parse(arguments)
+    try:
+        rows, columns = options.size
+        weights, vectors = operands(rows, columns, options.batch, options.seed)
+        check_width(rows, columns, options)
+        run = MXU(rows, columns).run(weights.T, vectors, options.mode, states=True)
+        if options.save:
+            for path in save(run, weights, options.save):
+                print(path)
+            return 0
+        play(run, weights, vectors, options.delay)
+    except HardwareError as fault:
+        print(f"systolic.py: {fault}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="systolic.py"
+    )
+    parser.add_argument("--size", type=size, default=(3, 3), help="rows x columns of the array, e.g. 3x3")
+    parser.add_argument("--batch", type=int, default=3, help="vectors x (default 3)")
+    parser.add_argument("--mode", choices=MODES, default="noload", help="how the weights get in")
+    parser.add_argument("--seed", type=int, default=0, help="for sizes other than 3x3, batch 3")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds between cycles")
+    parser.add_argument("--save", type=Path, help="write frames: NAME.gif, or NAME.png for NAME-000.png ...")
+    return parser.parse_args(arguments)
+
+
+def size(text: str) -> tuple[int, int]:
+    """3 -> (3, 3); 2x4 -> (2, 4)."""
+    parts = text.lower().split("x")
+    if len(parts) not in (1, 2) or not all(part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"a size is written 3 or 2x4, not {text!r}")
+    return int(parts[0]), int(parts[-1])
+
+
+def operands(rows: int, columns: int, batch: int, seed: int) -> tuple[Array, Array]:
+    """W [columns, rows] and vectors [batch, rows], small integers."""
+    if (rows, columns, batch) == (3, 3, 3):
+        return WEIGHTS, VECTORS
+    if min(rows, columns, batch) < 1:
+        raise HardwareError(f"size and batch must be at least 1, not {rows}x{columns}, batch {batch}")
+    rng = np.random.default_rng(seed)
+    return rng.integers(-9, 10, (columns, rows)), rng.integers(-9, 10, (batch, rows))
+
+
+def check_width(rows: int, columns: int, options: argparse.Namespace) -> None:
+    """Refuse arrays that do not fit the terminal (frames for --save always fit)."""
+    needed, offered = LABEL + columns * (CELL + 1) + 1, shutil.get_terminal_size((120, 50)).columns
+    if options.save is None and needed > offered:
+        raise HardwareError(
+            f"an array of {rows}x{columns} needs {needed} columns of text, the terminal has {offered}; "
+            f"use at most {max(1, (offered - LABEL - 1) // (CELL + 1))} columns, or --save"
+        )
+
+
+def play(run: Run, weights: Array, vectors: Array, delay: float) -> None:
+    """Print every cycle, then the result."""
+    columns, rows = weights.shape
+    print(f"y = W x on a {rows}x{columns} array, {len(vectors)} vectors\n")
+    print("W =", str(weights).replace("\n", "\n    "))
+    for state in run.states:
+        print("\n" + draw(state))
+        time.sleep(delay)
+    print(f"\n{run.cycles} cycles")
+    for m, (x, y) in enumerate(zip(vectors, run.y, strict=True)):
+        print(f"vector {m}: W {x.tolist()} = {y.tolist()}")
+
+
+LABEL, CELL = 14, 11
+
+
+def draw(state: State) -> str:
+    """One cycle as text."""
+    rows, columns = state.weight.shape
+    rule = " " * LABEL + "+" + ("-" * CELL + "+") * columns
+    lines = [f"cycle {state.cycle}: {state.busy} of {rows * columns} processing elements busy", rule]
+    for r in range(rows):
+        fed = state.feed_vector[r] >= 0
+        label = f"x{r}[{state.feed_vector[r]}] = {state.feed[r]} >" if fed else ""
+        busy = state.vector[r] >= 0
+        cells = [
+            ("", [f"w {w}" for w in state.weight[r]]),
+            (label, [f"x {a} >" if on else "x . " for a, on in zip(state.activation[r], busy, strict=True)]),
+            ("", [f"p {p} v" if on else "p . " for p, on in zip(state.partial[r], busy, strict=True)]),
+        ]
+        if not np.array_equal(state.shadow, state.weight) and state.shadow.any():
+            cells.insert(1, ("", [f"(w {s})" for s in state.shadow[r]]))
+        for left, texts in cells:
+            lines.append(left.rjust(LABEL - 1) + " |" + "|".join(text.center(CELL) for text in texts) + "|")
+        lines.append(rule)
+    outs = [
+        f"y{c}[{m}]={y}" if m >= 0 else "" for c, (m, y) in enumerate(zip(state.out_vector, state.out, strict=True))
+    ]
+    lines.append(" " * LABEL + " " + " ".join(out.center(CELL) for out in outs))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def save(run: Run, weights: Array, path: Path) -> list[Path]:
+    """Write the frames as one GIF or as numbered PNGs; returns the files."""
+    if path.suffix.lower() not in (".gif", ".png"):
+        raise HardwareError(f"--save writes .gif or .png, not {path.name!r}")
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import animation, pyplot
+    except ImportError:
+        raise HardwareError("--save needs matplotlib; install it with: pip install matplotlib") from None
+    columns, rows = weights.shape
+    figure, axes = pyplot.subplots(figsize=(1.6 * columns + 2.4, 1.3 * rows + 1.8))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix.lower() == ".gif":
+        movie = animation.FuncAnimation(figure, lambda i: paint(axes, run.states[i]), frames=len(run.states))
+        movie.save(path, writer=animation.PillowWriter(fps=1))
+        written = [path]
+    else:
+        written = []
+        for state in run.states:
+            paint(axes, state)
+            written.append(path.with_name(f"{path.stem}-{state.cycle:03d}{path.suffix}"))
+            figure.savefig(written[-1], dpi=100)
+    pyplot.close(figure)
+    return written
+
+
+def paint(axes: Any, state: State) -> list[Any]:
+    """One cycle on matplotlib axes: a square per PE, coloured by the vector it works on."""
+    rows, columns = state.weight.shape
+    axes.clear()
+    axes.set(xlim=(-1.3, columns), ylim=(rows + 0.5, -0.3), aspect="equal", title=f"cycle {state.cycle}")
+    axes.axis("off")
+    colours = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#b8a1e3")
+    for r in range(rows):
+        for c in range(columns):
+            m = state.vector[r, c]
+            colour = colours[m % len(colours)] if m >= 0 else "white"
+            axes.add_patch(axes_rectangle(c, r, colour))
+            text = f"w {state.weight[r, c]}"
+            if m >= 0:
+                text += f"\nx {state.activation[r, c]} →\np {state.partial[r, c]} ↓"
+            axes.text(c + 0.45, r + 0.45, text, ha="center", va="center", fontsize=9)
+        if state.feed_vector[r] >= 0:
+            axes.text(-0.2, r + 0.45, f"x{r} = {state.feed[r]} →", ha="right", va="center", fontsize=9)
+    for c in range(columns):
+        if state.out_vector[c] >= 0:
+            text = f"y{c}[{state.out_vector[c]}]\n= {state.out[c]}"
+            axes.text(c + 0.45, rows + 0.2, text, ha="center", va="center", fontsize=9)
+    return []
+
+
+def axes_rectangle(column: int, row: int, colour: str) -> Any:
+    """The square of one processing element."""
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((column, row), 0.9, 0.9, facecolor=colour, edgecolor="black")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

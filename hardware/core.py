@@ -1,0 +1,249 @@
+"""The time of one local operation on one device, and what bounds it.
+
+An operation is plain numbers: matrix products as sizes, element operations, bytes over HBM. MXU, VPU and HBM
+work at once, so the time is that of the slowest, plus a launch; their sum bounds it from above.
+
+A product [m, k] x [k, n] holds one operand still, in tiles, and streams the other through. Either operand may
+be held, and the MXUs of the device share tiles or rows; the best of these is taken. A tile costs at least as
+many cycles as the array has rows, ragged tiles as many as whole ones.
+
+Sources: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009; `hardware.mxu`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hardware.checks import amount, whole
+from hardware.chips import Chip
+from hardware.errors import HardwareError
+from hardware.memory import hbm_rate, hbm_seconds, vmem_rate
+from hardware.mxu import MXU
+from hardware.vpu import vpu_seconds
+
+FLOAT32_PASSES = 6  # bf16 products that make one float32 product: jax.lax.Precision.HIGHEST
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A (batched) matrix product [batch, m, k] x [batch, k, n] on one device.
+
+    Attributes:
+      dtype: of the MXU: "bf16", "int8", "fp8", "int4".
+      passes: runs through the MXU: 1, or 6 for float32 at highest precision.
+
+    Example:
+      >>> Matmul(8, 128, 128).flops
+      262144
+    """
+
+    m: int
+    k: int
+    n: int
+    batch: int = 1
+    dtype: str = "bf16"
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("m", "k", "n", "batch", "passes"):
+            whole(f"Matmul {name}", getattr(self, name), low=1)
+
+    @property
+    def flops(self) -> int:
+        """Useful floating-point operations, two per multiply-add; passes not counted."""
+        return 2 * self.batch * self.m * self.k * self.n
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operation (or a fusion of some) asks of one device.
+
+    Attributes:
+      matmuls: its matrix products; mxu_flops: further MXU work of unknown shape, at full rate.
+      vpu_ops: element operations; vpu_dtype: "float32" or "bfloat16".
+      hbm_bytes: read and written at its boundary.
+
+    Raises: HardwareError for a negative or non-finite amount.
+    """
+
+    matmuls: tuple[Matmul, ...] = ()
+    mxu_flops: float = 0.0
+    vpu_ops: float = 0.0
+    hbm_bytes: float = 0.0
+    vpu_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("mxu_flops", "vpu_ops", "hbm_bytes"):
+            amount(f"Work {name}", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Time:
+    """Modelled time of an operation: `seconds`, its bounds, its parts and the one that bounds it."""
+
+    mxu_seconds: float
+    vpu_seconds: float
+    hbm_seconds: float
+    launch_seconds: float
+
+    @property
+    def lower_seconds(self) -> float:
+        """Perfect overlap: the slowest part alone."""
+        return max(self.mxu_seconds, self.vpu_seconds, self.hbm_seconds)
+
+    @property
+    def upper_seconds(self) -> float:
+        """No overlap at all."""
+        return self.mxu_seconds + self.vpu_seconds + self.hbm_seconds + self.launch_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Overlap within the operation, launched on its own."""
+        return self.lower_seconds + self.launch_seconds
+
+    @property
+    def bound(self) -> str:
+        """The slowest of "mxu", "vpu", "hbm", "launch"."""
+        parts = {
+            "mxu": self.mxu_seconds,
+            "vpu": self.vpu_seconds,
+            "hbm": self.hbm_seconds,
+            "launch": self.launch_seconds,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+def time_of(chip: Chip, work: Work) -> Time:
+    """Time of `work` on one device of `chip`.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> big = time_of(CHIPS["v5e"], Work((Matmul(8192, 8192, 8192),), hbm_bytes=3 * 2 * 8192**2))
+      >>> big.bound, f"{big.seconds * 1e3:.2f} ms"
+      ('mxu', '5.82 ms')
+      >>> time_of(CHIPS["v5e"], Work((Matmul(8, 8192, 8192),), hbm_bytes=2 * 8192**2)).bound
+      'hbm'
+
+    Source: module docstring.
+    """
+    mxu, vpu_ops = 0.0, work.vpu_ops
+    for product in work.matmuls:
+        if strength_reduced(chip, product):
+            vpu_ops += product.flops
+        else:
+            mxu += matmul_seconds(chip, product)
+    if work.mxu_flops:
+        rate = chip.peak_flops("bf16" if chip.peak_bf16_flops else "int8") / chip.devices_per_chip
+        mxu += work.mxu_flops / (rate * chip.mxu_efficiency)
+    return Time(
+        mxu_seconds=mxu,
+        vpu_seconds=vpu_seconds(chip, vpu_ops, work.vpu_dtype),
+        hbm_seconds=hbm_seconds(chip, work.hbm_bytes),
+        launch_seconds=chip.launch_seconds,
+    )
+
+
+def strength_reduced(chip: Chip, product: Matmul) -> bool:
+    """Whether a product with a vector runs as multiply and add on the vector unit, because that is faster.
+
+    An array of R rows takes R cycles per tile even for one row, so a matrix-vector product uses 1/R of it.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> strength_reduced(CHIPS["v2"], Matmul(4096, 8192, 1)), strength_reduced(CHIPS["v2"], Matmul(8, 8, 8))
+      (True, False)
+
+    Source: openxla/xla algebraic_simplifier, "dot strength reduction".
+    """
+    vector = 1 in (product.m, product.n)
+    return vector and vpu_seconds(chip, product.flops) < matmul_seconds(chip, product)
+
+
+def matmul_seconds(chip: Chip, product: Matmul) -> float:
+    """MXU time of one product on one device: cycles over the rate at which rows enter the array.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> thin, wide = (matmul_seconds(CHIPS["v4"], Matmul(4096, 4096, n)) for n in (1, 128))
+      >>> f"{thin / wide:.2f}"
+      '0.99'
+    """
+    speed = chip.peak_flops(product.dtype) / (chip.peak_bf16_flops or chip.peak_flops("int8"))
+    cycles = matmul_cycles(chip, product)
+    return product.passes * cycles / (chip.mxu_clock_hz * speed * chip.mxu_efficiency)
+
+
+def matmul_cycles(chip: Chip, product: Matmul) -> int:
+    """Cycles of one pass on one device, by the best sharing of tiles and rows among its MXUs.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> round(matmul_cycles(CHIPS["v5e"], Matmul(8192, 8192, 8192)) / (8192**3 / (4 * 128 * 128)), 4)
+      1.0
+    """
+    array = MXU(chip.mxu_rows, chip.mxu_columns)
+    units = chip.mxus_per_core * chip.cores_per_device
+    best = math.inf
+    for streamed, held in ((product.m, product.n), (product.n, product.m)):
+        tiles = product.batch * array.tiles(product.k, held)
+        for groups in (g for g in range(1, units + 1) if units % g == 0):
+            rows = -(-streamed // (units // groups))  # groups of MXUs share tiles, their members rows
+            rows = -(-rows // chip.vpu_sublanes) * chip.vpu_sublanes
+            share = -(-tiles // groups)
+            fill = 2 * array.rows + array.columns - 2
+            best = min(best, (share - 1) * max(rows, array.rows) + rows + fill)
+    return int(best)
+
+
+def critical_intensity(chip: Chip, memory: str = "hbm", dtype: str = "bf16", axes: int = 1) -> float:
+    """Operations per byte above which a device computes longer than it moves data; nominal rates.
+
+    Args:
+      memory: "hbm", "vmem", "pcie", "dcn", or "ici" (both directions of `axes` torus axes at once, at the
+        share of the nominal rate that is reached).
+      dtype: of the MXU.
+      axes: wrapped torus axes for "ici".
+    Raises: HardwareError for an unknown memory, or a chip without links.
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> critical_intensity(CHIPS["v5p"], "ici"), round(critical_intensity(CHIPS["v5e"]))
+      (2550.0, 241)
+
+    Source: jax-ml/scaling-book roofline.md, sharding.md.
+    """
+    whole("axes", axes, low=1)
+    per_device = chip.devices_per_chip
+    rates = {
+        "hbm": hbm_rate(chip),
+        "vmem": vmem_rate(chip),
+        "pcie": chip.pcie_bytes_per_second / per_device,
+        "dcn": chip.dcn_bytes_per_second / per_device,
+        "ici": 2 * axes * chip.ici_bytes_per_second * chip.ici_efficiency / per_device,
+    }
+    if memory not in rates:
+        raise HardwareError(f"unknown memory {memory!r}; use one of {', '.join(rates)}")
+    if not rates[memory]:
+        raise HardwareError(f"chip {chip.name!r} has no {memory}")
+    return chip.peak_flops(dtype) / per_device / rates[memory]
+
+
+def compute_bound_rows(
+    k: int, n: int, intensity: float, left_bytes: float = 2, right_bytes: float = 2, out_bytes: float = 2
+) -> float:
+    """Rows m from which [m, k] x [k, n] is compute-bound: 2mkn / (bytes) exceeds `intensity`.
+
+    Args:
+      k, n: sizes, >= 1; left_bytes, right_bytes, out_bytes: bytes per element of each array.
+      intensity: operations per byte, as `critical_intensity`.
+    Returns: real-valued m, inf where no m suffices.
+    Example:
+      >>> round(compute_bound_rows(65536, 65536, 197e12 / 8.2e11), 1)
+      242.0
+
+    Source: jax-ml/scaling-book roofline.md.
+    """
+    k, n = whole("k", k, low=1), whole("n", n, low=1)
+    amount("intensity", intensity, positive=True)
+    spare = 2 * k * n / intensity - left_bytes * k - out_bytes * n
+    return right_bytes * k * n / spare if spare > 0 else math.inf

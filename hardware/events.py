@@ -1,0 +1,279 @@
+"""A deterministic event simulation of messages over the links of a torus.
+
+The model: a link carries one message at a time, first come first served; b bytes occupy it for b / B
+seconds and arrive L seconds later, whole (store and forward). Messages that become ready in the same
+instant queue in the order of their numbers. Time is counted in integer ticks of which b / B and L are
+whole multiples, so equal times are equal and every run is the same.
+
+Payloads really move: a message copies a region of its sender's memory when it becomes ready and stores
+it, or combines it, at its target when it arrives.
+
+Source: the event model that `hardware.collectives` has closed forms for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hardware.checks import amount
+from hardware.errors import HardwareError
+from hardware.torus import Torus
+
+Array = NDArray[Any]
+Region = tuple[int | slice | NDArray[np.int64], ...]
+
+
+@dataclass(frozen=True)
+class Links:
+    """What every link of a network does: bytes per second in each direction, seconds per hop.
+
+    Raises: HardwareError for a rate that is not positive and finite, or a negative hop time.
+    Example:
+      >>> Links(45e9, 1e-6).seconds(45_000)
+      2e-06
+    """
+
+    bytes_per_second: float
+    hop_seconds: float = 1e-6
+
+    def __post_init__(self) -> None:
+        amount("bytes_per_second", self.bytes_per_second, positive=True)
+        amount("hop_seconds", self.hop_seconds)
+
+    def seconds(self, size_bytes: float, hops: int = 1) -> float:
+        """Time of one message over `hops` links, store and forward."""
+        return hops * (self.hop_seconds + size_bytes / self.bytes_per_second)
+
+
+@dataclass(slots=True)
+class Message:
+    """A region of one node's memory on its way to another.
+
+    Attributes:
+      source, target: nodes; route: the links between them, in order.
+      read, write: regions of the source's and of the target's memory (indices of equal shape).
+      size_bytes: whole or fractional.
+      after: numbers (within the plan) of messages that must have arrived before.
+      combine: how the payload meets what the target holds: None stores it, np.add adds it, ...
+      stage: with barriers, a stage starts when the one before has ended everywhere.
+    """
+
+    source: int
+    target: int
+    route: tuple[int, ...]
+    read: Region
+    write: Region
+    size_bytes: Fraction
+    after: tuple[int, ...] = ()
+    combine: Callable[[Array, Array], Array] | None = None
+    stage: int = 0
+
+
+@dataclass
+class Plan:
+    """The messages of one collective and the memory of every node, [nodes][...]."""
+
+    memory: list[Array]
+    messages: list[Message] = field(default_factory=list)
+    barrier: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What happened on the network.
+
+    Attributes:
+      exact_seconds: end of the last arrival; plan_seconds: that of each plan.
+      link_bytes: link number -> bytes carried, links without traffic left out.
+      messages: link crossings (a message over three links counts three times).
+    """
+
+    exact_seconds: Fraction
+    plan_seconds: tuple[float, ...]
+    link_bytes: dict[int, Fraction]
+    messages: int
+
+    @property
+    def seconds(self) -> float:
+        """Time from start to the last arrival."""
+        return float(self.exact_seconds)
+
+    @property
+    def max_link_bytes(self) -> float:
+        """Bytes on the busiest link."""
+        return float(max(self.link_bytes.values(), default=0))
+
+    @property
+    def total_link_bytes(self) -> float:
+        """Bytes over all links together."""
+        return float(sum(self.link_bytes.values()))
+
+
+class _Clock:
+    """Integer ticks for one pair of rates and the sizes of all messages."""
+
+    def __init__(self, links: Links, sizes: set[Fraction]) -> None:
+        byte = 1 / _decimal(links.bytes_per_second)
+        hop = _decimal(links.hop_seconds)
+        units = [size * byte for size in sizes]
+        self.per_second = math.lcm(hop.denominator, *(unit.denominator for unit in units))
+        self.hop = int(hop * self.per_second)
+        self.of_size = {size: int(unit * self.per_second) for size, unit in zip(sizes, units, strict=True)}
+
+
+def _decimal(x: float) -> Fraction:
+    """The number that the float was written as: 1e-6 is 1 / 1,000,000."""
+    return Fraction(repr(float(x)))
+
+
+def simulate(torus: Torus, links: Links, plans: Sequence[Plan]) -> Traffic:
+    """Run all plans at once over the links of one torus, from time 0; their memories are changed.
+
+    Args:
+      torus: the network; `links`: its rates.
+      plans: collectives that share the links.
+    Returns: Traffic.
+    Raises: HardwareError for a negative size, or messages that wait for each other.
+    Example:
+      >>> plan = Plan([np.array([7.0]), np.array([0.0])])
+      >>> torus = Torus((2,), wrap=False)
+      >>> plan.messages.append(Message(0, 1, torus.route(0, 1), (0,), (0,), Fraction(45_000)))
+      >>> simulate(torus, Links(45e9), [plan]).seconds, plan.memory[1].tolist()
+      (2e-06, [7.0])
+
+    Source: module docstring.
+    """
+    run = _Run(links, plans)
+    run.start()
+    while run.heap:
+        run.instant()
+    waiting = sum(run.left)
+    if waiting:
+        raise HardwareError(f"{waiting} messages wait for each other and never start")
+    second = run.clock.per_second
+    return Traffic(
+        exact_seconds=Fraction(max(run.ends, default=0), second),
+        plan_seconds=tuple(end / second for end in run.ends),
+        link_bytes=run.link_bytes,
+        messages=run.crossings,
+    )
+
+
+class _Run:
+    """State of one simulation: the heap of arrivals, free times of links, what still waits."""
+
+    def __init__(self, links: Links, plans: Sequence[Plan]) -> None:
+        self.plans = plans
+        self.messages = [(p, message) for p, plan in enumerate(plans) for message in plan.messages]
+        if any(message.size_bytes < 0 for _, message in self.messages):
+            raise HardwareError("a message has a negative number of bytes")
+        self.clock = _Clock(links, {message.size_bytes for _, message in self.messages})
+        self.heap: list[tuple[int, int, int]] = []  # time, message, hop that ends
+        self.free: dict[int, int] = {}
+        self.link_bytes: dict[int, Fraction] = {}
+        self.crossings = 0
+        self.payload: list[Array | None] = [None] * len(self.messages)
+        self.ends = [0] * len(plans)
+        self.left = [len(plan.messages) for plan in plans]
+        self._wire()
+
+    def _wire(self) -> None:
+        """Who waits for whom; with barriers also how much of each stage is left."""
+        self.followers: list[list[int]] = [[] for _ in self.messages]
+        self.waits = [len(message.after) for _, message in self.messages]
+        self.stage_left: list[dict[int, int]] = [{} for _ in self.plans]
+        self.stage_members: list[dict[int, list[int]]] = [{} for _ in self.plans]
+        first, starts = 0, []
+        for plan in self.plans:
+            starts.append(first)
+            first += len(plan.messages)
+        for number, (p, message) in enumerate(self.messages):
+            for earlier in message.after:
+                self.followers[starts[p] + earlier].append(number)
+            if self.plans[p].barrier:
+                stage = message.stage
+                self.stage_left[p][stage] = self.stage_left[p].get(stage, 0) + 1
+                self.stage_members[p].setdefault(stage, []).append(number)
+                self.waits[number] += 1  # the barrier itself
+
+    def start(self) -> None:
+        ready = [n for n, (p, _) in enumerate(self.messages) if self.waits[n] == 0]
+        for p, plan in enumerate(self.plans):
+            if plan.barrier:
+                ready += self._open(p)
+        for number in sorted(ready):
+            self._leave(0, number)
+
+    def instant(self) -> None:
+        """All that happens at the next point in time: arrivals first, then departures in order."""
+        now = self.heap[0][0]
+        forward, ready = [], []
+        while self.heap and self.heap[0][0] == now:
+            _, number, hop = heapq.heappop(self.heap)
+            if hop < len(self.messages[number][1].route):
+                forward.append((number, hop))
+            else:
+                ready += self._arrive(now, number)
+        for number, hop in sorted([*forward, *((number, 0) for number in ready)]):
+            if hop:
+                self._cross(now, number, hop)
+            else:
+                self._leave(now, number)
+
+    def _leave(self, now: int, number: int) -> None:
+        p, message = self.messages[number]
+        self.payload[number] = np.array(self.plans[p].memory[message.source][message.read])
+        self._cross(now, number, 0)
+
+    def _cross(self, now: int, number: int, hop: int) -> None:
+        message = self.messages[number][1]
+        if not message.route:
+            heapq.heappush(self.heap, (now, number, 0))
+            return
+        link, size = message.route[hop], message.size_bytes
+        done = max(now, self.free.get(link, 0)) + self.clock.of_size[size]
+        self.free[link] = done
+        self.link_bytes[link] = self.link_bytes.get(link, Fraction(0)) + size
+        self.crossings += 1
+        heapq.heappush(self.heap, (done + self.clock.hop, number, hop + 1))
+
+    def _arrive(self, now: int, number: int) -> list[int]:
+        p, message = self.messages[number]
+        memory, payload = self.plans[p].memory[message.target], self.payload[number]
+        assert payload is not None
+        self.payload[number] = None
+        if message.combine is not None:
+            payload = message.combine(payload, memory[message.write])
+        memory[message.write] = payload
+        self.ends[p] = now
+        self.left[p] -= 1
+        ready = []
+        for follower in self.followers[number]:
+            self.waits[follower] -= 1
+            if not self.waits[follower]:
+                ready.append(follower)
+        if self.plans[p].barrier:
+            self.stage_left[p][message.stage] -= 1
+            if not self.stage_left[p][message.stage]:
+                ready += self._open(p)
+        return ready
+
+    def _open(self, p: int) -> list[int]:
+        """Let the next stage of a plan begin; returns what is then ready."""
+        members = [stage for stage, left in self.stage_left[p].items() if left and stage in self.stage_members[p]]
+        if not members:
+            return []
+        ready = []
+        for number in self.stage_members[p].pop(min(members)):
+            self.waits[number] -= 1
+            if not self.waits[number]:
+                ready.append(number)
+        return ready

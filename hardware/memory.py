@@ -1,0 +1,132 @@
+"""Arrays in memory: how tiling pads them, what fits, how fast they move.
+
+An array in HBM is stored in tiles of 8 x 128 elements on its two minor dims, the register shape of the
+vector unit; narrow types are packed within a tile (two bf16 or four int8 rows in one of 32 bits). Hence a
+minor dim of 1 costs 128 times its size. Arrays with fewer than 8 rows use a tile with fewer rows, and
+one-dimensional ones a tile of 128 to 1024 elements.
+
+Sources: openxla.org/xla/tiled_layout; tile shapes as XLA prints them for TPU programs, such as
+`f32[4,256]{1,0:T(4,128)}`, `bf16[16,256]{1,0:T(8,128)(2,1)}`, `f32[300]{0:T(512)}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hardware.checks import amount, whole, wholes
+from hardware.chips import Chip
+from hardware.errors import HardwareError
+
+SUBLANES, LANES = 8, 128
+
+
+def tile_of(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The tile of an array, over its minor dim or its two minor dims.
+
+    Args:
+      shape: sizes, minor dim last, each >= 0.
+      itemsize: bytes per element, 1, 2, 4 or 8.
+    Raises: HardwareError for a negative size or another itemsize.
+    Example:
+      >>> tile_of((1024, 256), 4), tile_of((3, 256), 2), tile_of((300,), 4)
+      ((8, 128), (4, 128), (512,))
+
+    Source: module docstring.
+    """
+    sizes = wholes("shape", shape)
+    if itemsize not in (1, 2, 4, 8):
+        raise HardwareError(f"itemsize must be 1, 2, 4 or 8 bytes, not {itemsize!r}")
+    if len(sizes) < 2:
+        return (min(1024, max(LANES, _power_of_two(math.prod(sizes)))),)
+    packed = max(1, 4 // itemsize)
+    return (min(SUBLANES, max(packed, _power_of_two(sizes[-2]))), LANES)
+
+
+def padded_shape(shape: Sequence[int], itemsize: int = 4, tile: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The shape that an array occupies: its minor dims rounded up to whole tiles.
+
+    Args:
+      shape: sizes, minor dim last; a scalar occupies one tile.
+      itemsize: bytes per element.
+      tile: another tile than `tile_of` gives.
+    Raises: HardwareError as `tile_of`, and for a tile with more dims than the array.
+    Example:
+      >>> padded_shape((100, 1)), padded_shape((3, 5), tile=(2, 2)), padded_shape((7, 50, 130), itemsize=2)
+      ((104, 128), (4, 6), (7, 56, 256))
+
+    Source: module docstring; openxla.org/xla/tiled_layout for the second.
+    """
+    sizes = wholes("shape", shape) or (1,)
+    blocks = tile_of(sizes, itemsize) if tile is None else wholes("tile", tile, low=1)
+    if len(blocks) > len(sizes):
+        raise HardwareError(f"tile {blocks} has more dims than the array {sizes}")
+    major = len(sizes) - len(blocks)
+    padded = (-(-size // block) * block for size, block in zip(sizes[major:], blocks, strict=True))
+    return (*sizes[:major], *padded)
+
+
+def padded_bytes(shape: Sequence[int], itemsize: int = 4, tile: Sequence[int] | None = None) -> int:
+    """Bytes that an array occupies, padding included.
+
+    Example:
+      >>> padded_bytes((4096, 1), 4) // (4096 * 4)
+      128
+    """
+    return math.prod(padded_shape(shape, itemsize, tile)) * itemsize
+
+
+def hbm_seconds(chip: Chip, size_bytes: float) -> float:
+    """Time for one device to move that many bytes to or from its HBM, at the rate that copies reach.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> f"{hbm_seconds(CHIPS['v5e'], 16e9):.4f}"
+      '0.0217'
+    """
+    return amount("size_bytes", size_bytes) / (hbm_rate(chip) * chip.hbm_efficiency)
+
+
+def hbm_rate(chip: Chip) -> float:
+    """Nominal HBM bytes per second of one device."""
+    return chip.hbm_bytes_per_second / chip.devices_per_chip
+
+
+def vmem_rate(chip: Chip) -> float:
+    """VMEM bytes per second of one device: about 22 times its HBM.
+
+    Source: jax-ml/scaling-book tpus.md.
+    """
+    return hbm_rate(chip) * chip.vmem_bandwidth_ratio
+
+
+def vmem_bytes(chip: Chip) -> int:
+    """VMEM of one device, bytes: that of its core or of both fused ones."""
+    return chip.vmem_bytes_per_core * chip.cores_per_device
+
+
+def blocked_matmul_bytes(m: int, k: int, n: int, itemsize: int = 2, block: int | None = None) -> int:
+    """HBM traffic of [m, k] x [k, n] computed in output blocks of `block` x `block`.
+
+    Every block of the output reads its rows of the left and its columns of the right operand, so operands are
+    read once per block column and block row; the output is written once.
+
+    Args:
+      m, k, n: sizes, >= 1.
+      itemsize: bytes per element.
+      block: edge of a block; None: all in one, each operand read once.
+    Example:
+      >>> blocked_matmul_bytes(1024, 1024, 1024, block=512) / blocked_matmul_bytes(1024, 1024, 1024)
+      1.6666666666666667
+
+    Source: Hong and Kung, "I/O complexity: the red-blue pebble game", STOC 1981.
+    """
+    for name, size in (("m", m), ("k", k), ("n", n), ("itemsize", itemsize)):
+        whole(name, size, low=1)
+    edge = max(m, n) if block is None else whole("block", block, low=1)
+    return itemsize * (m * k * -(-n // edge) + k * n * -(-m // edge) + m * n)
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << max(0, size - 1).bit_length()

@@ -1,0 +1,308 @@
+"""Time of collectives over mesh axes as they lie on a slice, and the best placement.
+
+A collective over one or more mesh axes is staged by the speed of its levels: first the devices of a chip,
+then the torus, then DCN between slices (all_gather the other way round). On the torus it runs either along
+all its axes with rotated parts, or one part after the other, or round one snake through all its nodes;
+the fastest is taken and named.
+
+Shares: in one program all groups run the same collective at the same time, so a factor of stride s has
+1/s of its links, and the devices of one chip divide the chip's links and NIC among them.
+
+Assumed: two devices of a chip exchange data through HBM, at half its bandwidth each way.
+
+Sources: `hardware.collectives`; Kumar et al., arXiv:2011.03641 (hierarchical summation on multipods).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hardware import collectives
+from hardware.checks import amount
+from hardware.errors import HardwareError
+from hardware.events import Links
+from hardware.placement import CORES, DCN, Factor, Placement, placements
+from hardware.slices import Slice
+from hardware.snakes import snakes
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "broadcast")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A collective of a program: what, over which mesh axes, how many bytes on one device, how often.
+
+    `payload_bytes` is the operand; of an all_gather the result (the larger side).
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    payload_bytes: float
+    count: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Modelled time of one collective.
+
+    Attributes:
+      seconds: from start to end, alone on the network.
+      busy_seconds: place (torus axis, CORES, DCN) -> time for which the busiest link there is occupied.
+      hops: longest chain of links that a byte travels in sequence.
+      algorithm: how the torus part runs: "rotated", "in turn", "snake ring", "snake line" or "-".
+    """
+
+    seconds: float
+    busy_seconds: tuple[tuple[int, float], ...]
+    hops: int
+    algorithm: str
+
+
+def collective_cost(
+    placement: Placement, kind: str, axes: Sequence[str], payload_bytes: float, links: Links | None = None
+) -> Cost:
+    """Time of a collective over mesh axes.
+
+    Args:
+      placement: where the mesh lies.
+      kind: one of KINDS.
+      axes: the mesh axes of the group.
+      payload_bytes: operand on one device; for an all_gather the result.
+      links: rates of an ICI link (default: the chip's, at the share that is reached).
+    Returns: Cost; zero for a group of one.
+    Raises: HardwareError for an unknown kind or axis, or a negative size.
+    Example:
+      >>> placement, _ = best_placement(Slice("v5e-16"), {"x": 4, "y": 4})
+      >>> cost = collective_cost(placement, "all_gather", ["y"], 2048 * 8192 * 2)
+      >>> f"{cost.seconds * 1e6:.0f} us"  # a line of 4: no wrap
+      '563 us'
+
+    Source: module docstring.
+    """
+    amount("payload_bytes", payload_bytes)
+    if kind not in KINDS:
+        raise HardwareError(f"unknown collective {kind!r}; use one of {', '.join(KINDS)}")
+    chip = placement.slice.chip
+    share = chip.devices_per_chip
+    route = _route(placement, tuple(axes), links)
+    if kind in ("collective_permute", "broadcast"):
+        return _point_cost(placement, kind, route, payload_bytes)
+    times = 2 if kind == "all_reduce" else 1
+    whole = kind == "all_to_all"  # every level moves all of it, else what the level before has left
+    busy, seconds, hops, algorithm, size = {}, 0.0, 0, "-", payload_bytes
+    if route.cores > 1:
+        seconds = times * _share_sent(route.cores) * size / (chip.hbm_bytes_per_second / 2 / share)
+        busy[CORES] = seconds
+        size = size if whole else size / route.cores
+    if route.torus:
+        way = route.exchange if whole else min(route.ways, key=lambda way: way.seconds(size))
+        seconds, hops, algorithm = seconds + times * way.seconds(size), times * way.hops, way.name
+        busy |= {place: times * per_byte * size for place, per_byte in way.busy}
+        size = size if whole else size / route.torus_size
+    if route.slices > 1:
+        wire = times * _share_sent(route.slices) * size / (chip.dcn_bytes_per_second / share)
+        busy[DCN] = wire
+        seconds += wire + times * chip.dcn_hop_seconds * math.ceil(math.log2(route.slices))
+    return Cost(seconds, tuple(sorted(busy.items())), hops, algorithm)
+
+
+def together_seconds(costs: Sequence[Cost]) -> float:
+    """Several collectives at once: links are shared, so a place is busy for the sum of their times there.
+
+    Example:
+      >>> placement, _ = best_placement(Slice("v5e-256"), {"x": 16, "y": 16})
+      >>> x, y = (collective_cost(placement, "all_gather", [axis], 1e9) for axis in "xy")
+      >>> [round(together_seconds(pair) / x.seconds, 1) for pair in ([x, y], [x, x])]
+      [1.0, 2.0]
+    """
+    busy: dict[int, float] = {}
+    for cost in costs:
+        for place, seconds in cost.busy_seconds:
+            busy[place] = busy.get(place, 0.0) + seconds
+    return max([*busy.values(), *(cost.seconds for cost in costs)], default=0.0)
+
+
+def best_placement(slice_: Slice, mesh: Mapping[str, int], demands: Sequence[Demand] = ()) -> tuple[Placement, float]:
+    """The placement on which the demands take the least time in all.
+
+    Args:
+      mesh: axis name -> size; the product is the number of devices.
+      demands: collectives of the program (default: an all_reduce of 1 MiB over every axis).
+    Returns: (placement, seconds of all demands one after the other); of equals the first found.
+    Raises: HardwareError as `placements`, and for demands on unknown axes.
+    Example:
+      >>> placement, _ = best_placement(Slice("v5e-8x16"), {"data": 8, "model": 16})
+      >>> print(placement)
+      mesh data:8;model:16 on v5e-8x16: 128 chips (8x16, axis 1 wraps), 128 cores, 128 devices, 16 hosts
+        data: 8 on torus axis 0 (line, hops 1, link load 1)
+        model: 16 on torus axis 1 (ring, hops 1, link load 1)
+
+    Source: exhaustive over `hardware.placement.placements`.
+    """
+    wanted = list(demands) or [Demand("all_reduce", (name,), 2.0**20) for name in mesh]
+    best: tuple[Placement, float] | None = None
+    for placement in placements(slice_, mesh):
+        seconds = sum(d.count * collective_cost(placement, d.kind, d.axes, d.payload_bytes).seconds for d in wanted)
+        if best is None or seconds < best[1] * (1 - 1e-12):
+            best = placement, seconds
+    if best is None:
+        raise HardwareError(f"mesh {dict(mesh)} cannot be laid over {slice_}: no way to cut its axes fits")
+    return best
+
+
+def ici_links(slice_: Slice) -> Links:
+    """Rates of the links of a slice, at the share of the nominal rate that is reached.
+
+    Raises: HardwareError for a chip without links.
+    Example:
+      >>> ici_links(Slice("v5e-16"))
+      Links(bytes_per_second=45000000000.0, hop_seconds=1e-06)
+    """
+    chip = slice_.chip
+    if not chip.ici_links:
+        raise HardwareError(f"chip {chip.name!r} has no links between chips")
+    return Links(chip.ici_bytes_per_second * chip.ici_efficiency, chip.ici_hop_seconds)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way through the torus: stages that end together, each of parts that take a + b * bytes seconds."""
+
+    name: str
+    hops: int
+    stages: tuple[tuple[tuple[float, float], ...], ...]
+    busy: tuple[tuple[int, float], ...]  # place -> seconds per byte
+
+    def seconds(self, size: float) -> float:
+        return sum(max([a + b * size for a, b in parts]) for parts in self.stages)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """What a group of mesh axes crosses: devices of a chip, factors of the torus with its ways, slices."""
+
+    cores: int
+    torus: tuple[Factor, ...]
+    slices: int
+    torus_size: int
+    thin: tuple[Links, ...]
+    ways: tuple[_Way, ...]
+    exchange: _Way
+
+
+@lru_cache(maxsize=4096)
+def _route(placement: Placement, axes: tuple[str, ...], links: Links | None) -> _Route:
+    factors = placement.of(axes)
+    torus = tuple(f for f in factors if f.place >= 0)
+    share = placement.slice.chip.devices_per_chip
+    links = (links or ici_links(placement.slice)) if torus else Links(1.0)
+    rings = tuple((f.size, placement.wraps(f)) for f in torus)
+    thin = tuple(_thinned(links, f, share) for f in torus)
+    return _Route(
+        cores=math.prod(f.size for f in factors if f.place == CORES),
+        torus=torus,
+        slices=math.prod(f.size for f in factors if f.place == DCN),
+        torus_size=math.prod(f.size for f in torus),
+        thin=thin,
+        ways=_ways(torus, rings, thin),
+        exchange=_exchange(torus, rings, thin),
+    )
+
+
+def _ways(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> tuple[_Way, ...]:
+    """The ways to reduce_scatter over factors of the torus."""
+    if not torus:
+        return ()
+    count = range(len(torus))
+    ways = [_staged("in turn", [order], torus, rings, thin) for order in itertools.permutations(count)]
+    if len({f.place for f in torus}) == len(torus) > 1:  # two factors on one axis would meet there
+        rotations = [tuple((part + j) % len(torus) for j in count) for part in count]
+        ways.append(_staged("rotated", rotations, torus, rings, thin))
+    if len(torus) > 1 and all(f.stride == 1 for f in torus):
+        whole = (math.prod(n for n, _ in rings), snakes(tuple(rings)) is not None)
+        a, b = _affine(whole, thin[0])
+        name = "snake ring" if whole[1] else "snake line"
+        per_byte = b / whole[0]
+        ways.append(_Way(name, _steps(*whole), (((a, per_byte),),), tuple((f.place, per_byte) for f in torus)))
+    return tuple(ways)
+
+
+def _staged(
+    name: str,
+    orders: Sequence[Sequence[int]],
+    torus: Sequence[Factor],
+    rings: Sequence[collectives.Axis],
+    thin: Sequence[Links],
+) -> _Way:
+    """Stages along the factors: each part of the data takes them in its own order; stages end together."""
+    own = [1 / len(orders)] * len(orders)
+    stages, busy = [], {f.place: 0.0 for f in torus}
+    for stage in range(len(torus)):
+        parts = []
+        for part, order in enumerate(orders):
+            axis = order[stage]
+            own[part] /= rings[axis][0]
+            a, b = _affine(rings[axis], thin[axis])
+            parts.append((a, b * own[part]))
+            busy[torus[axis].place] += b * own[part]
+        stages.append(tuple(parts))
+    hops = sum(f.stride * _steps(*ring) for f, ring in zip(torus, rings, strict=True))
+    return _Way(name, hops, tuple(stages), tuple(busy.items()))
+
+
+def _exchange(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> _Way:
+    """all_to_all along one factor after the other."""
+    stages, busy = [], {f.place: 0.0 for f in torus}
+    for f, ring, link in zip(torus, rings, thin, strict=True):
+        a = collectives.all_to_all_seconds(0.0, [ring], link)
+        b = collectives.all_to_all_seconds(1.0, [ring], Links(link.bytes_per_second, 0.0))
+        stages.append(((a, b),))
+        busy[f.place] += b
+    hops = sum(f.stride * _steps(*ring) for f, ring in zip(torus, rings, strict=True))
+    return _Way("in turn", hops, tuple(stages), tuple(busy.items()))
+
+
+def _affine(ring: collectives.Axis, link: Links) -> tuple[float, float]:
+    """(a, b) of a + b * bytes for one stage, bytes being what each node contributes."""
+    fixed = collectives.ring_stage_seconds(0.0, ring, link)
+    return fixed, collectives.ring_stage_seconds(1.0, ring, Links(link.bytes_per_second, 0.0))
+
+
+def _share_sent(n: int) -> float:
+    return (n - 1) / n
+
+
+def _thinned(links: Links, factor: Factor, share: int) -> Links:
+    """A link as one of the groups of a factor sees it."""
+    return Links(links.bytes_per_second / (factor.stride * share), links.hop_seconds * factor.stride)
+
+
+def _steps(n: int, wrap: bool) -> int:
+    return n // 2 if wrap else n - 1
+
+
+def _point_cost(placement: Placement, kind: str, route: _Route, size: float) -> Cost:
+    """A shift by one position (cyclic), or one device's data to all."""
+    chip = placement.slice.chip
+    share = chip.devices_per_chip
+    busy, seconds, hops = {}, 0.0, 0
+    if route.cores > 1:
+        busy[CORES] = seconds = size / (chip.hbm_bytes_per_second / 2 / share)
+    for f, thin in zip(route.torus, route.thin, strict=True):
+        wrap = placement.wraps(f)
+        # a cyclic shift on a line comes back over all of it, the other way
+        steps = _steps(f.size, wrap) if kind == "broadcast" else (1 if wrap else f.size - 1)
+        chunks = 16 if steps > 1 else 1
+        busy[f.place] = busy.get(f.place, 0.0) + size / thin.bytes_per_second
+        time = collectives.permute_seconds(size, steps, thin, chunks)
+        seconds = seconds + time if kind == "broadcast" else max(seconds, time, busy[f.place])
+        hops += steps * f.stride
+    if route.slices > 1:
+        busy[DCN] = size / (chip.dcn_bytes_per_second / share)
+        time = busy[DCN] + chip.dcn_hop_seconds
+        seconds = seconds + time if kind == "broadcast" else max(seconds, time)
+    return Cost(seconds, tuple(sorted(busy.items())), hops, "-")

@@ -1,0 +1,239 @@
+"""Mesh axes laid over the axes of a slice.
+
+A slice offers *places* for mesh axes: its torus axes, the devices of a chip (where a chip shows two), and the
+slices themselves where several are joined by DCN. Each place of size n is cut in factors, each factor belongs
+to one mesh axis, and a mesh axis is the product of its factors: part of a torus axis, one, or several.
+
+On one torus axis the last factor has stride 1, the one before it the size of the last, and so on. Of a factor
+of size f and stride s on an axis of n nodes:
+
+    f = n           the axis itself, wrapped if it is
+    s f = n, wrap   a ring whose neighbours are s hops apart
+    otherwise       a line without wrap, s hops apart
+
+A link on the way carries the traffic of s interleaved groups, and of all devices of a chip, so each has that
+share of it. `hardware.network` prices collectives on a placement and chooses among all of them.
+
+Source: jax-ml/jax jax/experimental/mesh_utils.py assigns whole axes; the rest is counted out here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hardware.checks import whole
+from hardware.errors import HardwareError
+from hardware.slices import Slice
+
+CORES, DCN = -1, -2  # the places that are no torus axis
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A part of a place: `size` positions, `stride` apart, on place `place` (a torus axis, CORES or DCN)."""
+
+    place: int
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each mesh axis lies: per axis name its factors, the major one first.
+
+    Raises: HardwareError unless the factors of every place tile it exactly.
+    Example:
+      >>> placement = next(placements(Slice("v3-32"), {"data": 8, "model": 4}))
+      >>> placement.device({"data": 0, "model": 0})
+      (0, (0, 0), 0)
+    """
+
+    slice: Slice
+    factors: tuple[tuple[str, tuple[Factor, ...]], ...]
+
+    def __post_init__(self) -> None:
+        for place, size in places(self.slice):
+            mine = sorted((f for f in self.all_factors() if f.place == place), key=lambda f: f.stride)
+            stride = 1
+            for factor in mine:
+                if factor.stride != stride:
+                    raise HardwareError(f"factors {mine} do not tile {place_name(place)} of size {size}")
+                stride *= factor.size
+            if stride != size:
+                raise HardwareError(f"factors {mine} cover {stride} of the {size} positions of {place_name(place)}")
+
+    def __hash__(self) -> int:
+        return hash((self.slice.name, self.factors))
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axis name -> size, in order."""
+        return {name: math.prod(f.size for f in factors) for name, factors in self.factors}
+
+    def all_factors(self) -> Iterator[Factor]:
+        """The factors of all axes."""
+        return itertools.chain.from_iterable(factors for _, factors in self.factors)
+
+    def of(self, axes: Sequence[str]) -> tuple[Factor, ...]:
+        """Factors of several mesh axes together; neighbours on one place are joined.
+
+        Raises: HardwareError for an unknown or repeated axis.
+        """
+        table = dict(self.factors)
+        unknown = [axis for axis in axes if axis not in table]
+        if unknown or len(set(axes)) != len(axes):
+            raise HardwareError(f"axes {list(axes)} are not distinct axes of the mesh {self.mesh}")
+        joined: list[Factor] = []
+        for factor in sorted((f for axis in axes for f in table[axis]), key=lambda f: (f.place, f.stride)):
+            before = joined[-1] if joined else None
+            if before and before.place == factor.place and before.stride * before.size == factor.stride:
+                joined[-1] = Factor(factor.place, before.size * factor.size, before.stride)
+            else:
+                joined.append(factor)
+        return tuple(joined)
+
+    def wraps(self, factor: Factor) -> bool:
+        """Whether the positions of a factor on a torus axis close to a ring."""
+        if factor.place < 0:
+            return False
+        size = self.slice.torus_shape[factor.place]
+        return self.slice.wrap[factor.place] and factor.size * factor.stride == size
+
+    def device(self, coordinates: Mapping[str, int]) -> tuple[int, tuple[int, ...], int]:
+        """(slice, torus coordinates, device of the chip) of a position in the mesh.
+
+        Args:
+          coordinates: mesh axis name -> index.
+        Raises: HardwareError for other axes than those of the mesh, or an index outside.
+        """
+        mesh = self.mesh
+        if set(coordinates) != set(mesh):
+            raise HardwareError(f"coordinates {dict(coordinates)} must name the axes of the mesh {mesh}")
+        at = dict.fromkeys([place for place, _ in places(self.slice)], 0)
+        for name, factors in self.factors:
+            index = whole(f"coordinate {name!r}", coordinates[name])
+            if index >= mesh[name]:
+                raise HardwareError(f"coordinate {name!r} = {index} is outside an axis of {mesh[name]}")
+            for factor in reversed(factors):
+                index, digit = divmod(index, factor.size)
+                at[factor.place] += digit * factor.stride
+        torus = tuple(at[axis] for axis in range(len(self.slice.torus_shape)))
+        return at[DCN], torus, at[CORES]
+
+    def __str__(self) -> str:
+        lines = [f"mesh {';'.join(f'{n}:{s}' for n, s in self.mesh.items())} on {self.slice}"]
+        for name, factors in self.factors:
+            parts = [self._describe(factor) for factor in factors] or ["nowhere (size 1)"]
+            lines.append(f"  {name}: " + " x ".join(parts))
+        return "\n".join(lines)
+
+    def _describe(self, factor: Factor) -> str:
+        if factor.place < 0:
+            return f"{factor.size} {place_name(factor.place)}"
+        size = self.slice.torus_shape[factor.place]
+        share = factor.stride * self.slice.chip.devices_per_chip
+        part = "" if factor.size == size else f" of {size}"
+        shape = "ring" if self.wraps(factor) else "line"
+        where = f"{factor.size}{part} on {place_name(factor.place)}"
+        return f"{where} ({shape}, hops {factor.stride}, link load {share})"
+
+
+def places(slice_: Slice) -> list[tuple[int, int]]:
+    """(place, size) of everything that mesh axes can lie on, outermost first.
+
+    Example:
+      >>> places(Slice("v3-8"))
+      [(-2, 1), (0, 2), (1, 2), (-1, 2)]
+    """
+    torus = list(enumerate(slice_.torus_shape))
+    return [(DCN, slice_.slices), *torus, (CORES, slice_.chip.devices_per_chip)]
+
+
+def place_name(place: int) -> str:
+    """Such as "torus axis 0"."""
+    return {CORES: "devices of a chip", DCN: "slices over DCN"}.get(place, f"torus axis {place}")
+
+
+def check_mesh(slice_: Slice, mesh: Mapping[str, int]) -> dict[str, int]:
+    """The mesh, if it has as many positions as the slice has devices.
+
+    Raises: HardwareError with both numbers.
+    """
+    if not isinstance(mesh, Mapping):
+        raise HardwareError(f"a mesh is a mapping of axis name -> size, not {mesh!r}")
+    sizes = {str(name): whole(f"mesh axis {name!r}", size, low=1) for name, size in mesh.items()}
+    total = math.prod(sizes.values())
+    if total != slice_.devices:
+        listing = ";".join(f"{name}:{size}" for name, size in sizes.items())
+        raise HardwareError(f"mesh {listing} has {total} positions, {slice_}: they must be equal")
+    return sizes
+
+
+def placements(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[Placement]:
+    """Every placement of a mesh on a slice: all ways to cut places in factors, in all orders.
+
+    Within one mesh axis the factors nest in the order DCN, torus axes, devices of a chip; other nestings
+    number the devices differently but use the same links.
+
+    Args:
+      mesh: axis name -> size.
+    Raises: HardwareError if the product of the sizes is not the number of devices.
+    Example:
+      >>> len(list(placements(Slice("v5e-16"), {"data": 4, "model": 4})))
+      6
+
+    Source: module docstring.
+    """
+    sizes = check_mesh(slice_, mesh)
+    names = [name for name, size in sizes.items() if size > 1]
+    for cuts in _cuts(places(slice_), tuple(sizes[name] for name in names)):
+        per_place = [_ordered(place, cut) for (place, _), cut in zip(places(slice_), cuts, strict=True)]
+        for choice in itertools.product(*per_place):
+            factors = tuple(
+                (
+                    name,
+                    tuple(f for placed in choice for axis, f in placed if name in names and axis == names.index(name)),
+                )
+                for name in sizes
+            )
+            yield Placement(slice_, factors)
+
+
+def _cuts(spots: list[tuple[int, int]], sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """For every place, how much of it each axis takes; products agree both ways."""
+    if not spots:
+        if all(size == 1 for size in sizes):
+            yield []
+        return
+    for cut in _shares(spots[0][1], sizes):
+        rest = tuple(size // share for size, share in zip(sizes, cut, strict=True))
+        for others in _cuts(spots[1:], rest):
+            yield [cut, *others]
+
+
+def _shares(total: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Tuples of divisors of `sizes` whose product is `total`."""
+    if not sizes:
+        if total == 1:
+            yield ()
+        return
+    for share in range(1, total + 1):
+        if total % share == 0 and sizes[0] % share == 0:
+            for others in _shares(total // share, sizes[1:]):
+                yield (share, *others)
+
+
+def _ordered(place: int, cut: tuple[int, ...]) -> list[list[tuple[int, Factor]]]:
+    """The factors of one place in every order, with their strides."""
+    present = [axis for axis, share in enumerate(cut) if share > 1]
+    orders = []
+    for order in itertools.permutations(present):
+        stride, placed = 1, []
+        for axis in order:
+            placed.append((axis, Factor(place, cut[axis], stride)))
+            stride *= cut[axis]
+        orders.append(placed)
+    return orders

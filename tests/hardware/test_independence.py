@@ -1,0 +1,38 @@
+"""The hardware floor stands on its own: it imports numpy, ml_dtypes, the standard library and itself."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import hardware
+
+FOLDER = Path(hardware.__file__).parent
+ALLOWED = {"numpy", "ml_dtypes", "hardware"}
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.name)
+def test_imports(file):
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names = [node.module]
+        for name in names:
+            root = name.split(".")[0]
+            assert root in ALLOWED or root in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.name)
+def test_one_idea_per_file(file):
+    lines = file.read_text().splitlines()
+    assert len(lines) <= 400
+    assert ast.get_docstring(ast.parse(file.read_text()))
+
+
+def test_public_names_exist():
+    assert all(hasattr(hardware, name) for name in hardware.__all__)

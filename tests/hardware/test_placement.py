@@ -1,0 +1,275 @@
+"""Mesh axes on torus axes: every placement is one-to-one, prices agree with simulated messages."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardware import collectives
+from hardware.errors import HardwareError
+from hardware.events import Links, Message, Plan, simulate
+from hardware.network import (
+    KINDS,
+    Demand,
+    best_placement,
+    collective_cost,
+    ici_links,
+    together_seconds,
+)
+from hardware.placement import CORES, DCN, Factor, Placement, placements
+from hardware.slices import Slice
+from hardware.snakes import hop_length, snake_orders, snakes
+from hardware.torus import Torus
+
+MESHES = [
+    ("v3-8", {"rows": 2, "cols": 4}), ("v3-8", {"x": 8}), ("v3-32", {"a": 2, "b": 4, "c": 4}),
+    ("v5e-16", {"a": 8, "b": 2}), ("v4-32", {"a": 4, "b": 4}), ("2*v5e-16", {"a": 4, "b": 8}),
+    ("v5e-1", {"a": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh"), MESHES)
+def test_every_placement_puts_each_position_on_its_own_device(name, mesh):
+    slice_ = Slice(name)
+    found = list(placements(slice_, mesh))
+    assert len(set(found)) == len(found) >= 1
+    for placement in found:
+        devices = [
+            placement.device(dict(zip(mesh, index, strict=True)))
+            for index in itertools.product(*(range(size) for size in mesh.values()))
+        ]
+        assert len(set(devices)) == slice_.devices
+        assert placement.mesh == mesh
+        for slice_number, torus, core in devices:
+            assert slice_number < slice_.slices
+            assert all(c < n for c, n in zip(torus, slice_.torus_shape, strict=True))
+            assert core < slice_.chip.devices_per_chip
+
+
+def test_placements_of_a_square_by_hand():
+    # 4x4 mesh on 4x4 torus: whole axes (2 ways), or 2x2 blocks in each of two orders per axis (4 ways)
+    assert len(list(placements(Slice("v5e-16"), {"a": 4, "b": 4}))) == 6
+    strides = {
+        tuple((f.place, f.size, f.stride) for f in dict(p.factors)["a"])
+        for p in placements(Slice("v5e-16"), {"a": 4, "b": 4})
+    }
+    assert strides == {
+        ((0, 4, 1),), ((1, 4, 1),), ((0, 2, 1), (1, 2, 1)), ((0, 2, 1), (1, 2, 2)), ((0, 2, 2), (1, 2, 1)),
+        ((0, 2, 2), (1, 2, 2)),
+    }  # fmt: skip
+
+
+def test_parts_of_a_ring_do_not_wrap_and_strided_rings_do():
+    p = next(
+        p for p in placements(Slice("v5e-256"), {"a": 4, "b": 64})
+        if dict(p.factors)["a"] == (Factor(1, 4, 4),)
+    )  # fmt: skip
+    a, b = p.of(["a"]), p.of(["b"])
+    assert p.wraps(a[0])
+    assert [p.wraps(f) for f in b] == [True, False]
+    assert [f.size for f in p.of(["a", "b"])] == [16, 16]  # joined again
+    assert "4 of 16 on torus axis 1 (ring, hops 4, link load 4)" in str(p)
+
+
+def ring_messages(torus, rings, size_bytes):
+    """all_gather by halves round each ring of nodes (lists), routed between neighbours."""
+    plan = Plan([np.zeros(1) for _ in range(torus.nodes)])
+    for ring in rings:
+        n = len(ring)
+        last = {}
+        for hop in range(n - 1):
+            for start in range(n):
+                for step in (1, -1):
+                    a, b = ring[(start + step * hop) % n], ring[(start + step * (hop + 1)) % n]
+                    after = (last[start, step],) if hop else ()
+                    last[start, step] = len(plan.messages)
+                    size = Fraction(size_bytes) / n / 2
+                    route = torus.route(a, b, backward_ties=step < 0)
+                    plan.messages.append(Message(a, b, route, (0,), (0,), size, after))
+    return plan
+
+
+@pytest.mark.parametrize(("n", "stride"), [(8, 2), (8, 1), (12, 3), (16, 4)])
+def test_a_strided_ring_sees_a_share_of_its_links(n, stride):
+    torus, links = Torus((n,)), Links(1e9, 1e-6)
+    rings = [list(range(offset, n, stride)) for offset in range(stride)]
+    events = simulate(torus, links, [ring_messages(torus, rings, 10**6)]).seconds
+    thin = Links(1e9 / stride, stride * 1e-6)
+    want = collectives.all_gather_seconds(10**6, [(n // stride, True)], thin, "halves")
+    assert events == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize(("shape", "wrap"), [((2, 4), False), ((4, 4), False), ((3, 4), True), ((2, 3, 4), False)])
+def test_a_snake_is_a_ring(shape, wrap):
+    torus, links = Torus(shape, wrap), Links(1e9, 1e-6)
+    path = snakes(tuple(zip(torus.shape, torus.wrap, strict=True)))
+    ring = [torus.node(place) for place in path]
+    events = simulate(torus, links, [ring_messages(torus, [ring], 10**6)]).seconds
+    want = collectives.all_gather_seconds(10**6, [(torus.nodes, True)], links, "halves")
+    assert events == pytest.approx(want, rel=1e-9)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_snakes_visit_every_node_hop_by_hop(sizes):
+    for path in snake_orders(sizes):
+        assert sorted(path) == list(itertools.product(*(range(n) for n in sizes)))
+        axes = [(n, False) for n in sizes]
+        assert all(hop_length(a, b, axes) == 1 for a, b in itertools.pairwise(path))
+    ring = snakes(tuple((n, False) for n in sizes))
+    large = [n for n in sizes if n > 1]
+    if len(large) == 2 and any(n % 2 == 0 for n in large):
+        assert ring is not None  # a grid with an even side has a Hamiltonian cycle
+    if math.prod(sizes) % 2 and math.prod(sizes) > 1:
+        assert ring is None  # an odd grid is bipartite with unequal halves
+
+
+def test_snake_beats_axes_in_turn_on_a_small_mesh():
+    placement, _ = best_placement(Slice("v5e-8"), {"x": 8})
+    cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
+    assert cost.algorithm == "snake ring"
+    want = collectives.all_reduce_seconds(1e8, [(8, True)], ici_links(Slice("v5e-8")))
+    assert cost.seconds == pytest.approx(want)
+
+
+def test_whole_torus_uses_all_axes_at_once():
+    placement, _ = best_placement(Slice("v5p-128"), {"x": 64})
+    cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
+    assert cost.algorithm == "rotated"
+    want = collectives.all_reduce_seconds(1e8, [(4, True)] * 3, ici_links(Slice("v5p-128")))
+    assert cost.seconds == pytest.approx(want)
+    assert sum(seconds for _, seconds in cost.busy_seconds) == pytest.approx(3 * cost.busy_seconds[0][1])
+    assert cost.busy_seconds[0][1] <= cost.seconds
+
+
+def test_unequal_axes_cost_what_the_closed_form_says():
+    slice_ = Slice("v4-4x4x8")
+    placement = next(placements(slice_, {"x": 128}))
+    cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
+    axes = [(4, True), (4, True), (8, True)]
+    assert cost.algorithm == "rotated"
+    assert cost.seconds == pytest.approx(collectives.all_reduce_seconds(1e8, axes, ici_links(slice_)))
+
+
+def test_two_factors_on_one_torus_axis_take_turns():
+    a = (Factor(0, 2, 1), Factor(1, 2, 8), Factor(1, 2, 1))
+    b = (Factor(0, 8, 2), Factor(1, 4, 2))
+    placement = Placement(Slice("v5e-256"), (("a", a), ("b", b)))
+    assert len(placement.of(["a"])) == 3
+    cost = collective_cost(placement, "all_reduce", ["a"], 1e8)
+    assert cost.algorithm == "in turn"
+    assert cost.seconds >= sum(seconds for place, seconds in cost.busy_seconds if place == 1)
+
+
+def test_both_cores_of_a_chip_share_its_links():
+    slice_ = Slice("v3-32")
+    across = next(p for p in placements(slice_, {"a": 16, "b": 2}) if dict(p.factors)["b"][0].place == CORES)
+    links = ici_links(slice_)
+    half = Links(links.bytes_per_second / 2, links.hop_seconds)
+    cost = collective_cost(across, "all_gather", ["a"], 1e7)
+    plain = collectives.all_gather_seconds(1e7, [(4, False), (4, False)], half)
+    assert cost.seconds == pytest.approx(min(plain, collectives.all_gather_seconds(1e7, [(16, True)], half)))
+    on_chip = collective_cost(across, "all_gather", ["b"], 1e7)
+    assert on_chip.busy_seconds[0][0] == CORES
+    assert on_chip.seconds < cost.seconds / 5
+
+
+def test_a_group_over_cores_and_chips_halves_its_traffic_on_the_torus():
+    slice_ = Slice("v3-8")
+    placement = next(placements(slice_, {"x": 8}))
+    chip, links = slice_.chip, ici_links(slice_)
+    cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
+    on_chip = 1e8 / (chip.hbm_bytes_per_second / 4)  # half read, half written; there and back
+    ring = collectives.all_reduce_seconds(1e8 / 2, [(4, True)], Links(links.bytes_per_second / 2, 1e-6))
+    assert cost.seconds == pytest.approx(on_chip + ring)  # a 2x2 mesh is a ring of 4, or two rotated lines
+    exchange = collective_cost(placement, "all_to_all", ["x"], 1e8)
+    lines = sum(
+        collectives.all_to_all_seconds(1e8, [(2, False)], Links(links.bytes_per_second / 2, 1e-6)) for _ in range(2)
+    )
+    assert exchange.seconds == pytest.approx(on_chip / 2 + lines)
+
+
+def test_dcn_is_slow_and_last():
+    slice_ = Slice("2*v5e-256")
+    mesh = {"data": 2, "x": 16, "y": 16}
+    placement = next(p for p in placements(slice_, mesh) if dict(p.factors)["data"][0].place == DCN)
+    chip = slice_.chip
+    over = collective_cost(placement, "all_reduce", ["data"], 1e8)
+    assert over.seconds == pytest.approx(1e8 / chip.dcn_bytes_per_second + 2 * chip.dcn_hop_seconds)
+    everything = collective_cost(placement, "all_reduce", ["data", "x", "y"], 1e8)
+    inside = collective_cost(placement, "all_reduce", ["x", "y"], 1e8)
+    dcn = 1e8 / 256 / chip.dcn_bytes_per_second + 2 * chip.dcn_hop_seconds
+    assert everything.seconds == pytest.approx(inside.seconds + dcn)
+    assert dict(everything.busy_seconds)[DCN] == pytest.approx(1e8 / 256 / chip.dcn_bytes_per_second)
+
+
+def test_best_placement_follows_the_demands():
+    slice_ = Slice("v5e-8x16")
+    heavy = [Demand("all_reduce", ("model",), 1e9), Demand("all_reduce", ("data",), 1e6)]
+    placement, seconds = best_placement(slice_, {"data": 8, "model": 16}, heavy)
+    assert placement.wraps(placement.of(["model"])[0])
+    every = [
+        sum(collective_cost(p, d.kind, d.axes, d.payload_bytes).seconds for d in heavy)
+        for p in placements(slice_, {"data": 8, "model": 16})
+    ]
+    assert seconds == min(every)
+    assert max(every) > 1.5 * seconds  # a bad placement costs
+
+
+def test_together():
+    placement, _ = best_placement(Slice("v5e-256"), {"x": 16, "y": 16})
+    x, y = (collective_cost(placement, "all_reduce", [axis], 1e8) for axis in "xy")
+    assert together_seconds([x, y]) == pytest.approx(max(x.seconds, y.seconds))
+    assert together_seconds([x, x]) == pytest.approx(2 * x.seconds, rel=0.02)
+    assert together_seconds([]) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MESHES), st.sampled_from(KINDS), st.floats(0, 1e9), st.data())
+def test_costs_are_finite_ordered_and_grow_with_bytes(case, kind, size, data):
+    name, mesh = case
+    placement = data.draw(st.sampled_from(list(placements(Slice(name), mesh))))
+    axes = data.draw(st.lists(st.sampled_from(sorted(mesh)), unique=True, min_size=1))
+    cost = collective_cost(placement, kind, axes, size)
+    assert 0 <= cost.seconds < math.inf
+    assert all(busy <= cost.seconds * (1 + 1e-9) for _, busy in cost.busy_seconds)
+    assert collective_cost(placement, kind, axes, 2 * size + 1).seconds >= cost.seconds
+    group = math.prod(mesh[axis] for axis in axes)
+    assert (cost.seconds == 0) == (group == 1 or (size == 0 and cost.hops == 0 and cost.seconds == 0))
+    if kind == "all_reduce":
+        halves = [collective_cost(placement, k, axes, size).seconds for k in ("reduce_scatter", "all_gather")]
+        assert cost.seconds == pytest.approx(sum(halves))
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        (lambda: list(placements(Slice("v3-8"), {"a": 4})), "mesh a:4 has 4 positions, v3-8: 4 chips"),
+        (lambda: list(placements(Slice("v3-8"), {"a": 0})), "mesh axis 'a' must be an integer >= 1, not 0"),
+        (lambda: list(placements(Slice("v3-8"), [8])), "a mesh is a mapping"),
+        (
+            lambda: best_placement(Slice("v5e-4"), {"a": 4}, [Demand("all_reduce", ("b",), 1)]),
+            "['b'] are not distinct",
+        ),
+        (lambda: collective_cost(first(), "gather", ["a"], 1), "unknown collective 'gather'"),
+        (lambda: collective_cost(first(), "all_reduce", ["a", "a"], 1), "['a', 'a'] are not distinct"),
+        (lambda: collective_cost(first(), "all_reduce", ["a"], -1), "payload_bytes must be a finite number"),
+        (lambda: first().device({"a": 8}), "coordinate 'a' = 8 is outside an axis of 8"),
+        (lambda: first().device({"b": 0}), "must name the axes of the mesh"),
+        (lambda: Placement(Slice("v5e-4"), (("a", (Factor(0, 2, 1),)),)), "cover 1 of the 2 positions"),
+        (lambda: Placement(Slice("v5e-4"), (("a", (Factor(0, 2, 2),)),)), "do not tile torus axis 0"),
+        (lambda: ici_links(Slice("v1-1")), "chip 'v1' has no links"),
+        (lambda: next(snake_orders([])), "at least one axis"),
+    ],
+)
+def test_bad_input(call, part):
+    with pytest.raises(HardwareError) as fault:
+        call()
+    assert part in str(fault.value)
+
+
+def first():
+    return next(placements(Slice("v3-8"), {"a": 8}))
