@@ -18,7 +18,7 @@ such changes turned them over, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations, product
 from math import prod
@@ -223,12 +223,14 @@ def verify(
     """Run many layouts and compare each with the unsharded program, naming the first operation that diverges.
 
     Compared are the fetched values, the new values of variables, and, where there are no updates, the gradients of
-    the float outputs (for random cotangents) with respect to trainable variables and float inputs.
+    the float outputs (for random cotangents) with respect to trainable variables and float inputs. A layout that is
+    good for everything but these gradients is compared without them, and a note says so.
 
     Args:
       outputs, updates: as `mtf.lower` takes them.
-      inputs: feeds by name. What is not given is drawn from the seed: floats normal, booleans even, integers below
-        the size of the dims that one_hot, gather and the like look them up in (below 8 where nothing tells).
+      inputs: feeds by name; those that are not needed are passed over. What is not given is drawn from the seed:
+        floats normal, booleans even, integers below the size of the dims that one_hot, gather and the like look them
+        up in (below 8 where nothing tells).
       layouts: (mesh, layout) pairs; or, with `mesh`, a list of layouts, "all" or a number of legal layouts to draw
         from all (see `legal_layouts`).
       mesh: see `layouts`. The exact executor is meant for up to about 16 cores.
@@ -270,7 +272,9 @@ def verify(
             number = None if layouts == "all" else layouts
             pairs = [(Mesh(mesh), rules) for rules in legal_layouts(simple.operations, Mesh(mesh), number, seed)]
         job = _Job.prepare(
+            graph,
             compared,
+            tuple(extra),
             list(written.values()),
             [m for m, _ in pairs],
             inputs or {},
@@ -284,7 +288,7 @@ def verify(
         found = [job.row(one, rules, searched) for one, rules in pairs]
     rows = tuple(r for r in found if isinstance(r, Row))
     refused = tuple(r for r in found if isinstance(r, str))
-    notes += job.weaknesses()
+    notes += [*job.notes, *job.weaknesses()]
     return Verification(rows, job.names, precision, executor, seed, job.steps, tuple(notes), refused)
 
 
@@ -672,12 +676,16 @@ class _Job:
     rtol: float | None
     feeds: dict[str, Array]
     program: Program
-    reference: list[_Step]
+    added: tuple[str, ...] = ()  # outputs that are gradients asked for by nobody but us
+    reference: list[_Step] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def prepare(
         cls,
+        graph: Graph,
         outputs: dict[str, Tensor],
+        added: tuple[str, ...],
         updates: list[Operation],
         meshes: Sequence[Mesh],
         inputs: Mapping[str, Any],
@@ -693,8 +701,8 @@ class _Job:
         program = lower(outputs, updates, alone, "", precision)
         drawn = [v for n, v in program.inputs.items() if n not in inputs and v.tensor.dtype is INT32]
         for narrow in range(NARROWINGS):
-            feeds = _feeds(program, inputs, seed, narrow)
-            job = cls(outputs, updates, precision, executor, seed, steps, rtol, feeds, program, [])
+            feeds = _feeds(program, graph.inputs, inputs, seed, narrow)
+            job = cls(outputs, updates, precision, executor, seed, steps, rtol, feeds, program, added)
             arrays = _initial_state(program, state, seed)
             try:
                 for number in range(steps):
@@ -766,7 +774,7 @@ class _Job:
     def row(self, mesh: Mesh, rules: LayoutRules, searched: bool) -> Row | str:
         """Lower, run and compare one layout; a text if it was searched and the lowering refuses it."""
         try:
-            program = lower(self.outputs, self.updates, mesh, rules, self.precision)
+            program = self._lowered(mesh, rules)
         except LayoutError as fault:
             if not searched:
                 raise
@@ -787,6 +795,8 @@ class _Job:
                 return self._row(mesh, rules, program, float("inf"), 0.0, "", (), text, found)
             made = {**outputs, **{f"new {n}": y for n, y in updates.items()}}
             for name, (wanted, limit) in step.ends.items():
+                if name not in made:  # a gradient that this layout can't lay out
+                    continue
                 off = _difference(made[name], wanted)
                 largest, scale = float(off.max(initial=0.0)), _largest(wanted) or 1.0
                 near = largest / limit if limit else float("inf") if largest else 0.0
@@ -798,6 +808,18 @@ class _Job:
         if first is None:
             return self._row(mesh, rules, program, error, allowed, worst)
         return self._row(mesh, rules, program, error, allowed, worst, tuple(wrong), "", self._first(program, first))
+
+    def _lowered(self, mesh: Mesh, rules: LayoutRules) -> Program:
+        """The program; without the gradients added here where a layout is good for all but them."""
+        try:
+            return lower(self.outputs, self.updates, mesh, rules, self.precision)
+        except LayoutError as fault:
+            own = {n: y for n, y in self.outputs.items() if n not in self.added}
+            if len(own) == len(self.outputs):
+                raise
+            program = lower(own, self.updates, mesh, rules, self.precision)
+            self.notes.append(f"gradients are not compared under {rules}: {str(fault).splitlines()[0]}")
+            return program
 
     def _runner(self, program: Program) -> Callable[[_Step], tuple[dict[str, Array], dict[str, Array]]]:
         if self.executor == "exact":
@@ -965,12 +987,14 @@ def _partial_sums(program: Program) -> Iterator[Value]:
 # ---------------------------------------------------------------- feeds and state
 
 
-def _feeds(program: Program, given: Mapping[str, Any], seed: int, narrow: int) -> dict[str, Array]:
+def _feeds(
+    program: Program, known: Iterable[str], given: Mapping[str, Any], seed: int, narrow: int
+) -> dict[str, Array]:
     """The feeds as given, the others drawn."""
-    own = [n for n in program.inputs if not n.startswith(_COTANGENT)]
+    own = [n for n in known if not n.startswith(_COTANGENT)]
     unknown = [f"unknown input '{n}'{nearest(n, own)}" for n in given if n not in own]
     if unknown:
-        raise FeedError(f"verify: {'; '.join(unknown)}; the program's inputs: {', '.join(own) or 'none'}")
+        raise FeedError(f"verify: {'; '.join(unknown)}; the graph's inputs: {', '.join(own) or 'none'}")
     operations = [i.operation for i in program.instructions if not i.is_reshard]
     fed = {}
     for n, (name, v) in enumerate(sorted(program.inputs.items())):

@@ -1179,4 +1179,7 @@ def _shifted(x: Array, offset: Array, wrap: bool) -> Array:
     return out
 
 
+# More rows, which use the names above.
+from tests import cases_along_dims  # noqa: E402, F401
+
 CASES: tuple[Case, ...] = tuple(TABLE.rows.values())

@@ -415,7 +415,7 @@ def test_indices_are_drawn_below_the_dims_they_are_looked_up_in() -> None:
         i, free = mtf.input("i", [words], "int32"), mtf.input("free", [words], "int32")
         looked = mtf.gather(mtf.variable("t", [table, HIDDEN]), mtf.rename_dimension(i, "words", "w"), table)
         program = mtf.lower([looked, mtf.cast(free, "float32")])
-    fed = verification._feeds(program, {}, 0, 0)
+    fed = verification._feeds(program, program.inputs, {}, 0, 0)
     assert set(fed["i"]) == {0, 1, 2}
     assert set(fed["free"]) == set(range(8))
 
@@ -452,6 +452,18 @@ def test_zero_variables_get_noise_and_given_ones_stay() -> None:
         assert not mtf.verify({"y": y}, layouts=[("r:2", "")]).notes
         zero = mtf.verify({"y": y}, layouts=[("r:2", "")], state={"b": np.zeros(4)})
     assert any("'y' is zero everywhere" in n for n in zero.notes)
+
+
+def test_a_layout_that_is_good_for_all_but_the_gradients_is_compared_without_them() -> None:
+    """Rules for slots hold for gradients: there 'hidden' wants the axis that 'inner' has."""
+    with mtf.Graph():
+        x, w = mtf.input("x", [BATCH, INNER]), mtf.variable("w", [INNER, HIDDEN])
+        y = mtf.einsum([x, w], output_shape=[BATCH, HIDDEN])
+        found = mtf.verify({"y": y}, layouts=[("c:2", "inner:c;slots/hidden:c"), ("c:2", "inner:c")])
+    assert [r.ok for r in found.rows] == [True, True]
+    (note,) = found.notes
+    assert note.startswith("gradients are not compared under inner:c;slots/hidden:c: ")
+    assert "d w" in found.compared
 
 
 def test_what_has_no_gradient_is_a_note() -> None:

@@ -317,7 +317,7 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: s
     """`x` shifted right along `dim` by `offset` elements: y[i] = x[i - offset], each row by its own offset.
 
     Args:
-      x: any dtype.
+      x: numbers.
       offset: int32, negative to the left; its dims are dims of x other than `dim`.
       dim: dim of x.
       wrap: whether what leaves at one end comes in at the other; else zeros come in.
@@ -338,7 +338,6 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dimension, wrap: bool, name: s
     held = mod(source, found.size)
     other = f"{found.name}_unshifted"
     y = gather(rename_dimension(x, found.name, other), held, Dimension(other, found.size))
-    y = transpose(y, x.shape, name)
     if flag(wrap, what, "wrap"):
-        return y
+        return transpose(y, x.shape, name)
     return where(logical_and(greater_equal(source, 0), less(source, found.size)), y, 0, x.shape, name)

@@ -33,6 +33,7 @@ from meshlib.operation import (
     operation,
     tensor,
     traffic_bytes,
+    type_bytes,
 )
 from meshlib.ops.elementwise import negative
 from meshlib.ops.index import gather, scatter_add
@@ -104,11 +105,15 @@ def _top_k_types(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tup
 
 
 def _sort_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    # A bitonic network has log2(n)^2 / 2 stages, of which each compares every element; modelled, not published.
-    (x,) = ins
-    n = x.shape.dim(attrs["dim"]).size
-    stages = max(1, ceil(log2(n)) ** 2 // 2) if n > 1 else 1
-    return Work(0, stages * x.shape.size, traffic_bytes(ins, out))
+    # A bitonic network over the whole dim has log2(n)^2 / 2 stages, of which each compares every element; modelled, not
+    # published.
+    depth = ceil(log2(max(2, attrs["size"])))
+    return Work(0, max(1, depth * depth // 2) * ins[0].shape.size, traffic_bytes(ins, out))
+
+
+def _top_k_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    work = _sort_work(ins, out, attrs)
+    return Work(0, work.vpu_ops, work.hbm_bytes + type_bytes(TensorType(out.shape, INT32)))
 
 
 TOP_K = operation(
@@ -119,7 +124,7 @@ TOP_K = operation(
     local=_candidates,
     grad=lambda op, dy, _: [_top_k_grad(op, dy)],
     linear=lambda op: NONLINEAR,
-    work=_sort_work,
+    work=_top_k_work,
     lower=Summary(_candidates, _top_k_finish, _top_k_types),
 )
 
@@ -144,7 +149,7 @@ def top_k(x: Tensor, reduced_dim: Dimension, k_dim: Dimension, name: str | None 
         raise ShapeError(f"{at('top_k')}: expected a Dimension as k_dim, got {k_dim!r:.80}")
     if x.dtype.name == "bool":
         raise ShapeError(f"{at('top_k')}: needs numbers, got {x}; cast it with mtf.cast")
-    values, indices = build_all(TOP_K, [x], {"dim": d.name, "k_dim": k_dim}, name)
+    values, indices = build_all(TOP_K, [x], {"dim": d.name, "size": d.size, "k_dim": k_dim}, name)
     return values, indices
 
 
@@ -202,7 +207,7 @@ ARGSORT = operation(
 def argsort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:
     """The int32 indices that sort `x` along `dim`; ties keep their order. The dim is made whole for it."""
     d = find_dim(tensor(x, "argsort"), dim, "argsort")
-    return build(ARGSORT, [x], {"dim": d.name, "descending": flag(descending, "argsort", "descending")}, name)
+    return build(ARGSORT, [x], {"dim": d.name, "size": d.size, "descending": flag(descending, "argsort", "descending")}, name)
 
 
 def sort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:
