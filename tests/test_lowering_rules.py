@@ -419,3 +419,21 @@ def test_lowering_does_not_depend_on_the_number_of_devices() -> None:
         len(mtf.lower({"loss": loss}, train, mesh=f"data:{n}", layout="batch:data").instructions) for n in (2, 2048)
     ]
     assert sizes[0] == sizes[1]
+
+
+def test_work_of_a_core_is_exact() -> None:
+    with mtf.Graph():
+        y = x_w(b=4, k=8, n=6)[2]
+        alone, split = (mtf.lower({"y": y}, mesh="m:2", layout=rules) for rules in ("", "k:m"))
+        precise = mtf.lower({"y": y}, mesh="m:2", layout="k:m", precision="highest")
+    assert alone.work.mxu_flops == 2 * 4 * 8 * 6
+    assert split.work.mxu_flops == 4 * 8 * 6
+    assert precise.work.mxu_flops == 6 * 4 * 8 * 6  # six bfloat16 passes make float32
+    with mtf.Graph():
+        start = mtf.input("x", [D("b", 4), D("k", 8)])
+        w = mtf.variable("w", [D("k", 8), D("n", 8)])
+        looped = mtf.while_loop(
+            5, lambda v: mtf.rename_dimension(mtf.einsum([v, w], [D("b", 4), D("n", 8)]), "n", "k"), [start]
+        )
+        program = mtf.lower(looped, mesh="m:2", layout="b:m")
+    assert program.work.mxu_flops == 5 * 2 * 2 * 8 * 8

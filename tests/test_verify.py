@@ -21,6 +21,7 @@ exact = importlib.import_module("meshlib.simulate.exact")
 fast = importlib.import_module("meshlib.simulate.fast")
 lowering = importlib.import_module("meshlib.lower")
 verification = importlib.import_module("meshlib.verify")
+feeds = importlib.import_module("meshlib.verify.feeds")
 
 BATCH, INNER, HIDDEN, CLASSES = (mtf.Dimension(*d) for d in (("batch", 8), ("inner", 6), ("hidden", 4), ("classes", 6)))
 MESH = "r:2;c:2"
@@ -415,7 +416,7 @@ def test_indices_are_drawn_below_the_dims_they_are_looked_up_in() -> None:
         i, free = mtf.input("i", [words], "int32"), mtf.input("free", [words], "int32")
         looked = mtf.gather(mtf.variable("t", [table, HIDDEN]), mtf.rename_dimension(i, "words", "w"), table)
         program = mtf.lower([looked, mtf.cast(free, "float32")])
-    fed = verification._feeds(program, program.inputs, {}, 0, 0)
+    fed = feeds.draw_feeds(program, program.inputs, {}, 0, 0)
     assert set(fed["i"]) == {0, 1, 2}
     assert set(fed["free"]) == set(range(8))
 

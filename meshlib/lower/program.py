@@ -16,6 +16,7 @@ from layouts import LayoutRules, Mesh, Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.lower.exchange import Exchange
+from meshlib.operation import Work
 
 if TYPE_CHECKING:
     from meshlib.lower.memory import Memory
@@ -180,6 +181,18 @@ class Program:
         from meshlib.lower.memory import measure
 
         return measure(self)
+
+    @cached_property
+    def work(self) -> Work:
+        """What one core does in one run of the program, duplicates included. Exact."""
+        from meshlib.lower.work import local_work
+
+        all_work = [local_work(self, i) for i in self.instructions]
+        return Work(
+            sum(w.mxu_flops for w in all_work),
+            sum(w.vpu_ops for w in all_work),
+            sum(w.hbm_bytes for w in all_work),
+        )
 
     def __str__(self) -> str:
         from meshlib.lower.listing import listing

@@ -72,7 +72,8 @@ def _slice_local(block: Block, x: Array) -> Array:
     dim = block.attrs["dim"]
     axis = block.out.shape.index(dim)
     begin = block.attrs["begin"] + block.offsets[dim] - block.starts[0]
-    return x[_run(axis, begin, begin + block.out.shape.dim(dim).size)]
+    run: Array = x[_run(axis, begin, begin + block.out.shape.dim(dim).size)]
+    return run
 
 
 def _slice_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
