@@ -9,13 +9,14 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from layouts import Sharding
 from meshlib.errors import GraphError
-from meshlib.graph import BACKWARD, FORWARD, UPDATE, Tensor, TensorType
-from meshlib.lower.program import Collective, Instruction, Program, bytes_text
+from meshlib.graph import BACKWARD, FORWARD, UPDATE, Tensor
+from meshlib.lower.program import Collective, Instruction, Program, Value, bytes_text
+from meshlib.lower.work import local_work
 
 __all__ = ["Comparison", "Laid", "Pair", "Work", "compare"]
 
@@ -390,27 +391,26 @@ def _because(reason: str) -> str:
 
 
 def _work(program: Program) -> Work:
-    local, whole = [0, 0], [0, 0]
-    for i, times in _computations(program, 1):
-        op, out = i.operation, i.outputs[0]
-        one = op.kind.work(tuple(x.local for x in i.inputs), out.local, op.attrs)
-        every = op.kind.work(
-            tuple(TensorType(x.tensor.shape, x.tensor.dtype) for x in i.inputs), out.tensor.type, op.attrs
-        )
-        for total, w in ((local, one), (whole, every)):
-            total[0] += times * w.mxu_flops
-            total[1] += times * w.vpu_ops
+    one, every = program.work, [0, 0]
+    for holder, i, times in _computations(program, 1):
+        whole = local_work(holder, replace(i, inputs=_replicated(i.inputs), outputs=_replicated(i.outputs)))
+        every = [every[0] + times * whole.mxu_flops, every[1] + times * whole.vpu_ops]
     size = program.mesh.size
-    duplicated = [size * x / y if y else 1.0 for x, y in zip(local, whole, strict=True)]
-    return Work(local[0], local[1], duplicated[0], duplicated[1])
+    mxu, vpu = (size * x / y if y else 1.0 for x, y in zip((one.mxu_flops, one.vpu_ops), every, strict=True))
+    return Work(one.mxu_flops, one.vpu_ops, mxu, vpu)
 
 
-def _computations(program: Program, times: int) -> Iterator[tuple[Instruction, int]]:
+def _replicated(values: Sequence[Value]) -> tuple[Value, ...]:
+    return tuple(Value(v.tensor, Sharding.replicated(v.tensor.shape, v.sharding.mesh)) for v in values)
+
+
+def _computations(program: Program, times: int) -> Iterator[tuple[Program, Instruction, int]]:
+    """Instructions that are no loops, each with the program or body that holds it, and how often it runs."""
     for i in program.instructions:
         if i.body is not None:
             yield from _computations(i.body, times * i.trips)
-        elif not i.is_reshard and i.opcode not in ("input", "variable", "assign"):
-            yield i, times
+        else:
+            yield program, i, times
 
 
 # ---------------------------------------------------------------- text

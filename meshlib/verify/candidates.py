@@ -66,7 +66,7 @@ def legal_layouts(
         take([c[rng.integers(len(c))] if rng.random() < 0.8 else c[0] for c in claims])
         if len(kept) >= number:
             break
-    return kept[:number]
+    return kept[:number] or [LayoutRules("")]
 
 
 def _laid_out(operations: Sequence[Operation]) -> list[tuple[Any, str]]:

@@ -20,7 +20,6 @@ from meshlib.simulate.state import State, to_storage
 
 Array = np.ndarray[Any, Any]
 
-
 COTANGENT = "verify_cotangent_"  # inputs that are there while a program is verified
 
 

@@ -25,7 +25,6 @@ from meshlib.verify.search import FAULTS, Diverged, Search
 
 Array = np.ndarray[Any, Any]
 
-
 WEAK = 0.25  # allowed share of the largest magnitude from which on a comparison proves little
 NARROWINGS = 12  # how often drawn indices that are out of range are drawn again from half the range
 
@@ -175,11 +174,11 @@ class Job:
                 if name not in made:  # a gradient that this layout can't lay out
                     continue
                 off = difference(made[name], wanted)
-                largest, scale = float(off.max(initial=0.0)), largest(wanted) or 1.0
-                near = largest / limit if limit else float("inf") if largest else 0.0
+                most, scale = float(off.max(initial=0.0)), largest(wanted) or 1.0
+                near = most / limit if limit else float("inf") if most else 0.0
                 if near > nearness:
-                    nearness, worst, error, allowed = near, name, largest / scale, limit / scale
-                if largest > limit:
+                    nearness, worst, error, allowed = near, name, most / scale, limit / scale
+                if most > limit:
                     first = number if first is None else first
                     wrong.append(self._wrong(name, number, made[name], wanted, off, limit))
         if first is None:

@@ -33,7 +33,6 @@ from meshlib.simulate.engine import Engine
 
 Array = np.ndarray[Any, Any]
 
-
 Key = tuple[Tensor, int]  # a tensor, and how many times it was made before in the step: loops make theirs often
 
 SAFETY = 4.0

@@ -16,7 +16,6 @@ from meshlib.verify.rounding import Counted, Key, difference
 
 Array = np.ndarray[Any, Any]
 
-
 FAULTS = (MeshlibError, ValueError, IndexError, TypeError, AssertionError, KeyError)
 
 

@@ -303,6 +303,11 @@ def test_specs_that_disagree_name_both_tensors():
     ]
 
 
+def test_the_order_of_axes_counts():
+    with pytest.raises(LayoutError, match=r"'a' lies on x\+y in \[a\] .*, but on y\+x in \[b, a\]"):
+        from_partition_specs({("a",): (("x", "y"),), ("b", "a"): (None, ["y", "x"])})
+
+
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
