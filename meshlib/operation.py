@@ -168,7 +168,8 @@ class OpDef:
             names and sizes
     roles   Operation -> its factors, each with what a split does; every dim of every operand is in one
     local   (Block, *arrays) -> array: NumPy on one device's blocks
-    grad    (Operation, cotangent of each output) -> a cotangent or None per operand, as operations on the unsharded graph
+    grad    (Operation, cotangent of each output) -> a cotangent or None per operand, as operations on the unsharded
+            graph
     linear  Operation -> Linear
     work    (operand types, output type, attrs) -> Work, all local
     lower   how it runs along dims of role HALO or SUMMARY; None for all others

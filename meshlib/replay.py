@@ -10,8 +10,9 @@ from meshlib.graph import Graph, Rewrite, Tensor
 def replay(source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor], graph: Graph) -> dict[Tensor, Tensor]:
     """Add copies of `source.operations[start:stop]` to `graph`, in the current region.
 
-    Returns: what stands for each tensor. Copies keep their names, so that random numbers stay the same, and their gradient rules. Tensors in `given` are
+    Copies keep their names, so that random numbers stay the same, and their gradient rules. Tensors in `given` are
     replaced; others that the operations do not make stay as they are.
+    Returns: what stands for each tensor.
     """
     made = dict(given)
     places: dict[int, int] = {}  # position in source -> position of the copy

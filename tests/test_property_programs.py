@@ -274,7 +274,113 @@ def looped(w: Writer, x: Tensor) -> Tensor:
     if Shape(kept) == x.shape:
         kept = []
     (y,) = mtf.while_loop(w.choose((1, 2, 3)), body, [x])
-    return mtf.stop_gradient(y)
+    return y
+
+
+def scanned(w: Writer, x: Tensor) -> Tensor | None:
+    if not len(x.shape):
+        return None
+    dim = w.choose(list(x.shape))
+    rest = [d for d in x.shape if d != dim]
+    start = w.noise(w.some(rest)) if w.draw(st.booleans()) else mtf.reduce_mean(x, output_shape=rest)
+    outside = w.pick(lambda t: set(t.shape) <= set(start.shape))
+
+    def body(c: Sequence[Tensor], s: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        y = mtf.tanh(c[0]) + mtf.reduce_mean(s[0], output_shape=start.shape)
+        return [y * outside if outside is not None else y], [mtf.sin(s[0] + y)]
+
+    (last,), (stacked,) = mtf.scan(body, [start], [x], dim, w.draw(st.booleans()))
+    return w.choose((last, stacked))
+
+
+def recomputed(w: Writer, x: Tensor) -> Tensor:
+    y = fitting(w, x)
+    if y is None:
+        return mtf.recompute_grad(lambda v: mtf.sin(v) * v, [x])
+    return mtf.recompute_grad(lambda v, u: mtf.tanh(v * mtf.sin(u)), [x, y])
+
+
+def activated(w: Writer, x: Tensor) -> Tensor:
+    name = w.choose(("gelu", "swish", "softplus", "erf", "selu", "leaky_relu", "floor", "mod", "clip_by_value"))
+    if name in ("selu", "leaky_relu", "floor"):
+        return getattr(mtf, name)(x + w.noise(x.shape))
+    if name == "mod":
+        return mtf.mod(w.noise(x.shape), 1.75) * x
+    if name == "clip_by_value":
+        return mtf.clip_by_value(x + w.noise(x.shape), -0.875, 1.125)
+    return getattr(mtf, name)(x)
+
+
+def decided(w: Writer, x: Tensor) -> Tensor | None:
+    if not len(x.shape):
+        return None
+    larger = mtf.greater(x, w.noise(x.shape))
+    kept = w.some(list(x.shape))
+    if w.draw(st.booleans()):
+        larger = mtf.logical_xor(larger, mtf.less(w.noise(x.shape), 0.5))
+    found = w.choose((mtf.reduce_all, mtf.reduce_any))(larger, output_shape=kept)
+    return mtf.where(found, x * 0.5, x)
+
+
+ALONG = (
+    *("shift", "concat", "strided", "split", "cumsum", "cumprod", "top_k"),
+    *("sort", "nth", "stack", "unstack", "dynamic", "update", "argmax"),
+)
+
+
+def along(w: Writer, x: Tensor) -> Tensor | None:
+    """What works along a dim: runs, running sums, ranking, stacking."""
+    if not len(x.shape):
+        return None
+    dim = w.choose(list(x.shape))
+    kind = w.choose(ALONG)
+    if kind == "shift":
+        return mtf.shift(x, w.choose(range(-dim.size, dim.size + 1)), dim, w.draw(st.booleans()))
+    if kind == "concat":
+        if 2 * x.shape.size > MAX_ELEMENTS:
+            return None
+        size = w.choose(range(1, dim.size + 1))
+        return mtf.rename_dimension(
+            mtf.concat([x, mtf.slice(mtf.sin(x), 0, size, dim.name)], dim.name), dim.name, w.fresh(dim.name)
+        )
+    if kind == "strided":
+        stride = w.choose((2, 3))
+        size = (dim.size + stride - 1) // stride
+        return mtf.rename_dimension(mtf.strided_slice(x, 0, size, stride, dim.name), dim.name, w.fresh(dim.name))
+    if kind == "split":
+        first = w.choose(range(1, dim.size)) if dim.size > 1 else None
+        if first is None:
+            return None
+        a, b = mtf.split(x, dim, [first, dim.size - first])
+        return mtf.reduce_mean(a, reduced_dim=[d for d in a.shape if d.name == dim.name]) * mtf.reduce_mean(
+            b, reduced_dim=[d for d in b.shape if d.name == dim.name]
+        )
+    if kind == "cumsum":
+        return mtf.cumsum(x, dim, w.draw(st.booleans()), w.draw(st.booleans())) * (1 / dim.size)
+    if kind == "cumprod":
+        return mtf.cumprod(mtf.sin(x) + 0.25, dim, w.draw(st.booleans()), w.draw(st.booleans()))
+    if kind == "stack":
+        if 2 * x.shape.size > MAX_ELEMENTS:
+            return None
+        return mtf.stack([x, mtf.sin(x)], w.fresh("stack"), w.choose(range(len(x.shape) + 1)))
+    if kind == "unstack":
+        parts = mtf.unstack(x, dim)
+        return mtf.sin(w.choose(parts)) + w.choose(parts)
+    size = w.choose(range(1, dim.size + 1))
+    start = w.indices([], dim.size - size + 1)
+    if kind == "dynamic":
+        return mtf.rename_dimension(mtf.dynamic_slice(x, start, size, dim), dim.name, w.fresh(dim.name))
+    if kind == "update":
+        part = w.noise([Dimension(d.name, size) if d == dim else d for d in x.shape])
+        return mtf.update_slice(x, part, dim, start)
+    apart = x + w.noise(x.shape)  # ties would be broken by rounding
+    if kind == "sort":
+        return mtf.sort(apart, dim, w.draw(st.booleans()))
+    if kind == "nth":
+        return mtf.nth_largest_element(apart, w.choose(range(dim.size)), dim)
+    if kind == "argmax":
+        return mtf.cast(mtf.argmax(apart, dim), "float64") * 0.25 + mtf.reduce_mean(x, reduced_dim=dim)
+    return mtf.top_k(apart, dim, Dimension(w.fresh("best"), size))[0]
 
 
 STEPS = (
@@ -299,6 +405,13 @@ STEPS = (
     counted,
     marked,
     looped,
+    scanned,
+    recomputed,
+    activated,
+    decided,
+    along,
+    along,
+    along,
 )
 
 
@@ -335,7 +448,7 @@ OPTIMIZERS = {
 
 @st.composite
 def programs(draw: Draw) -> Written:
-    """A program of 3 to 10 steps with a mesh and a legal layout."""
+    """A program of 3 to 12 steps with a mesh and a legal layout."""
     sizes = draw(
         st.lists(st.sampled_from((2, 2, 4, 3, 1)), min_size=1, max_size=3).filter(lambda s: prod(s) <= MAX_DEVICES)
     )
@@ -347,7 +460,7 @@ def programs(draw: Draw) -> Written:
             shape = w.dims(least=n % 2)
             variables.append(mtf.variable(f"v{n}", shape, w.rng.uniform(-1.0, 1.5, Shape(shape).sizes), "float64"))
         w.tensors = [*variables, *(w.noise(w.dims(least=2)) for _ in range(w.choose((1, 2))))]
-        for _ in range(w.choose(range(3, 11))):
+        for _ in range(w.choose(range(3, 13))):
             y = w.choose(STEPS)(w, w.pick())
             if y is not None:
                 w.tensors.append(y)

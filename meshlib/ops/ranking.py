@@ -207,7 +207,8 @@ ARGSORT = operation(
 def argsort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:
     """The int32 indices that sort `x` along `dim`; ties keep their order. The dim is made whole for it."""
     d = find_dim(tensor(x, "argsort"), dim, "argsort")
-    return build(ARGSORT, [x], {"dim": d.name, "size": d.size, "descending": flag(descending, "argsort", "descending")}, name)
+    down = flag(descending, "argsort", "descending")
+    return build(ARGSORT, [x], {"dim": d.name, "size": d.size, "descending": down}, name)
 
 
 def sort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None = None) -> Tensor:

@@ -142,7 +142,6 @@ def main() -> None:
                     f"  {losses[0]:.5f} {losses[1]:.5f}",
                     flush=True,
                 )
-                del sim, by_hand
     print(f"peak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 
