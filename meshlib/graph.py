@@ -331,11 +331,16 @@ def region(name: str, owner: Operation | None = None) -> Iterator[None]:
 
 
 def source_line() -> str:
-    """`file.py:line` of the innermost frame outside this package: the user's line, not ours."""
+    """`file.py:line` of the innermost frame of the user's code: not this package, nor what Python puts in between."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and _is_between(frame.f_code.co_filename, frame.f_code.co_name):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _is_between(file: str, function: str) -> bool:
+    # Context managers run through contextlib, dataclasses through an __init__ made from a string.
+    return file.startswith(_PACKAGE) or file == contextlib.__file__ or (file, function) == ("<string>", "__init__")
 
 
 def find_dim(x: Tensor, dim: Dimension | str, what: str) -> Dimension:

@@ -126,6 +126,8 @@ def _check_assign(instruction: Instruction, program: Program) -> None:
 def _check_loop(instruction: Instruction, body: Program) -> None:
     check_program(body, f"lowering the body of {instruction.operation}")
     dim = instruction.operation.attrs["dim"]
+    if instruction.trips != dim.size:
+        raise ProgramError(f"makes {instruction.trips} trips over {dim}")
     for x, (name, y) in zip(instruction.inputs, body.inputs.items(), strict=True):
         if _body_view(x, dim.name if name in instruction.slices else None) != (y.sharding, y.tensor.dtype):
             raise ProgramError(f"operand {x.tensor.name} is {x}; the body takes {y}")

@@ -1,0 +1,230 @@
+"""Sabotages of what moves inside instructions and of loops: each is refused by the checker, and shows without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.lower import exchange
+from meshlib.lower.checker import check_program
+from meshlib.lower.program import Instruction, Program
+from meshlib.operation import OPERATIONS, Block, Halo, Summary
+from meshlib.simulate import exact
+
+D = mtf.Dimension
+A, N, B = D("a", 3), D("n", 8), D("b", 4)
+Lowered = tuple[Program, dict[str, np.ndarray]]
+
+
+def feeds(*names: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=(3, 8)) + 0.1 for name in names}
+
+
+def along(build: Callable[[mtf.Tensor], mtf.Tensor], mesh: str = "m:4") -> Lowered:
+    """A program that works along the split dim n."""
+    with mtf.Graph():
+        y = build(mtf.input("x", [A, N], "float64"))
+        return mtf.lower({"y": y}, mesh=mesh, layout="n:m"), feeds("x")
+
+
+def shifted() -> Lowered:
+    return along(lambda x: mtf.shift(x, 1, N, wrap=False))
+
+
+def wrapped() -> Lowered:
+    return along(lambda x: mtf.shift(x, 3, N, wrap=True))
+
+
+def sliced() -> Lowered:
+    return along(lambda x: mtf.slice(x, 3, 4, "n"))
+
+
+def padded() -> Lowered:
+    return along(lambda x: mtf.pad(x, [3, 1], "n"))
+
+
+def concatenated() -> Lowered:
+    return along(lambda x: mtf.concat([x, mtf.sin(x), x], "n"), "m:2")
+
+
+def summed() -> Lowered:
+    return along(lambda x: mtf.cumsum(x, N))
+
+
+def recurrent() -> Lowered:
+    return along(lambda x: mtf.cumprod(x, N))
+
+
+def ranked() -> Lowered:
+    return along(lambda x: mtf.top_k(x, N, D("k", 2))[0])
+
+
+def looped() -> Lowered:
+    """Two carries, slices of a stacked dim, a tensor from outside, a stacked result; a gather inside."""
+    with mtf.Graph():
+        x = mtf.input("x", [A, N], "float64")
+        w = mtf.input("w", [N, D("n_out", 8)], "float64")
+
+        def body(c: tuple, s: tuple) -> tuple:
+            y = mtf.rename_dimension(mtf.einsum([mtf.sin(c[0]), w], [A, D("n_out", 8)]), "n_out", "n")
+            return (y * s[0], c[1] + mtf.cos(y)), (mtf.reduce_sum(y * s[0]),)
+
+        steps = mtf.input("steps", [D("time", 3)], "float64")
+        (first, second), (sums,) = mtf.scan(body, [x, mtf.sin(x)], [steps], steps.shape[0])
+        program = mtf.lower({"y": first + second, "sums": sums}, mesh="m:4", layout="n_out:m")
+    rng = np.random.default_rng(1)
+    return program, {**feeds("x"), "w": rng.normal(size=(8, 8)) * 0.3, "steps": np.array([0.5, 1.5, 0.9])}
+
+
+MOVING = (shifted, wrapped, sliced, padded, concatenated, summed, recurrent, ranked)
+
+
+def run(program: Program, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return mtf.simulate(program, executor="exact", check_nan=False).step(given)
+
+
+def differs(program: Program, given: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    """Whether the exact executor notices, by an error or by other numbers."""
+    # Memory that nobody writes must not hold what an earlier, right run left there.
+    empty = mock.patch.object(Block, "result", lambda b: np.full(b.out.shape.sizes, np.nan, b.out.dtype.storage))
+    try:
+        with empty:
+            found = run(program, given)
+    except (mtf.ProgramError, ValueError, IndexError, KeyError):
+        return True
+    return any(not np.allclose(found[k], right[k], rtol=1e-9) for k in right)
+
+
+def changed(program: Program, at: Callable[[Instruction], bool], **fields: object) -> Program:
+    """The program with fields of the first instruction that `at` picks replaced."""
+    instructions = list(program.instructions)
+    n = next(n for n, i in enumerate(instructions) if at(i))
+    instructions[n] = replace(instructions[n], **fields)
+    return program.with_instructions(instructions)
+
+
+def moves(i: Instruction) -> bool:
+    return bool(i.exchanges)
+
+
+def loops(i: Instruction) -> bool:
+    return i.body is not None
+
+
+@pytest.mark.parametrize("build", MOVING, ids=lambda b: b.__name__)
+def test_a_lost_exchange(build: Callable[[], Lowered]) -> None:
+    program, given = build()
+    right = run(program, given)
+    broken = changed(program, moves, exchanges=(), reasons=())
+    with pytest.raises(mtf.ProgramError, match="sends"):
+        check_program(broken, "sabotage")
+    assert differs(broken, given, right)
+
+
+@pytest.mark.parametrize("build", MOVING, ids=lambda b: b.__name__)
+def test_wrong_bytes_of_an_exchange(build: Callable[[], Lowered]) -> None:
+    program, _ = build()
+    moving = next(i for i in program.instructions if i.exchanges)
+    for field in ("payload_bytes", "sent_bytes"):
+        less = tuple(replace(e, **{field: getattr(e, field) - 8}) for e in moving.exchanges)
+        with pytest.raises(mtf.ProgramError, match="sends"):
+            check_program(changed(program, moves, exchanges=less), "sabotage")
+
+
+@pytest.mark.parametrize("build", [shifted, wrapped, sliced, padded, concatenated], ids=lambda b: b.__name__)
+def test_runs_that_begin_one_too_early(build: Callable[[], Lowered], monkeypatch: pytest.MonkeyPatch) -> None:
+    program, given = build()
+    right = run(program, given)
+    honest = exchange.runs
+    monkeypatch.setattr(exact, "runs", lambda begin, end, *rest: honest(begin - 1, end - 1, *rest))
+    assert differs(program, given, right)
+
+
+@pytest.mark.parametrize("name", ["shift", "slice", "pad", "concat"])
+def test_needs_that_forget_the_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that asks for the own block only lowers to a program without exchanges, which the checker accepts then."""
+    build = {"shift": shifted, "slice": sliced, "pad": padded, "concat": concatenated}[name]
+    right = run(*build())
+    record = OPERATIONS[name]
+    assert isinstance(record.lower, Halo)
+    object.__setattr__(record, "lower", Halo(lambda op, i, start, stop: (start, stop), record.lower.wrap))
+    try:
+        program, given = build()
+        assert differs(program, given, right)
+    finally:
+        monkeypatch.undo()
+        object.__setattr__(record, "lower", _HALOS[name])
+
+
+_HALOS = {name: OPERATIONS[name].lower for name in ("shift", "slice", "pad", "concat")}
+
+
+@pytest.mark.parametrize(("name", "build"), [("cumsum", summed), ("linear_recurrence", recurrent), ("top_k", ranked)])
+def test_summaries_in_the_wrong_order(name: str, build: Callable[[], Lowered]) -> None:
+    program, given = build()
+    right = run(program, given)
+    record = OPERATIONS[name]
+    honest = record.lower
+    assert isinstance(honest, Summary)
+
+    def rotated(block: object, gathered: tuple, index: int, *arrays: np.ndarray) -> object:
+        return honest.finish(block, tuple(np.roll(g, 1, axis=0)[:-1] for g in gathered), index, *arrays)
+
+    object.__setattr__(record, "lower", replace(honest, finish=rotated))
+    try:
+        assert differs(program, given, right)
+    finally:
+        object.__setattr__(record, "lower", honest)
+
+
+def test_a_body_without_its_collective() -> None:
+    program, given = looped()
+    right = run(program, given)
+    loop = next(i for i in program.instructions if loops(i))
+    assert loop.body is not None
+    gather = next(i for i in loop.body.instructions if i.is_collective)
+    (before,), (after,) = gather.inputs, gather.outputs
+    instructions = [
+        replace(i, inputs=tuple(before if x is after else x for x in i.inputs))
+        for i in loop.body.instructions
+        if i is not gather
+    ]
+    broken = changed(program, loops, body=loop.body.with_instructions(instructions))
+    with pytest.raises(mtf.ProgramError):
+        check_program(broken, "sabotage")
+    assert differs(broken, given, right)
+
+
+def test_carries_exchanged() -> None:
+    program, given = looped()
+    right = run(program, given)
+    loop = next(i for i in program.instructions if loops(i))
+    (a, b), (c, d) = loop.carries
+    assert differs(changed(program, loops, carries=((a, d), (c, b))), given, right)
+    with pytest.raises(mtf.ProgramError):
+        check_program(changed(program, loops, carries=((a, b),)), "sabotage")
+
+
+def test_a_trip_too_few_and_trips_backwards() -> None:
+    program, given = looped()
+    right = run(program, given)
+    assert differs(changed(program, loops, trips=2), given, right)
+    with pytest.raises(mtf.ProgramError, match="2 trips"):
+        check_program(changed(program, loops, trips=2), "sabotage")
+    loop = next(i for i in program.instructions if loops(i))
+    backwards = replace(loop.operation, attrs={**loop.operation.attrs, "reverse": True})
+    assert differs(changed(program, loops, operation=backwards), given, right)
+
+
+def test_slices_of_the_wrong_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, given = looped()
+    right = run(program, given)
+    honest = np.take
+    monkeypatch.setattr(exact.np, "take", lambda x, n, axis: honest(x, (n + 1) % x.shape[axis], axis=axis))
+    assert differs(program, given, right)
