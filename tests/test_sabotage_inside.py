@@ -146,10 +146,10 @@ def test_runs_that_begin_one_too_early(build: Callable[[], Lowered], monkeypatch
     assert differs(program, given, right)
 
 
-@pytest.mark.parametrize("name", ["shift", "slice", "pad", "concat"])
+@pytest.mark.parametrize("name", ["shift", "slice", "pad"])
 def test_needs_that_forget_the_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that asks for the own block only lowers to a program without exchanges, which the checker accepts then."""
-    build = {"shift": shifted, "slice": sliced, "pad": padded, "concat": concatenated}[name]
+    build = {"shift": shifted, "slice": sliced, "pad": padded}[name]
     right = run(*build())
     record = OPERATIONS[name]
     assert isinstance(record.lower, Halo)
@@ -162,7 +162,7 @@ def test_needs_that_forget_the_neighbour(name: str, monkeypatch: pytest.MonkeyPa
         object.__setattr__(record, "lower", _HALOS[name])
 
 
-_HALOS = {name: OPERATIONS[name].lower for name in ("shift", "slice", "pad", "concat")}
+_HALOS = {name: OPERATIONS[name].lower for name in ("shift", "slice", "pad")}
 
 
 @pytest.mark.parametrize(("name", "build"), [("cumsum", summed), ("linear_recurrence", recurrent), ("top_k", ranked)])
