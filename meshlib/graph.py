@@ -134,8 +134,13 @@ class Operation:
 
     @property
     def output(self) -> Tensor:
-        """The only output."""
+        """The first output; most operations have no other."""
         return self.outputs[0]
+
+    @property
+    def public_outputs(self) -> tuple[Tensor, ...]:
+        """The outputs that the user knows of: not the carries that a loop stacks up for its gradient."""
+        return self.outputs[: len(self.attrs["results"])] if "body" in self.attrs else self.outputs
 
     def __str__(self) -> str:
         return f"{self.kind.name} '{self.name}' ({self.source})"

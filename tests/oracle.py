@@ -93,7 +93,7 @@ def needed(roots: Iterable[Tensor | Operation]) -> list[Tensor]:
         if op not in seen:
             seen[op] = None
             stack += [x.operation for x in (*op.inputs, *op.attrs.get("results", ()))]
-    return [y for op in seen for y in op.outputs]
+    return [y for op in seen for y in op.public_outputs]
 
 
 # ---------------------------------------------------------------- running and comparing

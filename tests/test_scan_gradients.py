@@ -252,3 +252,20 @@ def test_bad_rewrites() -> None:
         y = mtf.custom_gradient(mtf.sin, lambda inputs, outputs, dys: [], [x])
         with pytest.raises(mtf.GraphError, match="must return 1 cotangents, got 0"):
             mtf.gradients([mtf.reduce_sum(y)], [x])
+
+
+def test_rules_do_not_reach_what_a_loop_stacks_for_its_gradient() -> None:
+    """[time, c] is no tensor of the user's: rules that lay both dims on one axis are legal."""
+    time, c = D("time", 4), D("c", 4)
+    with mtf.Graph():
+        x, s = mtf.input("x", [c], "float64"), mtf.input("s", [time], "float64")
+        (y,), _ = mtf.scan(lambda carry, part: ((mtf.sin(carry[0] * part[0]),), ()), [x], [s], time)
+        grads = mtf.gradients([mtf.reduce_sum(y)], [x, s])
+        programs = [mtf.lower(grads, mesh="m:2", layout=rules) for rules in ("", "time:m;c:m")]
+        (z,) = mtf.while_loop(2, mtf.sin, [x])
+        with pytest.raises(mtf.LayoutError, match="no dimension 'loop_trip'"):
+            mtf.lower({"z": z}, mesh="m:2", layout="loop_trip:m")
+    feeds = {"x": np.arange(1.0, 5.0), "s": np.array([0.3, 0.9, 1.4, 0.7])}
+    plain, split = (list(mtf.simulate(p, executor="exact").step(feeds).values()) for p in programs)
+    for ours, theirs in zip(split, plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)

@@ -51,6 +51,11 @@ class Homes:
             return rules.sharding(t.shape, self.mesh, "activations")
         if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
+        if t not in op.public_outputs:
+            # Each carry as it lies between trips; the dim of the loop is whole, whatever a rule says of its name.
+            dim, *rest = t.shape
+            inner = self.rules.sharding(Shape(rest), self.mesh, self.scope_of(t))
+            return Sharding(Shape([dim, *rest]), self.mesh, [(), *inner.axes])
         try:
             return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
         except LayoutError as fault:
@@ -61,7 +66,7 @@ def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rule
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
     operations = list(all_operations(operations))
     homes = Homes(graph, mesh, rules)
-    names = {d.name for op in all_operations(graph.operations) for y in op.outputs for d in y.shape}
+    names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
     report = check(rules, mesh, _labelled(homes, operations), names)
     bound = [_check_constrained(op, mesh) for op in operations if op.kind.name == "constrain"]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
@@ -69,14 +74,14 @@ def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rule
 
 
 def _check_constrained(op: Operation, mesh: Mesh) -> Report:
-    return check(op.attrs["layout"], mesh, [(_label(op), op.output.shape, "activations")])
+    return check(op.attrs["layout"], mesh, [(_label(op, op.output), op.output.shape, "activations")])
 
 
 def refuse_faults(report: Report, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> None:
     """Raise one LayoutError that holds all faults, each with the first operation it concerns and the remedy."""
     if report.ok:
         return
-    known = {_label(op): op for op in all_operations(operations) if op.outputs}
+    known = {_label(op, y): op for op in all_operations(operations) for y in op.public_outputs}
     texts = [_fault_text(fault, labels, known, mesh, rules) for fault, labels in report.found]
     if len(texts) == 1:
         raise LayoutError(texts[0])
@@ -99,8 +104,8 @@ def _fault_text(
     return "\n  ".join(lines)
 
 
-def _label(op: Operation) -> str:
-    return f"{op}: {op.output.type}"
+def _label(op: Operation, y: Tensor) -> str:
+    return f"{op}: {y.type}"
 
 
 def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
@@ -115,4 +120,6 @@ def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[s
     for op in operations:
         if op.kind.name in _FOLLOWS_OPERAND or op.kind.name in ("constrain", "assign"):
             continue
-        yield _label(op), op.output.shape, homes.scope_of(op.output)
+        for y in op.public_outputs:
+            if y is op.output or y.shape != op.output.shape:
+                yield _label(op, y), y.shape, homes.scope_of(y)

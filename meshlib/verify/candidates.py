@@ -77,7 +77,7 @@ def _laid_out(operations: Sequence[Operation]) -> list[tuple[Any, str]]:
         if op.kind.name in ("constrain", "assign"):
             continue
         home = homes.setdefault(op.graph, Homes(op.graph, Mesh("all:1"), LayoutRules("")))
-        for y in op.outputs:
+        for y in op.public_outputs:
             found[y.shape, home.scope_of(y)] = None
     return list(found)
 

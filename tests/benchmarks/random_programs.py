@@ -1,0 +1,134 @@
+"""Random sharded programs in the fast executor against the same operations on whole arrays in plain NumPy.
+
+    python tests/benchmarks/random_programs.py [--programs 60] [--scale 16]
+
+Programs come from the writer of `tests/test_property_programs.py`, with every dim `scale` times as large. The NumPy
+side runs each operation of the graph once on whole arrays, allocating as NumPy does. Printed: quantiles of the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+
+import meshlib as mtf
+from meshlib.graph import Graph, Operation, Tensor
+from meshlib.lower.simplify import simplify
+from meshlib.operation import Array, Block
+from meshlib.simulate.engine import Engine
+from tests import test_property_programs as writer
+
+
+def evaluate(operations: list[Operation], inputs: Mapping[Tensor, Array], same: Callable, engine: Engine) -> dict:
+    """Each operation on whole arrays."""
+    values = dict(inputs)
+    for op in operations:
+        if op.outputs and op.outputs[0] in values:
+            continue
+        xs = [values[same(x)] for x in op.inputs]
+        if op.kind.name == "assign":
+            continue
+        if op.kind.name == "scan":
+            made = loop(op, xs, engine)
+        else:
+            offsets = {f.name: 0 for f in op.kind.roles(op)}
+            types = tuple(x.type for x in op.inputs)
+            block = Block(op, types, op.outputs[0].type, offsets, engine, None, (0,) * len(xs))
+            with np.errstate(all="ignore"):
+                y = op.kind.local(block, *xs)
+            made = y if isinstance(y, tuple) else (y,)
+        values.update(zip(op.outputs, made, strict=False))
+    return values
+
+
+def loop(op: Operation, xs: list[Array], engine: Engine) -> list[Array]:
+    """The trips of a scan, one after the other."""
+    body: Graph = op.attrs["body"]
+    carried, sliced, results = op.attrs["carried"], op.attrs["sliced"], op.attrs["results"]
+    inner = [body.inputs[n].output for n in (*carried, *sliced)] + list(body.captured.values())
+    carries, slices, rest = xs[: len(carried)], xs[len(carried) : len(carried) + len(sliced)], xs[len(carried) :]
+    rest = rest[len(sliced) :]
+    axes = [x.shape.index(op.attrs["dim"].name) for x in op.inputs[len(carried) : len(carried) + len(sliced)]]
+    trips = op.attrs["dim"].size
+    stacks: list[list[Array]] = [[np.empty(0)] * trips for _ in op.outputs[len(carried) :]]
+    for t in reversed(range(trips)) if op.attrs["reverse"] else range(trips):
+        cut = [np.take(x, t, axis=a) for x, a in zip(slices, axes, strict=True)]
+        before = carries
+        values = evaluate(
+            body.operations,
+            dict(zip(inner, [*carries, *cut, *rest], strict=True)),
+            lambda x: x,
+            engine.in_trip(t),
+        )
+        carries = [values[y] for y in results[: len(carried)]]
+        for stack, y in zip(stacks, [*(values[y] for y in results[len(carried) :]), *before], strict=True):
+            stack[t] = y
+    return [*carries, *(np.stack(s) for s in stacks)]
+
+
+def seconds(run: Callable[[], object], repeats: int) -> list[float]:
+    """Times of single calls."""
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=60)
+    parser.add_argument("--scale", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    writer.SIZES = {n: s * args.scale for n, s in writer.SIZES.items()}
+    writer.MAX_ELEMENTS *= args.scale**2
+    writer.MAX_POINTS *= args.scale**3
+    ratios: list[float] = []
+    times: list[float] = []
+
+    @settings(
+        max_examples=args.programs, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(writer.programs())
+    def measure(p: writer.Written) -> None:
+        program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout, "highest")
+        sim = mtf.simulate(program, check_nan=False)
+        feeds = {n: x for n, x in p.feeds.items() if n in program.inputs}
+        simple = simplify(program_graph(p), p.outputs.values(), p.updates)
+        engine = Engine(0, 0, True, in_order=False)
+        arrays = {}
+        for op in simple.operations:
+            if op.kind.name == "input":
+                arrays[op.output] = np.asarray(p.feeds[op.name], op.output.dtype.storage)
+            elif op.kind.name == "variable":
+                arrays[op.output] = sim.state[op.name] if op.name in sim.state else np.zeros(op.output.shape.sizes)
+        sim.step(feeds)
+        ours: list[float] = []
+        theirs: list[float] = []
+        for _ in range(args.repeats):
+            theirs += seconds(lambda: evaluate(simple.operations, arrays, simple.of, engine), 1)
+            ours += seconds(lambda: sim.step(feeds), 1)
+        ratios.append(statistics.median(ours) / statistics.median(theirs))
+        times.append(statistics.median(theirs))
+
+    measure()
+    quantiles = np.quantile(ratios, [0.1, 0.5, 0.9])
+    print(f"{len(ratios)} programs, NumPy {statistics.median(times) * 1e3:.2f} ms in the median")
+    print(f"fast / NumPy: 10 % {quantiles[0]:.2f}, median {quantiles[1]:.2f}, 90 % {quantiles[2]:.2f}")
+
+
+def program_graph(p: writer.Written) -> Graph:
+    """The graph of a written program."""
+    return next(iter(p.outputs.values())).graph
+
+
+if __name__ == "__main__":
+    main()
