@@ -19,11 +19,21 @@ def test_exactly_two_setup_commands_of_one_line() -> None:
     assert commands[1].endswith("-m pytest")
 
 
-def test_first_program_runs_and_sends_what_the_readme_shows() -> None:
-    code = re.search(r"```python\n(.*?)```", README, re.S)
-    assert code is not None
+def run_blocks(count: int | None = None) -> dict[str, object]:
+    """The names that the README's first Python blocks leave behind, run one after the other."""
     space: dict[str, object] = {}
-    exec(code.group(1).replace("print(", "str("), space)
+    for code in re.findall(r"```python\n(.*?)```", README, re.S)[:count]:
+        exec(code.replace("print(", "str("), space)
+    return space
+
+
+def test_all_python_blocks_run() -> None:
+    space = run_blocks()
+    assert space["report"].ok
+
+
+def test_first_program_runs_and_sends_what_the_readme_shows() -> None:
+    space = run_blocks(1)
     program = space["program"]
     assert isinstance(program, mtf.Program)
     table = mtf.collectives_table(program.collectives)
