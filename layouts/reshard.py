@@ -11,6 +11,10 @@ and exact:
 - Slices cost nothing, so a state from which slices alone lead to the target is an arrival.
 
 Ties go to fewer collectives, then to fewer slices, then to the order in which `_Search.moves` lists them.
+
+The number of states grows like a factorial with the number of axes that take part. Up to three, all are
+searched, and the plan is the cheapest there is. Beyond, the search is directed: axes are cut, ordered and
+permuted only towards the target, which leaves out plans that park an axis elsewhere to make later steps smaller.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from layouts.plan import Plan, Step
 from layouts.sharding import Axes, Sharding
 
 Splits: TypeAlias = tuple[Axes, ...]  # the axes of each dim
+EXHAUSTIVE_AXES = 3
+
 State: TypeAlias = tuple[Splits, Axes]  # and the pending axes still to be reduced
 Move: TypeAlias = tuple[str, Axes, int, int, State, int]  # kind, axes, dim, to_dim (-1: none), after, cost
 
@@ -64,6 +70,8 @@ def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
     steps: list[Step] = []
     before, total = source, 0
     for kind, axes, dim, to_dim, (splits, awaited), cost in _Search(source, target).path():
+        if kind == "collective_permute":
+            axes = _moving(before.axes, splits, source.mesh.axes)
         pending = target.pending + tuple((axis, kinds[axis]) for axis in awaited)
         after = Sharding(source.shape, source.mesh, splits, pending)
         payload, sent = before.local_size * itemsize, _exact(cost * itemsize, devices)
@@ -98,6 +106,7 @@ class _Search:
         self.scatters = bool(source.pending) and source.pending[0][1] == "sum"
         used = {a for splits in (source.axes, target.axes) for entry in splits for a in entry}
         self.usable = tuple(a for a in mesh.axes if a in used or a in self.start[1])
+        self.directed = len(self.usable) > EXHAUSTIVE_AXES
         self.size_of = {a: mesh.axis_size(a) for a in self.usable}
         self.sizes = source.shape.sizes
         self.volume = source.shape.size * mesh.size
@@ -198,12 +207,14 @@ class _Search:
                 if self.scatters:
                     for d in places:
                         if self.sizes[d] % (counts[d] * k) == 0:
-                            for ordered in permutations(axes):
+                            for ordered in self.orders(axes, d):
                                 after = _put(splits, d, splits[d] + ordered), rest
                                 yield "reduce_scatter", ordered, d, -1, after, block - block // k
                 yield "all_reduce", axes, -1, -1, (splits, rest), 2 * (block - block // k)
         for d in places:
             for a in free:
+                if self.directed and self.goal[d][: len(splits[d]) + 1] != (*splits[d], a):
+                    continue
                 if self.sizes[d] % (counts[d] * size_of[a]) == 0:
                     yield "slice", (a,), d, -1, (_put(splits, d, (*splits[d], a)), awaited), 0
         for d, entry in enumerate(splits):
@@ -217,16 +228,42 @@ class _Search:
                         after = _put(without, to, splits[to] + axes), awaited
                         yield "all_to_all", axes, d, to, after, block - block // k
         pool = tuple((a, size_of[a]) for a in self.usable if a not in awaited)
-        for other in _arrangements(tuple(counts), pool):
-            if other != splits:
-                yield (
-                    "collective_permute",
-                    _moving(splits, other, self.usable),
-                    -1,
-                    -1,
-                    (other, awaited),
-                    block,
-                )
+        for other in self.permuted(splits, tuple(counts), pool):
+            yield "collective_permute", (), -1, -1, (other, awaited), block
+
+    def orders(self, axes: Axes, d: int) -> Iterator[Axes]:
+        """The orders in which axes may be put on a dim."""
+        if not self.directed:
+            yield from permutations(axes)
+            return
+        known = [a for a in self.goal[d] if a in axes]
+        yield (*known, *(a for a in axes if a not in known))
+
+    def permuted(self, splits: Splits, counts: tuple[int, ...], pool: tuple[tuple[str, int], ...]) -> Iterator[Splits]:
+        """The other arrangements of as many blocks."""
+        if not self.directed:
+            yield from (other for other in _arrangements(counts, pool) if other != splits)
+            return
+        # One arrangement: per dim as much of the target's beginning as fits, the rest as it is or as it comes.
+        other, left = [], dict(pool)
+        for goal, count in zip(self.goal, counts, strict=True):
+            entry: Axes = ()
+            for a in goal:
+                if a in left and count % (self.size_of[a] * prod(self.size_of[b] for b in entry)) == 0:
+                    entry += (a,)
+                else:
+                    break
+            other.append(entry)
+            for a in entry:
+                del left[a]
+        for d, count in enumerate(counts):
+            for a in (*splits[d], *left):
+                if a in left and count % (self.size_of[a] * prod(self.size_of[b] for b in other[d])) == 0:
+                    other[d] += (a,)
+                    del left[a]
+        found = tuple(other)
+        if found != splits and counts == tuple(prod(self.size_of[a] for a in entry) for entry in found):
+            yield found
 
 
 def _put(splits: Splits, d: int, entry: Axes) -> Splits:

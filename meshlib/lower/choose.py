@@ -80,6 +80,13 @@ class Operand:
             return 0, 0
         return min(route_cost(s, wanted, self.tensor.dtype.itemsize) for s in self.instances)
 
+    def growth(self, wanted: Sharding) -> int:
+        """Bytes that `cost` is at least."""
+        if self.free:
+            return 0
+        nearest = min(max(0, wanted.local_size - s.local_size) for s in self.instances)
+        return nearest * self.tensor.dtype.itemsize
+
     @property
     def pending(self) -> Axes:
         """Axes over which the value is a pending sum wherever it exists."""
@@ -131,11 +138,46 @@ def choose(
     `later` are the points further down the linear chain of single uses that starts at the result: a pending result
     may be reduced at any of them.
     """
-    factors = tuple(f for f in op.kind.roles(op))
-    places = _places(factors, operands, home)
+    factors = op.kind.roles(op)
     best: tuple[float, int, int] | None = None
     chosen: Choice | None = None
-    itemsize = op.output.dtype.itemsize
+    for c in sorted(_candidates(op, factors, operands, home, balance), key=lambda c: (c.at_least, c.order)):
+        if best is not None and c.at_least > best[0]:
+            break  # and so are all that follow
+        sent, collectives = _operand_cost(operands, c.wanted, c.regroup)
+        inside = plan_exchanges(op, factors, c.split, c.wanted, c.out)
+        after, more = _home_cost(c.out, home, op.output.dtype.itemsize, later)
+        total = c.work + sent + sum(e.sent_bytes for e in inside) + after
+        rank = (total, collectives + len(inside) + more, c.order)
+        if best is None or rank < best:
+            best = rank
+            chosen = Choice({k: v for k, v in c.split.items() if v}, c.wanted, c.out, c.regroup, inside)
+    assert chosen is not None  # the empty assignment is always there
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An assignment, with what it costs at least: its work, and the bytes by which blocks have to grow.
+
+    Only gathering makes a block larger, and it sends just what the block grows by; so this bounds any reshard without
+    searching for it, and most candidates are never priced.
+    """
+
+    split: dict[str, Axes]
+    wanted: tuple[Sharding, ...]
+    out: Sharding
+    regroup: bool
+    work: float
+    at_least: float
+    order: int
+
+
+def _candidates(
+    op: Operation, factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding, balance: Balance
+) -> Iterator[_Candidate]:
+    places = _places(factors, operands, home)
+    shapes = [x.tensor.shape for x in operands]
     order = 0
     for passed, regroup in pass_options(op, operands):
         busy = {a for p in passed for a in p}
@@ -145,27 +187,20 @@ def choose(
             if busy and any(f.role in (Role.MAX, Role.MIN) and split.get(f.name) for f in factors):
                 continue
             try:
-                wanted, out = derive(factors, split, [x.tensor.shape for x in operands], op.output.shape, home, passed)
+                wanted, out = derive(factors, split, shapes, op.output.shape, home, passed)
             except LayoutError:  # mixed kinds of pending, or a size that does not divide
                 continue
-            sent, collectives = _operand_cost(operands, wanted, regroup)
-            inside = plan_exchanges(op, factors, split, wanted, out)
-            sent += sum(e.sent_bytes for e in inside)
-            collectives += len(inside)
-            after, more = _home_cost(out, home, itemsize, later)
-            work = op.kind.work(
+            done = op.kind.work(
                 tuple(TensorType(s.local_shape, x.tensor.dtype) for s, x in zip(wanted, operands, strict=True)),
                 TensorType(out.local_shape, op.output.dtype),
                 op.attrs,
             )
-            bytes_ = sent + after
-            bytes_ += work.mxu_flops / balance.mxu_flops_per_byte + work.vpu_ops / balance.vpu_ops_per_byte
-            rank = (bytes_, collectives + more, order)
-            if best is None or rank < best:
-                best = rank
-                chosen = Choice({k: v for k, v in split.items() if v}, wanted, out, regroup, inside)
-    assert chosen is not None  # the empty assignment is always there
-    return chosen
+            work = done.mxu_flops / balance.mxu_flops_per_byte + done.vpu_ops / balance.vpu_ops_per_byte
+            growth = 0 if out.pending else max(0, home.local_size - out.local_size) * op.output.dtype.itemsize
+            if not regroup:
+                needs = {(id(x.tensor), s): x for x, s in zip(operands, wanted, strict=True)}
+                growth += sum(x.growth(s) for (_, s), x in needs.items())
+            yield _Candidate(split, wanted, out, regroup, work, work + growth, order)
 
 
 def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> dict[str, list[Factor | None]]:

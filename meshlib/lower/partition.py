@@ -8,7 +8,7 @@ user waits; the user's own choice decides whether it is reduced before or after 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from layouts import Dimension, Shape, Sharding, reshard
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
@@ -45,6 +45,7 @@ class Partitioner:
     # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
     makers: dict[Tensor, dict[str, tuple[Operation, str]]] = field(default_factory=dict)
     _chosen: dict[object, Choice] = field(default_factory=dict)
+    _points: dict[Tensor, tuple[Point, ...]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Lower every operation, in order."""
@@ -219,7 +220,7 @@ class Partitioner:
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)
         may_be_pending = any(x.pending for x in operands) or any(f.role.reduces for f in op.kind.roles(op))
-        later = self._later(op.output) if may_be_pending else []
+        later = self._later(op.output) if may_be_pending else ()
         key = (
             op.kind,
             tuple(op.attrs.items()),
@@ -227,7 +228,7 @@ class Partitioner:
             tuple(self.graph.inputs[op].index(x.tensor) for x in operands),
             home,
             op.output.dtype,
-            tuple(later),
+            later,
         )
         found = self._chosen.get(key)
         if found is None:
@@ -240,22 +241,31 @@ class Partitioner:
             )
         return found
 
-    def _later(self, t: Tensor) -> list[Point]:
-        """The points along the linear chain of single users of `t`."""
-        points: list[Point] = []
-        shared = False
-        while t not in self.fetched and t not in self.homes.graph.gradient_of:
-            uses = self.graph.uses.get(t, [])
-            if len(uses) != 1:
-                break
-            op, index = uses[0]
-            linear = op.kind.linear(op)
-            if index not in linear.operands:
-                break
-            t = op.output
-            shared = shared or linear.together
-            points.append(Point(self.homes.of(t), t.dtype.itemsize, shared))
-        return points
+    def _later(self, t: Tensor) -> tuple[Point, ...]:
+        """The points along the linear chain of single users of `t`, each once."""
+        chain: list[tuple[Tensor, Operation]] = []
+        at = t
+        while at not in self._points:
+            user = self._passes_to(at)
+            if user is None:
+                self._points[at] = ()
+            else:
+                chain.append((at, user))
+                at = user.output
+        for x, user in reversed(chain):
+            y, shared = user.output, user.kind.linear(user).together
+            onward = [replace(p, shared=True) if shared else p for p in self._points[y]]
+            points = [Point(self.homes.of(y), y.dtype.itemsize, shared), *onward]
+            self._points[x] = tuple(dict.fromkeys(points))
+        return self._points[t]
+
+    def _passes_to(self, t: Tensor) -> Operation | None:
+        """The only user of `t`, if a pending sum may pass it."""
+        uses = self.graph.uses.get(t, [])
+        if len(uses) != 1 or t in self.fetched or t in self.homes.graph.gradient_of:
+            return None
+        op, index = uses[0]
+        return op if index in op.kind.linear(op).operands else None
 
     # ------------------------------------------------------------ moving
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = ["Simulation", "State", "simulate"]
 
 Array = np.ndarray[Any, Any]
 EXECUTORS = ("fast", "exact")
+READY_PROGRAMS = 4  # whose buffers a simulation keeps; others are planned again when they run
 
 
 def simulate(
@@ -84,7 +86,7 @@ class Simulation:
         self.executor = executor
         self.check_nan = check_nan
         self.state = State(seed)
-        self._ready: dict[int, tuple[Program, FastExecutor]] = {}
+        self._ready: OrderedDict[int, FastExecutor] = OrderedDict()  # by id of the program, which each holds
         self._declare(program)
 
     def step(self, feeds: Mapping[str, Any] | None = None, /, **named: Any) -> dict[str, Array]:
@@ -142,8 +144,11 @@ class Simulation:
         if self.executor == "exact":
             return run_exact(program, self.state.arrays, feeds, engine)
         if id(program) not in self._ready:
-            self._ready[id(program)] = (program, FastExecutor(program))
-        return self._ready[id(program)][1].run(self.state.arrays, feeds, engine)
+            self._ready[id(program)] = FastExecutor(program)
+        self._ready.move_to_end(id(program))
+        while len(self._ready) > READY_PROGRAMS:
+            self._ready.popitem(last=False)
+        return self._ready[id(program)].run(self.state.arrays, feeds, engine)
 
     def _check_nan(
         self,

@@ -7,6 +7,7 @@ an operand that dies there. New values of variables get two arrays that take tur
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -123,8 +124,9 @@ class Buffers:
         return found
 
     def _assign(self, nodes: Sequence[Node]) -> None:
-        free: list[int] = []
+        free: list[tuple[int, int]] = []  # (bytes, buffer), sorted
         ends: dict[int, list[Value]] = {}
+        holders: dict[int, int] = {}  # per buffer the values that are in it: several where one was written over
         for n, node in enumerate(nodes):
             y = node.output
             if node.writes:
@@ -132,12 +134,13 @@ class Buffers:
                 if place is None:
                     place = self._take(free, prod(self.shape(y)) * y.tensor.dtype.storage.itemsize)
                 self.places[y] = place
+                holders[place] = holders.get(place, 0) + 1
                 ends.setdefault(self.last[y], []).append(y)
             for v in ends.pop(n, ()):
-                # A buffer passed on to a later value is not free: only its last holder frees it.
                 place = self.places[v]
-                if place not in free and all(self.places[w] != place for ws in ends.values() for w in ws):
-                    free.append(place)
+                holders[place] -= 1
+                if not holders[place]:
+                    insort(free, (self.sizes[place], place))
 
     def _over_operand(self, n: int, node: Node) -> int | None:
         kind = node.instruction.operation.kind
@@ -155,12 +158,11 @@ class Buffers:
                 return self.places[owner]
         return None
 
-    def _take(self, free: list[int], size: int) -> int:
-        fitting = [b for b in free if size <= self.sizes[b] <= max(4 * size, 4096)]
-        if fitting:
-            best = min(fitting, key=lambda b: self.sizes[b])
-            free.remove(best)
-            return best
+    def _take(self, free: list[tuple[int, int]], size: int) -> int:
+        """The smallest free buffer that is large enough, unless it is far too large; else a new one."""
+        n = bisect_left(free, (size, 0))
+        if n < len(free) and free[n][0] <= max(4 * size, 4096):
+            return free.pop(n)[1]
         self.sizes.append(size)
         return len(self.sizes) - 1
 
