@@ -55,6 +55,30 @@ LAYOUTS = {
 }
 
 
+def many_axes(axes: int) -> tuple[mtf.Tensor, list[mtf.Operation], str, str]:
+    """A feed-forward block with everything split on a mesh of up to six axes."""
+    batch, seq, d_model, d_ff = D("batch", 64), D("seq", 64), D("d_model", 64), D("d_ff", 128)
+    with mtf.Graph():
+        x = mtf.input("x", [batch, seq, d_model])
+        w, v = mtf.variable("w", [d_model, d_ff]), mtf.variable("v", [d_ff, d_model])
+        h = mtf.relu(mtf.einsum([x, w], [batch, seq, d_ff]))
+        loss = mtf.reduce_mean(mtf.square(mtf.einsum([h, v], [batch, seq, d_model])))
+        train = mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+    names = ("data", "fsdp", "model", "seq", "pod", "expert")[:axes]
+    batch_axes = "+".join(n for n in ("pod", "data", "fsdp") if n in names)
+    layout = f"batch:{batch_axes};variables/d_model:{batch_axes};d_ff:model{'+expert' if 'expert' in names else ''}"
+    return loss, train, ";".join(f"{n}:2" for n in names), layout + (";seq:seq" if "seq" in names else "")
+
+
+def accumulated(count: int) -> mtf.Tensor:
+    """A long sum of reductions: each waits for the end of the chain."""
+    with mtf.Graph():
+        x, total = mtf.input("x", [D("batch", 8), D("k", 8)]), mtf.constant(0.0)
+        for n in range(count // 3):
+            total = total + mtf.reduce_sum(mtf.sin(x * float(n)))
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", default="2,5,10,20")
@@ -73,6 +97,16 @@ def main() -> None:
                 each = best / count * 1000
                 devices, made = program.mesh.size, len(program.instructions)
                 print(f"{count:>10}  {name:<22}{devices:>8}{best:>9.2f}{each:>9.3f}{made:>13}", flush=True)
+    for axes in (3, 4, 5, 6):
+        loss, train, mesh, layout = many_axes(axes)
+        start = time.perf_counter()
+        mtf.lower({"loss": loss}, train, mesh=mesh, layout=layout)
+        print(f"{'block':>10}  {axes} axes, all split {time.perf_counter() - start:>21.2f}")
+    for count in (500, 2000, 8000):
+        total = accumulated(count)
+        start = time.perf_counter()
+        mtf.lower({"total": total}, mesh="m:4", layout="batch:m")
+        print(f"{count:>10}  accumulated reductions {time.perf_counter() - start:>16.2f}")
 
 
 if __name__ == "__main__":
