@@ -11,6 +11,7 @@ other local shapes with other collectives; the numbers stay the same up to round
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ def train(args: argparse.Namespace) -> None:
     sim = mtf.simulate(training, args.slice, seed=args.seed, executor=args.executor)
     print(f"slice: {sim.slice}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
+    for note in training.notes:
+        print(f"note: {note}")
     examples = {"images": digits.train_images, "labels": digits.train_labels}
     batches = mtf.Batches(examples, args.batch, shuffle_seed=args.seed)
     for epoch in range(1, args.epochs + 1):
@@ -118,9 +121,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
     args = parser.parse_args(argv)
-    for name in ("hidden", "batch", "epochs"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for name, least in (("hidden", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
     return args
 
 
@@ -131,6 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (mtf.MeshlibError, mnist_data.DataError) as fault:
         print(f"mnist.py: {fault}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nmnist.py: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

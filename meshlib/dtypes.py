@@ -28,6 +28,10 @@ class DType:
     def __str__(self) -> str:
         return self.short
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        # There is one of each: copies are compared by identity too.
+        return as_dtype, (self.name,)
+
 
 def _make(name: str, short: str, itemsize: int, storage: type, public: type) -> DType:
     return DType(name, short, itemsize, np.dtype(storage), np.dtype(public), short.startswith(("f", "bf")))

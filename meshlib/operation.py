@@ -185,8 +185,16 @@ class OpDef:
     work: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Work]
     lower: Halo | Summary | None
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        # There is one record of each name: copies of a program refer to the same.
+        return _record, (self.name,)
+
 
 OPERATIONS: dict[str, OpDef] = {}
+
+
+def _record(name: str) -> OpDef:
+    return OPERATIONS[name]
 
 
 def operation(name: str, **fields: Any) -> OpDef:

@@ -111,7 +111,7 @@ def run(
     """Per step the fetched outputs, and under "new NAME" the updated variables."""
     sim = simulate(program, executor=executor, seed=seed)
     if not fold:
-        sim._ready[id(program)] = (program, FastExecutor(program, fold=False))
+        sim._ready[id(program)] = FastExecutor(program, fold=False)
     for name, value in (state or {}).items():
         if name in sim.state:
             sim.state[name] = value

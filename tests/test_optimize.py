@@ -405,7 +405,7 @@ def test_microbatches_give_what_the_whole_batch_gives(layout: str, splits: int) 
 
 
 def test_microbatches_move_no_example_and_gradients_as_the_layout_says() -> None:
-    """Data-parallel: per microbatch one all_reduce of each gradient and of the loss. ZeRO-1: reduce_scatters."""
+    """Data-parallel: one all_reduce of each gradient and of the loss, after the last microbatch; or reduce_scatters."""
     batch = D("batch", 1024)  # so large that moving gradients is cheaper than moving examples
 
     def moved(layout: str) -> list[tuple[str, int, int]]:
@@ -417,9 +417,9 @@ def test_microbatches_move_no_example_and_gradients_as_the_layout_says() -> None
         return sorted((c.kind, c.payload_bytes, c.count) for c in program.collectives)
 
     sizes = (8, 8 * 8, 8 * 32, 8 * 64)  # loss, bias, w, t in float64
-    assert moved("data parallel") == [("all_reduce", n, 4) for n in sizes]
+    assert moved("data parallel") == [("all_reduce", n, 1) for n in sizes]
     halves = [("all_gather", n // 2, 1) for n in sizes[1:]]
-    assert moved("zero 1") == [*halves, ("all_reduce", 8, 4), *(("reduce_scatter", n, 4) for n in sizes[1:])]
+    assert moved("zero 1") == [*halves, ("all_reduce", 8, 1), *(("reduce_scatter", n, 1) for n in sizes[1:])]
 
 
 def test_variables_declared_in_the_model_keep_their_names() -> None:

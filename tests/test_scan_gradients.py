@@ -269,3 +269,57 @@ def test_rules_do_not_reach_what_a_loop_stacks_for_its_gradient() -> None:
     plain, split = (list(mtf.simulate(p, executor="exact").step(feeds).values()) for p in programs)
     for ours, theirs in zip(split, plain, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+
+
+def rnn(layout: str, mesh: str = "d:4") -> tuple[mtf.Program, mtf.Program]:
+    """A recurrent network over 6 steps, its gradient, and the same unsharded."""
+    batch, time, hidden = D("batch", 32), D("time", 6), D("hidden", 16)
+    out = D("hidden_out", 16)
+    with mtf.Graph():
+        x = mtf.input("x", [time, batch, hidden])
+        w = mtf.variable("w", [hidden, out])
+
+        def body(c: tuple, s: tuple) -> tuple:
+            y = mtf.rename_dimension(mtf.einsum([c[0], w], [batch, out]), "hidden_out", "hidden")
+            return (mtf.tanh(y + s[0]),), ()
+
+        (last,), _ = mtf.scan(body, [mtf.zeros([batch, hidden])], [x], time)
+        loss = mtf.reduce_mean(mtf.square(last))
+        train = mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+        where = ((mesh, layout), ("d:1", ""))
+        split, alone = (mtf.lower({"loss": loss}, train, m, rules, precision="highest") for m, rules in where)
+    return split, alone
+
+
+@pytest.mark.parametrize(
+    "layout", ["batch:d", "batch:d;slots/hidden:d", "batch:d;variables/hidden:d", "batch:d;hidden:d?"]
+)
+def test_a_gradient_that_every_trip_adds_to_is_reduced_once(layout: str) -> None:
+    split, alone = rnn(layout)
+    reductions = [c for c in split.collectives if c.kind in ("all_reduce", "reduce_scatter") and c.payload_bytes > 4]
+    assert [(c.payload_bytes, c.count) for c in reductions] == [(16 * 16 * 4, 1)]
+    assert "sums over 'batch'" in reductions[0].reason
+    x = np.random.default_rng(0).normal(size=(6, 32, 16))
+    for executor in ("exact", "fast"):
+        sims = [mtf.simulate(p, seed=2, executor=executor) for p in (split, alone)]
+        for _ in range(2):
+            losses = [float(s.step(x=x)["loss"]) for s in sims]
+            np.testing.assert_allclose(*losses, rtol=1e-5)
+        np.testing.assert_allclose(sims[0].state["w"], sims[1].state["w"], rtol=1e-4, atol=1e-6)
+
+
+def test_a_sum_that_is_read_before_the_end_is_reduced_in_every_trip() -> None:
+    with mtf.Graph():
+        n = D("n", 8)
+        x = mtf.input("x", [n])
+        (total, scaled) = mtf.while_loop(
+            3, lambda t, s: (t + mtf.reduce_sum(x * s), s * 0.5 + t), [mtf.constant(0.0), mtf.constant(1.0)]
+        )
+        program = mtf.lower({"total": total, "scaled": scaled}, mesh="m:4", layout="n:m")
+    assert [c.count for c in program.collectives] == [3]
+    values = np.arange(8.0)
+    t, s = 0.0, 1.0
+    for _ in range(3):
+        t, s = t + (values * s).sum(), s * 0.5 + t
+    found = mtf.simulate(program, executor="exact").step(x=values)
+    np.testing.assert_allclose([found["total"], found["scaled"]], [t, s], rtol=1e-6)

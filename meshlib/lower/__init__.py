@@ -147,18 +147,22 @@ class _Lowering:
         self, graph: Graph, homes: Homes, results: Sequence[Tensor], ends: Sequence[Sharding], names: Sequence[str]
     ) -> Program:
         """The body of a loop, whose results lie as its carries do."""
-        simple = simplify(graph, results, ())
-        kept = [simple.of(t) for t in results]
-        sweep = self._sweep(simple, homes, kept)
+        sweep = self.trial(graph, homes, results)
+        kept = [sweep.graph.of(t) for t in results]
         outputs = {f"{t.name} ({n})": sweep.at(t, s) for n, (t, s) in enumerate(zip(kept, ends, strict=True))}
         for name in names:
             if name not in sweep.inputs:  # a carry that the body ignores
                 sweep.resident(graph.inputs[name])
         inputs = {name: sweep.inputs[name] for name in names}
-        return self._finished(sweep, inputs, outputs, False, ())
+        return self._finished(sweep, inputs, outputs, False, (), is_body=True)
+
+    def trial(self, graph: Graph, homes: Homes, results: Sequence[Tensor]) -> Partitioner:
+        """The body of a loop partitioned, not finished."""
+        simple = simplify(graph, results, ())
+        return self._sweep(simple, homes, [simple.of(t) for t in results])
 
     def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
-        sweep = Partitioner(simple, homes, self.balance, set(fetched), self.body)
+        sweep = Partitioner(simple, homes, self.balance, set(fetched), self.body, self.trial)
         sweep.run()
         return sweep
 
@@ -169,6 +173,7 @@ class _Lowering:
         outputs: Mapping[str, Value],
         counts_steps: bool,
         notes: tuple[str, ...],
+        is_body: bool = False,
     ) -> Program:
         program = Program(
             self.mesh,
@@ -181,6 +186,7 @@ class _Lowering:
             sweep.updates,
             counts_steps,
             notes,
+            is_body,
         )
         check_program(program, "partitioning")
         for run in PASSES:

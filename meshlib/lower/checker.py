@@ -58,7 +58,8 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
     elif instruction.body is not None:
         _check_loop(instruction, instruction.body)
     elif instruction.opcode in ("input", "variable"):
-        if instruction.outputs[0].sharding.pending:
+        pending = instruction.outputs[0].sharding.pending
+        if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
             raise ProgramError("a resident value can't be pending")
     else:
         _check_computation(instruction)
@@ -183,6 +184,8 @@ def _check_computation(instruction: Instruction) -> None:
     for y in instruction.outputs:
         if y.sharding != out.sharding:
             raise ProgramError(f"makes {y} beside {out}")
+    if op.kind.name == "constant" and op.attrs["value"] == 0:
+        result = result.with_pending(out.sharding.pending)  # nothing on every core sums to nothing
     exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()
     if instruction.exchanges != exchanges:
         raise ProgramError(f"sends {instruction.exchanges} inside; the assignment {axes} needs {exchanges}")
@@ -233,7 +236,7 @@ def _check_ends(program: Program, made: Iterable[Value], after: str) -> None:
         for name, v in values.items():
             if v not in known:
                 raise ProgramError(f"after {after}: {what} '{name}' is never made")
-            if v.sharding.pending:
+            if v.sharding.pending and not program.is_body:
                 raise ProgramError(f"after {after}: {what} '{name}' is still {v}")
     written = [i.operation.attrs["variable"] for i in program.instructions if i.opcode == "assign"]
     if sorted(written) != sorted(program.updates):

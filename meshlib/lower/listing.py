@@ -91,7 +91,8 @@ def collectives_table(collectives: Sequence[Collective]) -> str:
         lines.append(f"    avoid: {c.avoid}")
     launches = len({c.launch for c in collectives})
     total = bytes_text(sum(c.sent_bytes * c.count for c in collectives))
-    lines.append(f"{len(collectives)} values in {launches} launches, {total} sent by each core (exact)")
+    values = f"{len(collectives)} value{'s' * (len(collectives) > 1)}"
+    lines.append(f"{values} in {launches} launch{'es' * (launches > 1)}, {total} sent by each core (exact)")
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ user waits; the user's own choice decides whether it is reduced before or after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from layouts import Dimension, Shape, Sharding, reshard
@@ -36,6 +36,8 @@ class Partitioner:
     fetched: set[Tensor]
     # lowers the body of a loop: (graph, homes, results, their shardings, names of the inputs in order) -> Program
     lower_body: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding], Sequence[str]], Program]
+    # partitions the body of a loop without finishing it: (graph, homes, results)
+    sweep_body: Callable[[Graph, Homes, Sequence[Tensor]], Partitioner]
     instructions: list[Instruction] = field(default_factory=list)
     # Where each tensor exists: for every region (None: as made for a single user, or at home) or within one.
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Partitioner:
         """A value that is there before the first instruction: an input or a variable."""
         value = Value(op.output, self.homes.of(op.output))
         self.instances[op.output] = [(None, value)]
+        self.makers[op.output] = dict.fromkeys(value.sharding.pending_axes, (op, "trips"))  # a loop's running sum
         (self.inputs if op.kind is INPUT else self.variables)[op.name] = value
         self.instructions.append(Instruction(op.kind.name, op, (), (value,), op.region))
 
@@ -132,7 +135,9 @@ class Partitioner:
             # A constrained value is to be had at its home alone: its users must not go round the constraint.
             constrained = t.operation.kind.name == "constrain"
             if made is not home and not made.sharding.pending and not constrained:
-                self.instances[t].append((t.operation.region, made))
+                # As it was made it serves other regions too, unless keeping it would take more memory than the home.
+                small = made.local_bytes <= home.local_bytes
+                self.instances[t].append((None if small else t.operation.region, made))
 
     def _grouped(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> list[Value]:
         """Operands of an n-ary sum, equally pending ones added first and each group reduced once (rule 4)."""
@@ -161,23 +166,74 @@ class Partitioner:
             result.append(self._walk(total, wanted, op))
         return result
 
+    def _body_homes(
+        self, op: Operation, inner: Sequence[Tensor], sums: Mapping[int, Sharding]
+    ) -> tuple[Homes, list[Sharding]]:
+        """Homes inside the body of a loop, and where each operand has to be; `sums` says where some carries lie."""
+        body: Graph = op.attrs["body"]
+        dim = op.attrs["dim"]
+        count, stop = len(op.attrs["carried"]), len(op.attrs["carried"]) + len(op.attrs["sliced"])
+        homes = Homes(body, self.homes.mesh, self.homes.rules)
+        wanted = []
+        for n, (x, y) in enumerate(zip(self.graph.inputs[op], inner, strict=True)):
+            if n < count:
+                home = sums.get(n) or homes.of(y)
+                homes.bind(y, home)
+            elif n < stop:
+                home = without_axes(self.homes.of(x), dim)
+                homes.bind(y, without_dim(home, dim))
+            else:
+                home = self.homes.of(x)
+                homes.bind(y, home)
+            wanted.append(home)
+        for n, sharding in sums.items():
+            homes.bind(op.attrs["results"][n], sharding)
+        return homes, wanted
+
+    def _accumulators(
+        self, op: Operation, homes: Homes, inner: Sequence[Tensor]
+    ) -> tuple[dict[int, Sharding], dict[int, dict[str, tuple[Operation, str]]]]:
+        """Carries that only add something up, from zero: they lie as what is added does, pending sums included.
+
+        So a gradient that every trip adds to is reduced once, after the loop. Found by lowering the body once as if
+        there were none. Returned with who leaves each sum pending.
+        """
+        body: Graph = op.attrs["body"]
+        results = op.attrs["results"]
+        found: dict[int, Tensor] = {}
+        for n in range(len(op.attrs["carried"])):
+            first, add = self.graph.inputs[op][n].operation, results[n].operation
+            zero = first.kind is CONSTANT and first.attrs["value"] == 0
+            others = [x for x in add.inputs if x is not inner[n]]
+            uses = sum(x is inner[n] for other in body.operations for x in other.inputs) + results.count(inner[n])
+            # The carry before each trip is asked for by a gradient alone; then it has to be whole.
+            stacked = self.graph.uses.get(op.outputs[len(results) + n])
+            sums = add.kind.name == "add" or add.kind.linear(add).terms
+            alone = results.count(results[n]) == 1 and not any(results[n] in x.inputs for x in body.operations)
+            one = len(others) == 1 == len(add.inputs) - 1 and others[0].shape == results[n].shape
+            if zero and sums and uses == 1 and alone and not stacked and one:
+                found[n] = others[0]
+        if not found:
+            return {}, {}
+        trial = self.sweep_body(body, homes, results)
+        terms = {n: trial.graph.of(t) for n, t in found.items()}
+        lies = {n: trial.instances[t][0][1].sharding for n, t in terms.items()}
+        sums = {
+            n: s for n, s in lies.items() if s != homes.of(inner[n]) and all(kind == "sum" for _, kind in s.pending)
+        }
+        return sums, {n: trial.makers.get(terms[n], {}) for n in sums}
+
     def _loop(self, op: Operation) -> None:
         """Lower the body by itself: carries at home, slices where the stacked tensors lie, the rest where it lies."""
         body: Graph = op.attrs["body"]
         dim = op.attrs["dim"]
         operands = self.graph.inputs[op]
-        homes = Homes(body, self.homes.mesh, self.homes.rules)
         carried, sliced, results = op.attrs["carried"], op.attrs["sliced"], op.attrs["results"]
         inner = [body.inputs[name].output for name in (*carried, *sliced)] + list(body.captured.values())
-        wanted = []
-        for n, (x, y) in enumerate(zip(operands, inner, strict=True)):
-            home = homes.of(y) if n < len(carried) else self.homes.of(x)
-            if len(carried) <= n < len(carried) + len(sliced):
-                home = without_axes(home, dim)
-                homes.bind(y, without_dim(home, dim))
-            elif n >= len(carried):
-                homes.bind(y, home)
-            wanted.append(home)
+        homes, wanted = self._body_homes(op, inner, {})
+        sums, makers = self._accumulators(op, homes, inner)
+        if sums:
+            homes, wanted = self._body_homes(op, inner, sums)
         values = [self._bring(x, s, op.region, op) for x, s in zip(operands, wanted, strict=True)]
         # Finals always; of what could be stacked (results, and carries before each trip) only what is used.
         finals, others = op.outputs[: len(carried)], op.outputs[len(carried) :]
@@ -207,6 +263,8 @@ class Partitioner:
                 stacks=tuple(names[len(carried) :]),
             )
         )
+        for n, inside_makers in makers.items():
+            self.makers[op.outputs[n]] = inside_makers
         for value in made:
             self.instances[value.tensor] = [(None, value)]
             self._settle(value.tensor)

@@ -160,6 +160,7 @@ class Program:
     updates: Mapping[str, Value]
     counts_steps: bool = False
     notes: tuple[str, ...] = ()
+    is_body: bool = False  # of a loop: its carries may be pending sums
 
     def with_instructions(self, instructions: list[Instruction]) -> Program:
         """The same program with other instructions: what a pass returns."""

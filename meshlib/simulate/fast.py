@@ -35,7 +35,14 @@ Array = np.ndarray[Any, Any]
 def unfolded_axes(program: Program, fold: bool = True) -> dict[Value, tuple[str, ...]]:
     """Per pending value the axes that must stay apart; with `fold` only where a reduction is not all that follows."""
     if not fold:
-        return {y: y.sharding.pending_axes for i in program.instructions for y in i.outputs if y.sharding.pending}
+        # Sums that stay pending through a loop are folded in any case: what begins as nothing has no parts.
+        through = {a for v in (*program.inputs.values(), *program.outputs.values()) for a in v.sharding.pending_axes}
+        for i in program.instructions:
+            if i.body is not None:
+                through |= {a for v in (*i.inputs, *i.outputs) for a in v.sharding.pending_axes}
+        found = {y: y.sharding.pending_axes for i in program.instructions for y in i.outputs if y.sharding.pending}
+        kept = {y: tuple(a for a in axes if a not in through) for y, axes in found.items()}
+        return {y: axes for y, axes in kept.items() if axes}
     users: dict[Value, list[tuple[Instruction, Value]]] = {}
     for i in program.instructions:
         for n, x in enumerate(i.inputs if i.outputs else ()):

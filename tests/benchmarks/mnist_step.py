@@ -107,6 +107,26 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def measure(program: mtf.Program, about: str, images: np.ndarray, labels: np.ndarray, repeats: int) -> None:
+    """Both sides turn by turn, and one line with the medians."""
+    sim = mtf.simulate(program, seed=0)
+    by_hand = NumpyStep(dict(sim.state), program.precision == "default")
+    ours, theirs = [], []
+    for n in range(repeats + 2):
+        a = timed(lambda: by_hand(images, labels))
+        b = timed(lambda: sim.step(images=images, labels=labels))
+        if n >= 2:
+            theirs.append(a)
+            ours.append(b)
+    losses = float(sim.step(images=images, labels=labels)["loss"]), by_hand(images, labels)
+    mine, his = statistics.median(ours), statistics.median(theirs)
+    precision = "float32" if program.precision == "highest" else "bfloat16"
+    print(
+        f"{precision:<10}{about}{his * 1e3:>9.1f}{mine * 1e3:>9.1f}{mine / his:>7.2f}  {losses[0]:.5f} {losses[1]:.5f}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", default="1,8,64,512,2048")
@@ -125,23 +145,7 @@ def main() -> None:
                 start = time.perf_counter()
                 program = mtf.lower({"loss": loss}, updates=train, mesh=mesh, layout=layout, precision=precision)
                 lowering = time.perf_counter() - start
-                sim = mtf.simulate(program, seed=0)
-                by_hand = NumpyStep(dict(sim.state), precision == "default")
-                ours, theirs = [], []
-                for n in range(args.repeats + 2):
-                    a = timed(lambda: by_hand(images, labels))  # noqa: B023
-                    b = timed(lambda: sim.step(images=images, labels=labels))  # noqa: B023
-                    if n >= 2:
-                        theirs.append(a)
-                        ours.append(b)
-                losses = float(sim.step(images=images, labels=labels)["loss"]), by_hand(images, labels)
-                mine, his = statistics.median(ours), statistics.median(theirs)
-                print(
-                    f"{'float32' if precision == 'highest' else 'bfloat16':<10}{devices:>8} {name:<6}"
-                    f"{lowering * 1e3:>9.1f}{his * 1e3:>9.1f}{mine * 1e3:>9.1f}{mine / his:>7.2f}"
-                    f"  {losses[0]:.5f} {losses[1]:.5f}",
-                    flush=True,
-                )
+                measure(program, f"{devices:>8} {name:<6}{lowering * 1e3:>9.1f}", images, labels, args.repeats)
     print(f"peak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' writer of programs
 
 import meshlib as mtf
 from meshlib.graph import Graph, Operation, Tensor
