@@ -291,3 +291,30 @@ def test_errors(what: str) -> None:
     wrong, message = errors()[what]
     with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=message):
         wrong()
+
+
+def test_operators_of_python() -> None:
+    n = mtf.Dimension("n", 4)
+    with mtf.Graph():
+        x, y = mtf.input("x", [n]), mtf.input("y", [n])
+        p, q = x > 0, y > 0
+        outputs = {"abs": abs(x), "not": ~p, "and": p & q, "or": p | q, "pick": mtf.where(p, 0.0, -1e9)}
+        with pytest.raises(mtf.GraphError, match=r"dims are matched by name.*mtf\.einsum\(\[x, y\]"):
+            x @ y
+        program = mtf.lower(outputs, mesh="m:2", layout="n:m")
+    r = mtf.simulate(program).step(x=[1, -2, 3, -4], y=[1, 1, -1, -1])  # lists of Python numbers are taken as they are
+    assert r["abs"].tolist() == [1, 2, 3, 4]
+    assert r["not"].tolist() == [False, True, False, True]
+    assert r["and"].tolist() == [True, False, False, False]
+    assert r["or"].tolist() == [True, True, True, False]
+    assert r["pick"].tolist() == [0, -1e9, 0, -1e9]
+
+
+def test_a_result_that_does_not_divide_says_which_would() -> None:
+    with mtf.Graph():
+        x = mtf.input("x", [mtf.Dimension("n", 8)])
+        for y in (mtf.slice(x, 1, 3, "n"), mtf.pad(x, [0, 3], "n")):
+            with pytest.raises(
+                mtf.LayoutError, match=r"% 2 = 1\. Make the result (2 or 4|10 or 12) long, or rename 'n'"
+            ):
+                mtf.lower({"y": y}, mesh="m:2", layout="n:m")

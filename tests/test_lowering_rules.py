@@ -6,6 +6,7 @@ devices and a payload of b bytes: all_gather (k-1) b, reduce_scatter and all_to_
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -419,6 +420,25 @@ def test_lowering_does_not_depend_on_the_number_of_devices() -> None:
         len(mtf.lower({"loss": loss}, train, mesh=f"data:{n}", layout="batch:data").instructions) for n in (2, 2048)
     ]
     assert sizes[0] == sizes[1]
+
+
+def test_nothing_is_gathered_for_nobody() -> None:
+    """h is made split by hidden and wanted so everywhere, although its home by the rules is whole."""
+    with mtf.Graph():
+        loss, train = two_layers(64)
+    program = mtf.lower({"loss": loss}, train, mesh="rows:2;cols:4", layout="batch:rows;variables/hidden:cols")
+    cut_again = {i.inputs[0] for i in program.instructions if i.opcode == "slice"}
+    gathered = {i.outputs[0] for i in program.instructions if i.opcode == "all_gather"}
+    assert not cut_again & gathered
+    assert not gathered
+
+
+def test_a_copy_of_a_program_makes_the_same_numbers() -> None:
+    with mtf.Graph():
+        program = mtf.lower({"y": x_w()[2]}, mesh="m:2", layout="k:m")
+    x = np.random.default_rng(0).normal(size=(4, 8))
+    values = [mtf.simulate(p).step(x=x)["y"] for p in (program, copy.deepcopy(program))]
+    np.testing.assert_array_equal(*values)
 
 
 def test_work_of_a_core_is_exact() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -98,10 +99,28 @@ def _fault_text(
     if first is None or (fault.of_rule and not bound):
         return f"{fault.what}\n  {place}"
     lines = [f"{first}: {fault.what}", "   ".join(map(str, (*first.inputs, *first.outputs))), place]
-    lines += [fault.remedy] if fault.remedy else []
+    remedy = _remedy_of_new_size(fault, first) or fault.remedy
+    lines += [remedy] if remedy else []
     if len(labels) > 1:
         lines.append(f"The same in {some([str(known[x]) for x in labels[1:]])}.")
     return "\n  ".join(lines)
+
+
+def _remedy_of_new_size(fault: Fault, op: Operation) -> str:
+    """For a dim whose size the operation changes (a slice, a pad, ...): padding the dim everywhere would not help."""
+    numbers = re.match(r"(\d+) % (\d+) = \d+\.", fault.remedy)
+    changed = [
+        d for d in op.output.shape for x in op.inputs if d.name in x.shape and x.shape.dim(d.name).size != d.size
+    ]
+    if numbers is None or not changed or f"'{changed[0].name}'" not in fault.what:
+        return ""
+    size, blocks = (int(n) for n in numbers.groups())
+    name = changed[0].name
+    fitting = [n for n in (size // blocks * blocks, -(-size // blocks) * blocks) if n]
+    return (
+        f"{numbers.group(0)} Make the result {' or '.join(map(str, fitting))} long, or rename '{name}' of its operands "
+        f"first (mtf.rename_dimension), so that the rule does not reach it"
+    )
 
 
 def _label(op: Operation, y: Tensor) -> str:

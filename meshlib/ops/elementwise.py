@@ -12,7 +12,7 @@ from layouts import Dimension, Shape
 from meshlib import special
 from meshlib.checks import at, items
 from meshlib.dtypes import BOOL, DType, as_dtype
-from meshlib.errors import ShapeError
+from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import (
     NONLINEAR,
@@ -427,9 +427,13 @@ def where(
 ) -> Tensor:
     """`if_true` where `condition` (bool) holds, else `if_false`; all broadcast by name, then to `output_shape`.
 
-    What is not chosen has no influence on the result, NaN and infinities included.
+    Two numbers make a float32 tensor. What is not chosen has no influence on the result, NaN and infinities included.
     """
     like = if_true if isinstance(if_true, Tensor) else if_false if isinstance(if_false, Tensor) else None
+    if like is None and isinstance(condition, Tensor):
+        from meshlib.ops.sources import constant_like
+
+        like = constant_like(0, condition, "float32")
     operands = [
         tensor(condition, "where"),
         as_tensor(if_true, like, "where"),
@@ -540,6 +544,12 @@ def clip_by_value(
     return minimum(maximum(x, low), high, name=name)
 
 
+def _no_matmul(x: Tensor, y: object) -> Tensor:
+    raise GraphError(
+        f"{at('@')}: dims are matched by name, so it must be said which remain: mtf.einsum([x, y], output_shape=...)"
+    )
+
+
 def _swapped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, y: function(y, x)
 
@@ -559,6 +569,11 @@ for _name, _function in {
     "__rmod__": _swapped(mod),
     "__pow__": pow,
     "__rpow__": _swapped(pow),
+    "__abs__": abs,
+    "__invert__": logical_not,
+    "__and__": logical_and,
+    "__or__": logical_or,
+    "__matmul__": _no_matmul,
     "__neg__": negative,
     "__lt__": less,
     "__le__": less_equal,

@@ -131,8 +131,13 @@ VARIABLE = _define("variable", _no_local, _resident_work)
 
 
 def _check_name(name: object, what: str) -> str:
-    if not isinstance(name, str) or not name or any(c.isspace() for c in name) or name.startswith("/"):
-        raise GraphError(f"{at(what)}: the name must be a non-empty string without white space, got {name!r}")
+    if not isinstance(name, str) or not all(name.split("/")) or any(c.isspace() for c in name):
+        raise GraphError(
+            f"{at(what)}: the name must be a non-empty string without white space, its parts joined by single '/', "
+            f"got {name!r}"
+        )
+    if name == "__metadata__":
+        raise GraphError(f"{at(what)}: the name '__metadata__' is taken in checkpoint files; use another")
     return scoped_name(name)
 
 

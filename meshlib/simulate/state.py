@@ -22,12 +22,15 @@ Array = np.ndarray[Any, Any]
 def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
     """`array` as the simulation stores it, C-contiguous.
 
-    Floats of any width are taken for a float dtype, integers for int32 if they fit; nothing else is converted.
+    Floats of any width are taken for a float dtype, integers for int32 if they fit; lists of Python numbers for
+    either. Nothing else is converted.
     Raises: FeedError with both shapes or dtypes.
     """
     if isinstance(array, list | tuple | bool | int | float):
         try:
             array = np.asarray(array)
+            if dtype.is_float and array.dtype.kind in "iu":
+                array = array.astype(np.float64)  # Python's own numbers have no dtype to respect
         except (ValueError, OverflowError):
             raise FeedError(
                 f"{what}: the nested list is no array of shape {list(shape.sizes)}; its rows differ"

@@ -33,7 +33,7 @@ def verify(
     outputs: Any = None,
     updates: Sequence[Operation] = (),
     inputs: Mapping[str, Any] | None = None,
-    layouts: Any = "all",
+    layouts: Any = 24,
     mesh: Any = None,
     *,
     precision: str = "highest",
@@ -55,7 +55,7 @@ def verify(
         floats normal, booleans even, integers below the size of the dims that one_hot, gather and the like look them
         up in (below 8 where nothing tells).
       layouts: (mesh, layout) pairs; or, with `mesh`, a list of layouts, "all" or a number of legal layouts to draw
-        from all (see `legal_layouts`).
+        from all (see `legal_layouts`); 24 unless given.
       mesh: see `layouts`. The exact executor is meant for up to about 16 cores.
       precision: "highest", or "default", whose rounding into the MXU makes the comparison 2**8 times coarser.
       executor: "exact" or "fast".

@@ -15,6 +15,8 @@ from meshlib.errors import GraphError
 from meshlib.graph import Graph, Operation
 from meshlib.lower.homes import Homes, all_operations
 
+Lies = tuple[tuple[tuple[str, ...], ...], ...]  # per tensor, per dim, the axes
+
 MOST_LAYOUTS = 20_000  # that a search for all looks through
 
 
@@ -24,7 +26,8 @@ def legal_layouts(
     """Layouts over `mesh` under which every tensor of `operations` can be laid out.
 
     Each axis goes to no dim, to one, or to one with another as an optional second claim (`batch:data;hidden:data?`);
-    a dim may take several axes, in any order. Of layouts that lay every tensor alike, one is kept.
+    a dim may take several axes, in any order. Of layouts that lay every tensor alike, one is kept, and of those that
+    differ only by exchanging axes of one size too (unless the program binds a tensor to axes by name).
 
     Args:
       operations: of one graph, those that a program needs; bodies of loops are looked into.
@@ -39,6 +42,8 @@ def legal_layouts(
     able = {a: [n for n in names if _may_split(n, mesh.axis_size(a), tensors)] for a in axes}
     claims = [[("", ""), *((d, o) for d in able[a] for o in ("", *(x for x in able[a] if x != d)))] for a in axes]
     total = prod(map(len, claims))
+    bound = any(op.kind.name == "constrain" for op in all_operations(operations))
+    swaps = [dict(zip(axes, axes, strict=True))] if bound else _symmetries(axes, mesh)
     seen: set[object] = set()
     kept: list[LayoutRules] = []
 
@@ -46,8 +51,9 @@ def legal_layouts(
         for rules in _written(axes, choice):
             placed = tuple(place(rules, shape, mesh, scope) for shape, scope in tensors)
             lies = tuple(where for where, _ in placed)
-            if not any(faults for _, faults in placed) and lies not in seen:
-                seen.add(lies)
+            alike = min(_exchanged(lies, swap) for swap in swaps)
+            if not any(faults for _, faults in placed) and alike not in seen:
+                seen.add(alike)
                 kept.append(rules)
 
     rng = np.random.default_rng([seed, 1])
@@ -67,6 +73,21 @@ def legal_layouts(
         if len(kept) >= number:
             break
     return kept[:number] or [LayoutRules("")]
+
+
+def _symmetries(axes: Sequence[str], mesh: Mesh) -> list[dict[str, str]]:
+    """Every way to exchange axes of one size, as a renaming; the first is none."""
+    same = [[a for a in axes if mesh.axis_size(a) == size] for size in dict.fromkeys(map(mesh.axis_size, axes))]
+    renamings = []
+    for orders in product(*(permutations(group) for group in same)):
+        renamings.append(
+            {a: b for group, order in zip(same, orders, strict=True) for a, b in zip(group, order, strict=True)}
+        )
+    return renamings
+
+
+def _exchanged(lies: Lies, swap: dict[str, str]) -> Lies:
+    return tuple(tuple(tuple(swap[a] for a in entry) for entry in entries) for entries in lies)
 
 
 def _laid_out(operations: Sequence[Operation]) -> list[tuple[Any, str]]:
