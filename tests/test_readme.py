@@ -48,3 +48,7 @@ def test_first_program_runs_and_sends_what_the_readme_shows() -> None:
 def test_links_point_to_files() -> None:
     for path in re.findall(r"`((?:examples|tests)/[\w/]+\.py)", README):
         assert (ROOT / path).is_file(), path
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    assert not re.search(r"^[A-Z]+_[A-Z]+$|Error: \.\.\.", README, re.M)
