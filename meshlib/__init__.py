@@ -48,6 +48,7 @@ from meshlib.errors import (  # noqa: E402
     ShapeError,
     SliceError,
 )
+from meshlib.estimate import Estimate, estimate  # noqa: E402
 from meshlib.gradients import gradients  # noqa: E402
 from meshlib.graph import Graph, Operation, Tensor, scope  # noqa: E402
 from meshlib.lower import Balance, Collective, Program, check, collectives_table, explain, lower  # noqa: E402
@@ -166,6 +167,7 @@ __all__ = [
     "Collective",
     "Comparison",
     "Dimension",
+    "Estimate",
     "FeedError",
     "Graph",
     "GraphError",
@@ -218,6 +220,7 @@ __all__ = [
     "elu",
     "equal",
     "erf",
+    "estimate",
     "exp",
     "explain",
     "expm1",

@@ -197,7 +197,9 @@ def _remedies(program: Program, live: list[Value], walk: _PaddedWalk) -> Iterabl
         for wanted in (("variables", "slots", "gradients"), ("slots", "gradients"))
     )
     found.append(Remedy("fully-sharded variables, slots and gradients (optional rules such as 'd_model:data?')", whole))
-    found.append(Remedy("ZeRO-1: slots and gradients sharded over the axes that repeat them ('slots/...' rules)", slots))
+    found.append(
+        Remedy("ZeRO-1: slots and gradients sharded over the axes that repeat them ('slots/...' rules)", slots)
+    )
     kept = [padded_value_bytes(v) for v in live if kinds[v] == "activations"]
     if len(kept) > 1:
         found.append(Remedy("recompute (mtf.recompute_grad) what the forward pass keeps", sum(kept) - max(kept)))

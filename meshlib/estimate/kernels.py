@@ -167,4 +167,3 @@ def _sizes(v: Value) -> tuple[int, int]:
 
 def _sum(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return sum(a for a, _ in pairs), sum(b for _, b in pairs)
-

@@ -59,9 +59,7 @@ def moves_of(program: Program, instruction: Instruction) -> tuple[Move, ...]:
     )
 
 
-def _move(
-    kind: str, axes: Sequence[str], group: int, payload: int, sent: float, name: str, why: str
-) -> Move:
+def _move(kind: str, axes: Sequence[str], group: int, payload: int, sent: float, name: str, why: str) -> Move:
     larger = payload * group if kind == "all_gather" else payload
     return Move(kind, tuple(axes), group, payload, sent, larger, name, why)
 
@@ -108,7 +106,8 @@ def _best(slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Deman
     best: tuple[float, Placement] | None = None
     prices: dict[tuple[Demand, tuple[object, ...]], float] = {}
     for placement in placements(slice_, sizes):
-        seconds, shapes = 0.0, {}
+        seconds = 0.0
+        shapes: dict[tuple[str, ...], tuple[object, ...]] = {}
         for d in demands:
             shape = shapes.get(d.axes)
             if shape is None:

@@ -144,9 +144,7 @@ class Times:
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
         bare = hbm_seconds(chip, min(exposed, traffic)) if time.mxu_seconds else 0.0
-        return KernelTime(
-            time.mxu_seconds, time.vpu_seconds, time.hbm_seconds, bare, time.launch_seconds, traffic
-        )
+        return KernelTime(time.mxu_seconds, time.vpu_seconds, time.hbm_seconds, bare, time.launch_seconds, traffic)
 
 
 def schedule(program: Program, times: Times, network: Network, overlap: str) -> Schedule:
