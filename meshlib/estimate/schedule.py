@@ -180,7 +180,8 @@ class _Run:
         made = self.made
         made.seconds = max([self.core, *(e.end for e in made.events)], default=0.0)
         sent = [(e.start, e.end) for e in made.events if e.move is not None]
-        busy = [(e.start, e.end) for e in made.events if e.move is None]
+        # A group that awaits the last piece of its operand computes at its end.
+        busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in made.events if e.move is None]
         made.exposed_seconds += uncovered(sent, busy)
         return made
 
@@ -273,8 +274,7 @@ class _Run:
         taker = self.overlap == "collective matmul" and any(i.opcode == "einsum" for i in members)
         for x in operands:
             piece = self.pieces.get(x) if taker and len(self.users.get(x, ())) == 1 else None
-            if piece is not None:
-                assert piece.move is not None
+            if piece is not None and piece.move is not None:
                 waits = max(waits, piece.start + piece.seconds / piece.move.group)
                 floor.append((piece, piece.move.group))
             else:
@@ -301,7 +301,9 @@ class _Run:
         assert i.body is not None
         body = schedule(i.body, self.times, self.network, self.overlap)
         seconds = i.trips * body.seconds
-        start = max([self.core, *(self.ready.get(x, 0.0) for x in i.inputs)])
+        # What the body sends must not meet what is still on the way.
+        places = [self.free.get(e, 0.0) for e in body.busy if isinstance(e, int)]
+        start = max([self.core, *places, *(self.ready.get(x, 0.0) for x in i.inputs)])
         self.core = start + seconds
         op = i.operation
         event = Event(start, self.core, number, i.region, loop=body, trips=i.trips, name=op.name, source=op.source)
