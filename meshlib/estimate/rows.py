@@ -19,6 +19,8 @@ BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "latency")
 class Row:
     """One fusion group or collective.
 
+    `launch_seconds` is the part of `latency_seconds` that starting it takes; the rest is hops.
+
     Exact, for one run on one device: `mxu_flops` executed, `useful_flops` of them not repeated elsewhere,
     `vpu_ops`, `hbm_bytes` at the group's boundary without padding, `payload_bytes` and `sent_bytes` of a collective,
     and `count`, its runs in a step. Modelled: everything in seconds, `traffic_bytes` over HBM (padding and what a
@@ -42,6 +44,7 @@ class Row:
     ici_seconds: float
     dcn_seconds: float
     latency_seconds: float
+    launch_seconds: float
     mxu_flops: int
     useful_flops: float
     vpu_ops: int
@@ -85,7 +88,7 @@ def _compute_row(event: Event, chip: Chip, count: int) -> Row:
     share = reached[bound] / own if bound in reached and own else 0.0
     return Row(
         kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
-        time.mxu_seconds, time.vpu_seconds, time.hbm_seconds, 0.0, 0.0, latency,
+        time.mxu_seconds, time.vpu_seconds, time.hbm_seconds, 0.0, 0.0, latency, latency,
         kernel.mxu_flops, kernel.useful_flops, kernel.vpu_ops, kernel.hbm_bytes, time.traffic_bytes, 0, 0.0, (),
     )  # fmt: skip
 
@@ -110,5 +113,6 @@ def _collective_row(event: Event, chip: Chip, count: int) -> Row:
     share = {"ici": ici * chip.ici_efficiency / own, "dcn": dcn / own}.get(bound, 0.0)
     return Row(
         move.name, move.kind, "collective", event.region, event.source, count, event.first, own, bound, share,
-        0.0, 0.0, 0.0, ici, dcn, latency, 0, 0.0, 0, 0, 0.0, move.payload_bytes, move.sent_bytes, move.axes,
+        0.0, 0.0, 0.0, ici, dcn, latency, COLLECTIVE_LAUNCH_SECONDS, 0, 0.0, 0, 0, 0.0,
+        move.payload_bytes, move.sent_bytes, move.axes,
     )  # fmt: skip
