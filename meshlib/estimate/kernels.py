@@ -15,6 +15,7 @@ from math import prod
 from hardware.core import Matmul
 from hardware.memory import padded_bytes
 from meshlib.dtypes import BFLOAT16
+from meshlib.graph import FORWARD
 from meshlib.lower.program import Instruction, Program, Value
 from meshlib.lower.work import local_work
 from meshlib.operation import Kind
@@ -53,8 +54,12 @@ class Kernel:
     free: bool
 
 
-def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value]) -> Kernel:
-    """The work of a fusion group; `fused` are the program's values that never reach HBM."""
+def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value], forward: frozenset[str]) -> Kernel:
+    """The work of a fusion group.
+
+    `fused` are the program's values that never reach HBM; `forward` the names of the forward pass's operations, by
+    which those that a backward pass computes again are known: copies keep their names.
+    """
     main = next((i for i in members if _is_matmul(i)), members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
     for i in members:
@@ -68,7 +73,8 @@ def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value
         if _is_matmul(i):
             product = matmul_of(program, i)
             matmuls.append((product, i.inputs[0].tensor.dtype.itemsize))
-            useful += product.flops / duplication(program, i)
+            again = i.operation.region != FORWARD and i.operation.name in forward
+            useful += 0.0 if again else product.flops / duplication(program, i)
     exact, padded = _boundary_bytes(members, fused)
     free = all(_is_free(i) for i in members)
     return Kernel(
@@ -86,6 +92,17 @@ def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value
         0 if free else padded,
         free,
     )
+
+
+def forward_names(program: Program) -> frozenset[str]:
+    """Names of the operations of the forward pass, those in loops included."""
+    found: set[str] = set()
+    for i in program.instructions:
+        if i.operation.region == FORWARD:
+            found.add(i.operation.name)
+            if i.body is not None:
+                found |= forward_names(i.body)
+    return frozenset(found)
 
 
 def duplication(program: Program, instruction: Instruction) -> int:

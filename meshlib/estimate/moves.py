@@ -10,7 +10,7 @@ strides, wraps) are priced once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +18,10 @@ from hardware.network import Cost, Demand, collective_cost
 from hardware.placement import Placement, placements
 from hardware.slices import Slice
 from meshlib.lower.program import Instruction, Program
+
+# Three and more mesh axes on a large torus can lie in thousands of ways. Each cut of a torus axis makes groups share
+# links, so where there are more ways than these, only those with at most one cut more than needed are priced.
+MANY_PLACEMENTS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ def _best(slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Deman
     sizes: Mapping[str, int] = dict(mesh)
     best: tuple[float, Placement] | None = None
     prices: dict[tuple[Demand, tuple[object, ...]], float] = {}
-    for placement in placements(slice_, sizes):
+    for placement in _candidates(slice_, sizes):
         seconds = 0.0
         shapes: dict[tuple[str, ...], tuple[object, ...]] = {}
         for d in demands:
@@ -123,6 +127,16 @@ def _best(slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Deman
             break
     assert best is not None
     return best[1]
+
+
+def _candidates(slice_: Slice, sizes: Mapping[str, int]) -> Iterable[Placement]:
+    """All placements where there are few; otherwise those that cut the torus in few pieces."""
+    every = list(placements(slice_, sizes))
+    if len(every) <= MANY_PLACEMENTS:
+        return every
+    pieces = [sum(1 for _ in p.all_factors()) for p in every]
+    least = min(pieces)
+    return [p for p, count in zip(every, pieces, strict=True) if count <= least + 1]
 
 
 def _shape(slice_: Slice, placement: Placement, axes: tuple[str, ...]) -> tuple[object, ...]:

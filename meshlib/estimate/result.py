@@ -115,7 +115,7 @@ class Estimate:
     def mfu(self) -> float:
         """Useful flops, none counted twice over devices, per second, over the peak of the slice. Modelled.
 
-        Products that a backward pass computes again are counted as they are executed.
+        Products that a backward pass computes again (recomputation) count in `hfu` only.
         """
         return self._of_peak(self.useful_flops)
 

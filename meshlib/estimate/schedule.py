@@ -33,7 +33,7 @@ from hardware.chips import Chip
 from hardware.core import Time, Work, time_of
 from hardware.memory import hbm_seconds
 from hardware.network import Cost
-from meshlib.estimate.kernels import Kernel, kernel_of
+from meshlib.estimate.kernels import Kernel, forward_names, kernel_of
 from meshlib.estimate.moves import Move, Network, moves_of
 from meshlib.lower.memory import fused_values
 from meshlib.lower.program import Instruction, Program, Value
@@ -147,14 +147,17 @@ class Times:
         return KernelTime(time.mxu_seconds, time.vpu_seconds, time.hbm_seconds, bare, time.launch_seconds, traffic)
 
 
-def schedule(program: Program, times: Times, network: Network, overlap: str) -> Schedule:
-    """The schedule of a program (or of a loop's body) from 0."""
-    return _Run(program, times, network, overlap).run()
+def schedule(
+    program: Program, times: Times, network: Network, overlap: str, forward: frozenset[str] | None = None
+) -> Schedule:
+    """The schedule of a program from 0, or of a loop's body, with the `forward` names of the program around it."""
+    return _Run(program, times, network, overlap, forward_names(program) if forward is None else forward).run()
 
 
 class _Run:
-    def __init__(self, program: Program, times: Times, network: Network, overlap: str) -> None:
+    def __init__(self, program: Program, times: Times, network: Network, overlap: str, forward: frozenset[str]) -> None:
         self.program, self.times, self.network, self.overlap = program, times, network, overlap
+        self.forward = forward
         self.fused = fused_values(program)
         self.made = Schedule()
         self.core = 0.0  # when the core is free
@@ -239,7 +242,7 @@ class _Run:
     def _kernel(self, number: int, members: Sequence[Instruction]) -> None:
         inside = {y for i in members for y in i.outputs}
         operands = [x for i in members for x in i.inputs if x not in inside]
-        kernel = kernel_of(self.program, members, self.fused)
+        kernel = kernel_of(self.program, members, self.fused, self.forward)
         if kernel.free:
             ready = max((self.ready.get(x, 0.0) for x in operands), default=0.0)
             for y in inside:
@@ -299,7 +302,7 @@ class _Run:
 
     def _loop(self, number: int, i: Instruction) -> None:
         assert i.body is not None
-        body = schedule(i.body, self.times, self.network, self.overlap)
+        body = schedule(i.body, self.times, self.network, self.overlap, self.forward)
         seconds = i.trips * body.seconds
         # What the body sends must not meet what is still on the way.
         places = [self.free.get(e, 0.0) for e in body.busy if isinstance(e, int)]

@@ -166,6 +166,31 @@ def test_what_moves_inside_an_instruction_is_paid():
     assert est.exposed_comm_seconds == pytest.approx(row.seconds)
 
 
+@pytest.mark.parametrize("how", ["recompute", "scan"])
+def test_what_is_computed_again_is_not_useful(how: str) -> None:
+    """Forward, again, and two products backward: 4 executed for each 3 that the model asks for."""
+    inner, other, steps = D("k", 512), D("n", 512), D("layers", 4)
+
+    def layer(x: mtf.Tensor, w: mtf.Tensor) -> mtf.Tensor:
+        return mtf.rename_dimension(mtf.sin(mtf.einsum([x, w], [D("b", 256), other])), "n", "k")
+
+    with mtf.Graph():
+        x = mtf.variable("x", [D("b", 256), inner])
+        if how == "scan":
+            w = mtf.variable("w", [steps, inner, other])
+            (y,), _ = mtf.scan(lambda c, s: ([layer(c[0], s[0])], []), [x], [w], steps)
+        else:
+            w = mtf.variable("w", [inner, other])
+            y = mtf.recompute_grad(lambda x: mtf.square(layer(x, w)), [x])
+        loss = mtf.reduce_sum(mtf.sin(y))
+        program = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss), "m:8", "b:m")
+    est = mtf.estimate(program, "v3-8")
+    one = 2 * (256 // 8) * 512 * 512 * (4 if how == "scan" else 1)
+    assert est.flops == 4 * one
+    assert est.useful_flops == 3 * one
+    assert est.mfu == pytest.approx(0.75 * est.hfu)
+
+
 # ---------------------------------------------------------------- memory
 
 
