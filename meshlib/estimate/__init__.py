@@ -71,8 +71,11 @@ def estimate(
     slice_ = _slice_for(program, slice)
     if placement is not None:
         _check_placement(program, slice_, placement)
-    network = Network(program, slice_, placement)
-    made = schedule(program, Times(slice_.chip), network, overlap)
+    try:
+        network = Network(program, slice_, placement)
+        made = schedule(program, Times(slice_.chip), network, overlap)
+    except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
+        raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
     return Estimate(program, slice_, overlap, network.placement, overhead, made)
 
 

@@ -10,7 +10,7 @@ Sources: `hardware.memory` for tiles; `meshlib.lower.memory` for who is live whe
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hardware.slices import Slice
 from meshlib.estimate.kernels import padded_value_bytes
@@ -50,8 +50,8 @@ class DeviceMemory:
     by_kind: dict[str, int]
     live: tuple[Live, ...]
     at: str
-    timeline_bytes: tuple[int, ...]
-    timeline_by_kind: tuple[tuple[int, ...], ...]
+    timeline_bytes: tuple[int, ...] = field(repr=False)
+    timeline_by_kind: tuple[tuple[int, ...], ...] = field(repr=False)
     remedies: tuple[Remedy, ...]
 
     @property

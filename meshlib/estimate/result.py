@@ -35,7 +35,7 @@ class RooflinePoint:
     bound: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
     """Where time and memory of one step of `program` on `slice` go. Made by `mtf.estimate`.
 
@@ -253,6 +253,10 @@ class Estimate:
 
     def __str__(self) -> str:
         return self.table()
+
+    def __repr__(self) -> str:
+        step = f"{self.step_seconds * 1e6:.6g} us a step (modelled), bound by {self.bound}"
+        return f"<Estimate of mesh {self.program.mesh} on {self.slice.name}: {step}>"
 
 
 def engine_name(engine: str | int) -> str:
