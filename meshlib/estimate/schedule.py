@@ -13,8 +13,11 @@ holds up only the first group that uses its result. Policies:
     collective matmul   besides, an all_gather that feeds a product, and a reduce_scatter of one, run in as many pieces
                         as there are devices in the group: the first piece of one starts the other, the last ends it
 
-An all_gather of what has been ready for long (a variable) is prefetched by one: it starts no earlier than the first
-use of the all_gather before it, so that one result waits while another is in use.
+What can be sent early is sent one product early: a collective that does not depend on the product before it is issued
+when the core reaches that product (weights of the next layer arrive while this one computes), and no earlier. The
+result that waits meanwhile is not in the memory figure, which is that of the program's order.
+
+Not modelled: the HBM traffic of collectives (links are 5 to 20 times slower than HBM), the core's part in sums.
 
 A loop is its body's schedule, `trips` times one after the other; trips do not overlap.
 
@@ -154,6 +157,15 @@ def schedule(
     return _Run(program, times, network, overlap, forward_names(program) if forward is None else forward).run()
 
 
+@dataclass(slots=True)
+class _Unit:
+    """A fusion group, collective or loop; `early`: a collective that was moved before a product."""
+
+    number: int
+    members: list[Instruction]
+    early: bool = False
+
+
 class _Run:
     def __init__(self, program: Program, times: Times, network: Network, overlap: str, forward: frozenset[str]) -> None:
         self.program, self.times, self.network, self.overlap = program, times, network, overlap
@@ -163,23 +175,18 @@ class _Run:
         self.core = 0.0  # when the core is free
         self.ready: dict[Value, float] = {}
         self.free: dict[int, float] = {}  # place -> when it is free
-        self.gathered: dict[Value, int] = {}  # results of all_gathers, numbered
-        self.gathers = 0
-        self.used: dict[int, float] = {}  # all_gather -> start of its first user
         self.pieces: dict[Value, Event] = {}  # what a collective matmul may take or give piece by piece
         self.users = self._users() if overlap == "collective matmul" else {}
 
     def run(self) -> Schedule:
-        number = 0
-        for _, group in groupby(self.program.instructions, key=lambda i: i.group):
-            members = list(group)
-            if members[0].is_collective:
-                self._collective(number, members[0])
-            elif members[0].body is not None:
-                self._loop(number, members[0])
+        for unit in self._order():
+            first = unit.members[0]
+            if first.is_collective:
+                self._collective(unit.number, first, self.core if unit.early else 0.0)
+            elif first.body is not None:
+                self._loop(unit.number, first)
             else:
-                self._kernel(number, members)
-            number += len(members)
+                self._kernel(unit.number, unit.members)
         made = self.made
         made.seconds = max([self.core, *(e.end for e in made.events)], default=0.0)
         sent = [(e.start, e.end) for e in made.events if e.move is not None]
@@ -188,15 +195,37 @@ class _Run:
         made.exposed_seconds += uncovered(sent, busy)
         return made
 
-    def _collective(self, number: int, i: Instruction) -> None:
+    def _order(self) -> list[_Unit]:
+        """Groups in the program's order, but collectives before the last product that they do not depend on."""
+        units: list[_Unit] = []
+        made: dict[Value, int] = {}  # value -> how many products came before it or made it
+        waiting: list[_Unit] = []  # what has come since the last product, that product first
+        products = number = 0
+        for _, group in groupby(self.program.instructions, key=lambda i: i.group):
+            members = list(group)
+            unit = _Unit(number, members)
+            number += len(members)
+            depth = max((made.get(x, 0) for i in members for x in i.inputs), default=0)
+            if any(i.opcode == "einsum" or i.body is not None for i in members):
+                units += waiting
+                waiting = []
+                products += 1
+                depth = products
+            if members[0].is_collective and depth < products and self.overlap != "none":
+                unit.early = True
+                units.append(unit)
+            else:
+                waiting.append(unit)
+                depth = max(depth, 0 if all(i.opcode in ("input", "variable") for i in members) else products)
+            made.update({y: depth for i in members for y in i.outputs})
+        return units + waiting
+
+    def _collective(self, number: int, i: Instruction, earliest: float) -> None:
         (move,) = moves_of(self.program, i)
-        ready = max((self.ready.get(x, 0.0) for x in i.inputs), default=0.0)
+        ready = max([earliest, *(self.ready.get(x, 0.0) for x in i.inputs)])
         giver = self._giver(i, move)
         if giver is not None:
             ready = giver.start + giver.seconds / move.group
-        if move.kind == "all_gather":
-            # What is ready early is fetched early, but one ahead only.
-            ready = max(ready, min(self.core, self.used.get(self.gathers - 1, self.core)))
         event = self._send(number, move, i.region, ready, i.operation.source)
         end = event.end
         if giver is not None and event.end < giver.end + event.seconds / move.group:
@@ -205,9 +234,7 @@ class _Run:
         for y in i.outputs:
             self.ready[y] = end
             if move.kind == "all_gather":
-                self.gathered[y] = self.gathers
                 self.pieces[y] = event
-        self.gathers += move.kind == "all_gather"
 
     def _replaced(self, event: Event, end: float) -> Event:
         """The last event, lasting until `end`: its last piece had to wait."""
@@ -267,7 +294,7 @@ class _Run:
         ):  # fmt: skip
             self.made.use(engine, seconds)
         self.made.serial_seconds += time.upper_seconds
-        self._finish(inside, operands, event)
+        self._finish(inside, event)
 
     def _waits(
         self, members: Sequence[Instruction], operands: Sequence[Value]
@@ -284,14 +311,11 @@ class _Run:
                 waits = max(waits, self.ready.get(x, 0.0))
         return waits, floor
 
-    def _finish(self, outputs: set[Value], operands: Sequence[Value], event: Event) -> None:
+    def _finish(self, outputs: set[Value], event: Event) -> None:
         for y in outputs:
             self.ready[y] = event.end
             if self.users and event.kernel is not None and event.kernel.matmuls:
                 self.pieces[y] = event
-        for x in operands:
-            if x in self.gathered:
-                self.used.setdefault(self.gathered[x], event.start)
 
     def _giver(self, i: Instruction, move: Move) -> Event | None:
         """The product whose sum a reduce_scatter can take piece by piece."""
@@ -317,7 +341,7 @@ class _Run:
                 self.free[engine] = max(self.free.get(engine, 0.0), self.core)
         self.made.serial_seconds += i.trips * body.serial_seconds
         self.made.exposed_seconds += i.trips * body.exposed_seconds
-        self._finish(set(i.outputs), i.inputs, event)
+        self._finish(set(i.outputs), event)
 
     def _users(self) -> dict[Value, set[int]]:
         found: dict[Value, set[int]] = {}
