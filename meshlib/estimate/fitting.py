@@ -65,16 +65,16 @@ class DeviceMemory:
         peak, capacity = bytes_text(self.peak_bytes), bytes_text(self.capacity_bytes)
         share = f"{self.peak_bytes / self.capacity_bytes:.1%}"
         if self.fits:
-            return f"fits: peak {peak} of {capacity} on each device of {self.slice_name} ({share})"
+            return f"fits: peak {peak} of {capacity} on each device of {self.slice_name} ({share}; exact)"
         over = bytes_text(self.peak_bytes - self.capacity_bytes)
         lines = [
             f"does not fit: each device of {self.slice_name} has {capacity} ({self.capacity_bytes} bytes), "
-            f"the peak takes {peak} ({self.peak_bytes} bytes, {share}), {over} too much, at {self.at}",
+            f"the peak takes {peak} ({self.peak_bytes} bytes, {share}; exact), {over} too much, at {self.at}",
             "  largest tensors:",
             *(f"    {v}" for v in self.live[:5]),
         ]
         if self.remedies:
-            lines += ["  what would help:", *(f"    {r}" for r in self.remedies)]
+            lines += ["  what would help (gains are bounds, each alone):", *(f"    {r}" for r in self.remedies)]
         return "\n".join(lines)
 
     def __str__(self) -> str:

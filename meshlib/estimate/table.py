@@ -41,7 +41,7 @@ def table(est: Estimate, rows: int | None) -> str:
     """`Estimate.table`."""
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 0):
         raise GraphError(f"Estimate.table: rows must be a number of rows or None, got {rows!r:.80}")
-    lines = [*_head(est), "", *_rows(est, rows), "", est.memory.message + " (exact)"]
+    lines = [*_head(est), "", *_rows(est, rows), "", est.memory.message]
     lines += ["", *_bounds(est), f"overlap of collectives: {est.overlap}", *_placed(est)]
     return "\n".join(lines)
 
@@ -152,6 +152,7 @@ def comparison(a: Estimate, b: Estimate) -> str:
         ratio = f"{y / x:.3g}x" if x else ("-" if not y else "new")
         cells.append((name, texts[unit](x), texts[unit](y), ratio, sure))
     cells.append(("bound", a.bound, b.bound, "", "modelled"))
+    cells.append(("overlap of collectives", a.overlap, b.overlap, "", "assumed"))
     cells.append(("fits", "yes" if a.fits else "no", "yes" if b.fits else "no", "", "exact"))
     return "\n".join(grid(cells, right=(1, 2, 3)))
 
