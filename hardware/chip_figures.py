@@ -20,6 +20,7 @@ _TALK = "TPU pods talk, 2019"
 _INFO = "jax-ml/jax jax/_src/pallas/mosaic/tpu_info.py @04c63627"
 _BOOK = "jax-ml/scaling-book @0819a7d tpus.md"
 _PRICE = "cloud.google.com/tpu/pricing (from memory)"
+_RECIPES = "AI-Hypercomputer/tpu-recipes @c8cfe2f microbenchmarks/"
 _APPLIED = "jax-ml/scaling-book applied-inference.md, February 2025"
 
 COMMON: Figures = {
@@ -34,7 +35,11 @@ COMMON: Figures = {
     "ici_efficiency": (0.9, "45/45/90/90 GB/s measured of 50/50/100/100: jax-ml/scaling-book sharding.md"),
     "ici_hop_seconds": (1e-6, "about 1 us per hop: jax-ml/scaling-book sharding.md"),
     "dcn_hop_seconds": (10e-6, "assumed: one switch traversal and two host stacks"),
-    "launch_seconds": (2e-6, "assumed: a fixed cost per operation that decides small shapes"),
+    "launch_seconds": (
+        1e-6,
+        "copies and small matmuls on v7 take 1.4-1.8 us more than their bytes: AI-Hypercomputer/tpu-recipes "
+        "microbenchmarks/ironwood; 1 us of it per operation, the rest per program (assumed)",
+    ),
     "pcie_bytes_per_second": (16e9, "each way, v4-v6e: " + _BOOK),
     "peak_int8_flops": (None, "no published integer rate"),
     "peak_fp8_flops": (None, "no published fp8 rate"),
@@ -215,6 +220,7 @@ FIGURES: dict[str, Figures] = {
         "mxus_per_core": (2, _DOCS + "v6e"),
         "mxu_rows": (256, _DOCS + "v6e"),
         "mxu_columns": (256, _DOCS + "v6e"),
+        "mxu_efficiency": (0.91, "0.90 measured at 8192, start and end included: " + _RECIPES + "README.md"),
         "peak_bf16_flops": (918e12, _DOCS + "v6e"),
         "peak_int8_flops": (1836e12, _DOCS + "v6e"),
         "peak_fp8_flops": (918e12, _DOCS + "tpu7x table"),
@@ -240,6 +246,8 @@ FIGURES: dict[str, Figures] = {
         "mxus_per_core": (4, "assumed; not published"),
         "mxu_rows": (256, "by analogy with v6e; not published"),
         "mxu_columns": (256, "by analogy with v6e; not published"),
+        "mxu_efficiency": (0.825, "0.824 measured at 16384: " + _RECIPES + "ironwood/README.md"),
+        "hbm_efficiency": (0.87, "copies of 256 MiB and more: " + _RECIPES + "ironwood/hbm/hbm.md"),
         "peak_bf16_flops": (2307e12, _DOCS + "tpu7x"),
         "peak_fp8_flops": (4614e12, _DOCS + "tpu7x"),
         "vpu_bf16": (True, "bf16 lanes from v6e on: " + _BOOK),

@@ -77,7 +77,7 @@ class Chip:
     dcn_bytes_per_second: float = 6.25e9
     dcn_hop_seconds: float = 10e-6
     pcie_bytes_per_second: float = 16e9
-    launch_seconds: float = 2e-6
+    launch_seconds: float = 1e-6
     usd_per_chip_hour: float | None = None
     tdp_watts: float | None = None
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)

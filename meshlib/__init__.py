@@ -48,6 +48,8 @@ from meshlib.errors import (  # noqa: E402
     ShapeError,
     SliceError,
 )
+from meshlib.estimate import Estimate, estimate  # noqa: E402
+from meshlib.estimate.sweep import Scaling, scaling  # noqa: E402
 from meshlib.gradients import gradients  # noqa: E402
 from meshlib.graph import Graph, Operation, Tensor, scope  # noqa: E402
 from meshlib.lower import Balance, Collective, Program, check, collectives_table, explain, lower  # noqa: E402
@@ -166,6 +168,7 @@ __all__ = [
     "Collective",
     "Comparison",
     "Dimension",
+    "Estimate",
     "FeedError",
     "Graph",
     "GraphError",
@@ -177,6 +180,7 @@ __all__ = [
     "Operation",
     "Program",
     "ProgramError",
+    "Scaling",
     "Shape",
     "ShapeError",
     "Sharding",
@@ -218,6 +222,7 @@ __all__ = [
     "elu",
     "equal",
     "erf",
+    "estimate",
     "exp",
     "explain",
     "expm1",
@@ -281,6 +286,7 @@ __all__ = [
     "rsqrt",
     "sample_with_temperature",
     "save",
+    "scaling",
     "scan",
     "scatter_add",
     "scope",

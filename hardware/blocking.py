@@ -1,0 +1,83 @@
+"""How a matrix product passes through VMEM: the blocks it is cut in, what is read again, what nothing hides.
+
+The product is computed in output blocks of `rows` x `columns`, each in steps of `depth`. VMEM holds the block's
+float32 sums and two copies of the operand pieces (one arrives while the other is used). Left rows are read again for
+every block column, right columns for every block row, unless an operand stays in VMEM whole. While the first pieces
+arrive the MXU has nothing to do, and nothing covers the writing of the last block: those bytes are exposed.
+
+Sources: Hong and Kung, "I/O complexity: the red-blue pebble game", STOC 1981 (traffic of blocks); jax-ml/jax
+docs/pallas/tpu/matmul.md (the same pipeline written out). Assumed: half of VMEM serves a product, blocks are powers
+of two up to 2048, steps are at most 1024 deep; of equal traffic the largest blocks, which take the fewest steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hardware.chips import Chip
+from hardware.core import Matmul
+from hardware.memory import vmem_bytes
+
+DEPTHS = (1024, 512, 256, 128)
+_ACCUMULATOR_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a product [m, k] x [k, n] passes through VMEM.
+
+    Attributes:
+      rows, columns, depth: of one block.
+      read_bytes: of both operands, repetitions included, all batches.
+      exposed_bytes: of the first pieces and the last block, which nothing overlaps.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    read_bytes: int
+    exposed_bytes: int
+
+
+def matmul_blocks(chip: Chip, product: Matmul, itemsize: int = 2) -> Blocks:
+    """The blocks of the least traffic that VMEM allows.
+
+    Args:
+      product: sizes of the product on one device.
+      itemsize: bytes per element of operands and result in HBM.
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> small, large = (matmul_blocks(CHIPS["v6e"], Matmul(n, n, n)) for n in (1024, 16384))
+      >>> small.read_bytes / (2 * 2 * 1024**2), (large.rows, large.columns)
+      (1.0, (2048, 2048))
+
+    Source: module docstring.
+    """
+    return _blocks(vmem_bytes(chip) // 2, product.m, product.k, product.n, product.batch, itemsize)
+
+
+@lru_cache(maxsize=65536)
+def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, itemsize: int) -> Blocks:
+    best: tuple[tuple[int, int], Blocks] | None = None
+    kept = any(2 * itemsize * k * side <= budget_bytes for side in (m, n))  # an operand stays in VMEM whole
+    for depth in (d for d in DEPTHS if d < 2 * k or d == DEPTHS[-1]):
+        for rows, columns in itertools.product(_edges(m), _edges(n)):
+            needed = _ACCUMULATOR_BYTES * rows * columns + 2 * itemsize * depth * (rows + columns)
+            if needed > budget_bytes and (rows, columns, depth) != (_edges(m)[0], _edges(n)[0], DEPTHS[-1]):
+                continue
+            left = m * k * (1 if kept else -(-n // columns))
+            right = k * n * (1 if kept else -(-m // rows))
+            first = itemsize * (min(depth, k) * (rows + columns) + rows * columns)
+            found = Blocks(rows, columns, min(depth, k), batch * itemsize * (left + right), first)
+            if best is None or (found.read_bytes, -first) < best[0]:
+                best = (found.read_bytes, -first), found
+    assert best is not None
+    return best[1]
+
+
+def _edges(size: int) -> list[int]:
+    """Block edges to try: powers of two from 128 to 2048, and a smaller `size` itself."""
+    found = [edge for edge in (128, 256, 512, 1024, 2048) if edge < size]
+    return [*found, size] if size <= 2048 else found

@@ -1,0 +1,33 @@
+"""`python -m meshlib`: commands over the library.
+
+python -m meshlib validate [--file published_results.json]    predicted beside published, with errors
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from meshlib.errors import MeshlibError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0, or 2 for wrong arguments or files."""
+    parser = argparse.ArgumentParser(prog="python -m meshlib", description="Plan and price programs on TPU meshes.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    validate = commands.add_parser("validate", help="predicted beside published, with the error of each row")
+    validate.add_argument("--file", help="JSON in the format of published results; default: the set in the package")
+    args = parser.parse_args(argv)
+    try:
+        from meshlib.estimate.validate import validate as run
+
+        print(run(args.file))
+    except MeshlibError as fault:
+        print(f"meshlib: {fault}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

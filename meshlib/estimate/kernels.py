@@ -1,0 +1,186 @@
+"""Fusion groups as work of one device: matrix products, vector operations, bytes at the boundary. No time yet.
+
+Counts are exact and without padding; `padded_bytes` and `padded_vpu_ops` are what tiles of (8, 128) make of them.
+A value that is made and used inside one group takes no bytes. An operation that looks only at a part of an operand
+(gather, slice) reads that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from hardware.core import Matmul
+from hardware.memory import padded_bytes
+from meshlib.dtypes import BFLOAT16
+from meshlib.graph import FORWARD
+from meshlib.lower.program import Instruction, Program, Value
+from meshlib.lower.work import local_work
+from meshlib.operation import Kind
+from meshlib.ops.einsum import matmul_plan
+
+_RESIDENT = ("input", "variable", "assign")
+_ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
+_READS_PART = ("gather", "slice")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What one fusion group asks of one device, once.
+
+    Attributes:
+      name, opcode, source, region: of its main operation: the product, else the last one.
+      matmuls: its products with bytes per element; at most one in a group.
+      mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
+        repeats and the model asks for (one pass). Exact.
+      vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
+      free: nothing runs: sources that are there already, renamings, constants of one element.
+    """
+
+    name: str
+    opcode: str
+    source: str
+    region: str
+    matmuls: tuple[tuple[Matmul, int], ...]
+    mxu_flops: int
+    useful_flops: float
+    vpu_ops: int
+    padded_vpu_ops: float
+    narrow_vpu_ops: float  # of the padded ones, those in bfloat16
+    hbm_bytes: int
+    padded_bytes: int
+    free: bool
+
+
+def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value], forward: frozenset[str]) -> Kernel:
+    """The work of a fusion group.
+
+    `fused` are the program's values that never reach HBM; `forward` the names of the forward pass's operations, by
+    which those that a backward pass computes again are known: copies keep their names.
+    """
+    main = next((i for i in members if _is_matmul(i)), members[-1])
+    matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
+    for i in members:
+        work = local_work(program, i)
+        flops += work.mxu_flops
+        ops += work.vpu_ops
+        if work.vpu_ops:
+            stretched = work.vpu_ops * _stretch(i)
+            padded_ops += stretched
+            narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
+        if _is_matmul(i):
+            product = matmul_of(program, i)
+            matmuls.append((product, i.inputs[0].tensor.dtype.itemsize))
+            again = i.operation.region != FORWARD and i.operation.name in forward
+            useful += 0.0 if again else product.flops / duplication(program, i)
+    exact, padded = _boundary_bytes(members, fused)
+    free = all(_is_free(i) for i in members)
+    return Kernel(
+        main.operation.name,
+        main.opcode,
+        main.operation.source,
+        main.region,
+        tuple(matmuls),
+        flops,
+        useful,
+        ops,
+        padded_ops,
+        narrow,
+        0 if free else exact,
+        0 if free else padded,
+        free,
+    )
+
+
+def forward_names(program: Program) -> frozenset[str]:
+    """Names of the operations of the forward pass, those in loops included."""
+    found: set[str] = set()
+    for i in program.instructions:
+        if i.operation.region == FORWARD:
+            found.add(i.operation.name)
+            if i.body is not None:
+                found |= forward_names(i.body)
+    return frozenset(found)
+
+
+def duplication(program: Program, instruction: Instruction) -> int:
+    """On how many devices the same part of an operation runs: the mesh over the axes that split it."""
+    split = program.mesh.group_size(tuple(dict.fromkeys(axis for axis, _ in instruction.assignment)))
+    return program.mesh.size // split
+
+
+def matmul_of(program: Program, instruction: Instruction) -> Matmul:
+    """The batched product that an einsum is on one device."""
+    a, b = (x.local.shape for x in instruction.inputs)
+    out = instruction.outputs[0].local.shape
+    plan = matmul_plan(a.names, b.names, out.names)
+    sizes = {d.name: d.size for shape in (a, b) for d in shape}
+    m, k, n, batch = (prod(sizes[x] for x in dims) for dims in (plan.rows, plan.contracted, plan.columns, plan.batch))
+    useful = 2 * batch * m * k * n
+    return Matmul(m, k, n, batch, passes=max(1, local_work(program, instruction).mxu_flops // useful))
+
+
+def padded_value_bytes(v: Value) -> int:
+    """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named."""
+    return _padded(v.sharding.local_shape.sizes, v.tensor.dtype.itemsize)
+
+
+@lru_cache(maxsize=65536)
+def _padded(sizes: tuple[int, ...], itemsize: int) -> int:
+    return padded_bytes(sizes, itemsize) if sizes else itemsize
+
+
+def _is_matmul(i: Instruction) -> bool:
+    return i.operation.kind.kind is Kind.CONTRACTION and not i.is_reshard
+
+
+def _is_free(i: Instruction) -> bool:
+    if i.opcode in _RESIDENT or (i.opcode in _ALIASES and not i.is_reshard):
+        return True
+    if i.opcode in ("constant", "broadcast"):
+        return all(y.local_bytes <= 8 for y in i.outputs)
+    if i.opcode == "reshape":
+        # Tiles stay as they are where the two minor dims do.
+        return i.inputs[0].local.shape.sizes[-2:] == i.outputs[0].local.shape.sizes[-2:]
+    return False
+
+
+def _stretch(i: Instruction) -> float:
+    """How much more elements the vector unit handles than there are: those of the tiles of the largest value."""
+    largest = max((*i.inputs, *i.outputs), key=lambda v: v.sharding.local_size)
+    if not largest.local.shape.sizes:
+        return 1.0
+    return padded_value_bytes(largest) / max(1, largest.local_bytes)
+
+
+def _boundary_bytes(members: Sequence[Instruction], fused: set[Value]) -> tuple[int, int]:
+    """Exact and padded bytes that a group reads and writes: each operand from outside once, each result once."""
+    inside = {y for i in members for y in i.outputs}
+    read: dict[Value, tuple[int, int]] = {}
+    written: list[tuple[int, int]] = []
+    for i in members:
+        if i.opcode in _RESIDENT:
+            continue
+        for n, x in enumerate(i.inputs):
+            if x not in inside:
+                found = _read(i, n, x)
+                read[x] = max(read.get(x, found), found)
+        written += [_sizes(y) for y in i.outputs if y not in fused]
+    return _sum([*read.values(), *written])
+
+
+def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
+    whole = _sizes(x)
+    if n == 0 and i.opcode in _READS_PART:
+        return min(whole, _sizes(i.outputs[0]))
+    return whole
+
+
+def _sizes(v: Value) -> tuple[int, int]:
+    return v.local_bytes, padded_value_bytes(v)
+
+
+def _sum(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(a for a, _ in pairs), sum(b for _, b in pairs)
