@@ -27,7 +27,7 @@ from hardware.errors import HardwareError
 from hardware.events import Links
 from hardware.placement import CORES, DCN, Factor, Placement, placements
 from hardware.slices import Slice
-from hardware.snakes import snakes
+from hardware.snakes import closes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "broadcast")
 
@@ -99,7 +99,7 @@ def collective_cost(
         busy[CORES] = seconds
         size = size if whole else size / route.cores
     if route.torus:
-        way = route.exchange if whole else min(route.ways, key=lambda way: way.seconds(size))
+        way = min(route.exchanges if whole else route.ways, key=lambda way: way.seconds(size))
         seconds, hops, algorithm = seconds + times * way.seconds(size), times * way.hops, way.name
         busy |= {place: times * per_byte * size for place, per_byte in way.busy}
         size = size if whole else size / route.torus_size
@@ -191,7 +191,7 @@ class _Route:
     torus_size: int
     thin: tuple[Links, ...]
     ways: tuple[_Way, ...]
-    exchange: _Way
+    exchanges: tuple[_Way, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -209,7 +209,7 @@ def _route(placement: Placement, axes: tuple[str, ...], links: Links | None) -> 
         torus_size=math.prod(f.size for f in torus),
         thin=thin,
         ways=_ways(torus, rings, thin),
-        exchange=_exchange(torus, rings, thin),
+        exchanges=_exchanges(torus, rings, thin),
     )
 
 
@@ -223,7 +223,7 @@ def _ways(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequ
         rotations = [tuple((part + j) % len(torus) for j in count) for part in count]
         ways.append(_staged("rotated", rotations, torus, rings, thin))
     if len(torus) > 1 and all(f.stride == 1 for f in torus):
-        whole = (math.prod(n for n, _ in rings), snakes(tuple(rings)) is not None)
+        whole = (math.prod(n for n, _ in rings), closes(tuple(rings)))
         a, b = _affine(whole, thin[0])
         name = "snake ring" if whole[1] else "snake line"
         per_byte = b / whole[0]
@@ -254,16 +254,20 @@ def _staged(
     return _Way(name, hops, tuple(stages), tuple(busy.items()))
 
 
-def _exchange(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> _Way:
-    """all_to_all along one factor after the other."""
-    stages, busy = [], {f.place: 0.0 for f in torus}
+def _exchanges(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> tuple[_Way, ...]:
+    """The ways of an all_to_all over factors of the torus."""
+    per_axis, busy = [], {f.place: 0.0 for f in torus}
     for f, ring, link in zip(torus, rings, thin, strict=True):
-        a = collectives.all_to_all_seconds(0.0, [ring], link)
-        b = collectives.all_to_all_seconds(1.0, [ring], Links(link.bytes_per_second, 0.0))
-        stages.append(((a, b),))
-        busy[f.place] += b
+        byte = 1 / (ring[0] * link.bytes_per_second)
+        paths = [(hops * link.hop_seconds, blocks * byte) for hops, blocks in collectives.exchange_paths(ring)]
+        per_axis.append(tuple(paths))
+        busy[f.place] += max([b for _, b in paths])
     hops = sum(f.stride * _steps(*ring) for f, ring in zip(torus, rings, strict=True))
-    return _Way("in turn", hops, tuple(stages), tuple(busy.items()))
+    ways = [_Way("in turn", hops, tuple(per_axis), tuple(busy.items()))]
+    if len({f.place for f in torus}) == len(torus) > 1:  # in every stage each axis serves another part
+        stage = tuple((a, b / len(torus)) for paths in per_axis for a, b in paths)
+        ways.append(_Way("rotated", hops, (stage,) * len(torus), tuple(busy.items())))
+    return tuple(ways)
 
 
 def _affine(ring: collectives.Axis, link: Links) -> tuple[float, float]:

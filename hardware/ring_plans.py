@@ -5,7 +5,8 @@ alone or with others that share the links. Closed forms of the same algorithms: 
 
 A node's memory is [sizes of the group's axes ..., parts, 2 halves, elements]: the block of every node of
 its group, each block cut in parts (which take the axes in rotated orders) and halves (for the two ways round
-a ring). Blocks that do not divide are padded with zeros, and the padding travels.
+a ring). Blocks that do not divide are padded with zeros in memory; on the wire every piece is charged its
+equal share of the bytes without padding.
 
 A reduce_scatter is an all_gather backwards in time: where that sends block o from x to y, this one sends
 the partial sum of block o from y to x, later hops first.
@@ -28,12 +29,11 @@ from hardware.checks import amount
 from hardware.collectives import ALGORITHMS, Algorithm, count_parts
 from hardware.errors import HardwareError
 from hardware.events import Links, Message, Plan, Region, Traffic, simulate
+from hardware.numerics import COMBINE
 from hardware.torus import Torus
 
 Array = NDArray[Any]
 Arrivals = dict[int, tuple[int, ...]]
-
-COMBINE: dict[str, Callable[[Array, Array], Array]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 @dataclass
@@ -205,7 +205,8 @@ class _Builder:
         self.parts = count_parts(parts, len(self.axes))
         self.block = -(-arrays[0].size // (blocks or self.group))  # elements of a block
         self.unit = max(1, -(-self.block // (2 * self.parts)))
-        self.element = Fraction(arrays[0].itemsize if element_bytes is None else amount("element_bytes", element_bytes))
+        pieces = (blocks or self.group) * 2 * self.parts
+        self.piece = wire_bytes(arrays[0], element_bytes) * Fraction(arrays[0].size, pieces)
         shape = (*self.sizes, self.parts, 2, self.unit)
         self.memory = [np.zeros(shape, arrays[0].dtype) for _ in range(torus.nodes)]
         self.plan = Plan(self.memory, barrier=barrier)
@@ -231,24 +232,24 @@ class _Builder:
 
     def gather(self, after: dict[int, Arrivals], first_stage: int) -> None:
         """All parts, stage by stage; where a scatter went before, its axes in reverse."""
-        count = len(self.axes)
-        for stage in range(count):
-            for part in range(self.parts):
-                order = [self.axes[(part + j) % count] for j in range(count)]
-                if first_stage:
-                    order.reverse()
-                done = set(order[:stage])
-                arrivals = after.get(part, {})
-                after[part] = self._ring_stage(part, order[stage], done, arrivals, first_stage + stage, None)
+        self._stages(after, first_stage, None, backwards=first_stage > 0)
 
     def scatter(self, combine: Callable[[Array, Array], Array], after: dict[int, Arrivals]) -> dict[int, Arrivals]:
+        return self._stages(after, 0, combine, backwards=False)
+
+    def _stages(
+        self, after: dict[int, Arrivals], first: int, combine: Callable[[Array, Array], Array] | None, backwards: bool
+    ) -> dict[int, Arrivals]:
+        """Every part along its own rotation of the axes; the axes still (or already) held whole are free."""
         count = len(self.axes)
         for stage in range(count):
             for part in range(self.parts):
                 order = [self.axes[(part + j) % count] for j in range(count)]
-                free = set(order[stage + 1 :])
+                if backwards:
+                    order.reverse()
+                free = set(order[:stage] if combine is None else order[stage + 1 :])
                 arrivals = after.get(part, {})
-                after[part] = self._ring_stage(part, order[stage], free, arrivals, stage, combine)
+                after[part] = self._ring_stage(part, order[stage], free, arrivals, first + stage, combine)
         return after
 
     def _ring_stage(
@@ -270,7 +271,7 @@ class _Builder:
             for hop, half in count
         ]
         for hop, step, origin, half in sorted(hops, key=lambda h: (-h[0] if combine else h[0], h[2], -h[1])):
-            near, far = self._moved(origin, axis, step * hop), self._moved(origin, axis, step * (hop + 1))
+            near, far = self.torus.shifted(origin, axis, step * hop), self.torus.shifted(origin, axis, step * (hop + 1))
             region = self._region(part, axis, free, origin, half)
             source, target = (near, far) if combine is None else (far, near)
             link = self.torus.link(source, axis, step if combine is None else -step)
@@ -303,11 +304,6 @@ class _Builder:
             back.append((n // 2 - 1, 1))
         return [(1, forth), (-1, back)]
 
-    def _moved(self, node: int, axis: int, by: int) -> int:
-        place = list(self.places[node])
-        place[axis] = (place[axis] + by) % self.torus.shape[axis]
-        return self.torus.node(place)
-
     def _region(self, part: int, axis: int, free: set[int], origin: int, half: int | None) -> Region:
         place = self.places[origin]
         blocks = tuple(slice(None) if a in free else place[a] for a in self.axes)
@@ -315,7 +311,12 @@ class _Builder:
 
     def _bytes(self, free: set[int], half: int | None) -> Fraction:
         blocks = math.prod(self.torus.shape[axis] for axis in free)
-        return self.element * (blocks * self.unit * (2 if half is None else 1))
+        return self.piece * (blocks * (2 if half is None else 1))
+
+
+def wire_bytes(array: Array, element_bytes: float | None) -> Fraction:
+    """Bytes of one element on the wire: as given, or its own."""
+    return Fraction(array.itemsize if element_bytes is None else amount("element_bytes", element_bytes))
 
 
 def check_data(torus: Torus, data: Sequence[Array]) -> list[Array]:

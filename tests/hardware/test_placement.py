@@ -22,7 +22,7 @@ from hardware.network import (
 )
 from hardware.placement import CORES, DCN, Factor, Placement, placements
 from hardware.slices import Slice
-from hardware.snakes import hop_length, snake_orders, snakes
+from hardware.snakes import closes, hop_length, snake_orders, snakes
 from hardware.torus import Torus
 
 MESHES = [
@@ -127,6 +127,24 @@ def test_snakes_visit_every_node_hop_by_hop(sizes):
         assert ring is None  # an odd grid is bipartite with unequal halves
 
 
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3).map(tuple))
+def test_a_snake_closes_if_one_is_found(axes):
+    assert closes(axes) == (snakes(axes) is not None)
+
+
+@pytest.mark.parametrize("name", ["v5e-8x16", "v5e-16", "v5p-128", "v4-32", "v5e-256"])
+def test_all_to_all_is_priced_as_its_closed_form(name):
+    slice_ = Slice(name)
+    placement = next(placements(slice_, {"x": slice_.devices}))
+    axes = list(zip(slice_.torus_shape, slice_.wrap, strict=True))
+    cost = collective_cost(placement, "all_to_all", ["x"], 1e8)
+    assert cost.algorithm == "rotated"
+    assert cost.seconds == pytest.approx(collectives.all_to_all_seconds(1e8, axes, ici_links(slice_)))
+    assert cost.seconds <= 1.15 * collectives.all_to_all_bound_seconds(1e8, axes, ici_links(slice_))
+    small = collective_cost(placement, "all_to_all", ["x"], 1)  # few bytes: each axis once, not once for every part
+    assert small.seconds <= collectives.all_to_all_seconds(1, axes, ici_links(slice_))
+
+
 def test_snake_beats_axes_in_turn_on_a_small_mesh():
     placement, _ = best_placement(Slice("v5e-8"), {"x": 8})
     cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
@@ -186,9 +204,7 @@ def test_a_group_over_cores_and_chips_halves_its_traffic_on_the_torus():
     ring = collectives.all_reduce_seconds(1e8 / 2, [(4, True)], Links(links.bytes_per_second / 2, 1e-6))
     assert cost.seconds == pytest.approx(on_chip + ring)  # a 2x2 mesh is a ring of 4, or two rotated lines
     exchange = collective_cost(placement, "all_to_all", ["x"], 1e8)
-    lines = sum(
-        collectives.all_to_all_seconds(1e8, [(2, False)], Links(links.bytes_per_second / 2, 1e-6)) for _ in range(2)
-    )
+    lines = collectives.all_to_all_seconds(1e8, [(2, False)] * 2, Links(links.bytes_per_second / 2, 1e-6))
     assert exchange.seconds == pytest.approx(on_chip / 2 + lines)
 
 
