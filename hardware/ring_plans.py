@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import amount
+from hardware.checks import amount, wholes
 from hardware.collectives import ALGORITHMS, Algorithm, count_parts
 from hardware.errors import HardwareError
 from hardware.events import Links, Message, Plan, Region, Traffic, simulate
@@ -321,7 +321,10 @@ def wire_bytes(array: Array, element_bytes: float | None) -> Fraction:
 
 def check_data(torus: Torus, data: Sequence[Array]) -> list[Array]:
     """One array per node, all of one shape and dtype, at least one element."""
-    arrays = [np.asarray(array) for array in data]
+    try:
+        arrays = [np.asarray(array) for array in data]
+    except (TypeError, ValueError) as fault:
+        raise HardwareError(f"data must be one array per node: {fault}") from None
     if len(arrays) != torus.nodes:
         raise HardwareError(f"need one array per node: {torus.nodes} for shape {torus.shape}, not {len(arrays)}")
     kinds = {(array.shape, str(array.dtype)) for array in arrays}
@@ -335,7 +338,7 @@ def check_data(torus: Torus, data: Sequence[Array]) -> list[Array]:
 
 def check_axes(torus: Torus, axes: Sequence[int] | None) -> tuple[int, ...]:
     """The axes of a group: all, or some of them without repetition."""
-    chosen = tuple(range(torus.rank)) if axes is None else tuple(axes)
+    chosen = tuple(range(torus.rank)) if axes is None else wholes("axes", axes)
     if not chosen or len(set(chosen)) != len(chosen) or any(axis not in range(torus.rank) for axis in chosen):
         raise HardwareError(f"axes {chosen} are not distinct axes of shape {torus.shape} (0 .. {torus.rank - 1})")
     return tuple(sorted(chosen))

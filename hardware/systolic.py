@@ -142,7 +142,10 @@ def _set_up(mxu: MXU, weights: Array, x: Array, mode: Mode, rate: float | Fracti
 
 
 def _operands(x: Array, weights: Array) -> tuple[Array, Array]:
-    x, weights = np.asarray(x), np.asarray(weights)
+    try:
+        x, weights = np.asarray(x), np.asarray(weights)
+    except (TypeError, ValueError) as fault:  # rows of unequal lengths
+        raise HardwareError(f"MXU: x and weights must be arrays: {fault}") from None
     shapes = f"x {x.shape}, weights {weights.shape}"
     if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[0] or 0 in (*x.shape, *weights.shape):
         raise HardwareError(f"MXU: need x [M, K] and weights [K, N] with one K, all >= 1; got {shapes}")
