@@ -76,5 +76,8 @@ def wholes(name: str, values: object, low: int = 0) -> tuple[int, ...]:
     """
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise HardwareError(f"{name} must be a sequence of integers >= {low}, not {values!r}")
-    items = tuple(values)
+    try:
+        items = tuple(values)
+    except TypeError:  # an array without dims calls itself iterable
+        raise HardwareError(f"{name} must be a sequence of integers >= {low}, not {values!r}") from None
     return tuple(whole(f"{name}[{i}] of {items}", item, low) for i, item in enumerate(items))

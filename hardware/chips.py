@@ -110,7 +110,7 @@ class Chip:
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise HardwareError(f"{where}sources must be pairs ((figure, text), ...), not {given!r}")
         for figure, text in pairs:
-            if figure not in _FIELDS:
+            if not isinstance(figure, str) or figure not in _FIELDS:
                 raise HardwareError(f"{where}sources name no figure {figure!r}{_nearest(figure, _FIELDS)}")
             if not isinstance(text, str):
                 raise HardwareError(f"{where}the source of {figure} must be a text, not {text!r}")

@@ -33,7 +33,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from hardware.checks import amount, whole
+from hardware.checks import amount, one_of, whole
 from hardware.errors import HardwareError
 from hardware.events import Links
 
@@ -188,8 +188,7 @@ def all_to_all_seconds(
     Source: module docstring; the bound of busiest links is `all_to_all_bound_seconds`.
     """
     sizes = _check(payload_bytes, axes, links)
-    if algorithm not in EXCHANGES:
-        raise HardwareError(f"unknown all_to_all algorithm {algorithm!r}; use one of {', '.join(EXCHANGES)}")
+    one_of("all_to_all algorithm", algorithm, EXCHANGES)
     moving = [(n, wrap) for n, (_, wrap) in zip(sizes, axes, strict=True) if n > 1]
     parts = max(len(moving), 1) if algorithm == "rotated" else 1
     times = []
@@ -249,8 +248,8 @@ def permute_seconds(payload_bytes: float, hops: int, links: Links, chunks: int =
     """
     amount("payload_bytes", payload_bytes)
     check_links(links)
-    whole("hops", hops)
-    whole("chunks", chunks, low=1)
+    amount("hops", whole("hops", hops))
+    amount("chunks", whole("chunks", chunks, low=1))
     if hops == 0:
         return 0.0
     wire = payload_bytes / links.bytes_per_second
@@ -279,14 +278,13 @@ def broadcast_seconds(
     """
     sizes = _check(payload_bytes, axes, links)
     whole("chunks", chunks, low=1)
+    one_of("broadcast algorithm", algorithm, ("tree", "halves"))
     if algorithm == "tree":
         depth = sum(n // 2 if wrap else n - 1 for n, (_, wrap) in zip(sizes, axes, strict=True))
-    elif algorithm == "halves":
+    else:
         if not all(wrap or n == 1 for n, wrap in axes):
             raise HardwareError(f"broadcast by halves goes round rings; these axes do not all wrap: {list(axes)}")
         depth, payload_bytes = sum(sizes) - len(sizes), payload_bytes / 2
-    else:
-        raise HardwareError(f"unknown broadcast algorithm {algorithm!r}; use tree or halves")
     return permute_seconds(payload_bytes, depth, links, chunks)
 
 
@@ -307,9 +305,7 @@ def ring_sent_bytes(kind: str, payload_bytes: float, n: int) -> float:
     share = (whole("n", n, low=1) - 1) / n
     times = {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "all_to_all": share}
     times |= {"collective_permute": float(n > 1), "broadcast": float(n > 1)}
-    if kind not in times:
-        raise HardwareError(f"unknown collective {kind!r}; use one of {', '.join(times)}")
-    return times[kind] * payload_bytes
+    return times[one_of("collective", kind, times)] * payload_bytes
 
 
 def check_links(links: object) -> None:
@@ -325,8 +321,7 @@ def _check(size_bytes: float, axes: Sequence[Axis], links: Links, algorithm: str
     """The sizes of the axes of a legal call."""
     amount("bytes", size_bytes)
     check_links(links)
-    if algorithm not in ALGORITHMS:
-        raise HardwareError(f"unknown ring algorithm {algorithm!r}; use one of {', '.join(ALGORITHMS)}")
+    one_of("ring algorithm", algorithm, ALGORITHMS)
     if not isinstance(axes, (list, tuple)):
         raise HardwareError(f"axes are a list of (size, wrap), such as [(16, True)], not {axes!r}")
     return [check_axis(axis) for axis in axes]
@@ -339,7 +334,10 @@ def check_axis(axis: object) -> int:
     """
     if not isinstance(axis, tuple) or len(axis) != 2 or not isinstance(axis[1], bool):
         raise HardwareError(f"an axis is (size, wrap), such as (16, True), not {axis!r}")
-    return whole("axis size", axis[0], low=1)
+    size = whole("axis size", axis[0], low=1)
+    if size > 2**31:
+        raise HardwareError(f"axis size must be at most 2**31, not {size}")
+    return size
 
 
 def count_parts(parts: int | None, axes: int) -> int:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from hardware.checks import whole, wholes
 from hardware.errors import HardwareError
@@ -91,7 +92,7 @@ class Torus:
 
     def neighbour(self, node: int, axis: int, step: int) -> int | None:
         """The next node along `axis` in direction `step` (+1 or -1); None where the mesh ends."""
-        if step not in (1, -1):
+        if not isinstance(step, Integral) or step not in (1, -1):
             raise HardwareError(f"step must be 1 or -1, not {step!r}")
         place = list(self.coordinates(node))
         size = self.shape[self._axis(axis)]

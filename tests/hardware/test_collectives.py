@@ -340,7 +340,7 @@ def test_sent_bytes():
         (lambda: collectives.permute_seconds(1, -1, LINKS), "hops must be an integer >= 0"),
         (lambda: collectives.permute_seconds(1, 1, LINKS, 0), "chunks must be an integer >= 1, not 0"),
         (lambda: collectives.broadcast_seconds(1, [(4, False)], LINKS, "halves"), "do not all wrap"),
-        (lambda: collectives.broadcast_seconds(1, [(4, False)], LINKS, "ring"), "'ring'; use tree or halves"),
+        (lambda: collectives.broadcast_seconds(1, [(4, False)], LINKS, "ring"), "'ring'; use one of tree, halves"),
         (lambda: ring_sent_bytes("gather", 1, 4), "unknown collective 'gather'; use one of all_gather"),
         (
             lambda: ring_plans.all_gather(Torus((3,)), [np.ones(1)] * 2),

@@ -165,6 +165,12 @@ def test_long_stream_wraps_the_delay_line():
     check_run(MXU(2, 3), 700, 9, 7, "shadow")
 
 
+def test_any_rate_above_zero_is_a_rate():
+    assert MXU(4, 4).load_cycles(1e-9) == 4 * 10**9
+    assert MXU(3, 3).load_cycles(0.3) == 10
+    assert MXU(4, 4).cycles(1, 1, 1, "serial", 1e-7) == 4 * 10**7 + 7
+
+
 def test_exposed_shift():
     mxu = MXU(128, 128)
     assert mxu.exposed_cycles(m=128, k=1280, n=128) == 128  # only the first load
@@ -244,6 +250,7 @@ def test_utilisation():
         ),
         (lambda: MXU().cycles(1, 1, 1, "serial", float("nan")), "not nan"),
         (lambda: MXU().cycles(1, 1, 1, "serial", 1.5), "must be in (0, 1], not 1.5"),
+        (lambda: MXU().run([[1], [2, 3]], np.ones((1, 2))), "x and weights must be arrays"),
         (lambda: MXU().run(np.ones((3, 2)), np.ones((2, 2))), "got x (2, 2), weights (3, 2)"),
         (lambda: MXU().run(np.ones(3), np.ones((2, 3))), "got x (2, 3), weights (3,)"),
         (lambda: MXU().run(np.ones((0, 2)), np.ones((2, 0))), "all >= 1"),
