@@ -129,15 +129,17 @@ def _staged(
 ) -> float:
     """Stage by stage, the slowest part of each. What a node owns shrinks as it scatters and grows as it gathers."""
     sizes = _check(size_bytes, axes, links, algorithm)
-    parts, count = count_parts(parts, len(sizes)), len(sizes)
-    total = 0.0
+    parts, count, total = count_parts(parts, len(sizes)), len(sizes), 0.0
+    own = [size_bytes / parts / (math.prod(sizes) if gathers else 1)] * parts
     for stage in range(count):
         slowest = 0.0
         for part in range(parts):
-            order = [(part + j) % count for j in range(count)]
-            cut = order[stage:] if gathers else order[: stage + 1]
-            own = size_bytes / parts / math.prod([sizes[axis] for axis in cut])
-            slowest = max(slowest, _ring_stage(own, axes[order[stage]], links, algorithm))
+            axis = (part + stage) % count
+            if not gathers:
+                own[part] /= sizes[axis]
+            slowest = max(slowest, _ring_stage(own[part], axes[axis], links, algorithm))
+            if gathers:
+                own[part] *= sizes[axis]
         total += slowest
     return total
 

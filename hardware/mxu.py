@@ -103,6 +103,8 @@ class MXU:
 
     def load_cycles(self, weight_rows_per_cycle: float | Fraction = 1) -> int:
         """Cycles F in which one tile of weights arrives, at most one row per cycle."""
+        if type(weight_rows_per_cycle) is int and weight_rows_per_cycle == 1:
+            return self.rows  # the usual rate, without fractions
         return math.ceil(self.rows / _rate(weight_rows_per_cycle))
 
     def cycles(self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1) -> int:

@@ -128,12 +128,13 @@ class _Exchange:
 
     def _cells(self, buffer: Addresses, index: int, place: int, part: int, half: slice = slice(0, 2)) -> Addresses:
         """The addresses of all blocks of a part that are at `place` along one axis of the group."""
-        blocks = (*(slice(None) for _ in range(index)), place, *(slice(None) for _ in self.axes[index + 1 :]))
+        blocks: list[int | slice] = [slice(None)] * len(self.axes)
+        blocks[index] = place
         return buffer[(*blocks, part, half)].ravel()
 
     def _keep_own(self, stage: int, part: int, index: int) -> None:
         """The blocks that stay at their node on this axis move to the next buffer at once."""
-        for node, place in enumerate(self.places):
+        for node in range(self.torus.nodes):
             self._send(stage, part, index, node, node)
 
     def _send_blocks(self, stage: int, part: int, index: int) -> None:

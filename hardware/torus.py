@@ -92,7 +92,8 @@ class Torus:
 
     def neighbour(self, node: int, axis: int, step: int) -> int | None:
         """The next node along `axis` in direction `step` (+1 or -1); None where the mesh ends."""
-        if not isinstance(step, Integral) or step not in (1, -1):
+        given: object = step
+        if not isinstance(given, Integral) or given not in (1, -1):
             raise HardwareError(f"step must be 1 or -1, not {step!r}")
         place = list(self.coordinates(node))
         size = self.shape[self._axis(axis)]
