@@ -12,8 +12,8 @@ from hardware.mxu import MODES, MXU
 from hardware.numerics import mxu_matmul
 from tests.hardware import reference
 
-CASES = reference.load("systolic_cases.json")
-STATES = reference.load("systolic_3x3_batch3.json")
+CASES = reference.held("systolic_cases.json")
+STATES = reference.held("systolic_3x3_batch3.json")
 
 
 def operands(m, k, n, seed=0, dtype=np.float32):
@@ -37,7 +37,7 @@ def check_run(mxu, m, k, n, mode, rate=1, seed=0):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_reference_case(mode):
-    cases = reference.need(CASES, "systolic_cases.json")["cases"]
+    cases = CASES["cases"]
     done = 0
     for case in cases:
         if mode in case:
@@ -48,23 +48,8 @@ def test_every_reference_case(mode):
     assert done >= 19
 
 
-# (R, C, M, K, N): serial, shadow, shadow_unskewed; from systolic_cases.json, a clocked reference of its own.
-SOME_CASES = {
-    (128, 128, 100, 784, 10): (3374, 1250, 2012), (16, 16, 12, 8, 20): (116, 74, 89),
-    (3, 3, 4, 4, 5): (44, 23, 26), (8, 4, 7, 9, 5): (100, 49, 58), (1, 1, 4, 4, 4): (80, 65, 65),
-    (4, 8, 7, 9, 5): (63, 35, 43),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SOME_CASES)
-def test_some_reference_cases_by_value(case):
-    rows, columns, m, k, n = case
-    got = tuple(check_run(MXU(rows, columns), m, k, n, mode) for mode in MODES[1:])
-    assert got == SOME_CASES[case]
-
-
 def test_three_by_three_register_by_register():
-    data = reference.need(STATES, "systolic_3x3_batch3.json")
+    data = STATES
     w, x = np.array(data["W"]).T, np.array(data["X"])
     run = MXU(3, 3).run(w, x, "noload", states=True)
     assert run.y.tolist() == data["Y"]
