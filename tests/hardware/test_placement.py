@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware import collectives, network, ring_plans
+from hardware import collectives, network, point_plans, ring_plans
 from hardware.errors import HardwareError
 from hardware.events import Links, Message, Plan, simulate
 from hardware.network import (
@@ -270,20 +270,20 @@ CUBE = {"x": 4, "y": 4, "z": 4}
     "axes",
     [("x", "y"), ("x", "x"), ("x", "y", "z"), ("x", "y", "x"), ("x", "x", "x"), ("xy", "z"), ("x", "x", "y", "y")],
 )
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 def test_together_agrees_with_events(kind, axes):
     """Several collectives at once on a 4x4x4 torus; hop times are small, so that links are what they share."""
     torus, links = Torus((4, 4, 4)), Links(1e9, 1e-9)
-    data = [np.ones((16, 12) if kind == "reduce_scatter" else 48) for _ in range(64)]
     placement = next(p for p in placements("v5p-128", CUBE) if all(len(p.of([name])) == 1 for name in CUBE))
     place = {name: placement.of([name])[0].place for name in CUBE}
     plans, costs = [], []
     for names in axes:
         group = 4 ** len(names)
-        rows = data if kind != "reduce_scatter" else [np.ones((group, 12)) for _ in range(64)]
+        rows = [np.ones((group, 12) if kind in ("reduce_scatter", "all_to_all") else 48) for _ in range(64)]
         payload = 1e6 * {"all_gather": group}.get(kind, 1)
         options = {"axes": [place[name] for name in names], "element_bytes": 1e6 / rows[0].size}
-        plans.append(getattr(ring_plans, kind)(torus, rows, **options))
+        module = point_plans if kind == "all_to_all" else ring_plans
+        plans.append(getattr(module, kind)(torus, rows, **options))
         costs.append(collective_cost(placement, kind, list(names), payload, links))
     events = ring_plans.run_together(links, plans).seconds
     assert together_seconds(costs) == pytest.approx(events, rel=0.01)
