@@ -56,10 +56,15 @@ class Placement:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slice", as_slice(self.slice))
-        self._check_factors()
-        for place, size in places(self.slice):
-            mine = sorted((f for f in self.all_factors() if f.place == place), key=lambda f: f.stride)
-            stride = 1
+        self._check_types()
+        spots = places(self.slice)
+        lies: dict[int, list[Factor]] = {place: [] for place, _ in spots}
+        for factor in self.all_factors():
+            if factor.place not in lies:
+                raise HardwareError(f"{factor} lies on no place of {self.slice}")
+            lies[factor.place].append(factor)
+        for place, size in spots:
+            mine, stride = sorted(lies[place], key=lambda f: f.stride), 1
             for factor in mine:
                 if factor.stride != stride:
                     raise HardwareError(f"factors {mine} do not tile {place_name(place)} of size {size}")
@@ -67,20 +72,17 @@ class Placement:
             if stride != size:
                 raise HardwareError(f"factors {mine} cover {stride} of the {size} positions of {place_name(place)}")
 
-    def _check_factors(self) -> None:
-        """Pairs of a name and its factors, on places of the slice, every name once."""
+    def _check_types(self) -> None:
+        """Pairs of a name and its factors, every name once; factors of whole numbers."""
         given: object = self.factors
-        known = {place for place, _ in places(self.slice)}
         for pair in given if isinstance(given, tuple) else (given,):
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
                 raise HardwareError(f"factors of a placement are ((name, (Factor, ...)), ...), not {given!r}")
             if not isinstance(pair[1], tuple) or not all(isinstance(factor, Factor) for factor in pair[1]):
                 raise HardwareError(f"axis {pair[0]!r} lies on a tuple of Factor(place, size, stride), not {pair[1]!r}")
             for factor in pair[1]:
-                if factor.place not in known:
-                    raise HardwareError(f"{factor} of axis {pair[0]!r} lies on no place of {self.slice}")
-                whole(f"size of {factor}", factor.size, low=1)
-                whole(f"stride of {factor}", factor.stride, low=1)
+                if any(type(number) is not int for number in factor) or factor.size < 1 or factor.stride < 1:
+                    raise HardwareError(f"{factor} must be three integers, size and stride at least 1")
         if len(dict(self.factors)) < len(self.factors):
             raise HardwareError(f"every mesh axis is placed once; got {[name for name, _ in self.factors]}")
 
