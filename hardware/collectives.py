@@ -35,7 +35,7 @@ from typing import Literal, get_args
 
 from hardware.checks import amount, one_of, whole
 from hardware.errors import HardwareError
-from hardware.events import Links
+from hardware.events import Links, check_links
 
 Axis = tuple[int, bool]
 Algorithm = Literal["oneway", "halves", "shortest"]
@@ -310,15 +310,6 @@ def ring_sent_bytes(kind: str, payload_bytes: float, n: int) -> float:
     return times[one_of("collective", kind, times)] * payload_bytes
 
 
-def check_links(links: object) -> None:
-    """Refuse anything but `Links`.
-
-    Raises: HardwareError that shows how to write them.
-    """
-    if not isinstance(links, Links):
-        raise HardwareError(f"links are given as Links(bytes_per_second, hop_seconds), not {links!r}")
-
-
 def _check(size_bytes: float, axes: Sequence[Axis], links: Links, algorithm: str = "shortest") -> list[int]:
     """The sizes of the axes of a legal call."""
     amount("bytes", size_bytes)
@@ -352,6 +343,6 @@ def count_parts(parts: int | None, axes: int) -> int:
     """
     if parts is None:
         return max(axes, 1)
-    if parts not in (1, axes) or isinstance(parts, bool):
+    if type(parts) is not int or parts not in (1, axes):
         raise HardwareError(f"parts must be 1, or one per axis ({axes}), not {parts!r}")
     return parts

@@ -24,7 +24,7 @@ from hardware import collectives
 from hardware.checks import amount, names, one_of
 from hardware.chips import Chip
 from hardware.errors import HardwareError
-from hardware.events import Links
+from hardware.events import Links, check_links
 from hardware.placement import CORES, DCN, Factor, Placement, check_mesh, factorings, join, wraps
 from hardware.slices import Slice, as_slice
 from hardware.snakes import closes
@@ -104,7 +104,7 @@ def _price(slice_: Slice, factors: tuple[Factor, ...], kind: str, payload_bytes:
     share = chip.devices_per_chip
     if links is None:
         links = ici_links(slice_) if any(f.place >= 0 for f in factors) else Links(1.0)
-    collectives.check_links(links)
+    check_links(links)
     route = _route(tuple([(f, wraps(slice_, f)) for f in factors if f.size > 1]), share, links)
     if kind in ("collective_permute", "broadcast"):
         return _point_cost(chip, kind, route, payload_bytes)

@@ -22,11 +22,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import whole
+from hardware.checks import one_of, whole
 from hardware.collectives import EXCHANGES
 from hardware.errors import HardwareError
 from hardware.events import Message, Plan, Region
-from hardware.ring_plans import Collective, check_axes, check_data, wire_bytes
+from hardware.ring_plans import Collective, check_axes, check_data, check_torus, wire_bytes
 from hardware.torus import Torus
 
 Array = NDArray[Any]
@@ -57,8 +57,7 @@ def all_to_all(
       >>> [result.tolist() for result in exchange.results]
       [[1, 3], [2, 4]]
     """
-    if algorithm not in (*EXCHANGES, "routed"):
-        raise HardwareError(f"unknown all_to_all algorithm {algorithm!r}; use one of {', '.join(EXCHANGES)}, routed")
+    one_of("all_to_all algorithm", algorithm, (*EXCHANGES, "routed"))
     build = _Exchange(torus, data, axes, algorithm == "rotated", element_bytes)
     if algorithm == "routed":
         build.routed()
@@ -252,6 +251,8 @@ def permute(
     """
     arrays = check_data(torus, data)
     whole("chunks", chunks, low=1)
+    if not callable(target):
+        raise HardwareError(f"target must be a function of a node's number, not {target!r}")
     targets = {node: aim for node in range(torus.nodes) if (aim := target(node)) is not None}
     for node, aim in targets.items():
         if whole(f"target of node {node}", aim) >= torus.nodes:
@@ -294,17 +295,17 @@ def broadcast(
       >>> spread.results[0].tolist()
       [5, 6]
     """
+    check_torus(torus)
     data = check_data(Torus((1,)), [data])[0]
     torus.coordinates(root)
+    one_of("broadcast algorithm", algorithm, ("tree", "halves"))
     whole("chunks", chunks, low=1)
     if algorithm == "tree":
         trees = [_tree(torus, root, step=None)]
-    elif algorithm == "halves":
+    else:
         if not all(wrap or n == 1 for n, wrap in zip(torus.shape, torus.wrap, strict=True)):
             raise HardwareError(f"broadcast by halves goes round rings; {torus.shape} wraps only {torus.wrap}")
         trees = [_tree(torus, root, step=1), _tree(torus, root, step=-1)]
-    else:
-        raise HardwareError(f"unknown broadcast algorithm {algorithm!r}; use tree or halves")
     memory = [np.zeros(data.size, data.dtype) for _ in range(torus.nodes)]
     memory[root][...] = data.reshape(-1)
     plan, element = Plan(memory), wire_bytes(data, element_bytes)

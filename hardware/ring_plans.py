@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import amount, wholes
+from hardware.checks import amount, one_of, wholes
 from hardware.collectives import ALGORITHMS, Algorithm, count_parts
 from hardware.errors import HardwareError
 from hardware.events import Links, Message, Plan, Region, Traffic, simulate
@@ -66,6 +66,8 @@ def run_together(links: Links, collectives: Sequence[Collective]) -> Traffic:
       >>> both.seconds / alone.seconds
       2.0
     """
+    if not isinstance(collectives, (list, tuple)) or not all(isinstance(c, Collective) for c in collectives):
+        raise HardwareError(f"run_together needs a list of collectives, not {collectives!r}")
     tori = {collective.torus for collective in collectives}
     if len(tori) != 1:
         raise HardwareError(f"run_together needs collectives on one torus, not on {len(tori)}")
@@ -176,9 +178,7 @@ def all_reduce(
 
 
 def _combine(op: str) -> Callable[[Array, Array], Array]:
-    if op not in COMBINE:
-        raise HardwareError(f"unknown reduction {op!r}; use one of {', '.join(COMBINE)}")
-    return COMBINE[op]
+    return COMBINE[one_of("reduction", op, COMBINE)]
 
 
 class _Builder:
@@ -198,8 +198,7 @@ class _Builder:
         self.torus, self.algorithm = torus, algorithm
         arrays = check_data(torus, data)
         self.axes = check_axes(torus, axes)
-        if algorithm not in ALGORITHMS:
-            raise HardwareError(f"unknown ring algorithm {algorithm!r}; use one of {', '.join(ALGORITHMS)}")
+        one_of("ring algorithm", algorithm, ALGORITHMS)
         self.sizes = tuple(torus.shape[axis] for axis in self.axes)
         self.group = math.prod(self.sizes)
         self.parts = count_parts(parts, len(self.axes))
@@ -321,6 +320,7 @@ def wire_bytes(array: Array, element_bytes: float | None) -> Fraction:
 
 def check_data(torus: Torus, data: Sequence[Array]) -> list[Array]:
     """One array per node, all of one shape and dtype, at least one element."""
+    check_torus(torus)
     try:
         arrays = [np.asarray(array) for array in data]
     except (TypeError, ValueError) as fault:
@@ -334,6 +334,12 @@ def check_data(torus: Torus, data: Sequence[Array]) -> list[Array]:
     if arrays[0].size == 0 or arrays[0].dtype.kind not in "iufb":
         raise HardwareError(f"the arrays must hold numbers; got shape {arrays[0].shape}, dtype {arrays[0].dtype}")
     return arrays
+
+
+def check_torus(torus: object) -> None:
+    """Refuse anything but a `Torus`."""
+    if not isinstance(torus, Torus):
+        raise HardwareError(f"messages travel over a Torus(shape, wrap), not {torus!r}")
 
 
 def check_axes(torus: Torus, axes: Sequence[int] | None) -> tuple[int, ...]:

@@ -364,7 +364,7 @@ def test_sent_bytes():
         ),
         (lambda: point_plans.permute(Torus((2,)), [np.ones(2)] * 2, lambda n: n + 1), "target 2 of node 1"),
         (lambda: point_plans.broadcast(Torus((2,)), np.ones(2), root=2), "node 2 is not in"),
-        (lambda: point_plans.broadcast(Torus((2,)), np.ones(2), algorithm="x"), "use tree or halves"),
+        (lambda: point_plans.broadcast(Torus((2,)), np.ones(2), algorithm="x"), "use one of tree, halves"),
         (
             lambda: point_plans.broadcast(Torus((2,), False), np.ones(2), algorithm="halves"),
             "goes round rings",

@@ -121,3 +121,23 @@ def test_junk_in_closed_forms(junk):
     call(lambda: chip_from_table(thing), {})
     for key in ("name", "base", "sources", "pod_shape", "vpu_bf16", "wrap_axis"):
         call(lambda key=key: chip_from_table({"name": "own", "base": "v5e", key: thing}), {})
+
+
+@pytest.mark.parametrize("junk", range(len(JUNK)))
+def test_junk_in_messages(junk):
+    from hardware import point_plans, ring_plans
+
+    torus, data = Torus((2, 2)), [np.ones((4, 2))] * 4
+    good = {"torus": lambda: torus, "data": lambda: data, "blocks": lambda: data, "target": lambda: lambda node: node}
+    for make in (
+        ring_plans.all_gather, ring_plans.reduce_scatter, ring_plans.all_reduce,
+        point_plans.all_to_all, point_plans.permute, point_plans.broadcast,
+    ):  # fmt: skip
+        parameters = inspect.signature(make).parameters.values()
+        needed = {p.name: good[p.name] for p in parameters if p.default is p.empty}
+        for parameter in parameters:
+            if parameter.name == "chunks" and isinstance(JUNK[junk](), int) and JUNK[junk]() > 1000:
+                continue  # so many messages are what was asked for
+            call(make, {**needed, parameter.name: JUNK[junk]})
+    call(lambda: ring_plans.run_together(JUNK[junk](), [ring_plans.all_reduce(torus, data)]), {})
+    call(lambda: ring_plans.run_together(Links(1e9), JUNK[junk]()), {})
