@@ -164,7 +164,7 @@ def test_without_barriers_data_is_right_and_time_at_least_the_busiest_link(torus
 
 
 @settings(max_examples=40, deadline=None)
-@given(small_tori, st.integers(1, 10**7), st.sampled_from(collectives.EXCHANGES))
+@given(small_tori, st.sampled_from([1, 4321, 10**5, 10**6, 10**8]), st.sampled_from(collectives.EXCHANGES))
 def test_all_to_all_equals_its_closed_form(torus, size, algorithm):
     nodes = torus.nodes
     data = [np.arange(nodes * 2).reshape(nodes, 2) + 1000 * node for node in range(nodes)]
@@ -238,6 +238,19 @@ def test_all_to_all_on_a_line_keeps_its_middle_link_busy(n):
     traffic = point_plans.all_to_all(Torus((n,), False), data, element_bytes=45e3).run(Links(45e9, 1e-9))
     assert traffic.max_link_bytes == n // 2 * ((n + 1) // 2) * 45e3
     assert traffic.seconds == pytest.approx(n * n // 4 * 1e-6 + -(-n // 2) * 1e-9, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 9])
+@pytest.mark.parametrize("hop_seconds", [0, 1e-7, 1e-6, 3e-6, 1e-3])
+def test_all_to_all_on_a_line_from_short_hops_to_long(n, hop_seconds):
+    """Another link is the last to finish as hops grow; the closed form follows."""
+    links, data = Links(45e9, hop_seconds), [np.arange(n) for _ in range(n)]
+    traffic = point_plans.all_to_all(Torus((n,), False), data, element_bytes=45e3).run(links)
+    want = collectives.all_to_all_seconds(45e3 * n, [(n, False)], links)
+    assert traffic.seconds == pytest.approx(want, rel=1e-9)
+    assert want == pytest.approx(
+        max((k + 1) * (n - 1 - k) * 1e-6 + (n - 1 - k) * hop_seconds for k in range(n - 1)), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,17 @@ def oracle_states(mxu, w, x, mode, rate):
 def test_every_register_against_the_oracle(rows, columns, m, k, n, mode, rate):
     if mode == "noload":
         k, n = min(k, rows), min(n, columns)
+    check_registers(rows, columns, m, k, n, mode, rate)
+
+
+@pytest.mark.parametrize("mode", ["serial", "shadow", "shadow_unskewed"])
+@pytest.mark.parametrize("rate", [1, Fraction(1, 2), 0.7, 0.3])
+@pytest.mark.parametrize(("rows", "columns", "m"), [(4, 3, 2), (3, 5, 1), (5, 2, 7)])
+def test_every_register_while_tiles_follow_each_other(rows, columns, m, mode, rate):
+    check_registers(rows, columns, m, 2 * rows + 1, 2 * columns, mode, rate)
+
+
+def check_registers(rows, columns, m, k, n, mode, rate):
     mxu = MXU(rows, columns)
     x, w = operands(m, k, n, seed=k, dtype=np.float64)
     run = mxu.run(w, x, mode, rate, states=True)
