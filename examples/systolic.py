@@ -5,14 +5,16 @@
     python examples/systolic.py --save frames.gif    one GIF (or frames.png: one PNG per cycle)
 
 Every box is a processing element: its weight w, the input x that moves right, and the partial sum p that
-moves down. PE (r, c) holds W[c][r]; x_r enters row r from the left, y_c leaves below column c. In a
-dot nothing is there. `--save` needs matplotlib. From a checkout that is not installed, run
-`python -m examples.systolic`.
+moves down; where weights are loaded during the run (every mode but noload), also (w), the shadow register in
+which they move down before they are used. PE (r, c) holds W[c][r]; x_r enters row r from the left, y_c leaves
+below column c. In a dot nothing is there. `--save` needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import shutil
 import sys
 import time
@@ -22,6 +24,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
 
 from hardware import MXU, HardwareError
 from hardware.mxu import MODES
@@ -39,15 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         rows, columns = options.size
+        check_size(rows, columns, options)
         weights, vectors = operands(rows, columns, options.batch, options.seed)
-        check_width(rows, columns, options)
         run = MXU(rows, columns).run(weights.T, vectors, options.mode, states=True)
         if options.save:
-            for path in save(run, weights, options.save):
+            for path in save(run, weights, options.mode, options.save):
                 print(path)
-            return 0
-        play(run, weights, vectors, options.delay)
-    except HardwareError as fault:
+        else:
+            play(run, weights, vectors, options.mode, options.delay)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (HardwareError, OSError) as fault:
         print(f"systolic.py: {fault}", file=sys.stderr)
         return 2
     return 0
@@ -59,10 +66,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="systolic.py"
     )
     parser.add_argument("--size", type=size, default=(3, 3), help="rows x columns of the array, e.g. 3x3")
-    parser.add_argument("--batch", type=int, default=3, help="vectors x (default 3)")
+    parser.add_argument("--batch", type=count, default=3, help="vectors x (default 3)")
     parser.add_argument("--mode", choices=MODES, default="noload", help="how the weights get in")
-    parser.add_argument("--seed", type=int, default=0, help="for sizes other than 3x3, batch 3")
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds between cycles")
+    parser.add_argument("--seed", type=count, default=0, help="for sizes other than 3x3, batch 3")
+    parser.add_argument("--delay", type=seconds, default=0.0, help="seconds between cycles")
     parser.add_argument("--save", type=Path, help="write frames: NAME.gif, or NAME.png for NAME-000.png ...")
     return parser.parse_args(arguments)
 
@@ -70,23 +77,51 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def size(text: str) -> tuple[int, int]:
     """3 -> (3, 3); 2x4 -> (2, 4)."""
     parts = text.lower().split("x")
-    if len(parts) not in (1, 2) or not all(part.isdigit() for part in parts):
+    if len(parts) not in (1, 2) or not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
         raise argparse.ArgumentTypeError(f"a size is written 3 or 2x4, not {text!r}")
     return int(parts[0]), int(parts[-1])
+
+
+def count(text: str) -> int:
+    """A number without a sign."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 999999999, not {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time that can be waited for."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"must be seconds from 0 to 3600, not {text!r}")
+    return value
 
 
 def operands(rows: int, columns: int, batch: int, seed: int) -> tuple[Array, Array]:
     """W [columns, rows] and vectors [batch, rows], small integers."""
     if (rows, columns, batch) == (3, 3, 3):
         return WEIGHTS, VECTORS
-    if min(rows, columns, batch) < 1:
-        raise HardwareError(f"size and batch must be at least 1, not {rows}x{columns}, batch {batch}")
     rng = np.random.default_rng(seed)
     return rng.integers(-9, 10, (columns, rows)), rng.integers(-9, 10, (batch, rows))
 
 
-def check_width(rows: int, columns: int, options: argparse.Namespace) -> None:
-    """Refuse arrays that do not fit the terminal (frames for --save always fit)."""
+FRAMES, SAVED = 2000, 24  # cycles shown at most, rows or columns on a saved frame at most
+
+
+def check_size(rows: int, columns: int, options: argparse.Namespace) -> None:
+    """Refuse arrays that do not fit the terminal or a frame, and runs that nobody would watch."""
+    if min(rows, columns, options.batch) < 1:
+        raise HardwareError(f"size and batch must be at least 1, not {rows}x{columns}, batch {options.batch}")
+    cycles = MXU(rows, columns).cycles(options.batch, rows, columns, options.mode)
+    if cycles > FRAMES:
+        raise HardwareError(
+            f"{rows}x{columns}, batch {options.batch} takes {cycles} cycles; at most {FRAMES} are shown"
+        )
+    if options.save is not None and max(rows, columns) > SAVED:
+        raise HardwareError(f"a frame holds at most {SAVED} rows and columns, not {rows}x{columns}")
     needed, offered = LABEL + columns * (CELL + 1) + 1, shutil.get_terminal_size((120, 50)).columns
     if options.save is None and needed > offered:
         raise HardwareError(
@@ -95,13 +130,13 @@ def check_width(rows: int, columns: int, options: argparse.Namespace) -> None:
         )
 
 
-def play(run: Run, weights: Array, vectors: Array, delay: float) -> None:
+def play(run: Run, weights: Array, vectors: Array, mode: str, delay: float) -> None:
     """Print every cycle, then the result."""
     columns, rows = weights.shape
     print(f"y = W x on a {rows}x{columns} array, {len(vectors)} vectors\n")
     print("W =", str(weights).replace("\n", "\n    "))
     for state in run.states:
-        print("\n" + draw(state))
+        print("\n" + draw(state, loads=mode != "noload"))
         time.sleep(delay)
     print(f"\n{run.cycles} cycles")
     for m, (x, y) in enumerate(zip(vectors, run.y, strict=True)):
@@ -111,8 +146,8 @@ def play(run: Run, weights: Array, vectors: Array, delay: float) -> None:
 LABEL, CELL = 14, 11
 
 
-def draw(state: State) -> str:
-    """One cycle as text."""
+def draw(state: State, loads: bool) -> str:
+    """One cycle as text; with the shadow registers where the run loads weights."""
     rows, columns = state.weight.shape
     rule = " " * LABEL + "+" + ("-" * CELL + "+") * columns
     lines = [f"cycle {state.cycle}: {state.busy} of {rows * columns} processing elements busy", rule]
@@ -125,7 +160,7 @@ def draw(state: State) -> str:
             (label, [f"x {a} >" if on else "x . " for a, on in zip(state.activation[r], busy, strict=True)]),
             ("", [f"p {p} v" if on else "p . " for p, on in zip(state.partial[r], busy, strict=True)]),
         ]
-        if not np.array_equal(state.shadow, state.weight) and state.shadow.any():
+        if loads:
             cells.insert(1, ("", [f"(w {s})" for s in state.shadow[r]]))
         for left, texts in cells:
             lines.append(left.rjust(LABEL - 1) + " |" + "|".join(text.center(CELL) for text in texts) + "|")
@@ -137,7 +172,7 @@ def draw(state: State) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def save(run: Run, weights: Array, path: Path) -> list[Path]:
+def save(run: Run, weights: Array, mode: str, path: Path) -> list[Path]:
     """Write the frames as one GIF or as numbered PNGs; returns the files."""
     if path.suffix.lower() not in (".gif", ".png"):
         raise HardwareError(f"--save writes .gif or .png, not {path.name!r}")
@@ -149,23 +184,24 @@ def save(run: Run, weights: Array, path: Path) -> list[Path]:
     except ImportError:
         raise HardwareError("--save needs matplotlib; install it with: pip install matplotlib") from None
     columns, rows = weights.shape
+    loads = mode != "noload"
     figure, axes = pyplot.subplots(figsize=(1.6 * columns + 2.4, 1.3 * rows + 1.8))
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix.lower() == ".gif":
-        movie = animation.FuncAnimation(figure, lambda i: paint(axes, run.states[i]), frames=len(run.states))
+        movie = animation.FuncAnimation(figure, lambda i: paint(axes, run.states[i], loads), frames=len(run.states))
         movie.save(path, writer=animation.PillowWriter(fps=1))
         written = [path]
     else:
         written = []
         for state in run.states:
-            paint(axes, state)
+            paint(axes, state, loads)
             written.append(path.with_name(f"{path.stem}-{state.cycle:03d}{path.suffix}"))
             figure.savefig(written[-1], dpi=100)
     pyplot.close(figure)
     return written
 
 
-def paint(axes: Any, state: State) -> list[Any]:
+def paint(axes: Any, state: State, loads: bool) -> list[Any]:
     """One cycle on matplotlib axes: a square per PE, coloured by the vector it works on."""
     rows, columns = state.weight.shape
     axes.clear()
@@ -177,9 +213,12 @@ def paint(axes: Any, state: State) -> list[Any]:
             m = state.vector[r, c]
             colour = colours[m % len(colours)] if m >= 0 else "white"
             axes.add_patch(axes_rectangle(c, r, colour))
-            text = f"w {state.weight[r, c]}"
+            lines = [f"w {state.weight[r, c]}"]
+            if loads:
+                lines.append(f"(w {state.shadow[r, c]})")
             if m >= 0:
-                text += f"\nx {state.activation[r, c]} →\np {state.partial[r, c]} ↓"
+                lines += [f"x {state.activation[r, c]} →", f"p {state.partial[r, c]} ↓"]
+            text = "\n".join(lines)
             axes.text(c + 0.45, r + 0.45, text, ha="center", va="center", fontsize=9)
         if state.feed_vector[r] >= 0:
             axes.text(-0.2, r + 0.45, f"x{r} = {state.feed[r]} →", ha="right", va="center", fontsize=9)

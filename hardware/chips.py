@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,10 +16,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hardware.checks import amount, whole, wholes
+from hardware.checks import amount, one_of, whole, wholes
 from hardware.chip_figures import COMMON, FIGURES
 from hardware.errors import HardwareError
 
+_NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
 DTYPES = ("bf16", "int8", "fp8", "int4")
 
 
@@ -83,8 +85,8 @@ class Chip:
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.replace("_", "").isalnum():
-            raise HardwareError(f"chip name must be letters, digits and _, not {self.name!r}")
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise HardwareError(f"chip name must be a letter, then letters, digits and _, not {self.name!r}")
         where = f"chip {self.name!r}: "
         for name in _COUNTS:
             whole(where + name, getattr(self, name), low=1)
@@ -97,7 +99,21 @@ class Chip:
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 amount(where + name, getattr(self, name), positive=True)
+        if not isinstance(self.vpu_bf16, bool):
+            raise HardwareError(f"{where}vpu_bf16 must be true or false, not {self.vpu_bf16!r}")
+        self._check_sources(where)
         self._check_relations(where)
+
+    def _check_sources(self, where: str) -> None:
+        given: object = self.sources
+        pairs = given if isinstance(given, tuple) else (given,)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise HardwareError(f"{where}sources must be pairs ((figure, text), ...), not {given!r}")
+        for figure, text in pairs:
+            if not isinstance(figure, str) or figure not in _FIELDS:
+                raise HardwareError(f"{where}sources name no figure {figure!r}{_nearest(figure, _FIELDS)}")
+            if not isinstance(text, str):
+                raise HardwareError(f"{where}the source of {figure} must be a text, not {text!r}")
 
     def _check_relations(self, where: str) -> None:
         object.__setattr__(self, "pod_shape", wholes(where + "pod_shape", self.pod_shape, low=1))
@@ -106,7 +122,7 @@ class Chip:
         if self.cores_per_chip % self.devices_per_chip:
             counts = f"devices_per_chip {self.devices_per_chip}, cores_per_chip {self.cores_per_chip}"
             raise HardwareError(f"{where}the devices must share the cores equally; got {counts}")
-        if self.name_counts not in ("cores", "chips"):
+        if not isinstance(self.name_counts, str) or self.name_counts not in ("cores", "chips"):
             raise HardwareError(f"{where}name_counts must be 'cores' or 'chips', not {self.name_counts!r}")
         if self.ici_links and not self.ici_bytes_per_second:
             raise HardwareError(where + "ici_bytes_per_second must be > 0 where there are links")
@@ -121,8 +137,7 @@ class Chip:
 
     def peak(self, dtype: str = "bf16") -> float | None:
         """Peak operations per second of the chip in `dtype`, None where no rate is published."""
-        if dtype not in DTYPES:
-            raise HardwareError(f"unknown MXU dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+        one_of("MXU dtype", dtype, DTYPES)
         value: float | None = getattr(self, f"peak_{dtype}_flops")
         return value
 
@@ -156,7 +171,7 @@ class Chip:
 
     def source(self, name: str) -> str:
         """Where the figure `name` comes from; "not given" for a chip of your own without sources."""
-        if name not in {f.name for f in dataclasses.fields(self)}:
+        if not isinstance(name, str) or name not in _FIELDS:
             raise HardwareError(f"a chip has no figure {name!r}{_nearest(name, _FIELDS)}")
         return dict(self.sources).get(name, "not given")
 
@@ -198,11 +213,31 @@ def get_chip(name: str) -> Chip:
     """
     if not isinstance(name, str):
         raise HardwareError(f"a chip is named by a string such as 'v3', not {name!r}")
-    key = name.lower()
-    key = _ALIASES.get(key, key)
+    key = true_name(name)
     if key not in CHIPS:
         raise HardwareError(f"unknown chip {name!r}; known chips are {', '.join(CHIPS)}")
     return CHIPS[key]
+
+
+def true_name(name: str) -> str:
+    """In small letters, and without the aliases of the published chips.
+
+    Example:
+      >>> true_name("TPU7x"), true_name("Mine")
+      ('v7', 'mine')
+    """
+    return _ALIASES.get(name.lower(), name.lower())
+
+
+def as_chip(given: Chip | str) -> Chip:
+    """The chip, or the published one of that name.
+
+    Raises: HardwareError as `get_chip`.
+    Example:
+      >>> as_chip("v3") is as_chip(CHIPS["v3"])
+      True
+    """
+    return given if isinstance(given, Chip) else get_chip(given)
 
 
 def load_chip(path: str | Path) -> Chip:
@@ -225,7 +260,7 @@ def load_chip(path: str | Path) -> Chip:
     """
     try:
         table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+    except (OSError, TypeError, ValueError) as fault:  # also no path at all, no text, no TOML
         raise HardwareError(f"cannot read a chip from {path}: {fault}") from None
     return chip_from_table(table, str(path))
 
@@ -233,11 +268,15 @@ def load_chip(path: str | Path) -> Chip:
 def chip_from_table(table: Mapping[str, Any], where: str = "chip table") -> Chip:
     """A chip from a mapping of field -> value, as `load_chip` reads it from a file.
 
+    A chip of your own has a name of its own: `name` is not taken over from the base.
+
     Raises: HardwareError as `load_chip`.
     Example:
       >>> chip_from_table({"name": "mine", "base": "v4", "mxus_per_core": 8}).mxus_per_core
       8
     """
+    if not isinstance(table, Mapping):
+        raise HardwareError(f"{where}: a chip is read from a table of figure -> value, not {table!r}")
     values = dict(table)
     base = values.pop("base", None)
     sources = values.pop("sources", {})
@@ -249,12 +288,11 @@ def chip_from_table(table: Mapping[str, Any], where: str = "chip table") -> Chip
     start: dict[str, Any] = {}
     if base is not None:
         chip = get_chip(base)
-        start = {name: getattr(chip, name) for name in _FIELDS if name not in values}
+        start = {name: getattr(chip, name) for name in _FIELDS if name not in values and name != "name"}
     if isinstance(values.get("pod_shape"), list):
         values["pod_shape"] = tuple(values["pod_shape"])
     inherited = {key: text for key, text in start.pop("sources", ()) if key not in values}
-    given = {str(key): str(text) for key, text in sources.items()}
-    values = {**start, **values, "sources": tuple({**inherited, **given}.items())}
+    values = {**start, **values, "sources": tuple({**inherited, **sources}.items())}
     required = {f.name for f in dataclasses.fields(Chip) if f.default is dataclasses.MISSING}
     missing = sorted(required - set(values))
     if missing:

@@ -14,6 +14,14 @@ all_reduce is a reduce_scatter and the all_gather that undoes it. `hardware.ring
 `hardware.point_plans` make the same algorithms of messages, and `hardware.events` runs them: the times
 agree exactly.
 
+An all_to_all moves along its axes in the same way; along one axis, b being the bytes for one node of it:
+
+    ring       floor(n/2) L + floor(n^2/4) b/2B             blocks for further on travel together
+    line       max over k of (n-1-k) L + (k+1)(n-1-k) b/B   each block by itself, the farthest first
+
+On the line, link k carries (k+1)(n-1-k) blocks without a pause, and the last of them then has n-2-k hops to
+go; k = n/2 - 1, the middle, gives the n^2/4 of the busiest link.
+
 Sources: Chan et al., "Collective communication: theory, practice, and experience", 2007 (rings);
 jax-ml/scaling-book sharding.md (rates on TPU axes); Jain and Sabharwal, "Optimal bucket algorithms for large
 MPI collectives on torus interconnects", ICS 2010 (rotated parts).
@@ -25,13 +33,15 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from hardware.checks import amount, whole
+from hardware.checks import amount, one_of, whole
 from hardware.errors import HardwareError
-from hardware.events import Links
+from hardware.events import Links, check_links
 
 Axis = tuple[int, bool]
 Algorithm = Literal["oneway", "halves", "shortest"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+Exchange = Literal["rotated", "phased"]
+EXCHANGES: tuple[str, ...] = get_args(Exchange)
 
 
 def ring_stage_seconds(own_bytes: float, axis: Axis, links: Links, algorithm: Algorithm = "shortest") -> float:
@@ -43,6 +53,7 @@ def ring_stage_seconds(own_bytes: float, axis: Axis, links: Links, algorithm: Al
       links: rates of a link.
       algorithm: for a wrapped axis, "oneway", "halves" or "shortest".
     Returns: seconds; 0 for one node.
+    Raises: HardwareError as `all_gather_seconds`.
     Example:
       >>> ring_stage_seconds(45e3, (4, True), Links(45e9), "oneway")
       6e-06
@@ -51,6 +62,11 @@ def ring_stage_seconds(own_bytes: float, axis: Axis, links: Links, algorithm: Al
 
     Source: module docstring.
     """
+    _check(own_bytes, [axis], links, algorithm)
+    return _ring_stage(own_bytes, axis, links, algorithm)
+
+
+def _ring_stage(own_bytes: float, axis: Axis, links: Links, algorithm: str) -> float:
     n, wrap = axis
     wire = own_bytes / links.bytes_per_second
     if not wrap or algorithm == "oneway":
@@ -84,18 +100,7 @@ def all_gather_seconds(
 
     Source: module docstring.
     """
-    sizes = _check(gathered_bytes, axes, algorithm)
-    parts = count_parts(parts, len(axes))
-    total = 0.0
-    for stage in range(len(axes)):
-        slowest = 0.0
-        for part in range(parts):
-            order = [(part + j) % len(axes) for j in range(len(axes))]
-            later = math.prod(sizes[axis] for axis in order[stage:])
-            own = gathered_bytes / parts / later
-            slowest = max(slowest, ring_stage_seconds(own, axes[order[stage]], links, algorithm))
-        total += slowest
-    return total
+    return _staged(gathered_bytes, axes, links, algorithm, parts, gathers=True)
 
 
 def reduce_scatter_seconds(
@@ -116,15 +121,25 @@ def reduce_scatter_seconds(
 
     Source: module docstring.
     """
-    sizes = _check(input_bytes, axes, algorithm)
-    parts = count_parts(parts, len(axes))
-    total = 0.0
-    for stage in range(len(axes)):
+    return _staged(input_bytes, axes, links, algorithm, parts, gathers=False)
+
+
+def _staged(
+    size_bytes: float, axes: Sequence[Axis], links: Links, algorithm: str, parts: int | None, gathers: bool
+) -> float:
+    """Stage by stage, the slowest part of each. What a node owns shrinks as it scatters and grows as it gathers."""
+    sizes = _check(size_bytes, axes, links, algorithm)
+    parts, count, total = count_parts(parts, len(sizes)), len(sizes), 0.0
+    own = [size_bytes / parts / (math.prod(sizes) if gathers else 1)] * parts
+    for stage in range(count):
         slowest = 0.0
         for part in range(parts):
-            order = [(part + j) % len(axes) for j in range(len(axes))]
-            own = input_bytes / parts / math.prod(sizes[axis] for axis in order[: stage + 1])
-            slowest = max(slowest, ring_stage_seconds(own, axes[order[stage]], links, algorithm))
+            axis = (part + stage) % count
+            if not gathers:
+                own[part] /= sizes[axis]
+            slowest = max(slowest, _ring_stage(own[part], axes[axis], links, algorithm))
+            if gathers:
+                own[part] *= sizes[axis]
         total += slowest
     return total
 
@@ -152,31 +167,54 @@ def all_reduce_seconds(
     return 2 * reduce_scatter_seconds(payload_bytes, axes, links, algorithm, parts)
 
 
-def all_to_all_seconds(payload_bytes: float, axes: Sequence[Axis], links: Links) -> float:
-    """Every node sends a different block to every other, in phases along one axis after the other.
+def all_to_all_seconds(
+    payload_bytes: float, axes: Sequence[Axis], links: Links, algorithm: Exchange = "rotated"
+) -> float:
+    """Every node sends a different block to every other, along one axis after the other.
 
-    In phase j a node passes on, each way, all blocks that travel at least j hops. On a ring of even n with
-    b bytes per pair: n/2 L + n^2 b / (8B). On a line, where blocks for all later nodes go one way:
-    (n-1) L + n (n-1) b / (2B).
+    "rotated": one part per axis (of more than one node), each part in another rotation of the axes. "phased": all
+    data takes the axes in turn, and on a line too all blocks that go further travel together, which makes
+    (n-1) L + n (n-1) b / (2B) of it.
 
     Args:
       payload_bytes: what one node sends in all, its own block included: N blocks.
       axes, links: as `all_gather_seconds`.
+      algorithm: "rotated" or "phased".
     Example:
       >>> all_to_all_seconds(2**25, [(4, True)], Links(45e9))
       0.0003748270222222222
+      >>> axes = [(4, False), (4, False)]
+      >>> [f"{all_to_all_seconds(2**22, axes, Links(45e9), way) * 1e6:.0f} us" for way in EXCHANGES]
+      ['97 us', '286 us']
 
     Source: module docstring; the bound of busiest links is `all_to_all_bound_seconds`.
     """
-    sizes = _check(payload_bytes, axes)
-    total = 0.0
-    for n, (_, wrap) in zip(sizes, axes, strict=True):
-        block = payload_bytes / n / links.bytes_per_second
-        if wrap:
-            total += n // 2 * links.hop_seconds + n * n // 4 * block / 2
-        else:
-            total += (n - 1) * links.hop_seconds + n * (n - 1) / 2 * block
-    return total
+    sizes = _check(payload_bytes, axes, links)
+    one_of("all_to_all algorithm", algorithm, EXCHANGES)
+    moving = [(n, wrap) for n, (_, wrap) in zip(sizes, axes, strict=True) if n > 1]
+    parts = max(len(moving), 1) if algorithm == "rotated" else 1
+    times = []
+    for n, wrap in moving:
+        block = payload_bytes / parts / n / links.bytes_per_second
+        paths = exchange_paths((n, wrap)) if wrap or algorithm == "rotated" else ((n - 1, n * (n - 1) / 2),)
+        times.append(max([hops * links.hop_seconds + blocks * block for hops, blocks in paths]))
+    return parts * max(times, default=0.0) if algorithm == "rotated" else sum(times)
+
+
+def exchange_paths(axis: Axis) -> tuple[tuple[int, float], ...]:
+    """(hops, blocks) of an all_to_all along one axis: it takes the longest of hops L + blocks b/B.
+
+    Raises: HardwareError as `all_gather_seconds`.
+    Example:
+      >>> exchange_paths((8, True)), exchange_paths((8, False))
+      (((4, 8.0),), ((7, 7), (6, 12), (5, 15), (4, 16)))
+
+    Source: module docstring.
+    """
+    n = check_axis(axis)
+    if axis[1]:
+        return ((n // 2, n * n // 4 / 2),)
+    return tuple((n - 1 - k, (k + 1) * (n - 1 - k)) for k in range(n // 2))
 
 
 def all_to_all_bound_seconds(payload_bytes: float, axes: Sequence[Axis], links: Links) -> float:
@@ -190,7 +228,7 @@ def all_to_all_bound_seconds(payload_bytes: float, axes: Sequence[Axis], links: 
 
     Source: Dally and Towles, "Principles and Practices of Interconnection Networks", section 3.3.
     """
-    sizes = _check(payload_bytes, axes)
+    sizes = _check(payload_bytes, axes, links)
     worst = 0.0
     for n, (_, wrap) in zip(sizes, axes, strict=True):
         pairs = n * n // 4 / 2 if wrap else n // 2 * ((n + 1) // 2)
@@ -211,8 +249,9 @@ def permute_seconds(payload_bytes: float, hops: int, links: Links, chunks: int =
     Source: store and forward; pipelining in P chunks is a textbook result.
     """
     amount("payload_bytes", payload_bytes)
-    whole("hops", hops)
-    whole("chunks", chunks, low=1)
+    check_links(links)
+    amount("hops", whole("hops", hops))
+    amount("chunks", whole("chunks", chunks, low=1))
     if hops == 0:
         return 0.0
     wire = payload_bytes / links.bytes_per_second
@@ -239,16 +278,15 @@ def broadcast_seconds(
 
     Source: as `permute_seconds`.
     """
-    sizes = _check(payload_bytes, axes)
+    sizes = _check(payload_bytes, axes, links)
     whole("chunks", chunks, low=1)
+    one_of("broadcast algorithm", algorithm, ("tree", "halves"))
     if algorithm == "tree":
         depth = sum(n // 2 if wrap else n - 1 for n, (_, wrap) in zip(sizes, axes, strict=True))
-    elif algorithm == "halves":
+    else:
         if not all(wrap or n == 1 for n, wrap in axes):
             raise HardwareError(f"broadcast by halves goes round rings; these axes do not all wrap: {list(axes)}")
         depth, payload_bytes = sum(sizes) - len(sizes), payload_bytes / 2
-    else:
-        raise HardwareError(f"unknown broadcast algorithm {algorithm!r}; use tree or halves")
     return permute_seconds(payload_bytes, depth, links, chunks)
 
 
@@ -269,22 +307,30 @@ def ring_sent_bytes(kind: str, payload_bytes: float, n: int) -> float:
     share = (whole("n", n, low=1) - 1) / n
     times = {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "all_to_all": share}
     times |= {"collective_permute": float(n > 1), "broadcast": float(n > 1)}
-    if kind not in times:
-        raise HardwareError(f"unknown collective {kind!r}; use one of {', '.join(times)}")
-    return times[kind] * payload_bytes
+    return times[one_of("collective", kind, times)] * payload_bytes
 
 
-def _check(size_bytes: float, axes: Sequence[Axis], algorithm: str = "shortest") -> list[int]:
+def _check(size_bytes: float, axes: Sequence[Axis], links: Links, algorithm: str = "shortest") -> list[int]:
     """The sizes of the axes of a legal call."""
     amount("bytes", size_bytes)
-    if algorithm not in ALGORITHMS:
-        raise HardwareError(f"unknown ring algorithm {algorithm!r}; use one of {', '.join(ALGORITHMS)}")
-    sizes = []
-    for axis in axes:
-        if not isinstance(axis, tuple) or len(axis) != 2 or not isinstance(axis[1], bool):
-            raise HardwareError(f"an axis is (size, wrap), such as (16, True), not {axis!r}")
-        sizes.append(whole("axis size", axis[0], low=1))
-    return sizes
+    check_links(links)
+    one_of("ring algorithm", algorithm, ALGORITHMS)
+    if not isinstance(axes, (list, tuple)):
+        raise HardwareError(f"axes are a list of (size, wrap), such as [(16, True)], not {axes!r}")
+    return [check_axis(axis) for axis in axes]
+
+
+def check_axis(axis: object) -> int:
+    """The size of an axis (size, wrap).
+
+    Raises: HardwareError for anything else, or a size below 1.
+    """
+    if not isinstance(axis, tuple) or len(axis) != 2 or not isinstance(axis[1], bool):
+        raise HardwareError(f"an axis is (size, wrap), such as (16, True), not {axis!r}")
+    size = whole("axis size", axis[0], low=1)
+    if size > 2**31:
+        raise HardwareError(f"axis size must be at most 2**31, not {size}")
+    return size
 
 
 def count_parts(parts: int | None, axes: int) -> int:
@@ -297,6 +343,6 @@ def count_parts(parts: int | None, axes: int) -> int:
     """
     if parts is None:
         return max(axes, 1)
-    if parts not in (1, axes) or isinstance(parts, bool):
+    if type(parts) is not int or parts not in (1, axes):
         raise HardwareError(f"parts must be 1, or one per axis ({axes}), not {parts!r}")
     return parts

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hardware.checks import amount, whole
-from hardware.chips import Chip
+from hardware.checks import amount, one_of, whole
+from hardware.chips import DTYPES, Chip, as_chip
 from hardware.errors import HardwareError
 from hardware.memory import hbm_rate, hbm_seconds, vmem_rate
 from hardware.mxu import MXU
-from hardware.vpu import vpu_seconds
+from hardware.vpu import VPU_DTYPES, vpu_seconds
 
 FLOAT32_PASSES = 6  # bf16 products that make one float32 product: jax.lax.Precision.HIGHEST
 
@@ -48,6 +48,7 @@ class Matmul:
     def __post_init__(self) -> None:
         for name in ("m", "k", "n", "batch", "passes"):
             whole(f"Matmul {name}", getattr(self, name), low=1)
+        one_of("MXU dtype", self.dtype, DTYPES)
 
     @property
     def flops(self) -> int:
@@ -64,7 +65,7 @@ class Work:
       vpu_ops: element operations; vpu_dtype: "float32" or "bfloat16".
       hbm_bytes: read and written at its boundary.
 
-    Raises: HardwareError for a negative or non-finite amount.
+    Raises: HardwareError for a negative or non-finite amount, an unknown dtype, or other matmuls than Matmul.
     """
 
     matmuls: tuple[Matmul, ...] = ()
@@ -76,6 +77,11 @@ class Work:
     def __post_init__(self) -> None:
         for name in ("mxu_flops", "vpu_ops", "hbm_bytes"):
             amount(f"Work {name}", getattr(self, name))
+        given: object = self.matmuls
+        if not isinstance(given, (list, tuple)) or not all(isinstance(product, Matmul) for product in given):
+            raise HardwareError(f"Work matmuls must be a tuple of Matmul(m, k, n), not {given!r}")
+        object.__setattr__(self, "matmuls", tuple(given))
+        one_of("dtype of the vector unit", self.vpu_dtype, VPU_DTYPES)
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,10 @@ class Time:
         return max(parts, key=lambda name: parts[name])
 
 
-def time_of(chip: Chip, work: Work) -> Time:
-    """Time of `work` on one device of `chip`.
+def time_of(chip: Chip | str, work: Work) -> Time:
+    """Time of `work` on one device of `chip` (or the published chip of that name).
 
+    Raises: HardwareError for an unknown chip, or a product in a dtype for which the chip has no rate.
     Example:
       >>> from hardware.chips import CHIPS
       >>> big = time_of(CHIPS["v5e"], Work((Matmul(8192, 8192, 8192),), hbm_bytes=3 * 2 * 8192**2))
@@ -127,6 +134,9 @@ def time_of(chip: Chip, work: Work) -> Time:
 
     Source: module docstring.
     """
+    chip = as_chip(chip)
+    if not isinstance(work, Work):
+        raise HardwareError(f"time_of needs a Work(matmuls, ...), not {work!r}")
     mxu, vpu_ops = 0.0, work.vpu_ops
     for product in work.matmuls:
         if strength_reduced(chip, product):
@@ -221,8 +231,7 @@ def critical_intensity(chip: Chip, memory: str = "hbm", dtype: str = "bf16", axe
         "dcn": chip.dcn_bytes_per_second / per_device,
         "ici": 2 * axes * chip.ici_bytes_per_second * chip.ici_efficiency / per_device,
     }
-    if memory not in rates:
-        raise HardwareError(f"unknown memory {memory!r}; use one of {', '.join(rates)}")
+    one_of("memory", memory, rates)
     if not rates[memory]:
         raise HardwareError(f"chip {chip.name!r} has no {memory}")
     return chip.peak_flops(dtype) / per_device / rates[memory]

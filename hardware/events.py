@@ -53,6 +53,15 @@ class Links:
         return hops * (self.hop_seconds + size_bytes / self.bytes_per_second)
 
 
+def check_links(links: object) -> None:
+    """Refuse anything but `Links`.
+
+    Raises: HardwareError that shows how to write them.
+    """
+    if not isinstance(links, Links):
+        raise HardwareError(f"links are given as Links(bytes_per_second, hop_seconds), not {links!r}")
+
+
 @dataclass(slots=True)
 class Message:
     """A region of one node's memory on its way to another.
@@ -151,6 +160,7 @@ def simulate(torus: Torus, links: Links, plans: Sequence[Plan]) -> Traffic:
 
     Source: module docstring.
     """
+    check_links(links)
     run = _Run(links, plans)
     run.start()
     while run.heap:

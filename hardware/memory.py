@@ -3,10 +3,15 @@
 An array in HBM is stored in tiles of 8 x 128 elements on its two minor dims, the register shape of the
 vector unit; narrow types are packed within a tile (two bf16 or four int8 rows in one of 32 bits). Hence a
 minor dim of 1 costs 128 times its size. Arrays with fewer than 8 rows use a tile with fewer rows, and
-one-dimensional ones a tile of 128 to 1024 elements.
+one-dimensional ones a tile of 128 to 1024 elements, at least one full row of 32 bits in each of the 128 lanes:
+128 float32, 256 bf16, 512 int8.
+
+For types of one byte XLA prints both T(8,128)(4,1) and T(32,128)(4,1), the choice being that of the program;
+here it is the first, so up to 31 rows of padding may be missing in a 2-D int8 array.
 
 Sources: openxla.org/xla/tiled_layout; tile shapes as XLA prints them for TPU programs, such as
-`f32[4,256]{1,0:T(4,128)}`, `bf16[16,256]{1,0:T(8,128)(2,1)}`, `f32[300]{0:T(512)}`.
+`f32[4,256]{1,0:T(4,128)}`, `bf16[16,256]{1,0:T(8,128)(2,1)}`, `f32[300]{0:T(512)}`,
+`bf16[128]{0:T(256)(128)(2,1)}`.
 """
 
 from __future__ import annotations
@@ -31,15 +36,17 @@ def tile_of(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     Example:
       >>> tile_of((1024, 256), 4), tile_of((3, 256), 2), tile_of((300,), 4)
       ((8, 128), (4, 128), (512,))
+      >>> tile_of((4,), 4), tile_of((4,), 2), tile_of((128,), 2), tile_of((4,), 1)
+      ((128,), (256,), (256,), (512,))
 
     Source: module docstring.
     """
     sizes = wholes("shape", shape)
     if itemsize not in (1, 2, 4, 8):
         raise HardwareError(f"itemsize must be 1, 2, 4 or 8 bytes, not {itemsize!r}")
-    if len(sizes) < 2:
-        return (min(1024, max(LANES, _power_of_two(math.prod(sizes)))),)
     packed = max(1, 4 // itemsize)
+    if len(sizes) < 2:
+        return (min(1024, max(LANES * packed, _power_of_two(math.prod(sizes)))),)
     return (min(SUBLANES, max(packed, _power_of_two(sizes[-2]))), LANES)
 
 

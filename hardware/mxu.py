@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from numpy.typing import NDArray
 
-from hardware.checks import amount, whole
+from hardware.checks import amount, one_of, whole
 from hardware.errors import HardwareError
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class MXU:
 
     def load_cycles(self, weight_rows_per_cycle: float | Fraction = 1) -> int:
         """Cycles F in which one tile of weights arrives, at most one row per cycle."""
-        if weight_rows_per_cycle == 1:
-            return self.rows
+        if type(weight_rows_per_cycle) is int and weight_rows_per_cycle == 1:
+            return self.rows  # the usual rate, without fractions
         return math.ceil(self.rows / _rate(weight_rows_per_cycle))
 
     def cycles(self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1) -> int:
@@ -229,16 +229,15 @@ def check_mode(mode: str, tiles: int) -> None:
 
     Raises: HardwareError that lists the modes.
     """
-    if mode not in MODES:
-        raise HardwareError(f"unknown weight mode {mode!r}; use one of {', '.join(MODES)}")
+    one_of("weight mode", mode, MODES)
     if mode == "noload" and tiles != 1:
         raise HardwareError(f"mode 'noload' holds one tile of weights, not {tiles}; use 'shadow' or 'serial'")
 
 
 def _rate(rate: float | Fraction) -> Fraction:
-    """A rate in (0, 1] as a fraction, so that rounding up is exact."""
+    """A rate in (0, 1] as the fraction that it was written as, so that rounding up is exact."""
     if not isinstance(rate, Fraction):
-        rate = Fraction(amount("weight_rows_per_cycle", rate, positive=True)).limit_denominator(10**6)
+        rate = Fraction(repr(amount("weight_rows_per_cycle", rate, positive=True)))
     if not 0 < rate <= 1:
         raise HardwareError(f"weight_rows_per_cycle must be in (0, 1], not {float(rate)!r}")
     return rate

@@ -15,19 +15,19 @@ Sources: `hardware.collectives`; Kumar et al., arXiv:2011.03641 (hierarchical su
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from hardware import collectives
-from hardware.checks import amount
+from hardware.checks import amount, names, one_of
+from hardware.chips import Chip
 from hardware.errors import HardwareError
-from hardware.events import Links
-from hardware.placement import CORES, DCN, Factor, Placement, placements
-from hardware.slices import Slice
-from hardware.snakes import snakes
+from hardware.events import Links, check_links
+from hardware.placement import CORES, DCN, Factor, Placement, check_mesh, factorings, join, wraps
+from hardware.slices import Slice, as_slice
+from hardware.snakes import closes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "broadcast")
 
@@ -37,12 +37,20 @@ class Demand:
     """A collective of a program: what, over which mesh axes, how many bytes on one device, how often.
 
     `payload_bytes` is the operand; of an all_gather the result (the larger side).
+
+    Raises: HardwareError for an unknown kind, axes that are no names, or an amount that is negative or not finite.
     """
 
     kind: str
     axes: tuple[str, ...]
     payload_bytes: float
     count: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("collective", self.kind, KINDS)
+        object.__setattr__(self, "axes", names("Demand axes", self.axes))
+        amount("Demand payload_bytes", self.payload_bytes)
+        amount("Demand count", self.count)
 
 
 @dataclass(frozen=True)
@@ -84,13 +92,22 @@ def collective_cost(
     Source: module docstring.
     """
     amount("payload_bytes", payload_bytes)
-    if kind not in KINDS:
-        raise HardwareError(f"unknown collective {kind!r}; use one of {', '.join(KINDS)}")
-    chip = placement.slice.chip
+    one_of("collective", kind, KINDS)
+    if not isinstance(placement, Placement):
+        raise HardwareError(f"a collective is priced on a Placement, such as best_placement finds, not {placement!r}")
+    return _price(placement.slice, placement.of(axes), kind, payload_bytes, links)
+
+
+def _price(slice_: Slice, factors: tuple[Factor, ...], kind: str, payload_bytes: float, links: Links | None) -> Cost:
+    """`collective_cost` over joined factors."""
+    chip = slice_.chip
     share = chip.devices_per_chip
-    route = _route(placement, tuple(axes), links)
+    if links is None:
+        links = ici_links(slice_) if any(f.place >= 0 for f in factors) else Links(1.0)
+    check_links(links)
+    route = _route(tuple([(f, wraps(slice_, f)) for f in factors if f.size > 1]), share, links)
     if kind in ("collective_permute", "broadcast"):
-        return _point_cost(placement, kind, route, payload_bytes)
+        return _point_cost(chip, kind, route, payload_bytes)
     times = 2 if kind == "all_reduce" else 1
     whole = kind == "all_to_all"  # every level moves all of it, else what the level before has left
     busy, seconds, hops, algorithm, size = {}, 0.0, 0, "-", payload_bytes
@@ -99,7 +116,7 @@ def collective_cost(
         busy[CORES] = seconds
         size = size if whole else size / route.cores
     if route.torus:
-        way = route.exchange if whole else min(route.ways, key=lambda way: way.seconds(size))
+        way = min(route.exchanges if whole else route.ways, key=lambda way: way.seconds(size))
         seconds, hops, algorithm = seconds + times * way.seconds(size), times * way.hops, way.name
         busy |= {place: times * per_byte * size for place, per_byte in way.busy}
         size = size if whole else size / route.torus_size
@@ -119,6 +136,8 @@ def together_seconds(costs: Sequence[Cost]) -> float:
       >>> [round(together_seconds(pair) / x.seconds, 1) for pair in ([x, y], [x, x])]
       [1.0, 2.0]
     """
+    if not isinstance(costs, (list, tuple)) or not all(isinstance(cost, Cost) for cost in costs):
+        raise HardwareError(f"costs must be a list of Cost, as collective_cost returns, not {costs!r}")
     busy: dict[int, float] = {}
     for cost in costs:
         for place, seconds in cost.busy_seconds:
@@ -126,10 +145,13 @@ def together_seconds(costs: Sequence[Cost]) -> float:
     return max([*busy.values(), *(cost.seconds for cost in costs)], default=0.0)
 
 
-def best_placement(slice_: Slice, mesh: Mapping[str, int], demands: Sequence[Demand] = ()) -> tuple[Placement, float]:
+def best_placement(
+    slice_: Slice | str, mesh: Mapping[str, int], demands: Sequence[Demand] = ()
+) -> tuple[Placement, float]:
     """The placement on which the demands take the least time in all.
 
     Args:
+      slice_: the slice, or its name.
       mesh: axis name -> size; the product is the number of devices.
       demands: collectives of the program (default: an all_reduce of 1 MiB over every axis).
     Returns: (placement, seconds of all demands one after the other); of equals the first found.
@@ -143,15 +165,30 @@ def best_placement(slice_: Slice, mesh: Mapping[str, int], demands: Sequence[Dem
 
     Source: exhaustive over `hardware.placement.placements`.
     """
-    wanted = list(demands) or [Demand("all_reduce", (name,), 2.0**20) for name in mesh]
-    best: tuple[Placement, float] | None = None
-    for placement in placements(slice_, mesh):
-        seconds = sum(d.count * collective_cost(placement, d.kind, d.axes, d.payload_bytes).seconds for d in wanted)
+    slice_ = as_slice(slice_)
+    sizes = check_mesh(slice_, mesh)
+    if not isinstance(demands, (list, tuple)) or not all(isinstance(demand, Demand) for demand in demands):
+        raise HardwareError(f"demands must be a list of Demand(kind, axes, payload_bytes), not {demands!r}")
+    wanted = list(demands) or [Demand("all_reduce", (name,), 2.0**20) for name in sizes]
+    for demand in wanted:
+        if not set(demand.axes) <= set(sizes) or len(set(demand.axes)) < len(demand.axes):
+            raise HardwareError(f"axes {list(demand.axes)} are not distinct axes of the mesh {sizes}")
+    prices: dict[tuple[object, ...], float] = {}  # a group costs the same wherever its factors are the same
+    best: tuple[tuple[tuple[str, tuple[Factor, ...]], ...], float] | None = None
+    for factors in factorings(slice_, sizes):
+        lies, seconds = dict(factors), 0.0
+        for number, demand in enumerate(wanted):
+            key = (number, *[lies[axis] for axis in demand.axes])
+            if key not in prices:
+                group = join(factor for axis in demand.axes for factor in lies[axis])
+                alone = _price(slice_, group, demand.kind, demand.payload_bytes, None).seconds
+                prices[key] = demand.count * alone
+            seconds += prices[key]
         if best is None or seconds < best[1] * (1 - 1e-12):
-            best = placement, seconds
+            best = factors, seconds
     if best is None:
-        raise HardwareError(f"mesh {dict(mesh)} cannot be laid over {slice_}: no way to cut its axes fits")
-    return best
+        raise HardwareError(f"mesh {sizes} cannot be laid over {slice_}: no way to cut its axes fits")
+    return Placement(slice_, best[0]), best[1]
 
 
 def ici_links(slice_: Slice) -> Links:
@@ -162,7 +199,7 @@ def ici_links(slice_: Slice) -> Links:
       >>> ici_links(Slice("v5e-16"))
       Links(bytes_per_second=45000000000.0, hop_seconds=1e-06)
     """
-    chip = slice_.chip
+    chip = as_slice(slice_).chip
     if not chip.ici_links:
         raise HardwareError(f"chip {chip.name!r} has no links between chips")
     return Links(chip.ici_bytes_per_second * chip.ici_efficiency, chip.ici_hop_seconds)
@@ -187,29 +224,30 @@ class _Route:
 
     cores: int
     torus: tuple[Factor, ...]
+    rings: tuple[collectives.Axis, ...]
     slices: int
     torus_size: int
     thin: tuple[Links, ...]
     ways: tuple[_Way, ...]
-    exchange: _Way
+    exchanges: tuple[_Way, ...]
 
 
-@lru_cache(maxsize=4096)
-def _route(placement: Placement, axes: tuple[str, ...], links: Links | None) -> _Route:
-    factors = placement.of(axes)
+@lru_cache(maxsize=8192)
+def _route(group: tuple[tuple[Factor, bool], ...], share: int, links: Links) -> _Route:
+    """The ways of a group, from its joined factors, whether each closes to a ring, and the rates alone."""
+    factors = [f for f, _ in group]
     torus = tuple(f for f in factors if f.place >= 0)
-    share = placement.slice.chip.devices_per_chip
-    links = (links or ici_links(placement.slice)) if torus else Links(1.0)
-    rings = tuple((f.size, placement.wraps(f)) for f in torus)
+    rings = tuple((f.size, wrap) for f, wrap in group if f.place >= 0)
     thin = tuple(_thinned(links, f, share) for f in torus)
     return _Route(
         cores=math.prod(f.size for f in factors if f.place == CORES),
         torus=torus,
+        rings=rings,
         slices=math.prod(f.size for f in factors if f.place == DCN),
         torus_size=math.prod(f.size for f in torus),
         thin=thin,
         ways=_ways(torus, rings, thin),
-        exchange=_exchange(torus, rings, thin),
+        exchanges=_exchanges(torus, rings, thin),
     )
 
 
@@ -218,12 +256,14 @@ def _ways(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequ
     if not torus:
         return ()
     count = range(len(torus))
-    ways = [_staged("in turn", [order], torus, rings, thin) for order in itertools.permutations(count)]
+    # By exchange of neighbours: i before j pays if t_i (1 - 1/n_j) < t_j (1 - 1/n_i), t being seconds per byte of all.
+    weight = [_affine(ring, link)[1] / (ring[0] - 1) for ring, link in zip(rings, thin, strict=True)]
+    ways = [_staged("in turn", [sorted(count, key=lambda axis: weight[axis])], torus, rings, thin)]
     if len({f.place for f in torus}) == len(torus) > 1:  # two factors on one axis would meet there
         rotations = [tuple((part + j) % len(torus) for j in count) for part in count]
         ways.append(_staged("rotated", rotations, torus, rings, thin))
     if len(torus) > 1 and all(f.stride == 1 for f in torus):
-        whole = (math.prod(n for n, _ in rings), snakes(tuple(rings)) is not None)
+        whole = (math.prod(n for n, _ in rings), closes(tuple(rings)))
         a, b = _affine(whole, thin[0])
         name = "snake ring" if whole[1] else "snake line"
         per_byte = b / whole[0]
@@ -254,16 +294,20 @@ def _staged(
     return _Way(name, hops, tuple(stages), tuple(busy.items()))
 
 
-def _exchange(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> _Way:
-    """all_to_all along one factor after the other."""
-    stages, busy = [], {f.place: 0.0 for f in torus}
+def _exchanges(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> tuple[_Way, ...]:
+    """The ways of an all_to_all over factors of the torus."""
+    per_axis, busy = [], {f.place: 0.0 for f in torus}
     for f, ring, link in zip(torus, rings, thin, strict=True):
-        a = collectives.all_to_all_seconds(0.0, [ring], link)
-        b = collectives.all_to_all_seconds(1.0, [ring], Links(link.bytes_per_second, 0.0))
-        stages.append(((a, b),))
-        busy[f.place] += b
+        byte = 1 / (ring[0] * link.bytes_per_second)
+        paths = [(hops * link.hop_seconds, blocks * byte) for hops, blocks in collectives.exchange_paths(ring)]
+        per_axis.append(tuple(paths))
+        busy[f.place] += max([b for _, b in paths])
     hops = sum(f.stride * _steps(*ring) for f, ring in zip(torus, rings, strict=True))
-    return _Way("in turn", hops, tuple(stages), tuple(busy.items()))
+    ways = [_Way("in turn", hops, tuple(per_axis), tuple(busy.items()))]
+    if len({f.place for f in torus}) == len(torus) > 1:  # in every stage each axis serves another part
+        stage = tuple((a, b / len(torus)) for paths in per_axis for a, b in paths)
+        ways.append(_Way("rotated", hops, (stage,) * len(torus), tuple(busy.items())))
+    return tuple(ways)
 
 
 def _affine(ring: collectives.Axis, link: Links) -> tuple[float, float]:
@@ -285,15 +329,13 @@ def _steps(n: int, wrap: bool) -> int:
     return n // 2 if wrap else n - 1
 
 
-def _point_cost(placement: Placement, kind: str, route: _Route, size: float) -> Cost:
+def _point_cost(chip: Chip, kind: str, route: _Route, size: float) -> Cost:
     """A shift by one position (cyclic), or one device's data to all."""
-    chip = placement.slice.chip
     share = chip.devices_per_chip
     busy, seconds, hops = {}, 0.0, 0
     if route.cores > 1:
         busy[CORES] = seconds = size / (chip.hbm_bytes_per_second / 2 / share)
-    for f, thin in zip(route.torus, route.thin, strict=True):
-        wrap = placement.wraps(f)
+    for f, (_, wrap), thin in zip(route.torus, route.rings, route.thin, strict=True):
         # a cyclic shift on a line comes back over all of it, the other way
         steps = _steps(f.size, wrap) if kind == "broadcast" else (1 if wrap else f.size - 1)
         chunks = 16 if steps > 1 else 1

@@ -36,7 +36,7 @@ _SIGN, _MAGNITUDE, _QUIET_NAN = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np
 _SIXTEEN, _ONE, _JUST_BELOW_HALF = np.uint32(16), np.uint32(1), np.uint32(0x7FFF)
 _UPPER_HALF = np.uint32(0xFFFF0000)
 
-_COMBINE: dict[str, Callable[..., Array]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+COMBINE: dict[str, Callable[..., Array]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def round_to_bfloat16(x: Array, out: Array | None = None) -> NDArray[np.float32]:
@@ -276,7 +276,7 @@ def ring_reduce_scatter(
 
 def _around_ring(pieces: list[Array], owner: int, op: str, carry: Callable[[Array], Array] | None) -> Array:
     """Combine owner+1, owner+2, ..., owner, in this order."""
-    k, combine = len(pieces), _COMBINE[op]
+    k, combine = len(pieces), COMBINE[op]
     total = np.array(pieces[(owner + 1) % k])
     for step in range(2, k + 1):
         combine(total, pieces[(owner + step) % k], out=total)
@@ -296,8 +296,8 @@ def _check_parts(parts: Sequence[Array], op: str, who: str) -> list[Array]:
     arrays = [np.asarray(part) for part in parts]
     if not arrays:
         raise HardwareError(f"{who}: parts is empty; a ring has at least one member")
-    if op not in _COMBINE:
-        raise HardwareError(f"{who}: unknown op {op!r}; use one of {', '.join(_COMBINE)}")
+    if op not in COMBINE:
+        raise HardwareError(f"{who}: unknown op {op!r}; use one of {', '.join(COMBINE)}")
     kinds = {(part.shape, str(part.dtype)) for part in arrays}
     if len(kinds) > 1:
         listing = "; ".join(f"{shape} {dtype}" for shape, dtype in sorted(kinds))

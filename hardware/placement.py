@@ -21,18 +21,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hardware.checks import whole
+from hardware.checks import names, whole
 from hardware.errors import HardwareError
-from hardware.slices import Slice
+from hardware.slices import Slice, as_slice
 
 CORES, DCN = -1, -2  # the places that are no torus axis
 
 
-@dataclass(frozen=True)
-class Factor:
+class Factor(NamedTuple):
     """A part of a place: `size` positions, `stride` apart, on place `place` (a torus axis, CORES or DCN)."""
 
     place: int
@@ -44,7 +44,7 @@ class Factor:
 class Placement:
     """Where each mesh axis lies: per axis name its factors, the major one first.
 
-    Raises: HardwareError unless the factors of every place tile it exactly.
+    Raises: HardwareError unless there is a slice, or its name, and the factors of every place tile it exactly.
     Example:
       >>> placement = next(placements(Slice("v3-32"), {"data": 8, "model": 4}))
       >>> placement.device({"data": 0, "model": 0})
@@ -55,9 +55,16 @@ class Placement:
     factors: tuple[tuple[str, tuple[Factor, ...]], ...]
 
     def __post_init__(self) -> None:
-        for place, size in places(self.slice):
-            mine = sorted((f for f in self.all_factors() if f.place == place), key=lambda f: f.stride)
-            stride = 1
+        object.__setattr__(self, "slice", as_slice(self.slice))
+        self._check_types()
+        spots = places(self.slice)
+        lies: dict[int, list[Factor]] = {place: [] for place, _ in spots}
+        for factor in self.all_factors():
+            if factor.place not in lies:
+                raise HardwareError(f"{factor} lies on no place of {self.slice}")
+            lies[factor.place].append(factor)
+        for place, size in spots:
+            mine, stride = sorted(lies[place], key=lambda f: f.stride), 1
             for factor in mine:
                 if factor.stride != stride:
                     raise HardwareError(f"factors {mine} do not tile {place_name(place)} of size {size}")
@@ -65,8 +72,22 @@ class Placement:
             if stride != size:
                 raise HardwareError(f"factors {mine} cover {stride} of the {size} positions of {place_name(place)}")
 
+    def _check_types(self) -> None:
+        """Pairs of a name and its factors, every name once; factors of whole numbers."""
+        given: object = self.factors
+        for pair in given if isinstance(given, tuple) else (given,):
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise HardwareError(f"factors of a placement are ((name, (Factor, ...)), ...), not {given!r}")
+            if not isinstance(pair[1], tuple) or not all(isinstance(factor, Factor) for factor in pair[1]):
+                raise HardwareError(f"axis {pair[0]!r} lies on a tuple of Factor(place, size, stride), not {pair[1]!r}")
+            for factor in pair[1]:
+                if any(type(number) is not int for number in factor) or factor.size < 1 or factor.stride < 1:
+                    raise HardwareError(f"{factor} must be three integers, size and stride at least 1")
+        if len(dict(self.factors)) < len(self.factors):
+            raise HardwareError(f"every mesh axis is placed once; got {[name for name, _ in self.factors]}")
+
     def __hash__(self) -> int:
-        return hash((self.slice.name, self.factors))
+        return hash((self.slice.chip.name, self.slice.torus_shape, self.factors))
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -82,25 +103,15 @@ class Placement:
 
         Raises: HardwareError for an unknown or repeated axis.
         """
-        table = dict(self.factors)
+        axes, table = names("axes", axes), dict(self.factors)
         unknown = [axis for axis in axes if axis not in table]
         if unknown or len(set(axes)) != len(axes):
             raise HardwareError(f"axes {list(axes)} are not distinct axes of the mesh {self.mesh}")
-        joined: list[Factor] = []
-        for factor in sorted((f for axis in axes for f in table[axis]), key=lambda f: (f.place, f.stride)):
-            before = joined[-1] if joined else None
-            if before and before.place == factor.place and before.stride * before.size == factor.stride:
-                joined[-1] = Factor(factor.place, before.size * factor.size, before.stride)
-            else:
-                joined.append(factor)
-        return tuple(joined)
+        return join(factor for axis in axes for factor in table[axis])
 
     def wraps(self, factor: Factor) -> bool:
         """Whether the positions of a factor on a torus axis close to a ring."""
-        if factor.place < 0:
-            return False
-        size = self.slice.torus_shape[factor.place]
-        return self.slice.wrap[factor.place] and factor.size * factor.stride == size
+        return wraps(self.slice, factor)
 
     def device(self, coordinates: Mapping[str, int]) -> tuple[int, tuple[int, ...], int]:
         """(slice, torus coordinates, device of the chip) of a position in the mesh.
@@ -141,6 +152,30 @@ class Placement:
         return f"{where} ({shape}, hops {factor.stride}, link load {share})"
 
 
+def wraps(slice_: Slice, factor: Factor) -> bool:
+    """Whether the positions of a factor on a torus axis of `slice_` close to a ring."""
+    if factor.place < 0:
+        return False
+    return slice_.wrap[factor.place] and factor.size * factor.stride == slice_.torus_shape[factor.place]
+
+
+def join(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+    """Factors in the order of their places; neighbours on one place become one.
+
+    Example:
+      >>> join([Factor(0, 2, 4), Factor(0, 4, 1)])
+      (Factor(place=0, size=8, stride=1),)
+    """
+    joined: list[Factor] = []
+    for factor in sorted(factors, key=lambda f: (f.place, f.stride)):
+        before = joined[-1] if joined else None
+        if before and before.place == factor.place and before.stride * before.size == factor.stride:
+            joined[-1] = Factor(factor.place, before.size * factor.size, before.stride)
+        else:
+            joined.append(factor)
+    return tuple(joined)
+
+
 def places(slice_: Slice) -> list[tuple[int, int]]:
     """(place, size) of everything that mesh axes can lie on, outermost first.
 
@@ -162,9 +197,9 @@ def check_mesh(slice_: Slice, mesh: Mapping[str, int]) -> dict[str, int]:
 
     Raises: HardwareError with both numbers.
     """
-    if not isinstance(mesh, Mapping):
+    if not isinstance(mesh, Mapping) or not all(isinstance(name, str) for name in mesh):
         raise HardwareError(f"a mesh is a mapping of axis name -> size, not {mesh!r}")
-    sizes = {str(name): whole(f"mesh axis {name!r}", size, low=1) for name, size in mesh.items()}
+    sizes = {name: whole(f"mesh axis {name!r}", size, low=1) for name, size in mesh.items()}
     total = math.prod(sizes.values())
     if total != slice_.devices:
         listing = ";".join(f"{name}:{size}" for name, size in sizes.items())
@@ -172,13 +207,14 @@ def check_mesh(slice_: Slice, mesh: Mapping[str, int]) -> dict[str, int]:
     return sizes
 
 
-def placements(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[Placement]:
+def placements(slice_: Slice | str, mesh: Mapping[str, int]) -> Iterator[Placement]:
     """Every placement of a mesh on a slice: all ways to cut places in factors, in all orders.
 
     Within one mesh axis the factors nest in the order DCN, torus axes, devices of a chip; other nestings
     number the devices differently but use the same links.
 
     Args:
+      slice_: the slice, or its name.
       mesh: axis name -> size.
     Raises: HardwareError if the product of the sizes is not the number of devices.
     Example:
@@ -187,19 +223,27 @@ def placements(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[Placement]:
 
     Source: module docstring.
     """
+    slice_ = as_slice(slice_)
+    for factors in factorings(slice_, mesh):
+        yield Placement(slice_, factors)
+
+
+def factorings(slice_: Slice, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, tuple[Factor, ...]], ...]]:
+    """The factors of each of `placements`, unchecked and without the slice.
+
+    Raises: HardwareError as `placements`.
+    """
     sizes = check_mesh(slice_, mesh)
-    names = [name for name, size in sizes.items() if size > 1]
-    for cuts in _cuts(places(slice_), tuple(sizes[name] for name in names)):
-        per_place = [_ordered(place, cut) for (place, _), cut in zip(places(slice_), cuts, strict=True)]
+    large = [name for name, size in sizes.items() if size > 1]
+    spots = places(slice_)
+    for cuts in _cuts(spots, tuple(sizes[name] for name in large)):
+        per_place = [_ordered(place, cut) for (place, _), cut in zip(spots, cuts, strict=True)]
         for choice in itertools.product(*per_place):
-            factors = tuple(
-                (
-                    name,
-                    tuple(f for placed in choice for axis, f in placed if name in names and axis == names.index(name)),
-                )
-                for name in sizes
-            )
-            yield Placement(slice_, factors)
+            lies: dict[str, tuple[Factor, ...]] = dict.fromkeys(sizes, ())
+            for placed in choice:
+                for axis, factor in placed:
+                    lies[large[axis]] += (factor,)
+            yield tuple(lies.items())
 
 
 def _cuts(spots: list[tuple[int, int]], sizes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:

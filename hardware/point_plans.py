@@ -5,7 +5,9 @@ are flat vectors; a region is the addresses of its elements.
 
 all_to_all "phased" moves along one axis after the other. In phase j a node passes on what its j-1st
 neighbour behind it still has to send further, each way; blocks for the antipode travel half each way.
-"routed" sends every block by itself over a shortest way, farthest first, ties split in halves.
+"rotated" cuts every block in one part per axis, and each part takes the axes in another rotation: round a ring
+in phases, along a line block by block, the farthest first, so that no link on the way ever waits for a
+bundle. "routed" sends every block of the torus by itself over a shortest way, ties split in halves.
 
 Source: `hardware.collectives`.
 """
@@ -20,10 +22,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import amount, whole
+from hardware.checks import one_of, whole
+from hardware.collectives import EXCHANGES
 from hardware.errors import HardwareError
 from hardware.events import Message, Plan, Region
-from hardware.ring_plans import Collective, check_axes, check_data
+from hardware.ring_plans import Collective, check_axes, check_data, check_torus, wire_bytes
 from hardware.torus import Torus
 
 Array = NDArray[Any]
@@ -34,7 +37,7 @@ def all_to_all(
     torus: Torus,
     data: Sequence[Array],
     axes: Sequence[int] | None = None,
-    algorithm: Literal["phased", "routed"] = "phased",
+    algorithm: Literal["rotated", "phased", "routed"] = "rotated",
     element_bytes: float | None = None,
 ) -> Collective:
     """Node i of a group sends row j of its operand to node j, which stores it as row i.
@@ -42,7 +45,8 @@ def all_to_all(
     Args:
       data: one array per node, [nodes of the group in row-major order, ...].
       axes: torus axes of the group (default all).
-      algorithm: "phased" (has a closed form) or "routed" (whose time depends on the order of messages).
+      algorithm: "rotated" or "phased" (with closed forms), or "routed" (whose time depends on the order of
+        messages).
       element_bytes: size of an element on the wire (default its own).
     Returns: Collective; results have the shape of the operand.
     Raises: HardwareError for wrong arrays or axes, or an unknown algorithm.
@@ -53,24 +57,32 @@ def all_to_all(
       >>> [result.tolist() for result in exchange.results]
       [[1, 3], [2, 4]]
     """
-    build = _Exchange(torus, data, axes, element_bytes)
-    if algorithm == "phased":
-        build.phased()
-    elif algorithm == "routed":
+    one_of("all_to_all algorithm", algorithm, (*EXCHANGES, "routed"))
+    build = _Exchange(torus, data, axes, algorithm == "rotated", element_bytes)
+    if algorithm == "routed":
         build.routed()
     else:
-        raise HardwareError(f"unknown all_to_all algorithm {algorithm!r}; use phased or routed")
+        build.staged(by_block=algorithm == "rotated")
     shape = np.asarray(data[0]).shape
     last = build.buffers[-1].reshape(build.group, -1)
-    width = math.prod(shape[1:])
+    width = build.width
     return Collective(torus, build.plan, lambda _, memory: memory[last][:, :width].reshape(shape))
 
 
 class _Exchange:
-    """Buffers before and after every axis, and two for blocks in transit, as addresses in flat memory."""
+    """Buffers before and after every stage, and two for blocks in transit, as addresses in flat memory.
+
+    A buffer is [sizes of the group's axes ..., parts, 2 halves, elements]. Along an axis that a part has not
+    taken yet its index is where a block goes, afterwards where it comes from.
+    """
 
     def __init__(
-        self, torus: Torus, data: Sequence[Array], axes: Sequence[int] | None, element_bytes: float | None
+        self,
+        torus: Torus,
+        data: Sequence[Array],
+        axes: Sequence[int] | None,
+        rotated: bool,
+        element_bytes: float | None,
     ) -> None:
         arrays = check_data(torus, data)
         self.torus, self.axes = torus, check_axes(torus, axes)
@@ -79,81 +91,103 @@ class _Exchange:
         shape = arrays[0].shape
         if not shape or shape[0] != self.group:
             raise HardwareError(f"all_to_all: operands must be [{self.group}, ...] for this group, not {shape}")
-        width = math.prod(shape[1:])
-        self.unit = -(-width // 2)
-        self.element = wire_bytes(arrays[0], element_bytes)
-        count = len(self.axes) + 1
-        block = (*self.sizes, 2, self.unit)
-        size = math.prod(block)
-        addresses = np.arange((count + 2) * size).reshape(count + 2, *block)
-        self.buffers, self.transit = addresses[:count], addresses[count:]
+        self.moving = [i for i, size in enumerate(self.sizes) if size > 1]
+        self.parts = max(len(self.moving), 1) if rotated else 1
+        self.width = math.prod(shape[1:])
+        unit = -(-self.width // (2 * self.parts))
+        self.piece = wire_bytes(arrays[0], element_bytes) * Fraction(self.width, 2 * self.parts)
+        stages = len(self.moving) + 1
+        block = (*self.sizes, self.parts, 2, unit)
+        addresses = np.arange((stages + 2) * math.prod(block)).reshape(stages + 2, *block)
+        self.buffers, self.transit = addresses[:stages], addresses[stages:]
         memory = []
         for array in arrays:
-            cells = np.zeros((count + 2, self.group, 2 * self.unit), array.dtype)
-            cells[0, :, :width] = array.reshape(self.group, width)
+            cells = np.zeros((stages + 2, self.group, 2 * self.parts * unit), array.dtype)
+            cells[0, :, : self.width] = array.reshape(self.group, self.width)
             memory.append(cells.reshape(-1))
-        self.plan = Plan(memory)
+        self.plan = Plan(memory, barrier=True)
         self.places = [torus.coordinates(node) for node in range(torus.nodes)]
 
-    def phased(self) -> None:
-        waits: dict[int, list[int]] = {node: [] for node in range(self.torus.nodes)}
-        for number, axis in enumerate(self.axes):
-            arrived: dict[int, list[int]] = {node: [] for node in range(self.torus.nodes)}
-            self._keep_own(number, axis, waits, arrived)
-            n, wrap = self.torus.shape[axis], self.torus.wrap[axis]
-            last: dict[tuple[int, int], int] = {}
-            for phase in range(1, n // 2 + 1 if wrap else n):
-                for node in range(self.torus.nodes):
-                    for step in (1, -1):
-                        self._pass_on(number, axis, node, step, phase, last, waits, arrived)
-            waits = arrived
+    def staged(self, by_block: bool) -> None:
+        """Every part along its rotation of the axes, an axis in each stage."""
+        for stage in range(len(self.moving)):
+            for part in range(self.parts):
+                index = self.moving[(part + stage) % len(self.moving)]
+                axis = self.axes[index]
+                self._keep_own(stage, part, index)
+                if by_block and not self.torus.wrap[axis]:
+                    self._send_blocks(stage, part, index)
+                    continue
+                n, wrap = self.torus.shape[axis], self.torus.wrap[axis]
+                last: dict[tuple[int, int], int] = {}
+                for phase in range(1, n // 2 + 1 if wrap else n):
+                    for node in range(self.torus.nodes):
+                        for step in (1, -1):
+                            self._pass_on(stage, part, index, node, step, phase, last)
 
-    def _keep_own(self, number: int, axis: int, waits: dict[int, list[int]], arrived: dict[int, list[int]]) -> None:
+    def _cells(self, buffer: Addresses, index: int, place: int, part: int, half: slice = slice(0, 2)) -> Addresses:
+        """The addresses of all blocks of a part that are at `place` along one axis of the group."""
+        blocks: list[int | slice] = [slice(None)] * len(self.axes)
+        blocks[index] = place
+        return buffer[(*blocks, part, half)].ravel()
+
+    def _keep_own(self, stage: int, part: int, index: int) -> None:
         """The blocks that stay at their node on this axis move to the next buffer at once."""
+        for node in range(self.torus.nodes):
+            self._send(stage, part, index, node, node)
+
+    def _send_blocks(self, stage: int, part: int, index: int) -> None:
+        """Along a line each block by itself: queues at the links keep the order, the farthest first."""
+        axis = self.axes[index]
+        n = self.torus.shape[axis]
         for node, place in enumerate(self.places):
-            own = (slice(None),) * number + (place[axis],)
-            read, write = self.buffers[number][own].ravel(), self.buffers[number + 1][own].ravel()
-            arrived[node].append(len(self.plan.messages))
-            message = Message(node, node, (), (read,), (write,), Fraction(0), tuple(waits[node]))
-            self.plan.messages.append(message)
+            for by in (*range(n - 1 - place[axis], 0, -1), *range(-place[axis], 0)):
+                self._send(stage, part, index, node, self.torus.shifted(node, axis, by))
+
+    def _send(self, stage: int, part: int, index: int, source: int, target: int) -> None:
+        """All blocks of a part for one place along an axis, straight to the next buffer there."""
+        there, here = (self.places[node][self.axes[index]] for node in (target, source))
+        read = self._cells(self.buffers[stage], index, there, part)
+        write = self._cells(self.buffers[stage + 1], index, here, part)
+        size = self.piece * (2 * self.group // self.sizes[index]) if source != target else Fraction(0)
+        route = self.torus.route(source, target)
+        self.plan.messages.append(Message(source, target, route, (read,), (write,), size, stage=stage))
 
     def _pass_on(
         self,
-        number: int,
-        axis: int,
+        stage: int,
+        part: int,
+        index: int,
         origin: int,
         step: int,
         phase: int,
         last: dict[tuple[int, int], int],
-        waits: dict[int, list[int]],
-        arrived: dict[int, list[int]],
     ) -> None:
         """Phase j of the blocks of `origin` in one direction: all that travel j hops or more go on by one."""
-        n, place = self.torus.shape[axis], self.places[origin][axis]
+        axis, n = self.axes[index], self.sizes[index]
+        place = self.places[origin][axis]
         far = [(place + step * hops, half) for hops, half in self._spread(n, place, axis, step) if hops >= phase]
         if not far:
             return
-        source, target = (
-            self._moved(origin, axis, step * (phase - 1)),
-            self._moved(origin, axis, step * phase),
-        )
-        read, write = [], []
+        source = self.torus.shifted(origin, axis, step * (phase - 1))
+        target = self.torus.shifted(origin, axis, step * phase)
+        lane = self.transit[0 if step > 0 else 1]
+        start = self.buffers[stage] if phase == 1 else lane
+        read, write, halves = [], [], 0
         for column, half in far:
-            to = (slice(None),) * number + (column % n,)
-            come = (slice(None),) * number + (place,)
-            lane = self.transit[0 if step > 0 else 1]
-            start = self.buffers[number] if phase == 1 else lane
-            end = self.buffers[number + 1][come] if column % n == self.places[target][axis] else lane[to]
-            read.append(start[to][..., half, :].ravel())
-            write.append(end[..., half, :].ravel())
+            ends = column % n == self.places[target][axis]
+            read.append(self._cells(start, index, column % n, part, half))
+            write.append(
+                self._cells(self.buffers[stage + 1] if ends else lane, index, place if ends else column % n, part, half)
+            )
+            halves += half.stop - half.start
         before = last.get((origin, step))
-        after = tuple(waits[source]) if before is None else (before,)
         last[origin, step] = len(self.plan.messages)
-        arrived[target].append(len(self.plan.messages))
         cells: Region = (np.concatenate(read),)
-        size = self.element * sum(part.size for part in read)
+        size = self.piece * (halves * self.group // n)
         link = self.torus.link(source, axis, step)
-        message = Message(source, target, (link,), cells, (np.concatenate(write),), size, after, stage=number)
+        after = () if before is None else (before,)
+        message = Message(source, target, (link,), cells, (np.concatenate(write),), size, after, stage=stage)
         self.plan.messages.append(message)
 
     def _spread(self, n: int, place: int, axis: int, step: int) -> list[tuple[int, slice]]:
@@ -165,11 +199,6 @@ class _Exchange:
         if n % 2 == 0:
             out.append((n // 2, slice(0, 1) if step > 0 else slice(1, 2)))
         return out
-
-    def _moved(self, node: int, axis: int, by: int) -> int:
-        place = list(self.places[node])
-        place[axis] = (place[axis] + by) % self.torus.shape[axis]
-        return self.torus.node(place)
 
     def routed(self) -> None:
         """Every pair by itself, farthest first."""
@@ -192,8 +221,8 @@ class _Exchange:
             )
             ways = [(forth, slice(0, 2))] if forth == back else [(forth, slice(0, 1)), (back, slice(1, 2))]
             for way, half in ways:
-                read, write = self.buffers[0][there][half].ravel(), self.buffers[-1][here][half].ravel()
-                size = self.element * read.size if way else Fraction(0)
+                read, write = self.buffers[0][there][0, half].ravel(), self.buffers[-1][here][0, half].ravel()
+                size = self.piece * (half.stop - half.start) if way else Fraction(0)
                 self.plan.messages.append(Message(source, target, way, (read,), (write,), size))
 
 
@@ -222,6 +251,8 @@ def permute(
     """
     arrays = check_data(torus, data)
     whole("chunks", chunks, low=1)
+    if not callable(target):
+        raise HardwareError(f"target must be a function of a node's number, not {target!r}")
     targets = {node: aim for node in range(torus.nodes) if (aim := target(node)) is not None}
     for node, aim in targets.items():
         if whole(f"target of node {node}", aim) >= torus.nodes:
@@ -264,17 +295,17 @@ def broadcast(
       >>> spread.results[0].tolist()
       [5, 6]
     """
+    check_torus(torus)
     data = check_data(Torus((1,)), [data])[0]
     torus.coordinates(root)
+    one_of("broadcast algorithm", algorithm, ("tree", "halves"))
     whole("chunks", chunks, low=1)
     if algorithm == "tree":
         trees = [_tree(torus, root, step=None)]
-    elif algorithm == "halves":
+    else:
         if not all(wrap or n == 1 for n, wrap in zip(torus.shape, torus.wrap, strict=True)):
             raise HardwareError(f"broadcast by halves goes round rings; {torus.shape} wraps only {torus.wrap}")
         trees = [_tree(torus, root, step=1), _tree(torus, root, step=-1)]
-    else:
-        raise HardwareError(f"unknown broadcast algorithm {algorithm!r}; use tree or halves")
     memory = [np.zeros(data.size, data.dtype) for _ in range(torus.nodes)]
     memory[root][...] = data.reshape(-1)
     plan, element = Plan(memory), wire_bytes(data, element_bytes)
@@ -310,10 +341,3 @@ def _tree(torus: Torus, root: int, step: int | None) -> list[tuple[int, int, int
                     reached.append(there)
                     here = there
     return edges
-
-
-def wire_bytes(array: Array, element_bytes: float | None) -> Fraction:
-    """Bytes of one element on the wire."""
-    if element_bytes is None:
-        return Fraction(array.itemsize)
-    return Fraction(amount("element_bytes", element_bytes))

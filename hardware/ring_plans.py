@@ -5,7 +5,8 @@ alone or with others that share the links. Closed forms of the same algorithms: 
 
 A node's memory is [sizes of the group's axes ..., parts, 2 halves, elements]: the block of every node of
 its group, each block cut in parts (which take the axes in rotated orders) and halves (for the two ways round
-a ring). Blocks that do not divide are padded with zeros, and the padding travels.
+a ring). Blocks that do not divide are padded with zeros in memory; on the wire every piece is charged its
+equal share of the bytes without padding.
 
 A reduce_scatter is an all_gather backwards in time: where that sends block o from x to y, this one sends
 the partial sum of block o from y to x, later hops first.
@@ -24,16 +25,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hardware.checks import amount
+from hardware.checks import amount, one_of, wholes
 from hardware.collectives import ALGORITHMS, Algorithm, count_parts
 from hardware.errors import HardwareError
 from hardware.events import Links, Message, Plan, Region, Traffic, simulate
+from hardware.numerics import COMBINE
 from hardware.torus import Torus
 
 Array = NDArray[Any]
 Arrivals = dict[int, tuple[int, ...]]
-
-COMBINE: dict[str, Callable[[Array, Array], Array]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 @dataclass
@@ -66,6 +66,8 @@ def run_together(links: Links, collectives: Sequence[Collective]) -> Traffic:
       >>> both.seconds / alone.seconds
       2.0
     """
+    if not isinstance(collectives, (list, tuple)) or not all(isinstance(c, Collective) for c in collectives):
+        raise HardwareError(f"run_together needs a list of collectives, not {collectives!r}")
     tori = {collective.torus for collective in collectives}
     if len(tori) != 1:
         raise HardwareError(f"run_together needs collectives on one torus, not on {len(tori)}")
@@ -176,9 +178,7 @@ def all_reduce(
 
 
 def _combine(op: str) -> Callable[[Array, Array], Array]:
-    if op not in COMBINE:
-        raise HardwareError(f"unknown reduction {op!r}; use one of {', '.join(COMBINE)}")
-    return COMBINE[op]
+    return COMBINE[one_of("reduction", op, COMBINE)]
 
 
 class _Builder:
@@ -198,14 +198,14 @@ class _Builder:
         self.torus, self.algorithm = torus, algorithm
         arrays = check_data(torus, data)
         self.axes = check_axes(torus, axes)
-        if algorithm not in ALGORITHMS:
-            raise HardwareError(f"unknown ring algorithm {algorithm!r}; use one of {', '.join(ALGORITHMS)}")
+        one_of("ring algorithm", algorithm, ALGORITHMS)
         self.sizes = tuple(torus.shape[axis] for axis in self.axes)
         self.group = math.prod(self.sizes)
         self.parts = count_parts(parts, len(self.axes))
         self.block = -(-arrays[0].size // (blocks or self.group))  # elements of a block
         self.unit = max(1, -(-self.block // (2 * self.parts)))
-        self.element = Fraction(arrays[0].itemsize if element_bytes is None else amount("element_bytes", element_bytes))
+        pieces = (blocks or self.group) * 2 * self.parts
+        self.piece = wire_bytes(arrays[0], element_bytes) * Fraction(arrays[0].size, pieces)
         shape = (*self.sizes, self.parts, 2, self.unit)
         self.memory = [np.zeros(shape, arrays[0].dtype) for _ in range(torus.nodes)]
         self.plan = Plan(self.memory, barrier=barrier)
@@ -231,24 +231,24 @@ class _Builder:
 
     def gather(self, after: dict[int, Arrivals], first_stage: int) -> None:
         """All parts, stage by stage; where a scatter went before, its axes in reverse."""
-        count = len(self.axes)
-        for stage in range(count):
-            for part in range(self.parts):
-                order = [self.axes[(part + j) % count] for j in range(count)]
-                if first_stage:
-                    order.reverse()
-                done = set(order[:stage])
-                arrivals = after.get(part, {})
-                after[part] = self._ring_stage(part, order[stage], done, arrivals, first_stage + stage, None)
+        self._stages(after, first_stage, None, backwards=first_stage > 0)
 
     def scatter(self, combine: Callable[[Array, Array], Array], after: dict[int, Arrivals]) -> dict[int, Arrivals]:
+        return self._stages(after, 0, combine, backwards=False)
+
+    def _stages(
+        self, after: dict[int, Arrivals], first: int, combine: Callable[[Array, Array], Array] | None, backwards: bool
+    ) -> dict[int, Arrivals]:
+        """Every part along its own rotation of the axes; the axes still (or already) held whole are free."""
         count = len(self.axes)
         for stage in range(count):
             for part in range(self.parts):
                 order = [self.axes[(part + j) % count] for j in range(count)]
-                free = set(order[stage + 1 :])
+                if backwards:
+                    order.reverse()
+                free = set(order[:stage] if combine is None else order[stage + 1 :])
                 arrivals = after.get(part, {})
-                after[part] = self._ring_stage(part, order[stage], free, arrivals, stage, combine)
+                after[part] = self._ring_stage(part, order[stage], free, arrivals, first + stage, combine)
         return after
 
     def _ring_stage(
@@ -270,7 +270,7 @@ class _Builder:
             for hop, half in count
         ]
         for hop, step, origin, half in sorted(hops, key=lambda h: (-h[0] if combine else h[0], h[2], -h[1])):
-            near, far = self._moved(origin, axis, step * hop), self._moved(origin, axis, step * (hop + 1))
+            near, far = self.torus.shifted(origin, axis, step * hop), self.torus.shifted(origin, axis, step * (hop + 1))
             region = self._region(part, axis, free, origin, half)
             source, target = (near, far) if combine is None else (far, near)
             link = self.torus.link(source, axis, step if combine is None else -step)
@@ -303,11 +303,6 @@ class _Builder:
             back.append((n // 2 - 1, 1))
         return [(1, forth), (-1, back)]
 
-    def _moved(self, node: int, axis: int, by: int) -> int:
-        place = list(self.places[node])
-        place[axis] = (place[axis] + by) % self.torus.shape[axis]
-        return self.torus.node(place)
-
     def _region(self, part: int, axis: int, free: set[int], origin: int, half: int | None) -> Region:
         place = self.places[origin]
         blocks = tuple(slice(None) if a in free else place[a] for a in self.axes)
@@ -315,12 +310,21 @@ class _Builder:
 
     def _bytes(self, free: set[int], half: int | None) -> Fraction:
         blocks = math.prod(self.torus.shape[axis] for axis in free)
-        return self.element * (blocks * self.unit * (2 if half is None else 1))
+        return self.piece * (blocks * (2 if half is None else 1))
+
+
+def wire_bytes(array: Array, element_bytes: float | None) -> Fraction:
+    """Bytes of one element on the wire: as given, or its own."""
+    return Fraction(array.itemsize if element_bytes is None else amount("element_bytes", element_bytes))
 
 
 def check_data(torus: Torus, data: Sequence[Array]) -> list[Array]:
     """One array per node, all of one shape and dtype, at least one element."""
-    arrays = [np.asarray(array) for array in data]
+    check_torus(torus)
+    try:
+        arrays = [np.asarray(array) for array in data]
+    except (TypeError, ValueError) as fault:
+        raise HardwareError(f"data must be one array per node: {fault}") from None
     if len(arrays) != torus.nodes:
         raise HardwareError(f"need one array per node: {torus.nodes} for shape {torus.shape}, not {len(arrays)}")
     kinds = {(array.shape, str(array.dtype)) for array in arrays}
@@ -332,9 +336,15 @@ def check_data(torus: Torus, data: Sequence[Array]) -> list[Array]:
     return arrays
 
 
+def check_torus(torus: object) -> None:
+    """Refuse anything but a `Torus`."""
+    if not isinstance(torus, Torus):
+        raise HardwareError(f"messages travel over a Torus(shape, wrap), not {torus!r}")
+
+
 def check_axes(torus: Torus, axes: Sequence[int] | None) -> tuple[int, ...]:
     """The axes of a group: all, or some of them without repetition."""
-    chosen = tuple(range(torus.rank)) if axes is None else tuple(axes)
+    chosen = tuple(range(torus.rank)) if axes is None else wholes("axes", axes)
     if not chosen or len(set(chosen)) != len(chosen) or any(axis not in range(torus.rank) for axis in chosen):
         raise HardwareError(f"axes {chosen} are not distinct axes of shape {torus.shape} (0 .. {torus.rank - 1})")
     return tuple(sorted(chosen))

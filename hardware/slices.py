@@ -8,8 +8,9 @@ Which shapes exist:
 * 2-D kinds (v2, v3, v5e, v6e): both sides powers of two, one at most twice the other (v5e-2 and such
   do not exist), up to the pod. An axis wraps only where it has the full pod length (16, or 32 on v3).
 * 3-D kinds (v4, v5p, v7): 2x2x1, 2x2x2, 2x2x4, 2x4x4 without wrap, or sides that are multiples of 4, every
-  axis wrapped, up to the chips of a pod (optical switches join cubes freely). A number alone means the
-  most compact such shape.
+  axis wrapped, within the pod (v4 16x16x16, v5p 16x20x28, v7 16x24x24) in some order of its axes. A number
+  alone means the most compact such shape. On v5p everything up to the whole pod of 8960 chips is a slice here
+  (v5p-17920); what is offered for rent ends at 6144 (v5p-12288).
 * A chip of your own, or a published one with another `pod_shape`, follows the rule of its `wrap_cube`;
   otherwise any shape within its pod is legal, and numbers alone mean powers of two. So a multipod of
   2020 is `Slice("v3-128x32", replace(CHIPS["v3"], pod_shape=(128, 32), max_slice_chips=4096))`.
@@ -23,12 +24,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 
-from hardware.chips import CHIPS, Chip, get_chip
+from hardware.chips import CHIPS, Chip, as_chip, get_chip, true_name
 from hardware.errors import HardwareError
 
-_NAME = re.compile(r"(?:(\d+)\s*[*x]\s*)?([a-z][a-z0-9_]*)-(\d+(?:x\d+)*)")
+_NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z][a-z0-9_]*)-([0-9]{1,9}(?:x[0-9]{1,9})*)", re.ASCII)
 _NOT_OFFERED = {"v5e": (2,), "v6e": (2,)}  # no 1x2: machines have 1, 4 or 8 chips
 _CUBE_PARTS = ((1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
@@ -39,9 +40,10 @@ class Slice:
 
     Args:
       name: "v3-8" (a number of cores or chips, as the kind counts), "v4-4x4x8" (the shape in chips),
-        "2*v5e-256" (two slices joined by DCN). Case does not matter.
-      chip: the chip to use instead of the published one; its own name need not occur in `name`.
-    Raises: HardwareError with the nearest legal names for a name that is no slice.
+        "2*v5e-256" (two slices joined by DCN). Case and blanks around it do not matter and are not kept.
+      chip: the chip to use instead of the published one; `name` begins with its name.
+    Two slices are equal if they are the same chips in the same shape, whatever their names.
+    Raises: HardwareError with the nearest legal names for a name that is no slice, or another chip's.
     Example:
       >>> print(Slice("v3-32"))
       v3-32: 16 chips (4x4, no wrap), 32 cores, 32 devices, 4 hosts
@@ -51,7 +53,7 @@ class Slice:
     Source: module docstring.
     """
 
-    name: str
+    name: str = field(compare=False)
     chip: Chip = None  # type: ignore[assignment]  # the published one is filled in when made
     slices: int = field(init=False)
     torus_shape: tuple[int, ...] = field(init=False)
@@ -64,6 +66,11 @@ class Slice:
             object.__setattr__(self, "chip", get_chip(kind))
         elif not isinstance(given, Chip):
             raise HardwareError(f"slice {self.name!r}: chip must be a Chip, not {given!r}")
+        elif true_name(kind) != given.name.lower():
+            raise HardwareError(
+                f"slice {self.name!r} is one of {kind!r}, the chip given is {given.name!r}; write {given.name}-{size}"
+            )
+        object.__setattr__(self, "name", self.name.strip().lower())
         shape = _resolve_shape(self.chip, self.name, size)
         object.__setattr__(self, "slices", count)
         object.__setattr__(self, "torus_shape", shape)
@@ -142,6 +149,17 @@ class Slice:
         )
 
 
+def as_slice(given: Slice | str) -> Slice:
+    """The slice, or the one of that name.
+
+    Raises: HardwareError as `Slice`.
+    Example:
+      >>> as_slice("v3-8") == as_slice(Slice("v3-8"))
+      True
+    """
+    return given if isinstance(given, Slice) else Slice(given)
+
+
 def wrap_of(chip: Chip, shape: tuple[int, ...]) -> tuple[bool, ...]:
     """Which axes of a slice of `shape` have wrap-around links.
 
@@ -165,7 +183,7 @@ def legal_slices(kind: str | Chip) -> tuple[str, ...]:
       >>> legal_slices("v3")
       ('v3-8', 'v3-16', 'v3-32', 'v3-64', 'v3-128', 'v3-256', 'v3-512', 'v3-1024', 'v3-2048')
     """
-    chip = kind if isinstance(kind, Chip) else get_chip(kind)
+    chip = as_chip(kind)
     per = chip.cores_per_chip if chip.name_counts == "cores" else 1
     return tuple(f"{chip.name}-{chips * per}" for chips in sorted(_shapes(chip)))
 
@@ -213,7 +231,7 @@ def _is_legal(chip: Chip, shape: tuple[int, ...]) -> bool:
     ordered = tuple(sorted(shape))
     if chip.wrap_cube is not None:
         if all(side % chip.wrap_cube == 0 for side in shape):
-            return True
+            return _within(shape, chip.pod_shape)
         return chip.wrap_cube == 4 and len(shape) == 3 and ordered in _CUBE_PARTS
     published = CHIPS.get(chip.name)
     if published is None or published.pod_shape != chip.pod_shape:
@@ -221,7 +239,7 @@ def _is_legal(chip: Chip, shape: tuple[int, ...]) -> bool:
     return ordered in {tuple(sorted(legal)) for legal in _shapes(chip).values()}
 
 
-@cache
+@lru_cache(maxsize=64)
 def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
     """Chips -> the shape that a number alone means."""
     if chip.wrap_cube is not None and len(chip.pod_shape) == 3:

@@ -12,16 +12,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 
 from hardware.checks import wholes
+from hardware.collectives import Axis
 from hardware.errors import HardwareError
 
-Axis = tuple[int, bool]
 Path = tuple[tuple[int, ...], ...]
 
 
-@cache
 def snakes(axes: tuple[Axis, ...]) -> Path | None:
     """A ring through all nodes of a box in which all neighbours are one hop apart, or None.
 
@@ -38,6 +37,27 @@ def snakes(axes: tuple[Axis, ...]) -> Path | None:
         if hop_length(path[-1], path[0], axes) <= 1:
             return path
     return None
+
+
+@lru_cache(maxsize=1024)
+def closes(axes: tuple[Axis, ...]) -> bool:
+    """Whether `snakes` finds a ring, told from the ends of the paths alone.
+
+    Example:
+      >>> closes(((16, False), (20, False), (28, False))), closes(((3, False), (3, False)))
+      (True, False)
+    """
+    for order in itertools.permutations(axes):
+        sizes = [n for n, _ in order]
+        if sizes[0] > 1 and sizes[-1] > 2 and math.prod(sizes[:-1]) % 2 == 0:
+            return True  # a column for the way back
+        last, whole = [], True  # the end of a snake; an even axis turns all within it round, to their beginning
+        for n in sizes:
+            last.append(n - 1 if whole else 0)
+            whole = whole and n % 2 == 1
+        if hop_length(last, [0] * len(last), order) <= 1:
+            return True
+    return False
 
 
 def snake_orders(sizes: Sequence[int]) -> Iterator[Path]:

@@ -142,7 +142,10 @@ def _set_up(mxu: MXU, weights: Array, x: Array, mode: Mode, rate: float | Fracti
 
 
 def _operands(x: Array, weights: Array) -> tuple[Array, Array]:
-    x, weights = np.asarray(x), np.asarray(weights)
+    try:
+        x, weights = np.asarray(x), np.asarray(weights)
+    except (TypeError, ValueError) as fault:  # rows of unequal lengths
+        raise HardwareError(f"MXU: x and weights must be arrays: {fault}") from None
     shapes = f"x {x.shape}, weights {weights.shape}"
     if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[0] or 0 in (*x.shape, *weights.shape):
         raise HardwareError(f"MXU: need x [M, K] and weights [K, N] with one K, all >= 1; got {shapes}")
@@ -255,6 +258,10 @@ class _Array:
         # ones[i] is all ones for i <= rows + columns: a sliding view of it is the mask r + c <= since
         self.ones = np.zeros(3 * (mxu.rows + mxu.columns) + 3, self.bits)
         self.ones[: mxu.rows + mxu.columns + 1] = ~self.bits.type(0)
+        if not self.steady:
+            place, moved = np.arange(mxu.rows + 1), np.arange(-1, mxu.rows)[:, None]
+            self.below = np.where((place >= 1) & (place <= moved), ~self.bits.type(0), self.bits.type(0))
+            self.moves = np.zeros(shape, self.bits)
         self.swapping = self.loading = 0  # first tiles whose wave has not left the array
 
     def step(self, t: int) -> tuple[Array, Ints]:
@@ -330,12 +337,21 @@ class _Array:
 
     def _shift_skewed(self, tile: Array, since: int) -> None:
         """As `_shift_steady` where rows of weights arrive more slowly than one per cycle."""
-        low, high = max(0, since - len(self.shift_of) + 1), min(self.columns, since + 1)
-        for column in range(low, high):
-            shift = int(self.shift_of[since - column])
-            if shift >= 0:
-                self.shadow[column, 1 : shift + 1] = self.shadow[column, :shift].copy()
-                self.shadow[column, 0] = tile[column, self.rows - 1 - shift]
+        rows, low, high = self.rows, max(0, since - len(self.shift_of) + 1), min(self.columns, since + 1)
+        newest_first = self.shift_of[since - high + 1 : since - low + 1]
+        shift = newest_first[::-1]  # of columns low .. high - 1; -1: none in this cycle
+        active = np.flatnonzero(shift >= 0)
+        if not active.size:
+            return
+        # The k-th shift moves elements 0 .. k: a row of `below` masks them, row 0 nothing.
+        begin, end = low * (rows + 1), high * (rows + 1)
+        flat, changed = self.shadow_bits[begin:end], self.scratch[: end - begin]
+        np.bitwise_xor(flat[1:], flat[:-1], out=changed[1:])
+        box = changed.reshape(high - low, rows + 1)
+        np.bitwise_and(box, np.take(self.below, shift + 1, axis=0, out=self.moves[: high - low], mode="clip"), out=box)
+        np.bitwise_xor(flat, changed, out=flat)
+        columns = active + low
+        self.shadow[columns, 0] = tile[columns, rows - 1 - shift[active]]
 
     def state(self, t: int, m: int) -> State:
         view = slice(self.window, self.window + self.columns)

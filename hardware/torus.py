@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from hardware.checks import whole, wholes
 from hardware.errors import HardwareError
@@ -91,6 +92,9 @@ class Torus:
 
     def neighbour(self, node: int, axis: int, step: int) -> int | None:
         """The next node along `axis` in direction `step` (+1 or -1); None where the mesh ends."""
+        given: object = step
+        if not isinstance(given, Integral) or given not in (1, -1):
+            raise HardwareError(f"step must be 1 or -1, not {step!r}")
         place = list(self.coordinates(node))
         size = self.shape[self._axis(axis)]
         moved = place[axis] + step
@@ -99,10 +103,14 @@ class Torus:
         place[axis] = moved % size
         return self.node(place)
 
+    def shifted(self, node: int, axis: int, by: int) -> int:
+        """The node `by` positions further along `axis`, counted round its end (wrapped or not)."""
+        stride = math.prod(self.shape[self._axis(axis) + 1 :])
+        place = node // stride % self.shape[axis]
+        return node + ((place + by) % self.shape[axis] - place) * stride
+
     def link(self, node: int, axis: int, step: int) -> int:
         """Number of the link that leaves `node` along `axis` in direction `step`."""
-        if step not in (1, -1):
-            raise HardwareError(f"step must be 1 or -1, not {step!r}")
         if self.neighbour(node, axis, step) is None:
             raise HardwareError(
                 f"no link leaves node {node} {self.coordinates(node)} along axis {axis} by {step:+d}: "

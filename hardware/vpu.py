@@ -7,9 +7,10 @@ Source: jax-ml/scaling-book tpus.md; `hardware.chip_figures`.
 
 from __future__ import annotations
 
-from hardware.checks import amount
+from hardware.checks import amount, one_of
 from hardware.chips import Chip
-from hardware.errors import HardwareError
+
+VPU_DTYPES = ("float32", "bfloat16")
 
 
 def vpu_rate(chip: Chip, dtype: str = "float32") -> float:
@@ -24,8 +25,7 @@ def vpu_rate(chip: Chip, dtype: str = "float32") -> float:
       >>> vpu_rate(CHIPS["v5p"]) / 1e12  # two cores x 8 x 128 x 4 x 1.75 GHz
       14.336
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise HardwareError(f"the vector unit works in float32 or bfloat16, not {dtype!r}")
+    one_of("dtype of the vector unit", dtype, VPU_DTYPES)
     per_cycle = chip.vpu_sublanes * chip.vpu_lanes * chip.vpu_alus_per_lane * chip.cores_per_device
     return chip.clock_hz * per_cycle * (2 if dtype == "bfloat16" and chip.vpu_bf16 else 1)
 

@@ -146,6 +146,12 @@ def test_every_legal_name_is_a_slice_and_its_shape_too(kind):
         ("v5p-20000", "v5p-17920"),
         ("v9-8", "unknown chip 'v9'; known chips are v1, v2"),
         ("v5e-0x4", "is no slice of v5e"),
+        ("v4-4x4x256", "is no slice of v4; the nearest are"),
+        ("v5p-4x4x32", "is no slice of v5p; the nearest are"),
+        ("v7-4x4x28", "is no slice of v7; the nearest are"),
+        ("v3-٨", "is no slice name"),
+        ("٢*v5e-256", "is no slice name"),
+        ("v3-" + 5000 * "9", "is no slice name"),
         ("0*v5e-4", "at least 1, not 0"),
         ("v5e--4", "is no slice name"),
         ("", "is no slice name"),
@@ -157,6 +163,31 @@ def test_illegal_names(name, part):
     with pytest.raises(HardwareError) as fault:
         Slice(name)
     assert part in str(fault.value)
+
+
+def test_a_slice_is_what_it_is_whatever_it_is_called():
+    assert Slice(" V3-8 ") == Slice("v3-8")
+    assert str(Slice(" V3-8 ")) == str(Slice("v3-8"))
+    assert Slice("v5e-256") == Slice("v5e-16x16") == Slice("v5litepod-256")
+    assert hash(Slice("v5e-256")) == hash(Slice("v5e-16x16"))
+    assert Slice("v5e-256") not in (Slice("v5e-128"), Slice("2*v5e-256"), Slice("v6e-256"))
+    assert Slice("v5e-8x16") != Slice("v5e-16x8")
+
+
+def test_the_whole_v5p_pod():
+    """16x20x28 is the pod (jax-ml/scaling-book tpus.md); 6144 chips are the most that are offered."""
+    pod = Slice("v5p-16x20x28")
+    assert (pod.chips, pod.wrap, pod) == (8960, (True,) * 3, Slice("v5p-17920"))
+    assert Slice("v5p-28x16x20").chips == 8960
+    assert "6144" in pod.chip.source("max_slice_chips")
+
+
+def test_a_chip_of_another_kind_is_refused():
+    mine = dataclasses.replace(CHIPS["v5e"], name="Mine")
+    assert Slice("mine-16", mine).chip is mine
+    assert Slice("v5litepod-16", CHIPS["v5e"]) == Slice("v5e-16")
+    with pytest.raises(HardwareError, match="is one of 'v9', the chip given is 'Mine'; write Mine-16"):
+        Slice("v9-16", mine)
 
 
 @given(st.sampled_from(sorted(CHIPS)), st.integers(-5, 20000))
@@ -260,6 +291,14 @@ def test_bad_tables_and_lookups():
         chip_from_table({"name": "x", "base": "v4", "hbm_byte": 3})
     with pytest.raises(HardwareError, match="missing ici_bytes_per_second, name; give them"):
         chip_from_table({k: v for k, v in OWN.items() if k not in ("name", "ici_bytes_per_second")})
+    with pytest.raises(HardwareError, match="missing name; give"):
+        chip_from_table({"base": "v4", "mxus_per_core": 8})
+    with pytest.raises(HardwareError, match="sources name no figure 'hbm_byte'; did you mean hbm_bytes"):
+        chip_from_table({"name": "x", "base": "v4", "sources": {"hbm_byte": "a guess"}})
+    with pytest.raises(HardwareError, match="vpu_bf16 must be true or false, not 'no'"):
+        chip_from_table({"name": "x", "base": "v4", "vpu_bf16": "no"})
+    with pytest.raises(HardwareError, match="a table of figure -> value, not None"):
+        chip_from_table(None)
     with pytest.raises(HardwareError, match="sources must be a table"):
         chip_from_table({**OWN, "sources": 3})
     with pytest.raises(HardwareError, match="unknown chip 'v8'"):

@@ -1,5 +1,6 @@
 """Collectives: closed forms, events and reference times agree; every node ends with the right data."""
 
+import math
 import re
 
 import numpy as np
@@ -15,6 +16,7 @@ from hardware.torus import Torus
 from tests.hardware import reference
 
 CASES = reference.load("torus_cases.json")
+SOME_CASES = reference.held("torus_some_cases.json")["cases"]
 LINKS = Links(45e9, 1e-6)
 
 
@@ -65,8 +67,10 @@ def point_case(torus, case):
         collective = point_plans.all_to_all(torus, data, algorithm=kind, element_bytes=size / (2 * nodes))
         traffic = collective.run(LINKS)
         want = [np.array([data[source][node] for source in range(nodes)]) for node in range(nodes)]
-        form = collectives.all_to_all_seconds if kind == "phased" else collectives.all_to_all_bound_seconds
-        seconds = form(size, axes_of(torus), LINKS)
+        if kind == "phased":
+            seconds = collectives.all_to_all_seconds(size, axes_of(torus), LINKS, "phased")
+        else:
+            seconds = collectives.all_to_all_bound_seconds(size, axes_of(torus), LINKS)
     elif case["op"] == "permute":
         target = permutation(torus, algo)
         data = [np.arange(8) + 10 * node for node in range(nodes)]
@@ -97,8 +101,17 @@ def permutation(torus, algo):
 
 @pytest.mark.parametrize("index", range(75))
 def test_reference_case(index):
-    """Times, per-link bytes and message counts of torus_cases.json."""
-    case = reference.need(CASES, "torus_cases.json")["cases"][index]
+    """Times, per-link bytes and message counts of all of torus_cases.json."""
+    check_case(reference.need(CASES, "torus_cases.json")["cases"][index])
+
+
+@pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: f"{case['number']}-{case['op']}")
+def test_reference_case_held_here(case):
+    """The same for those that every checkout holds."""
+    check_case(case)
+
+
+def check_case(case):
     torus = Torus(tuple(case["dims"]), case["wrap"])
     assert (case["B_bytes_per_s"], case["L_s"]) == (LINKS.bytes_per_second, LINKS.hop_seconds)
     if case["op"] in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -119,25 +132,6 @@ def test_reference_case(index):
     carried = {torus.describe_link(link): size for link, size in traffic.link_bytes.items()}
     for link, size in case.get("link_bytes", {}).items():
         assert carried.get(link, 0) == size, link
-
-
-# From torus_cases.json, by value: op, shape, wrap, bytes, algorithm, parts, barrier, seconds.
-SOME_CASES = [
-    ("all_gather", (8,), True, 67108864, "shortest", 1, True, 0.0006564472888888889),
-    ("reduce_scatter", (5,), True, 860160, "halves", 1, True, 1.1645866666666666e-05),
-    ("all_reduce", (4, 4), True, 98304, "halves", 2, True, 1.3024e-05),
-    ("all_reduce", (4, 4), False, 100663296, "shortest", 2, True, 0.002109152),
-    ("reduce_scatter", (8, 4), True, 100663296, "halves", 1, True, 0.0010935285333333333),
-    ("all_gather", (4, 4, 4), True, 100663296, "shortest", 3, False, 0.0003730016),
-]
-
-
-@pytest.mark.parametrize("case", SOME_CASES)
-def test_some_reference_cases_by_value(case):
-    op, shape, wrap, size, algorithm, parts, barrier, want = case
-    traffic, seconds = ring_case(Torus(shape, wrap), op, size, algorithm, parts, barrier)
-    assert traffic.seconds == pytest.approx(want, rel=1e-9)
-    assert seconds == pytest.approx(want, rel=1e-9)
 
 
 small_tori = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3).map(
@@ -170,13 +164,16 @@ def test_without_barriers_data_is_right_and_time_at_least_the_busiest_link(torus
 
 
 @settings(max_examples=40, deadline=None)
-@given(small_tori, st.integers(1, 10**6))
-def test_phased_all_to_all_equals_its_closed_form(torus, size):
+@given(small_tori, st.sampled_from([1, 4321, 10**5, 10**6, 10**8]), st.sampled_from(collectives.EXCHANGES))
+def test_all_to_all_equals_its_closed_form(torus, size, algorithm):
     nodes = torus.nodes
     data = [np.arange(nodes * 2).reshape(nodes, 2) + 1000 * node for node in range(nodes)]
-    exchange = point_plans.all_to_all(torus, data, element_bytes=size / (2 * nodes))
+    exchange = point_plans.all_to_all(torus, data, algorithm=algorithm, element_bytes=size / (2 * nodes))
     traffic = exchange.run(LINKS)
-    assert traffic.seconds == pytest.approx(collectives.all_to_all_seconds(size, axes_of(torus), LINKS), rel=1e-9)
+    want = collectives.all_to_all_seconds(size, axes_of(torus), LINKS, algorithm)
+    assert traffic.seconds == pytest.approx(want, rel=1e-9)
+    hops = sum(math.ceil(n / 2) if wrap else n - 1 for n, wrap in axes_of(torus))
+    assert traffic.total_link_bytes <= size * torus.nodes * hops
     bound = collectives.all_to_all_bound_seconds(size, axes_of(torus), LINKS)
     assert traffic.seconds >= bound * (1 - 1e-12)
     for node, result in enumerate(exchange.results):
@@ -190,7 +187,7 @@ def test_all_to_all_over_some_axes(torus, data):
     members = groups(torus, axes)
     size = len(members[0])
     rows = [np.arange(size * 3).reshape(size, 3) + 100 * node for node in range(torus.nodes)]
-    for algorithm in ("phased", "routed"):
+    for algorithm in ("rotated", "phased", "routed"):
         exchange = point_plans.all_to_all(torus, rows, axes, algorithm)
         exchange.run(LINKS)
         for node, result in enumerate(exchange.results):
@@ -232,6 +229,39 @@ def test_routed_all_to_all_splits_ties_evenly():
     assert traffic.messages == 24
     assert set(traffic.link_bytes.values()) == {32768}
     assert len(traffic.link_bytes) == 8
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 13])
+def test_all_to_all_on_a_line_keeps_its_middle_link_busy(n):
+    """floor(n/2) ceil(n/2) blocks cross the middle, and the way there and back is all that comes on top."""
+    data = [np.arange(n) for _ in range(n)]
+    traffic = point_plans.all_to_all(Torus((n,), False), data, element_bytes=45e3).run(Links(45e9, 1e-9))
+    assert traffic.max_link_bytes == n // 2 * ((n + 1) // 2) * 45e3
+    assert traffic.seconds == pytest.approx(n * n // 4 * 1e-6 + -(-n // 2) * 1e-9, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6, 9])
+@pytest.mark.parametrize("hop_seconds", [0, 1e-7, 1e-6, 3e-6, 1e-3])
+def test_all_to_all_on_a_line_from_short_hops_to_long(n, hop_seconds):
+    """Another link is the last to finish as hops grow; the closed form follows."""
+    links, data = Links(45e9, hop_seconds), [np.arange(n) for _ in range(n)]
+    traffic = point_plans.all_to_all(Torus((n,), False), data, element_bytes=45e3).run(links)
+    want = collectives.all_to_all_seconds(45e3 * n, [(n, False)], links)
+    assert traffic.seconds == pytest.approx(want, rel=1e-9)
+    assert want == pytest.approx(
+        max((k + 1) * (n - 1 - k) * 1e-6 + (n - 1 - k) * hop_seconds for k in range(n - 1)), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "wrap", "most"),
+    [((4, 4), False, 1.05), ((8, 4), False, 1.05), ((4, 4, 4), True, 1.15), ((16,), True, 1.05), ((3, 5), False, 1.1)],
+)
+def test_all_to_all_comes_near_its_bound(shape, wrap, most):
+    axes = [(n, wrap) for n in shape]
+    rotated, phased = (collectives.all_to_all_seconds(2**22, axes, LINKS, way) for way in collectives.EXCHANGES)
+    assert rotated <= most * collectives.all_to_all_bound_seconds(2**22, axes, LINKS)
+    assert rotated <= phased
 
 
 def test_equal_axes_formula():
@@ -280,6 +310,17 @@ def test_simulation_is_deterministic():
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (16, 16), (3, 5)])
+def test_padding_is_not_charged(shape):
+    """Two elements for every node are cut in four pieces of half an element: padded in memory only."""
+    torus = Torus(shape)
+    data = [np.ones(2 * torus.nodes, np.float32) for _ in range(torus.nodes)]
+    reduce = ring_plans.all_reduce(torus, data)
+    seconds = reduce.run(LINKS).seconds
+    assert seconds == pytest.approx(all_reduce_seconds(8 * torus.nodes, axes_of(torus), LINKS), rel=1e-9)
+    assert all((result == torus.nodes).all() for result in reduce.results)
+
+
 def test_sent_bytes():
     assert ring_sent_bytes("reduce_scatter", 800, 8) == 700
     assert ring_sent_bytes("broadcast", 800, 1) == 0
@@ -294,10 +335,16 @@ def test_sent_bytes():
         (lambda: all_gather_seconds(1, [4], LINKS), "an axis is (size, wrap), such as (16, True), not 4"),
         (lambda: all_gather_seconds(1, [(4, True)], LINKS, "both"), "use one of oneway, halves, shortest"),
         (lambda: all_gather_seconds(1, [(4, True)] * 3, LINKS, parts=2), "one per axis (3), not 2"),
+        (lambda: all_gather_seconds(1, None, LINKS), "axes are a list of (size, wrap), such as [(16, True)], not None"),
+        (lambda: all_gather_seconds(1, [(4, True)], None), "Links(bytes_per_second, hop_seconds), not None"),
+        (lambda: collectives.all_to_all_seconds(1, [(4, True)], LINKS, "routed"), "use one of rotated, phased"),
+        (lambda: collectives.ring_stage_seconds(-5, (4, True), LINKS), "bytes must be a finite number >= 0, not -5"),
+        (lambda: collectives.ring_stage_seconds(5, (0, True), LINKS), "axis size must be an integer >= 1, not 0"),
+        (lambda: collectives.ring_stage_seconds(5, (4, True), LINKS, "foo"), "unknown ring algorithm 'foo'"),
         (lambda: collectives.permute_seconds(1, -1, LINKS), "hops must be an integer >= 0"),
         (lambda: collectives.permute_seconds(1, 1, LINKS, 0), "chunks must be an integer >= 1, not 0"),
         (lambda: collectives.broadcast_seconds(1, [(4, False)], LINKS, "halves"), "do not all wrap"),
-        (lambda: collectives.broadcast_seconds(1, [(4, False)], LINKS, "ring"), "'ring'; use tree or halves"),
+        (lambda: collectives.broadcast_seconds(1, [(4, False)], LINKS, "ring"), "'ring'; use one of tree, halves"),
         (lambda: ring_sent_bytes("gather", 1, 4), "unknown collective 'gather'; use one of all_gather"),
         (
             lambda: ring_plans.all_gather(Torus((3,)), [np.ones(1)] * 2),
@@ -322,7 +369,7 @@ def test_sent_bytes():
         (lambda: point_plans.all_to_all(Torus((2,)), [np.ones(3)] * 2), "operands must be [2, ...]"),
         (
             lambda: point_plans.all_to_all(Torus((2,)), [np.ones(2)] * 2, algorithm="x"),
-            "use phased or routed",
+            "use one of rotated, phased, routed",
         ),
         (
             lambda: point_plans.permute(Torus((2,)), [np.ones(2)] * 2, lambda n: 0),
@@ -330,7 +377,7 @@ def test_sent_bytes():
         ),
         (lambda: point_plans.permute(Torus((2,)), [np.ones(2)] * 2, lambda n: n + 1), "target 2 of node 1"),
         (lambda: point_plans.broadcast(Torus((2,)), np.ones(2), root=2), "node 2 is not in"),
-        (lambda: point_plans.broadcast(Torus((2,)), np.ones(2), algorithm="x"), "use tree or halves"),
+        (lambda: point_plans.broadcast(Torus((2,)), np.ones(2), algorithm="x"), "use one of tree, halves"),
         (
             lambda: point_plans.broadcast(Torus((2,), False), np.ones(2), algorithm="halves"),
             "goes round rings",

@@ -12,8 +12,8 @@ from hardware.mxu import MODES, MXU
 from hardware.numerics import mxu_matmul
 from tests.hardware import reference
 
-CASES = reference.load("systolic_cases.json")
-STATES = reference.load("systolic_3x3_batch3.json")
+CASES = reference.held("systolic_cases.json")
+STATES = reference.held("systolic_3x3_batch3.json")
 
 
 def operands(m, k, n, seed=0, dtype=np.float32):
@@ -37,7 +37,7 @@ def check_run(mxu, m, k, n, mode, rate=1, seed=0):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_reference_case(mode):
-    cases = reference.need(CASES, "systolic_cases.json")["cases"]
+    cases = CASES["cases"]
     done = 0
     for case in cases:
         if mode in case:
@@ -48,23 +48,8 @@ def test_every_reference_case(mode):
     assert done >= 19
 
 
-# (R, C, M, K, N): serial, shadow, shadow_unskewed; from systolic_cases.json, a clocked reference of its own.
-SOME_CASES = {
-    (128, 128, 100, 784, 10): (3374, 1250, 2012), (16, 16, 12, 8, 20): (116, 74, 89),
-    (3, 3, 4, 4, 5): (44, 23, 26), (8, 4, 7, 9, 5): (100, 49, 58), (1, 1, 4, 4, 4): (80, 65, 65),
-    (4, 8, 7, 9, 5): (63, 35, 43),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SOME_CASES)
-def test_some_reference_cases_by_value(case):
-    rows, columns, m, k, n = case
-    got = tuple(check_run(MXU(rows, columns), m, k, n, mode) for mode in MODES[1:])
-    assert got == SOME_CASES[case]
-
-
 def test_three_by_three_register_by_register():
-    data = reference.need(STATES, "systolic_3x3_batch3.json")
+    data = STATES
     w, x = np.array(data["W"]).T, np.array(data["X"])
     run = MXU(3, 3).run(w, x, "noload", states=True)
     assert run.y.tolist() == data["Y"]
@@ -132,6 +117,17 @@ def oracle_states(mxu, w, x, mode, rate):
 def test_every_register_against_the_oracle(rows, columns, m, k, n, mode, rate):
     if mode == "noload":
         k, n = min(k, rows), min(n, columns)
+    check_registers(rows, columns, m, k, n, mode, rate)
+
+
+@pytest.mark.parametrize("mode", ["serial", "shadow", "shadow_unskewed"])
+@pytest.mark.parametrize("rate", [1, Fraction(1, 2), 0.7, 0.3])
+@pytest.mark.parametrize(("rows", "columns", "m"), [(4, 3, 2), (3, 5, 1), (5, 2, 7)])
+def test_every_register_while_tiles_follow_each_other(rows, columns, m, mode, rate):
+    check_registers(rows, columns, m, 2 * rows + 1, 2 * columns, mode, rate)
+
+
+def check_registers(rows, columns, m, k, n, mode, rate):
     mxu = MXU(rows, columns)
     x, w = operands(m, k, n, seed=k, dtype=np.float64)
     run = mxu.run(w, x, mode, rate, states=True)
@@ -163,6 +159,12 @@ def test_integers_are_exact(rows, columns, m, k, n):
 def test_long_stream_wraps_the_delay_line():
     check_run(MXU(4, 4), 3000, 4, 4, "noload")
     check_run(MXU(2, 3), 700, 9, 7, "shadow")
+
+
+def test_any_rate_above_zero_is_a_rate():
+    assert MXU(4, 4).load_cycles(1e-9) == 4 * 10**9
+    assert MXU(3, 3).load_cycles(0.3) == 10
+    assert MXU(4, 4).cycles(1, 1, 1, "serial", 1e-7) == 4 * 10**7 + 7
 
 
 def test_exposed_shift():
@@ -244,6 +246,7 @@ def test_utilisation():
         ),
         (lambda: MXU().cycles(1, 1, 1, "serial", float("nan")), "not nan"),
         (lambda: MXU().cycles(1, 1, 1, "serial", 1.5), "must be in (0, 1], not 1.5"),
+        (lambda: MXU().run([[1], [2, 3]], np.ones((1, 2))), "x and weights must be arrays"),
         (lambda: MXU().run(np.ones((3, 2)), np.ones((2, 2))), "got x (2, 2), weights (3, 2)"),
         (lambda: MXU().run(np.ones(3), np.ones((2, 3))), "got x (2, 3), weights (3,)"),
         (lambda: MXU().run(np.ones((0, 2)), np.ones((2, 0))), "all >= 1"),

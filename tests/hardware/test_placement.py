@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware import collectives
+from hardware import collectives, network, point_plans, ring_plans
 from hardware.errors import HardwareError
 from hardware.events import Links, Message, Plan, simulate
 from hardware.network import (
@@ -22,7 +22,7 @@ from hardware.network import (
 )
 from hardware.placement import CORES, DCN, Factor, Placement, placements
 from hardware.slices import Slice
-from hardware.snakes import hop_length, snake_orders, snakes
+from hardware.snakes import closes, hop_length, snake_orders, snakes
 from hardware.torus import Torus
 
 MESHES = [
@@ -127,6 +127,24 @@ def test_snakes_visit_every_node_hop_by_hop(sizes):
         assert ring is None  # an odd grid is bipartite with unequal halves
 
 
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3).map(tuple))
+def test_a_snake_closes_if_one_is_found(axes):
+    assert closes(axes) == (snakes(axes) is not None)
+
+
+@pytest.mark.parametrize("name", ["v5e-8x16", "v5e-16", "v5p-128", "v4-32", "v5e-256"])
+def test_all_to_all_is_priced_as_its_closed_form(name):
+    slice_ = Slice(name)
+    placement = next(placements(slice_, {"x": slice_.devices}))
+    axes = list(zip(slice_.torus_shape, slice_.wrap, strict=True))
+    cost = collective_cost(placement, "all_to_all", ["x"], 1e8)
+    assert cost.algorithm == "rotated"
+    assert cost.seconds == pytest.approx(collectives.all_to_all_seconds(1e8, axes, ici_links(slice_)))
+    assert cost.seconds <= 1.15 * collectives.all_to_all_bound_seconds(1e8, axes, ici_links(slice_))
+    small = collective_cost(placement, "all_to_all", ["x"], 1)  # few bytes: each axis once, not once for every part
+    assert small.seconds <= collectives.all_to_all_seconds(1, axes, ici_links(slice_))
+
+
 def test_snake_beats_axes_in_turn_on_a_small_mesh():
     placement, _ = best_placement(Slice("v5e-8"), {"x": 8})
     cost = collective_cost(placement, "all_reduce", ["x"], 1e8)
@@ -186,9 +204,7 @@ def test_a_group_over_cores_and_chips_halves_its_traffic_on_the_torus():
     ring = collectives.all_reduce_seconds(1e8 / 2, [(4, True)], Links(links.bytes_per_second / 2, 1e-6))
     assert cost.seconds == pytest.approx(on_chip + ring)  # a 2x2 mesh is a ring of 4, or two rotated lines
     exchange = collective_cost(placement, "all_to_all", ["x"], 1e8)
-    lines = sum(
-        collectives.all_to_all_seconds(1e8, [(2, False)], Links(links.bytes_per_second / 2, 1e-6)) for _ in range(2)
-    )
+    lines = collectives.all_to_all_seconds(1e8, [(2, False)] * 2, Links(links.bytes_per_second / 2, 1e-6))
     assert exchange.seconds == pytest.approx(on_chip / 2 + lines)
 
 
@@ -217,6 +233,60 @@ def test_best_placement_follows_the_demands():
     ]
     assert seconds == min(every)
     assert max(every) > 1.5 * seconds  # a bad placement costs
+
+
+def test_names_do_for_slices():
+    placement, seconds = best_placement("v5e-16", {"x": 4, "y": 4})
+    assert (placement, seconds) == best_placement(Slice("v5e-4x4"), {"x": 4, "y": 4})
+    assert placement in list(placements("v5e-16", {"x": 4, "y": 4}))
+
+
+def test_the_best_order_of_axes_in_turn_is_found_without_trying_all():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        count = rng.integers(1, 5)
+        factors = [Factor(*map(int, rng.choice([[0, 1, 2], [2, 3, 8], [1, 2, 4]], axis=1))) for _ in range(count)]
+        rings = [(f.size, bool(rng.integers(2))) for f in factors]
+        thin = [network._thinned(Links(45e9), f, 1) for f in factors]
+        every = [
+            network._staged("", [order], factors, rings, thin).seconds(1e6)
+            for order in itertools.permutations(range(count))
+        ]
+        assert network._ways(factors, rings, thin)[0].seconds(1e6) == pytest.approx(min(every))
+
+
+def test_best_placement_on_the_largest_slice_prices_each_group_of_factors_once():
+    """38,360 placements; a price for each would be 153,440."""
+    network._route.cache_clear()
+    placement, _ = best_placement("v5p-12288", {"a": 4, "b": 8, "c": 12, "d": 16})
+    assert network._route.cache_info().misses < 1000
+    assert placement.mesh == {"a": 4, "b": 8, "c": 12, "d": 16}
+
+
+CUBE = {"x": 4, "y": 4, "z": 4}
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [("x", "y"), ("x", "x"), ("x", "y", "z"), ("x", "y", "x"), ("x", "x", "x"), ("xy", "z"), ("x", "x", "y", "y")],
+)
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_together_agrees_with_events(kind, axes):
+    """Several collectives at once on a 4x4x4 torus; hop times are small, so that links are what they share."""
+    torus, links = Torus((4, 4, 4)), Links(1e9, 1e-9)
+    placement = next(p for p in placements("v5p-128", CUBE) if all(len(p.of([name])) == 1 for name in CUBE))
+    place = {name: placement.of([name])[0].place for name in CUBE}
+    plans, costs = [], []
+    for names in axes:
+        group = 4 ** len(names)
+        rows = [np.ones((group, 12) if kind in ("reduce_scatter", "all_to_all") else 48) for _ in range(64)]
+        payload = 1e6 * {"all_gather": group}.get(kind, 1)
+        options = {"axes": [place[name] for name in names], "element_bytes": 1e6 / rows[0].size}
+        module = point_plans if kind == "all_to_all" else ring_plans
+        plans.append(getattr(module, kind)(torus, rows, **options))
+        costs.append(collective_cost(placement, kind, list(names), payload, links))
+    events = ring_plans.run_together(links, plans).seconds
+    assert together_seconds(costs) == pytest.approx(events, rel=0.01)
 
 
 def test_together():
@@ -257,6 +327,17 @@ def test_costs_are_finite_ordered_and_grow_with_bytes(case, kind, size, data):
         (lambda: collective_cost(first(), "gather", ["a"], 1), "unknown collective 'gather'"),
         (lambda: collective_cost(first(), "all_reduce", ["a", "a"], 1), "['a', 'a'] are not distinct"),
         (lambda: collective_cost(first(), "all_reduce", ["a"], -1), "payload_bytes must be a finite number"),
+        (lambda: collective_cost(first(), "all_reduce", "a", 1), "a list of names, such as ['x', 'y'], not 'a'"),
+        (lambda: collective_cost("v3-8", "all_reduce", ["a"], 1), "on a Placement, such as best_placement finds"),
+        (lambda: Demand("all_reduce", ("a",), 1, float("nan")), "Demand count must be a finite number >= 0, not nan"),
+        (lambda: Demand("all_reduce", ("a",), 1, -1), "Demand count must be a finite number >= 0, not -1"),
+        (lambda: Demand("all_reduce", ("a",), -1), "Demand payload_bytes must be a finite number"),
+        (lambda: Demand("all_reduce", "ab", 1), "Demand axes must be a list of names"),
+        (lambda: Demand("gather", ("a",), 1), "unknown collective 'gather'"),
+        (lambda: best_placement("v3-8", {"a": 8}, [3]), "demands must be a list of Demand"),
+        (lambda: together_seconds([3]), "costs must be a list of Cost"),
+        (lambda: best_placement("v3-9", {"a": 8}), "'v3-9' is no slice of v3"),
+        (lambda: Placement("v5e-4", (("a", (Factor(7, 4, 1),)),)), "lies on no place of v5e-4"),
         (lambda: first().device({"a": 8}), "coordinate 'a' = 8 is outside an axis of 8"),
         (lambda: first().device({"b": 0}), "must name the axes of the mesh"),
         (lambda: Placement(Slice("v5e-4"), (("a", (Factor(0, 2, 1),)),)), "cover 1 of the 2 positions"),

@@ -84,6 +84,8 @@ def test_bisection_of_a_wrapped_axis_is_twice_that_of_a_line():
         (lambda: Torus((4, 4)).node((1, 4)), "(1, 4)"),
         (lambda: Torus((4,), False).link(3, 0, 1), "no link leaves node 3 (3,) along axis 0 by +1"),
         (lambda: Torus((4,)).link(3, 0, 2), "step must be 1 or -1, not 2"),
+        (lambda: Torus((4,)).neighbour(0, 0, 2), "step must be 1 or -1, not 2"),
+        (lambda: Torus((4,)).neighbour(0, 0, 9), "step must be 1 or -1, not 9"),
         (lambda: Torus((4,)).neighbour(3, 1, 1), "axis 1 is not one of the 1 axes"),
         (lambda: Torus((4,), False).ends(1), "link 1 does not exist"),
         (lambda: Links(0), "bytes_per_second must be a finite number > 0, not 0"),
