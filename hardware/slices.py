@@ -145,7 +145,7 @@ class Slice:
         times = f"{self.slices} slices of " if self.slices > 1 else ""
         return (
             f"{self.name}: {self.chips} chips ({times}{shape}, {wrap}), {self.cores} cores, "
-            f"{self.devices} devices, {self.hosts} hosts"
+            f"{self.devices} devices, {self.hosts} host{'s' * (self.hosts > 1)}"
         )
 
 
