@@ -43,4 +43,4 @@ class CheckpointError(MeshlibError):
 
 
 class NotFiniteError(MeshlibError, ArithmeticError):
-    """A NaN or an infinity, with the operation and the core that made it."""
+    """A fetched value or a variable became NaN; names the operation and core that first made it, or an infinity."""
