@@ -18,15 +18,11 @@ Source of the format: github.com/huggingface/safetensors, README.md and safetens
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import secrets
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, BinaryIO, NoReturn
@@ -36,6 +32,7 @@ import numpy as np
 from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
 from meshlib.errors import CheckpointError, nearest
+from meshlib.files import replace_file
 from meshlib.simulate import Simulation
 
 __all__ = ["CODES", "load", "save"]
@@ -137,7 +134,7 @@ def save(sim: Simulation, path: Path) -> None:
         file.write(_header_bytes(entries, {**metadata, **sums}))
 
     try:
-        _replace(target, write)
+        replace_file(target, write)
     except OSError as fault:
         raise CheckpointError(f"save: {target} can't be written: {_reason(fault)}") from fault
 
@@ -174,87 +171,6 @@ def _encoded(array: Array, dtype: DType, name: str) -> Iterator[memoryview]:
         else:
             block = block.astype(block.dtype.newbyteorder("<"), copy=False)
         yield block.view(np.uint8).data
-
-
-def _replace(target: str, write: Callable[[BinaryIO], None]) -> None:
-    """`target` with new content, or as it was."""
-    folder, name = os.path.split(target)
-    if os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
-    _remove_stale(folder, name)
-    file, temporary = _temporary(folder, name)
-    try:
-        with file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            if os.name == "nt":
-                file.close()  # Windows renames no open file
-            os.replace(temporary, target)  # else before the lock goes
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    if os.name != "nt":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
-    """A new locked file beside the target, and its path."""
-    while True:
-        path = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.saving")
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-        except FileExistsError:
-            continue
-        file = os.fdopen(descriptor, "wb")
-        # Another writer may take the file for a stale one in the moment before the lock: then it is gone.
-        if _lock(descriptor, wait=True) is None or _same(descriptor, path):
-            return file, path
-        file.close()
-
-
-def _remove_stale(folder: str, name: str) -> None:
-    """Remove what killed writers of the same target left: temporary files that no one has locked."""
-    pattern = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{8}\.saving")
-    for found in os.listdir(folder):
-        if not pattern.fullmatch(found):
-            continue
-        path = os.path.join(folder, found)
-        with suppress(OSError):  # another writer removed or finished it
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                if _lock(descriptor, wait=False) and _same(descriptor, path):
-                    os.unlink(path)
-            finally:
-                os.close(descriptor)
-
-
-def _lock(descriptor: int, wait: bool) -> bool | None:
-    """Lock an open file until it is closed; False if another process has it, None where there are no such locks."""
-    if sys.platform == "win32":
-        return None
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return None
-    return True
-
-
-def _same(descriptor: int, path: str) -> bool:
-    """Whether `path` is still the open file."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 # ---------------------------------------------------------------- reading

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshlib as mtf
-from meshlib import checkpoint
+from meshlib import checkpoint, files
 from meshlib.dtypes import BY_NAME
 
 A, B = mtf.Dimension("a", 4), mtf.Dimension("b", 6)
@@ -504,7 +504,7 @@ def test_stale_files_go_and_those_in_use_and_of_others_stay(tmp_path: Path) -> N
     others = [".state.0123abcd.other", ".state.0123abc.saving", ".other.0123abcd.saving", "state.0123abcd.saving"]
     for name in (".state.0123abcd.saving", *others):
         (tmp_path / name).write_bytes(b"x")
-    file, in_use = checkpoint._temporary(str(tmp_path), "state")
+    file, in_use = files._temporary(str(tmp_path), "state")
     with file:
         mtf.save(variables(), path)
         assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["state", Path(in_use).name, *others])

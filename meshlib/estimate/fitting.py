@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from hardware.slices import Slice
 from meshlib.estimate.kernels import padded_value_bytes
-from meshlib.lower.memory import KINDS, Live, _Walk
+from meshlib.lower.memory import KINDS, Live, Liveness
 from meshlib.lower.program import Program, Value, bytes_text
 
 
@@ -110,7 +110,7 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
     )
 
 
-class _PaddedWalk(_Walk):
+class _PaddedWalk(Liveness):
     """The walk of the liveness, counting tiles, and what is live by kind after each instruction."""
 
     def __init__(self, program: Program) -> None:

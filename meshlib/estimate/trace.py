@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from hardware.placement import places
 from meshlib.errors import GraphError
 from meshlib.estimate.result import engine_name
 from meshlib.estimate.schedule import Event, Schedule
+from meshlib.files import replace_file
 from meshlib.lower.memory import KINDS
 
 if TYPE_CHECKING:
@@ -139,14 +139,6 @@ def save_trace(est: Estimate, path: str | Path) -> None:
     target = Path(path)
     text = json.dumps({"traceEvents": trace_events(est), "displayTimeUnit": "ns"})
     try:
-        handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(beside).chmod(0o644)
-            os.replace(beside, target)
-        except BaseException:
-            Path(beside).unlink(missing_ok=True)
-            raise
+        replace_file(os.path.abspath(target), lambda file: file.write(text.encode()))
     except OSError as fault:
         raise GraphError(f"save_trace: cannot write {target}: {fault.strerror or fault}") from None

@@ -74,7 +74,7 @@ def _check_reshard(instruction: Instruction) -> None:
         if step.kind != instruction.opcode:
             raise ProgramError(f"holds a step of kind {step.kind}")
         s = x.sharding
-        after, sent = replay(step.kind, step.axes, step.dim, step.to_dim, x)
+        after, sent = taken_step(step.kind, step.axes, step.dim, step.to_dim, x)
         same_blocks = (s.block_counts, s.pending) == (y.sharding.block_counts, y.sharding.pending)
         if (after is None and not same_blocks) or (after is not None and after != y.sharding):
             raise ProgramError(f"{step.kind} over {step.axes} makes {after}, not {y.sharding}")
@@ -82,7 +82,7 @@ def _check_reshard(instruction: Instruction) -> None:
             raise ProgramError(f"claims {step.sent_bytes} bytes sent of {step.payload_bytes}; a ring sends {sent}")
 
 
-def replay(
+def taken_step(
     kind: str, axes: Sequence[str], dim: str | None, to_dim: str | None, x: Value
 ) -> tuple[Sharding | None, float]:
     """What a step makes of `x`, written apart from the planner, and the bytes a ring sends for it."""

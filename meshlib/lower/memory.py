@@ -56,10 +56,12 @@ class Memory:
 
 def measure(program: Program) -> Memory:
     """Walk the order, allocate and free."""
-    return _Walk(program).run()
+    return Liveness(program).run()
 
 
-class _Walk:
+class Liveness:
+    """One walk over a program's order that allocates, shares and frees buffers; `run` gives the `Memory`."""
+
     def __init__(self, program: Program) -> None:
         self.program = program
         self.last = _last_uses(program)
