@@ -8,6 +8,7 @@ counts   parameters and FLOPs in closed form
 from __future__ import annotations
 
 from meshlib.models.config import TransformerConfig
+from meshlib.models.layouts import LAYOUTS, layout
 from meshlib.models.presets import PRESETS, preset
 
-__all__ = ["PRESETS", "TransformerConfig", "preset"]
+__all__ = ["LAYOUTS", "PRESETS", "TransformerConfig", "layout", "preset"]
