@@ -23,7 +23,7 @@ from meshlib.checks import choice, number
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimate.fitting import DeviceMemory, Remedy
 from meshlib.estimate.moves import Network
-from meshlib.estimate.physics import Physics
+from meshlib.estimate.physics import CALIBRATED, Physics
 from meshlib.estimate.plan import Plan
 from meshlib.estimate.result import Estimate, RooflinePoint
 from meshlib.estimate.rows import Row
@@ -44,7 +44,7 @@ def estimate(
     overlap: str = "independent",
     step_overhead_seconds: float = STEP_OVERHEAD_SECONDS,
     placement: Placement | None = None,
-    physics: Physics = Physics(),
+    physics: Physics = CALIBRATED,
 ) -> Estimate:
     """Where time and memory of one step go on a slice. Nothing is allocated; time does not depend on device count.
 

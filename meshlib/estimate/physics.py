@@ -21,9 +21,17 @@ from meshlib.checks import number
 from meshlib.errors import GraphError, nearest
 
 
-def _constant(value: float, unit: str, cause: str, source: str, low: float, high: float, prior: float) -> Any:
-    fitted = source == FITTED
-    about = {"unit": unit, "cause": cause, "source": source, "fitted": fitted, "low": low, "high": high, "prior": prior}
+def _constant(
+    value: float, unit: str, cause: str, source: str, low: float, high: float, prior: float, spread: float
+) -> Any:
+    about = {
+        "unit": unit,
+        "cause": cause,
+        "source": source,
+        "fitted": source == FITTED,
+        "range": (low, high),
+        "prior": (prior, spread),
+    }
     return field(default=value, metadata=about)
 
 
@@ -43,53 +51,54 @@ class Physics:
     product_rate: float = _constant(
         0.87, "share of the rate of one product alone",
         "operands in other layouts, epilogues in the pipeline, clocks under sustained load",
-        FITTED, 0.5, 1.1, 0.9,
+        FITTED, 0.5, 1.1, 0.9, 0.1,
     )  # fmt: skip
     block_edge: float = _constant(
         820.0, "rows and columns of a product's block in VMEM",
         "VMEM is shared with what is fetched for the next kernel; operands are read again for each block "
         "(0: the best blocks that half of VMEM allows)",
-        FITTED, 256.0, 8192.0, 900.0,
+        FITTED, 256.0, 8192.0, 900.0, 200.0,
     )  # fmt: skip
     elementwise_traffic: float = _constant(
         1.5, "times the bytes at the boundary of a group without products",
         "fusions are cut at layout changes, at float32 intermediates and where loops stack their results",
-        FITTED, 0.5, 4.0, 1.3,
+        FITTED, 0.5, 4.0, 1.3, 0.5,
     )  # fmt: skip
     score_vpu_ops: float = _constant(
         6.5, "lane operations per score of fused attention, forward",
         "scale, mask, maximum, exponential and sum of a softmax computed in pieces",
-        FITTED, 1.0, 20.0, 7.0,
+        FITTED, 1.0, 20.0, 7.0, 2.0,
     )  # fmt: skip
     early_exposed: float = _constant(
         0.3, "share of an asynchronous collective's time that the core loses",
         "its buffers take HBM and VMEM bandwidth, the core starts transfers and adds what arrives",
-        FITTED, 0.0, 1.0, 0.4,
+        FITTED, 0.0, 1.0, 0.4, 0.3,
     )  # fmt: skip
     chained_exposed: float = _constant(
         0.45, "share of a collective next to the product it depends on that pieces cannot hide",
         "pieces fill the MXU badly, the first is waited for, and each is started on its own",
-        FITTED, 0.0, 1.0, 0.4,
+        FITTED, 0.0, 1.0, 0.4, 0.3,
     )  # fmt: skip
     slice_jitter: float = _constant(
         0.015, "share of a step per doubling of the slices",
         "slices joined by DCN wait for the slowest of them",
-        FITTED, 0.0, 0.1, 0.015,
+        FITTED, 0.0, 0.1, 0.015, 0.01,
     )  # fmt: skip
     attention_overlap: float = _constant(
         0.5, "share of the shorter of MXU and VPU work that the longer hides in fused attention",
         "products of one block of scores run while the softmax of another is computed, in part",
-        "assumed", 0.0, 1.0, 0.5,
+        "assumed", 0.0, 1.0, 0.5, 0.2,
     )  # fmt: skip
     score_backward_ops: float = _constant(
         1.6, "lane operations per score backward, times those forward",
         "probabilities are computed again, then their cotangents",
-        "assumed", 0.0, 4.0, 1.6,
+        "assumed", 0.0, 4.0, 1.6, 0.3,
     )  # fmt: skip
+
     def __post_init__(self) -> None:
         for f in fields(self):
             value = number(getattr(self, f.name), "Physics", f.name)
-            low, high = f.metadata["low"], f.metadata["high"]
+            low, high = f.metadata["range"]
             ideal = value == _IDEAL.get(f.name)
             if not (low <= value <= high or ideal):
                 raise GraphError(
@@ -103,7 +112,7 @@ class Physics:
 
     @staticmethod
     def field(name: str) -> Field[float]:
-        """A constant's definition; `.metadata` has unit, cause, source, low, high, prior.
+        """A constant's definition; `.metadata` has unit, cause, source, range, prior with its spread, fitted.
 
         Raises: GraphError with the nearest names for an unknown one.
         """
@@ -128,7 +137,9 @@ class Physics:
         lines = []
         for f in fields(self):
             about = f.metadata
-            lines.append(f"{f.name} = {getattr(self, f.name):.4g} ({about['unit']}; {about['source']}): {about['cause']}")
+            lines.append(
+                f"{f.name} = {getattr(self, f.name):.4g} ({about['unit']}; {about['source']}): {about['cause']}"
+            )
         return "\n".join(lines)
 
 

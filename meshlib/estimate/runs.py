@@ -189,8 +189,6 @@ def _model(row: Row) -> Mapping[str, Any]:
     missing = [k for k in ("layers", "d_model", "q_heads", "head_dim", "d_ff", "vocab") if not model.get(k)]
     if missing:
         raise NotExpressed(f"its model's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not stated")
-    if "global_head_dim" in model:
-        raise NotExpressed("its layers do not all have heads of one size: those with global attention have others")
     return model
 
 
@@ -301,9 +299,7 @@ def _apart(row: Row, model: Mapping[str, Any]) -> str:
     return ""
 
 
-def _measured(
-    row: Row, batch: int, length: int, slice_: Slice, model: Mapping[str, Any]
-) -> tuple[int, int, float]:
+def _measured(row: Row, batch: int, length: int, slice_: Slice, model: Mapping[str, Any]) -> tuple[int, int, float]:
     """(training steps, sequences evaluated, seconds of all of them)."""
     measured, derived = row.get("measured") or {}, row.get("derived") or {}
     block = re.match(r"([\d,]+) (?:training )?steps of", str(derived.get("block", "")))
