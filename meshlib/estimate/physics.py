@@ -24,14 +24,8 @@ from meshlib.errors import GraphError, nearest
 def _constant(
     value: float, unit: str, cause: str, source: str, low: float, high: float, prior: float, spread: float
 ) -> Any:
-    about = {
-        "unit": unit,
-        "cause": cause,
-        "source": source,
-        "fitted": source == FITTED,
-        "range": (low, high),
-        "prior": (prior, spread),
-    }
+    about: dict[str, object] = {"unit": unit, "cause": cause, "source": source, "fitted": source == FITTED}
+    about |= {"range": (low, high), "prior": (prior, spread)}
     return field(default=value, metadata=about)
 
 
@@ -122,7 +116,7 @@ class Physics:
         return found[name]
 
     def without_losses(self) -> Physics:
-        """What engines alone say: every kernel as fast as in a micro-benchmark, collectives hidden where they can be."""
+        """What engines alone say: kernels as fast as in micro-benchmarks, collectives hidden where they can be."""
         return replace(self, **_IDEAL)
 
     def jitter(self, slices: int) -> float:
@@ -136,10 +130,8 @@ class Physics:
     def __str__(self) -> str:
         lines = []
         for f in fields(self):
-            about = f.metadata
-            lines.append(
-                f"{f.name} = {getattr(self, f.name):.4g} ({about['unit']}; {about['source']}): {about['cause']}"
-            )
+            about, value = f.metadata, getattr(self, f.name)
+            lines.append(f"{f.name} = {value:.4g} ({about['unit']}; {about['source']}): {about['cause']}")
         return "\n".join(lines)
 
 
@@ -151,3 +143,7 @@ _IDEAL = {
     "chained_exposed": 0.0,
     "slice_jitter": 0.0,
 }
+
+
+CALIBRATED = Physics()
+"""The calibrated constants, which `mtf.estimate` uses unless told otherwise."""

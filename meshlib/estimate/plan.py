@@ -91,7 +91,7 @@ class Plan:
             else:
                 waiting.append(unit)
                 depth = max(depth, 0 if all(i.opcode in ("input", "variable") for i in members) else products)
-            made.update({y: depth for y in unit.outputs})
+            made.update(dict.fromkeys(unit.outputs, depth))
         return units + waiting
 
     def _unit(self, number: int, members: Sequence[Instruction]) -> Unit:

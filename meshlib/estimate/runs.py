@@ -119,7 +119,7 @@ class Run:
             spans = [min(self.length / 2, float(window))] * locals_ + spans
         attention = 12 * layers * width * sum(spans) / len(spans) * tokens
         whole = 6 * parameters(m) * tokens + attention
-        return self.steps * whole + self.evaluation / self.batch * whole / 3
+        return float(self.steps * whole + self.evaluation / self.batch * whole / 3)
 
     @property
     def utilisation(self) -> float:
@@ -197,7 +197,7 @@ def _slice(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
     where = row.get("slice")
     text = str((where.get("topology") if isinstance(where, Mapping) else where) or "")
     shape = re.search(r"\d+(?:x\d+)+", text)
-    each, assumed = chips // count, ()
+    each, assumed = chips // count, tuple[str, ...]()
     if shape and math.prod(map(int, shape[0].split("x"))) == each:
         size = shape[0]
     else:
