@@ -26,7 +26,7 @@ class Unit:
       moves: what it sends, with the price of each; of a collective exactly one.
       kernel: of a fusion group; body, trips: of a loop.
       early: a collective that is issued before the last product that it does not depend on.
-      awaited: whether a later unit of the same program reads what it makes.
+      chained: a collective that the first product after it needs.
       sole: inputs that no other unit reads.
       product: whether it holds a product written as einsum.
     """
@@ -42,9 +42,14 @@ class Unit:
     body: Plan | None = None
     trips: int = 1
     early: bool = False
-    awaited: bool = True
+    chained: bool = False
     sole: frozenset[int] = frozenset()
     product: bool = False
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it only sends."""
+        return self.kernel is None and self.body is None
 
 
 class Plan:
@@ -62,6 +67,7 @@ class Plan:
         self._fused = fused_values(program)
         self.units = self._ordered()
         self._note_uses()
+        self._note_chains()
 
     @property
     def kernels(self) -> int:
@@ -70,7 +76,10 @@ class Plan:
         return inside + sum(u.kernel is not None and not u.kernel.free for u in self.units)
 
     def _ordered(self) -> list[Unit]:
-        """Groups in the program's order, but collectives before the last product that they do not depend on."""
+        """Groups in the program's order, but collectives before the last product that they do not depend on.
+
+        What only prepares such a collective, a cast of weights, goes with it.
+        """
         units: list[Unit] = []
         made: dict[int, int] = {}  # value -> how many products came before it or made it
         waiting: list[Unit] = []  # what has come since the last product, that product first
@@ -87,10 +96,9 @@ class Plan:
                 depth = products
             if members[0].is_collective and depth < products and self.early:
                 unit.early = True
-                units.append(unit)
+                units += [*_taken(waiting, unit.inputs), unit]
             else:
                 waiting.append(unit)
-                depth = max(depth, 0 if all(i.opcode in ("input", "variable") for i in members) else products)
             made.update(dict.fromkeys(unit.outputs, depth))
         return units + waiting
 
@@ -127,4 +135,31 @@ class Plan:
                 users[x] = users.get(x, 0) + 1
         for unit in self.units:
             unit.sole = frozenset(x for x in unit.inputs if users[x] == 1)
-            unit.awaited = any(y in users for y in unit.outputs)
+
+    def _note_chains(self) -> None:
+        """Which collectives the first product after them needs, itself or through what runs in between."""
+        needs: dict[int, frozenset[int]] = {}  # value -> places of the collectives since the last product behind it
+        since: list[int] = []
+        for place, unit in enumerate(self.units):
+            behind = frozenset[int]().union(*(needs.get(x, frozenset()) for x in unit.inputs))
+            if unit.product or unit.body is not None:
+                for n in since:
+                    self.units[n].chained = n in behind
+                needs, since, behind = {}, [], frozenset()
+            if unit.is_collective and not unit.early:
+                since.append(place)
+                behind |= {place}
+            needs.update(dict.fromkeys(unit.outputs, behind))
+
+
+def _taken(waiting: list[Unit], wanted: Sequence[int]) -> list[Unit]:
+    """Takes out of `waiting` the units that make the wanted values, and what these need, in order."""
+    needed = set(wanted)
+    chosen = set()
+    for place in reversed(range(len(waiting))):
+        if needed & set(waiting[place].outputs):
+            needed |= set(waiting[place].inputs)
+            chosen.add(place)
+    taken = [unit for place, unit in enumerate(waiting) if place in chosen]
+    waiting[:] = [unit for place, unit in enumerate(waiting) if place not in chosen]
+    return taken

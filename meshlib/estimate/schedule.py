@@ -14,8 +14,9 @@ What can be sent early is sent one product early: a collective that does not dep
 when the core reaches that product (weights of the next layer arrive while this one computes), and no earlier. The
 result that waits meanwhile is not in the memory figure, which is that of the program's order.
 
-Overlap is not free (`Physics`): of a collective that runs beside other work the core loses `early_exposed` of its time,
-and of one cut in pieces at least `chained_exposed` stays visible.
+A collective is chained if the first product after it needs its result; only these are cut in pieces. Others run beside
+the core. Overlap is not free (`Physics`): of these the core loses `early_exposed` of their time, and of one cut in
+pieces at least `chained_exposed` stays visible.
 
 A loop is its body's schedule, `trips` times one after the other; trips do not overlap.
 
@@ -118,18 +119,18 @@ class _Run:
     def _collective(self, unit: Unit) -> None:
         ((move, cost),) = unit.moves
         ready = max([self.core if unit.early else 0.0, *(self.ready.get(x, 0.0) for x in unit.inputs)])
-        giver = self._giver(unit, move)
+        giver = self._giver(unit, move) if unit.chained else None
         if giver is not None:
             ready = giver.start + giver.seconds / move.group
         event = self._send(unit, move, cost, ready)
         if giver is not None:
             end = giver.end + event.seconds * self._visible(move)
             event = event if event.end >= end else self._replaced(event, end)
-        elif self.overlap != "none" and (unit.early or not unit.awaited):
+        elif self.overlap != "none" and not unit.chained:
             self.core += self.times.physics.early_exposed * event.seconds
         for y in unit.outputs:
             self.ready[y] = event.end
-            if move.kind == "all_gather":
+            if move.kind == "all_gather" and unit.chained:
                 self.pieces[y] = event
 
     def _visible(self, move: Move) -> float:
