@@ -72,9 +72,7 @@ def test_each_trip_starts_with_values_of_its_own_of_the_same_law():
         x = mtf.input("x", [mtf.Dimension("in", 400)])
 
         def body(carry, _):
-            w = mtf.variable(
-                "w", [mtf.Dimension("in", 400), mtf.Dimension("out", 400)]
-            )
+            w = mtf.variable("w", [mtf.Dimension("in", 400), mtf.Dimension("out", 400)])
             return carry, (mtf.einsum([x, w]),)
 
         _, (y,) = mtf.scan(body, [mtf.constant(0.0)], dim=mtf.Dimension("layers", 2), stack_variables=True)
