@@ -19,6 +19,7 @@ from meshlib.lower.partition import Partitioner
 from meshlib.lower.passes import merge_small_collectives, remove_dead_code
 from meshlib.lower.program import Collective, Instruction, Program, Value
 from meshlib.lower.simplify import Simplified, simplify
+from meshlib.ops.sources import INPUT
 from meshlib.ops.state import assigned
 
 __all__ = [
@@ -146,9 +147,13 @@ class _Lowering:
     def body(
         self, graph: Graph, homes: Homes, results: Sequence[Tensor], ends: Sequence[Sharding], names: Sequence[str]
     ) -> Program:
-        """The body of a loop, whose results lie as its carries do."""
-        sweep = self.trial(graph, homes, results)
-        kept = [sweep.graph.of(t) for t in results]
+        """The body of a loop, whose results lie as its carries do, or as what they are stacked into."""
+        simple = simplify(graph, results, ())
+        kept = [simple.of(t) for t in results]
+        for t, end in zip(kept, ends, strict=True):
+            if t.operation.kind is not INPUT:
+                homes.bind(t, end)
+        sweep = self._sweep(simple, homes, kept)
         outputs = {f"{t.name} ({n})": sweep.at(t, s) for n, (t, s) in enumerate(zip(kept, ends, strict=True))}
         for name in names:
             if name not in sweep.inputs:  # a carry that the body ignores
@@ -162,9 +167,15 @@ class _Lowering:
         return self._sweep(simple, homes, [simple.of(t) for t in results])
 
     def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
-        sweep = Partitioner(simple, homes, self.balance, set(fetched), self.body, self.trial)
-        sweep.run()
-        return sweep
+        """Partition; once more with what that taught, if it could matter, and keep what sends less."""
+        kept = list(dict.fromkeys(fetched))
+        first = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial)
+        first.run()
+        if not first.places.learnt.missed:
+            return first
+        again = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial, first.places.learnt)
+        again.run()
+        return again if again.places.sent_bytes(kept) < first.places.sent_bytes(kept) else first
 
     def _finished(
         self,
@@ -179,7 +190,7 @@ class _Lowering:
             self.mesh,
             self.rules,
             self.precision,
-            tuple(sweep.instructions),
+            tuple(sweep.places.instructions),
             inputs,
             sweep.variables,
             outputs,
