@@ -117,13 +117,15 @@ class Partitioner:
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
         """Remember who is to blame for each pending axis of the result."""
-        makers = {}
+        makers: dict[str, tuple[Operation, str]] = {}
+        self.places.makers[op.output] = makers
+        if not choice.out.pending:
+            return
         for x, s in zip(inputs, choice.operands, strict=True):
             makers.update({a: self.places.makers[x][a] for a in s.pending_axes})
         for f in op.kind.roles(op):
             if f.role.reduces:
                 makers.update(dict.fromkeys(choice.axes.get(f.name, ()), (op, f.name)))
-        self.places.makers[op.output] = makers
 
     def _settle(self, t: Tensor) -> None:
         """Bring a value home if it is bound there or has several users; a pending one is then reduced, once."""
