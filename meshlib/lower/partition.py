@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from layouts import Dimension, Shape, Sharding, reshard
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.lower.choose import Balance, Choice, Operand, Point, choose
+from meshlib.lower.choose import Balance, Choice, Operand, Point, beside, choose
 from meshlib.lower.homes import Homes
 from meshlib.lower.program import Instruction, Program, Value
 from meshlib.lower.reasons import explain_exchange, explain_step
@@ -96,7 +96,7 @@ class Partitioner:
             values = self._grouped(op, inputs, choice)
         else:
             values = [self._bring(x, s, op.region, op) for x, s in zip(inputs, choice.operands, strict=True)]
-        made = tuple(Value(y, choice.out) for y in op.outputs)
+        made = tuple(Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True))
         self._note_makers(op, inputs, choice)
         self.instructions.append(
             Instruction(
@@ -122,7 +122,7 @@ class Partitioner:
         for f in op.kind.roles(op):
             if f.role.reduces:
                 makers.update(dict.fromkeys(choice.axes.get(f.name, ()), (op, f.name)))
-        self.makers[op.output] = makers
+        self.makers.update((y, makers) for y in op.outputs)
 
     def _settle(self, t: Tensor) -> None:
         """Bring a value home if it is bound there or has several users; a pending one is then reduced, once."""
