@@ -157,6 +157,7 @@ def scan(
     dim: Dimension | None = None,
     reverse: bool = False,
     name: str | None = None,
+    stack_variables: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run `body` once per index of `dim`, carrying tensors from trip to trip.
 
@@ -168,6 +169,8 @@ def scan(
       xs: tensors that have `dim`: weights of stacked layers, steps of a sequence. `dim` is made whole on every device.
       dim: what to go over.
       reverse: from the last index to the first.
+      stack_variables: whether each trip has its own values of the variables that `body` makes: they get `dim` as their
+        first dim, as the weights of stacked layers. Otherwise all trips share them.
     Returns: the carries after the last trip, and the stacked results, whose first dim is `dim`.
     Raises: GraphError, ShapeError for a body that changes types, or xs without `dim`.
     Gradient: a scan the other way round, which computes each trip again from the carries before it.
@@ -190,7 +193,9 @@ def scan(
             raise ShapeError(f"{at('scan')}: {x} has no dim {dim}")
     if not callable(body):
         raise GraphError(f"{at('scan')}: body must be a function of carries and slices, got {body!r:.80}")
-    return _loop("scan", body, begin, stacked, dim, bool(reverse), name)
+    return _loop(
+        "scan", body, begin, stacked, dim, bool(reverse), name, stack=flag(stack_variables, "scan", "stack_variables")
+    )
 
 
 def while_loop(
@@ -242,12 +247,14 @@ def _loop(
     reverse: bool,
     name: str | None,
     has_accumulators: bool = False,
+    stack: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Record the body in a graph of its own, and the loop that holds it."""
     outer = innermost([*carries, *xs], what)
     checked_op_name(name, what)
     full = outer.unique_name(name or what)
     inside = Graph(parent=outer, scope=tuple(full.split("/")), scope_around=current_scope())
+    inside.stacks = dim if stack else None
     with inside, absolute_scope(full):
         carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
         sliced = [
@@ -274,6 +281,7 @@ def _loop(
     for before, after in zip(carries, ends, strict=True):
         if after.type != before.type:
             raise ShapeError(f"{at(what)} '{full}': the body turns {before} into {after}; types must stay the same")
+    xs, sliced = [*xs, *inside.stacked], [*sliced, *inside.stacked.values()]
     results = [inside.adopt(y) for y in (*ends, *ys)]
     attrs = {
         "dim": dim,
