@@ -1,4 +1,4 @@
-"""Rows for fused attention and its two gradients. See `tests/cases.py`.
+"""Rows for fused attention and its two gradients, and for the quarter turn of rotary positions. See `tests/cases.py`.
 
 The reference goes head by head and query by query; it knows no batches, tiles or maxima.
 """
@@ -11,6 +11,7 @@ import numpy as np
 
 import meshlib as mtf
 from meshlib.graph import Tensor
+from meshlib.ops.rotate import rotate_half
 from tests.cases import Array, dims, flags, row, signed
 
 D, E = dims("d:3;e:5")
@@ -141,3 +142,12 @@ for _which, _x in enumerate("qkv"):
         grouped(_which, causal=True),
         "qkvc" if _x != "v" else "qkc",
     )
+
+row(
+    "rotate_half",
+    "plain",
+    {"x": signed("a:4;n:6;b:2")},
+    lambda f, x: rotate_half(x, "n"),
+    lambda x: np.concatenate([-x[:, 3:], x[:, :3]], axis=1),
+    "x",
+)

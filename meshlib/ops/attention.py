@@ -111,7 +111,8 @@ def _out_shape(q: Shape, v: Shape, attrs: Mapping[str, Any]) -> Shape:
     return Shape([v.dim(attrs["value_dim"]) if d.name == attrs["key_dim"] else d for d in q])
 
 
-def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+def attention_type(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    """The type of the result for q, k, v and a mask if there is one; raises ShapeError if they do not fit."""
     _check(types, attrs)
     q, k, v = (t.shape for t in types[:3])
     for mask in types[3:]:
@@ -213,7 +214,7 @@ def _second(op: Operation, which: slice, dys: Sequence[Tensor | None]) -> list[T
 ATTENTION = operation(
     "attention",
     kind=Kind.KERNEL,
-    shape=_shape,
+    shape=attention_type,
     roles=lambda op: named_factors(op, _whole(op)),
     local=local_result,
     grad=_grad,
@@ -284,18 +285,34 @@ def attention(
       ...     y = mtf.attention(q, k, v, length, memory, d, causal=True)
       >>> print(y.shape, mtf.simulate(mtf.lower({"y": y})).step()["y"].sum())
       [length:4, d:2] 8.0
+
     Source: Dao et al., "FlashAttention", arXiv:2205.14135.
     """
-    what = "attention"
-    q, k, v = tensor(q, what), tensor(k, what), tensor(v, what)
-    rows, keys = find_dim(q, length, what), find_dim(k, memory_length, what)
+    attrs = arguments("attention", q, k, v, length, memory_length, key_dim, value_dim, causal, window, scale)
+    return build(ATTENTION, [q, k, v, *([] if mask is None else [tensor(mask, "attention")])], attrs, name)
+
+
+def arguments(
+    what: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: Dimension | str,
+    memory_length: Dimension | str,
+    key_dim: Dimension | str,
+    value_dim: Dimension | str | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> dict[str, Any]:
+    """The arguments of `attention`, checked one by one, as attributes of its operation."""
+    rows, keys = find_dim(tensor(q, what), length, what), find_dim(tensor(k, what), memory_length, what)
     key = find_dim(k, find_dim(q, key_dim, what), what)
-    value = find_dim(v, key_dim if value_dim is None else value_dim, what)
-    find_dim(v, keys, what)
+    value = find_dim(tensor(v, what), key_dim if value_dim is None else value_dim, what)
     if window is not None and whole(window, what, "window") < 1:
         raise ShapeError(f"{at(what)}: window must be at least 1, got {window}")
     hidden = flag(causal, what, "causal")
-    attrs = {
+    return {
         "length": rows.name,
         "memory_length": keys.name,
         "key_dim": key.name,
@@ -305,5 +322,3 @@ def attention(
         "scale": key.size**-0.5 if scale is None else number(scale, what, "scale"),
         "share": executed_share(rows.size, keys.size, hidden, window),
     }
-    masks = [] if mask is None else [tensor(mask, what)]
-    return build(ATTENTION, [q, k, v, *masks], attrs, name)
