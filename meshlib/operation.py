@@ -280,6 +280,13 @@ def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
     )
 
 
+def as_dim(dim: object, what: str) -> Dimension:
+    """`dim`, checked to be one Dimension."""
+    if isinstance(dim, Dimension):
+        return dim
+    raise ShapeError(f"{what} ({source_line()}): expected a Dimension, got {type(dim).__name__} {dim!r:.80}")
+
+
 def union(shapes: Sequence[Shape]) -> Shape:
     """The dims of all shapes, in order of first appearance; a larger shape that holds all others keeps its order.
 

@@ -12,7 +12,7 @@ from meshlib.graph import Tensor, scope
 from meshlib.layers.dense import drop, projection
 from meshlib.layers.norms import rms_norm, widened
 from meshlib.layers.positions import rotary
-from meshlib.operation import as_dims, tensor
+from meshlib.operation import as_dim, tensor
 from meshlib.ops.attention import arguments, attention, attention_type, visible
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import cast, where
@@ -142,11 +142,11 @@ def multihead_attention(
     memory = x if memory_antecedent is None else tensor(memory_antecedent, what)
     _check_arguments(x, memory, kernel, bias, dropout, what)
     (length, d_model), memory_length = x.shape[-2:], memory.shape[-2]
-    (heads,), (channels,) = as_dims(heads, what), as_dims(kv_channels, what)
+    heads, channels = as_dim(heads, what), as_dim(kv_channels, what)
     shared = flag(multi_query, what, "multi_query")
     if shared and group is not None:
         raise ShapeError(f"{at(what)}: give multi_query or group, not both; group is {group}")
-    of_queries = [*as_dims([] if group is None else group, what), heads, channels]
+    of_queries = [*([] if group is None else [as_dim(group, what)]), heads, channels]
     of_memory = [channels] if shared else [heads, channels]
     renamed = memory_length.name if memory_length.name != length.name else f"memory_{length.name}"
 

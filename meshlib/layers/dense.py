@@ -9,7 +9,7 @@ from meshlib import initializers
 from meshlib.checks import at, choice, flag, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
-from meshlib.operation import as_dims, tensor
+from meshlib.operation import as_dim, as_dims, tensor
 from meshlib.ops.activations import gelu, silu
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import add, multiply, relu
@@ -144,7 +144,7 @@ def feed_forward(
     act = (
         activation if callable(activation) else ACTIVATIONS[choice(activation, what, "activation", tuple(ACTIVATIONS))]
     )
-    hidden, channels = as_dims(hidden_channels, what), [x.shape[-1]]
+    hidden, channels = [as_dim(hidden_channels, what)], [x.shape[-1]]
 
     def product(x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], part: str) -> Tensor:
         return projection(x, new, reduced, use_bias, variable_dtype, slice_dtype, None, part, part)

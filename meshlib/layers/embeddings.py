@@ -5,7 +5,7 @@ from __future__ import annotations
 from layouts import Dimension
 from meshlib import initializers
 from meshlib.graph import Tensor, find_dim
-from meshlib.operation import as_dims, tensor
+from meshlib.operation import as_dim, tensor
 from meshlib.ops.index import gather
 from meshlib.ops.sources import variable
 
@@ -39,7 +39,7 @@ def embedding_weights(
       >>> print(x.shape, logits.shape)
       [length:4, d_model:8] [length:4, vocab:100]
     """
-    dims = [*as_dims(vocab_dim, "embedding_weights"), *as_dims(output_dim, "embedding_weights")]
+    dims = [as_dim(vocab_dim, "embedding_weights"), as_dim(output_dim, "embedding_weights")]
     start = initializers.random_normal(0.0, 1.0) if initializer is None else initializer
     return variable(name, dims, start, variable_dtype, slice_dtype, activation_dtype)
 

@@ -11,7 +11,7 @@ from meshlib.dtypes import as_dtype
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
 from meshlib.layers.norms import widened
-from meshlib.operation import as_dims, tensor
+from meshlib.operation import as_dim, tensor
 from meshlib.ops.elementwise import add, cast, cos, exp, less, mod, multiply, sin, where
 from meshlib.ops.index import range as positions_of
 from meshlib.ops.rotate import rotate_half
@@ -88,7 +88,7 @@ def sinusoidal_positions(
     Returns: [length, output_dim], computed in float32.
     """
     what = "sinusoidal_positions"
-    (rows,), (d,) = as_dims(length, what), as_dims(output_dim, what)
+    rows, d = as_dim(length, what), as_dim(output_dim, what)
     made = as_dtype(dtype)
     angles = _angles(positions_of(rows), d, _checked_base(base, d, what), made if made.itemsize > 4 else "float32")
     return cast(where(less(positions_of(d), d.size // 2), sin(angles), cos(angles), angles.shape), made)
@@ -116,7 +116,7 @@ def learned_positions(
     Raises: ShapeError if `length` is longer than `max_length`.
     """
     what = "learned_positions"
-    (rows,), (d,) = as_dims(length, what), as_dims(output_dim, what)
+    rows, d = as_dim(length, what), as_dim(output_dim, what)
     known = Dimension("max_length", rows.size if max_length is None else max_length)
     if rows.size > known.size:
         raise ShapeError(f"{at(what)}: the variable has {known.size} positions, but {rows} needs {rows.size}")
