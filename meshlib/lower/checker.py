@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from layouts import LayoutError, Shape, Sharding
 from meshlib.errors import ProgramError
-from meshlib.lower.choose import derive
+from meshlib.lower.choose import beside, derive
 from meshlib.lower.exchange import plan_exchanges
 from meshlib.lower.program import COLLECTIVES, Instruction, Program, Value
 from meshlib.operation import Factor, Linear, Role
@@ -206,9 +206,9 @@ def _check_computation(instruction: Instruction) -> None:
     for x, s in zip(instruction.inputs, wanted, strict=True):
         if x.sharding != s:
             raise ProgramError(f"operand {x.tensor.name} is {x.sharding}; the assignment {axes} needs {s}")
-    for y in instruction.outputs:
-        if y.sharding != out.sharding:
-            raise ProgramError(f"makes {y} beside {out}")
+    for y, s in zip(instruction.outputs, beside(op, out.sharding), strict=True):
+        if y.sharding != s:
+            raise ProgramError(f"makes {y} beside {out}; the same axes split both")
     if op.kind.name == "constant" and op.attrs["value"] == 0:
         result = result.with_pending(out.sharding.pending)  # nothing on every core sums to nothing
     exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()

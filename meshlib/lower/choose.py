@@ -129,6 +129,18 @@ def derive(
     return tuple(operands), out
 
 
+def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
+    """The shardings of all results of an operation, of which `first` is the first's: the same axes split a factor."""
+    if len(op.outputs) == 1:
+        return (first,)
+    axes = {f.name: first.of(f.outputs[0]) for f in op.kind.roles(op) if f.outputs[0] is not None}
+    found = [first]
+    for n, y in enumerate(op.outputs[1:], start=1):
+        by_dim = {f.outputs[n]: axes.get(f.name, ()) for f in op.kind.roles(op)}
+        found.append(Sharding(y.shape, first.mesh, [by_dim.get(d.name, ()) for d in y.shape], first.pending))
+    return tuple(found)
+
+
 def choose(
     op: Operation,
     operands: Sequence[Operand],

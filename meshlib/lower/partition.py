@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from layouts import Dimension, Shape, Sharding
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.lower.choose import Balance, Choice, Operand, Point, choose
+from meshlib.lower.choose import Balance, Choice, Operand, Point, beside, choose
 from meshlib.lower.homes import Homes
 from meshlib.lower.places import Foresight, Pending, Places
 from meshlib.lower.program import Instruction, Program, Value
@@ -97,7 +97,7 @@ class Partitioner:
             values = self._grouped(op, inputs, choice)
         else:
             values = [self.places.use(x, s, op) for x, s in zip(inputs, choice.operands, strict=True)]
-        made = tuple(Value(y, choice.out) for y in op.outputs)
+        made = tuple(Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True))
         self._note_makers(op, inputs, choice)
         self.places.instructions.append(
             Instruction(
@@ -118,7 +118,7 @@ class Partitioner:
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
         """Remember who is to blame for each pending axis of the result."""
         makers: dict[str, tuple[Operation, str]] = {}
-        self.places.makers[op.output] = makers
+        self.places.makers.update((y, makers) for y in op.outputs)
         if not choice.out.pending:
             return
         for x, s in zip(inputs, choice.operands, strict=True):
