@@ -50,6 +50,9 @@ _AXES = {
 }  # fmt: skip
 
 
+FLASH_SINCE = 2023  # jax.experimental.pallas.ops.tpu.flash_attention
+
+
 class NotExpressed(GraphError):
     """A row that no program of the library stands for yet, with the reason."""
 
@@ -75,7 +78,7 @@ class Run:
       name, family, chip, precision ("bf16", "int8", "fp8"): what tables group by.
       model: dims as the row gives them; length, batch: tokens of a sequence, sequences of a step.
       slice: where it ran; mesh: axis -> size, devices in all.
-      policy: of recomputation; optimizer: name.
+      policy: of recomputation; attention: "flash" or "materialised"; optimizer: name.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: of all of that.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
@@ -91,6 +94,7 @@ class Run:
     slice: Slice
     mesh: tuple[tuple[str, int], ...]
     policy: Policy
+    attention: str
     optimizer: str
     steps: int
     evaluation: int
@@ -101,6 +105,16 @@ class Run:
     def axis(self, name: str) -> int:
         """Size of a mesh axis, 1 if there is none."""
         return dict(self.mesh).get(name, 1)
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether products run in 8 bits."""
+        return self.precision != "bf16"
+
+    @property
+    def locals(self) -> int:
+        """Layers with a window between two with global attention."""
+        return int(str(self.model.get("pattern") or "0").split()[0]) if self.model.get("local_window") else 0
 
     @property
     def encoder(self) -> bool:
@@ -115,8 +129,7 @@ class Run:
         layers, window = m["layers"], m.get("local_window")
         spans = [self.length if self.encoder else self.length / 2]
         if window:
-            locals_ = int(str(m.get("pattern", "5")).split()[0])
-            spans = [min(self.length / 2, float(window))] * locals_ + spans
+            spans = [min(self.length / 2, float(window))] * self.locals + spans
         attention = 12 * layers * width * sum(spans) / len(spans) * tokens
         whole = 6 * parameters(m) * tokens + attention
         return float(self.steps * whole + self.evaluation / self.batch * whole / 3)
@@ -163,6 +176,7 @@ def run_of(row: Row) -> Run:
         slice=slice_,
         mesh=mesh,
         policy=Policy(),
+        attention=_attention(row, chip),
         optimizer=str(row.get("optimizer") or ""),
         steps=steps,
         evaluation=evaluation,
@@ -284,6 +298,11 @@ def _precision(text: str) -> str:
 def _family(row: Row, model: Mapping[str, Any]) -> str:
     kind = str(row.get("kind") or row.get("family") or "run")
     return f"{kind} {'encoder' if str(model.get('arch', '')).startswith('encoder') else 'decoder'}"
+
+
+def _attention(row: Row, chip: Chip) -> str:
+    """Fused attention where the row says so, or the chip is no older than such kernels on TPUs."""
+    return "flash" if "flash" in str(row.get("note", "")).lower() or chip.year >= FLASH_SINCE else "materialised"
 
 
 def _apart(row: Row, model: Mapping[str, Any]) -> str:
