@@ -15,16 +15,18 @@ from meshlib.estimate.moves import Move, Network, moves_of
 from meshlib.lower.memory import fused_values
 from meshlib.lower.program import Instruction, Program, Value
 
+HOST_COPIES = ("to_host", "from_host")
+
 
 @dataclass(slots=True)
 class Unit:
-    """A fusion group, collective or loop.
+    """A fusion group, collective, copy to or from the host, or loop.
 
     Attributes:
       number: of its first instruction.
       inputs, outputs: numbers of the values that it reads from outside and makes.
       moves: what it sends, with the price of each; of a collective exactly one.
-      kernel: of a fusion group; body, trips: of a loop.
+      kernel: of a fusion group; body, trips: of a loop; host_bytes: of a copy to or from the host, by its direction.
       early: a collective that is issued before the last product that it does not depend on.
       chained: a collective that the first product after it needs.
       sole: inputs that no other unit reads.
@@ -41,6 +43,7 @@ class Unit:
     kernel: Kernel | None = None
     body: Plan | None = None
     trips: int = 1
+    host_bytes: tuple[str, int] | None = None
     early: bool = False
     chained: bool = False
     sole: frozenset[int] = frozenset()
@@ -49,7 +52,7 @@ class Unit:
     @property
     def is_collective(self) -> bool:
         """Whether it only sends."""
-        return self.kernel is None and self.body is None
+        return bool(self.moves) and self.kernel is None
 
 
 class Plan:
@@ -117,6 +120,9 @@ class Plan:
         if not first.is_collective and first.body is not None:
             unit.body = Plan(first.body, self.network, self.early, self.forward)
             unit.trips = first.trips
+            return unit
+        if first.opcode in HOST_COPIES:
+            unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
             return unit
         unit.moves = tuple((m, self.network.cost(m)) for i in members for m in moves_of(self.program, i))
         if not first.is_collective:

@@ -18,6 +18,9 @@ A collective is chained if the first product after it needs its result; only the
 the core. Overlap is not free (`Physics`): of these the core loses `early_exposed` of their time, and of one cut in
 pieces at least `chained_exposed` stays visible.
 
+Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
+but a program, or a trip, lasts at least as long as its copies take in either direction.
+
 A loop is its body's schedule, `trips` times one after the other; trips do not overlap.
 
 Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023 (collective
@@ -29,10 +32,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hardware.memory import pcie_seconds
 from hardware.network import Cost
 from meshlib.estimate.kernels import Kernel
 from meshlib.estimate.moves import Move
-from meshlib.estimate.plan import Plan, Unit
+from meshlib.estimate.plan import HOST_COPIES, Plan, Unit
 from meshlib.estimate.times import KernelTime, Times
 
 POLICIES = ("none", "independent", "collective matmul")
@@ -56,6 +60,7 @@ class Event:
     cost: Cost | None = None
     loop: Schedule | None = None
     trips: int = 1
+    copy: tuple[str, int] | None = None  # to or from the host, bytes
     name: str = ""
     source: str = ""
 
@@ -71,7 +76,7 @@ class Schedule:
 
     `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
     `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
-    something is being sent and the core computes nothing.
+    something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -79,6 +84,7 @@ class Schedule:
     busy: dict[str | int, float] = field(default_factory=dict)
     serial_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    host_exposed_seconds: float = 0.0
 
     def use(self, engine: str | int, seconds: float) -> None:
         """Count busy time."""
@@ -106,15 +112,32 @@ class _Run:
                 self._loop(unit, unit.body)
             elif unit.kernel is not None:
                 self._kernel(unit, unit.kernel)
+            elif unit.host_bytes is not None:
+                self._copy(unit, *unit.host_bytes)
             else:
                 self._collective(unit)
         made = self.made
-        made.seconds = max([self.core, *(e.end for e in made.events)], default=0.0)
+        made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
         sent = [(e.start, e.end) for e in made.events if e.move is not None]
+        computed = [e for e in made.events if e.time is not None or e.loop is not None]
         # A group that awaits the last piece of its operand computes at its end.
-        busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in made.events if e.move is None]
+        busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in computed]
         made.exposed_seconds += uncovered(sent, busy)
+        copies = max(made.busy.get(way, 0.0) for way in HOST_COPIES)
+        made.host_exposed_seconds += max(0.0, copies - made.seconds)
+        made.seconds = max(made.seconds, copies)
         return made
+
+    def _copy(self, unit: Unit, way: str, size: int) -> None:
+        seconds = pcie_seconds(self.times.chip, size)
+        for y in unit.outputs:
+            self.ready[y] = max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
+        start = self.made.busy.get(way, 0.0)
+        self.made.use(way, seconds)
+        self.made.serial_seconds += seconds
+        event = Event(start, start + seconds, unit.number, unit.region, copy=(way, size), name=unit.name,
+                      source=unit.source)  # fmt: skip
+        self.made.events.append(event)
 
     def _collective(self, unit: Unit) -> None:
         ((move, cost),) = unit.moves
@@ -233,6 +256,7 @@ class _Run:
                 self.free[engine] = max(self.free.get(engine, 0.0), self.core)
         self.made.serial_seconds += unit.trips * body.serial_seconds
         self.made.exposed_seconds += unit.trips * body.exposed_seconds
+        self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds
         self._finish(unit, event)
 
 

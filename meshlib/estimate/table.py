@@ -85,10 +85,10 @@ def _rows(est: Estimate, limit: int | None) -> list[str]:
 
 def _cells(est: Estimate, r: Row) -> tuple[str, ...]:
     share = r.total_seconds / est.step_seconds if est.step_seconds else 0.0
-    moved = r.sent_bytes if r.kind == "collective" else r.hbm_bytes
+    moved = {"compute": r.hbm_bytes, "collective": r.sent_bytes, "copy": r.payload_bytes}[r.kind]
     return (
         r.name if r.kind == "compute" else f"{r.opcode} {r.name}",
-        r.opcode if r.kind == "compute" else "+".join(r.axes),
+        {"compute": r.opcode, "collective": "+".join(r.axes), "copy": "pcie"}[r.kind],
         r.phase,
         str(r.count),
         seconds_text(r.seconds),

@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.placement import places
 from meshlib.errors import GraphError
+from meshlib.estimate.plan import HOST_COPIES
 from meshlib.estimate.result import engine_name
 from meshlib.estimate.schedule import Event, Schedule
 from meshlib.files import replace_file
 from meshlib.lower.memory import KINDS
 
 if TYPE_CHECKING:
-    from meshlib.estimate.result import Estimate
+    from meshlib.estimate.plan import HOST_COPIES
+from meshlib.estimate.result import Estimate
 
 CORE = "core"
 _TRIP_LIMIT = 256
@@ -43,7 +45,14 @@ class Span:
 
 def trace_events(est: Estimate) -> list[dict[str, Any]]:
     """The events of the trace, as the JSON holds them: names of tracks first, then everything by time."""
-    tracks = [CORE, "mxu", "vpu", "hbm", *(engine_name(place) for place, size in places(est.slice) if size > 1)]
+    tracks = [
+        CORE,
+        "mxu",
+        "vpu",
+        "hbm",
+        *(engine_name(place) for place, size in places(est.slice) if size > 1),
+        *HOST_COPIES,
+    ]
     number = {name: n for n, name in enumerate(tracks, start=1)}
     events: list[dict[str, Any]] = [
         _named("process_name", f"one device of {est.slice.name} (modelled times, exact counts)", 0)
@@ -85,6 +94,9 @@ def _slices(made: Schedule, at: float) -> Iterator[Span]:
             }
             for place, _ in e.cost.busy_seconds:
                 yield _slice(engine_name(place), e.name, begin, end, args)
+        elif e.copy is not None:
+            args = {"bytes (exact)": e.copy[1], "line": e.source, "phase": e.region}
+            yield _slice(engine_name(e.copy[0]), e.name, begin, end, args)
         else:
             yield from _kernel_slices(e, begin, end)
 

@@ -5,7 +5,6 @@ A run's programs are built, lowered and planned once; `Prepared.seconds` schedul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +68,7 @@ def _lowered(run: Run, training: bool) -> Program:
     with mtf.Graph():
         if training:
             outputs, updates = mtf.models.train_step(
-                config, batch=run.batch, length=run.length, optimizer=_optimizer(run), remat=_remat(run)
+                config, batch=run.batch, length=run.length, optimizer="adamw", remat=_remat(run, config)
             )
             return lower(outputs, updates, mesh=mesh, layout=layout_of(run, config, mesh))
         model = mtf.models.transformer(config, batch=run.batch, length=run.length)
@@ -129,7 +128,7 @@ def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
     return LayoutRules(rules)
 
 
-def _remat(run: Run) -> Any:
+def _remat(run: Run, config: TransformerConfig) -> Any:
     import meshlib as mtf
 
     policy = run.policy
@@ -137,12 +136,6 @@ def _remat(run: Run) -> Any:
         return "none"
     if not (policy.save or policy.offload or policy.carries):
         return "full"
-    return mtf.Remat(save=policy.save, offload=policy.offload, offload_carries=policy.carries)
-
-
-def _optimizer(run: Run) -> str:
-    return "adamw"
-
-
-__all__: list[str] = ["OVERLAP", "Prepared", "config_of", "layout_of", "prepare"]
-Callable
+    absent = () if config.gated else ("wi_gate",)
+    save, offload = (tuple(n for n in names if n not in absent) for names in (policy.save, policy.offload))
+    return mtf.Remat(save=save, offload=offload, offload_carries=policy.carries)
