@@ -144,12 +144,21 @@ class _Lowering:
         return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
 
     def body(
-        self, graph: Graph, homes: Homes, results: Sequence[Tensor], ends: Sequence[Sharding], names: Sequence[str]
+        self,
+        graph: Graph,
+        homes: Homes,
+        results: Sequence[Tensor],
+        ends: Sequence[Sharding | None],
+        names: Sequence[str],
     ) -> Program:
-        """The body of a loop, whose results lie as its carries do."""
-        sweep = self.trial(graph, homes, results)
-        kept = [sweep.graph.of(t) for t in results]
-        outputs = {f"{t.name} ({n})": sweep.at(t, s) for n, (t, s) in enumerate(zip(kept, ends, strict=True))}
+        """The body of a loop, whose results lie as given; with None where the body has them anyway."""
+        bound = [t for t, s in zip(results, ends, strict=True) if s is not None]
+        simple = simplify(graph, results, ())
+        kept = [simple.of(t) for t in results]
+        simple.taken.update(kept)
+        sweep = self._sweep(simple, homes, [simple.of(t) for t in bound])
+        placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
+        outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
         for name in names:
             if name not in sweep.inputs:  # a carry that the body ignores
                 sweep.resident(graph.inputs[name])
