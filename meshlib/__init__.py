@@ -33,7 +33,7 @@ from layouts import (  # noqa: E402
     Shape,
     Sharding,
 )
-from meshlib import initializers, layers, optimize, testing  # noqa: E402
+from meshlib import initializers, layers, models, optimize, testing  # noqa: E402
 from meshlib.batches import Batches  # noqa: E402
 from meshlib.checkpoint import load, save  # noqa: E402
 from meshlib.compare import Comparison, compare  # noqa: E402
@@ -256,6 +256,7 @@ __all__ = [
     "maximum",
     "minimum",
     "mod",
+    "models",
     "multiply",
     "negative",
     "not_equal",

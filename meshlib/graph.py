@@ -208,6 +208,10 @@ class Graph:
     # body take their names from: they belong to the program, not to the loop
     scope: tuple[str, ...] = ()
     scope_around: tuple[str, ...] = ()
+    # of a loop with a variable of its own in each trip: the loop's dim, and those variables, each with the slice that
+    # stands for it inside
+    stacks: Dimension | None = None
+    stacked: dict[Tensor, Tensor] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _tokens: list[Any] = field(default_factory=list)
 
@@ -232,6 +236,12 @@ class Graph:
     def depth(self) -> int:
         """0 for a program, 1 for the body of a loop in it, ..."""
         return 0 if self.parent is None else 1 + self.parent.depth
+
+    @property
+    def stacking(self) -> tuple[Dimension, ...]:
+        """The dims that variables made here have before their own: those of the loops that stack them."""
+        around = () if self.parent is None else self.parent.stacking
+        return around if self.stacks is None else (*around, self.stacks)
 
     def adopt(self, x: Tensor, name: str | None = None) -> Tensor:
         """`x` as this graph sees it: itself, or the stand-in of a tensor from outside the loop."""

@@ -316,3 +316,23 @@ def test_nested_and_second_order(order: int, inner: str, remat: object) -> None:
         return mtf.simulate(program, executor="exact").step(feeds)
 
     assert_equal(results(remat), results(None))
+
+
+def test_bad_policies() -> None:
+    with pytest.raises(mtf.GraphError, match="save must be a list of last parts of names, got 3"):
+        mtf.Remat(save=[3])  # type: ignore[list-item]
+    with pytest.raises(mtf.GraphError, match="offload must be a list of last parts of names, got 'a/b'"):
+        mtf.Remat(offload=["a/b"])
+    with pytest.raises(mtf.ShapeError, match="save must be a list, got str 'q'"):
+        mtf.Remat(save="q")
+    with pytest.raises(mtf.GraphError, match="'q' is in save and in offload; take it out of one"):
+        mtf.Remat(save=["q"], offload=["q"])
+    with pytest.raises(mtf.GraphError, match="offload_carries must be True or False, got int 1"):
+        mtf.Remat(offload_carries=1)  # type: ignore[arg-type]
+    for how in ("scan", "recompute"):
+        with pytest.raises(mtf.GraphError, match="remat must be 'full' or 'none' or 'matmuls', got 'fulll'; .*'full'"):
+            two_products("fulll", how=how)
+        with pytest.raises(mtf.GraphError, match="remat must be 'full', 'none', 'matmuls' or an mtf.Remat, got 7"):
+            two_products(7, how=how)
+        with pytest.raises(mtf.GraphError, match="no operation is named 'outt', which remat keeps; .*'out'"):
+            two_products(mtf.Remat(save=["outt"]), how=how)

@@ -26,7 +26,8 @@ class _Scheduler:
         done = [False] * len(self.groups)
         for g, count in enumerate(self.unmet):
             if count == 0:
-                heapq.heappush(ready, (not self._frees(g), g))
+                there = self.groups[g][0].opcode in ("input", "variable")  # lies in memory already: nobody waits for it
+                heapq.heappush(ready, (not (there or self._frees(g)), g))
         order: list[Instruction] = []
         while ready:
             _, g = heapq.heappop(ready)

@@ -95,6 +95,7 @@ def scan(
     dim: Dimension | None = None,
     reverse: bool = False,
     name: str | None = None,
+    stack_variables: bool = False,
     remat: Policy = "full",
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run `body` once per index of `dim`, carrying tensors from trip to trip.
@@ -107,6 +108,8 @@ def scan(
       xs: tensors that have `dim`: weights of stacked layers, steps of a sequence. `dim` is made whole on every device.
       dim: what to go over.
       reverse: from the last index to the first.
+      stack_variables: whether each trip has its own values of the variables that `body` makes: they get `dim` as their
+        first dim, as the weights of stacked layers. Otherwise all trips share them.
       remat: what the gradient finds of each trip besides `xs` and the carries before it, and does not compute again:
         "full" nothing; "none" everything it has a use for; "matmuls" the products whose operands share no dim that
         stays (with weights, but not of queries with keys); or what an `mtf.Remat` names. Values that have `dim` are
@@ -134,7 +137,8 @@ def scan(
     if not callable(body):
         raise GraphError(f"{at('scan')}: body must be a function of carries and slices, got {body!r:.80}")
     policy = checked_policy(remat, "scan")
-    return make_loop("scan", body, begin, stacked, dim, bool(reverse), name, remat=policy)
+    stack = flag(stack_variables, "scan", "stack_variables")
+    return make_loop("scan", body, begin, stacked, dim, bool(reverse), name, stack=stack, remat=policy)
 
 
 def while_loop(
@@ -186,6 +190,7 @@ def make_loop(
     reverse: bool,
     name: str | None,
     has_accumulators: bool = False,
+    stack: bool = False,
     remat: Policy = "full",
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Record the body in a graph of its own, and the loop that holds it."""
@@ -193,6 +198,7 @@ def make_loop(
     checked_op_name(name, what)
     full = outer.unique_name(name or what)
     inside = Graph(parent=outer, scope=tuple(full.split("/")), scope_around=current_scope())
+    inside.stacks = dim if stack else None
     with inside, absolute_scope(full):
         carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
         sliced = [
@@ -219,6 +225,7 @@ def make_loop(
     for before, after in zip(carries, ends, strict=True):
         if after.type != before.type:
             raise ShapeError(f"{at(what)} '{full}': the body turns {before} into {after}; types must stay the same")
+    xs, sliced = [*xs, *inside.stacked], [*sliced, *inside.stacked.values()]
     results = [inside.adopt(y) for y in (*ends, *ys)]
     live = needed(inside.known.get(y, y).operation for y in results)
     given = [*carried, *sliced, *inside.captured.values()]
