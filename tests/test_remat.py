@@ -330,9 +330,9 @@ def test_bad_policies() -> None:
     with pytest.raises(mtf.GraphError, match="offload_carries must be True or False, got int 1"):
         mtf.Remat(offload_carries=1)  # type: ignore[arg-type]
     for how in ("scan", "recompute"):
-        with pytest.raises(mtf.GraphError, match="remat must be 'full' or 'none' or 'matmuls', got 'fulll'; .*'full'"):
+        with pytest.raises(mtf.GraphError, match=r"remat must be 'full' or 'none' or 'matmuls', got 'fulll'; .*'full'"):
             two_products("fulll", how=how)
-        with pytest.raises(mtf.GraphError, match="remat must be 'full', 'none', 'matmuls' or an mtf.Remat, got 7"):
+        with pytest.raises(mtf.GraphError, match=r"remat must be 'full', 'none', 'matmuls' or an mtf.Remat, got 7"):
             two_products(7, how=how)
-        with pytest.raises(mtf.GraphError, match="no operation is named 'outt', which remat keeps; .*'out'"):
+        with pytest.raises(mtf.GraphError, match=r"no operation is named 'outt', which remat keeps; .*'out'"):
             two_products(mtf.Remat(save=["outt"]), how=how)
