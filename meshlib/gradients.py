@@ -6,11 +6,11 @@ summed over, so each group is reduced once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from meshlib.checks import at, items
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import BACKWARD, Graph, Operation, Rewrite, Tensor, absolute_scope, region
+from meshlib.graph import BACKWARD, Graph, Operation, Rewrite, Tensor, absolute_scope, innermost, region
 from meshlib.operation import tensor
 from meshlib.ops.elementwise import add_n
 from meshlib.ops.shape import broadcast
@@ -138,6 +138,24 @@ def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: 
         cotangents.setdefault(again[y], []).append(dy)
     _sweep(graph, cotangents, set(outside), since)
     return [(x, add_n(cotangents[x])) for x in outside if x in cotangents]
+
+
+def composed_gradient(
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], dys: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The cotangents of `inputs` where the results of function(*inputs) have the cotangents `dys`.
+
+    For the gradient rules of operations that are differentiated further as a composition of others.
+    """
+    graph = innermost([*inputs, *(dy for dy in dys if dy is not None)], "gradients")
+    since = len(graph.operations)
+    made = [identity(x) for x in inputs]  # cotangents must not go on to what the inputs are made of
+    cotangents: dict[Tensor, list[Tensor]] = {}
+    for y, dy in zip(function(*made), dys, strict=True):
+        if dy is not None:
+            cotangents.setdefault(y, []).append(dy)
+    _sweep(graph, cotangents, set(made), since)
+    return [add_n(cotangents[x]) if x in cotangents else None for x in made]
 
 
 def _total(y: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:

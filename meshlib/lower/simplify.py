@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.ops.sources import INPUT, RANDOM, VARIABLE
-from meshlib.ops.state import ASSIGN
+from meshlib.ops.state import ASSIGN, IDENTITY, STOP_GRADIENT
 
 _UNIQUE = (INPUT, VARIABLE, RANDOM, ASSIGN)
+_ALIASES = (IDENTITY, STOP_GRADIENT)  # say something to the gradient, nothing to a core
 
 
 @dataclass(eq=False)
@@ -40,6 +41,9 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
         if op not in live:
             continue
         inputs = tuple(result.of(x) for x in op.inputs)
+        if op.kind in _ALIASES and not any(y in graph.gradient_of for y in op.outputs):
+            result.same[op.output] = inputs[0]
+            continue
         if op.kind not in _UNIQUE and not any(y in graph.gradient_of for y in op.outputs):
             key = (op.kind, inputs, tuple(op.attrs.items()), op.region, op.owner)
             first = seen.setdefault(key, op)
