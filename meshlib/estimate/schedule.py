@@ -65,6 +65,11 @@ class Event:
     source: str = ""
 
     @property
+    def on_core(self) -> bool:
+        """Whether the core runs it: a fusion group or a loop."""
+        return self.time is not None or self.loop is not None
+
+    @property
     def seconds(self) -> float:
         """From start to end."""
         return self.end - self.start
@@ -119,7 +124,7 @@ class _Run:
         made = self.made
         made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
         sent = [(e.start, e.end) for e in made.events if e.move is not None]
-        computed = [e for e in made.events if e.time is not None or e.loop is not None]
+        computed = [e for e in made.events if e.on_core]
         # A group that awaits the last piece of its operand computes at its end.
         busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in computed]
         made.exposed_seconds += uncovered(sent, busy)
