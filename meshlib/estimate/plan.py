@@ -28,8 +28,7 @@ class Unit:
       moves: what it sends, with the price of each; of a collective exactly one.
       kernel: of a fusion group; body, trips: of a loop; host_bytes: of a copy to or from the host, by its direction.
       early: a collective that is issued before the last product that it does not depend on.
-      chained: a collective that the first product after it needs.
-      sole: inputs that no other unit reads.
+      chained: a collective that the first product after it needs, or after which there is none.
       product: whether it holds a product written as einsum.
     """
 
@@ -46,7 +45,6 @@ class Unit:
     host_bytes: tuple[str, int] | None = None
     early: bool = False
     chained: bool = False
-    sole: frozenset[int] = frozenset()
     product: bool = False
 
     @property
@@ -69,7 +67,6 @@ class Plan:
         self._numbers: dict[Value, int] = {}
         self._fused = fused_values(program)
         self.units = self._ordered()
-        self._note_uses()
         self._note_chains()
 
     @property
@@ -134,16 +131,8 @@ class Plan:
     def _number(self, value: Value) -> int:
         return self._numbers.setdefault(value, len(self._numbers))
 
-    def _note_uses(self) -> None:
-        users: dict[int, int] = {}
-        for unit in self.units:
-            for x in unit.inputs:
-                users[x] = users.get(x, 0) + 1
-        for unit in self.units:
-            unit.sole = frozenset(x for x in unit.inputs if users[x] == 1)
-
     def _note_chains(self) -> None:
-        """Which collectives the first product after them needs, itself or through what runs in between."""
+        """Which collectives the first product after them needs, itself or through what runs in between; or the end."""
         needs: dict[int, frozenset[int]] = {}  # value -> places of the collectives since the last product behind it
         since: list[int] = []
         for place, unit in enumerate(self.units):
@@ -156,6 +145,8 @@ class Plan:
                 since.append(place)
                 behind |= {place}
             needs.update(dict.fromkeys(unit.outputs, behind))
+        for n in since:
+            self.units[n].chained = True
 
 
 def _taken(waiting: list[Unit], wanted: Sequence[int]) -> list[Unit]:

@@ -14,8 +14,8 @@ What can be sent early is sent one product early: a collective that does not dep
 when the core reaches that product (weights of the next layer arrive while this one computes), and no earlier. The
 result that waits meanwhile is not in the memory figure, which is that of the program's order.
 
-A collective is chained if the first product after it needs its result; only these are cut in pieces. Others run beside
-the core. Overlap is not free (`Physics`): of these the core loses `early_exposed` of their time, and of one cut in
+A collective is chained if the first product after it needs its result, or if there is none; only these are cut in
+pieces. Others run beside the core. Overlap is not free (`Physics`): of these the core loses `early_exposed` of their time, and of one cut in
 pieces at least `chained_exposed` stays visible.
 
 Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
@@ -224,7 +224,7 @@ class _Run:
         waits, floor = 0.0, []
         taker = self.pieces_too and unit.product
         for x in unit.inputs:
-            piece = self.pieces.get(x) if taker and x in unit.sole else None
+            piece = self.pieces.get(x) if taker else None
             if piece is not None and piece.move is not None:
                 waits = max(waits, piece.start + piece.seconds * self._visible(piece.move))
                 floor.append((piece, piece.move.group))

@@ -16,7 +16,7 @@ from meshlib.estimate.plan import Plan
 from meshlib.estimate.runs import Run
 from meshlib.estimate.schedule import schedule
 from meshlib.estimate.times import Times
-from meshlib.lower import lower
+from meshlib.lower import Balance, lower
 from meshlib.lower.program import Program
 from meshlib.models import PRESETS, TransformerConfig
 from meshlib.models.layouts import layout as model_layout
@@ -65,14 +65,15 @@ def _lowered(run: Run, training: bool) -> Program:
 
     config = config_of(run)
     mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
+    balance = Balance(stationary=("tensor",))
     with mtf.Graph():
         if training:
             outputs, updates = mtf.models.train_step(
                 config, batch=run.batch, length=run.length, optimizer="adamw", remat=_remat(run, config)
             )
-            return lower(outputs, updates, mesh=mesh, layout=layout_of(run, config, mesh))
+            return lower(outputs, updates, mesh, layout_of(run, config, mesh), balance=balance)
         model = mtf.models.transformer(config, batch=run.batch, length=run.length)
-        return lower({"loss": model.loss}, mesh=mesh, layout=layout_of(run, config, mesh))
+        return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), balance=balance)
 
 
 def config_of(run: Run) -> TransformerConfig:
@@ -115,6 +116,7 @@ def _known(name: str) -> TransformerConfig | None:
 def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
     """The run's axes as rules: the batch over slices, data and fully sharded axes, models by the library's presets."""
     named = [axis for axis in ("fsdp", "tensor", "context") if axis in mesh]
+    named = [{"tensor": "sequence"}.get(axis, axis) for axis in named]
     rules = list(model_layout("+".join(named), config, mesh).rules) if named else []
     batch = tuple(axis for axis in ("slices", "data", "shard", "fsdp") if axis in mesh)
     rules = [r for r in rules if r.dim != "batch"]
