@@ -275,6 +275,8 @@ class TransformerConfig:
             faults.append(f"kind {self.kind!r} {wanted}, got {self.encoder_layers}")
         if self.position == "learned" and self.max_length is None:
             faults.append("learned positions need max_length")
+        if self.position == "learned" and self.encoder_decoder:
+            faults.append("learned positions are for models of one stack")
         if self.position == "relative" and self.attention == "flash":
             faults.append("relative positions add to the scores: they need attention='materialised'")
         if self.position == "rotary" and self.head_dim % 2:
