@@ -14,6 +14,7 @@ from meshlib.checks import at, flag, whole
 from meshlib.errors import GraphError
 from meshlib.graph import Tensor, absolute_scope, scope
 from meshlib.initializers import Initializer
+from meshlib.layers.dense import ACTIVATIONS
 from meshlib.models.blocks import Blocks
 from meshlib.models.config import TransformerConfig
 from meshlib.ops.einsum import einsum
@@ -243,7 +244,7 @@ class _Builder:
         c = self.config
         renamed = Dimension("d_model_out", c.d_model)
         x = layers.dense(x, renamed, [self._d_model], variable_dtype=c.variable_dtype, name="transform")
-        x = rename_dimension(layers.ACTIVATIONS[c.activation](x), renamed.name, "d_model")
+        x = rename_dimension(ACTIVATIONS[c.activation](x), renamed.name, "d_model")
         return Blocks(c, False, self.training).norm(x, "norm")
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
