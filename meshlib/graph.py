@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -282,18 +282,6 @@ class Graph:
         object.__setattr__(op, "outputs", outputs)
         self.operations.append(op)
         return op
-
-
-def needed(roots: Iterable[Operation]) -> set[Operation]:
-    """The operations that the roots need, and these; not those whose results are known already."""
-    found: set[Operation] = set()
-    waiting = list(roots)
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += [op.graph.known.get(op.inputs[n], op.inputs[n]).operation for n in op.needs]
-    return found
 
 
 def checked_op_name(name: object, what: str) -> None:

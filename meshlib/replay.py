@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from meshlib.graph import Graph, Rewrite, Tensor
+from meshlib.graph import Graph, Operation, Rewrite, Tensor
 
 
 def replay(source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor], graph: Graph) -> dict[Tensor, Tensor]:
@@ -36,3 +36,15 @@ def replay(source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor],
             kept = tuple((made.get(y, y), made.get(where, where)) for y, where in rewrite.kept)
             graph.rewrites.append(Rewrite(first, last, tuple(inputs), rewrite.gradient, kept))
     return made
+
+
+def needed(roots: Iterable[Operation]) -> set[Operation]:
+    """The operations that the roots need, and these; not those whose results are known already."""
+    found: set[Operation] = set()
+    waiting = list(roots)
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [op.graph.known.get(op.inputs[n], op.inputs[n]).operation for n in op.needs]
+    return found

@@ -91,7 +91,8 @@ class Estimate:
 
     @cached_property
     def engine_seconds(self) -> Mapping[str, float]:
-        """Seconds for which each engine works: mxu, vpu, hbm, chip, each ICI axis, dcn. Modelled."""
+        """Seconds for which each engine works: mxu, vpu, hbm, each ICI axis, dcn, and "core to core": the way between
+        two devices of one chip. Modelled."""
         return {engine_name(e): s for e, s in sorted(self.schedule.busy.items(), key=lambda item: str(item[0]))}
 
     @cached_property
@@ -273,4 +274,4 @@ def engine_name(engine: str | int) -> str:
         return engine
     if engine == DCN:
         return "dcn"
-    return "chip" if engine < 0 else f"ici axis {engine}"
+    return "core to core" if engine < 0 else f"ici axis {engine}"

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from meshlib.graph import Graph, Operation, Tensor, needed
+from meshlib.graph import Graph, Operation, Tensor
 from meshlib.ops.host import TO_HOST
 from meshlib.ops.sources import INPUT, RANDOM, VARIABLE
 from meshlib.ops.state import ASSIGN, IDENTITY, STOP_GRADIENT
+from meshlib.replay import needed
 
 _UNIQUE = (INPUT, VARIABLE, RANDOM, ASSIGN)
 _ALIASES = (IDENTITY, STOP_GRADIENT)  # say something to the gradient, nothing to a core

@@ -22,7 +22,6 @@ from meshlib.graph import (
     checked_op_name,
     current_scope,
     innermost,
-    needed,
 )
 from meshlib.operation import (
     NONLINEAR,
@@ -40,6 +39,7 @@ from meshlib.ops.elementwise import add
 from meshlib.ops.host import to_host
 from meshlib.ops.remat import Policy, Remat, checked_policy, kept_values
 from meshlib.ops.sources import INPUT, _constant
+from meshlib.replay import needed
 
 Body = Callable[..., Any]
 

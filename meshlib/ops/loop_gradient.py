@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from meshlib.gradients import gradients
-from meshlib.graph import Graph, Operation, Tensor, needed
+from meshlib.graph import Graph, Operation, Tensor
 from meshlib.ops.host import from_host
 from meshlib.ops.loop import make_loop
 from meshlib.ops.remat import is_cheap
 from meshlib.ops.sources import constant_full
-from meshlib.replay import replay
+from meshlib.replay import needed, replay
 
 
 def loop_gradient(op: Operation, *dys: Tensor | None, wanted: Container[Tensor]) -> list[Tensor | None]:
