@@ -244,8 +244,8 @@ def test_bytes_of_the_host(mesh: str, layout: str, cores: int, how: str) -> None
     assert (kept.to_host_bytes, kept.from_host_bytes, kept.memory.host_bytes) == (0, 0, 0)
     assert program.memory.peak_bytes < kept.memory.peak_bytes
     text = str(program)
-    assert "to_host(" in text
-    assert "from_host(" in text
+    assert f", copies {h // N // 1024} KiB to the host" in text
+    assert f", copies {h // N // 1024} KiB from the host" in text
     assert f"on the host: {h // 1024} KiB ({h} bytes, exact)" in str(program.memory)
 
 
