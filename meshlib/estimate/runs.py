@@ -61,13 +61,12 @@ class NotExpressed(GraphError):
 class Policy:
     """What the backward pass keeps of the forward pass: values by name in HBM, values by name with the host.
 
-    `everything`: nothing is computed again; `carries`: layer inputs go to the host.
+    `carries`: layer inputs go to the host. Element-wise work is always done again: compilers fuse it into its users.
     """
 
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     carries: bool = False
-    everything: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,11 @@ class Run:
     def locals(self) -> int:
         """Layers with a window between two with global attention."""
         return int(str(self.model.get("pattern") or "0").split()[0]) if self.model.get("local_window") else 0
+
+    @property
+    def predictions(self) -> int | None:
+        """Tokens of a sequence that an encoder predicts: 15 %, 76 of 512 (Devlin et al., arXiv:1810.04805)."""
+        return int(0.15 * self.length) if self.encoder else None
 
     @property
     def encoder(self) -> bool:
@@ -349,7 +353,8 @@ def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
         words = re.findall(r"[a-z_]+", str(row.get("note", "")).lower())
         text = next((w for w in words if w in _POLICIES and "_" in w), "")
     if text == "none" or (not text and run.encoder):
-        return Policy(everything=True), () if text else ("nothing recomputed",)
+        scores = ("scores",) if run.attention == "materialised" else ()
+        return Policy((*_DOTS, "context", *scores)), () if text else ("no product is computed again",)
     if text in _POLICIES:
         save, offload, carries = _POLICIES[text]
         return Policy(save, offload, carries), ()

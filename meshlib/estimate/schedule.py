@@ -1,8 +1,8 @@
 """When everything runs: a deterministic schedule of the program's order over the engines of one device.
 
 The core runs one fusion group at a time, in the program's order (`meshlib.estimate.times`). A collective starts when
-its operands are ready and the places it crosses (chip, torus axes, DCN) are free, in the program's order, and holds up
-only the first group that uses its result. Policies:
+its operands are ready and the places it crosses (chip, torus axes, DCN) have sent what came before, in the program's
+order, and holds up only the first group that uses its result. Policies:
 
     none                each collective waits for the core, and the core for it
     independent         as above; work that does not depend on a collective hides it
@@ -15,8 +15,8 @@ when the core reaches that product (weights of the next layer arrive while this 
 result that waits meanwhile is not in the memory figure, which is that of the program's order.
 
 A collective is chained if the first product after it needs its result, or if there is none; only these are cut in
-pieces. Others run beside the core. Overlap is not free (`Physics`): of these the core loses `early_exposed` of their time, and of one cut in
-pieces at least `chained_exposed` stays visible.
+pieces. Others run beside the core. Overlap is not free (`Physics`): of these the core loses `early_exposed` of their
+time, and of one cut in pieces at least `chained_exposed` stays visible.
 
 Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
 but a program, or a trip, lasts at least as long as its copies take in either direction.
@@ -172,9 +172,6 @@ class _Run:
             source=event.source,
         )  # fmt: skip
         self.made.events[-1] = longer
-        assert event.cost is not None
-        for place, _ in event.cost.busy_seconds:
-            self.free[place] = max(self.free.get(place, 0.0), end)
         return longer
 
     def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
@@ -184,9 +181,8 @@ class _Run:
         if self.overlap == "none":
             start = max(start, self.core)
             self.core = start + seconds
-        for p in places:
-            self.free[p] = start + seconds
         for place, busy in cost.busy_seconds:
+            self.free[place] = start + busy  # what is still on its way leaves the links to the next one
             self.made.use(place, busy)
         self.made.serial_seconds += seconds
         name = f"{move.kind} of {move.name}"

@@ -146,8 +146,8 @@ class _Writer:
             "line": e.source,
             "phase": e.region,
         }
-        for place, _ in e.cost.busy_seconds:
-            yield _span(engine_name(place), self._name(e), at + e.start, at + e.end, args)
+        for place, busy in e.cost.busy_seconds:
+            yield _span(engine_name(place), self._name(e), at + e.start, at + e.start + busy, args)
 
     def _kernel(self, e: Event, at: float) -> Iterator[Span]:
         kernel, time = e.kernel, e.time

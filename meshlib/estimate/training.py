@@ -12,7 +12,7 @@ from hardware.chips import Chip
 from layouts import LayoutRules, Mesh, Rule
 from meshlib.estimate.moves import Network
 from meshlib.estimate.physics import Physics
-from meshlib.estimate.plan import Plan
+from meshlib.estimate.plan import Plan, plan_of
 from meshlib.estimate.runs import Run
 from meshlib.estimate.schedule import schedule
 from meshlib.estimate.times import Times
@@ -57,7 +57,7 @@ def prepare(run: Run) -> Prepared:
 
 
 def _plan(run: Run, program: Program) -> Plan:
-    return Plan(program, Network(program, run.slice, None))
+    return plan_of(program, Network(program, run.slice, None))
 
 
 def _lowered(run: Run, training: bool) -> Program:
@@ -69,10 +69,10 @@ def _lowered(run: Run, training: bool) -> Program:
     with mtf.Graph():
         if training:
             outputs, updates = mtf.models.train_step(
-                config, batch=run.batch, length=run.length, optimizer="adamw", remat=_remat(run, config)
+                config, run.batch, run.length, "adamw", _remat(run, config), predictions=run.predictions
             )
             return lower(outputs, updates, mesh, layout_of(run, config, mesh), balance=balance)
-        model = mtf.models.transformer(config, batch=run.batch, length=run.length)
+        model = mtf.models.transformer(config, run.batch, run.length, predictions=run.predictions)
         return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), balance=balance)
 
 
@@ -134,8 +134,6 @@ def _remat(run: Run, config: TransformerConfig) -> Any:
     import meshlib as mtf
 
     policy = run.policy
-    if policy.everything:
-        return "none"
     if not (policy.save or policy.offload or policy.carries):
         return "full"
     absent = () if config.gated else ("wi_gate",)
