@@ -308,7 +308,7 @@ class Partitioner:
     def _operand(self, t: Tensor, op: Operation) -> Operand:
         known = tuple(v.sharding for v in self.places.known(t, op.region))
         shared = self._users[t, op.region] > 1
-        return Operand(t, known, self.places.remade(t), self.ahead.coming(t, op), shared)
+        return Operand(t, known, self.places.remade(t, op.region), self.ahead.coming(t, op), shared)
 
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)
