@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 import meshlib as mtf
-from tests.test_lowering_rules import F32, D, Moved, assert_numbers_equal_the_unsharded_program, moved
+from tests.test_lowering_rules import BF16, F32, D, Moved, assert_numbers_equal_the_unsharded_program, moved
 
 
 def lookup_in_a_table_that_the_logits_gather() -> tuple[tuple, Moved]:
@@ -85,6 +85,24 @@ def gradients_of_stacked_weights() -> tuple[tuple, Moved]:
     ]
 
 
+def gradients_of_weights_cast_before_they_are_stacked() -> tuple[tuple, Moved]:
+    """The same in bfloat16, cast outside the loop, whose gradients leave it in bfloat16: scattered in every trip."""
+    b, layers, d, e = D("b", 64), D("layers", 2), D("d", 8), D("e", 8)
+    w = mtf.cast(mtf.variable("w", [layers, d, e]), "bfloat16")
+
+    def body(carries: tuple[mtf.Tensor, ...], slices: tuple[mtf.Tensor, ...]) -> tuple:
+        (x,), (w,) = carries, slices
+        return (mtf.rename_dimension(mtf.tanh(mtf.einsum([x, w], [b, e])), "e", "d"),), ()
+
+    (y,), _ = mtf.scan(body, [mtf.input("x", [b, d], "bfloat16")], [w], layers)
+    train = mtf.optimize.SgdOptimizer(0.1).minimize(mtf.reduce_sum(mtf.square(y)))
+    return ((None, train), "m:2", "b:m;variables/d:m;slots/d:m"), [
+        ("all_gather", "m", 4 * 8 * BF16, 64),
+        ("all_gather", "m", 4 * 8 * BF16, 64),
+        ("reduce_scatter", "m", 8 * 8 * BF16, 64),
+    ]
+
+
 CASES: tuple[Callable[[], tuple[tuple, Moved]], ...] = (
     lookup_in_a_table_that_the_logits_gather,
     product_that_joins_a_sum,
@@ -92,6 +110,7 @@ CASES: tuple[Callable[[], tuple[tuple, Moved]], ...] = (
     maximum_that_passes_on_its_way_home,
     renamed_input_of_several_products,
     gradients_of_stacked_weights,
+    gradients_of_weights_cast_before_they_are_stacked,
 )
 
 
