@@ -347,6 +347,22 @@ def bidirectional(p: dict[str, Array]) -> Array:
     return out
 
 
+@layer(
+    "multihead_attention with shared keys and values",
+    X,
+    lambda w, x: mtf.layers.multihead_attention(x, None, None, K, H, share_kv=True, qk_norm=True, scale=0.3, **w),
+)
+def shared(p: dict[str, Array]) -> Array:
+    q, v = (projected(p, part, p["x"]) for part in "qk")
+    out = np.zeros((4, 4, 8))
+    for b, h in np.ndindex(4, 2):
+        normed = [
+            ref.rms_norm(y[b, :, h], p[f"multihead_attention/{part}_norm/scale"]) for part, y in (("q", q), ("k", v))
+        ]
+        out[b] += ref.head(*normed, v[b, :, h], scale=0.3) @ p["multihead_attention/out/kernel"][h]
+    return out
+
+
 # ---------------------------------------------------------------- the tests
 
 each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)

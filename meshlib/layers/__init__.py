@@ -10,7 +10,8 @@ from meshlib.layers.embeddings import embedding, embedding_weights
 from meshlib.layers.loss import softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm, rms_norm
 from meshlib.layers.pooling import avg_pool2d, avg_pool3d, max_pool2d, max_pool3d
-from meshlib.layers.positions import learned_positions, relative_position_bias, rotary, sinusoidal_positions
+from meshlib.layers.positions import learned_positions, rotary, sinusoidal_positions
+from meshlib.layers.relative import relative_position_bias
 
 __all__ = [
     "avg_pool2d",

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import log
 
 from layouts import Dimension
 from meshlib import initializers
-from meshlib.checks import at, flag, number, whole
+from meshlib.checks import at, number
 from meshlib.dtypes import as_dtype
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
 from meshlib.layers.norms import widened
-from meshlib.operation import as_dim, as_dims, tensor
-from meshlib.ops.elementwise import abs as abs_of
-from meshlib.ops.elementwise import (
-    add,
-    cast,
-    cos,
-    exp,
-    greater_equal,
-    less,
-    maximum,
-    minimum,
-    mod,
-    multiply,
-    sin,
-    where,
-)
-from meshlib.ops.index import gather
+from meshlib.operation import as_dim, tensor
+from meshlib.ops.elementwise import add, cast, cos, exp, less, mod, multiply, sin, where
 from meshlib.ops.index import range as positions_of
 from meshlib.ops.rotate import rotate_half
 from meshlib.ops.shape import rename_dimension
@@ -141,73 +125,3 @@ def learned_positions(
     if rows.size < known.size:
         table = part_of(table, 0, rows.size, known.name)
     return rename_dimension(table, known.name, rows.name)
-
-
-def relative_position_bias(
-    length: Dimension,
-    memory_length: Dimension,
-    heads: Dimension | Sequence[Dimension],
-    num_buckets: int = 32,
-    max_distance: int = 128,
-    bidirectional: bool = True,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
-    activation_dtype: object | None = None,
-    initializer: initializers.Initializer | float | None = None,
-    name: str = "relative_position_bias",
-) -> Tensor:
-    """A learned number per head and distance of query and key, to be added to the scores of attention.
-
-    Distances fall into buckets: half of them for single distances from 0 on, the others wider and wider up to
-    `max_distance`; all beyond share the last. Keys behind the query have their own half of the buckets if
-    `bidirectional`, else they all count as distance 0.
-
-    Args:
-      length, memory_length: dims of queries and keys.
-      heads: dim or dims of the queries' heads.
-      num_buckets, max_distance: as above.
-      bidirectional: False for a causal model.
-      variable_dtype, slice_dtype, activation_dtype: as of `mtf.variable`.
-      initializer: normal with standard deviation 1 unless given.
-      name: of the variable [heads, buckets].
-    Returns: [heads, length, memory_length].
-    Raises: ShapeError for fewer than 2 buckets (4 if bidirectional), or no distance beyond the exact ones.
-    Source: Raffel et al., arXiv:1910.10683; tensorflow/mesh: mesh_tensorflow/transformer/transformer_layers.py.
-    """
-    what = "relative_position_bias"
-    rows, memory, of = as_dim(length, what), as_dim(memory_length, what), as_dims(heads, what)
-    both = flag(bidirectional, what, "bidirectional")
-    one_way = whole(num_buckets, what, "num_buckets") // (2 if both else 1)
-    exact = one_way // 2
-    if exact < 1 or num_buckets % (2 if both else 1):
-        raise ShapeError(f"{at(what)}: num_buckets must be at least {4 if both else 2}, got {num_buckets}")
-    if whole(max_distance, what, "max_distance") <= exact:
-        raise ShapeError(f"{at(what)}: max_distance must exceed the {exact} exact distances, got {max_distance}")
-    behind = positions_of(rows) - positions_of(memory)  # how far the key lies before the query
-    distance = abs_of(behind) if both else maximum(behind, 0)
-    bucket = minimum(distance, exact)
-    for begin in _wide_buckets(exact, one_way, max_distance):
-        bucket = bucket + cast(greater_equal(distance, begin), "int32")
-    if both:
-        bucket = bucket + cast(less(behind, 0), "int32") * one_way
-    buckets = Dimension("buckets", num_buckets)
-    start = initializers.random_normal(0.0, 1.0) if initializer is None else initializer
-    table = variable(name, [*of, buckets], start, variable_dtype, slice_dtype, activation_dtype)
-    return gather(table, bucket, buckets, [*of, rows, memory])
-
-
-def _wide_buckets(exact: int, count: int, max_distance: int) -> list[int]:
-    """The first distance of each bucket after the one that begins at `exact`: exact (max / exact)^(n / wide), or more.
-
-    In integers, so that no logarithm decides where a bucket begins.
-
-    >>> _wide_buckets(8, 16, 128)
-    [12, 16, 23, 32, 46, 64, 91]
-    """
-    wide = count - exact
-    begins, distance = [], exact
-    for n in range(1, wide):
-        while distance**wide * exact**n < max_distance**n * exact**wide:
-            distance += 1
-        begins.append(distance)
-    return begins

@@ -109,8 +109,7 @@ class Places:
     def _remake(self, t: Tensor, wanted: Sharding, region: str) -> Value:
         op, value = t.operation, Value(t, wanted)
         taken = tuple(self.made(x) for x in self.graph.inputs[op])
-        assignment = tuple((a, d.name) for d, axes in zip(t.shape, wanted.axes, strict=True) for a in axes)
-        self.instructions.append(Instruction(op.kind.name, op, taken, (value,), region, assignment))
+        self.instructions.append(Instruction(op.kind.name, op, taken, (value,), region, blockwise(wanted)))
         return value
 
     def walk(self, value: Value, wanted: Sharding, user: Operation | None) -> list[Value]:
@@ -140,6 +139,11 @@ class Places:
             if i.body is not None:
                 total += i.trips * i.body.sent_bytes
         return total
+
+
+def blockwise(sharding: Sharding) -> tuple[tuple[str, str], ...]:
+    """The assignment of an operation that makes every block of its result from nothing but the block that is there."""
+    return tuple((a, d.name) for d, axes in zip(sharding.shape, sharding.axes, strict=True) for a in axes)
 
 
 def _distance(source: Sharding, wanted: Sharding, itemsize: int) -> tuple[float, int]:

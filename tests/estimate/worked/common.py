@@ -9,7 +9,7 @@ from typing import Any
 import meshlib as mtf
 from hardware import CHIPS, Chip, Placement, Slice, placements
 from hardware.core import critical_intensity
-from meshlib.estimate import Row
+from meshlib.estimate import Physics, Row
 
 D = mtf.Dimension
 Answer = Callable[[], object]
@@ -30,6 +30,11 @@ def ring(kind: str, n: int, **figures: object) -> Slice:
     return Slice(f"{kind}-{n}", ideal(kind, **axis, **figures))
 
 
+def estimate(program: mtf.Program, slice_: str | Slice, **options: Any) -> mtf.Estimate:
+    """Of engines that lose nothing when they work together: what the book's rooflines assume."""
+    return mtf.estimate(program, slice_, physics=Physics().without_losses(), **options)
+
+
 def straight(slice_: str | Slice, mesh: mtf.Mesh) -> Placement:
     """The placement with each mesh axis along one torus axis, in order."""
     found = placements(slice_ if isinstance(slice_, Slice) else Slice(slice_), dict(mesh.sizes_by_axis))
@@ -45,7 +50,7 @@ def product(
         x, w = mtf.input("x", [rows, inner], "bfloat16"), mtf.variable("w", [inner, columns], dtype="bfloat16")
         y = mtf.einsum([x, w], [rows, columns], name="product")
         program = mtf.lower({"y": y}, mesh=mesh, layout=layout, **lowering)
-    return mtf.estimate(program, slice_, placement=straight(slice_, program.mesh) if along else None)
+    return estimate(program, slice_, placement=straight(slice_, program.mesh) if along else None)
 
 
 def gather(i: int, j: int, slice_: str | Slice, mesh: str, before: str, after: str = "") -> Row:
@@ -53,7 +58,7 @@ def gather(i: int, j: int, slice_: str | Slice, mesh: str, before: str, after: s
     with mtf.Graph():
         x = mtf.input("x", [D("I", i), D("J", j)], "bfloat16")
         program = mtf.lower({"y": mtf.constrain(x, after)}, mesh=mesh, layout=before)
-    (row,) = mtf.estimate(program, slice_, placement=straight(slice_, program.mesh)).rows
+    (row,) = estimate(program, slice_, placement=straight(slice_, program.mesh)).rows
     assert row.opcode == "all_gather"
     return row
 

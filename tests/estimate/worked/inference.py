@@ -7,7 +7,7 @@ from functools import cache
 
 import meshlib as mtf
 from hardware import CHIPS, Slice, legal_slices
-from tests.estimate.worked.common import BYTE, Answers, D, ideal, smallest
+from tests.estimate.worked.common import BYTE, Answers, D, estimate, ideal, smallest
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Decoder:
         """The step on a slice of ideal chips."""
         found = Slice(slice_, ideal("v5e"))
         heads = min(found.devices, self.heads)
-        return mtf.estimate(self.step(batch, context, f"heads:{heads};context:{found.devices // heads}"), found)
+        return estimate(self.step(batch, context, f"heads:{heads};context:{found.devices // heads}"), found)
 
     def most(self, context: int, slice_: str) -> int:
         """The largest batch that fits."""

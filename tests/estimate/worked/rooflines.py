@@ -8,7 +8,19 @@ import meshlib as mtf
 from hardware import CHIPS, MXU, Chip, Slice
 from hardware.core import compute_bound_rows, critical_intensity
 from hardware.memory import padded_bytes, padded_shape
-from tests.estimate.worked.common import BYTE, Answers, D, at_peak, gather, ideal, product, row_of, smallest, wire
+from tests.estimate.worked.common import (
+    BYTE,
+    Answers,
+    D,
+    at_peak,
+    estimate,
+    gather,
+    ideal,
+    product,
+    row_of,
+    smallest,
+    wire,
+)
 
 
 def threshold(slice_: str, size: int) -> int:
@@ -24,7 +36,7 @@ def expert_threshold(experts: int, active: int, size: int = 32768) -> int:
         with mtf.Graph():
             x, w = mtf.input("x", [e, c, d], "bfloat16"), mtf.variable("w", [e, d, f], 0, BYTE, trainable=False)
             y = mtf.einsum([x, mtf.cast(w, "bfloat16")], [e, c, f])
-            return at_peak(mtf.estimate(mtf.lower({"y": y}, mesh="chips:1"), "v5e-1"))
+            return at_peak(estimate(mtf.lower({"y": y}, mesh="chips:1"), "v5e-1"))
 
     return smallest(reached, 8192, experts // active)
 
@@ -40,7 +52,7 @@ def loaded() -> float:
     """Reading 200e9 bfloat16 weights spread over 32 chips, at the nominal rate."""
     with mtf.Graph():
         w = mtf.variable("w", [D("a", 200_000), D("b", 1_000_000)], dtype="bfloat16")
-        est = mtf.estimate(mtf.lower({"y": mtf.reduce_max(w)}, mesh="chips:32", layout="a:chips"), "v4-64")
+        est = estimate(mtf.lower({"y": mtf.reduce_max(w)}, mesh="chips:32", layout="a:chips"), "v4-64")
     return max(r.hbm_bytes for r in est.rows) / est.slice.hbm_bytes_per_second_per_device
 
 

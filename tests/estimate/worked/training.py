@@ -11,7 +11,7 @@ from functools import cached_property
 import meshlib as mtf
 from hardware import Slice
 from hardware.core import critical_intensity
-from tests.estimate.worked.common import Answers, D, hides, ideal, ring, smallest, straight, whole_bytes
+from tests.estimate.worked.common import Answers, D, estimate, hides, ideal, ring, smallest, straight, whole_bytes
 
 
 def mlp(tokens: int, d: int, f: int, mesh: str, layout: str, train: bool = False) -> mtf.Program:
@@ -45,7 +45,7 @@ def data_parallel(axes: str) -> int:
 
     def reached(tokens: int) -> bool:
         program = mlp(tokens * chips, 8192, 32768, "X:16;Y:20;Z:28", f"B:{axes}", train=True)
-        return backward_hides(mtf.estimate(program, pod, placement=straight(pod, program.mesh)), "ici")
+        return backward_hides(estimate(program, pod, placement=straight(pod, program.mesh)), "ici")
 
     return smallest(reached)
 
@@ -55,7 +55,7 @@ def pods() -> int:
 
     def reached(tokens: int) -> bool:
         program = mlp(64 * tokens, 8192, 32768, "pods:64;chips:4", "B:pods;F:chips", train=True)
-        return backward_hides(mtf.estimate(program, Slice("64*v5p-8", ideal("v5p"))), "dcn")
+        return backward_hides(estimate(program, Slice("64*v5p-8", ideal("v5p"))), "dcn")
 
     return smallest(reached, 2**20)
 
@@ -63,7 +63,7 @@ def pods() -> int:
 def tensor_parallel(ways: int, f: int, tokens: int = 8192, kind: str = "v5p") -> mtf.Estimate:
     """A layer that is split over its hidden dim on one ring; sizes are rounded down to whole shares."""
     program = mlp(tokens, 8192 // ways * ways, f // ways * ways, f"Y:{ways}", "F:Y;activations/D:Y")
-    return mtf.estimate(program, ring(kind, ways))
+    return estimate(program, ring(kind, ways))
 
 
 def most_ways(f: int) -> int:
@@ -103,7 +103,7 @@ class Split:
     def _parts(self) -> tuple[float, float, float]:
         """(seconds x ways of Y) of gathering weights, (seconds x ways of X) of activations, seconds of products."""
         chip = ideal("v5p")
-        est = mtf.estimate(mlp(self.tokens, self.d, self.f, "X:64;Y:4", MIXED), Slice("v5p-512", chip))
+        est = estimate(mlp(self.tokens, self.d, self.f, "X:64;Y:4", MIXED), Slice("v5p-512", chip))
         byte = critical_intensity(chip, "ici") / est.slice.peak_flops_per_device
         weights, activations = whole_bytes(est, "X") * 4, whole_bytes(est, "Y") * 64
         products = est.flops * est.slice.devices / self.chips / est.slice.peak_flops_per_device
@@ -143,7 +143,7 @@ def mixed_threshold() -> int:
 
     def reached(tokens: int) -> bool:
         for y in (4, 8, 16):
-            est = mtf.estimate(mlp(tokens, 8192, 32768, f"X:{4096 // y};Y:{y}", MIXED), cube, overlap="none")
+            est = estimate(mlp(tokens, 8192, 32768, f"X:{4096 // y};Y:{y}", MIXED), cube, overlap="none")
             if est.comm_seconds <= est.compute_seconds:
                 return True
         return False

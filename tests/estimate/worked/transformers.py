@@ -8,7 +8,7 @@ from functools import cache
 
 import meshlib as mtf
 from hardware import Chip, Slice
-from tests.estimate.worked.common import BYTE, Answers, D, ideal
+from tests.estimate.worked.common import BYTE, Answers, D, estimate, ideal
 
 
 def weight(name: str, *dims: mtf.Dimension) -> mtf.Tensor:
@@ -66,7 +66,7 @@ class Model:
 @cache
 def llama() -> mtf.Estimate:
     """LLaMA 3-70B. Few tokens, so that attention beyond its projections hardly counts, as in 6 flops a parameter."""
-    return mtf.estimate(Model(80, 8192, 28672, 8, 8, 128, 128256).step(), Slice("v5p-1", one("v5p")))
+    return estimate(Model(80, 8192, 28672, 8, 8, 128, 128256).step(), Slice("v5p-1", one("v5p")))
 
 
 @cache
@@ -112,7 +112,7 @@ def deepseek() -> mtf.Estimate:
 
         (y,), _ = mtf.scan(layer, [weight("x", t, d)], [weight("w", loop, d, e)], loop)
         program = mtf.lower({}, mtf.optimize.SgdOptimizer(1.0).minimize(mtf.reduce_sum(y)), mesh="chips:1")
-    return mtf.estimate(program, Slice("v5p-1", one("v5p", peak_bf16_flops=1.513e15)))
+    return estimate(program, Slice("v5p-1", one("v5p", peak_bf16_flops=1.513e15)))
 
 
 def deepseek_flops() -> float:
@@ -125,7 +125,7 @@ def trained(build: Callable[[mtf.Tensor], mtf.Tensor]) -> int:
         x = weight("x", D("T", 8192), D("D", 8192))
         loss = mtf.reduce_sum(mtf.sin(build(x)))
         program = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(1.0).minimize(loss), mesh="chips:1")
-    return mtf.estimate(program, "v5e-1").flops
+    return estimate(program, "v5e-1").flops
 
 
 def mlp(x: mtf.Tensor) -> mtf.Tensor:
@@ -157,7 +157,7 @@ def five_letters() -> float:
     with mtf.Graph():
         a, b = (mtf.input(n, [D(c, sizes[c]) for c in n]) for n in ("ijkl", "ijmno"))
         c = mtf.einsum([a, b], [D(c, sizes[c]) for c in "klmno"])
-        return mtf.estimate(mtf.lower({"c": c}, mesh="chips:1"), "v5e-1").flops
+        return estimate(mtf.lower({"c": c}, mesh="chips:1"), "v5e-1").flops
 
 
 def chain(kept: int, again: bool = False, layers: int = 64) -> mtf.Program:
@@ -191,7 +191,7 @@ def kept_bytes(program: mtf.Program) -> int:
 
 def repeated() -> float:
     """The last product of each layer is not needed again."""
-    est = mtf.estimate(chain(20, again=True), Slice("v5p-1", one("v5p")))
+    est = estimate(chain(20, again=True), Slice("v5p-1", one("v5p")))
     return est.flops / est.useful_flops
 
 
