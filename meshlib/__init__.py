@@ -130,6 +130,7 @@ from meshlib.ops.reduce import (  # noqa: E402
     reduce_sum,
     softmax,
 )
+from meshlib.ops.remat import Remat  # noqa: E402
 from meshlib.ops.rewrite import custom_gradient, recompute_grad  # noqa: E402
 from meshlib.ops.sampling import sample_with_temperature  # noqa: E402
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose  # noqa: E402
@@ -181,6 +182,7 @@ __all__ = [
     "Operation",
     "Program",
     "ProgramError",
+    "Remat",
     "Scaling",
     "Shape",
     "ShapeError",

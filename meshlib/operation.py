@@ -36,6 +36,7 @@ class Kind(enum.Enum):
     REDUCTION = "reduction"  # runs on the VPU, smaller output
     VIEW = "view"  # same elements, other names or order: the result may share memory with operand 0
     INDEXED = "indexed"  # addresses elements by value
+    COPY = "copy"  # between the memories of device and host
     LOOP = "loop"  # holds a body of its own
 
 

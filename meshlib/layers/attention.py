@@ -87,6 +87,7 @@ def multihead_attention(
     heads: Dimension,
     group: Dimension | None = None,
     multi_query: bool = False,
+    share_kv: bool = False,
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -113,6 +114,7 @@ def multihead_attention(
       heads: heads of keys and values; queries have as many, or `group` times as many.
       group: queries' heads that share a head of keys and values (grouped-query attention).
       multi_query: one head of keys and values for all `heads` of queries.
+      share_kv: values are what keys are before norm and rotation; then there is no `v/kernel`.
       causal, window, scale: as of `mtf.attention`.
       bias: added to the scores, as `relative_position_bias` makes it; the materialised kernel alone takes it.
       rotary_base: turns queries and keys by their positions, see `rotary`; None: does not.
@@ -150,13 +152,17 @@ def multihead_attention(
     of_memory = [channels] if shared else [heads, channels]
     renamed = memory_length.name if memory_length.name != length.name else f"memory_{length.name}"
 
-    def made(source: Tensor, dims: list[Dimension], part: str) -> Tensor:
+    def projected(source: Tensor, dims: list[Dimension], part: str, last: str) -> Tensor:
+        channels = [source.shape[-1]]
+        return projection(source, dims, channels, use_bias, variable_dtype, slice_dtype, None, part, last)
+
+    def made(source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:
         """q, k or v as the kernel takes it; the last operation bears its name."""
         plain = part == "v" or not (qk_norm or rotary_base is not None)
         final = renamed if part != "q" else length.name
         own = source.shape[-2]
         last = part if plain and final == own.name else f"{part}/projected"
-        y = projection(source, dims, [source.shape[-1]], use_bias, variable_dtype, slice_dtype, None, part, last)
+        y = projected(source, dims, part, last) if given is None else given
         if flag(qk_norm, what, "qk_norm") and part != "v":
             y = rms_norm(y, channels, variable_dtype=variable_dtype, slice_dtype=slice_dtype, name=f"{part}_norm")
         if rotary_base is not None and part != "v":
@@ -164,7 +170,8 @@ def multihead_attention(
         return rename_dimension(y, own.name, final, part)
 
     with scope(name):
-        q, k, v = made(x, of_queries, "q"), made(memory, of_memory, "k"), made(memory, of_memory, "v")
+        same = projected(memory, of_memory, "k", "k/projected") if flag(share_kv, what, "share_kv") else None
+        q, k, v = made(x, of_queries, "q"), made(memory, of_memory, "k", same), made(memory, of_memory, "v", same)
         dims = length, renamed, channels
         if kernel == "flash":
             context = attention(q, k, v, *dims, None, causal, window, scale, mask, "context")

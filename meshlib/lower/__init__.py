@@ -149,19 +149,27 @@ class _Lowering:
         return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
 
     def body(
-        self, graph: Graph, homes: Homes, results: Sequence[Tensor], ends: Sequence[Sharding], names: Sequence[str]
+        self,
+        graph: Graph,
+        homes: Homes,
+        results: Sequence[Tensor],
+        ends: Sequence[Sharding | None],
+        names: Sequence[str],
     ) -> Program:
-        """The body of a loop, whose results lie as its carries do, or as what they are stacked into."""
+        """The body of a loop, whose results lie as given; with None where the body has them anyway."""
         key = (graph, tuple(results), tuple(ends), *(homes.of(op.output) for op in graph.inputs.values()))
         if key in self._bodies:
             return self._bodies[key]
         simple = simplify(graph, results, ())
         kept = [simple.of(t) for t in results]
-        for t, end in zip(kept, ends, strict=True):
+        bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
+        for t, end in bound.items():
             if t.operation.kind is not INPUT:
                 homes.bind(t, end)
-        sweep = self._sweep(simple, homes, kept)
-        outputs = {f"{t.name} ({n})": sweep.at(t, s) for n, (t, s) in enumerate(zip(kept, ends, strict=True))}
+        simple.taken.update(kept)
+        sweep = self._sweep(simple, homes, bound)
+        placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
+        outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
         for name in names:
             if name not in sweep.inputs:  # a carry that the body ignores
                 sweep.resident(graph.inputs[name])
@@ -187,7 +195,8 @@ class _Lowering:
         learnt, chosen = first.places.learnt, first.chosen
         again = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial, learnt, chosen)
         again.run()
-        return again if again.places.sent_bytes(kept) < first.places.sent_bytes(kept) else first
+        needed = [*kept, *simple.taken]
+        return again if again.places.sent_bytes(needed) < first.places.sent_bytes(needed) else first
 
     def _finished(
         self,

@@ -15,10 +15,11 @@ from layouts import Dimension, Shape, Sharding
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.lower.choose import Balance, Choice, Operand, Point, beside, choose
 from meshlib.lower.homes import Homes
-from meshlib.lower.places import Foresight, Pending, Places
+from meshlib.lower.places import Foresight, Pending, Places, blockwise
 from meshlib.lower.program import Instruction, Program, Value
 from meshlib.lower.reasons import explain_exchange
 from meshlib.lower.simplify import Simplified
+from meshlib.operation import Kind
 from meshlib.ops.loop import LOOP
 from meshlib.ops.sources import CONSTANT, INPUT, VARIABLE
 from meshlib.ops.state import ASSIGN
@@ -32,8 +33,8 @@ class Partitioner:
     homes: Homes
     balance: Balance
     fetched: set[Tensor]
-    # lowers the body of a loop: (graph, homes, results, their shardings, names of the inputs in order) -> Program
-    lower_body: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding], Sequence[str]], Program]
+    # lowers the body of a loop: (graph, homes, results, their shardings if bound, names of the inputs) -> Program
+    lower_body: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding | None], Sequence[str]], Program]
     # partitions the body of a loop without finishing it: (graph, homes, results)
     sweep_body: Callable[[Graph, Homes, Sequence[Tensor]], Partitioner]
     ahead: Foresight = field(default_factory=Foresight)  # from an earlier sweep
@@ -58,6 +59,8 @@ class Partitioner:
                 self._assign(op)
             elif op.kind is LOOP:
                 self._loop(op)
+            elif op.kind.kind is Kind.COPY:
+                self._copy(op)
             else:
                 self._compute(op)
 
@@ -68,6 +71,12 @@ class Partitioner:
     def at(self, t: Tensor, wanted: Sharding) -> Value:
         """The value of `t` under a given sharding: what loops carry."""
         return self.places.bring(t, wanted, t.operation.region, None)
+
+    def as_it_lies(self, t: Tensor) -> Value:
+        """The value of `t` as it is there: at home, else in the smallest blocks; brought home if it is pending."""
+        home = self.homes.of(t)
+        whole = [v for _, v in self.places.instances[t] if not v.sharding.pending]
+        return min(whole, key=lambda v: (v.sharding != home, v.local_bytes)) if whole else self.at_home(t)
 
     # ------------------------------------------------------------ operations
 
@@ -88,6 +97,16 @@ class Partitioner:
         value = self.places.bring(x, self.variables[name].sharding, UPDATE, op)
         self.updates[name] = value
         self.places.instructions.append(Instruction("assign", op, (value,), (), UPDATE))
+
+    def _copy(self, op: Operation) -> None:
+        """Between the memories of device and host: every block as it lies."""
+        (x,) = self.graph.inputs[op]
+        value = self.as_it_lies(x)
+        made = Value(op.output, value.sharding)
+        split = blockwise(value.sharding)
+        self.places.instructions.append(Instruction(op.kind.name, op, (value,), (made,), op.region, split))
+        self.places.instances[op.output] = [(None, made)]
+        self._settle(op.output)
 
     def _compute(self, op: Operation) -> None:
         inputs = self.graph.inputs[op]
@@ -182,7 +201,8 @@ class Partitioner:
         count, stop = len(op.attrs["carried"]), len(op.attrs["carried"]) + len(op.attrs["sliced"])
         homes = Homes(body, self.homes.mesh, self.homes.rules)
         wanted = []
-        for n, (x, y) in enumerate(zip(self.graph.inputs[op], inner, strict=True)):
+        for n, y in zip(op.needs, inner, strict=True):
+            x = self.graph.inputs[op][n]
             if n < count:
                 home = sums.get(n) or homes.of(y)
                 homes.bind(y, home)
@@ -234,9 +254,10 @@ class Partitioner:
         """Lower the body by itself: carries at home, slices where the stacked tensors lie, the rest where it lies."""
         body: Graph = op.attrs["body"]
         dim = op.attrs["dim"]
-        operands = self.graph.inputs[op]
+        operands = [self.graph.inputs[op][n] for n in op.needs]
         carried, sliced, results = op.attrs["carried"], op.attrs["sliced"], op.attrs["results"]
-        inner = [body.inputs[name].output for name in (*carried, *sliced)] + list(body.captured.values())
+        given = [body.inputs[name].output for name in (*carried, *sliced)] + list(body.captured.values())
+        inner = [given[n] for n in op.needs]
         homes, wanted = self._body_homes(op, inner, {})
         sums, makers = self._accumulators(op, homes, inner)
         if sums:
@@ -244,18 +265,21 @@ class Partitioner:
         values = [self.places.use(x, s, op) for x, s in zip(operands, wanted, strict=True)]
         # Finals always; of what could be stacked (results, and carries before each trip) only what is used.
         finals, others = op.outputs[: len(carried)], op.outputs[len(carried) :]
-        inside = [*results[len(carried) :], *inner[: len(carried)]]
-        used = [(y, t) for y, t in zip(others, inside, strict=True) if y in self.fetched or self.graph.uses.get(y)]
-        stacked = [without_axes(self.homes.of(y), dim) for y, _ in used]
-        ends = [*wanted[: len(carried)], *(without_dim(s, dim) for s in stacked)]
+        inside = [*results[len(carried) :], *op.attrs["stacked"]]
+        used = [(y, t) for y, t in zip(others, inside, strict=True) if self._is_used(y)]
+        bound: list[Sharding | None] = [*wanted[: len(carried)]]
+        for y, _ in used:
+            public = y in op.public_outputs
+            bound.append(without_dim(without_axes(self._stack_home(y), dim), dim) if public else None)
         program = self.lower_body(
-            body, homes, [*results[: len(carried)], *(t for _, t in used)], ends, [x.operation.name for x in inner]
+            body, homes, [*results[: len(carried)], *(t for _, t in used)], bound, [x.operation.name for x in inner]
         )
-        made = [
-            Value(y, s)
-            for y, s in zip((*finals, *(y for y, _ in used)), (*wanted[: len(carried)], *stacked), strict=True)
-        ]
         names = list(program.outputs)
+        made = [Value(y, s) for y, s in zip(finals, wanted, strict=False)]
+        for (y, _), name in zip(used, names[len(carried) :], strict=True):
+            made.append(Value(y, with_dim(program.outputs[name].sharding, y.shape)))
+            if y not in op.public_outputs:
+                self.homes.bind(y, made[-1].sharding)
         self.places.instructions.append(
             Instruction(
                 op.kind.name,
@@ -266,7 +290,7 @@ class Partitioner:
                 body=program,
                 trips=dim.size,
                 carries=tuple(zip(carried, names, strict=False)),
-                slices=sliced,
+                slices=tuple(name for name in sliced if name in program.inputs),
                 stacks=tuple(names[len(carried) :]),
             )
         )
@@ -276,12 +300,29 @@ class Partitioner:
             self.places.instances[value.tensor] = [(None, value)]
             self._settle(value.tensor)
 
+    def _stack_home(self, t: Tensor) -> Sharding:
+        """The home of a stacked result; of one that is only cast and transposed into a gradient, that of the gradient.
+
+        So each trip reduces what it made to where the gradient lies.
+        """
+        end, gradients = t, self.homes.graph.gradient_of
+        while end not in gradients:
+            uses = self.graph.uses.get(end, [])
+            if len(uses) != 1 or end in self.fetched or uses[0][0].kind.name not in ("cast", "transpose"):
+                return self.homes.of(t)
+            end = uses[0][0].output
+        home = self.homes.of(end)
+        return Sharding(t.shape, home.mesh, [home.of(d.name) for d in t.shape])
+
+    def _is_used(self, t: Tensor) -> bool:
+        return t in self.fetched or t in self.graph.taken or bool(self.graph.uses.get(t))
+
     # ------------------------------------------------------------ choosing
 
     def _operand(self, t: Tensor, op: Operation) -> Operand:
         known = tuple(v.sharding for v in self.places.known(t, op.region))
         shared = self._users[t, op.region] > 1
-        return Operand(t, known, self.places.remade(t), self.ahead.coming(t, op), shared)
+        return Operand(t, known, self.places.remade(t, op.region), self.ahead.coming(t, op), shared)
 
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)
@@ -340,6 +381,11 @@ def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
     """`sharding` with one dim whole."""
     axes = [() if d == dim else entry for d, entry in zip(sharding.shape, sharding.axes, strict=True)]
     return sharding.with_axes(axes)
+
+
+def with_dim(sharding: Sharding, shape: Shape) -> Sharding:
+    """`sharding` of every index of a dim, which is whole: `shape` has it first."""
+    return Sharding(shape, sharding.mesh, [(), *sharding.axes])
 
 
 def without_dim(sharding: Sharding, dim: Dimension) -> Sharding:

@@ -62,6 +62,8 @@ class Instruction:
     """One step of the program.
 
     opcode      the operation's name, or that of a collective, or "slice" for a local cut by a reshard
+                "to_host" and "from_host" copy their operand's block between the device and its host's memory:
+                `outputs[0].local_bytes` over PCIe, sums of which are `Program.to_host_bytes` and `from_host_bytes`
     operation   what it computes, or on whose behalf it moves data
     assignment  computations: (axis, factor) for each mesh axis that splits the work
     steps       reshards: one per operand (a merged collective has several), with one Reason each
@@ -177,6 +179,16 @@ class Program:
         return sum(c.sent_bytes * c.count for c in self.collectives)
 
     @cached_property
+    def to_host_bytes(self) -> int:
+        """Bytes that a device copies to the memory of its host in one run, loops included. Exact."""
+        return _copied(self, "to_host")
+
+    @cached_property
+    def from_host_bytes(self) -> int:
+        """Bytes that a device copies back from the memory of its host in one run, loops included. Exact."""
+        return _copied(self, "from_host")
+
+    @cached_property
     def memory(self) -> Memory:
         """Peak bytes per device, by kind, with the values live at the peak. Exact for this order."""
         from meshlib.lower.memory import measure
@@ -199,6 +211,16 @@ class Program:
         from meshlib.lower.listing import listing
 
         return listing(self)
+
+
+def _copied(program: Program, opcode: str) -> int:
+    total = 0
+    for i in program.instructions:
+        if i.opcode == opcode:
+            total += i.outputs[0].local_bytes
+        elif i.body is not None:
+            total += i.trips * _copied(i.body, opcode)
+    return total
 
 
 def _collectives(instructions: tuple[Instruction, ...], times: int, launches: Iterator[int]) -> Iterator[Collective]:

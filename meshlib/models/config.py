@@ -9,7 +9,7 @@ from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
-ACTIVATIONS = ("gelu", "relu", "silu", "tanh")
+ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": KINDS,
     "activation": ACTIVATIONS,
@@ -206,24 +206,25 @@ class TransformerConfig:
 
         >>> import meshlib as mtf
         >>> mtf.models.preset("llama3.1-405b").reduced().parameters
-        22688
+        28832
         """
-        ratio = self.heads // self.memory_heads
-        kv_heads = 1 if ratio == self.heads else 4 // min(ratio, 2)
+        few = {self.heads: 8, 1: 1}  # as many as queries, or one for all; else groups of two
         return self.replace(
             name=f"{self.name}-reduced",
             layers=periods * len(self.windows),
             encoder_layers=periods if self.encoder_layers else 0,
             d_model=32,
-            heads=4,
-            kv_heads=None if self.kv_heads is None else kv_heads,
+            heads=8,
+            kv_heads=None if self.kv_heads is None else few.get(self.kv_heads, 4),
             head_dim=8,
             d_ff=64,
             vocab=64,
             max_length=None if self.max_length is None else 16,
+            relative_buckets=8,
+            relative_max_distance=6,
             windows=tuple(None if w is None else 4 for w in self.windows),
             global_head_dim=None if self.global_head_dim is None else 16,
-            global_kv_heads=None if self.global_kv_heads is None else 1,
+            global_kv_heads=None if self.global_kv_heads is None else 2,
         )
 
     # ------------------------------------------------------------ checks
@@ -275,6 +276,8 @@ class TransformerConfig:
             faults.append(f"kind {self.kind!r} {wanted}, got {self.encoder_layers}")
         if self.position == "learned" and self.max_length is None:
             faults.append("learned positions need max_length")
+        if self.position == "learned" and self.encoder_decoder:
+            faults.append("learned positions are for models of one stack")
         if self.position == "relative" and self.attention == "flash":
             faults.append("relative positions add to the scores: they need attention='materialised'")
         if self.position == "rotary" and self.head_dim % 2:
