@@ -199,6 +199,15 @@ def test_only_what_the_gradient_uses_is_kept(function: str) -> None:
     assert kept_types(two_products("none", body=body)) == expected
 
 
+def test_what_is_made_of_constants_alone_is_not_kept() -> None:
+    def body(x: mtf.Tensor, w1: mtf.Tensor, w2: mtf.Tensor) -> mtf.Tensor:
+        table = mtf.cos(mtf.cast(mtf.range(WIDE, "int32"), "float32") * 0.1)
+        return x + mtf.einsum([mtf.einsum([x, w1], [ROWS, WIDE]) * table, w2], [ROWS, MODEL])
+
+    wide, narrow = (("layers", "batch", d) for d in ("d_ff", "d_model"))
+    assert kept_types(two_products("none", body=body)) == [(narrow, "float32"), (wide, "float32")]
+
+
 def test_products_with_weights_are_kept_by_the_policy_matmuls() -> None:
     """Not those of queries with keys and of shares with values; not the last one, which the gradient has no use for."""
     with mtf.Graph():

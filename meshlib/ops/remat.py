@@ -121,12 +121,20 @@ class _Settled:
 
 
 def _dear(operations: Sequence[Operation]) -> list[Tensor]:
-    """All that takes work to make again: not casts and views of what is there anyway, nor those that only widen."""
+    """All that takes work to make again, of what is not the same in every trip.
+
+    So not what is made of constants alone, and neither casts and views of what is there anyway nor those that only
+    widen.
+    """
     free: set[Tensor] = set()
+    constant: set[Tensor] = set()
     found: list[Tensor] = []
     for op in operations:
-        there = op.kind.kind is Kind.SOURCE and op.kind.name != "random"
-        if there or (is_cheap(op) and op.inputs[0] in free):
+        if op.kind.kind is Kind.SOURCE and op.kind.name in ("input", "variable"):
+            free.update(op.outputs)
+        elif op.kind.name != "random" and all(x in constant for x in op.inputs):
+            constant.update(op.outputs)
+        elif is_cheap(op) and op.inputs[0] in free:
             free.update(op.outputs)
         elif not (is_cheap(op) and _size(op.inputs[0]) <= _size(op.output)):
             found += op.outputs
