@@ -69,8 +69,59 @@ def zero1(batch: str = "batch", dims: Iterable[str] = ("d_model",), axis: str = 
     return LayoutRules([Rule(batch, (axis,)), *slots])
 
 
+def sequence_parallel(dims: Iterable[str] = ("hidden",), length: str = "length", axis: str = "model") -> LayoutRules:
+    """Model-parallel, and where no model dim takes the axis, it splits the sequence: norms, residuals, dropout.
+
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+
+    >>> print(sequence_parallel(["heads", "d_ff"]))
+    heads:model;d_ff:model;length:model?
+    """
+    return joined(model_parallel(dims, axis), LayoutRules([(length, f"{axis}?")]))
+
+
+def context_parallel(length: str = "length", axis: str = "context") -> LayoutRules:
+    """Each device has its part of every sequence; what all positions attend to goes by another name and is gathered.
+
+    >>> print(context_parallel())
+    length:context
+    """
+    return LayoutRules([(length, axis)])
+
+
+def joined(*layouts: LayoutRules) -> LayoutRules:
+    """Several layouts at once: a dim that several of them split takes the axes of all, in their order.
+
+    >>> print(joined(data_parallel(), fully_sharded(axis="fsdp"), model_parallel(["d_ff"])))
+    batch:data+fsdp;d_model:fsdp?;d_ff:model
+    """
+    rules: list[Rule] = []
+    places: dict[tuple[str | None, str], int] = {}
+    for rule in (rule for layout in layouts for rule in layout.rules):
+        key = (rule.scope, rule.dim)
+        if rule.optional or key not in places:
+            if not rule.optional:
+                places[key] = len(rules)
+            rules.append(rule)
+        else:
+            before = rules[places[key]]
+            rules[places[key]] = Rule(rule.dim, tuple(dict.fromkeys((*before.axes, *rule.axes))), scope=rule.scope)
+    return LayoutRules(list(dict.fromkeys(rules)))
+
+
 PRESETS: MappingProxyType[str, Callable[..., LayoutRules]] = MappingProxyType(
-    {made.__name__: made for made in (data_parallel, model_parallel, two_dimensional, fully_sharded, zero1)}
+    {
+        made.__name__: made
+        for made in (
+            data_parallel,
+            model_parallel,
+            two_dimensional,
+            fully_sharded,
+            zero1,
+            sequence_parallel,
+            context_parallel,
+        )
+    }
 )
 
 

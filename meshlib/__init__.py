@@ -33,7 +33,7 @@ from layouts import (  # noqa: E402
     Shape,
     Sharding,
 )
-from meshlib import initializers, layers, optimize, testing  # noqa: E402
+from meshlib import initializers, layers, models, optimize, testing  # noqa: E402
 from meshlib.batches import Batches  # noqa: E402
 from meshlib.checkpoint import load, save  # noqa: E402
 from meshlib.compare import Comparison, compare  # noqa: E402
@@ -54,6 +54,7 @@ from meshlib.gradients import gradients  # noqa: E402
 from meshlib.graph import Graph, Operation, Tensor, scope  # noqa: E402
 from meshlib.lower import Balance, Collective, Program, check, collectives_table, explain, lower  # noqa: E402
 from meshlib.ops.activations import elu, gelu, leaky_relu, selu, silu, softplus, swish  # noqa: E402
+from meshlib.ops.attention import attention  # noqa: E402
 from meshlib.ops.cumulative import cumprod, cumsum  # noqa: E402
 from meshlib.ops.dims import anonymize, anonymous_shape, combined_dimension, replace_dimensions  # noqa: E402
 from meshlib.ops.einsum import einsum, matmul  # noqa: E402
@@ -129,6 +130,7 @@ from meshlib.ops.reduce import (  # noqa: E402
     reduce_sum,
     softmax,
 )
+from meshlib.ops.remat import Remat  # noqa: E402
 from meshlib.ops.rewrite import custom_gradient, recompute_grad  # noqa: E402
 from meshlib.ops.sampling import sample_with_temperature  # noqa: E402
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose  # noqa: E402
@@ -180,6 +182,7 @@ __all__ = [
     "Operation",
     "Program",
     "ProgramError",
+    "Remat",
     "Scaling",
     "Shape",
     "ShapeError",
@@ -198,6 +201,7 @@ __all__ = [
     "assign",
     "assign_add",
     "assign_sub",
+    "attention",
     "broadcast",
     "cast",
     "ceil",
@@ -254,6 +258,7 @@ __all__ = [
     "maximum",
     "minimum",
     "mod",
+    "models",
     "multiply",
     "negative",
     "not_equal",

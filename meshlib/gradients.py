@@ -6,13 +6,15 @@ summed over, so each group is reduced once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from meshlib.checks import at, items
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import BACKWARD, Graph, Operation, Rewrite, Tensor, absolute_scope, region
-from meshlib.operation import tensor
+from meshlib.graph import BACKWARD, Graph, Operation, Rewrite, Tensor, absolute_scope, innermost, region
+from meshlib.operation import Kind, tensor
 from meshlib.ops.elementwise import add_n
+from meshlib.ops.host import from_host
 from meshlib.ops.shape import broadcast
 from meshlib.ops.sources import _constant
 from meshlib.ops.state import identity
@@ -97,7 +99,8 @@ def _gradients(op: Operation, cotangents: dict[Tensor, list[Tensor]], depends: s
         return []
     with absolute_scope(f"{op.name}/grad"):
         dys = [_total(y, cotangents) for y in op.outputs]
-        found = zip(op.inputs, op.kind.grad(op, *dys), strict=True)
+        rule = partial(op.kind.grad, wanted=depends) if op.kind.kind is Kind.LOOP else op.kind.grad
+        found = zip(op.inputs, rule(op, *dys), strict=True)
         return [(x, dx) for x, dx in found if dx is not None]
 
 
@@ -131,13 +134,33 @@ def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: 
     kept = {y: y for op in operations if op.kind.name in ("variable", "input") for y in op.outputs}
     made = {y for op in operations for y in op.outputs if y not in kept}
     outside = list(dict.fromkeys(x for op in operations for x in op.inputs if x not in made))
+    known = {y: from_host(where) if where.on_host else where for y, where in rewrite.kept}
     since = len(graph.operations)
     again = replay(graph, rewrite.start, rewrite.stop, kept, graph)
+    graph.known.update((again[y], value) for y, value in known.items())
     cotangents: dict[Tensor, list[Tensor]] = {}
     for y, dy in zip(results, dys, strict=True):
         cotangents.setdefault(again[y], []).append(dy)
     _sweep(graph, cotangents, set(outside), since)
     return [(x, add_n(cotangents[x])) for x in outside if x in cotangents]
+
+
+def composed_gradient(
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], dys: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The cotangents of `inputs` where the results of function(*inputs) have the cotangents `dys`.
+
+    For the gradient rules of operations that are differentiated further as a composition of others.
+    """
+    graph = innermost([*inputs, *(dy for dy in dys if dy is not None)], "gradients")
+    since = len(graph.operations)
+    made = [identity(x) for x in inputs]  # cotangents must not go on to what the inputs are made of
+    cotangents: dict[Tensor, list[Tensor]] = {}
+    for y, dy in zip(function(*made), dys, strict=True):
+        if dy is not None:
+            cotangents.setdefault(y, []).append(dy)
+    _sweep(graph, cotangents, set(made), since)
+    return [add_n(cotangents[x]) if x in cotangents else None for x in made]
 
 
 def _total(y: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:

@@ -65,6 +65,12 @@ class Tensor:
         """Shape and dtype as one value."""
         return TensorType(self.shape, self.dtype)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the value lies in host memory: what `mtf.Remat(offload=...)` keeps for a gradient."""
+        held = self.operation.attrs.get("on_host", ())
+        return bool(held) and self.operation.outputs.index(self) in held
+
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}{self.shape}"
 
@@ -143,8 +149,17 @@ class Operation:
 
     @property
     def public_outputs(self) -> tuple[Tensor, ...]:
-        """The outputs that the user knows of: not the carries that a loop stacks up for its gradient."""
+        """The outputs that the user knows of: not what a loop stacks up for its gradient."""
         return self.outputs[: len(self.attrs["results"])] if "body" in self.attrs else self.outputs
+
+    @property
+    def needs(self) -> Sequence[int]:
+        """The operands whose values it needs, by number: of a loop only those that its body computes with.
+
+        The others matter to gradients: they led to what the body is given.
+        """
+        needs: Sequence[int] = self.attrs.get("needs", range(len(self.inputs)))
+        return needs
 
     def __str__(self) -> str:
         return f"{self.kind.name} '{self.name}' ({self.source})"
@@ -156,13 +171,14 @@ class Operation:
 class Rewrite:
     """Operations [start, stop) of a graph, whose gradient is `gradient(inputs, results, cotangents)`.
 
-    With None they are computed again for it.
+    With None they are computed again for it, except for the values `kept`, each with where it is kept.
     """
 
     start: int
     stop: int
     inputs: tuple[Tensor, ...]
     gradient: Callable[..., Any] | None
+    kept: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 @dataclass(eq=False)
@@ -183,12 +199,19 @@ class Graph:
     # of a loop's body: the graph around it, and what the body takes from there, each with its stand-in inside
     parent: Graph | None = None
     captured: dict[Tensor, Tensor] = field(default_factory=dict)
+    # results of operations that were written again, of which the value is there already: what to take in their place.
+    # Gradients pass through the copies; the lowering drops those that nobody needs any more.
+    known: dict[Tensor, Tensor] = field(default_factory=dict)
     # runs of operations with a gradient of their own; inner ones come before those around them
     rewrites: list[Rewrite] = field(default_factory=list)
     # of a loop's body: the scope that names its operations, and the one around the loop, which variables made in the
     # body take their names from: they belong to the program, not to the loop
     scope: tuple[str, ...] = ()
     scope_around: tuple[str, ...] = ()
+    # of a loop with a variable of its own in each trip: the loop's dim, and those variables, each with the slice that
+    # stands for it inside
+    stacks: Dimension | None = None
+    stacked: dict[Tensor, Tensor] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _tokens: list[Any] = field(default_factory=list)
 
@@ -214,6 +237,12 @@ class Graph:
         """0 for a program, 1 for the body of a loop in it, ..."""
         return 0 if self.parent is None else 1 + self.parent.depth
 
+    @property
+    def stacking(self) -> tuple[Dimension, ...]:
+        """The dims that variables made here have before their own: those of the loops that stack them."""
+        around = () if self.parent is None else self.parent.stacking
+        return around if self.stacks is None else (*around, self.stacks)
+
     def adopt(self, x: Tensor, name: str | None = None) -> Tensor:
         """`x` as this graph sees it: itself, or the stand-in of a tensor from outside the loop."""
         if x.graph is self or self.parent is None:
@@ -222,7 +251,7 @@ class Graph:
         if outer not in self.captured:
             from meshlib.ops.sources import INPUT
 
-            attrs = {"shape": x.shape, "dtype": x.dtype}
+            attrs = {"shape": x.shape, "dtype": x.dtype, "on_host": (0,) if x.on_host else ()}
             full = name or self.unique_name(f"outer/{x.name}")
             op = self.inputs[full] = self.add(INPUT, (), (x.type,), attrs, exact_name=full)
             self.captured[outer] = op.output

@@ -139,6 +139,17 @@ def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initia
     return random_normal(0.0, sqrt(scale / prod(d.size for d in _dims(input_dims, what))))
 
 
+def stacked(each: Initializer, dims: int) -> Initializer:
+    """Values drawn apart for each index of the first `dims` dims, as if each were a variable of its own."""
+
+    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
+        inner = Shape(shape.dims[dims:])
+        count = prod(shape.sizes[:dims])
+        return np.stack([each(make_key(*key, n), inner, dtype) for n in range(count)]).reshape(shape.sizes)
+
+    return initialize
+
+
 def _dims(dims: object, what: str) -> list[Dimension]:
     given = [dims] if isinstance(dims, Dimension) else items(dims, what, "input_dims")
     for d in given:

@@ -32,10 +32,15 @@ class Kind(enum.Enum):
     SOURCE = "source"  # makes a value from nothing but attributes, state or feeds
     ELEMENTWISE = "elementwise"  # each output element from the elements at the same position
     CONTRACTION = "contraction"  # runs on the MXU
+    KERNEL = "kernel"  # runs on the MXU as a kernel of its own: nothing fuses with it
     REDUCTION = "reduction"  # runs on the VPU, smaller output
     VIEW = "view"  # same elements, other names or order: the result may share memory with operand 0
     INDEXED = "indexed"  # addresses elements by value
+    COPY = "copy"  # between the memories of device and host
     LOOP = "loop"  # holds a body of its own
+
+
+ON_MXU = (Kind.CONTRACTION, Kind.KERNEL)
 
 
 class Role(enum.Enum):
@@ -164,8 +169,8 @@ class OpDef:
 
     name    the operation's name in listings
     kind    how it uses memory and engines
-    shape   (operand types, attrs) -> output type, or a tuple of types with the same dims; raises ShapeError with
-            names and sizes
+    shape   (operand types, attrs) -> output type, or a tuple of types, of which the first has every dim that may be
+            split; raises ShapeError with names and sizes
     roles   Operation -> its factors, each with what a split does; every dim of every operand is in one
     local   (Block, *arrays) -> array: NumPy on one device's blocks
     grad    (Operation, cotangent of each output) -> a cotangent or None per operand, as operations on the unsharded
@@ -274,6 +279,13 @@ def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
     raise ShapeError(
         f"{what} ({source_line()}): expected a Dimension or a list of them, got {type(dims).__name__} {dims!r:.80}"
     )
+
+
+def as_dim(dim: object, what: str) -> Dimension:
+    """`dim`, checked to be one Dimension."""
+    if isinstance(dim, Dimension):
+        return dim
+    raise ShapeError(f"{what} ({source_line()}): expected a Dimension, got {type(dim).__name__} {dim!r:.80}")
 
 
 def union(shapes: Sequence[Shape]) -> Shape:

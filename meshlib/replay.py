@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from meshlib.graph import Graph, Rewrite, Tensor
+from meshlib.graph import Graph, Operation, Rewrite, Tensor
 
 
 def replay(source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor], graph: Graph) -> dict[Tensor, Tensor]:
     """Add copies of `source.operations[start:stop]` to `graph`, in the current region.
 
-    Copies keep their names, so that random numbers stay the same, and their gradient rules. Tensors in `given` are
-    replaced; others that the operations do not make stay as they are.
+    Copies keep their names, so that random numbers stay the same, their gradient rules, and what is known of them.
+    Tensors in `given` are replaced; others that the operations do not make stay as they are.
     Returns: what stands for each tensor.
     """
     made = dict(given)
@@ -25,10 +25,26 @@ def replay(source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor],
         places[n] = len(graph.operations)
         copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
         made.update(zip(op.outputs, copy.outputs, strict=True))
+        for y in op.outputs:
+            if y in source.known:
+                graph.known[made[y]] = graph.adopt(made.get(source.known[y], source.known[y]))
     places[stop] = len(graph.operations)
     for rewrite in source.rewrites:
         if start <= rewrite.start and rewrite.stop <= stop and (rewrite.start, rewrite.stop) != (start, stop):
             inputs = [graph.adopt(made.get(x, x)) for x in rewrite.inputs]
             first, last = places[rewrite.start], places[rewrite.stop]
-            graph.rewrites.append(Rewrite(first, last, tuple(inputs), rewrite.gradient))
+            kept = tuple((made.get(y, y), made.get(where, where)) for y, where in rewrite.kept)
+            graph.rewrites.append(Rewrite(first, last, tuple(inputs), rewrite.gradient, kept))
     return made
+
+
+def needed(roots: Iterable[Operation]) -> set[Operation]:
+    """The operations that the roots need, and these; not those whose results are known already."""
+    found: set[Operation] = set()
+    waiting = list(roots)
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [op.graph.known.get(op.inputs[n], op.inputs[n]).operation for n in op.needs]
+    return found

@@ -17,6 +17,7 @@ import numpy as np
 import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.graph import Operation, Tensor
+from meshlib.ops.host import from_host, to_host
 from tests.oracle import normal, uniform
 
 Array = np.ndarray[Any, Any]
@@ -797,6 +798,8 @@ def _moved(f: str, x: Tensor) -> Operation:
     return mtf.assign(v, v + mtf.reduce_sum(x, output_shape=dims("b:6")))
 
 
+row("to_host", "there", {"x": signed("a:4;b:6")}, lambda f, x: to_host(mtf.sin(x)), np.sin, "x")
+row("from_host", "there and back", {"x": signed("a:4;b:6")}, lambda f, x: from_host(to_host(x)) * x, np.square, "x")
 row("identity", "plain", {"x": signed("a:4;b:6")}, lambda f, x: mtf.identity(x) * x, lambda x: x * x, "x")
 row("stop_gradient", "alone", {"x": signed("a:4;b:6")}, lambda f, x: mtf.stop_gradient(x), lambda x: x)
 row(
@@ -1180,6 +1183,6 @@ def _shifted(x: Array, offset: Array, wrap: bool) -> Array:
 
 
 # More rows, which use the names above.
-from tests import cases_along_dims  # noqa: E402, F401
+from tests import cases_along_dims, cases_attention  # noqa: E402, F401
 
 CASES: tuple[Case, ...] = tuple(TABLE.rows.values())

@@ -85,3 +85,19 @@ def test_memory_does_not_depend_on_devices_that_hold_copies() -> None:
         y = mtf.relu(product()[1])
         peaks = [mtf.lower({"y": y}, mesh=f"m:2;idle:{n}", layout="k:m").memory.peak_bytes for n in (1, 64)]
     assert peaks[0] == peaks[1]
+
+
+def test_slots_do_not_hold_back_the_backward_pass() -> None:
+    """Eight layers in bfloat16, each with a float32 copy that is declared with its update: one cotangent at a time."""
+    rows, inner, outer = D("t", 4096), D("k", 64), D("n", 64)
+    with mtf.Graph():
+        x = mtf.input("x", [rows, inner], "bfloat16")
+        for n in range(8):
+            w = mtf.variable(f"w{n}", [inner, outer], dtype="bfloat16")
+            x = mtf.rename_dimension(mtf.einsum([x, w], [rows, outer]), "n", "k")
+        loss = mtf.reduce_mean(mtf.square(x))
+        program = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss))
+    one = 4096 * 64 * 2
+    kinds = program.memory.by_kind
+    assert 7 * one <= kinds["activations"] < 7.1 * one
+    assert one <= kinds["temporaries"] < 1.1 * one

@@ -15,7 +15,7 @@ from layouts import Dimension, Shape
 from meshlib.errors import LayoutError
 from meshlib.graph import Operation, Tensor
 from meshlib.lower.program import Instruction, Program
-from meshlib.operation import OPERATIONS, OpDef, Work
+from meshlib.operation import ON_MXU, OPERATIONS, OpDef, Work
 from tests.cases import CASES, Array, Case, dims
 from tests.oracle import UNSHARDED, Layout, assert_close, draw_layout, needed, numeric_gradient, run
 
@@ -278,7 +278,7 @@ def test_layouts_at_default_precision(case: Case, dtype: str) -> None:
     b.feeds = {n: round_to(x, dtype) for n, x in b.feeds.items()}
     (wanted,) = run(b.lower(precision="default"), b.feeds)
     # Rounding into the MXU turns a last-bit difference into one of 2**-8; so does any bfloat16 result.
-    loose = dtype == "bfloat16" or any(t.operation.kind.name == "einsum" for t in b.tensors)
+    loose = dtype == "bfloat16" or any(t.operation.kind.kind in ON_MXU for t in b.tensors)
     tolerance = 0 if case.bitwise else 0.04 if loose else 2e-6
     for layout in drawn_layouts(case, b, 2)[0]:
         program = b.lower(layout, "default")
@@ -316,6 +316,7 @@ def test_what_leaves_a_pending_value_refuses_bool(name: str) -> None:
 # ---------------------------------------------------------------- work
 
 # What costs nothing: other names of values that are there anyway.
+COPIES = {"to_host", "from_host"}  # one end in HBM
 FREE = {"rename_dimension", "identity", "stop_gradient", "constrain", "assign", "input", "variable"}
 
 
@@ -359,11 +360,17 @@ def check_work(program: Program, about: str) -> None:
             assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
             assert local.mxu_flops == einsum_flops(i), text
             assert (local.vpu_ops > 0) == bool(idle), text
+        elif op.kind.name.startswith("attention"):
+            assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
+            assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
+            assert local.mxu_flops == attention_flops(i), text
         else:
             assert local.mxu_flops == 0, text
             assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
         if op.kind.name in FREE:
             assert local == Work(0, 0, 0), text
+        elif op.kind.name in COPIES:
+            assert local == Work(0, 0, out.local_bytes), text
         else:
             assert local.vpu_ops + local.mxu_flops > 0, text
             assert local.hbm_bytes == sum(v.local_bytes for v in (*i.inputs, *i.outputs)), text
@@ -383,6 +390,21 @@ def einsum_flops(i: Instruction) -> int:
     points = prod(size for name, size in sizes.items() if name not in idle_factors(i))
     passes = 6 if op.attrs["precision"] == "highest" and op.output.dtype.itemsize > 2 else 1
     return 2 * points * passes
+
+
+def attention_flops(i: Instruction) -> int:
+    """Products of all queries with all keys, which the rows of one tile are, over the elements of keys or values."""
+    op = i.operation
+    sizes = {d.name: d.size for v in i.inputs for d in v.local.shape}
+    names = {d.name for x in op.inputs[:2] for d in x.shape} - {op.attrs["key_dim"]}
+    pairs = prod(sizes[n] for n in names)
+    key, value = sizes[op.attrs["key_dim"]], sizes[op.attrs["value_dim"]]
+    products = {
+        "attention": key + value,  # q k, p v
+        "attention_grad_query": 2 * key + value,  # q k, dy v, ds k
+        "attention_grad_memory": 2 * key + 2 * value,  # q k, dy v, ds q, p dy
+    }
+    return 2 * pairs * products[op.kind.name]
 
 
 def test_data_parallel_divides_all_flops() -> None:

@@ -2,6 +2,9 @@
 
     kernels    fusion groups as work of one device           exact counts
     moves      collectives as demands, the best placement    exact bytes
+    plan       both in order, with dependencies
+    physics    what real programs lose                       constants, each with its cause
+    times      kernels on one chip                           modelled seconds
     schedule   when everything runs                          modelled seconds
     fitting    memory over time, in tiles; what would help   exact bytes
     rows  result  table  trace                               what a person looks at
@@ -20,12 +23,15 @@ from meshlib.checks import choice, number
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimate.fitting import DeviceMemory, Remedy
 from meshlib.estimate.moves import Network
+from meshlib.estimate.physics import CALIBRATED, Physics
+from meshlib.estimate.plan import Plan
 from meshlib.estimate.result import Estimate, RooflinePoint
 from meshlib.estimate.rows import Row
-from meshlib.estimate.schedule import POLICIES, Times, schedule
+from meshlib.estimate.schedule import POLICIES, schedule
+from meshlib.estimate.times import Times
 from meshlib.lower.program import Program
 
-__all__ = ["DeviceMemory", "Estimate", "Remedy", "RooflinePoint", "Row", "estimate"]
+__all__ = ["DeviceMemory", "Estimate", "Physics", "Remedy", "RooflinePoint", "Row", "estimate"]
 
 # Copies and small products on v7 take 1.4-1.8 us more than their bytes; 1 us of it is each operation's launch
 # (`hardware.chip_figures`), the rest that of a program. One-operation programs cannot tell the two apart: assumed.
@@ -38,6 +44,7 @@ def estimate(
     overlap: str = "independent",
     step_overhead_seconds: float = STEP_OVERHEAD_SECONDS,
     placement: Placement | None = None,
+    physics: Physics = CALIBRATED,
 ) -> Estimate:
     """Where time and memory of one step go on a slice. Nothing is allocated; time does not depend on device count.
 
@@ -48,6 +55,8 @@ def estimate(
         besides cuts those that feed or follow a product in pieces.
       step_overhead_seconds: fixed cost of a step on the device; add your input pipeline's share here.
       placement: where the mesh lies on the torus; by default the best one for the program's own collectives.
+      physics: what programs lose against engines that do one thing only; `Physics().without_losses()` is a machine
+        that loses nothing.
     Returns: an Estimate: `.step_seconds .mfu .fits .memory .exposed_comm_seconds .bound .rows .table()`.
     Raises: SliceError for an unknown slice, one of another size than the mesh, or a placement of another mesh;
       GraphError for other bad arguments.
@@ -68,15 +77,18 @@ def estimate(
     overhead = number(step_overhead_seconds, "estimate", "step_overhead_seconds")
     if overhead < 0:
         raise GraphError(f"estimate: step_overhead_seconds must not be negative, got {overhead}")
+    if not isinstance(physics, Physics):
+        raise GraphError(f"estimate: physics must be a meshlib.estimate.Physics, got {physics!r:.80}")
     slice_ = _slice_for(program, slice)
     if placement is not None:
         _check_placement(program, slice_, placement)
     try:
         network = Network(program, slice_, placement)
-        made = schedule(program, Times(slice_.chip), network, overlap)
+        plan = Plan(program, network, early=overlap != "none")
+        made = schedule(plan, Times(slice_.chip, physics, alone=plan.kernels == 1), overlap)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
-    return Estimate(program, slice_, overlap, network.placement, overhead, made)
+    return Estimate(program, slice_, overlap, network.placement, overhead, physics, made)
 
 
 def _slice_for(program: Program, slice: object) -> Slice:

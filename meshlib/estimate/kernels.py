@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from hardware.core import Matmul
@@ -24,15 +24,48 @@ from meshlib.ops.einsum import matmul_plan
 _RESIDENT = ("input", "variable", "assign")
 _ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
 _READS_PART = ("gather", "slice")
+EIGHT_BIT = ("int8", "fp8")
+# Of the products of each kernel of fused attention, the share that is no repetition of the forward pass: one of two,
+# two of three (dP, dQ), two of four (dV, dK).
+ATTENTION = {"attention": 1.0, "attention_grad_query": 2 / 3, "attention_grad_memory": 1 / 2}
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """What a kernel of fused attention computes on one device.
+
+    Attributes:
+      kind: its opcode: "attention", "attention_grad_query" or "attention_grad_memory".
+      scores: pairs of query and key in the tiles that it computes, all heads and sequences; key, value: sizes of the
+        dims of one head; passes: runs through the MXU.
+    """
+
+    kind: str
+    scores: int
+    key: int
+    value: int
+    passes: int
+
+    def products(self, together: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Products per score, as sizes of head dims: those contracted over, and those that stream instead.
+
+        `together`: scores and their cotangents, which both gradients need, are computed with the keys' gradient only.
+        """
+        if self.kind == "attention":
+            return (self.key,), (self.value,)
+        again = (self.key, self.value)
+        if self.kind == "attention_grad_query":
+            return () if together else again, (self.key,)
+        return again, (self.key, self.value)
+
+
+@dataclass(frozen=True)
 class Kernel:
     """What one fusion group asks of one device, once.
 
     Attributes:
       name, opcode, source, region: of its main operation: the product, else the last one.
-      matmuls: its products with bytes per element; at most one in a group.
+      matmuls: its products with bytes per element; at most one in a group. attention: what it computes of one.
       mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
         repeats and the model asks for (one pass). Exact.
       vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
@@ -52,6 +85,18 @@ class Kernel:
     hbm_bytes: int
     padded_bytes: int
     free: bool
+    attention: Attention | None = None
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """What its time depends on."""
+        work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
+        return (*work, self.free, self.attention)
+
+    @cached_property
+    def operand_bytes(self) -> int:
+        """Bytes of the operands of its product, each read once."""
+        return sum(size * p.batch * p.k * (p.m + p.n) for p, size in self.matmuls)
 
 
 def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value], forward: frozenset[str]) -> Kernel:
@@ -62,6 +107,7 @@ def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value
     """
     main = next((i for i in members if _is_matmul(i)), members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
+    attention = attention_of(program, main) if main.opcode in ATTENTION else None
     for i in members:
         work = local_work(program, i)
         flops += work.mxu_flops
@@ -72,9 +118,10 @@ def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value
             narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
         if _is_matmul(i):
             product = matmul_of(program, i)
-            matmuls.append((product, i.inputs[0].tensor.dtype.itemsize))
-            again = i.operation.region != FORWARD and i.operation.name in forward
-            useful += 0.0 if again else product.flops / duplication(program, i)
+            matmuls.append((product, 1 if product.dtype in EIGHT_BIT else i.inputs[0].tensor.dtype.itemsize))
+            useful += product.flops * _share_useful(program, i, forward)
+    if attention is not None:
+        useful += flops / attention.passes * ATTENTION[attention.kind] * _share_useful(program, main, forward)
     exact, padded = _boundary_bytes(members, fused)
     free = all(_is_free(i) for i in members)
     return Kernel(
@@ -91,7 +138,14 @@ def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value
         0 if free else exact,
         0 if free else padded,
         free,
+        attention,
     )
+
+
+def _share_useful(program: Program, i: Instruction, forward: frozenset[str]) -> float:
+    """Of an instruction's flops on one device, those that no other repeats and no earlier pass has made already."""
+    again = i.operation.region != FORWARD and i.operation.name in forward
+    return 0.0 if again else 1 / duplication(program, i)
 
 
 def forward_names(program: Program) -> frozenset[str]:
@@ -119,7 +173,23 @@ def matmul_of(program: Program, instruction: Instruction) -> Matmul:
     sizes = {d.name: d.size for shape in (a, b) for d in shape}
     m, k, n, batch = (prod(sizes[x] for x in dims) for dims in (plan.rows, plan.contracted, plan.columns, plan.batch))
     useful = 2 * batch * m * k * n
-    return Matmul(m, k, n, batch, passes=max(1, local_work(program, instruction).mxu_flops // useful))
+    passes = max(1, local_work(program, instruction).mxu_flops // useful)
+    precision = instruction.operation.attrs.get("precision")
+    return Matmul(m, k, n, batch, precision if precision in EIGHT_BIT else "bf16", passes)
+
+
+def attention_of(program: Program, instruction: Instruction) -> Attention:
+    """What a kernel of fused attention computes on one device."""
+    q, k, v = (x.local.shape for x in instruction.inputs[:3])
+    attrs = instruction.operation.attrs
+    key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
+    share = attrs["share"]
+    points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
+    scores = points * share.numerator // share.denominator
+    contracted, turned = Attention(instruction.opcode, scores, key, value, 1).products(together=False)
+    once = 2 * scores * (sum(contracted) + sum(turned))
+    passes = max(1, local_work(program, instruction).mxu_flops // max(1, once))
+    return Attention(instruction.opcode, scores, key, value, passes)
 
 
 def padded_value_bytes(v: Value) -> int:

@@ -12,6 +12,7 @@ from hardware.slices import Slice
 from meshlib.checks import at, whole
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimate.fitting import DeviceMemory, memory_on
+from meshlib.estimate.physics import Physics
 from meshlib.estimate.rows import BOUNDS, Row, rows_of
 from meshlib.estimate.schedule import Schedule
 from meshlib.lower.program import Program
@@ -48,6 +49,7 @@ class Estimate:
     overlap: str
     placement: Placement
     step_overhead_seconds: float
+    physics: Physics
     schedule: Schedule
 
     # ------------------------------------------------------------ time, modelled
@@ -55,7 +57,12 @@ class Estimate:
     @property
     def step_seconds(self) -> float:
         """Time of one step. Modelled."""
-        return self.schedule.seconds + self.step_overhead_seconds
+        return self.schedule.seconds + self.jitter_seconds + self.step_overhead_seconds
+
+    @property
+    def jitter_seconds(self) -> float:
+        """What slices joined by DCN wait for the slowest of them. Modelled."""
+        return self.schedule.seconds * self.physics.jitter(self.slice.slices)
 
     @property
     def lower_seconds(self) -> float:
@@ -65,7 +72,7 @@ class Estimate:
     @property
     def upper_seconds(self) -> float:
         """Everything one after the other. Modelled."""
-        return self.schedule.serial_seconds + self.step_overhead_seconds
+        return self.schedule.serial_seconds + self.jitter_seconds + self.step_overhead_seconds
 
     @property
     def exposed_comm_seconds(self) -> float:
@@ -84,7 +91,8 @@ class Estimate:
 
     @cached_property
     def engine_seconds(self) -> Mapping[str, float]:
-        """Seconds for which each engine works: mxu, vpu, hbm, chip, each ICI axis, dcn. Modelled."""
+        """Seconds for which each engine works: mxu, vpu, hbm, each ICI axis, dcn, and "core to core": the way between
+        two devices of one chip. Modelled."""
         return {engine_name(e): s for e, s in sorted(self.schedule.busy.items(), key=lambda item: str(item[0]))}
 
     @cached_property
@@ -104,6 +112,7 @@ class Estimate:
         for name, seconds in sent.items():
             totals[name] += self.exposed_comm_seconds * seconds / whole_comm if whole_comm else 0.0
         totals["latency"] += self.step_overhead_seconds
+        totals["dcn"] += self.jitter_seconds
         return totals
 
     @property
@@ -265,4 +274,4 @@ def engine_name(engine: str | int) -> str:
         return engine
     if engine == DCN:
         return "dcn"
-    return "chip" if engine < 0 else f"ici axis {engine}"
+    return "core to core" if engine < 0 else f"ici axis {engine}"

@@ -11,6 +11,7 @@ from hardware.network import Cost
 from hardware.placement import CORES, DCN
 from hardware.vpu import vpu_rate
 from meshlib.estimate.schedule import COLLECTIVE_LAUNCH_SECONDS, Event, Schedule
+from meshlib.graph import FORWARD
 
 BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "latency")
 
@@ -69,6 +70,12 @@ def rows_of(made: Schedule, chip: Chip, count: int = 1) -> Iterator[Row]:
             yield _collective_row(event, chip, count)
         else:
             yield _compute_row(event, chip, count)
+
+
+def names_of_forward(made: Schedule) -> frozenset[str]:
+    """What runs in the forward pass, by the names of its events: what has one of them later runs again."""
+    found = {e.name for e in made.events if e.region == FORWARD and e.loop is None}
+    return frozenset(found.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))
 
 
 def _compute_row(event: Event, chip: Chip, count: int) -> Row:

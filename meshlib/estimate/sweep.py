@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hardware.errors import HardwareError
 from hardware.slices import Slice
@@ -40,21 +41,25 @@ class Scaling:
 
     def __str__(self) -> str:
         head = ("slice", "devices", "mesh", "step*", "exposed comm*", "MFU*", "speed-up*", "efficiency*", "bound*",
-                "peak memory", "fits")  # fmt: skip
+                "1,000 steps*", "peak memory", "fits")  # fmt: skip
         cells: list[tuple[str, ...]] = [head]
         for e, speed, share in zip(self.estimates, self.speedup, self.efficiency, strict=True):
+            cost = "-" if e.slice.usd_per_hour is None else f"${e.usd(1000):,.4g}"
             cells.append(
                 (
                     e.slice.name, str(e.slice.devices), str(e.program.mesh), seconds_text(e.step_seconds),
                     seconds_text(e.exposed_comm_seconds), f"{e.mfu:.1%}", f"{speed:.4g}x", f"{share:.1%}", e.bound,
+                    cost,
                     bytes_text(e.memory.peak_bytes), "yes" if e.fits else "no",
                 )
             )  # fmt: skip
-        return "\n".join([*grid(cells, right=(1, 3, 4, 5, 6, 7, 9)), "* modelled; all others exact"])
+        return "\n".join([*grid(cells, right=(1, 3, 4, 5, 6, 7, 9, 10)), "* modelled; all others exact"])
 
     def plot(self, path: str | Path) -> None:
-        """Draw step time and efficiency over devices into a file; needs matplotlib.
+        """Draw step time by what bounds it, efficiency, and peak memory beside HBM into a file; needs matplotlib.
 
+        Args:
+          path: the file; its ending says the format, such as .png, .svg or .pdf.
         Raises: GraphError where matplotlib is not installed, or the file cannot be written.
         """
         if not isinstance(path, str | os.PathLike):
@@ -63,20 +68,72 @@ class Scaling:
             from matplotlib.figure import Figure
         except ImportError:
             raise GraphError("Scaling.plot needs matplotlib: pip install matplotlib") from None
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        times, shares = figure.subplots(1, 2)
-        devices = [e.slice.devices for e in self.estimates]
-        times.loglog(devices, [e.step_seconds for e in self.estimates], "o-", label="step")
-        times.loglog(devices, [e.lower_seconds for e in self.estimates], "--", label="busiest engine")
-        times.set(xlabel="devices", ylabel="seconds (modelled)", title="step time")
-        times.legend()
-        shares.semilogx(devices, self.efficiency, "o-")
-        shares.set(xlabel="devices", ylabel="share of the first slice's MFU (modelled)", title="efficiency")
-        shares.set_ylim(bottom=0)
+        figure = Figure(figsize=(max(13.0, 4 + 2.4 * len(self.estimates)), 4.2), layout="constrained")
+        times, shares, memory = figure.subplots(1, 3)
+        self._draw_times(times)
+        self._draw_efficiency(shares)
+        self._draw_memory(memory)
+        for axes in (times, shares, memory):
+            axes.set_xticks(range(len(self.estimates)), [self._tick(e) for e in self.estimates])
+            axes.set_xlabel("slice, devices")
+            axes.set_xlim(-0.6, len(self.estimates) - 0.4)
+            axes.spines[["top", "right"]].set_visible(False)
         try:
-            figure.savefig(path)
+            figure.savefig(path, dpi=150)
         except (OSError, ValueError) as fault:
             raise GraphError(f"Scaling.plot: cannot write {path}: {fault}") from None
+
+    @staticmethod
+    def _tick(e: Estimate) -> str:
+        return f"{e.slice.name}\n{e.slice.devices:,}"
+
+    def _draw_times(self, axes: Any) -> None:
+        """Stacked bars: what bounds the step."""
+        unit, size = _unit(max(e.step_seconds for e in self.estimates), (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+        bottom = [0.0] * len(self.estimates)
+        for name, colour in _COLOURS.items():
+            parts = [e.bound_seconds[name] / size for e in self.estimates]
+            if any(parts):
+                axes.bar(range(len(parts)), parts, 0.7, bottom, label=name, color=colour)
+                bottom = [a + b for a, b in zip(bottom, parts, strict=True)]
+        for n, height in enumerate(bottom):
+            axes.annotate(f"{height:.3g} {unit}", (n, height), ha="center", va="bottom")
+        axes.set(title="step time by bound (modelled)", ylabel=unit)
+        axes.margins(y=0.25)
+        axes.legend(ncols=3, frameon=False, loc="upper center")
+
+    def _draw_efficiency(self, axes: Any) -> None:
+        axes.axhline(100, color="0.6", linestyle="--", linewidth=1, zorder=0)
+        shares = [100 * share for share in self.efficiency]
+        axes.bar(range(len(shares)), shares, 0.7, color="tab:blue")
+        for n, (share, e) in enumerate(zip(shares, self.estimates, strict=True)):
+            axes.annotate(f"{share:.0f} %\nMFU {100 * e.mfu:.1f} %", (n, share), ha="center", va="bottom")
+        axes.set(title=f"efficiency against {self.estimates[0].slice.name} (modelled)", ylabel="%")
+        axes.set_ylim(0, 1.25 * max(100.0, *shares))
+
+    def _draw_memory(self, axes: Any) -> None:
+        gib = 2**30
+        peaks = [e.memory.peak_bytes / gib for e in self.estimates]
+        colours = ["tab:blue" if e.fits else "tab:red" for e in self.estimates]
+        axes.bar(range(len(peaks)), peaks, 0.7, color=colours)
+        for n, e in enumerate(self.estimates):
+            capacity = e.memory.capacity_bytes / gib
+            axes.plot([n - 0.42, n + 0.42], [capacity, capacity], color="black", label="HBM" if n == 0 else None)
+            axes.annotate(bytes_text(e.memory.peak_bytes), (n, peaks[n]), ha="center", va="bottom")
+        axes.set(title="peak memory per device (exact)", ylabel="GiB")
+        axes.margins(y=0.15)
+        axes.legend(frameon=False)
+
+
+_COLOURS = {
+    "mxu": "tab:blue", "vpu": "tab:cyan", "hbm": "tab:green", "ici": "tab:orange", "dcn": "tab:red",
+    "latency": "tab:gray",
+}  # fmt: skip
+
+
+def _unit(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """The largest unit that the value reaches, else the smallest."""
+    return next((unit for unit in units if value >= unit[1]), units[-1])
 
 
 def scaling(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from meshlib.errors import GraphError
-from meshlib.estimate.rows import Row
+from meshlib.estimate.rows import Row, names_of_forward
+from meshlib.graph import FORWARD
 from meshlib.lower.program import bytes_text
 
 if TYPE_CHECKING:
@@ -72,26 +73,31 @@ def _head(est: Estimate) -> list[str]:
 def _rows(est: Estimate, limit: int | None) -> list[str]:
     order = sorted(est.rows, key=lambda r: -r.total_seconds)
     shown = order if limit is None else order[:limit]
-    head = ("operation", "kind", "phase", "count", "time*", "share*", "bound*", "util*", "flops", "HBM or sent", "line")
-    cells = [head, *(_cells(est, r) for r in shown)]
-    lines = grid(cells, right=(3, 4, 5, 7, 8, 9))
+    forward = names_of_forward(est.schedule)
+    head = ("operation", "kind", "phase", "count", "each*", "total*", "share*", "bound*", "util*", "flops",
+            "HBM or sent", "line")  # fmt: skip
+    cells = [head, *(_cells(est, r, forward) for r in shown)]
+    lines = grid(cells, right=(3, 4, 5, 6, 8, 9, 10))
     rest = order[len(shown) :]
     if rest:
         total = sum(r.total_seconds for r in rest)
         lines.append(f"... {len(rest)} more rows, {seconds_text(total)} together*")
-    lines.append("* modelled; all others exact, for one run on one device")
+    note = "; again: runs a second time, for the backward pass" if any(c[2] == "again" for c in cells) else ""
+    lines.append(f"* modelled; all others exact, for one run on one device{note}")
     return lines
 
 
-def _cells(est: Estimate, r: Row) -> tuple[str, ...]:
+def _cells(est: Estimate, r: Row, forward: frozenset[str]) -> tuple[str, ...]:
+    name = r.name if r.kind == "compute" else f"{r.opcode} of {r.name}"
     share = r.total_seconds / est.step_seconds if est.step_seconds else 0.0
     moved = r.sent_bytes if r.kind == "collective" else r.hbm_bytes
     return (
-        r.name if r.kind == "compute" else f"{r.opcode} {r.name}",
+        name,
         r.opcode if r.kind == "compute" else "+".join(r.axes),
-        r.phase,
+        "again" if r.phase != FORWARD and name in forward else r.phase,
         str(r.count),
         seconds_text(r.seconds),
+        seconds_text(r.total_seconds),
         f"{share:.1%}",
         r.bound,
         f"{r.utilisation:.0%}" if r.bound != "latency" else "-",

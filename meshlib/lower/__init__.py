@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from layouts import LayoutRules, Mesh, Report, Sharding
@@ -19,6 +19,7 @@ from meshlib.lower.partition import Partitioner
 from meshlib.lower.passes import merge_small_collectives, remove_dead_code
 from meshlib.lower.program import Collective, Instruction, Program, Value
 from meshlib.lower.simplify import Simplified, simplify
+from meshlib.ops.sources import INPUT
 from meshlib.ops.state import assigned
 
 __all__ = [
@@ -135,6 +136,10 @@ class _Lowering:
     precision: str
     balance: Balance
     notes: tuple[str, ...]
+    # A second sweep over a program meets its loops again.
+    _bodies: dict[object, Program] = field(default_factory=dict)
+    _trials: dict[object, Partitioner] = field(default_factory=dict)
+    _sound: set[object] = field(default_factory=set)
 
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, through all passes."""
@@ -144,27 +149,53 @@ class _Lowering:
         return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
 
     def body(
-        self, graph: Graph, homes: Homes, results: Sequence[Tensor], ends: Sequence[Sharding], names: Sequence[str]
+        self,
+        graph: Graph,
+        homes: Homes,
+        results: Sequence[Tensor],
+        ends: Sequence[Sharding | None],
+        names: Sequence[str],
     ) -> Program:
-        """The body of a loop, whose results lie as its carries do."""
-        sweep = self.trial(graph, homes, results)
-        kept = [sweep.graph.of(t) for t in results]
-        outputs = {f"{t.name} ({n})": sweep.at(t, s) for n, (t, s) in enumerate(zip(kept, ends, strict=True))}
+        """The body of a loop, whose results lie as given; with None where the body has them anyway."""
+        key = (graph, tuple(results), tuple(ends), *(homes.of(op.output) for op in graph.inputs.values()))
+        if key in self._bodies:
+            return self._bodies[key]
+        simple = simplify(graph, results, ())
+        kept = [simple.of(t) for t in results]
+        bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
+        for t, end in bound.items():
+            if t.operation.kind is not INPUT:
+                homes.bind(t, end)
+        simple.taken.update(kept)
+        sweep = self._sweep(simple, homes, bound)
+        placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
+        outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
         for name in names:
             if name not in sweep.inputs:  # a carry that the body ignores
                 sweep.resident(graph.inputs[name])
         inputs = {name: sweep.inputs[name] for name in names}
-        return self._finished(sweep, inputs, outputs, False, (), is_body=True)
+        program = self._bodies[key] = self._finished(sweep, inputs, outputs, False, (), is_body=True)
+        return program
 
     def trial(self, graph: Graph, homes: Homes, results: Sequence[Tensor]) -> Partitioner:
         """The body of a loop partitioned, not finished."""
-        simple = simplify(graph, results, ())
-        return self._sweep(simple, homes, [simple.of(t) for t in results])
+        key = (graph, tuple(results), *(homes.of(op.output) for op in graph.inputs.values()))
+        if key not in self._trials:
+            simple = simplify(graph, results, ())
+            self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in results])
+        return self._trials[key]
 
     def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
-        sweep = Partitioner(simple, homes, self.balance, set(fetched), self.body, self.trial)
-        sweep.run()
-        return sweep
+        """Partition; once more with what that taught, if it could matter, and keep what sends less."""
+        kept = list(dict.fromkeys(fetched))
+        first = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial)
+        first.run()
+        if not first.places.learnt.missed:
+            return first
+        learnt, chosen = first.places.learnt, first.chosen
+        again = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial, learnt, chosen)
+        again.run()
+        return again if again.places.sent_bytes(kept) < first.places.sent_bytes(kept) else first
 
     def _finished(
         self,
@@ -179,7 +210,7 @@ class _Lowering:
             self.mesh,
             self.rules,
             self.precision,
-            tuple(sweep.instructions),
+            tuple(sweep.places.instructions),
             inputs,
             sweep.variables,
             outputs,
@@ -188,7 +219,7 @@ class _Lowering:
             notes,
             is_body,
         )
-        check_program(program, "partitioning")
+        check_program(program, "partitioning", sound=self._sound)
         for run in PASSES:
-            program = check_program(run(program), run.__name__, before=program)
+            program = check_program(run(program), run.__name__, before=program, sound=self._sound)
         return program

@@ -6,21 +6,26 @@ from collections.abc import Iterable, Sequence
 
 from layouts import LayoutError, Shape, Sharding
 from meshlib.errors import ProgramError
-from meshlib.lower.choose import derive
+from meshlib.lower.choose import beside, derive
 from meshlib.lower.exchange import plan_exchanges
 from meshlib.lower.program import COLLECTIVES, Instruction, Program, Value
 from meshlib.operation import Factor, Linear, Role
 
 
-def check_program(program: Program, after: str, before: Program | None = None) -> Program:
+def check_program(
+    program: Program, after: str, before: Program | None = None, sound: set[object] | None = None
+) -> Program:
     """`program` itself if it is sound; a pass may not change what the program `before` it takes, returns and writes.
 
+    `sound` collects the computations that were found sound, by all that the check depends on: a layer's are those of
+    every other layer, and what passes leave alone need not be recomputed.
     Raises: ProgramError naming the pass, the instruction and what is wrong with it.
     """
     made: set[Value] = set()
+    known = set() if sound is None else sound
     for number, instruction in enumerate(program.instructions):
         try:
-            _check_instruction(instruction, made, program)
+            _check_instruction(instruction, made, program, known)
         except (LayoutError, ProgramError) as fault:
             raise ProgramError(
                 f"after {after}, instruction {number} ({instruction.opcode} for {instruction.operation}): {fault}"
@@ -40,7 +45,7 @@ def _check_same_face(program: Program, before: Program, after: str) -> None:
             raise ProgramError(f"after {after}: {what} changed: {', '.join(changed)}")
 
 
-def _check_instruction(instruction: Instruction, made: set[Value], program: Program) -> None:
+def _check_instruction(instruction: Instruction, made: set[Value], program: Program, sound: set[object]) -> None:
     for x in instruction.inputs:
         if x not in made:
             raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
@@ -56,13 +61,35 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
     elif instruction.opcode == "assign":
         _check_assign(instruction, program)
     elif instruction.body is not None:
-        _check_loop(instruction, instruction.body)
+        _check_loop(instruction, instruction.body, sound)
     elif instruction.opcode in ("input", "variable"):
         pending = instruction.outputs[0].sharding.pending
         if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
             raise ProgramError("a resident value can't be pending")
     else:
-        _check_computation(instruction)
+        if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
+            raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
+        key = _key(instruction)
+        if key not in sound:
+            _check_computation(instruction)
+            sound.add(key)
+
+
+def _key(instruction: Instruction) -> object:
+    """All that the check of a computation depends on."""
+    op = instruction.operation
+    tensors = [x.tensor for x in instruction.inputs]
+    return (
+        op.kind,
+        tuple(op.attrs.items()),
+        tuple(x.type for x in op.inputs),
+        tuple(y.type for y in op.outputs),
+        tuple(tensors.index(t) for t in tensors),
+        tuple(x.sharding for x in instruction.inputs),
+        tuple(y.sharding for y in instruction.outputs),
+        instruction.assignment,
+        instruction.exchanges,
+    )
 
 
 def _check_reshard(instruction: Instruction) -> None:
@@ -124,8 +151,8 @@ def _check_assign(instruction: Instruction, program: Program) -> None:
         raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {x}")
 
 
-def _check_loop(instruction: Instruction, body: Program) -> None:
-    check_program(body, f"lowering the body of {instruction.operation}")
+def _check_loop(instruction: Instruction, body: Program, sound: set[object]) -> None:
+    check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
     dim = instruction.operation.attrs["dim"]
     if instruction.trips != dim.size:
         raise ProgramError(f"makes {instruction.trips} trips over {dim}")
@@ -157,8 +184,6 @@ def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
 
 def _check_computation(instruction: Instruction) -> None:
     op = instruction.operation
-    if tuple(y.tensor for y in instruction.outputs) != op.outputs:
-        raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
     out = instruction.outputs[0]
     factors, linear = instruction_factors(instruction)
     axes: dict[str, tuple[str, ...]] = {}
@@ -181,9 +206,9 @@ def _check_computation(instruction: Instruction) -> None:
     for x, s in zip(instruction.inputs, wanted, strict=True):
         if x.sharding != s:
             raise ProgramError(f"operand {x.tensor.name} is {x.sharding}; the assignment {axes} needs {s}")
-    for y in instruction.outputs:
-        if y.sharding != out.sharding:
-            raise ProgramError(f"makes {y} beside {out}")
+    for y, s in zip(instruction.outputs, beside(op, out.sharding), strict=True):
+        if y.sharding != s:
+            raise ProgramError(f"makes {y} beside {out}; the same axes split both")
     if op.kind.name == "constant" and op.attrs["value"] == 0:
         result = result.with_pending(out.sharding.pending)  # nothing on every core sums to nothing
     exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()

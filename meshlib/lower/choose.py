@@ -64,6 +64,7 @@ class Point:
     home: Sharding
     itemsize: int
     shared: bool  # behind a sum with other operands
+    joined: frozenset[tuple[tuple[str, str], ...]] = frozenset()  # what others in this sum are pending over anyway
 
 
 @dataclass(frozen=True)
@@ -73,18 +74,20 @@ class Operand:
     tensor: Tensor
     instances: tuple[Sharding, ...]
     free: bool  # a source that is made anew wherever it is needed
+    coming: tuple[Sharding, ...] = ()  # those that operations further on bring about anyway
+    shared: bool = False  # has other users in this region
 
     def cost(self, wanted: Sharding) -> tuple[float, int]:
         """Bytes and collectives to bring it to `wanted` from where it is nearest."""
         if self.free:
             return 0, 0
-        return min(route_cost(s, wanted, self.tensor.dtype.itemsize) for s in self.instances)
+        return min(route_cost(s, wanted, self.tensor.dtype.itemsize) for s in (*self.instances, *self.coming))
 
     def growth(self, wanted: Sharding) -> int:
         """Bytes that `cost` is at least."""
         if self.free:
             return 0
-        nearest = min(max(0, wanted.local_size - s.local_size) for s in self.instances)
+        nearest = min(max(0, wanted.local_size - s.local_size) for s in (*self.instances, *self.coming))
         return nearest * self.tensor.dtype.itemsize
 
     @property
@@ -126,6 +129,18 @@ def derive(
     return tuple(operands), out
 
 
+def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
+    """The shardings of all results of an operation, of which `first` is the first's: the same axes split a factor."""
+    if len(op.outputs) == 1:
+        return (first,)
+    axes = {f.name: first.of(f.outputs[0]) for f in op.kind.roles(op) if f.outputs[0] is not None}
+    found = [first]
+    for n, y in enumerate(op.outputs[1:], start=1):
+        by_dim = {f.outputs[n]: axes.get(f.name, ()) for f in op.kind.roles(op)}
+        found.append(Sharding(y.shape, first.mesh, [by_dim.get(d.name, ()) for d in y.shape], first.pending))
+    return tuple(found)
+
+
 def choose(
     op: Operation,
     operands: Sequence[Operand],
@@ -139,7 +154,8 @@ def choose(
     may be reduced at any of them.
     """
     factors = op.kind.roles(op)
-    best: tuple[float, int, int] | None = None
+    shared = any(x.shared for x in operands)
+    best: tuple[float, int, int, int] | None = None
     chosen: Choice | None = None
     for c in sorted(_candidates(op, factors, operands, home, balance), key=lambda c: (c.at_least, c.order)):
         if best is not None and c.at_least > best[0]:
@@ -148,7 +164,8 @@ def choose(
         inside = plan_exchanges(op, factors, c.split, c.wanted, c.out)
         after, more = _home_cost(c.out, home, op.output.dtype.itemsize, later)
         total = c.work + sent + sum(e.sent_bytes for e in inside) + after
-        rank = (total, collectives + len(inside) + more, c.order)
+        # At equal cost a shared operand moves rather than the result: its other users may want it there too.
+        rank = (total, collectives + len(inside) + more, more if shared else 0, c.order)
         if best is None or rank < best:
             best = rank
             chosen = Choice({k: v for k, v in c.split.items() if v}, c.wanted, c.out, c.regroup, inside)
@@ -323,7 +340,10 @@ def _home_cost(out: Sharding, home: Sharding, itemsize: int, later: Sequence[Poi
     best = route_cost(out, home, itemsize)
     if any(kind == "sum" for _, kind in out.pending):
         for point in later:
-            sent, count = route_cost(as_pending(point.home, out), point.home, point.itemsize)
+            arriving = as_pending(point.home, out)
+            if arriving.pending in point.joined:
+                return 0, 0  # added to the others before these are reduced
+            sent, count = route_cost(arriving, point.home, point.itemsize)
             best = min(best, (sent * _SHARED if point.shared else sent, count))
     return best
 

@@ -13,7 +13,7 @@ from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 
 # Same value, same dims: bound to lie where the operand lies, so that gathers move the narrow type.
-_FOLLOWS_OPERAND = ("cast", "identity", "stop_gradient")
+_FOLLOWS_OPERAND = ("cast", "identity", "stop_gradient", "to_host", "from_host")
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Homes:
         return "activations"
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
-        """Give a tensor a home that the rules do not tell: what a loop's body takes from outside."""
+        """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
         self._made[t] = sharding
 
     def of(self, t: Tensor) -> Sharding:
@@ -52,11 +52,6 @@ class Homes:
             return rules.sharding(t.shape, self.mesh, "activations")
         if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
-        if t not in op.public_outputs:
-            # Each carry as it lies between trips; the dim of the loop is whole, whatever a rule says of its name.
-            dim, *rest = t.shape
-            inner = self.rules.sharding(Shape(rest), self.mesh, self.scope_of(t))
-            return Sharding(Shape([dim, *rest]), self.mesh, [(), *inner.axes])
         try:
             return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
         except LayoutError as fault:

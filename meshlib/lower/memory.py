@@ -2,7 +2,8 @@
 
 Rules: variables, slots and inputs stay. A value used inside its fusion group only takes nothing. A value is freed
 after its last user. Element-wise work and all_reduce write over an operand of the same size that dies there; renaming
-takes nothing; the new value of a variable takes its place if no later instruction reads the old one.
+takes nothing; the new value of a variable takes its place if no later instruction reads the old one. What lies on the
+host takes no HBM; `host_bytes` is the most that does at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Memory:
     """Peak bytes of one device. All figures are exact for the program's order.
 
     `by_kind` sums `live`, the buffers at the peak; `at` says where the peak is; `timeline_bytes` has one figure per
-    instruction.
+    instruction. `host_bytes` is the peak of what this device keeps in the memory of its host, apart from the rest.
     """
 
     peak_bytes: int
@@ -45,12 +46,15 @@ class Memory:
     live: tuple[Live, ...]
     at: str
     timeline_bytes: tuple[int, ...]
+    host_bytes: int = 0
 
     def __str__(self) -> str:
         lines = [f"memory per core: peak {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes, exact) at {self.at}"]
         lines += [f"  {kind:<18} {bytes_text(n):>10}" for kind, n in self.by_kind.items() if n]
         lines += ["  live at the peak:"]
         lines += [f"    {v}" for v in sorted(self.live, key=lambda v: -v.bytes)]
+        if self.host_bytes:
+            lines.append(f"  on the host: {bytes_text(self.host_bytes)} ({self.host_bytes} bytes, exact)")
         return "\n".join(lines)
 
 
@@ -75,7 +79,7 @@ class Liveness:
             self.groups.setdefault(i.group, []).append((n, i))
         self.buffer: dict[Value, Value] = {}  # value -> the value that owns its memory
         self.holders: dict[Value, int] = {}  # owner -> live values in its memory
-        self.resident = {*program.inputs.values(), *program.variables.values()}
+        self.resident = {v for v in (*program.inputs.values(), *program.variables.values()) if not v.tensor.on_host}
         self.old = {v: program.variables.get(n) for n, v in program.updates.items()}
         self.owned: dict[Value, Value] = {}  # owners that are live, and the value they show
         self.now = 0
@@ -89,12 +93,13 @@ class Liveness:
         for n, i in enumerate(self.program.instructions):
             if i.opcode not in ("input", "variable"):
                 for k, y in enumerate(i.outputs):
-                    if y not in self.inside:
+                    if y not in self.inside and not y.tensor.on_host:
                         self._place(n, i, y, i.inputs[k] if i.is_collective else None)
             # While a loop runs, its body's own buffers lie on top; its operands are counted outside.
             inner = 0
             if i.body is not None:
-                inner = i.body.memory.peak_bytes - sum(v.local_bytes for v in i.body.inputs.values())
+                inputs = i.body.inputs.values()
+                inner = i.body.memory.peak_bytes - sum(v.local_bytes for v in inputs if not v.tensor.on_host)
             if self.now + inner > peak:
                 peak, at, live = (
                     self.now + inner,
@@ -109,7 +114,22 @@ class Liveness:
         if loop:
             shown.append(Live(at, "inside the loop", "temporaries", loop, at))
         by_kind = {k: sum(v.bytes for v in shown if v.kind == k) for k in KINDS}
-        return Memory(peak, by_kind, tuple(shown), at, tuple(timeline))
+        return Memory(peak, by_kind, tuple(shown), at, tuple(timeline), self._host_bytes())
+
+    def _host_bytes(self) -> int:
+        """The most that lies on the host at once; what the body of a loop takes and returns is counted outside."""
+        program = self.program
+        outside = {*program.inputs.values(), *(program.outputs.values() if program.is_body else ())}
+
+        def held(values: Iterable[Value]) -> int:
+            return sum(v.local_bytes for v in values if v.tensor.on_host and v not in outside)
+
+        peak = now = 0
+        for n, i in enumerate(program.instructions):
+            now += held(i.outputs)
+            peak = max(peak, now + (i.body.memory.host_bytes if i.body is not None else 0))
+            now -= held(self.ends.get(n, ()))
+        return peak
 
     def _allocate(self, v: Value) -> None:
         self.buffer[v] = v

@@ -26,7 +26,8 @@ class _Scheduler:
         done = [False] * len(self.groups)
         for g, count in enumerate(self.unmet):
             if count == 0:
-                heapq.heappush(ready, (not self._frees(g), g))
+                there = self.groups[g][0].opcode in ("input", "variable")  # lies in memory already: nobody waits for it
+                heapq.heappush(ready, (not (there or self._frees(g)), g))
         order: list[Instruction] = []
         while ready:
             _, g = heapq.heappop(ready)
@@ -66,7 +67,7 @@ class _Scheduler:
         }
 
     def _frees(self, g: int) -> bool:
-        freed = sum(x.local_bytes for x in self.inputs[g] if self.left[x] == 1 and x not in self.lasting)
+        freed = sum(_device_bytes(x) for x in self.inputs[g] if self.left[x] == 1 and x not in self.lasting)
         taken = 0
         for i in self.groups[g]:
             for y in i.outputs:
@@ -74,7 +75,7 @@ class _Scheduler:
                     continue
                 old = self.replaces.get(y)
                 in_place = old is not None and self.left.get(old, 0) == (old in self.inputs[g])
-                taken += 0 if in_place else y.local_bytes
+                taken += 0 if in_place else _device_bytes(y)
         return freed > taken
 
     def _finish(self, g: int) -> list[int]:
@@ -90,6 +91,10 @@ class _Scheduler:
                     self.unmet[user] -= 1
                     touched.add(user)
         return sorted(touched)
+
+
+def _device_bytes(v: Value) -> int:
+    return 0 if v.tensor.on_host else v.local_bytes
 
 
 def order_and_fuse(program: Program) -> Program:

@@ -7,23 +7,22 @@ user waits; the user's own choice decides whether it is reduced before or after 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from layouts import Dimension, Shape, Sharding, reshard
+from layouts import Dimension, Shape, Sharding
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.lower.choose import Balance, Choice, Operand, Point, choose
+from meshlib.lower.choose import Balance, Choice, Operand, Point, beside, choose
 from meshlib.lower.homes import Homes
+from meshlib.lower.places import Foresight, Pending, Places, blockwise
 from meshlib.lower.program import Instruction, Program, Value
-from meshlib.lower.reasons import explain_exchange, explain_step
+from meshlib.lower.reasons import explain_exchange
 from meshlib.lower.simplify import Simplified
-from meshlib.ops.index import RANGE
+from meshlib.operation import Kind
 from meshlib.ops.loop import LOOP
 from meshlib.ops.sources import CONSTANT, INPUT, VARIABLE
 from meshlib.ops.state import ASSIGN
-
-# Made anew under whatever sharding is wanted: cheaper than any transfer.
-_REMADE = (CONSTANT, RANGE)
 
 
 @dataclass(eq=False)
@@ -34,20 +33,22 @@ class Partitioner:
     homes: Homes
     balance: Balance
     fetched: set[Tensor]
-    # lowers the body of a loop: (graph, homes, results, their shardings, names of the inputs in order) -> Program
-    lower_body: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding], Sequence[str]], Program]
+    # lowers the body of a loop: (graph, homes, results, their shardings if bound, names of the inputs) -> Program
+    lower_body: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding | None], Sequence[str]], Program]
     # partitions the body of a loop without finishing it: (graph, homes, results)
     sweep_body: Callable[[Graph, Homes, Sequence[Tensor]], Partitioner]
-    instructions: list[Instruction] = field(default_factory=list)
-    # Where each tensor exists: for every region (None: as made for a single user, or at home) or within one.
-    instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
+    ahead: Foresight = field(default_factory=Foresight)  # from an earlier sweep
+    chosen: dict[object, Choice] = field(default_factory=dict)
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)
-    # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
-    makers: dict[Tensor, dict[str, tuple[Operation, str]]] = field(default_factory=dict)
-    _chosen: dict[object, Choice] = field(default_factory=dict)
+    places: Places = field(init=False)
     _points: dict[Tensor, tuple[Point, ...]] = field(default_factory=dict)
+    _users: Counter[tuple[Tensor, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = Places(self.graph, self.homes)
+        self._users = Counter((x, op.region) for x, uses in self.graph.uses.items() for op, _ in uses)
 
     def run(self) -> None:
         """Lower every operation, in order."""
@@ -58,6 +59,8 @@ class Partitioner:
                 self._assign(op)
             elif op.kind is LOOP:
                 self._loop(op)
+            elif op.kind.kind is Kind.COPY:
+                self._copy(op)
             else:
                 self._compute(op)
 
@@ -67,38 +70,55 @@ class Partitioner:
 
     def at(self, t: Tensor, wanted: Sharding) -> Value:
         """The value of `t` under a given sharding: what loops carry."""
-        return self._bring(t, wanted, t.operation.region, None)
+        return self.places.bring(t, wanted, t.operation.region, None)
+
+    def as_it_lies(self, t: Tensor) -> Value:
+        """The value of `t` as it is there: at home, else in the smallest blocks; brought home if it is pending."""
+        home = self.homes.of(t)
+        whole = [v for _, v in self.places.instances[t] if not v.sharding.pending]
+        return min(whole, key=lambda v: (v.sharding != home, v.local_bytes)) if whole else self.at_home(t)
 
     # ------------------------------------------------------------ operations
 
     def resident(self, op: Operation) -> None:
         """A value that is there before the first instruction: an input or a variable."""
         value = Value(op.output, self.homes.of(op.output))
-        self.instances[op.output] = [(None, value)]
-        self.makers[op.output] = dict.fromkeys(value.sharding.pending_axes, (op, "trips"))  # a loop's running sum
+        self.places.instances[op.output] = [(None, value)]
+        # What is pending already is a loop's running sum.
+        self.places.makers[op.output] = dict.fromkeys(value.sharding.pending_axes, (op, "trips"))
         (self.inputs if op.kind is INPUT else self.variables)[op.name] = value
-        self.instructions.append(Instruction(op.kind.name, op, (), (value,), op.region))
+        self.places.instructions.append(Instruction(op.kind.name, op, (), (value,), op.region))
 
     def _assign(self, op: Operation) -> None:
         (x,) = self.graph.inputs[op]
         name = op.attrs["variable"]
         if name not in self.variables:  # written but never read
             self.resident(self.homes.graph.variables[name])
-        value = self._bring(x, self.variables[name].sharding, UPDATE, op)
+        value = self.places.bring(x, self.variables[name].sharding, UPDATE, op)
         self.updates[name] = value
-        self.instructions.append(Instruction("assign", op, (value,), (), UPDATE))
+        self.places.instructions.append(Instruction("assign", op, (value,), (), UPDATE))
+
+    def _copy(self, op: Operation) -> None:
+        """Between the memories of device and host: every block as it lies."""
+        (x,) = self.graph.inputs[op]
+        value = self.as_it_lies(x)
+        made = Value(op.output, value.sharding)
+        split = blockwise(value.sharding)
+        self.places.instructions.append(Instruction(op.kind.name, op, (value,), (made,), op.region, split))
+        self.places.instances[op.output] = [(None, made)]
+        self._settle(op.output)
 
     def _compute(self, op: Operation) -> None:
         inputs = self.graph.inputs[op]
-        operands = [self._operand(x, op.region) for x in inputs]
+        operands = [self._operand(x, op) for x in inputs]
         choice = self._choice(op, operands)
         if choice.regroup:
             values = self._grouped(op, inputs, choice)
         else:
-            values = [self._bring(x, s, op.region, op) for x, s in zip(inputs, choice.operands, strict=True)]
-        made = tuple(Value(y, choice.out) for y in op.outputs)
+            values = [self.places.use(x, s, op) for x, s in zip(inputs, choice.operands, strict=True)]
+        made = tuple(Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True))
         self._note_makers(op, inputs, choice)
-        self.instructions.append(
+        self.places.instructions.append(
             Instruction(
                 op.kind.name,
                 op,
@@ -111,45 +131,50 @@ class Partitioner:
             )
         )
         for y, value in zip(op.outputs, made, strict=True):
-            self.instances[y] = [(None, value)]
+            self.places.instances[y] = [(None, value)]
             self._settle(y)
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
         """Remember who is to blame for each pending axis of the result."""
-        makers = {}
+        makers: dict[str, tuple[Operation, str]] = {}
+        self.places.makers.update((y, makers) for y in op.outputs)
+        if not choice.out.pending:
+            return
         for x, s in zip(inputs, choice.operands, strict=True):
-            makers.update({a: self.makers[x][a] for a in s.pending_axes})
+            makers.update({a: self.places.makers[x][a] for a in s.pending_axes})
         for f in op.kind.roles(op):
             if f.role.reduces:
                 makers.update(dict.fromkeys(choice.axes.get(f.name, ()), (op, f.name)))
-        self.makers[op.output] = makers
 
     def _settle(self, t: Tensor) -> None:
         """Bring a value home if it is bound there or has several users; a pending one is then reduced, once."""
         uses = self.graph.uses.get(t, [])
         bound = t in self.fetched or t in self.homes.graph.gradient_of or t.operation.kind.name == "constrain"
         if bound or len(uses) > 1:
-            home = self._bring(t, self.homes.of(t), t.operation.region, None)
-            _, made = self.instances[t][0]
-            self.instances[t] = [(None, home)]
+            home = self.places.bring(t, self.homes.of(t), t.operation.region, None)
+            (_, made), *passed = self.places.instances[t]
+            self.places.instances[t] = [(None, home), *(x for x in passed if x[1] is not home)]
             # A constrained value is to be had at its home alone: its users must not go round the constraint.
             constrained = t.operation.kind.name == "constrain"
             if made is not home and not made.sharding.pending and not constrained:
                 # As it was made it serves other regions too, unless keeping it would take more memory than the home.
                 small = made.local_bytes <= home.local_bytes
-                self.instances[t].append((None if small else t.operation.region, made))
+                self.places.instances[t].append((None if small else t.operation.region, made))
 
     def _grouped(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> list[Value]:
         """Operands of an n-ary sum, equally pending ones added first and each group reduced once (rule 4)."""
         wanted = choice.out
-        groups: dict[tuple[tuple[str, str], ...], list[Tensor]] = {}
-        for x in inputs:
-            groups.setdefault(self.instances[x][0][1].sharding.pending, []).append(x)
+        arrived = tuple(self.places.made(x).sharding.pending for x in inputs)
+        self.places.learnt.sums[op] = arrived
+        self.places.learnt.missed |= not all(arrived)
+        groups: dict[Pending, list[Tensor]] = {}
+        for x, pending in zip(inputs, arrived, strict=True):
+            groups.setdefault(pending, []).append(x)
         result: list[Value] = []
         for pending, members in groups.items():
             if not pending or len(members) == 1:
                 by_tensor = {id(x): s for x, s in zip(inputs, choice.operands, strict=True)}
-                result += [self._bring(x, by_tensor[id(x)], op.region, op) for x in members]
+                result += [self.places.use(x, by_tensor[id(x)], op) for x in members]
                 continue
             waiting = {a for a, _ in pending}
             axes = {f: tuple(a for a in entry if a not in waiting) for f, entry in choice.axes.items()}
@@ -157,13 +182,14 @@ class Partitioner:
             for x in members:
                 names = [tuple(axes.get(d.name, ())) for d in x.shape]
                 partial = Sharding(x.shape, wanted.mesh, names, pending)
-                values.append(self._bring(x, partial, op.region, op))
+                values.append(self.places.use(x, partial, op))
             names = [tuple(axes.get(d.name, ())) for d in op.output.shape]
             total = Value(op.output, Sharding(op.output.shape, wanted.mesh, names, pending))
             assignment = tuple((a, f) for f, entry in axes.items() for a in entry)
-            self.instructions.append(Instruction(op.kind.name, op, tuple(values), (total,), op.region, assignment))
-            self.makers[op.output] = self.makers[members[0]]
-            result.append(self._walk(total, wanted, op))
+            added = Instruction(op.kind.name, op, tuple(values), (total,), op.region, assignment)
+            self.places.instructions.append(added)
+            self.places.makers[op.output] = self.places.makers[members[0]]
+            result.append(self.places.walk(total, wanted, op)[-1])
         return result
 
     def _body_homes(
@@ -175,7 +201,8 @@ class Partitioner:
         count, stop = len(op.attrs["carried"]), len(op.attrs["carried"]) + len(op.attrs["sliced"])
         homes = Homes(body, self.homes.mesh, self.homes.rules)
         wanted = []
-        for n, (x, y) in enumerate(zip(self.graph.inputs[op], inner, strict=True)):
+        for n, y in zip(op.needs, inner, strict=True):
+            x = self.graph.inputs[op][n]
             if n < count:
                 home = sums.get(n) or homes.of(y)
                 homes.bind(y, home)
@@ -217,39 +244,43 @@ class Partitioner:
             return {}, {}
         trial = self.sweep_body(body, homes, results)
         terms = {n: trial.graph.of(t) for n, t in found.items()}
-        lies = {n: trial.instances[t][0][1].sharding for n, t in terms.items()}
+        lies = {n: trial.places.made(t).sharding for n, t in terms.items()}
         sums = {
             n: s for n, s in lies.items() if s != homes.of(inner[n]) and all(kind == "sum" for _, kind in s.pending)
         }
-        return sums, {n: trial.makers.get(terms[n], {}) for n in sums}
+        return sums, {n: trial.places.makers.get(terms[n], {}) for n in sums}
 
     def _loop(self, op: Operation) -> None:
         """Lower the body by itself: carries at home, slices where the stacked tensors lie, the rest where it lies."""
         body: Graph = op.attrs["body"]
         dim = op.attrs["dim"]
-        operands = self.graph.inputs[op]
+        operands = [self.graph.inputs[op][n] for n in op.needs]
         carried, sliced, results = op.attrs["carried"], op.attrs["sliced"], op.attrs["results"]
-        inner = [body.inputs[name].output for name in (*carried, *sliced)] + list(body.captured.values())
+        given = [body.inputs[name].output for name in (*carried, *sliced)] + list(body.captured.values())
+        inner = [given[n] for n in op.needs]
         homes, wanted = self._body_homes(op, inner, {})
         sums, makers = self._accumulators(op, homes, inner)
         if sums:
             homes, wanted = self._body_homes(op, inner, sums)
-        values = [self._bring(x, s, op.region, op) for x, s in zip(operands, wanted, strict=True)]
+        values = [self.places.use(x, s, op) for x, s in zip(operands, wanted, strict=True)]
         # Finals always; of what could be stacked (results, and carries before each trip) only what is used.
         finals, others = op.outputs[: len(carried)], op.outputs[len(carried) :]
-        inside = [*results[len(carried) :], *inner[: len(carried)]]
-        used = [(y, t) for y, t in zip(others, inside, strict=True) if y in self.fetched or self.graph.uses.get(y)]
-        stacked = [without_axes(self.homes.of(y), dim) for y, _ in used]
-        ends = [*wanted[: len(carried)], *(without_dim(s, dim) for s in stacked)]
+        inside = [*results[len(carried) :], *op.attrs["stacked"]]
+        used = [(y, t) for y, t in zip(others, inside, strict=True) if self._is_used(y)]
+        bound: list[Sharding | None] = [*wanted[: len(carried)]]
+        for y, _ in used:
+            public = y in op.public_outputs
+            bound.append(without_dim(without_axes(self.homes.of(y), dim), dim) if public else None)
         program = self.lower_body(
-            body, homes, [*results[: len(carried)], *(t for _, t in used)], ends, [x.operation.name for x in inner]
+            body, homes, [*results[: len(carried)], *(t for _, t in used)], bound, [x.operation.name for x in inner]
         )
-        made = [
-            Value(y, s)
-            for y, s in zip((*finals, *(y for y, _ in used)), (*wanted[: len(carried)], *stacked), strict=True)
-        ]
         names = list(program.outputs)
-        self.instructions.append(
+        made = [Value(y, s) for y, s in zip(finals, wanted, strict=False)]
+        for (y, _), name in zip(used, names[len(carried) :], strict=True):
+            made.append(Value(y, with_dim(program.outputs[name].sharding, y.shape)))
+            if y not in op.public_outputs:
+                self.homes.bind(y, made[-1].sharding)
+        self.places.instructions.append(
             Instruction(
                 op.kind.name,
                 op,
@@ -259,21 +290,25 @@ class Partitioner:
                 body=program,
                 trips=dim.size,
                 carries=tuple(zip(carried, names, strict=False)),
-                slices=sliced,
+                slices=tuple(name for name in sliced if name in program.inputs),
                 stacks=tuple(names[len(carried) :]),
             )
         )
         for n, inside_makers in makers.items():
-            self.makers[op.outputs[n]] = inside_makers
+            self.places.makers[op.outputs[n]] = inside_makers
         for value in made:
-            self.instances[value.tensor] = [(None, value)]
+            self.places.instances[value.tensor] = [(None, value)]
             self._settle(value.tensor)
+
+    def _is_used(self, t: Tensor) -> bool:
+        return t in self.fetched or t in self.graph.taken or bool(self.graph.uses.get(t))
 
     # ------------------------------------------------------------ choosing
 
-    def _operand(self, t: Tensor, region: str) -> Operand:
-        free = t.operation.kind in _REMADE
-        return Operand(t, tuple(v.sharding for r, v in self.instances[t] if r is None or r == region), free)
+    def _operand(self, t: Tensor, op: Operation) -> Operand:
+        known = tuple(v.sharding for v in self.places.known(t, op.region))
+        shared = self._users[t, op.region] > 1
+        return Operand(t, known, self.places.remade(t), self.ahead.coming(t, op), shared)
 
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)
@@ -282,15 +317,15 @@ class Partitioner:
         key = (
             op.kind,
             tuple(op.attrs.items()),
-            tuple((x.instances, x.tensor.dtype, x.free) for x in operands),
+            tuple((x.instances, x.tensor.dtype, x.free, x.coming, x.shared) for x in operands),
             tuple(self.graph.inputs[op].index(x.tensor) for x in operands),
             home,
             op.output.dtype,
             later,
         )
-        found = self._chosen.get(key)
+        found = self.chosen.get(key)
         if found is None:
-            found = self._chosen[key] = choose(
+            found = self.chosen[key] = choose(
                 op,
                 operands,
                 home,
@@ -313,7 +348,9 @@ class Partitioner:
         for x, user in reversed(chain):
             y, shared = user.output, user.kind.linear(user).together
             onward = [replace(p, shared=True) if shared else p for p in self._points[y]]
-            points = [Point(self.homes.of(y), y.dtype.itemsize, shared), *onward]
+            others = zip(self.graph.inputs[user], self.ahead.sums.get(user, ()), strict=False)
+            joined = frozenset(pending for other, pending in others if other is not x and pending)
+            points = [Point(self.homes.of(y), y.dtype.itemsize, shared, joined), *onward]
             self._points[x] = tuple(dict.fromkeys(points))
         return self._points[t]
 
@@ -325,41 +362,6 @@ class Partitioner:
         op, index = uses[0]
         return op if index in op.kind.linear(op).operands else None
 
-    # ------------------------------------------------------------ moving
-
-    def _bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
-        """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""
-        known = [(r, v) for r, v in self.instances[t] if r is None or r == region]
-        for _, v in known:
-            if v.sharding == wanted:
-                return v
-        op = t.operation
-        if op.kind in _REMADE:
-            value = Value(t, wanted)
-            assignment = tuple((a, d.name) for d, axes in zip(t.shape, wanted.axes, strict=True) for a in axes)
-            self.instructions.append(Instruction(op.kind.name, op, (), (value,), region, assignment))
-        else:
-            size = t.dtype.itemsize
-            usable = [v for _, v in known if set(wanted.pending) <= set(v.sharding.pending)]
-            nearest = min(usable, key=lambda v: _distance(v.sharding, wanted, size))
-            value = self._walk(nearest, wanted, user)
-        self.instances[t].append((region, value))
-        return value
-
-    def _walk(self, value: Value, wanted: Sharding, user: Operation | None) -> Value:
-        """Emit the steps of the cheapest reshard."""
-        t = value.tensor
-        for step in reshard(value.sharding, wanted, t.dtype.itemsize).steps:
-            reduces = step.kind in ("all_reduce", "reduce_scatter")
-            makers = [self.makers[t][a] for a in step.axes] if reduces else []
-            reason = explain_step(step, t, makers, user, self.homes)
-            after = Value(t, step.after)
-            self.instructions.append(
-                Instruction(step.kind, user or t.operation, (value,), (after,), reason.phase, (), (step,), (reason,))
-            )
-            value = after
-        return value
-
 
 def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
     """`sharding` with one dim whole."""
@@ -367,12 +369,12 @@ def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
     return sharding.with_axes(axes)
 
 
+def with_dim(sharding: Sharding, shape: Shape) -> Sharding:
+    """`sharding` of every index of a dim, which is whole: `shape` has it first."""
+    return Sharding(shape, sharding.mesh, [(), *sharding.axes])
+
+
 def without_dim(sharding: Sharding, dim: Dimension) -> Sharding:
     """`sharding` of one index of `dim`, which is whole."""
     kept = [(d, entry) for d, entry in zip(sharding.shape, sharding.axes, strict=True) if d != dim]
     return Sharding(Shape([d for d, _ in kept]), sharding.mesh, [entry for _, entry in kept])
-
-
-def _distance(source: Sharding, wanted: Sharding, itemsize: int) -> tuple[float, int]:
-    plan = reshard(source, wanted, itemsize)
-    return plan.sent_bytes, plan.collectives

@@ -177,6 +177,16 @@ class Program:
         return sum(c.sent_bytes * c.count for c in self.collectives)
 
     @cached_property
+    def to_host_bytes(self) -> int:
+        """Bytes that a device copies to the memory of its host in one run, loops included. Exact."""
+        return _copied(self, "to_host")
+
+    @cached_property
+    def from_host_bytes(self) -> int:
+        """Bytes that a device copies back from the memory of its host in one run, loops included. Exact."""
+        return _copied(self, "from_host")
+
+    @cached_property
     def memory(self) -> Memory:
         """Peak bytes per device, by kind, with the values live at the peak. Exact for this order."""
         from meshlib.lower.memory import measure
@@ -199,6 +209,16 @@ class Program:
         from meshlib.lower.listing import listing
 
         return listing(self)
+
+
+def _copied(program: Program, opcode: str) -> int:
+    total = 0
+    for i in program.instructions:
+        if i.opcode == opcode:
+            total += i.outputs[0].local_bytes
+        elif i.body is not None:
+            total += i.trips * _copied(i.body, opcode)
+    return total
 
 
 def _collectives(instructions: tuple[Instruction, ...], times: int, launches: Iterator[int]) -> Iterator[Collective]:

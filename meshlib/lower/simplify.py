@@ -10,36 +10,47 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from meshlib.graph import Graph, Operation, Tensor
+from meshlib.ops.host import TO_HOST
 from meshlib.ops.sources import INPUT, RANDOM, VARIABLE
-from meshlib.ops.state import ASSIGN
+from meshlib.ops.state import ASSIGN, IDENTITY, STOP_GRADIENT
+from meshlib.replay import needed
 
 _UNIQUE = (INPUT, VARIABLE, RANDOM, ASSIGN)
+_ALIASES = (IDENTITY, STOP_GRADIENT)  # say something to the gradient, nothing to a core
 
 
 @dataclass(eq=False)
 class Simplified:
-    """Live operations in order, with `inputs[op]` naming each operand's representative and its users."""
+    """Live operations in order, with `inputs[op]` naming each operand's representative and its users.
+
+    Values in `taken` are needed as well, wherever they lie.
+    """
 
     graph: Graph
     operations: list[Operation]
     inputs: dict[Operation, tuple[Tensor, ...]]
     same: dict[Tensor, Tensor]
     uses: dict[Tensor, list[tuple[Operation, int]]] = field(default_factory=dict)
+    taken: set[Tensor] = field(default_factory=set)
 
     def of(self, t: Tensor) -> Tensor:
         """The tensor that stands for `t`."""
+        t = self.graph.known.get(t, t)
         return self.same.get(t, t)
 
 
 def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operation]) -> Simplified:
     """Dead code and common subexpressions removed."""
-    live = _live([*(t.operation for t in outputs), *updates])
+    live = needed([*(graph.known.get(t, t).operation for t in outputs), *updates])
     result = Simplified(graph, [], {}, {})
     seen: dict[object, Operation] = {}
     for op in graph.operations:
         if op not in live:
             continue
         inputs = tuple(result.of(x) for x in op.inputs)
+        if op.kind in _ALIASES and not any(y in graph.gradient_of for y in op.outputs):
+            result.same[op.output] = inputs[0]
+            continue
         if op.kind not in _UNIQUE and not any(y in graph.gradient_of for y in op.outputs):
             key = (op.kind, inputs, tuple(op.attrs.items()), op.region, op.owner)
             first = seen.setdefault(key, op)
@@ -50,17 +61,9 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
         result.inputs[op] = inputs
     # A representative may have become dead only together with all its users, so one more sweep is not needed.
     for op in result.operations:
-        for i, x in enumerate(result.inputs[op]):
-            result.uses.setdefault(x, []).append((op, i))
+        if op.kind is TO_HOST:
+            result.taken.update(result.inputs[op])
+            continue
+        for i in op.needs:
+            result.uses.setdefault(result.inputs[op][i], []).append((op, i))
     return result
-
-
-def _live(roots: Iterable[Operation]) -> set[Operation]:
-    live: set[Operation] = set()
-    stack = list(roots)
-    while stack:
-        op = stack.pop()
-        if op not in live:
-            live.add(op)
-            stack += [x.operation for x in op.inputs]
-    return live

@@ -1,13 +1,13 @@
 """Loops with a fixed number of trips: `scan` over a stacked dim with carries, and `while_loop`, a scan over nothing.
 
 One body, lowered once, that an instruction holds and repeats. The gradient of a scan is a scan run backwards: it takes
-the carries before each trip, which the forward run stacks up if they are asked for, and computes each trip's body
-again to differentiate it.
+the carries before each trip and what a policy of rematerialisation keeps of it, which the forward run stacks up if they
+are asked for, and computes the rest of each trip's body again to differentiate it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from layouts import Dimension, Shape
@@ -36,8 +36,10 @@ from meshlib.operation import (
     tensor,
 )
 from meshlib.ops.elementwise import add
-from meshlib.ops.sources import INPUT, _constant, constant_full
-from meshlib.replay import replay
+from meshlib.ops.host import to_host
+from meshlib.ops.remat import Policy, Remat, checked_policy, kept_values
+from meshlib.ops.sources import INPUT, _constant
+from meshlib.replay import needed
 
 Body = Callable[..., Any]
 
@@ -68,74 +70,10 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
     return Work(*(attrs["dim"].size * n for n in total))
 
 
-def _grad(op: Operation, *dys: Tensor | None) -> Sequence[Tensor | None]:
-    """A scan over the same dim the other way round.
+def _grad(op: Operation, *dys: Tensor | None, wanted: Container[Tensor] | None = None) -> Sequence[Tensor | None]:
+    from meshlib.ops.loop_gradient import loop_gradient
 
-    Its carries are the cotangents of this loop's carries, and a sum for each tensor from outside; its slices are this
-    loop's, with the carries before each trip and the cotangents of what was stacked.
-    """
-    from meshlib.gradients import gradients
-
-    body: Graph = op.attrs["body"]
-    count, made = len(op.attrs["carried"]), len(op.attrs["results"])
-    inits, outer = op.inputs[:count], op.inputs[count + len(op.attrs["sliced"]) :]
-    xs = op.inputs[count : count + len(op.attrs["sliced"])]
-    befores = op.outputs[made:]
-    floats = [x for x in inits if x.dtype.is_float]
-    floats_out = [x for x in outer if x.dtype.is_float]
-    stacked = [(n, dy) for n, dy in enumerate(dys[count:made]) if dy is not None]
-    # At second order the stacked carries have cotangents too: each joins that of its trip's carry.
-    joining = {floats.index(x): dy for x, dy in zip(inits, dys[made:], strict=True) if dy is not None}
-
-    def step(carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        given = dict(zip(op.attrs["carried"], slices[:count], strict=True))
-        given |= dict(zip(op.attrs["sliced"], slices[count : count + len(xs)], strict=True))
-        graph = slices[0].graph
-        inside = {body.inputs[name].output: t for name, t in given.items()}
-        inside |= {t: graph.adopt(x) for x, t in zip(outer, body.captured.values(), strict=True)}
-        results = replay(body, 0, len(body.operations), inside, graph)
-        ends = [results[y] for y in op.attrs["results"]]
-        ys, seeds = [], []
-        for y, dy in zip([y for y in ends[:count] if y.dtype.is_float], carries, strict=False):
-            ys.append(y)
-            seeds.append(dy)
-        for (n, _), dy in zip(stacked, slices[count + len(xs) :], strict=False):
-            ys.append(ends[count + n])
-            seeds.append(dy)
-        wanted = [t for t in slices[: count + len(xs)] if t.dtype.is_float]
-        taken = [graph.adopt(x) for x in floats_out]
-        found = gradients(ys, [*wanted, *taken], seeds)
-        filled = [constant_full(0, t) if g is None else g for g, t in zip(found, [*wanted, *taken], strict=True)]
-        for n, dy in zip(joining, slices[count + len(xs) + len(stacked) :], strict=True):
-            filled[n] = filled[n] + dy
-        sums = [a + g for a, g in zip(carries[len(floats) :], filled[len(wanted) :], strict=True)]
-        return [*filled[: len(floats)], *sums], filled[len(floats) : len(wanted)]
-
-    begin = [
-        constant_full(0, x) if dy is None else dy for x, dy in zip(inits, dys[:count], strict=True) if x.dtype.is_float
-    ]
-    begin += [constant_full(0, x) for x in floats_out]
-    finals, dxs = _loop(
-        "scan",
-        step,
-        begin,
-        [*befores, *xs, *(dy for _, dy in stacked), *joining.values()],
-        op.attrs["dim"],
-        not op.attrs["reverse"],
-        None,
-    )
-    d_inits = iter(finals[: len(floats)])
-    d_xs = iter(dxs)
-    d_outer = iter(finals[len(floats) :])
-    sides: list[Tensor | None] = [next(d_inits) if x.dtype.is_float else None for x in inits]
-    sides += [_like(next(d_xs), x) if x.dtype.is_float else None for x in xs]
-    return [*sides, *(next(d_outer) if x.dtype.is_float else None for x in outer)]
-
-
-def _like(dx: Tensor, x: Tensor) -> Tensor:
-    from meshlib.ops.shape import transpose
-
-    return transpose(dx, x.shape)
+    return loop_gradient(op, *dys, wanted=op.inputs if wanted is None else wanted)
 
 
 LOOP = operation(
@@ -157,6 +95,8 @@ def scan(
     dim: Dimension | None = None,
     reverse: bool = False,
     name: str | None = None,
+    stack_variables: bool = False,
+    remat: Policy = "full",
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Run `body` once per index of `dim`, carrying tensors from trip to trip.
 
@@ -168,9 +108,15 @@ def scan(
       xs: tensors that have `dim`: weights of stacked layers, steps of a sequence. `dim` is made whole on every device.
       dim: what to go over.
       reverse: from the last index to the first.
+      stack_variables: whether each trip has its own values of the variables that `body` makes: they get `dim` as their
+        first dim, as the weights of stacked layers. Otherwise all trips share them.
+      remat: what the gradient finds of each trip besides `xs` and the carries before it, and does not compute again:
+        "full" nothing; "none" everything it has a use for; "matmuls" the products whose operands share no dim that
+        stays (with weights, but not of queries with keys); or what an `mtf.Remat` names. Values that have `dim` are
+        computed again.
     Returns: the carries after the last trip, and the stacked results, whose first dim is `dim`.
     Raises: GraphError, ShapeError for a body that changes types, or xs without `dim`.
-    Gradient: a scan the other way round, which computes each trip again from the carries before it.
+    Gradient: a scan the other way round, which computes each trip again from what is there.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -190,7 +136,9 @@ def scan(
             raise ShapeError(f"{at('scan')}: {x} has no dim {dim}")
     if not callable(body):
         raise GraphError(f"{at('scan')}: body must be a function of carries and slices, got {body!r:.80}")
-    return _loop("scan", body, begin, stacked, dim, bool(reverse), name)
+    policy = checked_policy(remat, "scan")
+    stack = flag(stack_variables, "scan", "stack_variables")
+    return make_loop("scan", body, begin, stacked, dim, bool(reverse), name, stack=stack, remat=policy)
 
 
 def while_loop(
@@ -230,10 +178,10 @@ def while_loop(
     trip = "loop_trip"
     while trip in taken:
         trip += "_"
-    return _loop("while_loop", step, begin, [], Dimension(trip, int(trips)), False, name, has_accumulators)[0]
+    return make_loop("while_loop", step, begin, [], Dimension(trip, int(trips)), False, name, has_accumulators)[0]
 
 
-def _loop(
+def make_loop(
     what: str,
     body: Body,
     carries: Sequence[Tensor],
@@ -242,16 +190,19 @@ def _loop(
     reverse: bool,
     name: str | None,
     has_accumulators: bool = False,
+    stack: bool = False,
+    remat: Policy = "full",
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Record the body in a graph of its own, and the loop that holds it."""
     outer = innermost([*carries, *xs], what)
     checked_op_name(name, what)
     full = outer.unique_name(name or what)
     inside = Graph(parent=outer, scope=tuple(full.split("/")), scope_around=current_scope())
+    inside.stacks = dim if stack else None
     with inside, absolute_scope(full):
         carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
         sliced = [
-            _placeholder(inside, f"{full}/slice_{n}", TensorType(_without(x.shape, dim), x.dtype))
+            _placeholder(inside, f"{full}/slice_{n}", TensorType(_without(x.shape, dim), x.dtype), x.on_host)
             for n, x in enumerate(xs)
         ]
         made = body(tuple(carried), tuple(sliced))
@@ -274,7 +225,15 @@ def _loop(
     for before, after in zip(carries, ends, strict=True):
         if after.type != before.type:
             raise ShapeError(f"{at(what)} '{full}': the body turns {before} into {after}; types must stay the same")
+    xs, sliced = [*xs, *inside.stacked], [*sliced, *inside.stacked.values()]
     results = [inside.adopt(y) for y in (*ends, *ys)]
+    live = needed(inside.known.get(y, y).operation for y in results)
+    given = [*carried, *sliced, *inside.captured.values()]
+    with inside, absolute_scope(full):
+        kept = _kept(inside, live, dim, remat, f"{what} '{full}'")
+        # For the gradient: the carries before each trip, and what the policy keeps.
+        host = isinstance(remat, Remat) and remat.offload_carries
+        stacked = [*(to_host(t) if host else t for t in carried), *(where for _, where in kept)]
     attrs = {
         "dim": dim,
         "reverse": reverse,
@@ -282,12 +241,21 @@ def _loop(
         "carried": tuple(t.operation.name for t in carried),
         "sliced": tuple(t.operation.name for t in sliced),
         "results": tuple(results),
+        "needs": tuple(n for n, t in enumerate(given) if n < len(carried) or t.operation in live),
+        "stacked": tuple(stacked),
+        "kept": tuple(y for y, _ in kept),
+        "on_host": tuple(n for n, t in enumerate(stacked, start=len(results)) if t.on_host),
     }
     types = [x.type for x in carries]
-    types += [_stacked(y.type, dim, what, full) for y in results[len(carries) :]]
-    types += [_stacked(x.type, dim, what, full) for x in carries]  # the carries before each trip: for the gradient
+    types += [_stacked(y.type, dim, what, full) for y in (*results[len(carries) :], *stacked)]
     op = outer.add(LOOP, [outer.adopt(x) for x in (*carries, *xs, *inside.captured)], types, attrs, exact_name=full)
     return op.outputs[: len(carries)], op.outputs[len(carries) : len(results)]
+
+
+def _kept(body: Graph, live: set[Operation], dim: Dimension, remat: Policy, what: str) -> list[tuple[Tensor, Tensor]]:
+    """What the policy keeps of each trip, with where; by names or not at all what has the loop's dim already."""
+    kept = kept_values([op for op in body.operations if op in live], remat, what)
+    return kept if isinstance(remat, Remat) else [(y, x) for y, x in kept if dim.name not in y.shape]
 
 
 def _tensors(part: object, what: str) -> list[Tensor]:
@@ -306,7 +274,8 @@ def _stacked(t: TensorType, dim: Dimension, what: str, full: str) -> TensorType:
     return TensorType(Shape([dim, *t.shape]), t.dtype)
 
 
-def _placeholder(graph: Graph, name: str, t: TensorType) -> Tensor:
-    op = build_source(graph, INPUT, {"shape": t.shape, "dtype": t.dtype}, exact_name=name)
+def _placeholder(graph: Graph, name: str, t: TensorType, on_host: bool = False) -> Tensor:
+    attrs = {"shape": t.shape, "dtype": t.dtype, "on_host": (0,) if on_host else ()}
+    op = build_source(graph, INPUT, attrs, exact_name=name)
     graph.inputs[name] = op
     return op.output

@@ -9,18 +9,24 @@ from meshlib.checks import at, items
 from meshlib.errors import GraphError
 from meshlib.graph import Rewrite, Tensor, innermost
 from meshlib.operation import tensor
+from meshlib.ops.remat import Policy, checked_policy, kept_values
 
 Function = Callable[..., Any]
 
 
-def recompute_grad(function: Function, explicit_inputs: Sequence[Tensor]) -> Any:
+def recompute_grad(function: Function, explicit_inputs: Sequence[Tensor], remat: Policy = "full") -> Any:
     """function(*explicit_inputs), computed again for its gradient instead of kept.
 
-    Only the inputs stay in memory until the backward, which then repeats the function's work and gathers. Values that
-    the function takes from outside without naming them in `explicit_inputs` get their gradients too.
+    Args:
+      function: takes the inputs. Values that it takes from outside without naming them in `explicit_inputs` get their
+        gradients too.
+      explicit_inputs: tensors that stay in memory until the backward.
+      remat: what else stays, as of `scan`. The backward repeats the rest: the work, and the gathers.
     Returns: what `function` returns: a tensor, or a list or tuple of them.
+    Raises: GraphError for a policy that is none.
     """
-    return _with_gradient(function, explicit_inputs, "recompute_grad", None)
+    policy = checked_policy(remat, "recompute_grad")
+    return _with_gradient(function, explicit_inputs, "recompute_grad", None, policy)
 
 
 def custom_gradient(function: Function, gradient: Function, explicit_inputs: Sequence[Tensor]) -> Any:
@@ -37,7 +43,9 @@ def custom_gradient(function: Function, gradient: Function, explicit_inputs: Seq
     return _with_gradient(function, explicit_inputs, "custom_gradient", gradient)
 
 
-def _with_gradient(function: Function, explicit_inputs: Sequence[Tensor], what: str, gradient: Function | None) -> Any:
+def _with_gradient(
+    function: Function, explicit_inputs: Sequence[Tensor], what: str, gradient: Function | None, remat: Policy = "full"
+) -> Any:
     if not callable(function):
         raise GraphError(f"{at(what)}: expected a function of tensors, got {function!r:.80}")
     inputs = [tensor(x, what) for x in items(explicit_inputs, what, "explicit_inputs")]
@@ -51,5 +59,6 @@ def _with_gradient(function: Function, explicit_inputs: Sequence[Tensor], what: 
     for y in results:
         if tensor(y, what).graph is not graph:
             raise GraphError(f"{at(what)}: the function must return tensors of the graph of its inputs, got {y}")
-    graph.rewrites.append(Rewrite(start, len(graph.operations), tuple(inputs), gradient))
+    kept = tuple(kept_values(graph.operations[start:], remat, what))
+    graph.rewrites.append(Rewrite(start, len(graph.operations), tuple(inputs), gradient, kept))
     return made

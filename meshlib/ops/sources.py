@@ -204,15 +204,21 @@ def make_variable(
     slot_of: str | None = None,
 ) -> Tensor:
     """`variable`, or a slot of the variable named `slot_of`, which layout rules reach under `slots/`."""
-    graph = current_graph("variable").root
+    inside = current_graph("variable")
+    graph = inside.root
     full = _check_name(name, "variable")
     public = as_dtype(dtype)
     stored = as_dtype(slice_dtype) if slice_dtype is not None else public
+    initial = initializers.as_initializer(initializer, full, shape, stored)
+    stacks = inside.stacking
+    for dim in stacks:
+        if dim.name in shape:
+            raise ShapeError(f"{at('variable')}: '{full}' has the dim {dim} of the loop that stacks it; rename it")
     attrs = {
-        "shape": shape,
+        "shape": Shape([*stacks, *shape]),
         "dtype": stored,
         "public_dtype": public,
-        "initializer": initializers.as_initializer(initializer, full, shape, stored),
+        "initializer": initializers.stacked(initial, len(stacks)) if stacks else initial,
         "trainable": flag(trainable, "variable", "trainable"),
         "slot_of": slot_of,
     }
@@ -225,10 +231,26 @@ def make_variable(
         )
     op = build_source(graph, VARIABLE, attrs, exact_name=full)
     graph.variables[full] = op
+    value = _slice_for(inside, op.output)
     if activation_dtype is not None:
         from meshlib.ops.elementwise import cast
 
-        return cast(op.output, activation_dtype)
+        return cast(value, activation_dtype)
+    return value
+
+
+def _slice_for(graph: Graph, value: Tensor) -> Tensor:
+    """What stands for a variable in `graph`: its slice, in the body of a loop that stacks its variables."""
+    if graph.parent is None:
+        return value
+    outer = _slice_for(graph.parent, value)
+    if graph.stacks is None:
+        return outer
+    shape = Shape([d for d in outer.shape if d != graph.stacks])
+    name = graph.unique_name(f"slice/{value.name}")
+    op = build_source(graph, INPUT, {"shape": shape, "dtype": value.dtype}, exact_name=name)
+    graph.inputs[name] = op
+    graph.stacked[outer] = op.output
     return op.output
 
 

@@ -45,6 +45,10 @@ class Engine:
             return x
         return round_to_bfloat16(x)
 
+    def made_inside(self, x: Array) -> Array:
+        """A float32 value that a kernel makes and puts back into the MXU: rounded in place, unless to be kept."""
+        return x if self.highest or x.dtype != np.float32 else round_to_bfloat16(x, out=x)
+
     def matmul(self, a: Array, b: Array, out: Array) -> None:
         """out[i] = a[i] @ b[i]: float32 products and sums (float64 for float64)."""
         if self.in_order:

@@ -24,7 +24,7 @@ from meshlib.dtypes import FLOAT32
 from meshlib.graph import TensorType
 from meshlib.lower.checker import instruction_factors
 from meshlib.lower.program import Instruction, Program, Value
-from meshlib.operation import Kind
+from meshlib.operation import ON_MXU
 from meshlib.simulate.blocks import compute
 from meshlib.simulate.buffers import Buffers, Node
 from meshlib.simulate.engine import Engine
@@ -60,6 +60,10 @@ def unfolded_axes(program: Program, fold: bool = True) -> dict[Value, tuple[str,
             )
             if stuck:
                 apart[y] = stuck
+        if any(y in apart for y in i.outputs[1:]) and not i.is_reshard and i.body is None:
+            # Results of one computation come apart together: it runs once per block.
+            together = {a for y in i.outputs for a in apart.get(y, ())}
+            apart.update((y, tuple(a for a in y.sharding.pending_axes if a in together)) for y in i.outputs)
     return apart
 
 
@@ -103,7 +107,7 @@ class FastExecutor:
         """Operands of a matmul rounded to bfloat16 once, however many matmuls read them."""
         op = i.operation
         precise = self.program.precision == "highest" or op.attrs.get("precision") == "highest"
-        if op.kind.kind is not Kind.CONTRACTION or precise:
+        if op.kind.kind not in ON_MXU or precise:
             return i.inputs
         taken = []
         for x in i.inputs:
@@ -204,7 +208,7 @@ class FastExecutor:
             types = tuple(x.tensor.type for x in i.inputs)
             outs = tuple(y.tensor.type for y in i.outputs)
             return compute(i.operation, types, outs, taken, node.zero_offsets, engine, buffer)
-        return (self._compute_apart(i, taken, engine, looped),)
+        return self._compute_apart(i, taken, engine, looped)
 
     def _looped_axes(self, i: Instruction) -> tuple[str, ...]:
         axes = set(self.apart.get(i.outputs[0], ()))
@@ -212,12 +216,14 @@ class FastExecutor:
             axes |= set(self.apart.get(x, ()))
         return tuple(a for a in self.program.mesh.axes if a in axes)
 
-    def _compute_apart(self, i: Instruction, taken: list[Array], engine: Engine, looped: tuple[str, ...]) -> Array:
+    def _compute_apart(
+        self, i: Instruction, taken: list[Array], engine: Engine, looped: tuple[str, ...]
+    ) -> tuple[Array, ...]:
         """Run once per coordinate of the axes that stay apart, each time on the blocks at that coordinate."""
-        mesh, out = self.program.mesh, i.outputs[0]
+        mesh = self.program.mesh
         factors, _ = instruction_factors(i)
         split = {f.name: tuple(a for a, name in i.assignment if name == f.name and a in looped) for f in factors}
-        result = np.empty(self._stored_shape(out), out.tensor.dtype.storage)
+        results = tuple(np.empty(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
         for point in product(*(range(mesh.axis_size(a)) for a in looped)):
             at = dict(zip(looped, point, strict=True))
             offsets, counts = {}, {}
@@ -240,6 +246,8 @@ class FastExecutor:
                     dims.append(Dimension(d.name, size))
                 blocks.append(array[tuple(cuts)])
                 types.append(TensorType(Shape(dims), x.tensor.dtype))
-            (y,) = compute(i.operation, tuple(types), (out.tensor.type,), blocks, offsets, engine, None)
-            result[tuple(at[a] for a in self.apart.get(out, ()))] = y
-        return result
+            outs = tuple(y.tensor.type for y in i.outputs)
+            made = compute(i.operation, tuple(types), outs, blocks, offsets, engine, None)
+            for y, result, part in zip(i.outputs, results, made, strict=True):
+                result[tuple(at[a] for a in self.apart.get(y, ()))] = part
+        return results

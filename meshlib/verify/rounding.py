@@ -28,7 +28,7 @@ import numpy as np
 from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.lower.program import Instruction, Program, Value
-from meshlib.operation import Block, Kind, Role
+from meshlib.operation import ON_MXU, Block, Kind, Role
 from meshlib.simulate.engine import Engine
 
 Array = np.ndarray[Any, Any]
@@ -70,7 +70,7 @@ def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
 
     Then nothing was rounded, and a later comparison with what it was chosen from must find it equal.
     """
-    if op.kind.kind is Kind.CONTRACTION:
+    if op.kind.kind in ON_MXU:
         return False
     given = [x for a in op.attrs.values() for x in (a if isinstance(a, tuple) else (a,)) if isinstance(x, int | float)]
     known = np.concatenate(
@@ -147,7 +147,7 @@ class Wide:
         terms, change = _terms(op), 0.0
         if terms > 1:
             change = terms * accumulated(dtype) + (self.parts * _unit(dtype) if dtype is BFLOAT16 else 0)
-        if op.kind.kind is Kind.CONTRACTION and dtype is FLOAT32 and not self.highest:
+        if op.kind.kind in ON_MXU and dtype is FLOAT32 and not self.highest:
             change += _unit(BFLOAT16)
         return change
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +10,10 @@ from hypothesis import strategies as st
 
 import meshlib as mtf
 from hardware import CHIPS, Slice, placements
+from meshlib.estimate import Physics
 from meshlib.estimate.schedule import POLICIES, uncovered
 from meshlib.lower.work import local_work
+from tests.estimate.test_trace import check_trace
 from tests.test_property_programs import Written, programs
 
 D = mtf.Dimension
@@ -100,7 +101,7 @@ def test_fully_sharded_weights_are_gathered_while_the_layer_before_runs():
     program = layers(8, "data:8", "batch:data;variables/in:data")
     assert {c.kind for c in program.collectives} == {"all_gather"}
     none = mtf.estimate(program, "v3-8", overlap="none")
-    est = mtf.estimate(program, "v3-8")
+    est = mtf.estimate(program, "v3-8", physics=Physics().without_losses())
     gathers = [e for e in est.schedule.events if e.move is not None]
     products = [e for e in est.schedule.events if e.kernel is not None]
     assert est.step_seconds < none.step_seconds
@@ -344,50 +345,3 @@ def test_roofline_and_comparison():
     assert "modelled" in text
     assert "exact" in text
     assert f"{narrow.flops / wide.flops:.3g}x" in text
-
-
-# ---------------------------------------------------------------- traces
-
-
-def check_trace(est: mtf.Estimate, text: str | None = None) -> None:
-    """Perfetto's rules, and names that the user knows."""
-    from meshlib.estimate.trace import trace_events
-
-    events = json.loads(text)["traceEvents"] if text else trace_events(est)
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    names = {r.name for r in est.rows}
-    ends: dict[int, float] = {}
-    last = 0.0
-    for e in events:
-        assert e["ph"] in "MXC"
-        if e["ph"] == "M":
-            continue
-        assert e["ts"] >= last, "time goes on"
-        last = e["ts"]
-        if e["ph"] == "C":
-            assert sum(e["args"].values()) <= est.memory.peak_bytes
-            continue
-        assert e["tid"] in tracks
-        assert e["cat"] == tracks[e["tid"]]
-        assert e["dur"] > 0
-        assert e["ts"] >= ends.get(e["tid"], 0.0) - 1e-6, f"{e['name']} overlaps on {e['cat']}"
-        ends[e["tid"]] = e["ts"] + e["dur"]
-        known = e["name"] in names or e["name"].partition(" of ")[2] in names or "more trips" in e["name"]
-        assert known, e["name"]
-    if ends:
-        assert max(ends.values()) == pytest.approx(est.schedule.seconds * 1e6, abs=2e-3)
-
-
-def test_trace_is_whole_or_not_there(tmp_path):
-    est = mtf.estimate(layers(4, "data:2;model:4", "batch:data;in:model"), "v3-8")
-    path = tmp_path / "step.json"
-    est.save_trace(path)
-    check_trace(est, path.read_text())
-    assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
-    est.save_trace(str(path))
-    with pytest.raises(mtf.GraphError, match=r"cannot write .*nowhere"):
-        est.save_trace(tmp_path / "nowhere" / "step.json")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(mtf.GraphError, match="cannot write"):
-        est.save_trace(tmp_path / "folder")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "step.json"]

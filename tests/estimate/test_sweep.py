@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 
 import pytest
 
 import meshlib as mtf
-from hardware import Slice
+from hardware import CHIPS, Slice
 
 D = mtf.Dimension
 
@@ -66,6 +67,47 @@ def test_bad_arguments(tmp_path, monkeypatch):
 
 
 def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    mtf.scaling(build, NAMES).plot(tmp_path / "scaling.png")
-    assert (tmp_path / "scaling.png").stat().st_size > 1000
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra 'plot'")
+    made = mtf.scaling(build, NAMES)
+    made.plot(tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    made.plot(str(tmp_path / "scaling.svg"))
+    text = (tmp_path / "scaling.svg").read_text()
+    steps = [f"{e.step_seconds * 1e6:.3g} us" for e in made.estimates]
+    for word in (
+        *NAMES,
+        *steps,
+        "hbm",
+        "ici",
+        "step time by bound (modelled)",
+        "peak memory per device (exact)",
+        "100 %",
+    ):
+        assert f"<!-- {word}" in text, word
+    for name in ("nowhere/scaling.png", "scaling.nosuchformat"):
+        with pytest.raises(mtf.GraphError, match="cannot write"):
+            made.plot(tmp_path / name)
+
+
+def test_plot_of_what_does_no_product_and_does_not_fit(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra 'plot'")
+
+    def build(slice_):
+        with mtf.Graph():
+            x = mtf.input("x", [D("batch", 2**33), D("one", 8)])
+            return mtf.lower({"y": mtf.relu(x)}, mesh=f"data:{slice_.devices}", layout="batch:data")
+
+    made = mtf.scaling(build, ["v3-8", "v5e-8"])
+    assert not any(e.fits for e in made.estimates)
+    assert made.efficiency == (0.0, 0.0)
+    made.plot(tmp_path / "scaling.svg")
+    assert "<!-- 0 %" in (tmp_path / "scaling.svg").read_text()
+
+
+def test_one_chip_kind_may_have_no_price():
+    free = Slice("v3-8", dataclasses.replace(CHIPS["v3"], usd_per_chip_hour=None))
+    text = str(mtf.scaling(build, [free, "v3-32"]))
+    head, first, second, *_ = text.splitlines()
+    assert "1,000 steps*" in head
+    assert "$" not in first
+    assert "$" in second

@@ -1,0 +1,165 @@
+"""A program as the schedule sees it: units in their order, with kernels, moves and dependencies. No constants yet.
+
+Making a plan walks the program once; scheduling a plan again, with other constants, takes a fraction of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from hardware.network import Cost
+from meshlib.estimate.kernels import Kernel, forward_names, kernel_of
+from meshlib.estimate.moves import Move, Network, moves_of
+from meshlib.lower.memory import fused_values
+from meshlib.lower.program import Instruction, Program, Value
+
+
+@dataclass(slots=True)
+class Unit:
+    """A fusion group, collective or loop.
+
+    Attributes:
+      number: of its first instruction.
+      inputs, outputs: numbers of the values that it reads from outside and makes.
+      moves: what it sends, with the price of each; of a collective exactly one.
+      kernel: of a fusion group; body, trips: of a loop.
+      early: a collective that is issued before the last product that it does not depend on.
+      chained: a collective that the first product after it needs.
+      sole: inputs that no other unit reads.
+      product: whether it holds a product written as einsum.
+    """
+
+    number: int
+    name: str
+    source: str
+    region: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    moves: tuple[tuple[Move, Cost], ...] = ()
+    kernel: Kernel | None = None
+    body: Plan | None = None
+    trips: int = 1
+    early: bool = False
+    chained: bool = False
+    sole: frozenset[int] = frozenset()
+    product: bool = False
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it only sends."""
+        return self.kernel is None and self.body is None
+
+
+class Plan:
+    """The units of a program, or of a loop's body with the `forward` names of the program around it, in order.
+
+    `early`: whether collectives may be issued before products that they do not depend on.
+    """
+
+    def __init__(
+        self, program: Program, network: Network, early: bool = True, forward: frozenset[str] | None = None
+    ) -> None:
+        self.forward = forward_names(program) if forward is None else forward
+        self.program, self.network, self.early = program, network, early
+        self._numbers: dict[Value, int] = {}
+        self._fused = fused_values(program)
+        self.units = self._ordered()
+        self._note_uses()
+        self._note_chains()
+
+    @property
+    def kernels(self) -> int:
+        """How many fusion groups run, loops' included once."""
+        inside = sum(u.body.kernels for u in self.units if u.body is not None)
+        return inside + sum(u.kernel is not None and not u.kernel.free for u in self.units)
+
+    def _ordered(self) -> list[Unit]:
+        """Groups in the program's order, but collectives before the last product that they do not depend on.
+
+        What only prepares such a collective, a cast of weights, goes with it.
+        """
+        units: list[Unit] = []
+        made: dict[int, int] = {}  # value -> how many products came before it or made it
+        waiting: list[Unit] = []  # what has come since the last product, that product first
+        products = number = 0
+        for _, group in groupby(self.program.instructions, key=lambda i: i.group):
+            members = list(group)
+            unit = self._unit(number, members)
+            number += len(members)
+            depth = max((made.get(x, 0) for x in unit.inputs), default=0)
+            if unit.product or unit.body is not None:
+                units += waiting
+                waiting = []
+                products += 1
+                depth = products
+            if members[0].is_collective and depth < products and self.early:
+                unit.early = True
+                units += [*_taken(waiting, unit.inputs), unit]
+            else:
+                waiting.append(unit)
+            made.update(dict.fromkeys(unit.outputs, depth))
+        return units + waiting
+
+    def _unit(self, number: int, members: Sequence[Instruction]) -> Unit:
+        first = members[0]
+        inside = {y for i in members for y in i.outputs}
+        operands = dict.fromkeys(x for i in members for x in i.inputs if x not in inside)
+        unit = Unit(
+            number,
+            first.operation.name,
+            first.operation.source,
+            first.region,
+            tuple(self._number(x) for x in operands),
+            tuple(self._number(y) for i in members for y in i.outputs),
+        )
+        if not first.is_collective and first.body is not None:
+            unit.body = Plan(first.body, self.network, self.early, self.forward)
+            unit.trips = first.trips
+            return unit
+        unit.moves = tuple((m, self.network.cost(m)) for i in members for m in moves_of(self.program, i))
+        if not first.is_collective:
+            unit.kernel = kernel_of(self.program, members, self._fused, self.forward)
+            unit.product = any(i.opcode == "einsum" for i in members)
+            unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
+        return unit
+
+    def _number(self, value: Value) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def _note_uses(self) -> None:
+        users: dict[int, int] = {}
+        for unit in self.units:
+            for x in unit.inputs:
+                users[x] = users.get(x, 0) + 1
+        for unit in self.units:
+            unit.sole = frozenset(x for x in unit.inputs if users[x] == 1)
+
+    def _note_chains(self) -> None:
+        """Which collectives the first product after them needs, itself or through what runs in between."""
+        needs: dict[int, frozenset[int]] = {}  # value -> places of the collectives since the last product behind it
+        since: list[int] = []
+        for place, unit in enumerate(self.units):
+            behind = frozenset[int]().union(*(needs.get(x, frozenset()) for x in unit.inputs))
+            if unit.product or unit.body is not None:
+                for n in since:
+                    self.units[n].chained = n in behind
+                needs, since, behind = {}, [], frozenset()
+            if unit.is_collective and not unit.early:
+                since.append(place)
+                behind |= {place}
+            needs.update(dict.fromkeys(unit.outputs, behind))
+
+
+def _taken(waiting: list[Unit], wanted: Sequence[int]) -> list[Unit]:
+    """Takes out of `waiting` the units that make the wanted values, and what these need, in order."""
+    needed = set(wanted)
+    chosen = set()
+    for place in reversed(range(len(waiting))):
+        if needed & set(waiting[place].outputs):
+            needed |= set(waiting[place].inputs)
+            chosen.add(place)
+    taken = [unit for place, unit in enumerate(waiting) if place in chosen]
+    waiting[:] = [unit for place, unit in enumerate(waiting) if place not in chosen]
+    return taken

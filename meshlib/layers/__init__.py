@@ -1,0 +1,33 @@
+"""Layers, written in operations alone.
+
+They compute in the dtype of their input (bfloat16, as a rule) with variables of `variable_dtype` (float32); norms and
+softmax take their statistics in float32. Names and arguments follow Mesh TensorFlow where it has the layer.
+"""
+
+from meshlib.layers.attention import dot_product_attention, multihead_attention
+from meshlib.layers.dense import dense, dense_relu_dense, feed_forward
+from meshlib.layers.embeddings import embedding, embedding_weights
+from meshlib.layers.loss import softmax_cross_entropy_with_logits
+from meshlib.layers.norms import layer_norm, rms_norm
+from meshlib.layers.pooling import avg_pool2d, avg_pool3d, max_pool2d, max_pool3d
+from meshlib.layers.positions import learned_positions, rotary, sinusoidal_positions
+
+__all__ = [
+    "avg_pool2d",
+    "avg_pool3d",
+    "dense",
+    "dense_relu_dense",
+    "dot_product_attention",
+    "embedding",
+    "embedding_weights",
+    "feed_forward",
+    "layer_norm",
+    "learned_positions",
+    "max_pool2d",
+    "max_pool3d",
+    "multihead_attention",
+    "rms_norm",
+    "rotary",
+    "sinusoidal_positions",
+    "softmax_cross_entropy_with_logits",
+]

@@ -1,0 +1,185 @@
+"""Matrix products with variables: dense, and the feed-forward layers made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from layouts import Dimension, Shape
+from meshlib import initializers
+from meshlib.checks import at, choice, flag, number
+from meshlib.errors import ShapeError
+from meshlib.graph import Tensor, scope
+from meshlib.operation import as_dim, as_dims, tensor
+from meshlib.ops.activations import gelu, silu
+from meshlib.ops.einsum import einsum
+from meshlib.ops.elementwise import add, multiply, relu
+from meshlib.ops.sources import dropout as dropped
+from meshlib.ops.sources import variable
+
+Activation = Callable[[Tensor], Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": gelu,
+    "gelu_exact": lambda x: gelu(x, approximate=False),
+    "relu": relu,
+    "silu": silu,
+    "linear": lambda x: x,
+}
+
+
+def dense(
+    x: Tensor,
+    new_dims: Dimension | Sequence[Dimension],
+    reduced_dims: Sequence[Dimension] | None = None,
+    use_bias: bool = True,
+    activation: Activation | None = None,
+    variable_dtype: object = "float32",
+    slice_dtype: object | None = None,
+    kernel_initializer: initializers.Initializer | None = None,
+    name: str = "dense",
+) -> Tensor:
+    """activation(x W + b).
+
+    Args:
+      x: [..., reduced_dims], float.
+      new_dims: dims of the result in place of `reduced_dims`.
+      reduced_dims: dims of x to contract; its last one unless given.
+      use_bias: whether to add b, of dims `new_dims`, zeros at first.
+      activation: applied to the result.
+      variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
+      kernel_initializer: of W; normal with variance 1 / (size of reduced_dims) unless given.
+      name: scope of the variables `kernel` and `bias`, and name of x W + b.
+    Returns: [..., new_dims], dtype of x.
+    Raises: ShapeError if a new dim is in x already or a reduced one is not.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("inner", 4)])
+      ...     y = mtf.layers.dense(x, mtf.Dimension("outer", 2))
+      >>> print(y.shape)
+      [batch:8, outer:2]
+    """
+    if activation is not None and not callable(activation):
+        raise ShapeError(f"{at('dense')}: activation must be a function such as mtf.relu, got {activation!r:.80}")
+    y = projection(x, new_dims, reduced_dims, use_bias, variable_dtype, slice_dtype, kernel_initializer, name, name)
+    return y if activation is None else activation(y)
+
+
+def projection(
+    x: Tensor,
+    new_dims: Dimension | Sequence[Dimension],
+    reduced_dims: Sequence[Dimension] | None,
+    use_bias: bool,
+    variable_dtype: object,
+    slice_dtype: object | None,
+    kernel_initializer: initializers.Initializer | None,
+    name: str,
+    result: str,
+) -> Tensor:
+    """x W + b as `dense` makes it; `result` is the name of the sum."""
+    tensor(x, "dense")
+    new = as_dims(new_dims, "dense new_dims")
+    if reduced_dims is None:
+        if not len(x.shape):
+            raise ShapeError(f"{at('dense')}: {x} has no dim to contract")
+        reduced: tuple[Dimension, ...] = (x.shape[-1],)
+    else:
+        reduced = as_dims(reduced_dims, "dense reduced_dims")
+    missing = [str(d) for d in reduced if d not in x.shape]
+    if missing:
+        raise ShapeError(f"{at('dense')} '{name}': reduced_dims {', '.join(missing)} are not in {x}")
+    clashing = [str(d) for d in new if d.name in x.shape]
+    if clashing:
+        raise ShapeError(f"{at('dense')} '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side")
+    biased = flag(use_bias, "dense", "use_bias")
+    with scope(name):
+        init = initializers.scaled_normal(reduced) if kernel_initializer is None else kernel_initializer
+        kernel = variable("kernel", [*reduced, *new], init, variable_dtype, slice_dtype, x.dtype)
+        bias = variable("bias", new, initializers.zeros(), variable_dtype, slice_dtype, x.dtype) if biased else None
+    made = Shape([*(d for d in x.shape if d not in reduced), *new])
+    if bias is None:
+        return einsum([x, kernel], output_shape=made, name=result)
+    return add(einsum([x, kernel], output_shape=made, name=f"{name}/product"), bias, name=result)
+
+
+def feed_forward(
+    x: Tensor,
+    hidden_channels: Dimension,
+    activation: str | Activation = "gelu",
+    gated: bool = False,
+    use_bias: bool = False,
+    dropout: float = 0.0,
+    dropout_broadcast_dims: Sequence[Dimension] | None = None,
+    variable_dtype: object = "float32",
+    slice_dtype: object | None = None,
+    name: str = "feed_forward",
+) -> Tensor:
+    """activation(x Wi) Wo; gated: (activation(x Wgate) * (x Wi)) Wo.
+
+    Args:
+      x: [..., d_model], float; its last dim is contracted, and comes back.
+      hidden_channels: the dim in between, usually called d_ff.
+      activation: one of "gelu" (by tanh), "gelu_exact", "relu", "silu", "linear", or a function of a tensor.
+      gated: whether a second product, `wi_gate`, goes through the activation and scales the first.
+      use_bias: whether each product adds a bias.
+      dropout: probability with which an element in between is dropped; 0 for evaluation.
+      dropout_broadcast_dims: dims along which one draw serves all elements.
+      variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
+      name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
+    Returns: the type of x.
+    Raises: ShapeError if `hidden_channels` is in x.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph() as graph:
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("d_model", 4)])
+      ...     y = mtf.layers.feed_forward(x, mtf.Dimension("d_ff", 16), "silu", gated=True)
+      >>> print(y.shape, *graph.variables)
+      [batch:8, d_model:4] feed_forward/wi_gate/kernel feed_forward/wi/kernel feed_forward/wo/kernel
+
+    Source: Vaswani et al., arXiv:1706.03762, section 3.3; gated: Shazeer, arXiv:2002.05202.
+    """
+    what = "feed_forward"
+    if not len(tensor(x, what).shape):
+        raise ShapeError(f"{at(what)}: {x} has no dim to contract")
+    act = (
+        activation if callable(activation) else ACTIVATIONS[choice(activation, what, "activation", tuple(ACTIVATIONS))]
+    )
+    hidden, channels = [as_dim(hidden_channels, what)], [x.shape[-1]]
+
+    def product(x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], part: str) -> Tensor:
+        return projection(x, new, reduced, use_bias, variable_dtype, slice_dtype, None, part, part)
+
+    with scope(name):
+        if flag(gated, what, "gated"):
+            gate = act(product(x, hidden, channels, "wi_gate"))
+            h = multiply(gate, product(x, hidden, channels, "wi"))
+        else:
+            h = act(product(x, hidden, channels, "wi"))
+        h = drop(h, dropout, dropout_broadcast_dims, what)
+        return product(h, channels, hidden, "wo")
+
+
+def drop(x: Tensor, rate: float, broadcast_dims: Sequence[Dimension] | None, what: str) -> Tensor:
+    """`x` with elements dropped at `rate`, one draw for all along `broadcast_dims`."""
+    if not number(rate, what, "dropout"):
+        return x
+    same = as_dims(broadcast_dims or (), f"{what} dropout_broadcast_dims")
+    strange = [str(d) for d in same if d not in x.shape]
+    if strange:
+        raise ShapeError(f"{at(what)}: dropout_broadcast_dims {', '.join(strange)} are not in {x}")
+    return dropped(x, True, rate=rate, noise_shape=[d for d in x.shape if d not in same])
+
+
+def dense_relu_dense(
+    x: Tensor,
+    hidden_channels: Dimension,
+    dropout: float = 0.0,
+    dropout_broadcast_dims: Sequence[Dimension] | None = None,
+    variable_dtype: object = "float32",
+    slice_dtype: object | None = None,
+    name: str = "dense_relu_dense",
+) -> Tensor:
+    """relu(x Wi) Wo, without biases: `feed_forward` as Mesh TensorFlow has it."""
+    return feed_forward(
+        x, hidden_channels, "relu", False, False, dropout, dropout_broadcast_dims, variable_dtype, slice_dtype, name
+    )

@@ -1,0 +1,78 @@
+"""Lookups of a vector per word."""
+
+from __future__ import annotations
+
+from layouts import Dimension
+from meshlib import initializers
+from meshlib.graph import Tensor, find_dim
+from meshlib.operation import as_dim, tensor
+from meshlib.ops.index import gather
+from meshlib.ops.sources import variable
+
+
+def embedding_weights(
+    vocab_dim: Dimension,
+    output_dim: Dimension,
+    variable_dtype: object = "float32",
+    slice_dtype: object | None = None,
+    activation_dtype: object | None = None,
+    initializer: initializers.Initializer | float | None = None,
+    name: str = "embedding",
+) -> Tensor:
+    """The table of an embedding, to be shared: `mtf.layers.embedding(ids, ..., weights=table)`, and for the logits
+    `mtf.einsum([x, table], output_shape=[..., vocab])`.
+
+    Args:
+      vocab_dim, output_dim: dims of the table.
+      variable_dtype, slice_dtype, activation_dtype: as of `mtf.variable`.
+      initializer: normal with standard deviation 1 unless given, as Mesh TensorFlow has it.
+      name: of the variable.
+    Returns: [vocab_dim, output_dim].
+    Example:
+      >>> import meshlib as mtf
+      >>> vocab, d_model = mtf.Dimension("vocab", 100), mtf.Dimension("d_model", 8)
+      >>> with mtf.Graph():
+      ...     ids = mtf.input("ids", [mtf.Dimension("length", 4)], "int32")
+      ...     table = mtf.layers.embedding_weights(vocab, d_model)
+      ...     x = mtf.layers.embedding(ids, vocab, d_model, weights=table)
+      ...     logits = mtf.einsum([x, table], output_shape=[mtf.Dimension("length", 4), vocab])
+      >>> print(x.shape, logits.shape)
+      [length:4, d_model:8] [length:4, vocab:100]
+    """
+    dims = [as_dim(vocab_dim, "embedding_weights"), as_dim(output_dim, "embedding_weights")]
+    start = initializers.random_normal(0.0, 1.0) if initializer is None else initializer
+    return variable(name, dims, start, variable_dtype, slice_dtype, activation_dtype)
+
+
+def embedding(
+    indices: Tensor,
+    vocab_dim: Dimension,
+    output_dim: Dimension,
+    variable_dtype: object = "float32",
+    slice_dtype: object | None = None,
+    activation_dtype: object | None = None,
+    initializer: initializers.Initializer | float | None = None,
+    weights: Tensor | None = None,
+    name: str = "embedding",
+) -> Tensor:
+    """The row of a table [vocab_dim, output_dim] for each index.
+
+    Where `vocab_dim` is split, every device looks up what it holds; the parts are summed over the devices.
+
+    Args:
+      indices: int32, without `vocab_dim` and `output_dim`.
+      vocab_dim, output_dim: dims of the table.
+      variable_dtype to initializer: of a new table, as of `embedding_weights`.
+      weights: the table, if it is shared.
+      name: of the variable.
+    Returns: [dims of indices, output_dim] in the dtype of the table.
+    Raises: ShapeError for indices that are no int32; FeedError at run time for an index out of range.
+    """
+    what = "embedding"
+    tensor(indices, what)
+    if weights is None:
+        weights = embedding_weights(
+            vocab_dim, output_dim, variable_dtype, slice_dtype, activation_dtype, initializer, name
+        )
+    find_dim(tensor(weights, what), output_dim, what)
+    return gather(weights, indices, find_dim(weights, vocab_dim, what))

@@ -1,0 +1,34 @@
+"""Pooling over the last dims but one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshlib.graph import Tensor
+from meshlib.ops.pooling import pool_before_last
+
+
+def max_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "max_pool2d") -> Tensor:
+    """Maxima of windows of `ksize` that tile the last dims but one, as of [batch ..., height, width, channels].
+
+    Raises: ShapeError if a window does not divide its dim, with the size to pad it to.
+    """
+    return pool_before_last(x, ksize, "max", "max_pool2d", name)
+
+
+def max_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "max_pool3d") -> Tensor:
+    """Maxima of windows of `ksize` that tile the last dims but one, as of [batch ..., depth, height, width, channels].
+
+    Raises: as `max_pool2d`.
+    """
+    return pool_before_last(x, ksize, "max", "max_pool3d", name)
+
+
+def avg_pool2d(x: Tensor, ksize: Sequence[int] = (2, 2), name: str = "avg_pool2d") -> Tensor:
+    """Means of windows, which are those of `max_pool2d`; float dtypes."""
+    return pool_before_last(x, ksize, "avg", "avg_pool2d", name)
+
+
+def avg_pool3d(x: Tensor, ksize: Sequence[int] = (2, 2, 2), name: str = "avg_pool3d") -> Tensor:
+    """Means of windows, which are those of `max_pool3d`; float dtypes."""
+    return pool_before_last(x, ksize, "avg", "avg_pool3d", name)

@@ -1,0 +1,127 @@
+"""Positions: rotary, learned and sinusoidal."""
+
+from __future__ import annotations
+
+from math import log
+
+from layouts import Dimension
+from meshlib import initializers
+from meshlib.checks import at, number
+from meshlib.dtypes import as_dtype
+from meshlib.errors import ShapeError
+from meshlib.graph import Tensor, find_dim
+from meshlib.layers.norms import widened
+from meshlib.operation import as_dim, tensor
+from meshlib.ops.elementwise import add, cast, cos, exp, less, mod, multiply, sin, where
+from meshlib.ops.index import range as positions_of
+from meshlib.ops.rotate import rotate_half
+from meshlib.ops.shape import rename_dimension
+from meshlib.ops.sources import variable
+from meshlib.ops.window import slice as part_of
+
+
+def _angles(positions: Tensor, dim: Dimension, base: float, dtype: object) -> Tensor:
+    """position * base^(-2 i / n) for the elements i and i + n / 2 of a dim of n: [dims of positions, dim]."""
+    half = dim.size // 2
+    pair = cast(mod(positions_of(dim), half), dtype)
+    return multiply(cast(positions, dtype), exp(pair * (-log(base) / half)), [*positions.shape, dim])
+
+
+def _checked_base(base: float, dim: Dimension, what: str) -> float:
+    if number(base, what, "base") <= 0:
+        raise ShapeError(f"{at(what)}: base must be positive, got {base}")
+    if dim.size % 2:
+        raise ShapeError(f"{at(what)}: dim {dim} has no two halves: {dim.size} is odd")
+    return float(base)
+
+
+def rotary(
+    x: Tensor,
+    length: Dimension | str,
+    dim: Dimension | str,
+    base: float = 10000.0,
+    positions: Tensor | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Queries or keys turned by their positions: the pair (x[i], x[i + n/2]) of `dim` by position * base^(-2i/n).
+
+    Args:
+      x: float, with `length` and `dim`.
+      length: dim of the positions 0, 1, ..., whole numbers of the unsplit sequence.
+      dim: dim of one head, of even size n.
+      base: 10000 in most models; larger for longer contexts.
+      positions: int32, in place of 0, 1, ...; its dims are dims of x.
+      name: of the result.
+    Returns: the type of x; all arithmetic is float32.
+    Raises: GraphError if x lacks a dim, ShapeError for an odd `dim`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     q = mtf.ones([mtf.Dimension("length", 2), mtf.Dimension("head_dim", 2)])
+      ...     y = mtf.layers.rotary(q, "length", "head_dim")
+      >>> mtf.simulate(mtf.lower({"y": y})).step()["y"].round(2).tolist()
+      [[1.0, 1.0], [-0.30000001192092896, 1.3799999952316284]]
+
+    Source: Su et al., "RoFormer", arXiv:2104.09864; halves instead of neighbours, as in EleutherAI/gpt-neox.
+    """
+    what = "rotary"
+    rows, d = find_dim(tensor(x, what), length, what), find_dim(x, dim, what)
+    base = _checked_base(base, d, what)
+    wide = widened(x)
+    with x.graph:
+        at_rows = positions_of(rows) if positions is None else tensor(positions, what)
+        angles = _angles(at_rows, d, base, wide.dtype)
+    straight, turned = wide * cos(angles), rotate_half(wide, d) * sin(angles)
+    if wide is x:
+        return add(straight, turned, name=name)
+    return cast(straight + turned, x.dtype, name)
+
+
+def sinusoidal_positions(
+    length: Dimension, output_dim: Dimension, dtype: object = "float32", base: float = 10000.0
+) -> Tensor:
+    """sin(position * base^(-2 i / n)) in the first half of `output_dim`, of size n, cosines in the second.
+
+    To be added to embeddings. Source: Vaswani et al., arXiv:1706.03762, section 3.5; halves instead of neighbours, as
+    in tensorflow/tensor2tensor: tensor2tensor/layers/common_attention.py.
+
+    Returns: [length, output_dim], computed in float32.
+    """
+    what = "sinusoidal_positions"
+    rows, d = as_dim(length, what), as_dim(output_dim, what)
+    made = as_dtype(dtype)
+    angles = _angles(positions_of(rows), d, _checked_base(base, d, what), made if made.itemsize > 4 else "float32")
+    return cast(where(less(positions_of(d), d.size // 2), sin(angles), cos(angles), angles.shape), made)
+
+
+def learned_positions(
+    length: Dimension,
+    output_dim: Dimension,
+    max_length: int | None = None,
+    variable_dtype: object = "float32",
+    slice_dtype: object | None = None,
+    activation_dtype: object | None = None,
+    initializer: initializers.Initializer | float | None = None,
+    name: str = "positions",
+) -> Tensor:
+    """One vector per position, to be added to embeddings: a variable [max_length, output_dim], cut to `length`.
+
+    Args:
+      length, output_dim: dims of the result.
+      max_length: positions that the variable has; those of `length` unless given.
+      variable_dtype, slice_dtype, activation_dtype: as of `mtf.variable`.
+      initializer: normal with standard deviation 0.02 unless given.
+      name: of the variable.
+    Returns: [length, output_dim].
+    Raises: ShapeError if `length` is longer than `max_length`.
+    """
+    what = "learned_positions"
+    rows, d = as_dim(length, what), as_dim(output_dim, what)
+    known = Dimension("max_length", rows.size if max_length is None else max_length)
+    if rows.size > known.size:
+        raise ShapeError(f"{at(what)}: the variable has {known.size} positions, but {rows} needs {rows.size}")
+    start = initializers.random_normal(0.0, 0.02) if initializer is None else initializer
+    table = variable(name, [known, d], start, variable_dtype, slice_dtype, activation_dtype)
+    if rows.size < known.size:
+        table = part_of(table, 0, rows.size, known.name)
+    return rename_dimension(table, known.name, rows.name)

@@ -1,0 +1,118 @@
+"""The blocks of a Transformer's layers: attention and feed-forward, their norms and residual sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from layouts import Dimension
+from meshlib import layers
+from meshlib.graph import Tensor
+from meshlib.models.config import TransformerConfig
+from meshlib.ops.elementwise import add
+from meshlib.ops.sources import dropout
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the layers of one stack have in common.
+
+    `bias` is added to the scores of self-attention (relative positions), `memory` is what cross-attention attends to.
+    """
+
+    config: TransformerConfig
+    causal: bool
+    training: bool
+    bias: Tensor | None = None
+    memory: Tensor | None = None
+
+    def layer(self, x: Tensor, window: int | None) -> Tensor:
+        """One layer: [batch, length, d_model] to the same."""
+        if self.config.parallel:
+            h = self.norm(x, "norm")
+            return add(x, self.dropped(self._attention(h, window) + self._feed_forward(h)), name="residual")
+        x = self._residual(x, "attention", lambda h: self._attention(h, window))
+        if self.memory is not None:
+            x = self._residual(x, "cross_attention", self._cross_attention)
+        return self._residual(x, "feed_forward", self._feed_forward)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """Over the features."""
+        c = self.config
+        d_model = x.shape.dim("d_model")
+        if c.norm == "rms":
+            return layers.rms_norm(x, d_model, c.norm_epsilon, variable_dtype=c.variable_dtype, name=name)
+        return layers.layer_norm(x, d_model, c.norm_epsilon, c.bias, variable_dtype=c.variable_dtype, name=name)
+
+    # ------------------------------------------------------------ inside
+
+    def _residual(self, x: Tensor, name: str, block: Callable[[Tensor], Tensor]) -> Tensor:
+        """x + block(norm(x)), or norm(x + block(x))."""
+        if self.config.norm_position == "post":
+            return self.norm(x + self.dropped(block(x)), f"{name}_norm")
+        y = block(self.norm(x, f"{name}_norm"))
+        if self.config.post_norms:
+            y = self.norm(y, f"{name}_post_norm")
+        return add(x, self.dropped(y), name="residual")
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """With dropout, while training."""
+        c = self.config
+        return dropout(x, self.training, rate=c.dropout) if c.dropout else x
+
+    def _attention(self, x: Tensor, window: int | None) -> Tensor:
+        c = self.config
+        base = None
+        if c.position == "rotary":
+            local = window is not None and c.local_rope_theta is not None
+            base = c.local_rope_theta if local else c.rope_theta
+        return self._attend(x, None, window, self.causal, self.bias, base, "attention")
+
+    def _cross_attention(self, x: Tensor) -> Tensor:
+        return self._attend(x, self.memory, None, False, None, None, "cross_attention")
+
+    def _attend(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        window: int | None,
+        causal: bool,
+        bias: Tensor | None,
+        rotary_base: float | None,
+        name: str,
+    ) -> Tensor:
+        c = self.config
+        heads = c.attention_of(window)
+        one = heads.memory == 1 < heads.query
+        return layers.multihead_attention(
+            x,
+            memory,
+            None,
+            Dimension("head_dim", heads.dim),
+            Dimension("heads", heads.query if one else heads.memory),
+            None if one or heads.group == 1 else Dimension("group", heads.group),
+            multi_query=one,
+            share_kv=heads.shared,
+            causal=causal,
+            window=window,
+            scale=c.attention_scale,
+            bias=bias,
+            rotary_base=rotary_base,
+            qk_norm=c.qk_norm,
+            use_bias=c.has_attention_bias,
+            dropout=c.dropout if self.training and c.attention == "materialised" else 0.0,
+            kernel=c.attention,
+            variable_dtype=c.variable_dtype,
+            name=name,
+        )
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        return layers.feed_forward(
+            x,
+            Dimension("d_ff", c.d_ff),
+            c.activation,
+            c.gated,
+            c.bias,
+            variable_dtype=c.variable_dtype,
+        )

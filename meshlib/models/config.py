@@ -1,0 +1,310 @@
+"""One frozen record that says what a Transformer is: its dimensions, its parts and its precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from meshlib.checks import at, choice, flag, number, whole
+from meshlib.dtypes import as_dtype
+from meshlib.errors import GraphError
+
+KINDS = ("decoder", "encoder", "encoder-decoder")
+ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kind": KINDS,
+    "activation": ACTIVATIONS,
+    "norm": ("layer", "rms"),
+    "norm_position": ("pre", "post"),
+    "position": ("learned", "rotary", "sinusoidal", "relative", "none"),
+    "attention": ("flash", "materialised"),
+    "head": ("linear", "transform"),
+}
+_SIZES = ("layers", "d_model", "heads", "head_dim", "d_ff", "vocab", "relative_buckets", "relative_max_distance")
+_OPTIONAL_SIZES = ("kv_heads", "max_length", "global_head_dim", "global_kv_heads")
+_COUNTS = ("encoder_layers", "segments")
+_NUMBERS = ("dropout", "label_smoothing", "z_loss", "rope_theta", "logit_cap", "norm_epsilon")
+_OPTIONAL_NUMBERS = ("attention_scale", "local_rope_theta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """What a Transformer is; `mtf.models.preset(name)` has the published ones.
+
+    Dimensions:
+      layers: of the decoder, or of the encoder where there is no decoder. encoder_layers: of the encoder beside it.
+      d_model, d_ff, vocab: features, inner features of the feed-forward block, size of the vocabulary.
+      heads, kv_heads, head_dim: query heads, heads of keys and values (as many, unless given), features of each.
+      max_length: positions with learned embeddings. segments: kinds of segments with an embedding (BERT's two).
+    Blocks:
+      kind: "decoder" (causal), "encoder" (bidirectional, predicts what is masked) or "encoder-decoder".
+      gated, activation: feed-forward act(x Wg) * (x Wi) Wo, or act(x Wi) Wo.
+      norm, norm_position, norm_epsilon: "layer" or "rms", before each block or after the residual sum.
+      bias: whether products and layer norms have one. attention_bias: those of attention, where they differ.
+      parallel: attention and feed-forward read one norm and add up (PaLM). post_norms: a norm of each block's result
+      before it is added (Gemma 3). qk_norm: an RMS norm of queries and keys. embedding_norm: one after the embeddings.
+    Attention:
+      windows: how far each layer sees (None: all), a pattern that repeats over consecutive layers.
+      attention: "flash" keeps the scores on chip, "materialised" writes them to memory (needed by relative positions).
+      attention_scale: of the scores; head_dim ** -0.5 unless given.
+      global_head_dim, global_kv_heads, share_kv: what is different in layers without a window, where others have one;
+      share_kv: their values are their keys before norm and rotation (Gemma 4).
+    Positions: "learned", "sinusoidal", "rotary" (rope_theta; local_rope_theta in layers with a window), "relative"
+      (T5's relative_buckets up to relative_max_distance) or "none".
+    Head: tied: logits by the embedding table. head: "transform" puts dense, activation, norm and a bias around them
+      (BERT). scale_embedding, scale_logits: by d_model ** 0.5 and d_model ** -0.5. logit_cap: cap * tanh(x / cap).
+    Training: dropout, label_smoothing, z_loss.
+    Precision: variable_dtype of what optimizers update, activation_dtype of what is computed, matmul_dtype None, "int8"
+      or "fp8" of the products.
+
+    Raises: GraphError with all that is wrong at once.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.TransformerConfig(
+      ...     name="tiny", layers=2, d_model=64, heads=4, head_dim=16, d_ff=256, vocab=512, position="rotary"
+      ... )
+      >>> tiny.parameters
+      131392
+    """
+
+    name: str
+    layers: int
+    d_model: int
+    heads: int
+    head_dim: int
+    d_ff: int
+    vocab: int
+    kind: str = "decoder"
+    encoder_layers: int = 0
+    kv_heads: int | None = None
+    max_length: int | None = None
+    segments: int = 0
+    gated: bool = False
+    activation: str = "gelu"
+    norm: str = "layer"
+    norm_position: str = "pre"
+    norm_epsilon: float = 1e-6
+    bias: bool = False
+    attention_bias: bool | None = None
+    parallel: bool = False
+    post_norms: bool = False
+    qk_norm: bool = False
+    embedding_norm: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    attention: str = "flash"
+    attention_scale: float | None = None
+    global_head_dim: int | None = None
+    global_kv_heads: int | None = None
+    share_kv: bool = False
+    position: str = "learned"
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+    tied: bool = True
+    head: str = "linear"
+    scale_embedding: bool = False
+    scale_logits: bool = False
+    logit_cap: float = 0.0
+    dropout: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    variable_dtype: str = "float32"
+    activation_dtype: str = "bfloat16"
+    matmul_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        faults = [*self._size_faults(), *self._faults()]
+        if faults:
+            raise GraphError("\n  ".join([f"{at('TransformerConfig')} {self.name!r}:", *faults]))
+
+    # ------------------------------------------------------------ derived
+
+    @property
+    def memory_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def encoder_decoder(self) -> bool:
+        """Whether there are two stacks."""
+        return self.kind == "encoder-decoder"
+
+    @property
+    def has_attention_bias(self) -> bool:
+        """Whether the products around attention have a bias."""
+        return self.bias if self.attention_bias is None else self.attention_bias
+
+    def attention_of(self, window: int | None) -> Heads:
+        """Heads and sizes of a layer with that window."""
+        if window is None and set(self.windows) != {None}:
+            return Heads(
+                self.heads,
+                self.memory_heads if self.global_kv_heads is None else self.global_kv_heads,
+                self.head_dim if self.global_head_dim is None else self.global_head_dim,
+                self.share_kv,
+            )
+        return Heads(self.heads, self.memory_heads, self.head_dim, False)
+
+    @property
+    def pattern(self) -> tuple[int | None, ...]:
+        """The window of each layer of the decoder, or of the only stack."""
+        return tuple(self.windows[n % len(self.windows)] for n in range(self.layers))
+
+    @property
+    def parameter_counts(self) -> dict[str, int]:
+        """Numbers of trained values by part: see `meshlib.models.counts`."""
+        from meshlib.models.counts import parameter_counts
+
+        return parameter_counts(self)
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained values.
+
+        >>> import meshlib as mtf
+        >>> mtf.models.preset("llama3.1-405b").parameters
+        405853388800
+        """
+        return sum(self.parameter_counts.values())
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that each token is multiplied by; not norms, biases, nor tables that are only looked up in."""
+        from meshlib.models.counts import matmul_parameters
+
+        return sum(matmul_parameters(self))
+
+    def flops_per_token(
+        self, length: int, causal: bool = True, encoder_length: int | None = None, predictions: int | None = None
+    ) -> float:
+        """Of one training step: see `meshlib.models.counts`.
+
+        >>> import meshlib as mtf
+        >>> mtf.models.preset("llama2-70b").flops_per_token(4096)
+        428385239040.0
+        """
+        from meshlib.models.counts import flops_per_token
+
+        return flops_per_token(self, length, causal, encoder_length, predictions)
+
+    def replace(self, **changes: object) -> TransformerConfig:
+        """The same with other fields.
+
+        >>> import meshlib as mtf
+        >>> mtf.models.preset("gpt2").replace(vocab=50304).vocab
+        50304
+        """
+        names = {f.name for f in fields(self)}
+        unknown = [name for name in changes if name not in names]
+        if unknown:
+            raise GraphError(f"{at('TransformerConfig')}: no field {', '.join(unknown)}; there are {', '.join(names)}")
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def reduced(self, periods: int = 2) -> TransformerConfig:
+        """A model of the same architecture that a laptop runs: `periods` times the pattern of layers, small dims.
+
+        >>> import meshlib as mtf
+        >>> mtf.models.preset("llama3.1-405b").reduced().parameters
+        22688
+        """
+        few = {self.heads: 8, 1: 1}  # as many as queries, or one for all; else groups of two
+        return self.replace(
+            name=f"{self.name}-reduced",
+            layers=periods * len(self.windows),
+            encoder_layers=periods if self.encoder_layers else 0,
+            d_model=32,
+            heads=8,
+            kv_heads=None if self.kv_heads is None else few.get(self.kv_heads, 4),
+            head_dim=8,
+            d_ff=64,
+            vocab=64,
+            max_length=None if self.max_length is None else 16,
+            windows=tuple(None if w is None else 4 for w in self.windows),
+            global_head_dim=None if self.global_head_dim is None else 16,
+            global_kv_heads=None if self.global_kv_heads is None else 2,
+        )
+
+    # ------------------------------------------------------------ checks
+
+    def _check_types(self) -> None:
+        what = "TransformerConfig"
+        if not isinstance(self.name, str) or not self.name:
+            raise GraphError(f"{at(what)}: name must be a non-empty string, got {self.name!r:.80}")
+        for name, allowed in _CHOICES.items():
+            choice(getattr(self, name), what, name, allowed)
+        for name in (*_SIZES, *_COUNTS):
+            whole(getattr(self, name), what, name)
+        for name in _OPTIONAL_SIZES:
+            if getattr(self, name) is not None:
+                whole(getattr(self, name), what, name)
+        for name in _NUMBERS:
+            number(getattr(self, name), what, name)
+        for name in _OPTIONAL_NUMBERS:
+            if getattr(self, name) is not None:
+                number(getattr(self, name), what, name)
+        for f in fields(self):
+            if f.type == "bool":
+                flag(getattr(self, f.name), what, f.name)
+        if not isinstance(self.windows, tuple) or not self.windows:
+            raise GraphError(f"{at(what)}: windows must be a tuple such as (1024, None), got {self.windows!r:.80}")
+        for window in self.windows:
+            if window is not None:
+                whole(window, what, "windows")
+        for name in ("variable_dtype", "activation_dtype"):
+            if not as_dtype(getattr(self, name)).is_float:
+                raise GraphError(f"{at(what)}: {name} must be a float dtype, got {getattr(self, name)}")
+
+    def _size_faults(self) -> list[str]:
+        sizes = [(name, getattr(self, name), 1) for name in _SIZES]
+        sizes += [(name, getattr(self, name), 1) for name in _OPTIONAL_SIZES if getattr(self, name) is not None]
+        sizes += [(name, getattr(self, name), 0) for name in _COUNTS]
+        sizes += [("windows", window, 1) for window in self.windows if window is not None]
+        return [f"{name} must be at least {least}, got {size}" for name, size, least in sizes if size < least]
+
+    def _faults(self) -> list[str]:
+        """What does not go together."""
+        faults = []
+        for name in ("kv_heads", "global_kv_heads"):
+            held = getattr(self, name)
+            if held and self.heads % held:
+                faults.append(f"heads must be a multiple of {name}: {self.heads} % {held} = {self.heads % held}")
+        if self.encoder_decoder != bool(self.encoder_layers):
+            wanted = "needs encoder_layers" if self.encoder_decoder else "has no encoder_layers beside its layers"
+            faults.append(f"kind {self.kind!r} {wanted}, got {self.encoder_layers}")
+        if self.position == "learned" and self.max_length is None:
+            faults.append("learned positions need max_length")
+        if self.position == "learned" and self.encoder_decoder:
+            faults.append("learned positions are for models of one stack")
+        if self.position == "relative" and self.attention == "flash":
+            faults.append("relative positions add to the scores: they need attention='materialised'")
+        if self.position == "rotary" and self.head_dim % 2:
+            faults.append(f"rotary positions turn pairs of features: head_dim must be even, got {self.head_dim}")
+        if self.windows != (None,) and self.encoder_decoder:
+            faults.append(f"windows {self.windows} are for models of one stack")
+        special = ("global_head_dim", "global_kv_heads", "share_kv")
+        if len({window is None for window in self.windows}) == 1:
+            faults += [f"{n} is for windows of both kinds, got {self.windows}" for n in special if getattr(self, n)]
+        if self.parallel and (self.norm_position == "post" or self.kind == "encoder-decoder"):
+            faults.append("parallel blocks read one norm before them: they need norm_position='pre' and one stack")
+        if self.matmul_dtype not in (None, "int8", "fp8"):
+            faults.append(f"matmul_dtype must be None, 'int8' or 'fp8', got {self.matmul_dtype!r}")
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                faults.append(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        return faults
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one layer's attention and what each holds; `shared`: values are made by the weights of the keys."""
+
+    query: int
+    memory: int
+    dim: int
+    shared: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads of each head of keys and values."""
+        return self.query // self.memory

@@ -1,0 +1,149 @@
+"""Parameters and FLOPs of a Transformer in closed form; the tests hold them against the graph and published numbers.
+
+FLOPs follow the convention of the literature (Kaplan et al. 2020, PaLM appendix B): 2 for each weight that a token is
+multiplied by and 4 for each pair of a query and a key it sees, per feature of all heads; three times that for a
+training step. Norms, activations, softmax and recomputation do not count.
+"""
+
+from __future__ import annotations
+
+from meshlib.checks import at, whole
+from meshlib.errors import GraphError
+from meshlib.models.config import Heads, TransformerConfig
+
+PASSES = 3  # forward, and backward with respect to activations and to weights
+
+
+def parameter_counts(config: TransformerConfig) -> dict[str, int]:
+    """Numbers of trained values by part.
+
+    "embedding" (the table of the vocabulary), "head" (logits, unless tied, and BERT's transform), "attention",
+    "feed_forward" hold matrices; "positions" (learned, relative, segments), "biases" and "norms" the rest.
+    """
+    encoder, decoder = _stack_layers(config)
+    return {
+        "embedding": config.vocab * config.d_model,
+        "head": _head(config) - (config.vocab * config.d_model if config.tied else 0),
+        "attention": encoder * _attention(config, config.attention_of(None)) + _decoder_attention(config),
+        "feed_forward": (encoder + decoder) * _feed_forward(config),
+        "positions": _positions(config),
+        "biases": _biases(config),
+        "norms": _norms(config),
+    }
+
+
+def matmul_parameters(config: TransformerConfig) -> tuple[int, int]:
+    """Weights that each token of the encoder beside a decoder, and each other token, is multiplied by.
+
+    The cross-attention's keys and values are made of the encoder's tokens.
+    """
+    encoder, decoder = _stack_layers(config)
+    attention = _attention(config, config.attention_of(None))
+    cross = decoder * attention // 2 if encoder else 0
+    own = encoder * (attention + _feed_forward(config)) + cross
+    rest = _decoder_attention(config) - cross + decoder * _feed_forward(config) + _head(config)
+    return own, rest
+
+
+def flops_per_token(
+    config: TransformerConfig,
+    length: int,
+    causal: bool = True,
+    encoder_length: int | None = None,
+    predictions: int | None = None,
+) -> float:
+    """FLOPs of a training step per token of the decoder, or of the only stack.
+
+    Args:
+      config: the model.
+      length: tokens in a sequence.
+      causal: count only what a causal model must compute, half of all pairs; False counts all pairs of tokens. In an
+        encoder all are seen anyway.
+      encoder_length: tokens in the encoder's sequence; as many unless given.
+      predictions: tokens of each sequence that logits are computed for; all unless given.
+    Raises: GraphError for a length below 1.
+    """
+    beside = length if encoder_length is None else encoder_length
+    predicted = length if predictions is None else predictions
+    for name, size in (("length", length), ("encoder_length", beside), ("predictions", predicted)):
+        if whole(size, "flops_per_token", name) < 1:
+            raise GraphError(f"{at('flops_per_token')}: {name} must be at least 1, got {size}")
+    encoder_weights, weights = matmul_parameters(config)
+    halved = causal and config.kind != "encoder"
+    pairs = 0.0
+    for window in config.pattern:
+        heads = config.attention_of(window)
+        pairs += heads.query * heads.dim * _seen(length, window, halved)
+    if config.encoder_decoder:
+        width = config.heads * config.head_dim
+        pairs += width * (config.layers * length * beside + config.encoder_layers * beside * beside)
+    weights -= _head(config)
+    per_sequence = weights * length + encoder_weights * beside + _head(config) * predicted
+    return PASSES * (2 * per_sequence + 4 * pairs) / length
+
+
+def _seen(length: int, window: int | None, causal: bool) -> float:
+    """Pairs of a query and a key it sees, the diagonal counted half, as the published counts do."""
+    reach = length if window is None else min(window, length)
+    if causal:
+        return reach * length - reach * reach / 2
+    return length * length if window is None else min(2 * window, length) * length
+
+
+def _stack_layers(config: TransformerConfig) -> tuple[int, int]:
+    """Layers of the encoder beside a decoder, and of the decoder or the only stack."""
+    return config.encoder_layers, config.layers
+
+
+def _attention(config: TransformerConfig, heads: Heads) -> int:
+    sides = 1 if heads.shared else 2
+    return config.d_model * heads.dim * (2 * heads.query + sides * heads.memory)
+
+
+def _decoder_attention(config: TransformerConfig) -> int:
+    total = sum(_attention(config, config.attention_of(window)) for window in config.pattern)
+    return 2 * total if config.encoder_decoder else total
+
+
+def _feed_forward(config: TransformerConfig) -> int:
+    return (3 if config.gated else 2) * config.d_model * config.d_ff
+
+
+def _head(config: TransformerConfig) -> int:
+    transform = config.d_model * config.d_model if config.head == "transform" else 0
+    return config.vocab * config.d_model + transform
+
+
+def _positions(config: TransformerConfig) -> int:
+    learned = (config.max_length or 0) * config.d_model if config.position == "learned" else 0
+    stacks = 2 if config.encoder_decoder else 1
+    relative = stacks * config.relative_buckets * config.heads if config.position == "relative" else 0
+    return learned + relative + config.segments * config.d_model
+
+
+def _biases(config: TransformerConfig) -> int:
+    encoder, decoder = _stack_layers(config)
+    total = 0
+    if config.has_attention_bias:
+        for window in (*(None,) * encoder, *config.pattern, *((None,) * decoder if encoder else ())):
+            heads = config.attention_of(window)
+            total += heads.dim * (heads.query + (1 if heads.shared else 2) * heads.memory) + config.d_model
+    if config.bias:
+        inner = (2 if config.gated else 1) * config.d_ff
+        total += (encoder + decoder) * (inner + config.d_model)
+    return total + (config.d_model + config.vocab if config.head == "transform" else 0)
+
+
+def _norms(config: TransformerConfig) -> int:
+    encoder, decoder = _stack_layers(config)
+    each = config.d_model * (2 if config.norm == "layer" and config.bias else 1)
+    blocks = 2 * encoder + (3 if encoder else 1 if config.parallel else 2) * decoder
+    if config.post_norms:
+        blocks += (3 if encoder else 2) * decoder + 2 * encoder
+    stacks = (2 if encoder else 1) if config.norm_position == "pre" else 0
+    whole_model = stacks + config.embedding_norm * (2 if encoder else 1) + (config.head == "transform")
+    queries = 0
+    if config.qk_norm:
+        queries = sum(2 * config.attention_of(window).dim for window in config.pattern)
+        queries += 2 * config.head_dim * (encoder + (decoder if encoder else 0))
+    return each * (blocks + whole_model) + queries

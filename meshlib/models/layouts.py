@@ -1,0 +1,171 @@
+"""Layouts of Transformers by name: parts joined by `+`, each of which gives the rules for one axis of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from layouts import (
+    LayoutRules,
+    Mesh,
+    context_parallel,
+    data_parallel,
+    fully_sharded,
+    joined,
+    model_parallel,
+    sequence_parallel,
+    zero1,
+)
+from layouts.errors import LayoutError
+from layouts.mesh import MeshLike
+from meshlib.checks import at
+from meshlib.errors import nearest
+from meshlib.models.config import TransformerConfig
+
+# The parts, and the axes on which each lies: the first of these that the mesh has.
+PARTS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "data": ("data",),
+        "fsdp": ("fsdp", "data"),
+        "zero1": ("data", "fsdp"),
+        "tensor": ("tensor", "model"),
+        "sequence": ("tensor", "model"),
+        "context": ("context",),
+    }
+)
+LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "data": "data-parallel: the batch is split, every device has all weights",
+        "zero1": "data-parallel, each device keeps and updates its part of the optimizer's slots (ZeRO-1)",
+        "fsdp": "fully sharded: batch, weights and slots are split over one axis, weights gathered when used (ZeRO-3)",
+        "tensor": "heads, d_ff and vocabulary are split over one axis (Megatron)",
+        "sequence": "tensor, and between the blocks the sequence is split over the same axis",
+        "context": "the sequence is split throughout, keys and values are gathered",
+        "2d": "data+tensor",
+    }
+)
+_JOINED = {"2d": "data+tensor"}
+
+
+def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
+    """The rules that lay a model over a mesh.
+
+    Args:
+      name: a name of `LAYOUTS`, or several joined by "+", such as "fsdp+tensor", "data+fsdp+tensor", "zero1+sequence".
+        Each part lies on the axis of its name; "sequence" on "tensor", and where the mesh has no such axis, "fsdp" on
+        "data", "tensor" and "sequence" on "model". A mesh of one axis serves a single part whatever the axis is called.
+      config: the model: which of its dims can be split how often decides about key and value heads, which give way to
+        the groups of query heads, and about biases.
+      mesh: the mesh.
+    Returns: rules as text and `LayoutRules` of your own would be: print them.
+    Raises: LayoutError for an unknown name, a mesh without the axis, and dims that do not divide, with the remedy.
+    Example:
+      >>> import meshlib as mtf
+      >>> llama = mtf.models.preset("llama3.1-405b")
+      >>> print(mtf.models.layout("data+fsdp+tensor", llama, "data:6;fsdp:64;tensor:8"))
+      batch:data+fsdp;d_model:fsdp?;heads:tensor;d_ff:tensor;vocab:tensor
+      >>> print(mtf.models.layout("tensor", llama, "tensor:16"))  # 8 heads of keys, each of which 16 queries share
+      group:tensor;d_ff:tensor;vocab:tensor
+    """
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    if not isinstance(config, TransformerConfig):
+        raise LayoutError(f"{at('layout')}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
+    parts = _parts(name)
+    axes = _axes(name, parts, mesh)
+    return joined(*(_RULES[part](config, axis, mesh.axis_size(axis)) for part, axis in zip(parts, axes, strict=True)))
+
+
+def _parts(name: object) -> list[str]:
+    if not isinstance(name, str):
+        raise LayoutError(f"{at('layout')}: expected a name such as 'fsdp+tensor', got {name!r:.80}")
+    parts = [inner for part in name.split("+") for inner in _JOINED.get(part, part).split("+")]
+    for part in parts:
+        if part not in PARTS:
+            hint = nearest(part, LAYOUTS) or f"; there are {', '.join(LAYOUTS)}, and any joined by '+'"
+            raise LayoutError(f"{at('layout')}: no layout {part!r}{hint}")
+    for one, other in (("tensor", "sequence"), ("fsdp", "zero1"), ("sequence", "context")):
+        if one in parts and other in parts:
+            raise LayoutError(f"{at('layout')} {name!r}: {one!r} and {other!r} exclude each other; name one of them")
+    return list(dict.fromkeys(parts))
+
+
+def _axes(name: str, parts: list[str], mesh: Mesh) -> list[str]:
+    """The axis of each part."""
+    if len(parts) == 1 and len(mesh) == 1:
+        return list(mesh.axes)
+    found: list[str] = []
+    for part in parts:
+        free = [axis for axis in PARTS[part] if axis in mesh and axis not in found]
+        shared = [axis for axis in found if part == "zero1" and axis in PARTS[part]]
+        if not free and not shared:
+            raise LayoutError(
+                f"{at('layout')} {name!r}: {part!r} needs an axis {' or '.join(map(repr, PARTS[part]))}, "
+                f"but the mesh is {mesh}"
+            )
+        found.append((free or shared)[0])
+    return found
+
+
+def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
+    """Which dims take the tensor axis: heads, or the groups of them where there are too few heads of keys."""
+    heads = {config.attention_of(window) for window in config.windows}
+    memory = {h.query if h.memory == 1 else h.memory for h in heads}
+    groups = {h.group for h in heads if 1 < h.memory < h.query}
+    dims = []
+    faults = []
+    if all(n % size == 0 for n in memory):
+        dims.append("heads")
+    elif len(groups) == len(heads) and all(n % size == 0 for n in groups):
+        dims.append("group")
+    else:
+        counts = [f"{n} % {size} = {n % size}" for n in sorted(memory)]
+        counts += [f"groups of {n} queries, {n} % {size} = {n % size}" for n in sorted(groups)]
+        faults.append(f"heads: {'; '.join(counts)}; take a size that divides one of them")
+    for dim, held in (("d_ff", config.d_ff), ("vocab", config.vocab)):
+        dims.append(dim)
+        if held % size:
+            padded = -(-held // size) * size
+            faults.append(f"{dim}: {held} % {size} = {held % size}; take config.replace({dim}={padded})")
+    if faults:
+        raise LayoutError(
+            "\n  ".join([f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}", *faults])
+        )
+    return dims
+
+
+def _tensor(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
+    return model_parallel(_tensor_dims(config, axis, size), axis)
+
+
+def _sequence(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
+    return sequence_parallel(_tensor_dims(config, axis, size), axis=axis)
+
+
+def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
+    """d_model, which all matrices have, then what else has biases, where it divides."""
+    if config.d_model % size:
+        raise LayoutError(
+            f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}\n"
+            f"  d_model: {config.d_model} % {size} = {config.d_model % size}; take a smaller axis and a 'data' axis "
+            f"beside it"
+        )
+    others = {"d_ff": config.d_ff if config.bias else 1, "vocab": config.vocab if config.head == "transform" else 1}
+    return ["d_model", *(dim for dim, held in others.items() if held % size == 0)]
+
+
+def _fsdp(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
+    return fully_sharded(dims=_weight_dims(config, axis, size), axis=axis)
+
+
+def _zero1(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
+    return zero1(dims=_weight_dims(config, axis, size), axis=axis)
+
+
+_RULES: dict[str, Callable[[TransformerConfig, str, int], LayoutRules]] = {
+    "data": lambda config, axis, size: data_parallel(axis=axis),
+    "fsdp": _fsdp,
+    "zero1": _zero1,
+    "tensor": _tensor,
+    "sequence": _sequence,
+    "context": lambda config, axis, size: context_parallel(axis=axis),
+}

@@ -1,0 +1,175 @@
+"""Transformers with published dimensions, by name.
+
+Each function is a family; what its members differ in stands in a row. Sources are beside them; the tests compare the
+counts with the published ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MappingProxyType
+
+from meshlib.checks import at
+from meshlib.errors import GraphError, nearest
+from meshlib.models.config import TransformerConfig
+
+
+def _transformer() -> Iterator[TransformerConfig]:
+    """Vaswani et al., "Attention Is All You Need", 2017, table 3; one table of 37,000 byte pairs, used three times."""
+    for name, d_model, heads in (("transformer-base", 512, 8), ("transformer-big", 1024, 16)):
+        yield TransformerConfig(
+            name=name, kind="encoder-decoder", layers=6, encoder_layers=6, d_model=d_model, heads=heads, head_dim=64,
+            d_ff=4 * d_model, vocab=37_000, activation="relu", norm_position="post", position="sinusoidal", bias=True,
+            attention_bias=False, scale_embedding=True, dropout=0.1 if d_model == 512 else 0.3, label_smoothing=0.1,
+            attention="materialised",
+        )  # fmt: skip
+
+
+def _bert() -> Iterator[TransformerConfig]:
+    """Devlin et al., "BERT", 2018; the released uncased vocabulary."""
+    for name, layers, d_model in (("bert-base", 12, 768), ("bert-large", 24, 1024)):
+        yield TransformerConfig(
+            name=name, kind="encoder", layers=layers, d_model=d_model, heads=d_model // 64, head_dim=64,
+            d_ff=4 * d_model, vocab=30_522, max_length=512, segments=2, norm_position="post", norm_epsilon=1e-12,
+            bias=True, embedding_norm=True, head="transform", activation="gelu_exact", dropout=0.1, attention="materialised",
+        )  # fmt: skip
+
+
+def _mesh_tensorflow() -> Iterator[TransformerConfig]:
+    """Shazeer et al., "Mesh-TensorFlow", 2018, table 3; dimensions as in tensor2tensor's `mtf_transformer_paper_lm`."""
+    for billions, size in zip(("0.14", "0.22", "0.37", "0.67", "1.28", "2.48", "4.9"), range(-1, 6), strict=True):
+        yield TransformerConfig(
+            name=f"mtf-lm-{billions}b", layers=6, d_model=1024, heads=int(8 * 2**size), head_dim=256,
+            d_ff=int(8192 * 2**size), vocab=32_768, max_length=256, activation="relu", norm="rms", tied=False,
+            attention="materialised",
+        )  # fmt: skip
+
+
+def _gpt2() -> Iterator[TransformerConfig]:
+    """Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2."""
+    rows = (("gpt2", 12, 768), ("gpt2-medium", 24, 1024), ("gpt2-large", 36, 1280), ("gpt2-xl", 48, 1600))
+    for name, layers, d_model in rows:
+        yield TransformerConfig(
+            name=name, layers=layers, d_model=d_model, heads=d_model // 64, head_dim=64, d_ff=4 * d_model,
+            vocab=50_257, max_length=1024, norm_epsilon=1e-5, bias=True,
+        )  # fmt: skip
+
+
+def _gpt3() -> Iterator[TransformerConfig]:
+    """Brown et al., "Language Models are Few-Shot Learners", 2020, table 2.1, all of its attention dense.
+
+    The vocabulary of 50,257 is padded to 50,304, as MaxText and MLPerf do, so that 2 to 128 devices can split it.
+    """
+    yield TransformerConfig(
+        name="gpt3-175b", layers=96, d_model=12_288, heads=96, head_dim=128, d_ff=49_152, vocab=50_304,
+        max_length=2048, norm_epsilon=1e-5, bias=True,
+    )  # fmt: skip
+
+
+def _t5() -> Iterator[TransformerConfig]:
+    """Raffel et al., "Exploring the Limits of Transfer Learning", 2019, section 3.7; the released checkpoints."""
+    rows = (
+        ("t5-small", 6, 512, 8, 64, 2048),
+        ("t5-base", 12, 768, 12, 64, 3072),
+        ("t5-large", 24, 1024, 16, 64, 4096),
+        ("t5-3b", 24, 1024, 32, 128, 16_384),
+        ("t5-11b", 24, 1024, 128, 128, 65_536),
+    )
+    for name, layers, d_model, heads, head_dim, d_ff in rows:
+        yield TransformerConfig(
+            name=name, kind="encoder-decoder", layers=layers, encoder_layers=layers, d_model=d_model, heads=heads,
+            head_dim=head_dim, d_ff=d_ff, vocab=32_128, activation="relu", norm="rms", position="relative",
+            attention="materialised", attention_scale=1.0, scale_logits=True, dropout=0.1, z_loss=1e-4,
+        )  # fmt: skip
+
+
+def _llama() -> Iterator[TransformerConfig]:
+    """Touvron et al., "Llama 2", 2023; "The Llama 3 Herd of Models", 2024, table 3."""
+    rows = (
+        (("llama2-7b",), 32, 4096, 32, 32, 11_008),
+        (("llama2-13b",), 40, 5120, 40, 40, 13_824),
+        (("llama2-70b",), 80, 8192, 64, 8, 28_672),
+        (("llama3-8b", "llama3.1-8b"), 32, 4096, 32, 8, 14_336),
+        (("llama3-70b", "llama3.1-70b"), 80, 8192, 64, 8, 28_672),
+        (("llama3-405b", "llama3.1-405b"), 126, 16_384, 128, 8, 53_248),
+    )
+    for names, layers, d_model, heads, kv_heads, d_ff in rows:
+        for name in names:
+            third = name.startswith("llama3")
+            yield TransformerConfig(
+                name=name, layers=layers, d_model=d_model, heads=heads, kv_heads=kv_heads, head_dim=128, d_ff=d_ff,
+                vocab=128_256 if third else 32_000, gated=True, activation="silu", norm="rms", norm_epsilon=1e-5,
+                position="rotary", rope_theta=500_000.0 if third else 10_000.0, tied=False,
+            )  # fmt: skip
+
+
+def _palm() -> Iterator[TransformerConfig]:
+    """Chowdhery et al., "PaLM", 2022, table 1: parallel layers, multi-query attention, SwiGLU, no biases."""
+    rows = (("palm-8b", 32, 4096, 16), ("palm-62b", 64, 8192, 32), ("palm-540b", 118, 18_432, 48))
+    for name, layers, d_model, heads in rows:
+        yield TransformerConfig(
+            name=name, layers=layers, d_model=d_model, heads=heads, kv_heads=1, head_dim=256, d_ff=4 * d_model,
+            vocab=256_000, gated=True, activation="silu", parallel=True, position="rotary", scale_logits=True,
+            z_loss=1e-4,
+        )  # fmt: skip
+
+
+def _maxtext() -> Iterator[TransformerConfig]:
+    """AI-Hypercomputer/maxtext: MaxText/configs/{v4,v5e,v5p}/*.sh over base.yml, in the versions its tables are of."""
+    rows = (
+        ("maxtext-16b", 32, 5120, 32, 32_768),
+        ("maxtext-22b", 48, 6144, 24, 24_576),
+        ("maxtext-32b", 32, 10_240, 32, 32_768),
+        ("maxtext-52b", 32, 12_288, 32, 49_152),
+        ("maxtext-64b", 64, 10_240, 32, 32_768),
+        ("maxtext-128b", 64, 10_240, 64, 65_536),
+        ("maxtext-512b", 128, 20_480, 64, 65_536),
+        ("maxtext-1024b", 128, 20_480, 128, 131_072),
+    )
+    for name, layers, d_model, heads, d_ff in rows:
+        yield TransformerConfig(
+            name=name, layers=layers, d_model=d_model, heads=heads, head_dim=256, d_ff=d_ff, vocab=32_768,
+            activation="relu", norm="rms", position="rotary",
+        )  # fmt: skip
+
+
+def _gemma() -> Iterator[TransformerConfig]:
+    """maxtext: src/maxtext/configs/models/{gemma3-12b,gemma4-31b}.yml: five layers of local attention, one of global.
+
+    Not modelled of Gemma 4: the rotation of a quarter of the features only, and the norm of values; no weights.
+    """
+    local = (1024,) * 5
+    yield TransformerConfig(
+        name="gemma3-12b", layers=48, d_model=3840, heads=16, kv_heads=8, head_dim=256, d_ff=15_360, vocab=262_144,
+        gated=True, norm="rms", post_norms=True, qk_norm=True, windows=(*local, None), position="rotary",
+        rope_theta=1e6, local_rope_theta=1e4, scale_embedding=True,
+    )  # fmt: skip
+    yield TransformerConfig(
+        name="gemma4-31b", layers=60, d_model=5376, heads=32, kv_heads=16, head_dim=256, d_ff=21_504, vocab=262_144,
+        gated=True, norm="rms", post_norms=True, qk_norm=True, windows=(*local, None), position="rotary",
+        rope_theta=1e6, local_rope_theta=1e4, scale_embedding=True, global_head_dim=512, global_kv_heads=4,
+        share_kv=True, logit_cap=30.0,
+    )  # fmt: skip
+
+
+_FAMILIES = (_transformer, _bert, _mesh_tensorflow, _gpt2, _gpt3, _t5, _llama, _palm, _maxtext, _gemma)
+PRESETS: MappingProxyType[str, TransformerConfig] = MappingProxyType(
+    {config.name: config for family in _FAMILIES for config in family()}
+)
+
+
+def preset(name: str) -> TransformerConfig:
+    """The model of that name; `replace` changes fields of it.
+
+    Raises: GraphError for an unknown name, with the nearest one.
+    Example:
+      >>> preset("palm-540b").parameters
+      540356474880
+      >>> preset("lama2-70b")
+      Traceback (most recent call last):
+      meshlib.errors.GraphError: preset (<doctest meshlib.models.presets.preset[1]>:1): no model 'lama2-70b'; did you...
+    """
+    if name not in PRESETS:
+        hint = nearest(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
+        raise GraphError(f"{at('preset')}: no model {name!r}{hint}")
+    return PRESETS[name]

@@ -1,0 +1,73 @@
+"""One training step of a Transformer: loss, gradients, updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from meshlib import optimize
+from meshlib.checks import at
+from meshlib.errors import GraphError, nearest
+from meshlib.graph import Operation, Tensor
+from meshlib.models.config import TransformerConfig
+from meshlib.models.transformer import transformer
+from meshlib.ops.remat import Policy
+from meshlib.optimize.base import LearningRate, Optimizer
+
+OPTIMIZERS: MappingProxyType[str, Callable[[LearningRate], Optimizer]] = MappingProxyType(
+    {
+        "adafactor": lambda rate: optimize.AdafactorOptimizer(learning_rate=rate),
+        "adam": optimize.AdamOptimizer,
+        "adamw": optimize.AdamWOptimizer,
+        "lion": optimize.LionOptimizer,
+        "sgd": optimize.SgdOptimizer,
+    }
+)
+
+
+def train_step(
+    config: TransformerConfig,
+    batch: int,
+    length: int,
+    optimizer: str | Optimizer = "adamw",
+    remat: Policy = "full",
+    scan: bool = True,
+    learning_rate: LearningRate = 1e-3,
+    max_norm: float | None = None,
+    encoder_length: int | None = None,
+    predictions: int | None = None,
+) -> tuple[dict[str, Tensor], list[Operation]]:
+    """What one training step of a model is lowered from; call it inside a graph.
+
+    Args:
+      config, batch, length, remat, scan, encoder_length, predictions: as of `transformer`.
+      optimizer: an `mtf.optimize.Optimizer`, or the name of one: "adamw", "adam", "adafactor", "lion", "sgd".
+      learning_rate: of an optimizer given by name: a number, a tensor, or a schedule.
+      max_norm: clip all gradients together to this norm.
+    Returns: the outputs, with the "loss", and the updates: what `mtf.lower` takes. Variables of config.variable_dtype
+      are updated in float32; products take and make config.activation_dtype.
+    Raises: GraphError for an optimizer that is none, and as `transformer`.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("llama2-7b").reduced()
+      >>> with mtf.Graph():
+      ...     outputs, updates = mtf.models.train_step(tiny, batch=8, length=16)
+      ...     program = mtf.lower(outputs, updates, mesh="fsdp:4", layout=mtf.models.layout("fsdp", tiny, "fsdp:4"))
+      >>> sorted(program.inputs), program.outputs["loss"].tensor.shape
+      (['targets', 'tokens'], Shape(''))
+    """
+    made = _optimizer(optimizer, learning_rate)
+    model = transformer(config, batch, length, remat, scan, encoder_length, predictions, training=True)
+    return {"loss": model.loss}, made.minimize(model.loss, max_norm=max_norm)
+
+
+def _optimizer(optimizer: object, learning_rate: LearningRate) -> Optimizer:
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        hint = nearest(optimizer, OPTIMIZERS) if isinstance(optimizer, str) else ""
+        raise GraphError(
+            f"{at('train_step')}: optimizer must be an mtf.optimize.Optimizer or one of {', '.join(OPTIMIZERS)}, "
+            f"got {optimizer!r:.80}{hint}"
+        )
+    return OPTIMIZERS[optimizer](learning_rate)

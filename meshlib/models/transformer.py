@@ -1,0 +1,255 @@
+"""A Transformer from its config: decoder-only, encoder-only or encoder-decoder, layers scanned or unrolled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from math import sqrt
+from types import MappingProxyType
+
+from layouts import Dimension
+from meshlib import initializers, layers
+from meshlib.checks import at, flag, whole
+from meshlib.errors import GraphError
+from meshlib.graph import Tensor, absolute_scope, scope
+from meshlib.initializers import Initializer
+from meshlib.layers.dense import ACTIVATIONS
+from meshlib.models.blocks import Blocks
+from meshlib.models.config import TransformerConfig
+from meshlib.ops.einsum import einsum
+from meshlib.ops.elementwise import tanh
+from meshlib.ops.index import gather
+from meshlib.ops.loop import scan
+from meshlib.ops.reduce import reduce_mean
+from meshlib.ops.remat import Policy
+from meshlib.ops.rewrite import recompute_grad
+from meshlib.ops.shape import rename_dimension
+from meshlib.ops.sources import input, variable
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A model in a graph.
+
+    `inputs` by name: "tokens" [batch, length] and "targets" of the same dims (or [batch, predictions]), int32;
+    "sources" [batch, encoder length] of an encoder-decoder; "segments" [batch, length] and "positions" [batch,
+    predictions] where the model has them. `logits` [batch, length, vocab] (or predictions in place of length);
+    `loss` without dims: the mean over all targets.
+    """
+
+    config: TransformerConfig
+    inputs: Mapping[str, Tensor]
+    logits: Tensor
+    loss: Tensor
+
+
+def transformer(
+    config: TransformerConfig,
+    batch: int,
+    length: int,
+    remat: Policy = "full",
+    scan: bool = True,
+    encoder_length: int | None = None,
+    predictions: int | None = None,
+    training: bool = False,
+) -> Transformer:
+    """Build a model; call it inside a graph.
+
+    Dims are called batch, length, d_model, heads (of keys), group (query heads on one of them), head_dim, d_ff, vocab
+    and layers: what layout rules name. `mtf.models.layout` has rules.
+
+    Args:
+      config: what to build.
+      batch, length: sequences, and tokens in each; all of them count, none is padding.
+      remat: what the backward keeps of each layer and what it computes again: "full" computes all again, "none"
+        nothing, "matmuls" keeps the products with weights; or an `mtf.Remat`. Its names are q, k, v, context, out, wi,
+        wi_gate, wo, residual.
+      scan: one loop over stacked layers, whose variables have `layers` as their first dim, or each layer by itself,
+        under `layer_0`, `layer_1`, ... Of a pattern of windows, one trip of the loop goes over the whole pattern.
+      encoder_length: tokens of the encoder's sequence; `length` unless given.
+      predictions: how many tokens of each sequence an encoder predicts, given by the input "positions"; all unless
+        given.
+      training: whether dropout drops.
+    Raises: GraphError for arguments that the config has no use for, and sequences longer than its positions.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph() as graph:
+      ...     model = mtf.models.transformer(mtf.models.preset("llama2-7b"), batch=8, length=4096)
+      >>> model.logits.shape
+      Shape('batch:8;length:4096;vocab:32000')
+      >>> print(graph.variables["layers/attention/q/kernel"].output.shape)
+      [layers:32, d_model:4096, heads:32, head_dim:128]
+    """
+    _check(config, batch, length, scan, encoder_length, predictions, training)
+    return _Builder(config, Dimension("batch", batch), remat, scan, training).build(
+        length, encoder_length or length, predictions
+    )
+
+
+def _check(
+    config: object,
+    batch: int,
+    length: int,
+    scan: bool,
+    encoder_length: int | None,
+    predictions: int | None,
+    training: bool,
+) -> None:
+    what = "transformer"
+    if not isinstance(config, TransformerConfig):
+        raise GraphError(f"{at(what)}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
+    flag(scan, what, "scan"), flag(training, what, "training")
+    sizes = {"batch": batch, "length": length, "encoder_length": encoder_length, "predictions": predictions}
+    for name, size in sizes.items():
+        if size is not None and whole(size, what, name) < 1:
+            raise GraphError(f"{at(what)}: {name} must be at least 1, got {size}")
+    if encoder_length is not None and not config.encoder_decoder:
+        raise GraphError(f"{at(what)}: encoder_length is for an encoder-decoder; {config.name} is a {config.kind}")
+    if predictions is not None and config.kind != "encoder":
+        raise GraphError(f"{at(what)}: predictions is for an encoder; {config.name} is a {config.kind}")
+    if config.position == "learned" and config.max_length is not None and length > config.max_length:
+        raise GraphError(f"{at(what)}: {config.name} has {config.max_length} positions, but the length is {length}")
+
+
+@dataclass
+class _Builder:
+    """The parts of a model."""
+
+    config: TransformerConfig
+    batch: Dimension
+    remat: Policy
+    scan: bool
+    training: bool
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def build(self, length: int, encoder_length: int, predictions: int | None) -> Transformer:
+        """Inputs, stacks, head and loss."""
+        c = self.config
+        table = layers.embedding_weights(
+            Dimension("vocab", c.vocab), self._d_model, c.variable_dtype, None, c.activation_dtype, self._start()
+        )
+        if c.encoder_decoder:
+            with scope("encoder"):
+                sources = self._input("sources", Dimension("length", encoder_length))
+                memory = self._stack(table, sources, c.encoder_layers, causal=False)
+            with scope("decoder"):
+                tokens = self._input("tokens", Dimension("length", length))
+                x = self._stack(table, tokens, c.layers, causal=True, memory=memory)
+        else:
+            tokens = self._input("tokens", Dimension("length", length))
+            x = self._stack(table, tokens, c.layers, causal=c.kind == "decoder")
+        targets = tokens.shape.dim("length")
+        if predictions is not None:
+            targets = Dimension("predictions", predictions)
+            x = gather(x, self._input("positions", targets), "length")
+        logits = self._logits(x, table)
+        loss = self._loss(logits, self._input("targets", targets))
+        return Transformer(c, MappingProxyType(self.inputs), logits, loss)
+
+    @property
+    def _d_model(self) -> Dimension:
+        return Dimension("d_model", self.config.d_model)
+
+    def _start(self) -> Initializer:
+        """Tied tables start so that logits do as small as those of other products."""
+        tied = self.config.tied and not self.config.scale_logits
+        return initializers.random_normal(0.0, self.config.d_model**-0.5 if tied else 1.0)
+
+    def _input(self, name: str, dim: Dimension) -> Tensor:
+        with absolute_scope(""):
+            made = self.inputs[name] = input(name, [self.batch, dim], "int32")
+        return made
+
+    def _stack(
+        self, table: Tensor, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None
+    ) -> Tensor:
+        """Embeddings, and `count` layers of what is embedded."""
+        c = self.config
+        length = tokens.shape.dim("length")
+        bias = None
+        if c.position == "relative":
+            bias = layers.relative_position_bias(
+                length, Dimension("heads", c.heads), c.relative_buckets, c.relative_max_distance, causal,
+                variable_dtype=c.variable_dtype,
+            )
+        blocks = Blocks(c, causal, self.training, bias, memory)
+        x = self._embedded(table, tokens, blocks)
+        windows = c.windows
+        trips = count // len(windows) if self.scan else 0
+        if trips:
+            x = self._scanned(blocks, x, trips)
+        for n in range(trips * len(windows), count):
+            with scope(f"layer_{n}"):
+                x = recompute_grad(lambda h, w=windows[n % len(windows)]: blocks.layer(h, w), [x], self.remat)
+        return blocks.norm(x, "final_norm") if c.norm_position == "pre" else x
+
+    def _scanned(self, blocks: Blocks, x: Tensor, trips: int) -> Tensor:
+        """Layers as trips of a loop, each over the whole pattern of windows."""
+        windows = self.config.windows
+
+        def trip(carries: tuple[Tensor, ...], slices: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[()]]:
+            (h,) = carries
+            for n, window in enumerate(windows):
+                with scope(f"layer_{n}") if len(windows) > 1 else nullcontext():
+                    h = blocks.layer(h, window)
+            return (h,), ()
+
+        with scope("layers"):
+            (x,), _ = scan(trip, [x], dim=Dimension("layers", trips), remat=self.remat, stack_variables=True)
+        return x
+
+    def _embedded(self, table: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
+        c = self.config
+        length = tokens.shape.dim("length")
+        x = layers.embedding(tokens, table.shape.dim("vocab"), self._d_model, weights=table)
+        if c.scale_embedding:
+            x = x * sqrt(c.d_model)
+        if c.position == "learned":
+            x = x + layers.learned_positions(
+                length, self._d_model, c.max_length, c.variable_dtype, None, c.activation_dtype
+            )
+        if c.position == "sinusoidal":
+            x = x + layers.sinusoidal_positions(length, self._d_model, c.activation_dtype)
+        if c.segments:
+            kinds = Dimension("segments", c.segments)
+            x = x + layers.embedding(
+                self._input("segments", length), kinds, self._d_model, c.variable_dtype, None, c.activation_dtype,
+                name="segment_embedding",
+            )
+        if c.embedding_norm:
+            x = blocks.norm(x, "embedding_norm")
+        return blocks.dropped(x)
+
+    def _logits(self, x: Tensor, table: Tensor) -> Tensor:
+        c = self.config
+        vocab = table.shape.dim("vocab")
+        transformed = c.head == "transform"
+        with scope("head"):
+            if transformed:
+                x = self._transformed(x)
+            if c.scale_logits:
+                x = x * c.d_model**-0.5
+            weights = table
+            if not c.tied:
+                start = initializers.scaled_normal(self._d_model)
+                weights = variable("kernel", [self._d_model, vocab], start, c.variable_dtype, None, c.activation_dtype)
+            logits = einsum([x, weights], output_shape=[*x.shape[:-1], vocab], name="logits")
+            if transformed:
+                logits = logits + variable("bias", [vocab], 0.0, c.variable_dtype, None, c.activation_dtype)
+            return tanh(logits * (1 / c.logit_cap)) * c.logit_cap if c.logit_cap else logits
+
+    def _transformed(self, x: Tensor) -> Tensor:
+        """BERT's dense layer before the logits."""
+        c = self.config
+        renamed = Dimension("d_model_out", c.d_model)
+        x = layers.dense(x, renamed, [self._d_model], variable_dtype=c.variable_dtype, name="transform")
+        x = rename_dimension(ACTIVATIONS[c.activation](x), renamed.name, "d_model")
+        return Blocks(c, False, self.training).norm(x, "norm")
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        c = self.config
+        losses = layers.softmax_cross_entropy_with_logits(
+            logits, targets, logits.shape.dim("vocab"), c.z_loss, c.label_smoothing if self.training else 0.0
+        )
+        return reduce_mean(losses, name="loss")

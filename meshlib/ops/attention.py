@@ -1,0 +1,324 @@
+"""Fused attention, a kernel of its own: softmax(q k' + masks) v without the scores ever reaching HBM.
+
+Three operations: the result, and its gradients for the queries and for keys and values, each of which computes the
+scores again, as flash kernels do. Queries, heads and batches may be split over devices; every device needs all keys
+of its rows, so a split `memory_length` is gathered first. Source: Dao et al., arXiv:2205.14135; Splash attention in
+jax-ml/jax: jax/experimental/pallas/ops/tpu/splash_attention.
+
+Numerics are those of the MXU: float32 operands are rounded to bfloat16 on the way in, probabilities and their
+cotangents too, before they meet values, keys and queries; scores, sums and softmax are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from layouts import Dimension, Shape
+from meshlib.checks import at, flag, number, whole
+from meshlib.dtypes import BOOL
+from meshlib.errors import ShapeError
+from meshlib.gradients import composed_gradient
+from meshlib.graph import Operation, Tensor, TensorType, find_dim
+from meshlib.operation import (
+    NONLINEAR,
+    Factor,
+    Kind,
+    Role,
+    Work,
+    build,
+    build_all,
+    named_factors,
+    operation,
+    same_dtype,
+    tensor,
+    traffic_bytes,
+    type_bytes,
+    union,
+)
+from meshlib.ops.attention_kernel import local_grad_memory, local_grad_query, local_result, seen_keys
+from meshlib.ops.einsum import einsum
+from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, exp, greater_equal, less, logical_and, where
+from meshlib.ops.index import range as positions
+from meshlib.ops.reduce import reduce_max, reduce_sum
+from meshlib.ops.state import stop_gradient
+
+# Kernels compute scores in tiles of this many queries and keys; a tile in which no query sees a key is skipped.
+TILE = 512
+
+# Lane operations per score, modelled: scale, mask, maximum, difference, exponential, sum; for the gradients besides
+# what makes the scores' cotangent of the probabilities' one.
+_OPS = TRANSCENDENTAL_OPS + 5
+_GRAD_OPS = TRANSCENDENTAL_OPS + 7
+
+
+@lru_cache(maxsize=4096)
+def executed_share(length: int, memory: int, causal: bool, window: int | None) -> Fraction:
+    """Which share of all query-key pairs a kernel computes that skips tiles nobody sees.
+
+    >>> executed_share(1024, 1024, True, None), executed_share(4096, 4096, False, None)
+    (Fraction(3, 4), Fraction(1, 1))
+    """
+    pairs = 0
+    for start in range(0, length, TILE):
+        stop = min(start + TILE, length)
+        low, high = seen_keys(start, stop, memory, causal, window)
+        first, last = low // TILE * TILE, min(memory, -(-high // TILE) * TILE)
+        pairs += (stop - start) * (last - first)
+    return Fraction(pairs, length * memory)
+
+
+# ---------------------------------------------------------------- types, roles, work
+
+
+def _check(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
+    """Raise ShapeError unless q, k and v fit together."""
+    q, k, v = (t.shape for t in types[:3])
+    length, memory, key, value = (attrs[n] for n in ("length", "memory_length", "key_dim", "value_dim"))
+    if not same_dtype(types[:3]).is_float:
+        raise ShapeError(f"needs float operands, got {types[0].dtype.name}; cast them with mtf.cast")
+    if length in k:
+        raise ShapeError(
+            f"k has the queries' dim '{length}'; rename it with mtf.rename_dimension(k, '{length}', 'memory_length'), "
+            "and that of v"
+        )
+    if memory in q:
+        raise ShapeError(f"q has the keys' dim '{memory}'; only k and v have it")
+    strange = [str(d) for d in k if d.name not in q and d.name != memory]
+    if strange:
+        raise ShapeError(f"k has {', '.join(strange)}, which q lacks; q, k share batch dims and '{key}'")
+    wanted = {d for d in k if d.name != key} | {v.dim(value)}
+    if set(v) != wanted or (value != key and value in q):
+        raise ShapeError(f"v must have the dims of k, with '{value}' in place of '{key}': k {k}, v {v}")
+    union([q, k, v])
+    rows, memory_size, window = q.dim(length).size, k.dim(memory).size, attrs["window"]
+    if window is not None and rows > memory_size + window - 1:
+        raise ShapeError(f"the last of {rows} queries sees none of {memory_size} keys through a window of {window}")
+
+
+def _check_mask(mask: TensorType, q: Shape, k: Shape) -> None:
+    if mask.dtype is not BOOL:
+        raise ShapeError(f"the mask must be bool, got {mask.dtype.name}; compare first, as in mtf.not_equal(x, 0)")
+    stray = [str(d) for d in mask.shape if d not in q and d not in k]
+    if stray:
+        raise ShapeError(f"the mask has {', '.join(stray)}, which q and k lack")
+
+
+def _out_shape(q: Shape, v: Shape, attrs: Mapping[str, Any]) -> Shape:
+    return Shape([v.dim(attrs["value_dim"]) if d.name == attrs["key_dim"] else d for d in q])
+
+
+def attention_type(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    """The type of the result for q, k, v and a mask if there is one; raises ShapeError if they do not fit."""
+    _check(types, attrs)
+    q, k, v = (t.shape for t in types[:3])
+    for mask in types[3:]:
+        _check_mask(mask, q, k)
+    return TensorType(_out_shape(q, v, attrs), types[0].dtype)
+
+
+def _whole(op: Operation) -> dict[str, Role]:
+    return dict.fromkeys((op.attrs[n] for n in ("memory_length", "key_dim", "value_dim")), Role.WHOLE)
+
+
+def _memory_roles(op: Operation) -> tuple[Factor, ...]:
+    q, k = op.inputs[0].shape, op.inputs[1].shape
+    return named_factors(op, {**{d.name: Role.SUM for d in q if d.name not in k}, **_whole(op)})
+
+
+def _work(ins: Sequence[TensorType], attrs: Mapping[str, Any], products: tuple[int, int], ops: int) -> tuple[int, int]:
+    """MXU flops and lane operations; `products` are the matrix products over the key dim and over the value dim.
+
+    With `causal` or a window, the share of tiles that the whole kernel computes: where `length` is split, devices
+    then differ, and this is their mean, which kernels reach that deal out the rows evenly.
+    """
+    q, k, v = (t.shape for t in ins[:3])
+    key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
+    share: Fraction = attrs["share"]
+    points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
+    computed = points * share.numerator // share.denominator
+    passes = 6 if attrs.get("precision") == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as of einsum
+    return 2 * computed * (products[0] * key + products[1] * value) * passes, computed * ops
+
+
+def _result_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    return Work(*_work(ins, attrs, (1, 1), _OPS), traffic_bytes(ins, out))
+
+
+def _query_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    return Work(*_work(ins, attrs, (2, 1), _GRAD_OPS), traffic_bytes(ins, out))
+
+
+def _memory_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    # `out` is the keys' cotangent; that of the values has their type.
+    return Work(*_work(ins, attrs, (2, 2), _GRAD_OPS), traffic_bytes(ins, out) + type_bytes(ins[2]))
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    q, k, v, *mask = op.inputs
+    dq = build(GRAD_QUERY, [q, k, v, dy, *mask], op.attrs)
+    dk, dv = build_all(GRAD_MEMORY, [q, k, v, dy, *mask], op.attrs)
+    return [dq, dk, dv, *(None for _ in mask)]
+
+
+def visible(length: Dimension, memory: Dimension, causal: bool, window: int | None) -> Tensor | None:
+    """bool [length, memory]: which keys a query sees; None if all. A source of the current graph."""
+    i, j = positions(length), positions(memory)
+    seen = None
+    if causal:
+        seen = greater_equal(i, j)
+    if window is not None:
+        near = less(i - j, window)
+        seen = near if seen is None else logical_and(seen, near)
+        if not causal:
+            seen = logical_and(seen, less(j - i, window))
+    return seen
+
+
+def _composed(attrs: Mapping[str, Any], inputs: Sequence[Tensor], mask: Sequence[Tensor]) -> list[Tensor]:
+    """dq, dk and dv of q, k, v and the result's cotangent, in operations with gradients of any order."""
+    q, k, v, dy = inputs
+    length, memory = q.shape.dim(attrs["length"]), k.shape.dim(attrs["memory_length"])
+    pairs = Shape([*(d for d in q.shape if d.name != attrs["key_dim"]), memory])
+    scores = einsum([q, k], output_shape=pairs) * attrs["scale"]
+    with scores.graph:
+        masks = [m for m in (visible(length, memory, attrs["causal"], attrs["window"]), *mask) if m is not None]
+    for seen in masks:
+        scores = where(seen, scores, -1e30)
+    weights = exp(scores - stop_gradient(reduce_max(scores, reduced_dim=memory)))
+    for seen in masks:
+        weights = where(seen, weights, 0.0)
+    total = reduce_sum(weights, reduced_dim=memory)
+    p = weights / (where(greater_equal(0.0, total), 1.0, total) if mask else total)
+    dp = einsum([dy, v], output_shape=pairs)
+    ds = p * (dp - reduce_sum(p * dp, reduced_dim=memory)) * attrs["scale"]
+    return [
+        einsum([ds, k], output_shape=q.shape),
+        einsum([ds, q], output_shape=k.shape),
+        einsum([p, dy], output_shape=v.shape),
+    ]
+
+
+def _second(op: Operation, which: slice, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+    inputs, mask = op.inputs[:4], op.inputs[4:]
+    sides = composed_gradient(lambda *xs: _composed(op.attrs, xs, mask)[which], inputs, dys)
+    return [*sides, *(None for _ in mask)]
+
+
+ATTENTION = operation(
+    "attention",
+    kind=Kind.KERNEL,
+    shape=attention_type,
+    roles=lambda op: named_factors(op, _whole(op)),
+    local=local_result,
+    grad=_grad,
+    linear=lambda op: NONLINEAR,
+    work=_result_work,
+)
+GRAD_QUERY = operation(
+    "attention_grad_query",
+    kind=Kind.KERNEL,
+    shape=lambda types, attrs: types[0],
+    roles=lambda op: named_factors(op, _whole(op)),
+    local=local_grad_query,
+    grad=lambda op, dz: _second(op, slice(0, 1), [dz]),
+    linear=lambda op: NONLINEAR,
+    work=_query_work,
+)
+GRAD_MEMORY = operation(
+    "attention_grad_memory",
+    kind=Kind.KERNEL,
+    shape=lambda types, attrs: (types[1], types[2]),
+    roles=_memory_roles,
+    local=local_grad_memory,
+    grad=lambda op, dk, dv: _second(op, slice(1, 3), [dk, dv]),
+    linear=lambda op: NONLINEAR,
+    work=_memory_work,
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: Dimension | str,
+    memory_length: Dimension | str,
+    key_dim: Dimension | str,
+    value_dim: Dimension | str | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """softmax over memory_length of (scale q k), times v, as one kernel: the scores never reach HBM.
+
+    Q[B, G, i, d], K[B, j, d], V[B, j, e]  ->  Y[B, G, i, e] = sum over j of P[B, G, i, j] V[B, j, e]
+
+    Args:
+      q: queries [..., length, key_dim], float.
+      k: keys [..., memory_length, key_dim]; dims shared with q are batch dims. Dims only in q, as several query heads
+        on one head of keys, are computed side by side.
+      v: values, the dims of k with `value_dim` in place of `key_dim`.
+      length, memory_length: dim of the queries, and of keys and values.
+      key_dim, value_dim: dims of one head; `value_dim` is `key_dim` unless given.
+      causal: query i sees keys j <= i only.
+      window: query i sees keys j with i - j < window, and j - i < window unless causal.
+      scale: of the scores; 1 / sqrt(size of key_dim) unless given.
+      mask: bool, of dims of q and k: False hides a key. A query that sees none gets zeros.
+      name: of the operation, in listings.
+    Returns: [..., length, value_dim] in the order of q, dtype of q.
+    Cost: 2 matrix products forward, 3 for the queries' gradient, 4 for those of keys and values, each of 2 flops per
+      query, key and element of a head; tiles of 512 x 512 that `causal` or `window` hide are skipped.
+    Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
+    Example:
+      >>> import meshlib as mtf
+      >>> length, memory, d = mtf.Dimension("length", 4), mtf.Dimension("memory_length", 4), mtf.Dimension("d", 2)
+      >>> with mtf.Graph():
+      ...     q, k, v = mtf.zeros([length, d]), mtf.zeros([memory, d]), mtf.ones([memory, d])
+      ...     y = mtf.attention(q, k, v, length, memory, d, causal=True)
+      >>> print(y.shape, mtf.simulate(mtf.lower({"y": y})).step()["y"].sum())
+      [length:4, d:2] 8.0
+
+    Source: Dao et al., "FlashAttention", arXiv:2205.14135.
+    """
+    attrs = arguments("attention", q, k, v, length, memory_length, key_dim, value_dim, causal, window, scale)
+    return build(ATTENTION, [q, k, v, *([] if mask is None else [tensor(mask, "attention")])], attrs, name)
+
+
+def arguments(
+    what: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: Dimension | str,
+    memory_length: Dimension | str,
+    key_dim: Dimension | str,
+    value_dim: Dimension | str | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> dict[str, Any]:
+    """The arguments of `attention`, checked one by one, as attributes of its operation."""
+    rows, keys = find_dim(tensor(q, what), length, what), find_dim(tensor(k, what), memory_length, what)
+    key = find_dim(k, find_dim(q, key_dim, what), what)
+    value = find_dim(tensor(v, what), key_dim if value_dim is None else value_dim, what)
+    if window is not None and whole(window, what, "window") < 1:
+        raise ShapeError(f"{at(what)}: window must be at least 1, got {window}")
+    hidden = flag(causal, what, "causal")
+    return {
+        "length": rows.name,
+        "memory_length": keys.name,
+        "key_dim": key.name,
+        "value_dim": value.name,
+        "causal": hidden,
+        "window": window,
+        "scale": key.size**-0.5 if scale is None else number(scale, what, "scale"),
+        "share": executed_share(rows.size, keys.size, hidden, window),
+    }

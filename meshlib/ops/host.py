@@ -1,0 +1,57 @@
+"""Copies to and from the memory of the host, which a policy of rematerialisation writes: see `mtf.Remat`.
+
+A value on the host takes no HBM. It lies there as it lies on the device, block by block, and nothing is computed or
+moved between devices there: it only comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from meshlib.graph import Operation, Tensor, TensorType, absolute_scope
+from meshlib.operation import Array, Block, Kind, Linear, OpDef, Work, build, named_factors, operation, type_bytes
+
+
+def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    return Work(0, 0, type_bytes(out))  # HBM is read or written; the other end is the host's memory
+
+
+def _local(block: Block, x: Array) -> Array:
+    out = block.result()
+    np.copyto(out, x)
+    return out
+
+
+def _define(name: str) -> OpDef:
+    return operation(
+        name,
+        kind=Kind.COPY,
+        shape=lambda types, attrs: types[0],
+        roles=named_factors,
+        local=_local,
+        grad=_grad,
+        linear=lambda op: Linear((0,)),
+        work=_work,
+    )
+
+
+def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    return [dy]
+
+
+TO_HOST, FROM_HOST = _define("to_host"), _define("from_host")
+
+
+def to_host(x: Tensor) -> Tensor:
+    """`x` in the memory of the host."""
+    with absolute_scope(x.operation.name):
+        return build(TO_HOST, [x], {"on_host": (0,)})
+
+
+def from_host(x: Tensor) -> Tensor:
+    """`x`, which lies on the host, in HBM again."""
+    with absolute_scope(x.operation.name):
+        return build(FROM_HOST, [x], {})

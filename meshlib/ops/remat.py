@@ -1,0 +1,140 @@
+"""Rematerialisation: what a loop, or a function under `recompute_grad`, keeps of its forward pass for its gradient.
+
+Everything is written again for the gradient; a policy says which values are there already. Copies of operations whose
+results are known, and whatever only they needed, are dead code. So a policy only ever chooses what may be kept: what
+the gradient has no use for is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshlib.checks import at, choice, flag, items
+from meshlib.errors import GraphError, nearest
+from meshlib.graph import Operation, Tensor
+from meshlib.operation import Kind
+from meshlib.ops.host import to_host
+
+POLICIES = ("full", "none", "matmuls")
+
+
+@dataclass(frozen=True)
+class Remat:
+    """A policy that keeps values by name: `mtf.Remat(save=["q", "k", "v"], offload=["context"])`.
+
+    An operation is meant if the last part of its name in the listing, without the number that tells repetitions
+    apart, is in the list: "q" means "decoder/attention/q" and "decoder/attention/q_1".
+
+    Args:
+      save: kept in HBM.
+      offload: kept in the memory of the host: copied there in the forward, and back before they are used.
+      offload_carries: whether what a loop carries, before each trip, is kept on the host.
+    Raises: GraphError for what is no list of names, or one that is in both.
+    """
+
+    save: Sequence[str] = ()
+    offload: Sequence[str] = ()
+    offload_carries: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("save", "offload"):
+            names = items(getattr(self, field), "Remat", field)
+            for name in names:
+                if not isinstance(name, str) or not name or "/" in name:
+                    raise GraphError(f"{at('Remat')}: {field} must be a list of last parts of names, got {name!r:.80}")
+            object.__setattr__(self, field, tuple(names))
+        flag(self.offload_carries, "Remat", "offload_carries")
+        both = sorted({*self.save} & {*self.offload})
+        if both:
+            raise GraphError(f"{at('Remat')}: '{both[0]}' is in save and in offload; take it out of one")
+
+
+Policy = str | Remat
+
+
+def checked_policy(remat: object, what: str) -> Policy:
+    """`remat` itself, one of the policies by name or a `Remat`."""
+    if isinstance(remat, Remat):
+        return remat
+    if isinstance(remat, str):
+        return choice(remat, what, "remat", POLICIES)
+    raise GraphError(f"{at(what)}: remat must be {', '.join(map(repr, POLICIES))} or an mtf.Remat, got {remat!r:.80}")
+
+
+def kept_values(operations: Sequence[Operation], remat: Policy, what: str) -> list[tuple[Tensor, Tensor]]:
+    """The values that `remat` keeps of these operations, each with where it is kept: itself, or its copy on the host.
+
+    Raises: GraphError if a name of the policy is that of no operation.
+    """
+    if isinstance(remat, Remat):
+        return _by_name(operations, remat, what)
+    if remat == "none":
+        return [(y, y) for y in _dear(operations)]
+    if remat == "matmuls":
+        settled = _Settled(operations)
+        return [(y, y) for y in dict.fromkeys(settled.of(op.output) for op in operations if _is_plain_product(op))]
+    return []
+
+
+def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[tuple[Tensor, Tensor]]:
+    named: dict[str, list[Operation]] = {}
+    for op in operations:
+        if op.kind.name in ("input", "variable"):
+            continue  # is there anyway
+        last = op.name.rpartition("/")[2]
+        for name in dict.fromkeys((last, re.sub(r"_\d+$", "", last))):
+            named.setdefault(name, []).append(op)
+    for name in (*remat.save, *remat.offload):
+        if name not in named:
+            raise GraphError(f"{at(what)}: no operation is named '{name}', which remat keeps{nearest(name, named)}")
+    settled = _Settled(operations)
+    kept = {settled.of(y): "save" for name in remat.save for op in named[name] for y in op.public_outputs}
+    kept |= {settled.of(y): "offload" for name in remat.offload for op in named[name] for y in op.public_outputs}
+    return [(y, y if how == "save" else to_host(y)) for y, how in kept.items()]
+
+
+class _Settled:
+    """Where a value is kept that is used in one place only, which constrains it: behind that, as it then lies."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.users: dict[Tensor, list[Operation]] = {}
+        for op in operations:
+            for x in op.inputs:
+                self.users.setdefault(x, []).append(op)
+
+    def of(self, y: Tensor) -> Tensor:
+        """`y`, or what it becomes by being constrained."""
+        users = self.users.get(y, [])
+        return self.of(users[0].output) if len(users) == 1 and users[0].kind.name == "constrain" else y
+
+
+def _dear(operations: Sequence[Operation]) -> list[Tensor]:
+    """All that takes work to make again: not casts and views of what is there anyway, nor those that only widen."""
+    free: set[Tensor] = set()
+    found: list[Tensor] = []
+    for op in operations:
+        there = op.kind.kind is Kind.SOURCE and op.kind.name != "random"
+        if there or (is_cheap(op) and op.inputs[0] in free):
+            free.update(op.outputs)
+        elif not (is_cheap(op) and _size(op.inputs[0]) <= _size(op.output)):
+            found += op.outputs
+    return found
+
+
+def is_cheap(op: Operation) -> bool:
+    """Whether making the result again from its operand is as good as keeping it: a cast, or a view in place."""
+    return op.kind.name == "cast" or (op.kind.kind is Kind.VIEW and op.kind.name not in ("constrain", "assign"))
+
+
+def _size(x: Tensor) -> int:
+    return x.shape.size * x.dtype.itemsize
+
+
+def _is_plain_product(op: Operation) -> bool:
+    """An einsum whose operands share no dim that stays in the result: a product with weights, not one per head."""
+    if op.kind.name != "einsum":
+        return False
+    a, b = op.inputs
+    return not any(d in a.shape and d in b.shape for d in op.output.shape)

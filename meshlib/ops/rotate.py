@@ -1,0 +1,68 @@
+"""The quarter turn of rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension
+from meshlib.errors import ShapeError
+from meshlib.graph import Tensor, TensorType, find_dim
+from meshlib.operation import (
+    Array,
+    Block,
+    Kind,
+    Linear,
+    Role,
+    Work,
+    build,
+    named_factors,
+    operation,
+    tensor,
+    traffic_bytes,
+)
+from meshlib.ops.elementwise import negative
+
+
+def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    (x,) = types
+    d = x.shape.dim(attrs["dim"])
+    if not x.dtype.is_float:
+        raise ShapeError(f"needs a float operand, got {x.dtype.name}; cast it with mtf.cast")
+    if d.size % 2:
+        raise ShapeError(f"dim {d} has no two halves: {d.size} is odd")
+    return x
+
+
+def _local(block: Block, x: Array) -> Array:
+    axis = block.out.shape.index(block.attrs["dim"])
+    half = x.shape[axis] // 2
+    before = (np.s_[:],) * axis
+    first, second = (*before, np.s_[:half]), (*before, np.s_[half:])
+    out = np.empty(x.shape, x.dtype)
+    np.negative(x[second], out=out[first])
+    np.copyto(out[second], x[first])
+    return out
+
+
+ROTATE_HALF = operation(
+    "rotate_half",
+    kind=Kind.VIEW,
+    shape=_shape,
+    roles=lambda op: named_factors(op, {op.attrs["dim"]: Role.WHOLE}),
+    local=_local,
+    grad=lambda op, dy: [negative(rotate_half(dy, op.attrs["dim"]))],
+    linear=lambda op: Linear((0,)),
+    work=lambda ins, out, attrs: Work(0, out.shape.size, traffic_bytes(ins, out)),
+)
+
+
+def rotate_half(x: Tensor, dim: Dimension | str, name: str | None = None) -> Tensor:
+    """(-b, a) where `x` is (a, b), its two halves along `dim`: each pair (a[i], b[i]) turned by a quarter.
+
+    Raises: ShapeError for a dim of odd size.
+    """
+    found = find_dim(tensor(x, "rotate_half"), dim, "rotate_half")
+    return build(ROTATE_HALF, [x], {"dim": found.name}, name)

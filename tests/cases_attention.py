@@ -1,0 +1,153 @@
+"""Rows for fused attention and its two gradients, and for the quarter turn of rotary positions. See `tests/cases.py`.
+
+The reference goes head by head and query by query; it knows no batches, tiles or maxima.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import meshlib as mtf
+from meshlib.graph import Tensor
+from meshlib.ops.rotate import rotate_half
+from tests.cases import Array, dims, flags, row, signed
+
+D, E = dims("d:3;e:5")
+
+
+def weights(q: Array, k: Array, at: int, scale: float, causal: bool, window: int | None, seen: Array) -> Array:
+    """softmax of the scores of one query, by the definition: zeros where every key is hidden."""
+    e = np.exp(scale * (k @ q[at]))
+    for j in range(len(k)):
+        if (causal and j > at) or (window and abs(at - j) >= window) or not seen[at, j]:
+            e[j] = 0
+    return e / e.sum() if e.any() else e
+
+
+def reference(
+    q: Array,
+    k: Array,
+    v: Array,
+    dy: Array | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Array, ...]:
+    """One head: y; with its cotangent dq, dk and dv, too."""
+    scale = 1 / np.sqrt(q.shape[1]) if scale is None else scale
+    seen = np.ones((len(q), len(k)), bool) if mask is None else mask
+    p = np.array([weights(q, k, i, scale, causal, window, seen) for i in range(len(q))])
+    if dy is None:
+        return (p @ v,)
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for i in range(len(q)):
+        ds = scale * p[i] * (v @ dy[i] - dy[i] @ (p[i] @ v))
+        dq[i] = ds @ k
+        dk += np.outer(ds, q[i])
+        dv += np.outer(p[i], dy[i])
+    return dq, dk, dv
+
+
+def plain(which: int | None, **options: Any) -> Any:
+    """b h i d, b h j d, b h j e, b h i e: the result, or one of the gradients (0: q, 1: k, 2: v)."""
+
+    def apply(q: Array, k: Array, v: Array, dy: Array | None = None) -> Array:
+        cotangents = np.zeros(q.shape[:2]) if dy is None else dy
+        made = [
+            [reference(q[b, h], k[b, h], v[b, h], None if dy is None else cotangents[b, h], **options)[which or 0]
+             for h in range(q.shape[1])]
+            for b in range(q.shape[0])
+        ]  # fmt: skip
+        return np.array(made)
+
+    return apply
+
+
+def grouped(which: int | None, **options: Any) -> Any:
+    """i b g h d, h j b d, b j h d (one name for the elements of keys and values), dims in no order; mask b j."""
+
+    def apply(q: Array, k: Array, v: Array, *more: Array) -> Array:
+        dy, mask = more if which is not None else (None, more[0])
+        (_, batch, group, heads, _) = q.shape
+        total = [np.zeros(x.shape) for x in (q, k, v)]
+        for b, g, h in np.ndindex(batch, group, heads):
+            seen = np.broadcast_to(mask[b], (len(q), k.shape[1]))
+            part = None if dy is None else dy[:, b, g, h]
+            made = reference(q[:, b, g, h], k[h, :, b], v[b, :, h], part, seen, **options)
+            places = (np.s_[:, b, g, h], np.s_[h, :, b], np.s_[b, :, h])
+            for x, at, y in zip(total, places, made, strict=False):
+                x[at] += y
+        return total[which or 0]
+
+    return apply
+
+
+def gradient(y: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+    """dx, which must be there."""
+    (dx,) = mtf.gradients([y], [x], [dy])
+    assert dx is not None
+    return dx
+
+
+PLAIN = {"q": signed("b:2;h:2;i:4;d:3"), "k": signed("b:2;h:2;j:4;d:3"), "v": signed("b:2;h:2;j:4;e:5")}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window": 2, "scale": 0.75},
+    "window": {"window": 2},
+}
+NAMES = ("attention_grad_query", "attention_grad_memory", "attention_grad_memory")
+for _name, _options in OPTIONS.items():
+    row(
+        "attention",
+        _name,
+        PLAIN,
+        lambda f, q, k, v, o=_options: mtf.attention(q, k, v, "i", "j", "d", "e", **o),
+        plain(None, **_options),
+        "qkv",
+    )
+for _which, _x in enumerate("qkv"):
+    _options = OPTIONS["causal window"]
+    row(
+        NAMES[_which],
+        f"of {_x}",
+        {**PLAIN, "c": signed("b:2;h:2;i:4;e:5")},
+        lambda f, q, k, v, c, x=_which, o=_options: gradient(
+            mtf.attention(q, k, v, "i", "j", "d", "e", **o), (q, k, v)[x], c
+        ),
+        plain(_which, **_options),
+        "qkvc" if _x != "v" else "qkc",
+    )
+
+GROUPED = {"q": signed("i:4;b:2;g:2;h:1;d:3"), "k": signed("h:1;j:6;b:2;d:3"), "v": signed("b:2;j:6;h:1;d:3")}
+row(
+    "attention",
+    "grouped with mask",
+    {**GROUPED, "m": flags("b:2;j:6")},
+    lambda f, q, k, v, m: mtf.attention(q, k, v, "i", "j", "d", causal=True, mask=m),
+    grouped(None, causal=True),
+    "qkv",
+)
+for _which, _x in enumerate("qkv"):
+    row(
+        NAMES[_which],
+        f"grouped with mask of {_x}",
+        {**GROUPED, "c": signed("i:4;b:2;g:2;h:1;d:3"), "m": flags("b:2;j:6")},
+        lambda f, q, k, v, c, m, x=_which: gradient(
+            mtf.attention(q, k, v, "i", "j", "d", causal=True, mask=m), (q, k, v)[x], c
+        ),
+        grouped(_which, causal=True),
+        "qkvc" if _x != "v" else "qkc",
+    )
+
+row(
+    "rotate_half",
+    "plain",
+    {"x": signed("a:4;n:6;b:2")},
+    lambda f, x: rotate_half(x, "n"),
+    lambda x: np.concatenate([-x[:, 3:], x[:, :3]], axis=1),
+    "x",
+)

@@ -1,0 +1,66 @@
+"""What tests of models share: one small model of each architecture, feeds and values for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import meshlib as mtf
+from meshlib.models import TransformerConfig, preset
+
+Array = np.ndarray[Any, Any]
+
+# One of each architecture, in float32, without dropout.
+FAMILIES = (
+    "transformer-base", "bert-large", "mtf-lm-4.9b", "gpt2", "t5-11b", "llama2-7b", "llama3.1-405b", "palm-540b",
+    "maxtext-16b", "gemma3-12b", "gemma4-31b",
+)  # fmt: skip
+BATCH, LENGTH = 2, 6
+
+
+def small(name: str, periods: int = 2) -> TransformerConfig:
+    """A reduced preset in float32, without dropout."""
+    return preset(name).reduced(periods).replace(activation_dtype="float32", dropout=0.0)
+
+
+def feeds(config: TransformerConfig, inputs: Any, seed: int = 0) -> dict[str, Array]:
+    """Random tokens for the inputs of a model."""
+    rng = np.random.default_rng(seed)
+    highest = {"segments": config.segments, "positions": LENGTH}
+    return {
+        name: rng.integers(0, highest.get(name, config.vocab), t.shape.sizes).astype(np.int32)
+        for name, t in inputs.items()
+    }
+
+
+def values(graph: mtf.Graph, seed: int = 0) -> dict[str, Array]:
+    """Random values for all variables: neither ones in norms nor zeros in biases, which hide what is wrong."""
+    rng = np.random.default_rng(seed)
+    made = {}
+    for name, op in graph.variables.items():
+        shape = op.output.shape.sizes
+        kind = name.rpartition("/")[2]
+        if kind == "scale":
+            made[name] = 1 + 0.2 * rng.normal(size=shape)
+        elif kind == "bias":
+            made[name] = 0.3 * rng.normal(size=shape)
+        else:
+            inner = shape[1:] if name.startswith(("layers/", "encoder/layers/", "decoder/layers/")) else shape
+            made[name] = rng.normal(size=shape) * (np.prod(inner) / max(inner)) ** -0.25
+    return {name: value.astype(np.float32) for name, value in made.items()}
+
+
+def unstacked(values: dict[str, Array], names: Any, period: int) -> dict[str, Array]:
+    """Values of scanned variables under the names of unrolled ones."""
+    made = {}
+    for name in names:
+        before, found, rest = name.partition("layer_")
+        if not found:
+            made[name] = values[name]
+            continue
+        number, _, rest = rest.partition("/")
+        trip, place = divmod(int(number), period)
+        one = f"layer_{place}/" if period > 1 else ""
+        made[name] = values[f"{before}layers/{one}{rest}"][trip]
+    return made

@@ -1,0 +1,293 @@
+"""Transformers in plain NumPy, float64, written from their papers; what the tests of the models compare with.
+
+One sequence after the other, one head after the other: slow and plain. `Weights` looks variables up by the names that
+the library gives them; the mathematics shares nothing with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class Weights:
+    """Variables under a prefix, with the index of the trip for stacked ones."""
+
+    def __init__(self, values: Mapping[str, Array], prefix: str = "", trip: int | None = None) -> None:
+        self.values, self.prefix, self.trip = values, prefix, trip
+
+    def __getitem__(self, name: str) -> Array:
+        value = self.values[self.prefix + name]
+        return value if self.trip is None else value[self.trip]
+
+    def __contains__(self, name: str) -> bool:
+        return self.prefix + name in self.values
+
+    def under(self, part: str, trip: int | None = None) -> Weights:
+        """Those whose names go on with `part`."""
+        return Weights(self.values, f"{self.prefix}{part}/", self.trip if trip is None else trip)
+
+
+# ------------------------------------------------------------ pieces
+
+
+def normed(x: Array, w: Weights, config: Any) -> Array:
+    """Layer norm or RMS norm over the last axis."""
+    if config.norm == "rms":
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * w["scale"]
+    centred = x - x.mean(-1, keepdims=True)
+    y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon) * w["scale"]
+    return y + w["bias"] if "bias" in w else y
+
+
+def rms(x: Array, scale: Array, epsilon: float) -> Array:
+    """RMS norm over the last axis."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
+
+
+def activated(x: Array, name: str) -> Array:
+    """The activation functions."""
+    if name == "relu":
+        return np.maximum(x, 0)
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    if name == "gelu_exact":
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def rotated(x: Array, theta: float) -> Array:
+    """Rotary positions of x [length, head_dim]: feature i turns with feature i + head_dim / 2."""
+    length, dim = x.shape
+    out = np.empty_like(x)
+    for position in range(length):
+        for i in range(dim // 2):
+            angle = position * theta ** (-2 * i / dim)
+            a, b = x[position, i], x[position, i + dim // 2]
+            out[position, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[position, i + dim // 2] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+def sinusoids(length: int, features: int) -> Array:
+    """Vaswani et al. 2017, 3.5, with the sines in the first half of the features and the cosines in the second."""
+    out = np.empty((length, features))
+    half = features // 2
+    for position in range(length):
+        for i in range(half):
+            angle = position / 10_000 ** (2 * i / features)
+            out[position, i], out[position, half + i] = math.sin(angle), math.cos(angle)
+    return out
+
+
+def bucket(distance: int, bidirectional: bool, buckets: int, furthest: int) -> int:
+    """T5's bucket of key position minus query position."""
+    found = 0
+    if bidirectional:
+        buckets //= 2
+        if distance > 0:
+            found += buckets
+        distance = abs(distance)
+    else:
+        distance = -min(distance, 0)
+    exact = buckets // 2
+    if distance < exact:
+        return found + distance
+    wide = exact + int(math.log(distance / exact) / math.log(furthest / exact) * (buckets - exact))
+    return found + min(wide, buckets - 1)
+
+
+def softmaxed(scores: Array) -> Array:
+    """Over the last axis."""
+    e = np.exp(scores - scores.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def smoothed_loss(logits: Array, targets: Array, smoothing: float, z_loss: float) -> float:
+    """Mean cross entropy over tokens, targets mixed with the uniform distribution, plus z_loss log(Z)^2."""
+    total = 0.0
+    flat, wanted = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    for row, target in zip(flat, wanted, strict=True):
+        log_z = row.max() + math.log(np.exp(row - row.max()).sum())
+        distribution = np.full(len(row), smoothing / len(row))
+        distribution[target] += 1 - smoothing
+        total += float((distribution * (log_z - row)).sum()) + z_loss * log_z**2
+    return total / len(flat)
+
+
+# ------------------------------------------------------------ layers
+
+
+def projected(x: Array, w: Weights) -> Array:
+    """x [length, features] by a kernel [features, ...]."""
+    y = np.tensordot(x, w["kernel"], 1)
+    return y + w["bias"] if "bias" in w else y
+
+
+def seen(query: int, key: int, causal: bool, window: int | None) -> bool:
+    """Whether a query sees a key."""
+    distance = query - key
+    return not (causal and distance < 0) and (window is None or abs(distance) < window)
+
+
+def attention(
+    x: Array,
+    memory: Array,
+    w: Weights,
+    config: Any,
+    causal: bool,
+    window: int | None = None,
+    theta: float | None = None,
+    bias: Array | None = None,
+) -> Array:
+    """Attention of x [length, d_model] to memory [memory length, d_model], one head after the other."""
+    q, k = projected(x, w.under("q")), projected(memory, w.under("k"))
+    v = projected(memory, w.under("v")) if "v/kernel" in w else k
+    if k.ndim == 2:  # one head of keys and values for all
+        k, v = k[:, None], v[:, None]
+    heads_of_keys = k.shape[1]
+    if q.ndim == 3 and heads_of_keys == 1:
+        q = q[:, :, None]  # [length, group, 1, head_dim]
+    elif q.ndim == 3:
+        q = q[:, None]
+    if config.qk_norm:
+        q, k = rms(q, w["q_norm/scale"], 1e-6), rms(k, w["k_norm/scale"], 1e-6)
+    scale = q.shape[-1] ** -0.5 if config.attention_scale is None else config.attention_scale
+    context = np.empty_like(q)
+    for group in range(q.shape[1]):
+        for head in range(heads_of_keys):
+            one, other = q[:, group, head], k[:, head]
+            if theta is not None:
+                one, other = rotated(one, theta), rotated(other, theta)
+            scores = one @ other.T * scale
+            if bias is not None:
+                scores = scores + bias[head]
+            for i in range(len(x)):
+                for j in range(len(memory)):
+                    if not seen(i, j, causal, window):
+                        scores[i, j] = -np.inf
+            context[:, group, head] = softmaxed(scores) @ v[:, head]
+    kernel = w["out/kernel"]
+    y = context.reshape(len(x), -1) @ kernel.reshape(-1, kernel.shape[-1])
+    return y + w["out/bias"] if "out/bias" in w else y
+
+
+def feed_forward(x: Array, w: Weights, config: Any) -> Array:
+    """Plain or gated."""
+    h = projected(x, w.under("wi"))
+    h = activated(projected(x, w.under("wi_gate")), config.activation) * h if config.gated else (
+        activated(h, config.activation)
+    )
+    return projected(h, w.under("wo"))
+
+
+def layer(
+    x: Array, w: Weights, config: Any, causal: bool, window: int | None, bias: Array | None, memory: Array | None
+) -> Array:
+    """One layer on one sequence [length, d_model]."""
+    theta = None
+    if config.position == "rotary":
+        theta = config.rope_theta
+        if window is not None and config.local_rope_theta is not None:
+            theta = config.local_rope_theta
+    blocks = [("attention", lambda h: attention(h, h, w.under("attention"), config, causal, window, theta, bias))]
+    if memory is not None:
+        cross = w.under("cross_attention")
+        blocks.append(("cross_attention", lambda h: attention(h, memory, cross, config, False)))
+    blocks.append(("feed_forward", lambda h: feed_forward(h, w.under("feed_forward"), config)))
+    if config.parallel:
+        h = normed(x, w.under("norm"), config)
+        return x + sum(block(h) for _, block in blocks)
+    for name, block in blocks:
+        own = w.under(f"{name}_norm")
+        if config.norm_position == "post":
+            x = normed(x + block(x), own, config)
+        elif config.post_norms:
+            x = x + normed(block(normed(x, own, config)), w.under(f"{name}_post_norm"), config)
+        else:
+            x = x + block(normed(x, own, config))
+    return x
+
+
+def stack(
+    x: Array, w: Weights, config: Any, count: int, causal: bool, bias: Array | None, memory: Array | None = None
+) -> Array:
+    """All layers, under the names of scanned or of unrolled ones, and the last norm."""
+    period = len(config.windows)
+    for n in range(count):
+        trip, place = divmod(n, period)
+        one = f"layers/layer_{place}" if period > 1 else "layers"
+        unrolled = any(name.startswith(f"{w.prefix}layer_{n}/") for name in w.values)
+        own = w.under(f"layer_{n}") if unrolled else w.under(one, trip)
+        x = layer(x, own, config, causal, config.windows[place], bias, memory)
+    return normed(x, w.under("final_norm"), config) if config.norm_position == "pre" else x
+
+
+def relative_bias(table: Array, length: int, config: Any, causal: bool) -> Array:
+    """T5's bias [heads, length, length] of the table [heads, buckets]."""
+    out = np.empty((config.heads, length, length))
+    for i in range(length):
+        for j in range(length):
+            place = bucket(j - i, not causal, config.relative_buckets, config.relative_max_distance)
+            out[:, i, j] = table[:, place]
+    return out
+
+
+def embedded(tokens: Array, w: Weights, config: Any, segments: Array | None) -> Array:
+    """One sequence of tokens to [length, d_model]."""
+    x = w["embedding"][tokens]
+    if config.scale_embedding:
+        x = x * math.sqrt(config.d_model)
+    if config.position == "learned":
+        x = x + w["positions"][: len(tokens)]
+    if config.position == "sinusoidal":
+        x = x + sinusoids(len(tokens), config.d_model)
+    if segments is not None:
+        x = x + w["segment_embedding"][segments]
+    return normed(x, w.under("embedding_norm"), config) if config.embedding_norm else x
+
+
+def logits_of(x: Array, w: Weights, config: Any) -> Array:
+    """[tokens, d_model] to [tokens, vocab]."""
+    if config.head == "transform":
+        x = activated(projected(x, w.under("head/transform")), config.activation)
+        x = normed(x, w.under("head/norm"), config)
+    if config.scale_logits:
+        x = x / math.sqrt(config.d_model)
+    y = x @ (w["embedding"].T if config.tied else w["head/kernel"])
+    if config.head == "transform":
+        y = y + w["head/bias"]
+    return config.logit_cap * np.tanh(y / config.logit_cap) if config.logit_cap else y
+
+
+def forward(config: Any, values: Mapping[str, Array], feeds: Mapping[str, Array], training: bool = False) -> float:
+    """The loss of a batch; dropout must be 0."""
+    w = Weights({name: np.asarray(value, np.float64) for name, value in values.items()})
+    rows = []
+    for n, tokens in enumerate(feeds["tokens"]):
+        segments = feeds["segments"][n] if "segments" in feeds else None
+        own, memory = w, None
+
+        def bias(part: Weights, length: int, causal: bool) -> Array | None:
+            if config.position != "relative":
+                return None
+            return relative_bias(part["relative_position_bias"], length, config, causal)
+
+        if "sources" in feeds:
+            sources = feeds["sources"][n]
+            encoder, own = w.under("encoder"), w.under("decoder")
+            x = embedded(sources, w, config, None)
+            memory = stack(x, encoder, config, config.encoder_layers, False, bias(encoder, len(sources), False))
+        causal = config.kind != "encoder"
+        x = embedded(tokens, w, config, segments)
+        x = stack(x, own, config, config.layers, causal, bias(own, len(tokens), causal), memory)
+        if "positions" in feeds:
+            x = x[feeds["positions"][n]]
+        rows.append(logits_of(x, w, config))
+    smoothing = config.label_smoothing if training else 0.0
+    return smoothed_loss(np.stack(rows), np.asarray(feeds["targets"]), smoothing, config.z_loss)

@@ -1,0 +1,197 @@
+"""Parameters and FLOPs of the presets against published numbers, which stand here with their sources."""
+
+from __future__ import annotations
+
+import pytest
+
+import meshlib as mtf
+from meshlib.models import PRESETS, preset
+
+# Numbers of values in released checkpoints: what `model.num_parameters()` of Hugging Face transformers returns for
+# GPT2LMHeadModel, BertForMaskedLM, T5ForConditionalGeneration, LlamaForCausalLM and Gemma3ForCausalLM.
+RELEASED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "bert-base": 109_514_298,
+    "bert-large": 335_174_458,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.1-405b": 405_853_388_800,
+    "gemma3-12b": 11_765_788_416,
+}
+
+# Weights of matrices and tables, norms, biases and positions apart (`params_total` of the rows of published results,
+# from the dimensions in AI-Hypercomputer/maxtext).
+MATRICES = {
+    "maxtext-16b": 16_273_899_520,
+    "maxtext-22b": 21_944_598_528,
+    "maxtext-32b": 32_547_799_040,
+    "maxtext-64b": 64_760_053_760,
+    "maxtext-128b": 129_184_563_200,
+    "maxtext-512b": 516_067_164_160,
+    "maxtext-1024b": 1_031_463_239_680,
+    "gpt3-175b": 174_564_311_040,
+    "gemma3-12b": 11_765_022_720,
+    "llama2-70b": 68_975_329_280,
+    "llama3.1-8b": 8_029_995_008,
+    "llama3.1-70b": 70_552_387_584,
+    "llama3.1-405b": 405_849_243_648,
+}
+
+# The same without tables that are only looked up in (`params_matmul`).
+MULTIPLIED = {
+    "llama2-70b": 68_713_185_280,
+    "llama3.1-8b": 7_504_658_432,
+    "llama3.1-70b": 69_501_714_432,
+    "llama3.1-405b": 403_747_897_344,
+}
+
+# Printed in papers, in units of the last digit printed. transformer-base comes 3 % below its paper's 65 M, whose
+# vocabulary is "about 37000"; transformer-big agrees.
+PRINTED = {
+    "transformer-big": (213, 1e6, 1.2),  # Vaswani et al. 2017, table 3
+    "transformer-base": (65, 1e6, 2.0),
+    "mtf-lm-0.14b": (0.14, 1e9, 0.005),  # tensor2tensor: models/mtf_transformer.py, mtf_transformer_paper_lm
+    "mtf-lm-0.22b": (0.22, 1e9, 0.005),
+    "mtf-lm-0.37b": (0.37, 1e9, 0.005),
+    "mtf-lm-0.67b": (0.67, 1e9, 0.005),
+    "mtf-lm-1.28b": (1.28, 1e9, 0.005),
+    "mtf-lm-2.48b": (2.48, 1e9, 0.005),
+    "mtf-lm-4.9b": (4.90, 1e9, 0.005),
+    "gpt3-175b": (174_600, 1e6, 50),  # Brown et al. 2020, table D.1
+    "palm-8b": (8.63, 1e9, 0.005),  # Chowdhery et al. 2022, table 1
+    "palm-62b": (62.50, 1e9, 0.005),
+    "palm-540b": (540.35, 1e9, 0.01),
+    "maxtext-52b": (52, 1e9, 0.5),  # maxtext: MaxText/configs/v4/52b.sh, "52B parameter model"
+    "gemma4-31b": (30.7, 1e9, 0.05),  # model card of Gemma 4, text model
+}
+
+
+def matrices(config: mtf.models.TransformerConfig) -> int:
+    counts = config.parameter_counts
+    return sum(counts[part] for part in ("embedding", "head", "attention", "feed_forward"))
+
+
+def test_every_preset_is_held_against_a_published_count():
+    assert set(PRESETS) == set(RELEASED) | set(MATRICES) | set(PRINTED)
+
+
+@pytest.mark.parametrize(("name", "count"), RELEASED.items())
+def test_released_checkpoints_to_the_digit(name, count):
+    assert preset(name).parameters == count
+
+
+@pytest.mark.parametrize(("name", "count"), MATRICES.items())
+def test_matrices_to_the_digit(name, count):
+    assert matrices(preset(name)) == count
+
+
+@pytest.mark.parametrize(("name", "count"), MULTIPLIED.items())
+def test_weights_that_tokens_meet_to_the_digit(name, count):
+    assert preset(name).matmul_parameters == count
+
+
+@pytest.mark.parametrize(("name", "printed"), PRINTED.items())
+def test_printed_counts(name, printed):
+    value, unit, tolerance = printed
+    assert preset(name).parameters / unit == pytest.approx(value, abs=tolerance)
+
+
+def test_gemma4_row_counts_global_layers_as_local_ones():
+    # The row of published results (params_total) takes the local head dims for all 60 layers.
+    alike = preset("gemma4-31b").replace(global_head_dim=None, global_kv_heads=None, share_kv=False)
+    assert matrices(alike) == 30_145_511_424
+
+
+# model_flops_per_token_causal of the rows of published results: 6 N + 6 L T N H.
+@pytest.mark.parametrize(
+    ("name", "length", "flops"),
+    [
+        ("maxtext-22b", 2048, 135_291_469_824),
+        ("maxtext-16b", 2048, 100_864_622_592),
+        ("maxtext-32b", 2048, 198_508_019_712),
+        ("maxtext-64b", 2048, 395_002_773_504),
+        ("maxtext-128b", 2048, 787_992_281_088),
+        ("maxtext-512b", 2048, 3_122_172_788_736),
+        ("maxtext-1024b", 2048, 6_240_319_045_632),
+        ("gpt3-175b", 2048, 1_061_881_380_864),
+        ("llama2-70b", 4096, 428_385_239_040),
+        ("llama3.1-70b", 8192, 449_222_541_312),
+        ("llama3.1-8b", 8192, 51_470_401_536),
+        ("llama3.1-405b", 8192, 2_523_955_986_432),
+    ],
+)
+def test_training_flops_to_the_digit(name, length, flops):
+    assert preset(name).flops_per_token(length) == flops
+
+
+def test_counting_all_pairs_doubles_attention_alone():
+    config = preset("llama2-70b")
+    weights = 6 * config.matmul_parameters
+    halved, full = (config.flops_per_token(4096, causal) - weights for causal in (True, False))
+    assert full == 2 * halved == 12 * 80 * 4096 * 64 * 128
+
+
+def test_bert_counts_logits_of_the_masked_tokens():
+    # The row "mlp-v0.7-bert-v3-32" of published results: 1.0193e12 FLOPs of a sequence of 512 with 76 predictions.
+    found = 512 * preset("bert-large").flops_per_token(512, predictions=76)
+    assert found == pytest.approx(1_019_326_211_328, rel=1e-3)
+
+
+def test_windows_count_what_they_see():
+    config = preset("gemma3-12b")
+    weights = 6 * config.matmul_parameters
+    length, window, width = 32_768, 1024, 16 * 256
+    seen = sum(min(n, window) - 0.5 for n in range(1, length + 1))  # the diagonal counts half
+    wanted = 12 * width * (40 * seen + 8 * length * length / 2) / length
+    assert config.flops_per_token(length) - weights == pytest.approx(wanted, rel=1e-3)
+
+
+def test_an_encoder_decoder_counts_both_stacks():
+    config = preset("t5-11b")
+    width, attention, block = 128 * 128, 4 * 1024 * 128 * 128, 2 * 1024 * 65_536
+    source = 24 * (attention + block) + 24 * attention // 2  # keys and values of the cross attention too
+    target = 24 * (attention + attention // 2 + block) + 32_128 * 1024
+    pairs = 24 * (100 * 100 / 2 + 100 * 300 + 300 * 300)
+    wanted = (6 * (source * 300 + target * 100) + 12 * width * pairs) / 100
+    assert config.flops_per_token(100, encoder_length=300) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"heads": 6, "kv_heads": 4}, "6 % 4 = 2"),
+        ({"kind": "encoder-decoder"}, "needs encoder_layers, got 0"),
+        ({"position": "relative"}, "attention='materialised'"),
+        ({"position": "rotary", "head_dim": 15}, "even, got 15"),
+        ({"share_kv": True}, "windows of both kinds"),
+        ({"layers": 0, "vocab": -1}, "layers must be at least 1, got 0\n  vocab must be at least 1, got -1"),
+        ({"matmul_dtype": "int4"}, "'int8' or 'fp8', got 'int4'"),
+        ({"activation": "glu"}, "activation must be"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"windows": (8, "x")}, "windows must be an integer"),
+        ({"d_modell": 8}, "no field d_modell"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(changes, words):
+    with pytest.raises(mtf.GraphError, match=words):
+        preset("gpt2").replace(**changes)
+
+
+@pytest.mark.parametrize("name", ["length", "encoder_length", "predictions"])
+def test_lengths_are_checked(name):
+    with pytest.raises(mtf.GraphError, match=f"{name} must be at least 1, got 0"):
+        preset("gpt2").flops_per_token(**{"length": 8, name: 0})

@@ -1,0 +1,146 @@
+"""Losses and gradients of every architecture against NumPy in float64, scanned and unrolled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.models import preset, transformer
+from tests.models import reference
+from tests.models.common import BATCH, FAMILIES, LENGTH, feeds, small, unstacked, values
+
+
+def built(config, scan=True, remat="full", **more):
+    """Graph, model, and program of its loss and all gradients."""
+    with mtf.Graph() as graph:
+        model = transformer(config, BATCH, LENGTH, remat=remat, scan=scan, **more)
+        wanted = graph.trainable_variables
+        grads = mtf.gradients([model.loss], wanted)
+        outputs = {v.name: g for v, g in zip(wanted, grads, strict=True)}
+        assert all(g is not None for g in grads), [n for n, g in outputs.items() if g is None]
+        program = mtf.lower({"loss": model.loss, **outputs}, precision="highest")
+    return graph, model, program
+
+
+def run(program, held, fed):
+    sim = mtf.simulate(program)
+    for name, value in held.items():
+        sim.state[name] = value
+    return sim.step(fed)
+
+
+MORE = {"t5-11b": {"encoder_length": 4}, "transformer-base": {"encoder_length": 4}, "bert-large": {"predictions": 3}}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_equal_the_reference(name):
+    config = small(name, 1 if name == "gemma4-31b" else 2).replace(z_loss=0.01, label_smoothing=0.1)
+    more = MORE.get(name, {})
+    graph, model, program = built(config, training=True, **more)
+    held, fed = values(graph), feeds(config, model.inputs)
+    found = run(program, held, fed)
+
+    def loss(changed):
+        return reference.forward(config, changed, fed, training=True)
+
+    assert found["loss"] == pytest.approx(loss(held), rel=2e-5)
+    rng = np.random.default_rng(1)
+    exact = {n: v.astype(np.float64) for n, v in held.items()}
+    for variable, gradient in found.items():
+        if variable == "loss":
+            continue
+        # along a random direction: every element of every gradient counts
+        direction = rng.normal(size=gradient.shape)
+        h = 1e-4 / np.sqrt(gradient.size)
+        ahead = loss({**exact, variable: exact[variable] + h * direction})
+        behind = loss({**exact, variable: exact[variable] - h * direction})
+        slope = float((gradient.astype(np.float64) * direction).sum())
+        scale = float(np.linalg.norm(gradient) * np.linalg.norm(direction) / np.sqrt(gradient.size))
+        assert slope == pytest.approx((ahead - behind) / (2 * h), rel=2e-3, abs=2e-3 * scale + 1e-6), variable
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5-11b", "palm-540b", "gemma3-12b"])
+def test_scanned_layers_are_the_unrolled_ones(name):
+    config = small(name)
+    graph, model, program = built(config)
+    held, fed = values(graph), feeds(config, model.inputs)
+    found = run(program, held, fed)
+    flat, _, unrolled = built(config, scan=False)
+    assert "layer_1/feed_forward/wi/kernel" in {n.removeprefix("decoder/") for n in flat.variables}
+    wanted = run(unrolled, unstacked(held, flat.variables, len(config.windows)), fed)
+    assert found.pop("loss") == pytest.approx(wanted.pop("loss"), rel=1e-6)
+    for variable, gradient in unstacked(found, wanted, len(config.windows)).items():
+        np.testing.assert_allclose(gradient, wanted[variable], rtol=1e-3, atol=1e-5, err_msg=variable)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    "remat", ["none", "matmuls", mtf.Remat(save=["q", "k", "v", "wi_gate"], offload=["context"], offload_carries=True)]
+)
+def test_what_is_kept_changes_nothing(remat, scan):
+    config = small("llama3.1-405b")
+    graph, model, program = built(config, scan)
+    held, fed = values(graph), feeds(config, model.inputs)
+    wanted = run(program, held, fed)
+    found = run(built(config, scan, remat)[2], held, fed)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_a_pattern_that_does_not_fill_the_last_trip_goes_on_unrolled():
+    config = small("gemma3-12b").replace(layers=8)  # one trip of six, and two
+    graph, model, program = built(config)
+    assert {"layers/layer_5/attention/q/kernel", "layer_6/attention/q/kernel", "layer_7/attention/q/kernel"} <= set(
+        graph.variables
+    )
+    held, fed = values(graph), feeds(config, model.inputs)
+    assert run(program, held, fed)["loss"] == pytest.approx(reference.forward(config, held, fed), rel=2e-5)
+
+
+def test_dropout_drops_while_training_alone():
+    config = small("gpt2").replace(dropout=0.5)
+    losses = []
+    for training in (False, True):
+        with mtf.Graph() as graph:
+            model = transformer(config, BATCH, LENGTH, training=training)
+            program = mtf.lower({"loss": model.loss}, precision="highest")
+        sim = mtf.simulate(program)
+        for name, value in values(graph).items():
+            sim.state[name] = value
+        losses.append([float(sim.step(feeds(config, model.inputs))["loss"]) for _ in range(2)])
+    wanted = reference.forward(config, values(graph), feeds(config, model.inputs))
+    assert losses[0] == [pytest.approx(wanted, rel=2e-5)] * 2
+    assert abs(losses[1][0] - wanted) > 1e-3
+
+
+def test_products_are_bfloat16_and_statistics_float32():
+    with mtf.Graph() as graph:
+        model = transformer(preset("llama3.1-405b").reduced(), BATCH, LENGTH)
+    assert {str(op.output.dtype) for op in graph.variables.values()} == {"float32"}
+    loop = next(op for op in graph.operations if "body" in op.attrs)
+    kinds = {(op.kind.name, str(op.output.dtype)) for op in loop.attrs["body"].operations}
+    assert {dtype for kind, dtype in kinds if kind in ("einsum", "attention")} == {"bfloat16"}
+    assert {dtype for kind, dtype in kinds if kind in ("rsqrt", "reduce_sum")} == {"float32"}
+    assert (str(model.logits.dtype), str(model.loss.dtype)) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("gpt2", {"length": 2048}, "gpt2 has 1024 positions, but the length is 2048"),
+        ("gpt2", {"encoder_length": 8}, "encoder_length is for an encoder-decoder; gpt2 is a decoder"),
+        ("t5-small", {"predictions": 8}, "predictions is for an encoder; t5-small is a encoder-decoder"),
+        ("gpt2", {"batch": 0}, "batch must be at least 1, got 0"),
+        ("gpt2", {"scan": 1}, "scan must be True or False"),
+        ("gpt2", {"remat": "some"}, "remat must be"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(name, arguments, words):
+    with mtf.Graph(), pytest.raises(mtf.GraphError, match=words):
+        transformer(preset(name), **{"batch": 2, "length": 8, **arguments})
+
+
+def test_a_config_is_needed():
+    with mtf.Graph(), pytest.raises(mtf.GraphError, match="expected a TransformerConfig, got str 'gpt2'"):
+        transformer("gpt2", 2, 8)
