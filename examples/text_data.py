@@ -97,4 +97,5 @@ def windows(tokens: Tokens, length: int) -> Windows:
     if count < 1:
         raise TextError(f"the text has {len(tokens)} bytes, one example of --length {length} takes {length + 1}")
     starts = length * np.arange(count)
-    return tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    cut: Windows = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    return cut

@@ -14,7 +14,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +61,11 @@ def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
     lr = mtf.optimize.product(warmup, mtf.optimize.cosine_decay(args.lr, args.steps, alpha=0.1))
     with mtf.Graph():
         outputs, updates = mtf.models.train_step(
-            model, batch=args.batch, length=args.length, optimizer=mtf.optimize.AdamWOptimizer(lr), remat=args.remat
+            model, args.batch, args.length, mtf.optimize.AdamWOptimizer(lr), args.remat, max_norm=1.0
         )
         training = mtf.lower(outputs, updates, mesh=args.mesh, layout=layout, precision=precision)
     with mtf.Graph():
-        made = mtf.models.transformer(model, batch=1, length=args.length)
+        made = mtf.models.transformer(model, 1, args.length)
         sampling = mtf.lower({"logits": made.logits}, precision=precision)
     return training, sampling
 
@@ -79,7 +80,6 @@ def progress(done: int, total: int, text: str) -> None:
 def train(args: argparse.Namespace) -> None:
     """Lower, train, write a sample, and show what the layout made of the program and what a step would take."""
     text = text_data.load(args.text)
-    examples = text_data.windows(text.train, args.length)
     training, sampling = build(args)
     sim = mtf.simulate(training, args.slice, seed=args.seed, executor=args.executor)
     est = mtf.estimate(training, args.slice)
@@ -91,21 +91,27 @@ def train(args: argparse.Namespace) -> None:
     if args.checkpoint and Path(args.checkpoint).exists():
         mtf.load(args.checkpoint, sim)
         print(f"going on from step {int(sim.state['step'])} of {args.checkpoint}")
-    batches = mtf.Batches({"tokens": examples}, args.batch, shuffle_seed=args.seed)
-    batches.seek(*divmod(int(sim.state["step"]), batches.per_epoch))
-    learn(args, sim, est, batches)
+    learn(args, sim, est)
     print(f"\nsample\n{indented(sample(sim, sampling, text.held_out, args))}")
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
     print(f"\n{est}")
 
 
-def learn(args: argparse.Namespace, sim: mtf.Simulation, est: mtf.Estimate, batches: mtf.Batches) -> None:
+def examples_of(args: argparse.Namespace, sim: mtf.Simulation, stop: int) -> Iterator[text_data.Windows]:
+    """The batches of the steps that `sim` has still to do, up to number `stop`."""
+    windows = text_data.windows(text_data.load(args.text).train, args.length)
+    batches = mtf.Batches({"windows": windows}, args.batch, shuffle_seed=args.seed)
+    done = int(sim.state["step"])
+    batches.seek(*divmod(done, batches.per_epoch))
+    return (batch["windows"] for batch in islice(batches, max(0, stop - done)))
+
+
+def learn(args: argparse.Namespace, sim: mtf.Simulation, est: mtf.Estimate) -> None:
     """The steps that are left, with a line every `args.every` of them."""
     tokens = args.batch * args.length
     there = tokens / est.step_seconds
     begun, losses = time.perf_counter(), []
-    for step in range(int(sim.state["step"]) + 1, args.steps + 1):
-        window = next(batches)["tokens"]
+    for step, window in enumerate(examples_of(args, sim, args.steps), start=int(sim.state["step"]) + 1):
         losses.append(float(sim.step(tokens=window[:, :-1], targets=window[:, 1:])["loss"]))
         progress(step, args.steps, f"loss {losses[-1]:.4f}")
         if step % args.every == 0 or step == args.steps:
@@ -156,7 +162,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="examples in one step, all cores together")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--mesh", default="data:2;tensor:4", help="axes and sizes of the logical mesh")
-    parser.add_argument("--layout", default="2d", help="a name, or dim:axis rules; names: " + ", ".join(LAYOUTS))
+    parser.add_argument(
+        "--layout", default="2d", help="a name, or dim:axis rules; names: " + ", ".join(mtf.models.LAYOUTS)
+    )
     parser.add_argument("--slice", default="v3-8", help="the slice of TPU cores; as many as the mesh has")
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16", help="of activations and of products")
     parser.add_argument("--remat", default="none", help="what the backward computes again: none, matmuls, full")
