@@ -11,6 +11,7 @@ from meshlib.layers.loss import softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm, rms_norm
 from meshlib.layers.pooling import avg_pool2d, avg_pool3d, max_pool2d, max_pool3d
 from meshlib.layers.positions import learned_positions, rotary, sinusoidal_positions
+from meshlib.layers.relative import relative_position_bias
 
 __all__ = [
     "avg_pool2d",
@@ -26,6 +27,7 @@ __all__ = [
     "max_pool2d",
     "max_pool3d",
     "multihead_attention",
+    "relative_position_bias",
     "rms_norm",
     "rotary",
     "sinusoidal_positions",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from meshlib.errors import GraphError
 from meshlib.lower.program import Collective, Instruction, Program, Value, bytes_text
+from meshlib.operation import Kind
 
 
 def listing(program: Program) -> str:
@@ -54,6 +55,8 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
     else:
         split = ", ".join(f"{f}@{a}" for a, f in i.assignment)
         made = f"{i.opcode}({operands})" + (f" split {split}" if split else "")
+        if i.operation.kind.kind is Kind.COPY:
+            made += f", copies {bytes_text(i.outputs[0].local_bytes)} {i.opcode.replace('_', ' the ')}"
         if i.exchanges:
             sent = sum(e.sent_bytes for e in i.exchanges)
             made += f", sends {bytes_text(sent)}: " + "; ".join(r.why for r in i.reasons)

@@ -62,6 +62,8 @@ class Instruction:
     """One step of the program.
 
     opcode      the operation's name, or that of a collective, or "slice" for a local cut by a reshard
+                "to_host" and "from_host" copy their operand's block between the device and its host's memory:
+                `outputs[0].local_bytes` over PCIe, sums of which are `Program.to_host_bytes` and `from_host_bytes`
     operation   what it computes, or on whose behalf it moves data
     assignment  computations: (axis, factor) for each mesh axis that splits the work
     steps       reshards: one per operand (a merged collective has several), with one Reason each

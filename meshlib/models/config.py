@@ -206,7 +206,7 @@ class TransformerConfig:
 
         >>> import meshlib as mtf
         >>> mtf.models.preset("llama3.1-405b").reduced().parameters
-        22688
+        28832
         """
         few = {self.heads: 8, 1: 1}  # as many as queries, or one for all; else groups of two
         return self.replace(
@@ -220,6 +220,8 @@ class TransformerConfig:
             d_ff=64,
             vocab=64,
             max_length=None if self.max_length is None else 16,
+            relative_buckets=8,
+            relative_max_distance=6,
             windows=tuple(None if w is None else 4 for w in self.windows),
             global_head_dim=None if self.global_head_dim is None else 16,
             global_kv_heads=None if self.global_kv_heads is None else 2,

@@ -31,7 +31,8 @@ def _bert() -> Iterator[TransformerConfig]:
         yield TransformerConfig(
             name=name, kind="encoder", layers=layers, d_model=d_model, heads=d_model // 64, head_dim=64,
             d_ff=4 * d_model, vocab=30_522, max_length=512, segments=2, norm_position="post", norm_epsilon=1e-12,
-            bias=True, embedding_norm=True, head="transform", activation="gelu_exact", dropout=0.1, attention="materialised",
+            bias=True, embedding_norm=True, head="transform", activation="gelu_exact", dropout=0.1,
+            attention="materialised",
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import sqrt
 from types import MappingProxyType
 
@@ -142,7 +143,7 @@ class _Builder:
         targets = tokens.shape.dim("length")
         if predictions is not None:
             targets = Dimension("predictions", predictions)
-            x = gather(x, self._input("positions", targets), "length")
+            x = gather(x, self._input("positions", targets), x.shape.dim("length"))
         logits = self._logits(x, table)
         loss = self._loss(logits, self._input("targets", targets))
         return Transformer(c, MappingProxyType(self.inputs), logits, loss)
@@ -161,17 +162,20 @@ class _Builder:
             made = self.inputs[name] = input(name, [self.batch, dim], "int32")
         return made
 
-    def _stack(
-        self, table: Tensor, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None
-    ) -> Tensor:
+    def _stack(self, table: Tensor, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None) -> Tensor:
         """Embeddings, and `count` layers of what is embedded."""
         c = self.config
         length = tokens.shape.dim("length")
         bias = None
         if c.position == "relative":
             bias = layers.relative_position_bias(
-                length, Dimension("heads", c.heads), c.relative_buckets, c.relative_max_distance, causal,
-                variable_dtype=c.variable_dtype,
+                length,
+                Dimension("memory_length", length.size),
+                Dimension("heads", c.heads),
+                c.relative_buckets,
+                c.relative_max_distance,
+                causal,
+                c.variable_dtype,
             )
         blocks = Blocks(c, causal, self.training, bias, memory)
         x = self._embedded(table, tokens, blocks)
@@ -181,7 +185,7 @@ class _Builder:
             x = self._scanned(blocks, x, trips)
         for n in range(trips * len(windows), count):
             with scope(f"layer_{n}"):
-                x = recompute_grad(lambda h, w=windows[n % len(windows)]: blocks.layer(h, w), [x], self.remat)
+                x = recompute_grad(partial(blocks.layer, window=windows[n % len(windows)]), [x], self.remat)
         return blocks.norm(x, "final_norm") if c.norm_position == "pre" else x
 
     def _scanned(self, blocks: Blocks, x: Tensor, trips: int) -> Tensor:
@@ -214,7 +218,12 @@ class _Builder:
         if c.segments:
             kinds = Dimension("segments", c.segments)
             x = x + layers.embedding(
-                self._input("segments", length), kinds, self._d_model, c.variable_dtype, None, c.activation_dtype,
+                self._input("segments", length),
+                kinds,
+                self._d_model,
+                c.variable_dtype,
+                None,
+                c.activation_dtype,
                 name="segment_embedding",
             )
         if c.embedding_norm:
@@ -232,7 +241,7 @@ class _Builder:
                 x = x * c.d_model**-0.5
             weights = table
             if not c.tied:
-                start = initializers.scaled_normal(self._d_model)
+                start = initializers.scaled_normal([self._d_model])
                 weights = variable("kernel", [self._d_model, vocab], start, c.variable_dtype, None, c.activation_dtype)
             logits = einsum([x, weights], output_shape=[*x.shape[:-1], vocab], name="logits")
             if transformed:

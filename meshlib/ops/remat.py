@@ -134,7 +134,7 @@ def _size(x: Tensor) -> int:
 
 def _is_plain_product(op: Operation) -> bool:
     """An einsum whose operands share no dim that stays in the result: a product with weights, not one per head."""
-    if op.kind.name != "einsum":
+    if op.kind.kind is not Kind.CONTRACTION:
         return False
-    a, b = op.inputs
+    a, b, *_ = op.inputs
     return not any(d in a.shape and d in b.shape for d in op.output.shape)

@@ -106,7 +106,7 @@ class FastExecutor:
     def _mxu_inputs(self, i: Instruction) -> tuple[Value, ...]:
         """Operands of a matmul rounded to bfloat16 once, however many matmuls read them."""
         op = i.operation
-        precise = self.program.precision == "highest" or op.attrs.get("precision") == "highest"
+        precise = self.program.precision == "highest" or op.attrs.get("precision", "default") != "default"
         if op.kind.kind not in ON_MXU or precise:
             return i.inputs
         taken = []

@@ -25,11 +25,7 @@ EXCUSED = {
     ("lat-11", "tokens/step"): "a question on the arrival of requests; no program",
 }
 EIGHT_BITS = ("T_math", "T_hbm", "T_lower (perfect overlap)", "T_upper (no overlap)", "bound")
-SCORES = "lat-04 step B=64|lat-04 tokens/s B=64|lat-07 step|lat-07 512 tokens|lat-09 bf16 QPS/chip|lat-09 int8 QPS/chip"
 NOT_YET = {("roof-07", quantity): "products in int8" for quantity in EIGHT_BITS}
-NOT_YET |= {(q[:6], q[7:]): "attention that keeps scores on the chip" for q in SCORES.split("|")}
-for key in NOT_YET:
-    ANSWERS.pop(key, None)
 
 
 @pytest.mark.parametrize("key", ANSWERS, ids=" ".join)

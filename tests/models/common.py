@@ -38,8 +38,8 @@ def values(graph: mtf.Graph, seed: int = 0) -> dict[str, Array]:
     """Random values for all variables: neither ones in norms nor zeros in biases, which hide what is wrong."""
     rng = np.random.default_rng(seed)
     made = {}
-    for name, op in graph.variables.items():
-        shape = op.output.shape.sizes
+    for variable in graph.trainable_variables:
+        name, shape = variable.name, variable.shape.sizes
         kind = name.rpartition("/")[2]
         if kind == "scale":
             made[name] = 1 + 0.2 * rng.normal(size=shape)

@@ -180,8 +180,10 @@ def attention(
 def feed_forward(x: Array, w: Weights, config: Any) -> Array:
     """Plain or gated."""
     h = projected(x, w.under("wi"))
-    h = activated(projected(x, w.under("wi_gate")), config.activation) * h if config.gated else (
-        activated(h, config.activation)
+    h = (
+        activated(projected(x, w.under("wi_gate")), config.activation) * h
+        if config.gated
+        else (activated(h, config.activation))
     )
     return projected(h, w.under("wo"))
 

@@ -117,12 +117,12 @@ def test_dropout_drops_while_training_alone():
 def test_products_are_bfloat16_and_statistics_float32():
     with mtf.Graph() as graph:
         model = transformer(preset("llama3.1-405b").reduced(), BATCH, LENGTH)
-    assert {str(op.output.dtype) for op in graph.variables.values()} == {"float32"}
+    assert {op.output.dtype.name for op in graph.variables.values()} == {"float32"}
     loop = next(op for op in graph.operations if "body" in op.attrs)
-    kinds = {(op.kind.name, str(op.output.dtype)) for op in loop.attrs["body"].operations}
+    kinds = {(op.kind.name, op.output.dtype.name) for op in loop.attrs["body"].operations}
     assert {dtype for kind, dtype in kinds if kind in ("einsum", "attention")} == {"bfloat16"}
     assert {dtype for kind, dtype in kinds if kind in ("rsqrt", "reduce_sum")} == {"float32"}
-    assert (str(model.logits.dtype), str(model.loss.dtype)) == ("bfloat16", "float32")
+    assert (model.logits.dtype.name, model.loss.dtype.name) == ("bfloat16", "float32")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Relative positions: T5's bias of the scores of attention."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from layouts import Dimension
+from meshlib import initializers
+from meshlib.checks import at, flag, whole
+from meshlib.errors import ShapeError
+from meshlib.graph import Tensor, scope
+from meshlib.operation import as_dim
+from meshlib.ops.elementwise import abs as absolute
+from meshlib.ops.elementwise import add_n, cast, greater, greater_equal, maximum, minimum, negative, subtract
+from meshlib.ops.index import gather
+from meshlib.ops.index import range as positions_of
+from meshlib.ops.shape import transpose
+from meshlib.ops.sources import variable
+
+
+def relative_position_bias(
+    length: Dimension,
+    memory_length: Dimension,
+    heads: Dimension,
+    buckets: int = 32,
+    max_distance: int = 128,
+    causal: bool = False,
+    variable_dtype: object = "float32",
+    slice_dtype: object | None = None,
+    activation_dtype: object | None = None,
+    name: str = "relative_position_bias",
+) -> Tensor:
+    """What to add to the scores of a query and a key so far apart: one learned number per head and bucket of distances.
+
+    Half of the buckets hold one distance each, the others distances up to `max_distance`, ever more of them; the last
+    one also all beyond. Unless `causal`, half of all buckets are for keys behind the query.
+
+    Args:
+      length, memory_length: dims of queries and keys, both counted from 0.
+      heads: dim of the heads of queries.
+      buckets, max_distance: see above; buckets is even, unless `causal`, and each half has at least 2 of them.
+      causal: whether keys behind a query are hidden anyway.
+      variable_dtype, slice_dtype, activation_dtype: as of `mtf.variable`.
+      name: of the variable [heads, buckets], zeros at first.
+    Returns: [heads, length, memory_length]: `bias` of `multihead_attention`.
+    Raises: ShapeError for buckets that are too few.
+    Example:
+      >>> import meshlib as mtf
+      >>> D = mtf.Dimension
+      >>> with mtf.Graph():
+      ...     y = mtf.layers.relative_position_bias(D("length", 8), D("memory_length", 8), D("heads", 2))
+      >>> print(y.shape)
+      [heads:2, length:8, memory_length:8]
+
+    Source: Raffel et al., arXiv:1910.10683, section 2.1; google-research/text-to-text-transfer-transformer.
+    """
+    what = "relative_position_bias"
+    rows, keys, h = as_dim(length, what), as_dim(memory_length, what), as_dim(heads, what)
+    one_way = flag(causal, what, "causal")
+    each = whole(buckets, what, "buckets") // (1 if one_way else 2)
+    if each < 2 or whole(max_distance, what, "max_distance") <= each // 2 or (not one_way and buckets % 2):
+        raise ShapeError(
+            f"{at(what)}: buckets must be {'at least 2' if one_way else 'even and at least 4'}, and max_distance above "
+            f"{each // 2}, got {buckets} and {max_distance}"
+        )
+    kinds = Dimension("buckets", buckets)
+    table = variable(name, [h, kinds], initializers.zeros(), variable_dtype, slice_dtype, activation_dtype)
+    with scope(name):
+        ahead = subtract(positions_of(keys), positions_of(rows), [rows, keys])
+        distance = maximum(negative(ahead), 0) if one_way else absolute(ahead)
+        bucket = add_n([minimum(distance, each // 2), *(_reached(distance, d) for d in _bounds(each, max_distance))])
+        if not one_way:
+            bucket = bucket + cast(greater(ahead, 0), "int32") * each
+        return transpose(gather(table, bucket, kinds), [h, rows, keys])
+
+
+def _bounds(buckets: int, max_distance: int) -> list[int]:
+    """The first distance of each wide bucket but the first.
+
+    >>> _bounds(16, 128)
+    [12, 16, 23, 32, 46, 64, 91]
+    """
+    exact = buckets // 2
+    wide = buckets - exact
+    # ever larger by the same factor; the small number keeps powers that are whole from being rounded up
+    return [ceil(exact * (max_distance / exact) ** (n / wide) - 1e-9) for n in range(1, wide)]
+
+
+def _reached(distance: Tensor, bound: int) -> Tensor:
+    return cast(greater_equal(distance, bound), "int32")

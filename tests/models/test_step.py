@@ -1,0 +1,146 @@
+"""Training steps: presets against their graphs, layouts by name, updates, checkpoints."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.models import PRESETS, layout, preset, train_step, transformer
+from tests.models.common import BATCH, LENGTH, feeds, small, unstacked, values
+
+MESHES = {
+    "data": "data:2",
+    "zero1": "data:4",
+    "fsdp": "fsdp:4",
+    "tensor": "tensor:4",
+    "sequence": "tensor:2",
+    "context": "context:2",
+    "2d": "data:2;tensor:2",
+    "fsdp+tensor": "fsdp:2;tensor:2",
+    "zero1+sequence": "data:2;tensor:2",
+    "fsdp+context": "fsdp:2;context:2",
+    "data+fsdp+tensor": "data:2;fsdp:2;tensor:2",
+    "data+fsdp+sequence": "data:2;fsdp:2;tensor:2",
+}
+
+
+def test_graphs_of_all_presets_have_the_variables_that_were_counted():
+    spent = {}
+    for name, config in PRESETS.items():
+        begun = time.perf_counter()
+        with mtf.Graph() as graph:
+            transformer(config, batch=8, length=64)
+        spent[name] = time.perf_counter() - begun
+        sizes = {variable: op.output.shape.size for variable, op in graph.variables.items()}
+        counts = config.parameter_counts
+        assert sum(sizes.values()) == config.parameters == sum(counts.values()), name
+        for part, words in {"attention": "attention/", "feed_forward": "feed_forward/"}.items():
+            found = sum(n for v, n in sizes.items() if words in v and v.endswith("/kernel"))
+            assert found == counts[part], (name, part)
+        norms = sum(n for v, n in sizes.items() if v.rpartition("/")[0].endswith("norm"))
+        assert norms == counts["norms"], name
+    assert max(spent.values()) < 1.0, spent  # no array is made, and no layer is written twice
+
+
+def test_the_unrolled_graph_has_as_many_variables():
+    for name in ("gemma3-12b", "t5-small", "gpt2"):
+        with mtf.Graph() as graph:
+            transformer(preset(name), batch=8, length=64, scan=False)
+        assert sum(op.output.shape.size for op in graph.variables.values()) == preset(name).parameters
+
+
+def test_presets_of_every_architecture_lower_at_a_small_scale():
+    configs = {config.reduced(1).replace(name="reduced", dropout=0.0): name for name, config in PRESETS.items()}
+    assert len(configs) > 8
+    for config, name in configs.items():
+        with mtf.Graph():
+            outputs, updates = train_step(config, batch=4, length=8)
+            program = mtf.lower(outputs, updates, "fsdp:2;tensor:2", layout("fsdp+tensor", config, "fsdp:2;tensor:2"))
+        assert {c.kind for c in program.collectives} >= {"all_gather", "reduce_scatter"}, name
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("llama2-70b", tuple(MESHES)),
+        ("bert-large", ("zero1", "fsdp+tensor", "sequence")),
+        ("palm-8b", ("tensor", "fsdp+context", "2d")),
+        ("t5-small", ("fsdp", "data+fsdp+sequence", "context")),
+    ],
+)
+def test_layouts_by_name_change_nothing(family, names):
+    config = small(family, 1)
+    with mtf.Graph():
+        model = transformer(config, batch=8, length=8)
+        pairs = [(MESHES[name], layout(name, config, MESHES[name])) for name in names]
+        found = mtf.verify(model.loss, inputs=feeds(config, model.inputs), layouts=pairs, executor="exact")
+    assert found.ok, found
+
+
+def test_heads_too_few_for_the_axis_are_split_by_groups():
+    config = small("llama3.1-405b", 1).replace(heads=8, kv_heads=2)
+    rules = layout("fsdp+tensor", config, "fsdp:2;tensor:4")
+    assert "group:tensor" in str(rules)
+    with mtf.Graph():
+        model = transformer(config, batch=4, length=8)
+        assert mtf.verify(model.loss, layouts=[("fsdp:2;tensor:4", rules)], executor="exact").ok
+
+
+def trained(config, steps, scan=True, held=None, **more):
+    with mtf.Graph() as graph:
+        outputs, updates = train_step(config, BATCH, LENGTH, scan=scan, **more)
+        program = mtf.lower(outputs, updates, precision="highest")
+    sim = mtf.simulate(program)
+    for name, value in (held or {}).items():
+        sim.state[name] = value
+    fed = feeds(config, inputs_of(program))
+    return graph, sim, [float(sim.step(fed)["loss"]) for _ in range(steps)]
+
+
+def inputs_of(program):
+    return {name: value.tensor for name, value in program.inputs.items()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd", mtf.optimize.MomentumOptimizer(0.1)])
+def test_steps_lower_the_loss(optimizer):
+    rate = {"sgd": 0.3, "adamw": 0.01}.get(optimizer if isinstance(optimizer, str) else "", 0.05)
+    config = small("llama2-7b", 1)
+    _, _, losses = trained(config, 6, optimizer=optimizer, learning_rate=rate, max_norm=1.0)
+    assert losses[-1] < losses[0] - 0.1, losses
+
+
+def test_scanned_and_unrolled_steps_update_alike():
+    config = small("gpt2")
+    graph, sim, found = trained(config, 0)
+    held = values(graph)
+    graph, sim, found = trained(config, 3, held=held, learning_rate=0.01)
+    flat, other, wanted = trained(config, 0, scan=False)
+    names = list(values(flat))
+    flat, other, wanted = trained(config, 3, scan=False, held=unstacked(held, names, 1), learning_rate=0.01)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    for name, value in unstacked(dict(sim.state), names, 1).items():
+        np.testing.assert_allclose(value, other.state[name], rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+def test_checkpoints_go_from_one_layout_to_another(tmp_path):
+    config = small("llama2-70b", 1)
+
+    def simulation(mesh, name):
+        with mtf.Graph():
+            outputs, updates = train_step(config, 4, LENGTH, remat="matmuls")
+            return mtf.simulate(mtf.lower(outputs, updates, mesh, layout(name, config, mesh), precision="highest"))
+
+    one, other = simulation("fsdp:2;tensor:2", "fsdp+tensor"), simulation("data:4", "zero1")
+    fed = feeds(config, inputs_of(one.program))
+    one.step(fed)
+    mtf.save(one, tmp_path / "model.safetensors")
+    mtf.load(tmp_path / "model.safetensors", other)
+    assert float(one.step(fed)["loss"]) == pytest.approx(float(other.step(fed)["loss"]), rel=1e-5)
+
+
+def test_an_unknown_optimizer_is_refused():
+    with mtf.Graph(), pytest.raises(mtf.GraphError, match="got 'adamww'; did you mean 'adamw'"):
+        train_step(preset("gpt2"), 2, 8, optimizer="adamww")
