@@ -53,15 +53,15 @@ def load(path: str | Path | None = None) -> Text:
     """
     if path is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
-        pieces, what = folder.glob("*.py"), "sources of the standard library"
+        files, what = sorted(folder.glob("*.py")), "sources of the standard library"
     else:
         folder = Path(path).expanduser()
         if not folder.exists():
             raise TextError(f"--text {path}: there is no such file or folder")
-        pieces, what = (iter([folder]) if folder.is_file() else folder.rglob("*")), str(path)
-    files, data = 0, bytearray()
-    for text in _texts(sorted(pieces), named=path is not None and folder.is_file()):
-        files += 1
+        files, what = [folder] if folder.is_file() else sorted(folder.rglob("*")), str(path)
+    count, data = 0, bytearray()
+    for text in _texts(files, named=files == [folder]):
+        count += 1
         data += text
         if len(data) >= LIMIT_BYTES:
             break
@@ -69,7 +69,7 @@ def load(path: str | Path | None = None) -> Text:
         raise TextError(f"{folder}: holds no text: 0 files without zero bytes")
     tokens = np.frombuffer(bytes(data[:LIMIT_BYTES]), np.uint8)
     kept = len(tokens) - int(HELD_OUT * len(tokens))
-    return Text(tokens[:kept], tokens[kept:], f"{what}: {files} file{'s' * (files != 1)}, {len(tokens):,} bytes")
+    return Text(tokens[:kept], tokens[kept:], f"{what}: {count} file{'s' * (count != 1)}, {len(tokens):,} bytes")
 
 
 def _texts(files: list[Path], named: bool) -> Iterator[bytes]:
