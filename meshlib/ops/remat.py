@@ -32,6 +32,16 @@ class Remat:
       offload: kept in the memory of the host: copied there in the forward, and back before they are used.
       offload_carries: whether what a loop carries, before each trip, is kept on the host.
     Raises: GraphError for what is no list of names, or one that is in both.
+    Example:
+      >>> import meshlib as mtf
+      >>> layers, d = mtf.Dimension("layers", 6), mtf.Dimension("d", 8)
+      >>> with mtf.Graph():
+      ...     x, w = mtf.input("x", [d]), mtf.variable("w", [layers, d])
+      ...     body = lambda carries, slices: ([mtf.tanh(mtf.multiply(*carries, *slices), name="y")], [])
+      ...     (y,), _ = mtf.scan(body, [x], [w], layers, remat=mtf.Remat(offload=["y"]))
+      ...     program = mtf.lower(mtf.gradients([y], [w]))
+      >>> program.to_host_bytes, program.from_host_bytes, 6 * 8 * 4
+      (192, 192, 192)
     """
 
     save: Sequence[str] = ()
