@@ -4,7 +4,7 @@ Usable on its own; it knows bytes, FLOPs, cycles and coordinates, and nothing of
 
     chips  slices            published figures with sources; `Slice("v3-8")`
     mxu  systolic            the matrix unit: closed form, and clocked register by register
-    numerics                 bfloat16 rounding, the orders of addition of an MXU and of a ring
+    numerics  eight_bit      bfloat16, int8 and fp8 rounding, the orders of addition of an MXU and of a ring
     memory  vpu  core        padding, bandwidths, time of one operation and what bounds it
     torus  events            coordinates, links, routes; messages over links, event by event
     collectives              closed forms

@@ -110,6 +110,7 @@ from meshlib.ops.index import dynamic_shift, gather, one_hot, range, scatter_add
 from meshlib.ops.logic import cond, logical_xor  # noqa: E402
 from meshlib.ops.loop import scan, while_loop  # noqa: E402
 from meshlib.ops.pooling import pool  # noqa: E402
+from meshlib.ops.quantized import quantized_einsum  # noqa: E402
 from meshlib.ops.ranking import (  # noqa: E402
     argmax,
     argsort,
@@ -271,6 +272,7 @@ __all__ = [
     "pad",
     "pool",
     "pow",
+    "quantized_einsum",
     "random_normal",
     "random_uniform",
     "range",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import meshlib as mtf
@@ -597,6 +598,35 @@ row(
     lambda x, y: np.einsum("abk,ka->ab", x, y),
     "xy",
 )
+row(
+    "einsum",
+    "int8",
+    {"x": whole("b:2;a:4;k:6", -127, 128), "y": whole("k:6;c:8", -127, 128)},
+    lambda f, x, y: mtf.einsum([mtf.cast(x, f), mtf.cast(y, f)], dims("b:2;c:8;a:4"), precision="int8"),
+    lambda x, y: np.einsum("bak,kc->bca", x, y, dtype=np.float64),
+)
+for _grid, _largest, _to_grid in (
+    ("int8", 127, np.rint),
+    ("fp8", 448, lambda x: x.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)),
+):
+    row(
+        "quantized_einsum",
+        _grid,
+        {"x": signed("b:2;a:4;k:6"), "y": signed("k:6;b:2;c:8")},
+        lambda f, x, y, grid=_grid: mtf.quantized_einsum([x, y], dims("b:2;c:8;a:4"), grid),
+        lambda x, y, m=_largest, q=_to_grid: quantised_product(x, y, m, q),
+        differentiable=None,  # as if nothing had been rounded: see test_quantized
+    )
+
+
+def quantised_product(x: Array, y: Array, largest: float, to_grid: Callable[[Array], Array]) -> Array:
+    """x[b, a, k], y[k, b, c] -> [b, c, a], each row along k rounded in units of its own."""
+    x_unit = np.abs(x).max(2, keepdims=True) / largest
+    y_unit = np.abs(y).max(0, keepdims=True) / largest
+    found = np.einsum("bak,kbc->bca", to_grid(x / x_unit), to_grid(y / y_unit))
+    return found * x_unit[:, :, 0][:, None, :] * y_unit[0][:, :, None]
+
+
 row(
     "einsum",
     "network",

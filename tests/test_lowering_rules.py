@@ -359,6 +359,10 @@ def test_bytes_derived_by_hand(case: Callable[[], tuple[tuple, Moved]]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 def test_numbers_equal_the_unsharded_program(case: Callable[[], tuple[tuple, Moved]]) -> None:
+    assert_numbers_equal_the_unsharded_program(case)
+
+
+def assert_numbers_equal_the_unsharded_program(case: Callable[[], tuple[tuple, Moved]]) -> None:
     """What is not sent was not needed: the exact executor agrees with one core."""
     with mtf.Graph() as graph:
         ((outputs, updates), mesh, layout), _ = case()
@@ -375,7 +379,8 @@ def test_numbers_equal_the_unsharded_program(case: Callable[[], tuple[tuple, Mov
         results.append([*sim.step(feeds).values(), *(sim.state[n] for n in graph.variables)])
     coarse = any(op.output.dtype.name == "bfloat16" for op in graph.operations)
     for ours, theirs in zip(*results, strict=True):
-        np.testing.assert_allclose(ours.astype(float), theirs.astype(float), rtol=2e-2 if coarse else 2e-5, atol=1e-5)
+        rtol, atol = (2e-2, 5e-3) if coarse else (2e-5, 1e-5)
+        np.testing.assert_allclose(ours.astype(float), theirs.astype(float), rtol=rtol, atol=atol)
 
 
 def test_reasons_name_op_dim_axes_line_and_a_way_out() -> None:

@@ -20,13 +20,12 @@ from meshlib.graph import FORWARD, Tensor
 from meshlib.lower.program import Instruction, Program, Value
 from meshlib.lower.work import local_work
 from meshlib.operation import Kind
-from meshlib.ops.einsum import matmul_plan
+from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
 
 _RESIDENT = ("input", "variable", "assign")
 _ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
 _READS_PART = ("gather", "slice")
 _REPEATED = ("cast", "negative", "multiply", "add", "subtract", "divide")
-EIGHT_BIT = ("int8", "fp8")
 # Of the products of each kernel of fused attention, the share that is no repetition of the forward pass: one of two,
 # two of three (dP, dQ), two of four (dV, dK).
 ATTENTION = {"attention": 1.0, "attention_grad_query": 2 / 3, "attention_grad_memory": 1 / 2}
@@ -174,7 +173,7 @@ def duplication(program: Program, instruction: Instruction) -> int:
 
 def matmul_of(program: Program, instruction: Instruction) -> Matmul:
     """The batched product that an einsum is on one device."""
-    a, b = (x.local.shape for x in instruction.inputs)
+    a, b = (x.local.shape for x in instruction.inputs[:2])
     out = instruction.outputs[0].local.shape
     plan = matmul_plan(a.names, b.names, out.names)
     sizes = {d.name: d.size for shape in (a, b) for d in shape}

@@ -131,7 +131,7 @@ class _Planner:
         unit.moves = tuple((m, self.network.cost(m)) for i in members for m in moves_of(self.program, i))
         if not first.is_collective:
             unit.kernel = kernel_of(self.program, members, self.fused, self.held, self.forward)
-            unit.product = any(i.opcode == "einsum" for i in members)
+            unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit
 

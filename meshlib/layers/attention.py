@@ -98,6 +98,7 @@ def multihead_attention(
     dropout: float = 0.0,
     dropout_broadcast_dims: Sequence[Dimension] | None = None,
     kernel: str = "flash",
+    matmul_dtype: str | None = None,
     variable_dtype: object = "float32",
     slice_dtype: object | None = None,
     name: str = "multihead_attention",
@@ -122,6 +123,7 @@ def multihead_attention(
       use_bias: whether the four products add biases.
       dropout, dropout_broadcast_dims: of the weights; the materialised kernel alone has it.
       kernel: "flash", one fused operation, or "materialised", see `dot_product_attention`.
+      matmul_dtype: "int8" or "fp8" for quantised products with variables, as of `dense`; not those of the kernel.
       variable_dtype, slice_dtype: of the variables; they are used in the dtype of query_antecedent.
       name: scope of the variables `q/kernel`, `k/kernel`, `v/kernel`, `out/kernel`.
     Returns: the type of query_antecedent. Within the scope the values are called q, k, v (as the kernel takes them),
@@ -154,7 +156,7 @@ def multihead_attention(
 
     def projected(source: Tensor, dims: list[Dimension], part: str, last: str) -> Tensor:
         channels = [source.shape[-1]]
-        return projection(source, dims, channels, use_bias, variable_dtype, slice_dtype, None, part, last)
+        return projection(source, dims, channels, use_bias, variable_dtype, slice_dtype, None, matmul_dtype, part, last)
 
     def made(source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:
         """q, k or v as the kernel takes it; the last operation bears its name."""
@@ -191,7 +193,9 @@ def multihead_attention(
                 name="context",
             )
         start = initializers.scaled_normal(of_queries)
-        return projection(context, d_model, of_queries, use_bias, variable_dtype, slice_dtype, start, "out", "out")
+        return projection(
+            context, d_model, of_queries, use_bias, variable_dtype, slice_dtype, start, matmul_dtype, "out", "out"
+        )
 
 
 def _check_arguments(x: Tensor, memory: Tensor, kernel: str, bias: object, dropout: float, what: str) -> None:

@@ -13,6 +13,7 @@ from meshlib.operation import as_dim, as_dims, tensor
 from meshlib.ops.activations import gelu, silu
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import add, multiply, relu
+from meshlib.ops.quantized import quantized_einsum
 from meshlib.ops.sources import dropout as dropped
 from meshlib.ops.sources import variable
 
@@ -36,6 +37,7 @@ def dense(
     variable_dtype: object = "float32",
     slice_dtype: object | None = None,
     kernel_initializer: initializers.Initializer | None = None,
+    matmul_dtype: str | None = None,
     name: str = "dense",
 ) -> Tensor:
     """activation(x W + b).
@@ -48,6 +50,7 @@ def dense(
       activation: applied to the result.
       variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
       kernel_initializer: of W; normal with variance 1 / (size of reduced_dims) unless given.
+      matmul_dtype: "int8" or "fp8": the product and those of its gradient are quantised, see `quantized_einsum`.
       name: scope of the variables `kernel` and `bias`, and name of x W + b.
     Returns: [..., new_dims], dtype of x.
     Raises: ShapeError if a new dim is in x already or a reduced one is not.
@@ -61,7 +64,9 @@ def dense(
     """
     if activation is not None and not callable(activation):
         raise ShapeError(f"{at('dense')}: activation must be a function such as mtf.relu, got {activation!r:.80}")
-    y = projection(x, new_dims, reduced_dims, use_bias, variable_dtype, slice_dtype, kernel_initializer, name, name)
+    y = projection(
+        x, new_dims, reduced_dims, use_bias, variable_dtype, slice_dtype, kernel_initializer, matmul_dtype, name, name
+    )
     return y if activation is None else activation(y)
 
 
@@ -73,6 +78,7 @@ def projection(
     variable_dtype: object,
     slice_dtype: object | None,
     kernel_initializer: initializers.Initializer | None,
+    matmul_dtype: str | None,
     name: str,
     result: str,
 ) -> Tensor:
@@ -97,9 +103,12 @@ def projection(
         kernel = variable("kernel", [*reduced, *new], init, variable_dtype, slice_dtype, x.dtype)
         bias = variable("bias", new, initializers.zeros(), variable_dtype, slice_dtype, x.dtype) if biased else None
     made = Shape([*(d for d in x.shape if d not in reduced), *new])
-    if bias is None:
-        return einsum([x, kernel], output_shape=made, name=result)
-    return add(einsum([x, kernel], output_shape=made, name=f"{name}/product"), bias, name=result)
+    called = result if bias is None else f"{name}/product"
+    if matmul_dtype is None:
+        y = einsum([x, kernel], output_shape=made, name=called)
+    else:
+        y = quantized_einsum([x, kernel], made, matmul_dtype, called)
+    return y if bias is None else add(y, bias, name=result)
 
 
 def feed_forward(
@@ -110,6 +119,7 @@ def feed_forward(
     use_bias: bool = False,
     dropout: float = 0.0,
     dropout_broadcast_dims: Sequence[Dimension] | None = None,
+    matmul_dtype: str | None = None,
     variable_dtype: object = "float32",
     slice_dtype: object | None = None,
     name: str = "feed_forward",
@@ -124,6 +134,7 @@ def feed_forward(
       use_bias: whether each product adds a bias.
       dropout: probability with which an element in between is dropped; 0 for evaluation.
       dropout_broadcast_dims: dims along which one draw serves all elements.
+      matmul_dtype: "int8" or "fp8" for quantised products, as of `dense`.
       variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
       name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
     Returns: the type of x.
@@ -147,7 +158,7 @@ def feed_forward(
     hidden, channels = [as_dim(hidden_channels, what)], [x.shape[-1]]
 
     def product(x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], part: str) -> Tensor:
-        return projection(x, new, reduced, use_bias, variable_dtype, slice_dtype, None, part, part)
+        return projection(x, new, reduced, use_bias, variable_dtype, slice_dtype, None, matmul_dtype, part, part)
 
     with scope(name):
         if flag(gated, what, "gated"):
@@ -181,5 +192,15 @@ def dense_relu_dense(
 ) -> Tensor:
     """relu(x Wi) Wo, without biases: `feed_forward` as Mesh TensorFlow has it."""
     return feed_forward(
-        x, hidden_channels, "relu", False, False, dropout, dropout_broadcast_dims, variable_dtype, slice_dtype, name
+        x,
+        hidden_channels,
+        "relu",
+        False,
+        False,
+        dropout,
+        dropout_broadcast_dims,
+        None,
+        variable_dtype,
+        slice_dtype,
+        name,
     )

@@ -195,7 +195,8 @@ class _Lowering:
         learnt, chosen = first.places.learnt, first.chosen
         again = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial, learnt, chosen)
         again.run()
-        return again if again.places.sent_bytes(kept) < first.places.sent_bytes(kept) else first
+        needed = [*kept, *simple.taken]
+        return again if again.places.sent_bytes(needed) < first.places.sent_bytes(needed) else first
 
     def _finished(
         self,

@@ -272,7 +272,7 @@ class Partitioner:
         bound: list[Sharding | None] = [*wanted[: len(carried)]]
         for y, _ in used:
             public = y in op.public_outputs
-            bound.append(without_dim(without_axes(self.homes.of(y), dim), dim) if public else None)
+            bound.append(without_dim(without_axes(self._stack_home(y), dim), dim) if public else None)
         program = self.lower_body(
             body, homes, [*results[: len(carried)], *(t for _, t in used)], bound, [x.operation.name for x in inner]
         )
@@ -302,6 +302,20 @@ class Partitioner:
             self.places.instances[value.tensor] = [(None, value)]
             self._settle(value.tensor)
 
+    def _stack_home(self, t: Tensor) -> Sharding:
+        """The home of a stacked result; of one that is only cast and transposed into a gradient, that of the gradient.
+
+        So each trip reduces what it made to where the gradient lies.
+        """
+        end, gradients = t, self.homes.graph.gradient_of
+        while end not in gradients:
+            uses = self.graph.uses.get(end, [])
+            if len(uses) != 1 or end in self.fetched or uses[0][0].kind.name not in ("cast", "transpose"):
+                return self.homes.of(t)
+            end = uses[0][0].output
+        home = self.homes.of(end)
+        return Sharding(t.shape, home.mesh, [home.of(d.name) for d in t.shape])
+
     def _is_used(self, t: Tensor) -> bool:
         return t in self.fetched or t in self.graph.taken or bool(self.graph.uses.get(t))
 
@@ -311,7 +325,7 @@ class Partitioner:
         known = tuple(v.sharding for v in self.places.known(t, op.region))
         shared = self._users[t, op.region] > 1
         held = self.balance.stationary if self.homes.is_weight(t) else ()
-        return Operand(t, known, self.places.remade(t), self.ahead.coming(t, op), shared, held)
+        return Operand(t, known, self.places.remade(t, op.region), self.ahead.coming(t, op), shared, held)
 
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)

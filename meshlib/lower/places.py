@@ -70,13 +70,16 @@ class Places:
         """`t` as its operation made it or, once settled, at home."""
         return self.instances[t][0][1]
 
-    def remade(self, t: Tensor) -> bool:
-        """Whether a value is made anew wherever it is needed: constants, ranges, numbers in every place."""
+    def remade(self, t: Tensor, region: str) -> bool:
+        """Whether a value is made anew wherever a region needs it: constants, ranges, numbers in every place."""
         op = t.operation
-        if op.kind is BROADCAST:
-            (x,) = self.graph.inputs[op]
-            return not x.shape and not self.made(x).sharding.pending
-        return op.kind in _REMADE
+        return op.kind in _REMADE or (op.kind is BROADCAST and self._number(op, region) is not None)
+
+    def _number(self, op: Operation, region: str) -> Value | None:
+        """The number that `op` puts in every place; None if it has dims or waits for its sum."""
+        (x,) = self.graph.inputs[op]
+        found = [] if x.shape else [v for v in self.known(x, region) if not v.sharding.pending]
+        return found[0] if found else None
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
         """The value of `t` under `wanted`, for an operation."""
@@ -90,7 +93,7 @@ class Places:
         for v in known:
             if v.sharding == wanted:
                 return v
-        if self.remade(t):
+        if self.remade(t, region):
             value = self._remake(t, wanted, region)
         else:
             size = t.dtype.itemsize
@@ -108,7 +111,8 @@ class Places:
 
     def _remake(self, t: Tensor, wanted: Sharding, region: str) -> Value:
         op, value = t.operation, Value(t, wanted)
-        taken = tuple(self.made(x) for x in self.graph.inputs[op])
+        number = self._number(op, region) if op.inputs else None
+        taken = () if number is None else (number,)
         self.instructions.append(Instruction(op.kind.name, op, taken, (value,), region, blockwise(wanted)))
         return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshlib.lower.program import Instruction, Program
 from meshlib.operation import ON_MXU, Work
+from meshlib.ops.einsum import EIGHT_BIT
 
 
 def local_work(program: Program, instruction: Instruction) -> Work:
@@ -23,6 +24,6 @@ def local_work(program: Program, instruction: Instruction) -> Work:
         return Work(0, 0, 0)
     op = instruction.operation
     attrs = dict(op.attrs)
-    if op.kind.kind in ON_MXU and program.precision == "highest":
+    if op.kind.kind in ON_MXU and program.precision == "highest" and attrs.get("precision") not in EIGHT_BIT:
         attrs["precision"] = "highest"  # costed as the passes it takes
     return op.kind.work(tuple(x.local for x in instruction.inputs), instruction.outputs[0].local, attrs)

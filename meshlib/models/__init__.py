@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from meshlib.models.config import TransformerConfig
 from meshlib.models.layouts import LAYOUTS, layout
+from meshlib.models.model import Transformer, transformer
 from meshlib.models.presets import PRESETS, preset
 from meshlib.models.train import OPTIMIZERS, train_step
-from meshlib.models.transformer import Transformer, transformer
 
 __all__ = [
     "LAYOUTS",

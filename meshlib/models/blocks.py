@@ -102,6 +102,7 @@ class Blocks:
             use_bias=c.has_attention_bias,
             dropout=c.dropout if self.training and c.attention == "materialised" else 0.0,
             kernel=c.attention,
+            matmul_dtype=c.matmul_dtype,
             variable_dtype=c.variable_dtype,
             name=name,
         )
@@ -114,5 +115,6 @@ class Blocks:
             c.activation,
             c.gated,
             c.bias,
+            matmul_dtype=c.matmul_dtype,
             variable_dtype=c.variable_dtype,
         )

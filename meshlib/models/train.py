@@ -10,7 +10,7 @@ from meshlib.checks import at
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
 from meshlib.models.config import TransformerConfig
-from meshlib.models.transformer import transformer
+from meshlib.models.model import transformer
 from meshlib.ops.remat import Policy
 from meshlib.optimize.base import LearningRate, Optimizer
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
-from meshlib.graph import TensorType
 from meshlib.operation import Array, Block, align
 
 # Scores held at once: what is done to them element by element stays in the second-level cache.
-_CHUNK = 1 << 18
+_CHUNK = 1 << 17
 
 Names = tuple[str, ...]
+Cut = tuple[slice, ...]
 
 
 def seen_keys(start: int, stop: int, memory: int, causal: bool, window: int | None) -> tuple[int, int]:
@@ -24,18 +24,50 @@ def seen_keys(start: int, stop: int, memory: int, causal: bool, window: int | No
     return low, high
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Some rows of scores: batches, queries, and the keys that these queries see among them."""
+def cuts(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
+    """Parts of an array of these sizes with at most `limit` elements each: runs of one dim, the later ones whole.
 
-    batch: slice
+    >>> [[c.start for c in part[:2]] for part in cuts((2, 4, 3), 6)]
+    [[0, 0], [0, 2], [1, 0], [1, 2]]
+    """
+    if not sizes:
+        yield ()
+        return
+    rest = prod(sizes[1:])
+    step = max(1, limit // rest)
+    for start in range(0, sizes[0], step):
+        first = slice(start, min(start + step, sizes[0]))
+        if rest <= limit:
+            yield (first, *(slice(0, n) for n in sizes[1:]))
+        else:
+            yield from ((first, *later) for later in cuts(sizes[1:], limit))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Keys and values of some batches: [batch, memory, dim], and transposed, which BLAS is twice as fast on."""
+
+    batch: Cut
+    k: Array
+    v: Array
+    k_columns: Array
+    v_columns: Array
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries of these batches, and their cotangents: [batch, group and queries, dim]; the keys that they see."""
+
     queries: slice
     keys: slice
-    hidden: Array | None  # bool, broadcasts with [batch, group, queries, keys]: what stays out of the softmax
+    q: Array
+    dy: Array
+    hidden: Array | None  # bool, broadcasts to `shape`: what stays out of the softmax
+    shape: tuple[int, ...]  # [batches ..., groups ..., queries, keys]
 
 
 class Kernel:
-    """One device's q, k, v (and cotangent) as [batch, group, length, key] and [batch, memory, key or value]."""
+    """One device's operands, seen as [batches ..., groups ..., length, key] and [batches ..., memory, key or value]."""
 
     def __init__(self, block: Block, arrays: tuple[Array, ...], with_cotangent: bool) -> None:
         self.block, self.engine = block, block.engine
@@ -44,71 +76,64 @@ class Kernel:
         q, k = (t.shape.names for t in block.inputs[:2])
         self.batch: Names = tuple(n for n in q if n in k and n != self.key)
         self.group: Names = tuple(n for n in q if n not in k and n != self.length)
-        self.sizes = {d.name: d.size for t in block.inputs for d in t.shape}
-        rows, memory = (self.batch, self.group, (self.length,)), (self.batch, (self.memory,))
-        self.q = self._operand(0, arrays, (*rows, (self.key,)))
-        self.k = self._operand(1, arrays, (*memory, (self.key,)))
-        self.v = self._operand(2, arrays, (*memory, (self.value,)))
-        if with_cotangent:
-            self.dy = self._operand(3, arrays, (*rows, (self.value,)))
+        rows = (*self.batch, *self.group, self.length)
+        named = [t.shape.names for t in block.inputs]
+        self.q = align(arrays[0], named[0], (*rows, self.key))
+        self.k = align(arrays[1], named[1], (*self.batch, self.memory, self.key))
+        self.v = align(arrays[2], named[2], (*self.batch, self.memory, self.value))
+        self.dy = align(arrays[3], named[3], (*rows, self.value)) if with_cotangent else None
         count = 4 if with_cotangent else 3
-        self.mask = self._arranged_mask(block.inputs[count], arrays[count]) if len(arrays) > count else None
+        masks = zip(arrays[count:], named[count:], strict=True)
+        self.mask = next((align(mask, names, (*rows, self.memory)) for mask, names in masks), None)
 
-    def _size(self, names: Names) -> int:
-        return prod(self.sizes[n] for n in names)
+    def batches(self) -> Iterator[Memory]:
+        """Batches, as many as have about `_CHUNK` scores."""
+        count = len(self.batch)
+        groups, length = prod(self.q.shape[count:-2]), self.q.shape[-2]
+        scores = groups * min(length, self._most_rows()) * self.k.shape[-2]
+        for cut in cuts(self.q.shape[:count], max(1, _CHUNK // scores)):
+            k, v = self._operand(self.k[cut], count), self._operand(self.v[cut], count)
+            yield Memory(cut, k, v, *(np.ascontiguousarray(x.swapaxes(1, 2)) for x in (k, v)))
 
-    def _operand(self, n: int, arrays: tuple[Array, ...], groups: tuple[Names, ...]) -> Array:
-        order = [name for names in groups for name in names]
-        x = align(self.engine.mxu_operand(arrays[n], False), self.block.inputs[n].shape.names, order)
-        return x.reshape([self._size(names) for names in groups])
+    def rows(self, memory: Memory) -> Iterator[Rows]:
+        """The queries of these batches, run by run."""
+        count, length = len(self.batch), self.q.shape[-2]
+        offset, causal, window = self.block.offsets[self.length], self.block.attrs["causal"], self.block.attrs["window"]
+        step = self._most_rows()
+        for start in range(0, length, step):
+            queries = slice(start, min(start + step, length))
+            first, last = offset + queries.start, offset + queries.stop
+            keys = slice(*seen_keys(first, last, self.k.shape[-2], causal, window))
+            q, *more = (x[memory.batch][..., queries, :] for x in (self.q, self.dy) if x is not None)
+            merged = [self._operand(x, count) for x in (q, *more)]
+            shape = (*q.shape[:-1], keys.stop - keys.start)
+            hidden = self._hidden(np.arange(first, last)[:, None], np.arange(keys.start, keys.stop))
+            yield Rows(queries, keys, merged[0], merged[-1], self._masked(hidden, memory.batch, queries, keys), shape)
 
-    def _arranged_mask(self, of: TensorType, mask: Array) -> Array:
-        names = of.shape.names
-        order = (*self.batch, *self.group, self.length, self.memory)
-        x = align(mask, names, order)
-        for part in (self.batch, self.group):  # dims that are merged are all there, or none is
-            if any(n in names for n in part):
-                x = np.broadcast_to(x, [self.sizes[n] if n in part else s for n, s in zip(order, x.shape, strict=True)])
-        count, middle = len(self.batch), len(self.batch) + len(self.group)
-        return x.reshape([prod(x.shape[:count]), prod(x.shape[count:middle]), *x.shape[middle:]])
+    def _most_rows(self) -> int:
+        scores: int = prod(self.q.shape[len(self.batch) : -2]) * self.k.shape[-2]
+        return max(1, _CHUNK // scores)
 
-    def tiles(self) -> Iterator[Tile]:
-        """Rows of at most `_CHUNK` scores, if one row has no more."""
-        batch, group, length, _ = self.q.shape
-        memory = self.k.shape[1]
-        causal, window = self.block.attrs["causal"], self.block.attrs["window"]
-        offset = self.block.offsets[self.length]
-        rows = max(1, min(length, _CHUNK // (group * memory)))
-        for start in range(0, length, rows):
-            stop = min(start + rows, length)
-            low, high = seen_keys(offset + start, offset + stop, memory, causal, window)
-            hidden = self._hidden(np.arange(offset + start, offset + stop)[:, None], np.arange(low, high))
-            many = max(1, _CHUNK // (group * (stop - start) * (high - low)))
-            for first in range(0, batch, many):
-                tile = slice(first, first + many), slice(start, stop), slice(low, high)
-                yield Tile(*tile, self._masked(hidden, *tile))
+    def _operand(self, x: Array, count: int) -> Array:
+        """A part as the MXU takes it: [batch, rows, dim], contiguous."""
+        dense = np.ascontiguousarray(x).reshape(prod(x.shape[:count]), -1, x.shape[-1])
+        return self.engine.mxu_operand(dense, False)
 
     def _hidden(self, i: Array, j: Array) -> Array | None:
-        causal, window = self.block.attrs["causal"], self.block.attrs["window"]
         hidden = np.zeros((i.shape[0], j.size), bool)
-        if causal:
+        if self.block.attrs["causal"]:
             hidden |= j > i
-        if window is not None:
-            hidden |= np.abs(i - j) >= window
-        return hidden[None, None] if hidden.any() else None
+        if self.block.attrs["window"] is not None:
+            hidden |= np.abs(i - j) >= self.block.attrs["window"]
+        return hidden if hidden.any() else None
 
-    def _masked(self, hidden: Array | None, batch: slice, queries: slice, keys: slice) -> Array | None:
+    def _masked(self, hidden: Array | None, batch: Cut, queries: slice, keys: slice) -> Array | None:
         if self.mask is None:
             return hidden
-        cuts = (batch, slice(None), queries, keys)
+        part = (*batch, *(slice(None) for _ in self.group), queries, keys)
         # A dim that the mask lacks has size 1 and broadcasts.
-        part = self.mask[tuple(c if n > 1 else slice(None) for c, n in zip(cuts, self.mask.shape, strict=True))]
-        return ~part if hidden is None else ~part | hidden
-
-    def rows(self, x: Array, tile: Tile) -> Array:
-        """The tile's rows of q or a cotangent: [batch, group and queries, dim]."""
-        part = x[tile.batch, :, tile.queries]
-        return part.reshape(part.shape[0], -1, part.shape[3])
+        seen = self.mask[tuple(c if n > 1 else slice(None) for c, n in zip(part, self.mask.shape, strict=True))]
+        return ~seen if hidden is None else ~seen | hidden
 
     def product(self, a: Array, b: Array) -> Array:
         """a @ b on the MXU, batch by batch."""
@@ -116,83 +141,101 @@ class Kernel:
         self.engine.matmul(a, b, out)
         return out
 
-    def weights(self, tile: Tile) -> tuple[Array, Array]:
+    def weights(self, rows: Rows, memory: Memory) -> tuple[Array, Array]:
         """exp(scores - maximum), and its sums over the keys: [batch, group and queries, keys] and [..., 1]."""
-        s = self.product(self.rows(self.q, tile), self.k[tile.batch, tile.keys].swapaxes(1, 2))
+        s = self.product(rows.q, memory.k_columns[:, :, rows.keys])
         np.multiply(s, s.dtype.type(self.block.attrs["scale"]), out=s)
-        if tile.hidden is not None:
-            shape = (s.shape[0], self.q.shape[1], -1, s.shape[2])
-            np.copyto(s.reshape(shape), -np.inf, where=tile.hidden)
-        peak = s.max(axis=2, keepdims=True)
+        if rows.hidden is not None:
+            np.copyto(s.reshape(rows.shape), -np.inf, where=rows.hidden)
+        peak = _largest(s)
         if self.mask is not None:
             peak[np.isneginf(peak)] = 0  # a query that sees no key
         np.subtract(s, peak, out=s)
         np.exp(s, out=s)
-        total = s.sum(axis=2, keepdims=True)
+        total = s @ np.ones((s.shape[2], 1), s.dtype)  # several times as fast as a sum over short rows
         if self.mask is not None:
             total[total == 0] = 1
         return s, total
 
-    def cotangents(self, tile: Tile) -> tuple[Array, Array]:
-        """The probabilities and the cotangents of the scores before scaling."""
-        p, total = self.weights(tile)
-        np.divide(p, total, out=p)
-        dp = self.product(self.rows(self.dy, tile), self.v[tile.batch, tile.keys].swapaxes(1, 2))
-        inner = np.einsum("bij,bij->bi", p, dp)[..., None]
-        np.subtract(dp, inner, out=dp)
-        np.multiply(dp, p, out=dp)
-        np.multiply(dp, dp.dtype.type(self.block.attrs["scale"]), out=dp)
-        return p, self.engine.made_inside(dp)
+    def cotangents(self, rows: Rows, memory: Memory) -> tuple[Array, Array]:
+        """The probabilities, and the cotangents of the products of queries and keys."""
+        p, total = self.weights(rows, memory)
+        np.multiply(p, 1 / total, out=p)
+        ds = self.product(rows.dy, memory.v_columns[:, :, rows.keys])
+        np.subtract(ds, np.einsum("bij,bij->bi", p, ds)[..., None], out=ds)
+        np.multiply(ds, p, out=ds)
+        np.multiply(ds, ds.dtype.type(self.block.attrs["scale"]), out=ds)
+        return p, self.engine.made_inside(ds)
 
-    def restored(self, made: Array, groups: tuple[Names, ...], to: Names) -> Array:
-        """An array of merged dims with its dims apart, in the order `to`."""
-        names = tuple(n for part in groups for n in part)
-        return align(made.reshape([self.sizes[n] for n in names]), names, to)
 
-    def finished(self, made: Array, last: str) -> Array:
-        """Rows [batch, group, length, last] as the block's result."""
-        out = self.block.result()
-        groups = (self.batch, self.group, (self.length,), (last,))
-        np.copyto(out, self.restored(made, groups, self.block.out.shape.names))
-        return out
+def _largest(x: Array) -> Array:
+    """The maximum of each row, kept as a dim: halves first, because NumPy is slow on short rows."""
+    while x.shape[-1] > 8 and x.shape[-1] % 2 == 0:
+        half = x.shape[-1] // 2
+        x = np.maximum(x[..., :half], x[..., half:])
+    peak: Array = x.max(axis=-1, keepdims=True)
+    return peak
+
+
+def _put(out: Array, cut: Cut, queries: slice, made: Array) -> None:
+    part = out[cut][..., queries, :]
+    part[...] = made.reshape(part.shape)
 
 
 def local_result(block: Block, *arrays: Array) -> Array:
     """The attention of this device's queries."""
     kernel = Kernel(block, arrays, with_cotangent=False)
-    made = np.empty((*kernel.q.shape[:3], kernel.v.shape[2]), kernel.q.dtype)
-    for tile in kernel.tiles():
-        weights, total = kernel.weights(tile)
-        y = kernel.product(kernel.engine.made_inside(weights), kernel.v[tile.batch, tile.keys])
-        np.divide(y, total, out=y)
-        part = made[tile.batch, :, tile.queries]
-        part[...] = y.reshape(part.shape)
-    return kernel.finished(made, kernel.value)
+    out = block.result()
+    y = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.value))
+    for memory in kernel.batches():
+        for rows in kernel.rows(memory):
+            weights, total = kernel.weights(rows, memory)
+            made = kernel.product(kernel.engine.made_inside(weights), memory.v[:, rows.keys])
+            np.divide(made, total, out=made)
+            _put(y, memory.batch, rows.queries, made)
+    return out
 
 
 def local_grad_query(block: Block, *arrays: Array) -> Array:
     """The cotangent of this device's queries."""
-    kernel = Kernel(block, arrays, with_cotangent=True)
-    made = np.empty(kernel.q.shape, kernel.q.dtype)
-    for tile in kernel.tiles():
-        _, ds = kernel.cotangents(tile)
-        part = made[tile.batch, :, tile.queries]
-        part[...] = kernel.product(ds, kernel.k[tile.batch, tile.keys]).reshape(part.shape)
-    return kernel.finished(made, kernel.key)
+    return _shared_gradients(block, arrays)[0]
 
 
 def local_grad_memory(block: Block, *arrays: Array) -> tuple[Array, Array]:
     """The cotangents of keys and values, summed over this device's queries."""
+    _, dk, dv = _shared_gradients(block, arrays)
+    return dk, dv
+
+
+def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """dq, dk, dv: what one of the two gradients of the same operands finds serves the other, too."""
+    shared, attrs = block.engine.shared, block.attrs
+    if shared is None:
+        return _gradients(block, arrays)
+    options = (attrs["causal"], attrs["window"], attrs["scale"], block.offsets[attrs["length"]])
+    key = ("attention", block.engine.trips, *options, *map(id, arrays))
+    if key in shared:
+        found: tuple[Array, Array, Array] = shared.pop(key)[0]
+        return found
+    made = _gradients(block, arrays)
+    shared[key] = made, arrays  # the operands are kept, so that no other arrays take their identities
+    return made
+
+
+def _gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
     kernel = Kernel(block, arrays, with_cotangent=True)
-    dk, dv = np.zeros(kernel.k.shape, kernel.k.dtype), np.zeros(kernel.v.shape, kernel.v.dtype)
-    for tile in kernel.tiles():
-        p, ds = kernel.cotangents(tile)
-        p = kernel.engine.made_inside(p)
-        dk[tile.batch, tile.keys] += kernel.product(ds.swapaxes(1, 2), kernel.rows(kernel.q, tile))
-        dv[tile.batch, tile.keys] += kernel.product(p.swapaxes(1, 2), kernel.rows(kernel.dy, tile))
-    k, v = block.inputs[1], block.inputs[2]
-    groups = (kernel.batch, (kernel.memory,))
-    return (
-        np.ascontiguousarray(kernel.restored(dk, (*groups, (kernel.key,)), k.shape.names)),
-        np.ascontiguousarray(kernel.restored(dv, (*groups, (kernel.value,)), v.shape.names)),
-    )
+    dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
+    q, k, v = (t.shape.names for t in block.inputs[:3])
+    dq_rows = align(dq, q, (*kernel.batch, *kernel.group, kernel.length, kernel.key))
+    dk_rows = align(dk, k, (*kernel.batch, kernel.memory, kernel.key))
+    dv_rows = align(dv, v, (*kernel.batch, kernel.memory, kernel.value))
+    for memory in kernel.batches():
+        k_sum, v_sum = np.zeros(memory.k.shape, memory.k.dtype), np.zeros(memory.v.shape, memory.v.dtype)
+        for rows in kernel.rows(memory):
+            p, ds = kernel.cotangents(rows, memory)
+            _put(dq_rows, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
+            k_sum[:, rows.keys] += kernel.product(ds.swapaxes(1, 2), rows.q)
+            v_sum[:, rows.keys] += kernel.product(kernel.engine.made_inside(p).swapaxes(1, 2), rows.dy)
+        _put(dk_rows, memory.batch, slice(None), k_sum)
+        _put(dv_rows, memory.batch, slice(None), v_sum)
+    return dq, dk, dv

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hardware.eight_bit import round_to_eight_bits
 from layouts import Dimension, Shape
 from meshlib.checks import at, choice, items
 from meshlib.errors import ShapeError
@@ -33,6 +34,9 @@ from meshlib.operation import (
 )
 
 Names = tuple[str, ...]
+
+EIGHT_BIT = ("int8", "fp8")
+PRECISIONS = ("default", "highest", *EIGHT_BIT)
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,19 @@ def _arrange(x: Array, names: Names, summed: Names, groups: Sequence[Names]) -> 
 
 
 def _local(block: Block, a: Array, b: Array) -> Array:
-    x, y = block.inputs
+    precision = block.attrs["precision"]
+    if precision in EIGHT_BIT:
+        return product_of_blocks(block, *(round_to_eight_bits(x, precision) for x in (a, b)))
+    precise = precision == "highest"
+    return product_of_blocks(block, *(block.engine.mxu_operand(x, precise) for x in (a, b)))
+
+
+def product_of_blocks(block: Block, a: Array, b: Array) -> Array:
+    """The product of the first two operands' blocks, as the MXU takes them, in the result's array."""
+    x, y, *_ = block.inputs
     out_names = block.out.shape.names
     plan = matmul_plan(x.shape.names, y.shape.names, out_names)
     engine = block.engine
-    precise = block.attrs["precision"] == "highest"
-    a, b = engine.mxu_operand(a, precise), engine.mxu_operand(b, precise)
     a_names, b_names = x.shape.names, y.shape.names
     if plan.swapped:
         a, b, a_names, b_names = b, a, b_names, a_names
@@ -123,15 +134,21 @@ def _roles(op: Operation) -> tuple[Factor, ...]:
 
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    # A cotangent does not lie on a grid of eight bits.
+    precision = "highest" if op.attrs["precision"] == "highest" else "default"
+    return sides_of(op, lambda z, reached: einsum([dy, z], output_shape=reached, precision=precision), dy)
+
+
+def sides_of(op: Operation, product: Callable[[Tensor, Shape], Tensor], dy: Tensor) -> list[Tensor | None]:
+    """The cotangents of the two operands of a product: `product` of dy with the other one, down to given dims."""
     from meshlib.ops.shape import broadcast
 
-    precision = op.attrs["precision"]
     sides: list[Tensor | None] = []
     for this, other in ((0, 1), (1, 0)):
         x, z = op.inputs[this], op.inputs[other]
         # Dims that only this operand has and that were summed away: their cotangent is the same at every index.
         reached = Shape([d for d in x.shape if d in dy.shape or d in z.shape])
-        side = einsum([dy, z], output_shape=reached, precision=precision)
+        side = product(z, reached)
         sides.append(side if reached == x.shape else broadcast(side, x.shape))
     return sides
 
@@ -181,7 +198,9 @@ def einsum(
       output_shape: dims of the result, in order; or
       reduced_dims: dims to sum over, the rest stays in order of appearance; without either, dims that several
         operands share are summed.
-      precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through.
+      precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through; "int8"
+        and "fp8" (e4m3) say that the operands hold numbers of these grids, and round what does not. To quantise them
+        as well, see `quantized_einsum`.
       name: of the operation, in listings.
     Returns: a tensor of the operands' dtype; products are exact, sums float32.
     Cost: 2 x (product of all dims) MXU flops for two operands.
@@ -199,7 +218,7 @@ def einsum(
     xs = items(xs, "einsum", "xs")
     if not xs:
         raise ShapeError(f"{at('einsum')}: needs at least one tensor, got an empty list")
-    choice(precision, "einsum", "precision", ("default", "highest"))
+    choice(precision, "einsum", "precision", PRECISIONS)
     operands = [tensor(x, "einsum") for x in xs]
     out = _output_shape(operands, output_shape, reduced_dims)
     if len(operands) == 1:

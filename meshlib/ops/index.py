@@ -7,6 +7,7 @@ global indices, gather looks up what it holds and leaves zeros elsewhere, so tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -172,13 +173,17 @@ def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
     w_names = block.inputs[0].shape.names
     i_names = block.inputs[1].shape.names
     out_names = block.out.shape.names
-    rows = weights.shape[w_names.index(dim.name)]
-    chosen, hit = _block_indices(block, indices, rows)
-    index = tuple(
-        align(chosen, i_names, out_names) if n == dim.name else align(np.arange(weights.shape[a]), (n,), out_names)
-        for a, n in enumerate(w_names)
-    )
-    found = weights[index]
+    axis = w_names.index(dim.name)
+    chosen, hit = _block_indices(block, indices, weights.shape[axis])
+    if not set(w_names) & set(i_names):  # whole rows
+        found = np.take(np.moveaxis(weights, axis, 0), chosen, axis=0)
+    else:
+        found = weights[
+            tuple(
+                align(chosen if n == dim.name else np.arange(size), i_names if n == dim.name else (n,), out_names)
+                for n, size in zip(w_names, weights.shape, strict=True)
+            )
+        ]
     out = block.result()
     # The index arrays broadcast to the output only over dims that weights or indices have: all of them.
     np.copyto(out, found if hit is None else np.where(align(hit, i_names, out_names), found, found.dtype.type(0)))
@@ -241,23 +246,43 @@ def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 
 def _scatter_local(block: Block, updates: Array, indices: Array) -> Array:
+    """As rows of one table: [index dims in the result and `dim`, other dims], added row by row."""
     dim: Dimension = block.attrs["dim"]
-    u_names = block.inputs[0].shape.names
-    i_names = block.inputs[1].shape.names
-    out_names = block.out.shape.names
-    out = block.result()
-    out[...] = 0
-    chosen, hit = _block_indices(block, indices, out.shape[out_names.index(dim.name)])
-    space = u_names + tuple(n for n in i_names if n not in u_names)
-    sizes = dict(zip((*i_names, *u_names), (*indices.shape, *updates.shape), strict=True))
-    full = [sizes[n] for n in space]
-    values = np.broadcast_to(align(updates, u_names, space), full)
-    if hit is not None:
-        values = np.where(align(hit, i_names, space), values, values.dtype.type(0))
-    index = tuple(
-        align(chosen, i_names, space) if n == dim.name else align(np.arange(sizes[n]), (n,), space) for n in out_names
+    u_names, i_names = (t.shape.names for t in block.inputs)
+    sizes = dict(
+        zip(
+            (*i_names, *u_names, *block.out.shape.names),
+            (*indices.shape, *updates.shape, *block.out.shape.sizes),
+            strict=True,
+        )
     )
-    np.add.at(out, tuple(np.broadcast_to(i, full) for i in index), values)
+    out_names = block.out.shape.names
+    stray = tuple(a for a, n in enumerate(u_names) if n not in i_names and n not in out_names)
+    kept = tuple(n for n in u_names if n not in i_names and n in out_names)
+    if stray:
+        updates = np.add.reduce(updates, axis=stray, dtype=updates.dtype)
+        u_names = tuple(n for a, n in enumerate(u_names) if a not in stray)
+    values = np.broadcast_to(align(updates, u_names, (*i_names, *kept)), [sizes[n] for n in (*i_names, *kept)])
+    chosen, hit = _block_indices(block, indices, sizes[dim.name])
+    batch = tuple(n for n in i_names if n in out_names)
+    place = np.zeros((1,) * len(i_names), np.intp)
+    for n in batch:
+        place = place * sizes[n] + align(np.arange(sizes[n]), (n,), i_names)
+    place = np.broadcast_to(place * sizes[dim.name] + chosen, indices.shape).reshape(-1)
+    table = np.zeros((prod(sizes[n] for n in (*batch, dim.name)), prod(sizes[n] for n in kept)), updates.dtype)
+    rows = values.reshape(place.size, table.shape[1])
+    if hit is not None:
+        place, rows = place[hit.reshape(-1)], rows[hit.reshape(-1)]
+    if batch == i_names:
+        table[place] = rows  # each row once
+    elif place.size:
+        order = np.argsort(place, kind="stable")
+        place = place[order]
+        starts = np.flatnonzero(np.concatenate([[True], place[1:] != place[:-1]]))
+        table[place[starts]] = np.add.reduceat(rows[order], starts, axis=0, dtype=rows.dtype)
+    names = (*batch, dim.name, *kept)
+    out = block.result()
+    np.copyto(out, align(table.reshape([sizes[n] for n in names]), names, out_names))
     return out
 
 

@@ -106,7 +106,7 @@ class FastExecutor:
     def _mxu_inputs(self, i: Instruction) -> tuple[Value, ...]:
         """Operands of a matmul rounded to bfloat16 once, however many matmuls read them."""
         op = i.operation
-        precise = self.program.precision == "highest" or op.attrs.get("precision") == "highest"
+        precise = self.program.precision == "highest" or op.attrs.get("precision", "default") != "default"
         if op.kind.kind not in ON_MXU or precise:
             return i.inputs
         taken = []
@@ -132,7 +132,7 @@ class FastExecutor:
         Outputs are the executor's own arrays, valid until the next step. New values are never written over the
         state, so that a step that fails leaves it as it was.
         """
-        engine = Engine(engine.seed, engine.step, engine.highest, in_order=False, rounded=True)
+        engine = Engine(engine.seed, engine.step, engine.highest, in_order=False, rounded=True, shared={})
         given = {v: feeds[name] for name, v in self.program.inputs.items()}
         given |= {v: state[name] for name, v in self.program.variables.items()}
         arrays = self._run_nodes(given, state.values(), engine)

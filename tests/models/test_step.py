@@ -144,3 +144,27 @@ def test_checkpoints_go_from_one_layout_to_another(tmp_path):
 def test_an_unknown_optimizer_is_refused():
     with mtf.Graph(), pytest.raises(mtf.GraphError, match="got 'adamww'; did you mean 'adamw'"):
         train_step(preset("gpt2"), 2, 8, optimizer="adamww")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_products_of_eight_bits_are_close_and_are_those_of_layers_alone(dtype):
+    config = small("llama2-70b", 1)
+    eight = config.replace(matmul_dtype=dtype)
+    graph, sim, (loss,) = trained(eight, 1, held=(held := values(trained(config, 0)[0])), optimizer="sgd")
+    _, exact, (wanted,) = trained(config, 1, held=held, optimizer="sgd")
+    assert loss == pytest.approx(wanted, rel=0.05)
+    assert loss != wanted
+    change = [np.concatenate([(s.state[n] - held[n]).ravel() for n in held]) for s in (sim, exact)]
+    assert np.corrcoef(change[0], change[1])[0, 1] > 0.95
+    loop = next(op for op in graph.operations if "body" in op.attrs)
+    kinds = [op.kind.name for op in loop.attrs["body"].operations]
+    assert kinds.count("quantized_einsum") == 7  # q, k, v, out, wi_gate, wi, wo
+    assert "einsum" not in kinds
+
+
+def test_eight_bits_under_a_layout():
+    config = small("llama2-70b", 1).replace(matmul_dtype="int8")
+    with mtf.Graph():
+        model = transformer(config, batch=4, length=8)
+        pairs = [("fsdp:2;tensor:2", layout("fsdp+tensor", config, "fsdp:2;tensor:2"))]
+        assert mtf.verify(model.loss, layouts=pairs, executor="exact").ok

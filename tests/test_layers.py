@@ -1,0 +1,557 @@
+"""Every layer, forward and gradient, against float64 NumPy, and under many layouts on the exact executor.
+
+References (tests/layers_reference.py) are written apart from the library; their gradients are central differences.
+Inputs and variables have random values, so that no scale of one or bias of zero hides anything.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+import tests.layers_reference as ref
+from layouts import Dimension, Shape
+from meshlib.graph import Tensor
+from meshlib.lower.program import Program
+from tests.oracle import UNSHARDED, Array, Layout, assert_close, draw_layout, needed, numeric_gradient, run, uniform
+
+LAYOUTS = 30
+
+Keywords = dict[str, Any]
+
+B, L, M, D = Dimension("batch", 4), Dimension("length", 4), Dimension("memory_length", 6), Dimension("d_model", 8)
+H, G, K, F, V = (
+    Dimension("heads", 2),
+    Dimension("group", 2),
+    Dimension("head_dim", 4),
+    Dimension("d_ff", 6),
+    Dimension("vocab", 12),
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as a test takes it.
+
+    inputs     name -> dims and dtype (float: that of the test; an integer n: int32 below n; bool)
+    build      (variable dtype as a keyword, **tensors) -> result; the variables it makes are drawn, too
+    reference  (values by name, inputs and variables) -> array
+    """
+
+    name: str
+    inputs: dict[str, tuple[list[Dimension], object]]
+    build: Callable[..., Tensor]
+    reference: Callable[[dict[str, Array]], Array]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Built:
+    """A layer as a program: its result and the gradients of its float inputs and variables."""
+
+    layer: Layer
+    dtype: str
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    feeds: dict[str, Array] = field(default_factory=dict)
+    state: dict[str, Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(zlib.crc32(self.layer.name.encode()))
+        with mtf.Graph() as graph:
+            given = {}
+            for name, (dims, kind) in self.layer.inputs.items():
+                dtype = kind if isinstance(kind, type) else "int32"
+                dtype = self.dtype if dtype is float else "bool" if dtype is bool else dtype
+                given[name] = mtf.input(name, dims, dtype)
+                self.feeds[name] = drawn(rng, Shape(dims).sizes, kind)
+            y = self.layer.build({"variable_dtype": "float64" if self.dtype == "float64" else "float32"}, **given)
+            c = mtf.input("cotangent", y.shape, y.dtype)
+            self.feeds["cotangent"] = drawn(rng, y.shape.sizes, float)
+            self.state = {n: drawn(rng, v.output.shape.sizes, float) for n, v in graph.variables.items()}
+            floats = {n: x for n, x in given.items() if x.dtype.is_float}
+            floats |= {v.name: v for v in graph.trainable_variables}
+            found = mtf.gradients([y], list(floats.values()), [c])
+            self.outputs = {"y": y}
+            for name, dx in zip(floats, found, strict=True):
+                assert dx is not None, name
+                self.outputs[f"d {name}"] = dx
+
+    def lower(self, layout: Layout | None = None, precision: str = "highest") -> Program:
+        mesh, rules = (layout.mesh_text, layout.rules_text) if layout else (UNSHARDED, "")
+        return mtf.lower(self.outputs, mesh=mesh, layout=rules, precision=precision)
+
+    def run(self, program: Program, executor: str = "exact") -> dict[str, Array]:
+        (out,) = run(program, self.feeds, executor, state=self.state)
+        return {n: np.asarray(x, np.float64) for n, x in out.items()}
+
+    def wanted(self) -> dict[str, Array]:
+        """By the reference: the result, and central differences of it times the cotangent."""
+        values = {**{n: x for n, x in self.feeds.items() if n != "cotangent"}, **self.state}
+        names, arrays = list(values), list(values.values())
+
+        def f(*xs: Array) -> Array:
+            return self.layer.reference(dict(zip(names, xs, strict=True)))
+
+        found = {"y": f(*arrays)}
+        for name in self.outputs:
+            if name != "y":
+                which = names.index(name.removeprefix("d "))
+                found[name] = numeric_gradient(f, arrays, which, self.feeds["cotangent"])
+        return found
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...], kind: object) -> Array:
+    """Floats of order one, away from zero; indices; flags, of which each row has a true one."""
+    if kind is bool:
+        flags = rng.random(shape) < 0.6
+        flags[..., 0] = True
+        return flags
+    if isinstance(kind, int):
+        return rng.integers(0, kind, shape).astype(np.int32)
+    return rng.uniform(0.2, 1.2, shape) * rng.choice([-1.0, 1.0, 1.0], shape)
+
+
+LAYERS: list[Layer] = []
+
+
+def layer(
+    name: str, inputs: dict[str, tuple[list[Dimension], object]], build: Callable[..., Tensor]
+) -> Callable[[Callable[[dict[str, Array]], Array]], Callable[[dict[str, Array]], Array]]:
+    """Add a layer; the decorated function is its reference."""
+
+    def add(reference: Callable[[dict[str, Array]], Array]) -> Callable[[dict[str, Array]], Array]:
+        LAYERS.append(Layer(name, inputs, build, reference))
+        return reference
+
+    return add
+
+
+X = {"x": ([B, L, D], float)}
+
+
+# ---------------------------------------------------------------- products, norms
+
+
+@layer("dense", {"x": ([B, H, K], float)}, lambda w, x: mtf.layers.dense(x, [F, G], [K, H], activation=mtf.tanh, **w))
+def dense(p: dict[str, Array]) -> Array:
+    return np.tanh(np.einsum("bhk,khfg->bfg", p["x"], p["dense/kernel"]) + p["dense/bias"])
+
+
+@layer("dense_relu_dense", X, lambda w, x: mtf.layers.dense_relu_dense(x, F, 0.25, [L], **w))
+def dense_relu_dense(p: dict[str, Array]) -> Array:
+    h = np.maximum(p["x"] @ p["dense_relu_dense/wi/kernel"], 0)
+    kept = (uniform("dense_relu_dense/dropout", (4, 6)) < 0.75) / 0.75
+    return (h * kept[:, None]) @ p["dense_relu_dense/wo/kernel"]
+
+
+@layer("feed_forward gelu", X, lambda w, x: mtf.layers.feed_forward(x, F, "gelu", use_bias=True, **w))
+def feed_forward(p: dict[str, Array]) -> Array:
+    w = {n.removeprefix("feed_forward/"): x for n, x in p.items()}
+    return ref.gelu(p["x"] @ w["wi/kernel"] + w["wi/bias"]) @ w["wo/kernel"] + w["wo/bias"]
+
+
+@layer("feed_forward gated", X, lambda w, x: mtf.layers.feed_forward(x, F, "silu", gated=True, name="ff", **w))
+def gated(p: dict[str, Array]) -> Array:
+    return (ref.silu(p["x"] @ p["ff/wi_gate/kernel"]) * (p["x"] @ p["ff/wi/kernel"])) @ p["ff/wo/kernel"]
+
+
+@layer("layer_norm", {"x": ([B, D, L], float)}, lambda w, x: mtf.layers.layer_norm(x, D, 1e-2, **w))
+def layer_norm(p: dict[str, Array]) -> Array:
+    rows = p["x"].swapaxes(1, 2)
+    return ref.layer_norm(rows, p["layer_norm/scale"], p["layer_norm/bias"], 1e-2).swapaxes(1, 2)
+
+
+@layer("rms_norm", X, lambda w, x: mtf.layers.rms_norm(x, D, 1e-2, **w))
+def rms_norm(p: dict[str, Array]) -> Array:
+    return ref.rms_norm(p["x"], p["rms_norm/scale"], 1e-2)
+
+
+# ---------------------------------------------------------------- words and positions
+
+
+def tied(w: Keywords, ids: Tensor) -> Tensor:
+    table = mtf.layers.embedding_weights(V, D, **w)
+    x = mtf.tanh(mtf.layers.embedding(ids, V, D, weights=table))
+    return mtf.einsum([x, table], output_shape=[B, L, V])
+
+
+@layer("embedding tied", {"ids": ([B, L], V.size)}, tied)
+def embedding(p: dict[str, Array]) -> Array:
+    table = p["embedding"]
+    out = np.empty((4, 4, 12))
+    for b, n in np.ndindex(4, 4):
+        out[b, n] = table @ np.tanh(table[p["ids"][b, n]])
+    return out
+
+
+@layer("rotary", {"x": ([L, B, K], float)}, lambda w, x: mtf.layers.rotary(x, L, K, 7.0))
+def rotary(p: dict[str, Array]) -> Array:
+    return np.stack([ref.rotary(p["x"][:, b], 7.0) for b in range(4)], axis=1)
+
+
+@layer(
+    "rotary of given positions",
+    {"x": ([B, L, H, K], float), "at": ([B, L], 9)},
+    lambda w, x, at: mtf.layers.rotary(x, "length", "head_dim", positions=at),
+)
+def rotary_at(p: dict[str, Array]) -> Array:
+    out = np.empty(p["x"].shape)
+    for b, h in np.ndindex(4, 2):
+        out[b, :, h] = ref.rotary(p["x"][b, :, h], 10000.0, p["at"][b])
+    return out
+
+
+def positioned(w: Keywords, x: Tensor) -> Tensor:
+    learned = mtf.layers.learned_positions(L, D, 8, activation_dtype=x.dtype, **w)
+    return x * learned + mtf.layers.sinusoidal_positions(L, D, x.dtype)
+
+
+@layer("positions", X, positioned)
+def positions(p: dict[str, Array]) -> Array:
+    return p["x"] * p["positions"][:4] + ref.sinusoids(4, 8)
+
+
+@layer(
+    "relative_position_bias",
+    {"x": ([H, L, M], float)},
+    lambda w, x: x * mtf.layers.relative_position_bias(L, M, H, 8, 5, activation_dtype=x.dtype, **w),
+)
+def relative(p: dict[str, Array]) -> Array:
+    out = np.empty((2, 4, 6))
+    for h, i, j in np.ndindex(2, 4, 6):
+        out[h, i, j] = p["x"][h, i, j] * p["relative_position_bias"][h, ref.bucket(i, j, 8, 5, True)]
+    return out
+
+
+# ---------------------------------------------------------------- loss
+
+
+@layer(
+    "cross entropy of labels",
+    {"x": ([B, L, V], float), "labels": ([B, L], V.size)},
+    lambda w, x, labels: mtf.layers.softmax_cross_entropy_with_logits(x, labels, V, 0.25, 0.125),
+)
+def labelled(p: dict[str, Array]) -> Array:
+    out = np.empty((4, 4))
+    for b, n in np.ndindex(4, 4):
+        target = np.full(12, 0.125 / 12)
+        target[p["labels"][b, n]] += 0.875
+        out[b, n] = ref.cross_entropy(p["x"][b, n], target, 0.25)
+    return out
+
+
+@layer(
+    "cross entropy of distributions",
+    {"x": ([B, V], float), "t": ([V, B], float)},
+    lambda w, x, t: mtf.layers.softmax_cross_entropy_with_logits(x, t, V, label_smoothing=0.25),
+)
+def distributed(p: dict[str, Array]) -> Array:
+    return np.array([ref.cross_entropy(p["x"][b], 0.75 * p["t"][:, b] + 0.25 / 12) for b in range(4)])
+
+
+# ---------------------------------------------------------------- attention
+
+
+@layer(
+    "dot_product_attention",
+    {
+        "q": ([B, L, H, K], float),
+        "k": ([M, B, K], float),
+        "v": ([B, M, F], float),
+        "bias": ([H, L, M], float),
+        "mask": ([B, M], bool),
+    },
+    lambda w, q, k, v, bias, mask: mtf.layers.dot_product_attention(
+        q, k, v, L, M, K, F, mask, bias, 0.25, [L], extra_logit=0.5, window=3, scale=0.75
+    ),
+)
+def dot_product(p: dict[str, Array]) -> Array:
+    out = np.empty((4, 4, 2, 6))
+    keep = (uniform("dropout", (4, 2, 6)) < 0.75) / 0.75
+    for b, h in np.ndindex(4, 2):
+        mask, kept = (np.broadcast_to(x, (4, 6)) for x in (p["mask"][b], keep[b, h]))
+        q, k, v, bias = p["q"][b, :, h], p["k"][:, b], p["v"][b], p["bias"][h]
+        out[b, :, h] = ref.head(q, k, v, False, 3, 0.75, bias, mask, 0.5, kept)
+    return out
+
+
+def projected(p: dict[str, Array], part: str, source: Array, biased: bool = False) -> Array:
+    """source[batch, length, channels] as [batch, length, heads ..., head_dim]."""
+    y = np.tensordot(source, p[f"multihead_attention/{part}/kernel"], axes=(2, 0))
+    return y + p[f"multihead_attention/{part}/bias"] if biased else y
+
+
+@layer(
+    "multihead_attention grouped",
+    X,
+    lambda w, x: mtf.layers.multihead_attention(
+        x, None, None, K, H, G, causal=True, window=3, rotary_base=5.0, qk_norm=True, use_bias=True, **w
+    ),
+)
+def grouped(p: dict[str, Array]) -> Array:
+    q, k, v = (projected(p, part, p["x"], True) for part in "qkv")
+    out = np.tile(p["multihead_attention/out/bias"], (4, 4, 1))
+    for b, g, h in np.ndindex(4, 2, 2):
+        turned = [
+            ref.rotary(ref.rms_norm(y, p[f"multihead_attention/{part}_norm/scale"]), 5.0)
+            for part, y in (("q", q[b, :, g, h]), ("k", k[b, :, h]))
+        ]
+        out[b] += ref.head(*turned, v[b, :, h], True, 3) @ p["multihead_attention/out/kernel"][g, h]
+    return out
+
+
+def crossed(w: Keywords, x: Tensor, memory: Tensor, mask: Tensor, kernel: str, bias: Tensor | None = None) -> Tensor:
+    return mtf.layers.multihead_attention(x, memory, mask, K, H, multi_query=True, bias=bias, kernel=kernel, **w)
+
+
+CROSS = {**X, "memory": ([B, M, F], float), "mask": ([B, M], bool)}
+
+
+@layer(
+    "multihead_attention to memory, materialised",
+    {**CROSS, "bias": ([H, L, M], float)},
+    lambda w, x, memory, mask, bias: crossed(w, x, memory, mask, "materialised", bias),
+)
+@layer("multihead_attention to memory, fused", CROSS, lambda w, x, memory, mask: crossed(w, x, memory, mask, "flash"))
+def multi_query(p: dict[str, Array]) -> Array:
+    q, k, v = (projected(p, part, p[source]) for part, source in (("q", "x"), ("k", "memory"), ("v", "memory")))
+    out = np.zeros((4, 4, 8))
+    for b, h in np.ndindex(4, 2):
+        bias, mask = p["bias"][h] if "bias" in p else None, np.broadcast_to(p["mask"][b], (4, 6))
+        out[b] += ref.head(q[b, :, h], k[b], v[b], bias=bias, mask=mask) @ p["multihead_attention/out/kernel"][h]
+    return out
+
+
+@layer(
+    "multihead_attention of one sequence, materialised",
+    {"x": ([B, L, D], float), "mask": ([B, L, Dimension("memory_length", 4)], bool)},
+    lambda w, x, mask: mtf.layers.multihead_attention(
+        x, None, mask, K, H, rotary_base=100.0, kernel="materialised", causal=True, **w
+    ),
+)
+def bidirectional(p: dict[str, Array]) -> Array:
+    q, k, v = (projected(p, part, p["x"]) for part in "qkv")
+    out = np.zeros((4, 4, 8))
+    for b, h in np.ndindex(4, 2):
+        turned = (ref.rotary(y[b, :, h], 100.0) for y in (q, k))
+        made = ref.head(*turned, v[b, :, h], causal=True, mask=p["mask"][b])
+        out[b] += made @ p["multihead_attention/out/kernel"][h]
+    return out
+
+
+@layer(
+    "multihead_attention with shared keys and values",
+    X,
+    lambda w, x: mtf.layers.multihead_attention(x, None, None, K, H, share_kv=True, qk_norm=True, scale=0.3, **w),
+)
+def shared(p: dict[str, Array]) -> Array:
+    q, v = (projected(p, part, p["x"]) for part in "qk")
+    out = np.zeros((4, 4, 8))
+    for b, h in np.ndindex(4, 2):
+        normed = [
+            ref.rms_norm(y[b, :, h], p[f"multihead_attention/{part}_norm/scale"]) for part, y in (("q", q), ("k", v))
+        ]
+        out[b] += ref.head(*normed, v[b, :, h], scale=0.3) @ p["multihead_attention/out/kernel"][h]
+    return out
+
+
+# ---------------------------------------------------------------- the tests
+
+each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)
+
+
+def test_every_layer_is_here() -> None:
+    pools = {"max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d"}  # tests/test_functions.py
+    names = " ".join(one.name for one in LAYERS) + " softmax_cross_entropy_with_logits embedding_weights "
+    names += "learned_positions sinusoidal_positions"
+    assert {n for n in mtf.layers.__all__ if n not in names} == pools
+
+
+@each_layer
+def test_value_and_gradients(one: Layer) -> None:
+    b = Built(one, "float64")
+    wanted, program = b.wanted(), b.lower()
+    for executor in ("exact", "fast"):
+        found = b.run(program, executor)
+        assert_close({"y": found["y"]}, {"y": wanted["y"]}, 1e-11, one)
+        assert_close(found, wanted, 3e-8, one)
+
+
+@each_layer
+def test_layouts_change_nothing(one: Layer) -> None:
+    b = Built(one, "float64")
+    wanted = b.run(b.lower())
+    for layout in legal_layouts(b):
+        program = b.lower(layout)
+        assert_close(b.run(program), wanted, 1e-10, f"{one} under {layout}")
+        assert_close(b.run(program, "fast"), wanted, 1e-10, f"{one} under {layout}, fast")
+
+
+def legal_layouts(b: Built) -> list[Layout]:
+    """Different legal layouts of the values and variables on meshes of 1 to 3 axes; all split something."""
+    rng = np.random.default_rng(zlib.crc32(b.layer.name.encode()) + 1)
+    shapes = [t.shape for t in needed(b.outputs.values())]
+    names = list(dict.fromkeys(d.name for s in shapes for d in s))
+    legal: dict[str, Layout] = {}
+    while len(legal) < LAYOUTS:
+        layout = draw_layout(rng, names)
+        if layout.rules and layout.allows(shapes):
+            legal[str(layout)] = layout
+    return list(legal.values())
+
+
+@each_layer
+def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
+    b, wide = Built(one, "bfloat16"), Built(one, "float64")
+    for x in (*b.feeds.values(), *b.state.values()):
+        if x.dtype.kind == "f":
+            x[...] = x.astype(mtf.dtypes.BFLOAT16.public).astype(np.float64)
+    wide.feeds, wide.state = b.feeds, b.state
+    found, wanted = b.run(b.lower(precision="default")), wide.run(wide.lower())
+    in_float32 = ("cross entropy", "embedding", "positions", "relative")
+    assert b.outputs["y"].dtype.name == "bfloat16" or one.name.startswith(in_float32)
+    assert_close(found, wanted, 0.06, one)
+
+
+# ---------------------------------------------------------------- stacked in a loop, names, messages
+
+
+def block(x: Tensor, kernel: str) -> Tensor:
+    """One layer of a Transformer."""
+    h = mtf.layers.rms_norm(x, D, name="before_attention")
+    x = x + mtf.layers.multihead_attention(h, None, None, K, H, G, causal=True, rotary_base=50.0, kernel=kernel)
+    h = mtf.layers.layer_norm(x, D, name="before_feed_forward")
+    return x + mtf.layers.feed_forward(h, F, "silu", gated=True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mesh", "layout", "remat"),
+    [
+        ("flash", "p:1", "", "none"),
+        ("flash", "p:2;q:2", "batch:p;length:q;d_model:p?", "matmuls"),
+        ("flash", "p:2", "heads:p", mtf.Remat(save=("q", "context"))),
+        ("materialised", "p:2;q:2", "heads:p;d_ff:p;length:q", "full"),
+    ],
+)
+def test_scanned_layers_are_those_one_after_the_other(kernel: str, mesh: str, layout: str, remat: Any) -> None:
+    """Two layers, their variables stacked by the scan, against the same written twice: values and gradients."""
+    depth = Dimension("layers", 2)
+    rng = np.random.default_rng(2)
+    feeds = {"x": drawn(rng, (4, 4, 8), float), "cotangent": drawn(rng, (4, 4, 8), float)}
+    stacked: dict[str, Array] = {}
+    found = []
+    for scanned in (True, False):
+        with mtf.Graph() as graph:
+            x, c = mtf.input("x", [B, L, D]), mtf.input("cotangent", [B, L, D])
+            if scanned:
+                (y,), _ = mtf.scan(
+                    lambda c, s: ((block(c[0], kernel),), ()), [x], dim=depth, stack_variables=True, remat=remat
+                )
+            else:
+                y = x
+                for n in range(2):
+                    with mtf.scope(str(n)):
+                        y = block(y, kernel)
+            variables = list(graph.trainable_variables)
+            grads = mtf.gradients([y], [x, *variables], [c])
+        state = {v.name: v.shape.sizes for v in variables}
+        if scanned:
+            stacked = {n: drawn(rng, shape, float) for n, shape in state.items()}
+            assert {shape[0] for shape in state.values()} == {2}
+        values = stacked if scanned else {n: stacked[n.partition("/")[2]][int(n[0])] for n in state}
+        outputs = {"y": y, "dx": grads[0], **{f"d {v.name}": dx for v, dx in zip(variables, grads[1:], strict=True)}}
+        program = mtf.lower(outputs, mesh=mesh, layout=layout, precision="highest")
+        found.append(run(program, feeds, state=values)[0])
+    loop, plain = found
+    for name in [n for n in loop if n.startswith("d ")]:
+        plain[name] = np.stack([plain.pop(f"d {n}/{name[2:]}") for n in range(2)])
+    assert_close(loop, plain, 2e-5, (kernel, layout))
+
+
+@pytest.mark.parametrize("kernel", ["flash", "materialised"])
+def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> None:
+    with mtf.Graph() as graph:
+        x = mtf.input("x", [B, L, D])
+        block(x, kernel)
+        mtf.layers.multihead_attention(x, mtf.input("memory", [B, M, F]), None, K, H, use_bias=True, name="cross")
+    named = {op.name: op for op in graph.operations}
+    for scope in ("multihead_attention", "cross"):
+        kept = {part: named[f"{scope}/{part}"] for part in ("q", "k", "v", "context", "out")}
+        context = kept["context"]
+        if kernel == "flash" or scope == "cross":
+            assert [x.operation for x in context.inputs] == [kept[part] for part in "qkv"]
+        assert kept["out"].output.shape == x.shape
+    # Nothing else ends in one of these names, so that nothing is kept twice.
+    ends = [op.name.rpartition("/")[2] for op in graph.operations]
+    for part in ("q", "k", "v", "context", "out"):
+        assert ends.count(part) == 2, part
+    assert [ends.count(part) for part in ("wi", "wi_gate", "wo")] == [1, 1, 1]
+
+
+OTHER = Dimension("d_model", 6)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda x: mtf.layers.layer_norm(x, OTHER), "dim 'd_model' has size 8 in x.*but 6 was given"),
+        (lambda x: mtf.layers.rms_norm(x, V), "x: f32.* has no dim 'vocab'"),
+        (lambda x: mtf.layers.rms_norm(x, D, -1.0), "epsilon must not be negative, got -1.0"),
+        (lambda x: mtf.layers.layer_norm(mtf.cast(x, "int32"), D), "needs a float tensor"),
+        (lambda x: mtf.layers.feed_forward(x, F, "sigmoid"), "activation must be 'gelu' or .* got 'sigmoid'"),
+        (lambda x: mtf.layers.feed_forward(x, OTHER), "new_dims d_model:6 are in .* already; rename one side"),
+        (lambda x: mtf.layers.feed_forward(x, F, dropout=0.5, dropout_broadcast_dims=[V]), "vocab:12 are not in"),
+        (lambda x: mtf.layers.rotary(x, L, Dimension("d_model", 7)), "size 8 in x.*but 7 was given"),
+        (lambda x: mtf.layers.rotary(mtf.slice(x, 0, 7, "d_model"), L, "d_model"), "d_model:7 has no two halves"),
+        (lambda x: mtf.layers.rotary(x, L, D, base=0), "base must be positive, got 0"),
+        (lambda x: mtf.layers.learned_positions(L, D, 3), "the variable has 3 positions, but length:4 needs 4"),
+        (lambda x: mtf.layers.embedding(x, V, F), r"indices must be int32, got float32(.|\n)*x: f32"),
+        (lambda x: mtf.layers.multihead_attention(x, None, None, K, Dimension("batch", 2)), "batch:2 are in x"),
+        (lambda x: mtf.layers.multihead_attention(x, None, None, K, H, G, multi_query=True), "group, not both"),
+        (lambda x: mtf.layers.multihead_attention(x, None, None, K, H, kernel="flush"), "did you mean 'flash'"),
+        (
+            lambda x: mtf.layers.multihead_attention(x, None, None, K, H, dropout=0.1),
+            "never has the scores and can't take dropout 0.1 of the weights; use 'materialised'",
+        ),
+        (
+            lambda x: mtf.layers.multihead_attention(x, None, mtf.ones([B, L]), K, H),
+            "the mask must be bool, got float32",
+        ),
+        (
+            lambda x: mtf.layers.multihead_attention(x, None, None, K, H, bias=mtf.ones([H, V]), kernel="materialised"),
+            "the bias has vocab:12, which q and k lack",
+        ),
+        (
+            lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, mtf.zeros([B, D], "int32"), D),
+            r"labels must have the dims of the logits but the vocab's(.|\n)*x: f32\[batch:4, length:4, d_model:8\]",
+        ),
+        (
+            lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, mtf.zeros([B, L, D], "bfloat16"), D),
+            "targets must be int32 labels or a distribution in the dtype of the logits",
+        ),
+        (
+            lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, x, D, label_smoothing=1.0),
+            r"label_smoothing must be in \[0, 1\), got 1.0",
+        ),
+    ],
+)  # fmt: skip
+def test_messages(build: Callable[[Tensor], Tensor], words: str) -> None:
+    with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=words) as caught:
+        build(mtf.input("x", [B, L, D]))
+    assert "test_layers.py:" in str(caught.value)
+
+
+def test_a_label_out_of_range_is_named() -> None:
+    with mtf.Graph():
+        x, labels = mtf.input("x", [B, V]), mtf.input("labels", [B], "int32")
+        program = mtf.lower(mtf.layers.softmax_cross_entropy_with_logits(x, labels, V))
+    with pytest.raises(mtf.FeedError, match=r"index 12 is out of range for dim vocab:12 \(0 to 11\)"):
+        mtf.simulate(program).step(x=np.zeros((4, 12)), labels=[0, 1, 12, 3])
