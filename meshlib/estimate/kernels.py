@@ -215,8 +215,6 @@ def _is_matmul(i: Instruction) -> bool:
 def _is_free(i: Instruction) -> bool:
     if i.opcode in _RESIDENT or (i.opcode in _ALIASES and not i.is_reshard):
         return True
-    if i.opcode in _REPEATED and not i.is_reshard and _stored(i.outputs[0].tensor) is not i.outputs[0].tensor:
-        return True
     if i.opcode in ("constant", "broadcast"):
         return all(y.local_bytes <= 8 for y in i.outputs)
     if i.opcode == "reshape":
@@ -257,7 +255,8 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
         made = {y: _buffer(y) for y in i.outputs if y not in fused}
         # What is derived from a buffer that lies outside is not written; who reads it derives it again.
         written |= {b: (*_sizes(y), y not in held) for y, b in made.items() if b[0].operation in operations}
-    moved = [*read.values(), *written.values()]
+    # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
+    moved = [*read.values(), *written.values()] if written else []
     passing = tuple(sorted(padded for _, padded, passes in moved if passes))
     return _Boundary(sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing)
 

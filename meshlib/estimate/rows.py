@@ -133,5 +133,5 @@ def _copy_row(event: Event, copy: tuple[str, int], count: int) -> Row:
     way, size = copy
     return Row(
         event.name, way, "copy", event.region, event.source, count, event.first, event.seconds, "pcie", PCIE_EFFICIENCY,
-        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0, 0, 0.0, size, 0.0, (), "bf16",
+        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0, 0, 0.0, size, 0.0, (), "",
     )  # fmt: skip

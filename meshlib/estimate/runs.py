@@ -336,9 +336,9 @@ def _measured(row: Row, batch: int, length: int, slice_: Slice, model: Mapping[s
                 return 1, 0, float(where[key]) * unit
     if measured.get("tokens_per_s_per_chip"):
         return 1, 0, batch * length / slice_.chips / float(measured["tokens_per_s_per_chip"])
-    if measured.get("tflops_per_s_per_chip") and derived.get("model_flops_per_token_causal"):
-        flops = float(derived["model_flops_per_token_causal"]) * batch * length / slice_.chips
-        return 1, 0, flops / float(measured["tflops_per_s_per_chip"]) / 1e12
+    if measured.get("tflops_per_s_per_chip") and "causal-halved" in str(row.get("flops_convention")):
+        flops = (6 * parameters(model) + 6 * model["layers"] * model["q_heads"] * model["head_dim"] * length) * length
+        return 1, 0, flops * batch / slice_.chips / float(measured["tflops_per_s_per_chip"]) / 1e12
     if measured.get("steps_per_s"):
         return 1, 0, 1 / float(measured["steps_per_s"])
     raise NotExpressed("it gives no step time, and no rate from which one follows")
