@@ -111,12 +111,18 @@ class _Settled:
 
 
 def _dear(operations: Sequence[Operation]) -> list[Tensor]:
-    """All that takes work to make again: not casts and views of what is there anyway, nor those that only widen."""
+    """All that takes work to make again: not casts and views of what is there anyway, nor those that only widen.
+
+    Nor what depends on nothing, as angles of positions do: small, and the same in all trips of a loop.
+    """
     free: set[Tensor] = set()
+    fixed: set[Tensor] = set()
     found: list[Tensor] = []
     for op in operations:
         there = op.kind.kind is Kind.SOURCE and op.kind.name != "random"
-        if there or (is_cheap(op) and op.inputs[0] in free):
+        if op.kind.name not in ("input", "variable", "random", "scan") and fixed.issuperset(op.inputs):
+            fixed.update(op.outputs)
+        elif there or (is_cheap(op) and op.inputs[0] in free):
             free.update(op.outputs)
         elif not (is_cheap(op) and _size(op.inputs[0]) <= _size(op.output)):
             found += op.outputs
