@@ -419,3 +419,139 @@ def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
     in_float32 = ("cross entropy", "embedding", "positions", "relative")
     assert b.outputs["y"].dtype.name == "bfloat16" or one.name.startswith(in_float32)
     assert_close(found, wanted, 0.06, one)
+
+
+# ---------------------------------------------------------------- stacked in a loop, names, messages
+
+
+def block(x: Tensor, kernel: str) -> Tensor:
+    """One layer of a Transformer."""
+    h = mtf.layers.rms_norm(x, D, name="before_attention")
+    x = x + mtf.layers.multihead_attention(h, None, None, K, H, G, causal=True, rotary_base=50.0, kernel=kernel)
+    h = mtf.layers.layer_norm(x, D, name="before_feed_forward")
+    return x + mtf.layers.feed_forward(h, F, "silu", gated=True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mesh", "layout", "remat"),
+    [
+        ("flash", "p:1", "", "none"),
+        ("flash", "p:2;q:2", "batch:p;length:q;d_model:p?", "matmuls"),
+        ("flash", "p:2", "heads:p", mtf.Remat(save=("q", "context"))),
+        ("materialised", "p:2;q:2", "heads:p;d_ff:p;length:q", "full"),
+    ],
+)
+def test_scanned_layers_are_those_one_after_the_other(kernel: str, mesh: str, layout: str, remat: Any) -> None:
+    """Two layers, their variables stacked by the scan, against the same written twice: values and gradients."""
+    depth = Dimension("layers", 2)
+    rng = np.random.default_rng(2)
+    feeds = {"x": drawn(rng, (4, 4, 8), float), "cotangent": drawn(rng, (4, 4, 8), float)}
+    stacked: dict[str, Array] = {}
+    found = []
+    for scanned in (True, False):
+        with mtf.Graph() as graph:
+            x, c = mtf.input("x", [B, L, D]), mtf.input("cotangent", [B, L, D])
+            if scanned:
+                (y,), _ = mtf.scan(
+                    lambda c, s: ((block(c[0], kernel),), ()), [x], dim=depth, stack_variables=True, remat=remat
+                )
+            else:
+                y = x
+                for n in range(2):
+                    with mtf.scope(str(n)):
+                        y = block(y, kernel)
+            variables = list(graph.trainable_variables)
+            grads = mtf.gradients([y], [x, *variables], [c])
+        state = {v.name: v.shape.sizes for v in variables}
+        if scanned:
+            stacked = {n: drawn(rng, shape, float) for n, shape in state.items()}
+            assert {shape[0] for shape in state.values()} == {2}
+        values = stacked if scanned else {n: stacked[n.partition("/")[2]][int(n[0])] for n in state}
+        outputs = {"y": y, "dx": grads[0], **{f"d {v.name}": dx for v, dx in zip(variables, grads[1:], strict=True)}}
+        program = mtf.lower(outputs, mesh=mesh, layout=layout, precision="highest")
+        found.append(run(program, feeds, state=values)[0])
+    loop, plain = found
+    for name in [n for n in loop if n.startswith("d ")]:
+        plain[name] = np.stack([plain.pop(f"d {n}/{name[2:]}") for n in range(2)])
+    assert_close(loop, plain, 2e-5, (kernel, layout))
+
+
+@pytest.mark.parametrize("kernel", ["flash", "materialised"])
+def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> None:
+    with mtf.Graph() as graph:
+        x = mtf.input("x", [B, L, D])
+        block(x, kernel)
+        mtf.layers.multihead_attention(x, mtf.input("memory", [B, M, F]), None, K, H, use_bias=True, name="cross")
+    named = {op.name: op for op in graph.operations}
+    for scope in ("multihead_attention", "cross"):
+        kept = {part: named[f"{scope}/{part}"] for part in ("q", "k", "v", "context", "out")}
+        context = kept["context"]
+        if kernel == "flash" or scope == "cross":
+            assert [x.operation for x in context.inputs] == [kept[part] for part in "qkv"]
+        assert kept["out"].output.shape == x.shape
+    # Nothing else ends in one of these names, so that nothing is kept twice.
+    ends = [op.name.rpartition("/")[2] for op in graph.operations]
+    for part in ("q", "k", "v", "context", "out"):
+        assert ends.count(part) == 2, part
+    assert [ends.count(part) for part in ("wi", "wi_gate", "wo")] == [1, 1, 1]
+
+
+OTHER = Dimension("d_model", 6)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda x: mtf.layers.layer_norm(x, OTHER), "dim 'd_model' has size 8 in x.*but 6 was given"),
+        (lambda x: mtf.layers.rms_norm(x, V), "x: f32.* has no dim 'vocab'"),
+        (lambda x: mtf.layers.rms_norm(x, D, -1.0), "epsilon must not be negative, got -1.0"),
+        (lambda x: mtf.layers.layer_norm(mtf.cast(x, "int32"), D), "needs a float tensor"),
+        (lambda x: mtf.layers.feed_forward(x, F, "sigmoid"), "activation must be 'gelu' or .* got 'sigmoid'"),
+        (lambda x: mtf.layers.feed_forward(x, OTHER), "new_dims d_model:6 are in .* already; rename one side"),
+        (lambda x: mtf.layers.feed_forward(x, F, dropout=0.5, dropout_broadcast_dims=[V]), "vocab:12 are not in"),
+        (lambda x: mtf.layers.rotary(x, L, Dimension("d_model", 7)), "size 8 in x.*but 7 was given"),
+        (lambda x: mtf.layers.rotary(mtf.slice(x, 0, 7, "d_model"), L, "d_model"), "d_model:7 has no two halves"),
+        (lambda x: mtf.layers.rotary(x, L, D, base=0), "base must be positive, got 0"),
+        (lambda x: mtf.layers.learned_positions(L, D, 3), "the variable has 3 positions, but length:4 needs 4"),
+        (lambda x: mtf.layers.embedding(x, V, F), r"indices must be int32, got float32(.|\n)*x: f32"),
+        (lambda x: mtf.layers.multihead_attention(x, None, None, K, Dimension("batch", 2)), "batch:2 are in x"),
+        (lambda x: mtf.layers.multihead_attention(x, None, None, K, H, G, multi_query=True), "group, not both"),
+        (lambda x: mtf.layers.multihead_attention(x, None, None, K, H, kernel="flush"), "did you mean 'flash'"),
+        (
+            lambda x: mtf.layers.multihead_attention(x, None, None, K, H, dropout=0.1),
+            "never has the scores and can't take dropout 0.1 of the weights; use 'materialised'",
+        ),
+        (
+            lambda x: mtf.layers.multihead_attention(x, None, mtf.ones([B, L]), K, H),
+            "the mask must be bool, got float32",
+        ),
+        (
+            lambda x: mtf.layers.multihead_attention(x, None, None, K, H, bias=mtf.ones([H, V]), kernel="materialised"),
+            "the bias has vocab:12, which q and k lack",
+        ),
+        (
+            lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, mtf.zeros([B, D], "int32"), D),
+            r"labels must have the dims of the logits but the vocab's(.|\n)*x: f32\[batch:4, length:4, d_model:8\]",
+        ),
+        (
+            lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, mtf.zeros([B, L, D], "bfloat16"), D),
+            "targets must be int32 labels or a distribution in the dtype of the logits",
+        ),
+        (
+            lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, x, D, label_smoothing=1.0),
+            r"label_smoothing must be in \[0, 1\), got 1.0",
+        ),
+    ],
+)  # fmt: skip
+def test_messages(build: Callable[[Tensor], Tensor], words: str) -> None:
+    with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=words) as caught:
+        build(mtf.input("x", [B, L, D]))
+    assert "test_layers.py:" in str(caught.value)
+
+
+def test_a_label_out_of_range_is_named() -> None:
+    with mtf.Graph():
+        x, labels = mtf.input("x", [B, V]), mtf.input("labels", [B], "int32")
+        program = mtf.lower(mtf.layers.softmax_cross_entropy_with_logits(x, labels, V))
+    with pytest.raises(mtf.FeedError, match=r"index 12 is out of range for dim vocab:12 \(0 to 11\)"):
+        mtf.simulate(program).step(x=np.zeros((4, 12)), labels=[0, 1, 12, 3])

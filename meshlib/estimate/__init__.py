@@ -21,10 +21,11 @@ from hardware.placement import Placement
 from hardware.slices import Slice
 from meshlib.checks import choice, number
 from meshlib.errors import GraphError, SliceError
-from meshlib.estimate.fitting import DeviceMemory, Remedy
+from meshlib.estimate.fitting import DeviceMemory
 from meshlib.estimate.moves import Network
 from meshlib.estimate.physics import CALIBRATED, Physics
 from meshlib.estimate.plan import Plan
+from meshlib.estimate.remedies import Remedy
 from meshlib.estimate.result import Estimate, RooflinePoint
 from meshlib.estimate.rows import Row
 from meshlib.estimate.schedule import POLICIES, schedule

@@ -9,24 +9,15 @@ Sources: `hardware.memory` for tiles; `meshlib.lower.memory` for who is live whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hardware.slices import Slice
 from meshlib.estimate.kernels import padded_value_bytes
+from meshlib.estimate.remedies import Remedy, Size, remedies
 from meshlib.lower.memory import KINDS, Live, Liveness
 from meshlib.lower.program import Program, Value, bytes_text
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Something that would lower the peak: what to do, and the bytes of the peak that it would save (at most)."""
-
-    what: str
-    gain_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.what}: saves up to {bytes_text(self.gain_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class DeviceMemory:
         same, divided.
       live: the buffers at the peak with their source lines, `bytes` padded, largest first.
       at: where the peak is.
-      remedies: what would lower it, best first.
+      host_bytes: what lies in the memory of the host at most, besides.
     """
 
     slice_name: str
@@ -50,9 +41,15 @@ class DeviceMemory:
     by_kind: dict[str, int]
     live: tuple[Live, ...]
     at: str
+    host_bytes: int
     timeline_bytes: tuple[int, ...] = field(repr=False)
     timeline_by_kind: tuple[tuple[int, ...], ...] = field(repr=False)
-    remedies: tuple[Remedy, ...]
+    find_remedies: Callable[[], tuple[Remedy, ...]] = field(repr=False, compare=False)
+
+    @cached_property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """What would lower the peak, best first; each alone, worked out for this order of the program."""
+        return self.find_remedies()
 
     @property
     def fits(self) -> bool:
@@ -74,7 +71,10 @@ class DeviceMemory:
             *(f"    {v}" for v in self.live[:5]),
         ]
         if self.remedies:
-            lines += ["  what would help (gains are bounds, each alone):", *(f"    {r}" for r in self.remedies)]
+            lines += [
+                "  what would help (for this order of the program, each alone):",
+                *(f"    {r}" for r in self.remedies),
+            ]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -84,14 +84,16 @@ class DeviceMemory:
             "(both exact)",
         ]
         lines += [f"  {kind:<18} {bytes_text(n):>10}" for kind, n in self.by_kind.items() if n]
+        if self.host_bytes:
+            lines.append(f"  on the host, besides {bytes_text(self.host_bytes):>8}")
         return "\n".join(lines)
 
 
 def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
     """The memory of one device of `slice_` that runs `program`."""
-    walk = _PaddedWalk(program)
+    walk = _PaddedWalk(program, padded_value_bytes)
     walk.trace()
-    live = tuple(sorted((walk.shown(*pair) for pair in walk.peak_live), key=lambda v: -v.bytes))
+    live = tuple(sorted((walk.shown(*pair) for pair in walk.peak_live), key=lambda v: (-v.bytes, v.name)))
     inside = walk.peak - sum(v.bytes for v in live)
     if inside:
         live = (*live, Live(walk.at, "inside the loop", "temporaries", inside, walk.at))
@@ -104,17 +106,25 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
         by_kind,
         live,
         walk.at,
+        program.memory.host_bytes,
         tuple(walk.timeline),
         tuple(walk.by_kind_timeline),
-        tuple(_remedies(program, [value for _, value in walk.peak_live], walk)),
+        lambda: remedies(program, [v for _, v in walk.peak_live], walk.kind, lambda size: _peak(program, size)),
     )
 
 
-class _PaddedWalk(Liveness):
-    """The walk of the liveness, counting tiles, and what is live by kind after each instruction."""
+def _peak(program: Program, size: Size) -> int:
+    walk = _PaddedWalk(program, size)
+    walk.trace()
+    return walk.peak
 
-    def __init__(self, program: Program) -> None:
+
+class _PaddedWalk(Liveness):
+    """The walk of the liveness with buffers of other sizes, and what is live by kind after each instruction."""
+
+    def __init__(self, program: Program, size: Size) -> None:
         super().__init__(program)
+        self.size = size
         self.padded = 0
         self.kinds: dict[Value, int] = {}  # owner -> index of the kind that it counts as
         self.sums = [0] * len(KINDS)
@@ -132,14 +142,15 @@ class _PaddedWalk(Liveness):
         for n, i in enumerate(self.program.instructions):
             if i.opcode not in ("input", "variable"):
                 for k, y in enumerate(i.outputs):
-                    if y not in self.inside:
+                    if y not in self.inside and not y.tensor.on_host:
                         self._place(n, i, y, i.inputs[k] if i.is_collective else None)
             inner = exact_inner = 0
             if i.body is not None:
-                body = _PaddedWalk(i.body)
+                body = _PaddedWalk(i.body, self.size)
                 body.trace()
-                inner = body.peak - sum(padded_value_bytes(v) for v in set(i.body.inputs.values()))
-                exact_inner = body.exact_peak - sum(v.local_bytes for v in set(i.body.inputs.values()))
+                taken = {v for v in i.body.inputs.values() if not v.tensor.on_host}
+                inner = body.peak - sum(self.size(v) for v in taken)
+                exact_inner = body.exact_peak - sum(v.local_bytes for v in taken)
             self._note(f"{i.opcode} '{i.operation.name}' ({i.operation.source})", inner, exact_inner)
             self.timeline.append(self.padded + inner)
             sums = list(self.sums)
@@ -148,10 +159,14 @@ class _PaddedWalk(Liveness):
             for v in self.ends.get(n, ()):
                 self._release(v)
 
+    def kind(self, v: Value) -> str:
+        """Of a value of this program; nothing for one inside a loop."""
+        return self._kind(v) if v in self.made_by or v in self.resident else ""
+
     def shown(self, owner: Value, value: Value) -> Live:
         """A buffer as a user sees it, with the tiles that it takes."""
         found = self._live(owner, value)
-        return Live(found.name, found.type, found.kind, padded_value_bytes(owner), found.source)
+        return Live(found.name, found.type, found.kind, self.size(owner), found.source)
 
     def _note(self, at: str, inner: int, exact_inner: int) -> None:
         self.exact_peak = max(self.exact_peak, self.now + exact_inner)
@@ -160,7 +175,7 @@ class _PaddedWalk(Liveness):
 
     def _allocate(self, v: Value) -> None:
         super()._allocate(v)
-        self.padded += padded_value_bytes(v)
+        self.padded += self.size(v)
         self._count(v, v)
 
     def _share(self, v: Value, owner: Value) -> None:
@@ -172,46 +187,13 @@ class _PaddedWalk(Liveness):
         owner = self.buffer.get(v)
         super()._release(v)
         if owner is not None and owner not in self.owned and owner in self.kinds:
-            size = padded_value_bytes(owner)
+            size = self.size(owner)
             self.padded -= size
             self.sums[self.kinds.pop(owner)] -= size
 
     def _count(self, owner: Value, shown: Value) -> None:
-        size, kind = padded_value_bytes(owner), KINDS.index(self._kind(shown))
+        size, kind = self.size(owner), KINDS.index(self._kind(shown))
         if owner in self.kinds:
             self.sums[self.kinds[owner]] -= size
         self.kinds[owner] = kind
         self.sums[kind] += size
-
-
-def _remedies(program: Program, live: list[Value], walk: _PaddedWalk) -> Iterable[Remedy]:
-    """What would lower the peak, from what is live there; gains assume that the peak stays where it is."""
-    found: list[Remedy] = []
-    for axis in program.mesh.axes:
-        split = sum(padded_value_bytes(v) for v in live if any(axis in axes for axes in v.sharding.axes))
-        size = program.mesh.axis_size(axis)
-        found.append(Remedy(f"twice the devices on mesh axis '{axis}' ({size} -> {2 * size})", split // 2))
-    kinds = {v: walk._kind(v) for v in live}
-    whole, slots = (
-        sum(_spread_gain(program, v) for v in live if kinds[v] in wanted)
-        for wanted in (("variables", "slots", "gradients"), ("slots", "gradients"))
-    )
-    found.append(Remedy("fully-sharded variables, slots and gradients (optional rules such as 'd_model:data?')", whole))
-    found.append(
-        Remedy("ZeRO-1: slots and gradients sharded over the axes that repeat them ('slots/...' rules)", slots)
-    )
-    kept = [padded_value_bytes(v) for v in live if kinds[v] == "activations"]
-    if len(kept) > 1:
-        found.append(Remedy("recompute (mtf.recompute_grad) what the forward pass keeps", sum(kept) - max(kept)))
-    return sorted((r for r in found if r.gain_bytes > 0), key=lambda r: -r.gain_bytes)
-
-
-def _spread_gain(program: Program, v: Value) -> int:
-    """Bytes saved by splitting a value over the mesh axes that repeat it, as far as one of its dims divides."""
-    split = {axis for axes in v.sharding.axes for axis in axes} | set(v.sharding.pending_axes)
-    ways = 1
-    for axis in program.mesh.axes:
-        size = program.mesh.axis_size(axis)
-        if axis not in split and any(n % (ways * size) == 0 for n in v.local.shape.sizes):
-            ways *= size
-    return padded_value_bytes(v) - padded_value_bytes(v) // ways

@@ -92,7 +92,8 @@ def _check(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
         raise ShapeError(f"k has {', '.join(strange)}, which q lacks; q, k share batch dims and '{key}'")
     wanted = {d for d in k if d.name != key} | {v.dim(value)}
     if set(v) != wanted or (value != key and value in q):
-        raise ShapeError(f"v must have the dims of k, with '{value}' in place of '{key}': k {k}, v {v}")
+        replaced = "" if value == key else f", with '{value}' in place of '{key}'"
+        raise ShapeError(f"v must have the dims of k{replaced}: k {k}, v {v}")
     union([q, k, v])
     rows, memory_size, window = q.dim(length).size, k.dim(memory).size, attrs["window"]
     if window is not None and rows > memory_size + window - 1:

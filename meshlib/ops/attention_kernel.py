@@ -198,30 +198,44 @@ def local_result(block: Block, *arrays: Array) -> Array:
 
 def local_grad_query(block: Block, *arrays: Array) -> Array:
     """The cotangent of this device's queries."""
-    kernel = Kernel(block, arrays, with_cotangent=True)
-    out = block.result()
-    dq = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.key))
-    for memory in kernel.batches():
-        for rows in kernel.rows(memory):
-            _, ds = kernel.cotangents(rows, memory)
-            _put(dq, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
-    return out
+    return _shared_gradients(block, arrays)[0]
 
 
 def local_grad_memory(block: Block, *arrays: Array) -> tuple[Array, Array]:
     """The cotangents of keys and values, summed over this device's queries."""
+    _, dk, dv = _shared_gradients(block, arrays)
+    return dk, dv
+
+
+def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """dq, dk, dv: what one of the two gradients of the same operands finds serves the other, too."""
+    shared, attrs = block.engine.shared, block.attrs
+    if shared is None:
+        return _gradients(block, arrays)
+    options = (attrs["causal"], attrs["window"], attrs["scale"], block.offsets[attrs["length"]])
+    key = ("attention", block.engine.trips, *options, *map(id, arrays))
+    if key in shared:
+        found: tuple[Array, Array, Array] = shared.pop(key)[0]
+        return found
+    made = _gradients(block, arrays)
+    shared[key] = made, arrays  # the operands are kept, so that no other arrays take their identities
+    return made
+
+
+def _gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
     kernel = Kernel(block, arrays, with_cotangent=True)
-    outs = np.empty(arrays[1].shape, arrays[1].dtype), np.empty(arrays[2].shape, arrays[2].dtype)
-    names = (*kernel.batch, kernel.memory)
-    dk = align(outs[0], block.inputs[1].shape.names, (*names, kernel.key))
-    dv = align(outs[1], block.inputs[2].shape.names, (*names, kernel.value))
+    dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
+    q, k, v = (t.shape.names for t in block.inputs[:3])
+    dq_rows = align(dq, q, (*kernel.batch, *kernel.group, kernel.length, kernel.key))
+    dk_rows = align(dk, k, (*kernel.batch, kernel.memory, kernel.key))
+    dv_rows = align(dv, v, (*kernel.batch, kernel.memory, kernel.value))
     for memory in kernel.batches():
-        sums = np.zeros(memory.k.shape, memory.k.dtype), np.zeros(memory.v.shape, memory.v.dtype)
+        k_sum, v_sum = np.zeros(memory.k.shape, memory.k.dtype), np.zeros(memory.v.shape, memory.v.dtype)
         for rows in kernel.rows(memory):
             p, ds = kernel.cotangents(rows, memory)
-            p = kernel.engine.made_inside(p)
-            sums[0][:, rows.keys] += kernel.product(ds.swapaxes(1, 2), rows.q)
-            sums[1][:, rows.keys] += kernel.product(p.swapaxes(1, 2), rows.dy)
-        _put(dk, memory.batch, slice(None), sums[0])
-        _put(dv, memory.batch, slice(None), sums[1])
-    return outs
+            _put(dq_rows, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
+            k_sum[:, rows.keys] += kernel.product(ds.swapaxes(1, 2), rows.q)
+            v_sum[:, rows.keys] += kernel.product(kernel.engine.made_inside(p).swapaxes(1, 2), rows.dy)
+        _put(dk_rows, memory.batch, slice(None), k_sum)
+        _put(dv_rows, memory.batch, slice(None), v_sum)
+    return dq, dk, dv

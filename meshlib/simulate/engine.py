@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ class Engine:
     trips         which trip of each loop around the operation
     in_order      whether matmuls add in the MXU's own order (exact) or as BLAS does (fast)
     rounded       whether float32 operands arrive already rounded
+    shared        what operations on the same arrays leave for each other in this step; None: each does its own work
     """
 
     seed: int
@@ -30,6 +32,7 @@ class Engine:
     in_order: bool
     rounded: bool = False
     trips: tuple[int, ...] = ()
+    shared: dict[Hashable, Any] | None = None
 
     def key(self, name: str) -> Key:
         """The random key of the operation `name` in this step."""

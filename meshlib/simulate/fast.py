@@ -132,7 +132,7 @@ class FastExecutor:
         Outputs are the executor's own arrays, valid until the next step. New values are never written over the
         state, so that a step that fails leaves it as it was.
         """
-        engine = Engine(engine.seed, engine.step, engine.highest, in_order=False, rounded=True)
+        engine = Engine(engine.seed, engine.step, engine.highest, in_order=False, rounded=True, shared={})
         given = {v: feeds[name] for name, v in self.program.inputs.items()}
         given |= {v: state[name] for name, v in self.program.variables.items()}
         arrays = self._run_nodes(given, state.values(), engine)

@@ -1,0 +1,187 @@
+"""Every fusion group and collective of the 784-1024-10 network by hand: counts exactly, time against the formulas.
+
+A group is written down as what it reads, what it writes, and operations per element of which array; from that follow
+bytes, tiles of (8, 128) and lane work. An exponential, logarithm or division counts 8 operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+import meshlib as mtf
+from hardware import CHIPS, Matmul
+from hardware.blocking import matmul_blocks
+from meshlib.estimate import Physics
+from tests.estimate.test_mnist_by_hand import DATA, F32, LAYOUTS, MODEL, SLICES, TWO_D, B, C, H, P, program, tiles
+
+Array = tuple[int, ...]
+# MXUs, rate of rows into one of them (from peak over 2 x 128 x 128), HBM bytes/s, VPU clock; all of one core.
+CORES = {
+    "v2-8": (1, 45.9e12 / 2 / 2**15, 350e9, 700e6),
+    "v3-8": (2, 123e12 / 4 / 2**15, 450e9, 940e6),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A kernel: `product` (m, k, n), arrays read and written, (operations per element, array), scalars among both."""
+
+    reads: Sequence[Array]
+    writes: Sequence[Array]
+    ops: Sequence[tuple[int, Array]]
+    product: tuple[int, int, int] | None = None
+    scalars: int = 0
+    scalar_ops: int = 0
+
+    @property
+    def flops(self) -> int:
+        return 2 * math.prod(self.product) if self.product else 0
+
+    @property
+    def vpu_ops(self) -> int:
+        return sum(n * math.prod(a) for n, a in self.ops) + self.scalar_ops
+
+    @property
+    def hbm_bytes(self) -> int:
+        return F32 * (sum(math.prod(a) for a in (*self.reads, *self.writes)) + self.scalars)
+
+    @property
+    def traffic_bytes(self) -> int:
+        return sum(padded(a) for a in (*self.reads, *self.writes)) + F32 * self.scalars
+
+    def seconds(self, name: str) -> float:
+        """1 us to launch; MXU, VPU and HBM at once; and what of the product's bytes nothing hides."""
+        mxus, clock, rate, vpu_clock = CORES[name]
+        lanes = sum(n * padded(a) / F32 for n, a in self.ops) + self.scalar_ops
+        vpu = lanes / (vpu_clock * 8 * 128 * 2)
+        hbm = self.traffic_bytes / (rate * 0.9)
+        if self.product is None:
+            return 1e-6 + max(vpu, hbm)
+        mxu = cycles(*self.product, mxus) / clock / 0.96
+        # All of these fit VMEM; the first pieces of the operands and the last block of the result are exposed.
+        blocks = matmul_blocks(CHIPS[name[:2]], Matmul(*self.product), F32)
+        bare = min(blocks.exposed_bytes, self.traffic_bytes) / (rate * 0.9)
+        assert blocks.read_bytes == F32 * self.product[1] * (self.product[0] + self.product[2])
+        return 1e-6 + max(max(mxu, vpu) + bare, hbm)
+
+
+def padded(array: Array) -> int:
+    """Bytes in tiles; a vector takes tiles of its length, of 128 elements at least."""
+    return tiles(*array) if len(array) == 2 else F32 * max(128, array[0])
+
+
+def cycles(m: int, k: int, n: int, mxus: int) -> int:
+    """Either operand held in tiles of 128 x 128, the other streams in rows of 8; MXUs share tiles or rows."""
+    ways = []
+    for held, streamed in ((n, m), (m, n)):
+        count = math.ceil(k / 128) * math.ceil(held / 128)
+        ways.append((math.ceil(count / mxus), math.ceil(streamed / 8) * 8))
+        ways.append((count, math.ceil(math.ceil(streamed / mxus) / 8) * 8))
+    return min((count - 1) * max(rows, 128) + rows + 382 for count, rows in ways)
+
+
+def groups(rows: int, cols: int) -> dict[str, Group]:
+    """The kernels of a step for b examples and h hidden units on a core, by name."""
+    b, h = B // rows, H // cols
+    n, x, hidden, logits, w1, w2 = (b,), (b, P), (b, h), (b, C), (P, h), (h, C)
+    found = {
+        "ffn_in": Group([x, w1], [hidden], [(1, hidden)], (b, P, h)),  # and relu
+        "ffn_out": Group([hidden, w2], [logits], [], (b, h, C)),
+        "one_hot": Group([n], [logits], [(1, logits)]),
+        "reduce_max": Group([logits], [n], [(1, logits)]),
+        "exp": Group([logits, n], [logits], [(1 + 8, logits)]),  # of logits minus maximum
+        "reduce_sum": Group([logits], [n], [(1, logits)]),
+        # log and addition of the maximum; minus logits, times labels, summed
+        "reduce_sum_1": Group([n, n, logits, logits], [n], [(8 + 1, n), (3, logits)]),
+        "reduce_sum_2": Group([n], [], [(1, n)], scalars=1),
+        "multiply_1": Group([], [], [], scalars=3, scalar_ops=1),  # the mean
+        # 1/512 spread over examples and classes, times labels
+        "multiply/grad/multiply": Group([logits], [logits], [(1, n), (2, logits)], scalars=1, scalar_ops=2),
+        "subtract_1/grad/reduce_sum": Group([logits], [n], [(1, logits)]),
+        # minus labels; sums divided and spread, times exponentials; both added
+        "ffn_out/grad/add_n": Group([logits, n, n, logits], [logits], [(8, n), (4, logits)]),
+        "ffn_out/grad/einsum": Group([logits, w2], [hidden], [], (b, C, h)),
+    }
+    if rows == 1:  # gradients are whole: the updates are fused with their products
+        found["ffn_in/grad/einsum_1"] = Group(
+            [hidden, hidden, x, w1], [w1], [(2, hidden), (2, w1)], (h, b, P), scalar_ops=1
+        )
+        found["ffn_out/grad/einsum_1"] = Group([logits, hidden, w2], [w2], [(2, w2)], (C, b, h), scalar_ops=1)
+        return found
+    found["ffn_in/grad/einsum_1"] = Group([hidden, hidden, x], [w1], [(2, hidden)], (h, b, P))
+    found["ffn_out/grad/einsum_1"] = Group([logits, hidden], [w2], [], (C, b, h))
+    found["w1/subtract"] = Group([w1, w1], [w1], [(2, w1)], scalar_ops=1)
+    found["w2/subtract"] = Group([w2, w2], [w2], [(2, w2)], scalar_ops=1)
+    return found
+
+
+@LAYOUTS
+@SLICES
+def test_every_group(name, mesh, layout, rows, cols):
+    est = mtf.estimate(program(mesh, layout), name, physics=Physics().without_losses())
+    made = {r.name: r for r in est.rows if r.kind == "compute"}
+    wanted = groups(rows, cols)
+    assert made.keys() == wanted.keys()
+    for key, group in wanted.items():
+        row = made[key]
+        assert (row.mxu_flops, row.vpu_ops, row.hbm_bytes) == (group.flops, group.vpu_ops, group.hbm_bytes), key
+        assert row.traffic_bytes == group.traffic_bytes, key
+        assert row.seconds == pytest.approx(group.seconds(name)), key
+        assert row.useful_flops == row.mxu_flops
+    assert est.flops == sum(g.flops for g in wanted.values())
+    assert est.vpu_ops == sum(g.vpu_ops for g in wanted.values())
+    assert est.hbm_bytes == sum(g.hbm_bytes for g in wanted.values())
+    assert est.compute_seconds == pytest.approx(sum(g.seconds(name) for g in wanted.values()))
+
+
+def reduction(size: int, axes: str, name: str) -> float:
+    """An all_reduce of `size` bytes on each core: 10 us to start, then over the chip and over 2 x 2 chips."""
+    hbm, link = {"v2-8": (700e9, 62e9), "v3-8": (900e9, 82e9)}[name]
+    within = 2 * (size / 2) / (hbm / 2 / 2)
+    # Each core has half of each link, of which 90 % are reached; 3/8 of the bytes cross each link, each way twice.
+    if axes == "rows":
+        return 10e-6 + within
+    share, before = (size / 2, within) if axes == "cores" else (size, 0.0)
+    return 10e-6 + before + 2 * (2 * 1e-6 + 3 / 8 * share / (link * 0.9 / 2))
+
+
+@pytest.mark.parametrize("case", [DATA, MODEL, TWO_D])
+@SLICES
+def test_every_collective(name, case):
+    mesh, layout, rows, cols = case
+    b, h = B // rows, H // cols
+    wanted = {
+        "ffn_out": (b * C, "cores" if rows == 1 else "cols"),
+        "reduce_sum_2": (1, "cores" if cols == 1 else "rows"),
+        "ffn_in/grad/einsum_1": (P * h, "cores" if cols == 1 else "rows"),
+        "ffn_out/grad/einsum_1": (h * C, "cores" if cols == 1 else "rows"),
+    }
+    if cols == 1:  # hidden is whole: logits are
+        del wanted["ffn_out"]
+    if rows == 1:  # the batch is whole: losses and gradients are
+        wanted = {"ffn_out": wanted["ffn_out"]}
+    est = mtf.estimate(program(mesh, layout), name)
+    made = {r.name: r for r in est.rows if r.kind == "collective"}
+    assert made.keys() == wanted.keys()
+    for key, (elements, axes) in wanted.items():
+        k = {"cores": 8, "rows": 2, "cols": 4}[axes]
+        assert (made[key].opcode, made[key].axes) == ("all_reduce", (axes,))
+        assert made[key].payload_bytes == F32 * elements
+        assert made[key].sent_bytes == 2 * (k - 1) * F32 * elements / k
+        assert made[key].seconds == pytest.approx(reduction(F32 * elements, axes, name)), key
+
+
+@LAYOUTS
+@SLICES
+def test_the_step_is_bounded_by_its_parts(name, mesh, layout, rows, cols):
+    est = mtf.estimate(program(mesh, layout), name, physics=Physics().without_losses())
+    kernels = sum(g.seconds(name) for g in groups(rows, cols).values())
+    sent = sum(r.seconds for r in est.rows if r.kind == "collective")
+    assert kernels + 0.5e-6 <= est.step_seconds <= kernels + sent + 0.5e-6
+    assert est.step_seconds == pytest.approx(kernels + est.exposed_comm_seconds + 0.5e-6)
+    none = mtf.estimate(program(mesh, layout), name, overlap="none", physics=Physics().without_losses())
+    assert none.step_seconds == pytest.approx(kernels + sent + 0.5e-6)
