@@ -136,7 +136,7 @@ def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: 
     outside = list(dict.fromkeys(x for op in operations for x in op.inputs if x not in made))
     known = {y: from_host(where) if where.on_host else where for y, where in rewrite.kept}
     since = len(graph.operations)
-    again = replay(graph, rewrite.start, rewrite.stop, kept, graph)
+    again = replay(graph, rewrite.start, rewrite.stop, kept, graph, rewrite)
     graph.known.update((again[y], value) for y, value in known.items())
     cotangents: dict[Tensor, list[Tensor]] = {}
     for y, dy in zip(results, dys, strict=True):

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from meshlib.graph import Graph, Operation, Rewrite, Tensor
 
 
-def replay(source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor], graph: Graph) -> dict[Tensor, Tensor]:
-    """Add copies of `source.operations[start:stop]` to `graph`, in the current region.
+def replay(
+    source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor], graph: Graph, of: Rewrite | None = None
+) -> dict[Tensor, Tensor]:
+    """Add copies of `source.operations[start:stop]` to `graph`, in the current region: `of` a rewrite, or of a body.
 
     Copies keep their names, so that random numbers stay the same, their gradient rules, and what is known of them.
     Tensors in `given` are replaced; others that the operations do not make stay as they are.
@@ -29,8 +31,9 @@ def replay(source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor],
             if y in source.known:
                 graph.known[made[y]] = graph.adopt(made.get(source.known[y], source.known[y]))
     places[stop] = len(graph.operations)
-    for rewrite in source.rewrites:
-        if start <= rewrite.start and rewrite.stop <= stop and (rewrite.start, rewrite.stop) != (start, stop):
+    inner = source.rewrites[: source.rewrites.index(of)] if of is not None else source.rewrites
+    for rewrite in tuple(inner):
+        if start <= rewrite.start and rewrite.stop <= stop:
             inputs = [graph.adopt(made.get(x, x)) for x in rewrite.inputs]
             first, last = places[rewrite.start], places[rewrite.stop]
             kept = tuple((made.get(y, y), made.get(where, where)) for y, where in rewrite.kept)

@@ -277,6 +277,12 @@ def looped(w: Writer, x: Tensor) -> Tensor:
     return y
 
 
+def policy(w: Writer) -> object:
+    """A policy of rematerialisation for what names a value "wave"."""
+    kept = w.choose(({}, {"save": ["wave"]}, {"offload": ["wave"]}))
+    return w.choose(("full", "none", "matmuls", mtf.Remat(**kept, offload_carries=w.draw(st.booleans()))))
+
+
 def scanned(w: Writer, x: Tensor) -> Tensor | None:
     if not len(x.shape):
         return None
@@ -287,17 +293,17 @@ def scanned(w: Writer, x: Tensor) -> Tensor | None:
 
     def body(c: Sequence[Tensor], s: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         y = mtf.tanh(c[0]) + mtf.reduce_mean(s[0], output_shape=start.shape)
-        return [y * outside if outside is not None else y], [mtf.sin(s[0] + y)]
+        return [y * outside if outside is not None else y], [mtf.sin(s[0] + y, name="wave")]
 
-    (last,), (stacked,) = mtf.scan(body, [start], [x], dim, w.draw(st.booleans()))
+    (last,), (stacked,) = mtf.scan(body, [start], [x], dim, w.draw(st.booleans()), remat=policy(w))
     return w.choose((last, stacked))
 
 
 def recomputed(w: Writer, x: Tensor) -> Tensor:
     y = fitting(w, x)
     if y is None:
-        return mtf.recompute_grad(lambda v: mtf.sin(v) * v, [x])
-    return mtf.recompute_grad(lambda v, u: mtf.tanh(v * mtf.sin(u)), [x, y])
+        return mtf.recompute_grad(lambda v: mtf.sin(v, name="wave") * v, [x], policy(w))
+    return mtf.recompute_grad(lambda v, u: mtf.tanh(v * mtf.sin(u, name="wave")), [x, y], policy(w))
 
 
 def activated(w: Writer, x: Tensor) -> Tensor:

@@ -199,6 +199,15 @@ def test_only_what_the_gradient_uses_is_kept(function: str) -> None:
     assert kept_types(two_products("none", body=body)) == expected
 
 
+def test_what_is_made_of_constants_alone_is_not_kept() -> None:
+    def body(x: mtf.Tensor, w1: mtf.Tensor, w2: mtf.Tensor) -> mtf.Tensor:
+        table = mtf.cos(mtf.cast(mtf.range(WIDE, "int32"), "float32") * 0.1)
+        return x + mtf.einsum([mtf.einsum([x, w1], [ROWS, WIDE]) * table, w2], [ROWS, MODEL])
+
+    wide, narrow = (("layers", "batch", d) for d in ("d_ff", "d_model"))
+    assert kept_types(two_products("none", body=body)) == [(narrow, "float32"), (wide, "float32")]
+
+
 def test_products_with_weights_are_kept_by_the_policy_matmuls() -> None:
     """Not those of queries with keys and of shares with values; not the last one, which the gradient has no use for."""
     with mtf.Graph():
@@ -256,6 +265,44 @@ def test_what_is_known_is_known_at_second_order_too() -> None:
 
     # h again in the backward loop, in the gradient of that, and in the second gradient of the loop itself.
     assert flops("full") - flops("none") == 3 * FORWARD // 2
+
+
+@pytest.mark.parametrize("remat", ["full", "none", "matmuls", mtf.Remat(save=["out"])])
+def test_keeping_a_value_moves_nothing_in_the_forward(remat: object) -> None:
+    """A sum over cores that is constrained to parts is kept in parts: not made whole first."""
+
+    def body(x: mtf.Tensor, w1: mtf.Tensor, w2: mtf.Tensor) -> mtf.Tensor:
+        h = mtf.sin(mtf.einsum([x, w1], [ROWS, WIDE]))
+        inner = mtf.constrain(mtf.einsum([h, w2], [ROWS, MODEL], name="out"), "batch:a")
+        return x + mtf.einsum([mtf.sin(mtf.einsum([mtf.sin(inner), w1], [ROWS, WIDE])), w2], [ROWS, MODEL])
+
+    scattered, gathered = B * M * F32 / 2, B * M * F32 / 2
+    sent = collectives(two_products(remat, "a:2", "d_ff:a", body=body), "forward")
+    assert sent == {
+        "reduce_scatter": N * scattered,
+        "all_gather": N * gathered,
+        "all_reduce": N * B * M * F32,  # of the last product, which is added to x
+    }
+
+
+def test_a_value_with_the_dim_of_the_loop() -> None:
+    """By name it is an error; by policy it is computed again."""
+
+    def body(carries: tuple, slices: tuple) -> tuple:
+        wide = mtf.sin(mtf.broadcast(carries[0], [LAYERS, MODEL]), name="wide")
+        return (mtf.reduce_sum(mtf.square(wide) * slices[0], reduced_dim=LAYERS),), ()
+
+    found = {}
+    with mtf.Graph():
+        x, w = mtf.input("x", [MODEL], "float64"), mtf.input("w", [LAYERS], "float64")
+        for remat in ("full", "none"):
+            (y,), _ = mtf.scan(body, [x], [w], LAYERS, remat=remat)
+            found[remat] = mtf.gradients([mtf.reduce_sum(y)], [x])[0]
+        with pytest.raises(mtf.ShapeError, match=r"has the dim layers:3 of the loop already; rename it"):
+            mtf.scan(body, [x], [w], LAYERS, remat=mtf.Remat(save=["wide"]))
+        program = mtf.lower(found)
+    result = mtf.simulate(program).step(x=np.linspace(0.1, 1, 8), w=[0.3, 0.5, 0.7])
+    np.testing.assert_allclose(result["none"], result["full"], rtol=1e-12)
 
 
 # ---------------------------------------------------------------- host memory

@@ -230,6 +230,23 @@ def test_custom_gradient_replaces_the_rule() -> None:
     np.testing.assert_array_equal(r["dx"], 200 + np.arange(1.0, 5.0) + 3 * np.arange(1.0, 5.0) ** 2)
 
 
+def test_a_rule_of_ones_own_holds_when_computed_again() -> None:
+    """Also where it is all that is computed again."""
+    for around in (lambda v: v, mtf.sin):
+        with mtf.Graph():
+            x = mtf.input("x", [D("n", 4)], "float64")
+
+            def own(v: mtf.Tensor, around: Callable = around) -> mtf.Tensor:
+                return around(mtf.custom_gradient(mtf.square, lambda inputs, outputs, dys: [dys[0] * 7.0], [v]))
+
+            y = mtf.recompute_grad(lambda v: mtf.recompute_grad(own, [v]), [x])
+            (dx,) = mtf.gradients([mtf.reduce_sum(y)], [x])
+            program = mtf.lower({"y": y, "dx": dx})
+        values = np.arange(1.0, 5.0)
+        expected = 7 * np.ones(4) if around is not mtf.sin else 7 * np.cos(values**2)
+        np.testing.assert_allclose(mtf.simulate(program).step(x=values)["dx"], expected)
+
+
 def test_several_results_and_unused_ones() -> None:
     with mtf.Graph():
         x = mtf.input("x", [D("n", 4)], "float64")

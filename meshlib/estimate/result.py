@@ -122,7 +122,7 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Useful flops, none counted twice over devices, per second, over the peak of the slice. Modelled.
+        """Useful flops, none counted twice over devices, per second, over the bf16 peak of the slice. Modelled.
 
         Products that a backward pass computes again (recomputation) count in `hfu` only.
         """
@@ -210,13 +210,13 @@ class Estimate:
     # ------------------------------------------------------------ views
 
     def roofline(self) -> list[RooflinePoint]:
-        """The groups with products on the roofline of a device, and the critical intensity in their bound."""
-        peak, rate = self.slice.peak_flops_per_device, self.slice.hbm_bytes_per_second_per_device
+        """The groups with products on the roofline of a device, at the peak of the dtype that they multiply in."""
+        rate = self.slice.hbm_bytes_per_second_per_device
         points = []
         for r in self.rows:
             if r.mxu_flops and r.seconds:
                 intensity = r.mxu_flops / r.hbm_bytes if r.hbm_bytes else float("inf")
-                reachable = min(peak, intensity * rate)
+                reachable = min(self.slice.peak_flops(r.mxu_dtype) / self.slice.devices, intensity * rate)
                 points.append(
                     RooflinePoint(
                         r.name,

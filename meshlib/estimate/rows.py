@@ -54,6 +54,7 @@ class Row:
     payload_bytes: int
     sent_bytes: float
     axes: tuple[str, ...]
+    mxu_dtype: str  # in which its product runs: "bf16", "int8", "fp8"
 
     @property
     def total_seconds(self) -> float:
@@ -85,7 +86,8 @@ def _compute_row(event: Event, chip: Chip, count: int) -> Row:
     latency = time.launch_seconds
     parts = {"mxu": time.mxu_seconds, "vpu": time.vpu_seconds, "hbm": time.hbm_seconds, "latency": latency}
     bound = max(parts, key=lambda name: parts[name])
-    peak = chip.peak_flops("bf16" if chip.peak_bf16_flops else "int8") / chip.devices_per_chip
+    dtype = kernel.matmuls[0][0].dtype if kernel.matmuls else "bf16" if chip.peak_bf16_flops else "int8"
+    peak = chip.peak_flops(dtype) / chip.devices_per_chip
     reached = {
         "mxu": kernel.mxu_flops / peak,
         "vpu": kernel.vpu_ops / vpu_rate(chip),
@@ -96,7 +98,7 @@ def _compute_row(event: Event, chip: Chip, count: int) -> Row:
     return Row(
         kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
         time.mxu_seconds, time.vpu_seconds, time.hbm_seconds, 0.0, 0.0, latency, latency,
-        kernel.mxu_flops, kernel.useful_flops, kernel.vpu_ops, kernel.hbm_bytes, time.traffic_bytes, 0, 0.0, (),
+        kernel.mxu_flops, kernel.useful_flops, kernel.vpu_ops, kernel.hbm_bytes, time.traffic_bytes, 0, 0.0, (), dtype,
     )  # fmt: skip
 
 
@@ -121,5 +123,5 @@ def _collective_row(event: Event, chip: Chip, count: int) -> Row:
     return Row(
         move.name, move.kind, "collective", event.region, event.source, count, event.first, own, bound, share,
         0.0, 0.0, 0.0, ici, dcn, latency, COLLECTIVE_LAUNCH_SECONDS, 0, 0.0, 0, 0, 0.0,
-        move.payload_bytes, move.sent_bytes, move.axes,
+        move.payload_bytes, move.sent_bytes, move.axes, "",
     )  # fmt: skip

@@ -55,7 +55,7 @@ def _head(est: Estimate) -> list[str]:
         f"  step time        {seconds_text(est.step_seconds):>10}  modelled; between {seconds_text(est.lower_seconds)} "
         f"(busiest engine) and {seconds_text(est.upper_seconds)} (no overlap)",
         f"  bound            {est.bound:>10}  modelled",
-        f"  MFU              {est.mfu:>10.2%}  modelled; {est.hfu:.2%} with repeated work",
+        f"  MFU              {est.mfu:>10.2%}  modelled, of the bf16 peak; {est.hfu:.2%} with repeated work",
         f"  exposed comm     {seconds_text(est.exposed_comm_seconds):>10}  modelled; of "
         f"{seconds_text(est.comm_seconds)} in all",
         f"  MXU flops        {count_text(est.flops):>10}  exact, per device",

@@ -111,9 +111,9 @@ def scan(
       stack_variables: whether each trip has its own values of the variables that `body` makes: they get `dim` as their
         first dim, as the weights of stacked layers. Otherwise all trips share them.
       remat: what the gradient finds of each trip besides `xs` and the carries before it, and does not compute again:
-        "full" nothing; "none" everything it has a use for; "matmuls" the products whose operands share no dim that
-        stays (with weights, but not of queries with keys); or what an `mtf.Remat` names. Values that have `dim` are
-        computed again.
+        "full" nothing; "none" everything it has a use for, but casts and what constants alone make; "matmuls" the
+        products whose operands share no dim that stays (with weights, but not of queries with keys); or what an
+        `mtf.Remat` names. Values that have `dim` are computed again.
     Returns: the carries after the last trip, and the stacked results, whose first dim is `dim`.
     Raises: GraphError, ShapeError for a body that changes types, or xs without `dim`.
     Gradient: a scan the other way round, which computes each trip again from what is there.

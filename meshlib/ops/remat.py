@@ -32,6 +32,16 @@ class Remat:
       offload: kept in the memory of the host: copied there in the forward, and back before they are used.
       offload_carries: whether what a loop carries, before each trip, is kept on the host.
     Raises: GraphError for what is no list of names, or one that is in both.
+    Example:
+      >>> import meshlib as mtf
+      >>> layers, d = mtf.Dimension("layers", 6), mtf.Dimension("d", 8)
+      >>> with mtf.Graph():
+      ...     x, w = mtf.input("x", [d]), mtf.variable("w", [layers, d])
+      ...     body = lambda carries, slices: ([mtf.tanh(mtf.multiply(*carries, *slices), name="y")], [])
+      ...     (y,), _ = mtf.scan(body, [x], [w], layers, remat=mtf.Remat(offload=["y"]))
+      ...     program = mtf.lower(mtf.gradients([y], [w]))
+      >>> program.to_host_bytes, program.from_host_bytes, 6 * 8 * 4
+      (192, 192, 192)
     """
 
     save: Sequence[str] = ()
@@ -111,12 +121,20 @@ class _Settled:
 
 
 def _dear(operations: Sequence[Operation]) -> list[Tensor]:
-    """All that takes work to make again: not casts and views of what is there anyway, nor those that only widen."""
+    """All that takes work to make again, of what is not the same in every trip.
+
+    So not what is made of constants alone, and neither casts and views of what is there anyway nor those that only
+    widen.
+    """
     free: set[Tensor] = set()
+    constant: set[Tensor] = set()
     found: list[Tensor] = []
     for op in operations:
-        there = op.kind.kind is Kind.SOURCE and op.kind.name != "random"
-        if there or (is_cheap(op) and op.inputs[0] in free):
+        if op.kind.kind is Kind.SOURCE and op.kind.name in ("input", "variable"):
+            free.update(op.outputs)
+        elif op.kind.name != "random" and all(x in constant for x in op.inputs):
+            constant.update(op.outputs)
+        elif is_cheap(op) and op.inputs[0] in free:
             free.update(op.outputs)
         elif not (is_cheap(op) and _size(op.inputs[0]) <= _size(op.output)):
             found += op.outputs

@@ -95,3 +95,23 @@ def test_bfloat16_lanes_of_later_chips():
 
     assert vector("float32", "v5e-1") == vector("bfloat16", "v5e-1")
     assert vector("float32", "v6e-1") == pytest.approx(2 * vector("bfloat16", "v6e-1"))
+
+
+def test_eight_bits_are_measured_against_their_own_peak():
+    """Twice the rate of bfloat16 on v5e; MFU stays that of the bf16 peak, as it is published."""
+
+    def made(precision: str) -> mtf.Estimate:
+        m, k, n = D("m", 8192), D("k", 8192), D("n", 8192)
+        with mtf.Graph():
+            x, w = mtf.input("x", [m, k], "bfloat16"), mtf.variable("w", [k, n], dtype="bfloat16")
+            y = mtf.einsum([x, w], [m, n], precision=precision)
+            return mtf.estimate(mtf.lower({"y": y}, mesh="chips:1"), "v5e-1")
+
+    wide, narrow = made("default"), made("int8")
+    assert narrow.mfu == pytest.approx(2 * wide.mfu, rel=0.03)
+    (row,) = narrow.rows
+    assert row.mxu_dtype == "int8"
+    assert row.mxu_seconds == pytest.approx(wide.rows[0].mxu_seconds / 2, rel=0.01)
+    assert row.utilisation == pytest.approx(wide.rows[0].utilisation, rel=0.03)
+    assert narrow.roofline()[0].attainable_flops_per_second == CHIPS["v5e"].peak_int8_flops
+    assert wide.roofline()[0].attainable_flops_per_second == 197e12

@@ -41,6 +41,15 @@ def expert_threshold(experts: int, active: int, size: int = 32768) -> int:
     return smallest(reached, 8192, experts // active)
 
 
+def eight_bit() -> mtf.Estimate:
+    """int8[128, 8192] x int8[8192, 32768] from HBM on a chip without losses."""
+    b, d, f = D("B", 128), D("D", 8192), D("F", 32768)
+    with mtf.Graph():
+        x, w = (mtf.variable(n, s, 0, BYTE, trainable=False) for n, s in (("x", [b, d]), ("w", [d, f])))
+        y = mtf.einsum([mtf.cast(x, "bfloat16"), mtf.cast(w, "bfloat16")], [b, f], precision="int8")
+        return estimate(mtf.lower({"y": y}, mesh="chips:1"), Slice("v5e-1", ideal("v5e")))
+
+
 def mxu_rate(clock: float) -> float:
     """FLOP/s of one 128 x 128 array, from the cycles that more rows cost."""
     array, rows = MXU(128, 128), 8
@@ -86,6 +95,7 @@ def _local_rows(ways: int) -> int:
 
 
 pod = Slice("v5e-16x16")
+roof_07 = eight_bit()
 prf_05 = row_of(product(2048, 8192, 32768, "v5e-4", "data:2;model:2", "I:data;K:model"))
 prf_01 = row_of(product(32768, 8192, 32768, "v2-8", "data:4;model:2", "I:data;K:model"))
 prf_08 = gather(1024, 8192, "v5e-4", "data:2;model:2", "I:model")
@@ -93,6 +103,11 @@ prf_10 = product(4096, 8192, 1, "v2-8", "copies:8")
 
 ANSWERS: Answers = {
     ("roof-04", "B_crit"): (lambda: threshold("v5e-1", 65536), [227.493478, 256.535199]),
+    ("roof-07", "T_math"): (lambda: row_of(roof_07).mxu_seconds, [0.00016569417, 0.000200577153]),
+    ("roof-07", "T_hbm"): (lambda: row_of(roof_07).hbm_seconds, [0.000320980764, 0.000388555662]),
+    ("roof-07", "T_lower (perfect overlap)"): (lambda: roof_07.lower_seconds, [0.000320980764, 0.000388555662]),
+    ("roof-07", "T_upper (no overlap)"): (lambda: roof_07.upper_seconds, [0.000486674934, 0.000589132815]),
+    ("roof-07", "bound"): (lambda: {"hbm": "memory-bound"}.get(roof_07.bound), ["memory-bound"]),
     ("roof-08", "B_crit"): (lambda: expert_threshold(1, 1, 65536), [112.9128, 127.3272]),
     ("roof-12", "B_crit (HBM)"): (lambda: threshold("v5p-8", 65536), [155.732143, 172.125]),
     ("roof-12", "C/W_ici, one axis"): (lambda: critical_intensity(CHIPS["v5p"], "ici"), [2422.5, 2677.5]),

@@ -1,0 +1,203 @@
+"""Train a language model on real text, on simulated TPU cores.
+
+    python examples/transformer.py                                      # 2x4 cores of a v3-8, batch and heads split
+    python examples/transformer.py --mesh fsdp:8 --layout fsdp          # fully sharded instead
+    python examples/transformer.py --text ~/books --size base --steps 1000 --checkpoint model.safetensors
+
+The model is written once, in named dimensions. Mesh and layout say where the dimensions lie; the numbers stay the same
+up to rounding. The text is by default what every Python installation holds: the sources of its standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+
+import meshlib as mtf
+from examples import text_data
+
+SIZES = {  # layers, d_model, heads of 32, d_ff
+    "tiny": (2, 128, 4, 512),
+    "small": (2, 256, 8, 1024),
+    "base": (6, 512, 16, 2048),
+}
+
+
+def config(size: str, length: int, precision: str) -> mtf.models.TransformerConfig:
+    """A decoder over bytes."""
+    layers, d_model, heads, d_ff = SIZES[size]
+    return mtf.models.TransformerConfig(
+        name=size,
+        layers=layers,
+        d_model=d_model,
+        heads=heads,
+        head_dim=32,
+        d_ff=d_ff,
+        vocab=text_data.VOCAB,
+        norm="rms",
+        position="rotary",
+        max_length=length,
+        activation_dtype=precision,
+    )
+
+
+def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
+    """The training program, and one that gives the logits of a single text on one core."""
+    model = config(args.size, args.length, args.precision)
+    precision = PRECISIONS[args.precision]
+    layout = args.layout
+    if ":" not in layout and layout:
+        layout = mtf.models.layout(layout, model, args.mesh)
+    warmup = mtf.optimize.linear_warmup(1.0, min(50, args.steps))
+    lr = mtf.optimize.product(warmup, mtf.optimize.cosine_decay(args.lr, args.steps, alpha=0.1))
+    with mtf.Graph():
+        outputs, updates = mtf.models.train_step(
+            model, args.batch, args.length, mtf.optimize.AdamWOptimizer(lr), args.remat, max_norm=1.0
+        )
+        training = mtf.lower(outputs, updates, mesh=args.mesh, layout=layout, precision=precision)
+    with mtf.Graph():
+        made = mtf.models.transformer(model, 1, args.length)
+        sampling = mtf.lower({"logits": made.logits}, precision=precision)
+    return training, sampling
+
+
+def progress(done: int, total: int, text: str) -> None:
+    """A bar on one line of the terminal; nothing where the output is not one."""
+    if sys.stdout.isatty():
+        filled = 30 * done // total
+        print(f"\r  [{'#' * filled}{'.' * (30 - filled)}] {done}/{total} {text}", end="", flush=True)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Lower, train, write a sample, and show what the layout made of the program and what a step would take."""
+    text = text_data.load(args.text)
+    training, sampling = build(args)
+    sim = mtf.simulate(training, args.slice, seed=args.seed, executor=args.executor)
+    est = mtf.estimate(training, args.slice)
+    print(f"text: {text.source}; unigram entropy {text.unigram_entropy:.3f} nats a byte")
+    print(f"slice: {sim.slice}")
+    print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; activations: {args.precision}")
+    for note in training.notes:
+        print(f"note: {note}")
+    if args.checkpoint and Path(args.checkpoint).exists():
+        mtf.load(args.checkpoint, sim)
+        print(f"going on from step {int(sim.state['step'])} of {args.checkpoint}")
+    learn(args, sim, est)
+    print(f"\nsample\n{indented(sample(sim, sampling, text.held_out, args))}")
+    print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
+    print(f"\n{est}")
+
+
+def examples_of(args: argparse.Namespace, sim: mtf.Simulation, stop: int) -> Iterator[text_data.Windows]:
+    """The batches of the steps that `sim` has still to do, up to number `stop`."""
+    windows = text_data.windows(text_data.load(args.text).train, args.length)
+    batches = mtf.Batches({"windows": windows}, args.batch, shuffle_seed=args.seed)
+    done = int(sim.state["step"])
+    batches.seek(*divmod(done, batches.per_epoch))
+    return (batch["windows"] for batch in islice(batches, max(0, stop - done)))
+
+
+def learn(args: argparse.Namespace, sim: mtf.Simulation, est: mtf.Estimate) -> None:
+    """The steps that are left, with a line every `args.every` of them."""
+    tokens = args.batch * args.length
+    there = tokens / est.step_seconds
+    begun, losses = time.perf_counter(), []
+    for step, window in enumerate(examples_of(args, sim, args.steps), start=int(sim.state["step"]) + 1):
+        losses.append(float(sim.step(tokens=window[:, :-1], targets=window[:, 1:])["loss"]))
+        progress(step, args.steps, f"loss {losses[-1]:.4f}")
+        if step % args.every == 0 or step == args.steps:
+            here = tokens * len(losses) / (time.perf_counter() - begun)
+            clear = "\r\033[K" if sys.stdout.isatty() else ""
+            print(
+                f"{clear}step {step:>5}  loss {np.mean(losses):.4f}  {here:,.0f} tokens/s here, "
+                f"{there:,.0f} tokens/s on {args.slice} (modelled)",
+                flush=True,
+            )
+            if args.checkpoint:
+                mtf.save(sim, args.checkpoint)
+            begun, losses = time.perf_counter(), []
+
+
+def sample(sim: mtf.Simulation, program: mtf.Program, prompt: text_data.Tokens, args: argparse.Namespace) -> str:
+    """`args.sample` bytes that the model writes after the first of `prompt`, each drawn from its distribution."""
+    rng = np.random.default_rng(args.seed)
+    written = list(prompt[: args.length // 2])
+    begun = len(written)
+    for _ in range(args.sample):
+        window = written[-args.length :]
+        tokens = np.zeros((1, args.length), np.int32)
+        tokens[0, : len(window)] = window  # what comes after does not matter to a causal model
+        logits = sim.run(program, tokens=tokens)["logits"][0, len(window) - 1].astype(np.float64) / args.temperature
+        chances = np.exp(logits - logits.max())
+        written.append(rng.choice(len(chances), p=chances / chances.sum()))
+    head, tail = (bytes(part).decode("utf-8", "replace") for part in (written[:begun], written[begun:]))
+    return f"{head}|{tail}"
+
+
+def indented(text: str) -> str:
+    """Lines set apart from the program's own."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+PRECISIONS = {"bfloat16": "default", "float32": "highest"}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--text", default=None, help="a file or a folder; default: the standard library's sources")
+    parser.add_argument("--size", choices=SIZES, default="small", help="layers, d_model, heads and d_ff")
+    parser.add_argument("--length", type=int, default=128, help="bytes in one example")
+    parser.add_argument("--batch", type=int, default=16, help="examples in one step, all cores together")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--mesh", default="data:2;tensor:4", help="axes and sizes of the logical mesh")
+    parser.add_argument(
+        "--layout", default="2d", help="a name, or dim:axis rules; names: " + ", ".join(mtf.models.LAYOUTS)
+    )
+    parser.add_argument("--slice", default="v3-8", help="the slice of TPU cores; as many as the mesh has")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16", help="of activations and of products")
+    parser.add_argument("--remat", default="none", help="what the backward computes again: none, matmuls, full")
+    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate of AdamW")
+    parser.add_argument("--checkpoint", default=None, help="file to go on from, and to write every --every steps")
+    parser.add_argument("--every", type=int, default=20, help="steps between lines and checkpoints")
+    parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is more certain")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
+    args = parser.parse_args(argv)
+    for name, least in (("length", 2), ("batch", 1), ("steps", 1), ("every", 1), ("sample", 0), ("seed", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if not args.temperature > 0:
+        parser.error(f"--temperature must be positive, got {args.temperature}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the example; 2 and one clear message where the flags or the text are wrong."""
+    try:
+        train(parse(argv))
+    except (mtf.MeshlibError, text_data.TextError) as fault:
+        print(f"transformer.py: {fault}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ntransformer.py: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

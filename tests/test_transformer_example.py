@@ -1,0 +1,84 @@
+"""The language-model example: it learns, goes on from a checkpoint bit for bit, and answers wrong flags in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from examples import transformer
+
+TINY = ["--size", "tiny", "--length", "16", "--batch", "8", "--sample", "5", "--every", "2"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"to be or not to be, that is the question: " * 200)
+    return file
+
+
+def losses(out: str) -> list[float]:
+    return [float(x) for x in re.findall(r"^step +\d+ +loss (\S+)", out, flags=re.M)]
+
+
+def test_it_learns_and_shows_what_it_did(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert transformer.main([*TINY, "--text", str(text), "--steps", "30", "--every", "10", "--lr", "0.01"]) == 0
+    out = capsys.readouterr().out
+    found = losses(out)
+    assert len(found) == 3
+    assert found[-1] < 0.6 * found[0]
+    for shown in ("unigram entropy", "tokens/s on v3-8 (modelled)", "sample", "all_reduce  tensor", "MFU"):
+        assert shown in out
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TINY, "--text", str(text), "--steps", "4"]
+    whole, halves = tmp_path / "whole.safetensors", tmp_path / "halves.safetensors"
+    assert transformer.main([*flags, "--checkpoint", str(whole)]) == 0
+    capsys.readouterr()
+    args = transformer.parse([*flags, "--checkpoint", str(halves)])
+    training, _ = transformer.build(args)
+    sim = mtf.simulate(training, args.slice, seed=args.seed)
+    for window in transformer.examples_of(args, sim, stop=2):
+        sim.step(tokens=window[:, :-1], targets=window[:, 1:])
+    mtf.save(sim, halves)
+    assert transformer.main([*flags, "--checkpoint", str(halves)]) == 0
+    assert "going on from step 2" in capsys.readouterr().out
+    assert whole.read_bytes() == halves.read_bytes()
+
+
+@pytest.mark.parametrize("layout", ["", "data", "tensor", "fsdp", "zero1", "sequence"])
+def test_layouts_do_not_change_the_loss(layout: str, text: Path) -> None:
+    def curve(mesh: str, layout: str) -> np.ndarray:
+        flags = ["--text", str(text), "--mesh", mesh, "--layout", layout, "--precision", "float32", "--steps", "3"]
+        args = transformer.parse([*TINY, *flags])
+        sim = mtf.simulate(transformer.build(args)[0], seed=0)
+        windows = transformer.examples_of(args, sim, stop=3)
+        return np.array([float(sim.step(tokens=w[:, :-1], targets=w[:, 1:])["loss"]) for w in windows])
+
+    axis = {"data": "data", "zero1": "data", "fsdp": "fsdp", "": "data"}.get(layout, "tensor")
+    np.testing.assert_allclose(curve(f"{axis}:4", layout), curve("one:1", ""), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh", "data:2;tensor:2"], r"has 4 cores, but slice v3-8 has 8 devices"),
+        (["--layout", "2e"], r"no layout '2e'"),
+        (["--mesh", "data:1;tensor:8"], r"4 % 8 = 4"),
+        (["--text", "/nonexistent"], r"no such file or folder"),
+        (["--remat", "ful"], r"ful"),
+        (["--slice", "v3-9"], r"v3-8"),
+        (["--batch", "5"], r"5 % 2 = 1"),
+    ],
+)
+def test_wrong_flags_give_one_message(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert transformer.main([*TINY, *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("transformer.py: ")
+    assert re.search(message, err)
+    assert "Traceback" not in err
