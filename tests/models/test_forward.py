@@ -88,6 +88,15 @@ def test_what_is_kept_changes_nothing(remat, scan):
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+def test_angles_of_positions_are_not_kept():
+    with mtf.Graph() as graph:
+        transformer(small("llama3.1-405b"), BATCH, LENGTH, remat="none")
+    loop = next(op for op in graph.operations if "body" in op.attrs)
+    kept = [y for y in loop.attrs["kept"] if "batch" not in y.shape]
+    assert all(set(y.shape.names) <= {"d_model", "d_ff", "heads", "group", "head_dim"} for y in kept), kept
+    assert any(y.name.endswith("/wo") for y in loop.attrs["kept"])
+
+
 def test_a_pattern_that_does_not_fill_the_last_trip_goes_on_unrolled():
     config = small("gemma3-12b").replace(layers=8)  # one trip of six, and two
     graph, model, program = built(config)
