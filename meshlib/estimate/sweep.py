@@ -13,7 +13,7 @@ from hardware.slices import Slice
 from meshlib.checks import items
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimate import Estimate, estimate
-from meshlib.estimate.table import grid, seconds_text
+from meshlib.estimate.table import grid, seconds_text, usd_text
 from meshlib.lower.program import Program, bytes_text
 
 
@@ -44,7 +44,7 @@ class Scaling:
                 "1,000 steps*", "peak memory", "fits")  # fmt: skip
         cells: list[tuple[str, ...]] = [head]
         for e, speed, share in zip(self.estimates, self.speedup, self.efficiency, strict=True):
-            cost = "-" if e.slice.usd_per_hour is None else f"${e.usd(1000):,.4g}"
+            cost = "-" if e.slice.usd_per_hour is None else usd_text(e.usd(1000))
             cells.append(
                 (
                     e.slice.name, str(e.slice.devices), str(e.program.mesh), seconds_text(e.step_seconds),
