@@ -6,7 +6,8 @@
     physics    what real programs lose                       constants, each with its cause
     times      kernels on one chip                           modelled seconds
     schedule   when everything runs                          modelled seconds
-    fitting    memory over time, in tiles; what would help   exact bytes
+    fitting    memory over time, in tiles                    exact bytes
+    remedies   what would lower its peak                     about as much
     rows  result  table  trace                               what a person looks at
 
 No loop runs over devices: every device does the same, so an estimate for 2,048 cores takes as long as for 8.

@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hardware.slices import Slice
+from meshlib.checks import at, whole
+from meshlib.errors import GraphError
 from meshlib.estimate.kernels import padded_value_bytes
 from meshlib.estimate.remedies import Remedy, Size, remedies
+from meshlib.estimate.table import grid
 from meshlib.lower.memory import KINDS, Live, Liveness
 from meshlib.lower.program import Program, Value, bytes_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DeviceMemory:
     """Memory of one device in one step. Bytes are exact for the order and the dims as named.
 
@@ -28,7 +31,7 @@ class DeviceMemory:
       capacity_bytes: HBM of the device.
       peak_bytes: with tile padding; exact_peak_bytes: without, the `program.memory.peak_bytes`.
       by_kind: padded bytes at the peak; timeline_bytes: padded, one figure per instruction; timeline_by_kind: the
-        same, divided.
+        same, divided; moments: these instructions.
       live: the buffers at the peak with their source lines, `bytes` padded, largest first.
       at: where the peak is.
       host_bytes: what lies in the memory of the host at most, besides.
@@ -42,9 +45,10 @@ class DeviceMemory:
     live: tuple[Live, ...]
     at: str
     host_bytes: int
-    timeline_bytes: tuple[int, ...] = field(repr=False)
-    timeline_by_kind: tuple[tuple[int, ...], ...] = field(repr=False)
-    find_remedies: Callable[[], tuple[Remedy, ...]] = field(repr=False, compare=False)
+    timeline_bytes: tuple[int, ...]
+    timeline_by_kind: tuple[tuple[int, ...], ...]
+    moments: tuple[str, ...]
+    find_remedies: Callable[[], tuple[Remedy, ...]] = field(compare=False)
 
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
@@ -76,6 +80,29 @@ class DeviceMemory:
                 *(f"    {r}" for r in self.remedies),
             ]
         return "\n".join(lines)
+
+    def over_time(self, rows: int = 16) -> str:
+        """Memory over the step as text: the order in that many parts, of each the moment that takes most, by kind.
+
+        Raises: GraphError for another number than of rows.
+        """
+        if whole(rows, "over_time", "rows") < 1:
+            raise GraphError(f"{at('over_time')}: rows must be at least 1, got {rows}")
+        count = len(self.timeline_bytes)
+        shown = [n for n, kind in enumerate(KINDS) if any(kinds[n] for kinds in self.timeline_by_kind)]
+        cells = [("order", "total", *(KINDS[n] for n in shown), "", "largest at")]
+        for part in range(min(rows, count)):
+            span = range(part * count // min(rows, count), (part + 1) * count // min(rows, count))
+            n = max(span, key=lambda n: self.timeline_bytes[n])
+            bar = "#" * round(20 * self.timeline_bytes[n] / max(1, self.peak_bytes))
+            kinds = (bytes_text(b) if b else "-" for b in (self.timeline_by_kind[n][k] for k in shown))
+            moment = f"{100 * n / count:.0f} %", bytes_text(self.timeline_bytes[n])
+            cells.append((*moment, *kinds, f"{bar:<20}", self.moments[n]))
+        text = grid(cells, right=range(2 + len(shown)))
+        return "\n".join([*text, f"bytes of one device of {self.slice_name} in tiles, exact for the program's order"])
+
+    def __repr__(self) -> str:
+        return f"<DeviceMemory: peak {bytes_text(self.peak_bytes)} of {bytes_text(self.capacity_bytes)}>"
 
     def __str__(self) -> str:
         lines = [
@@ -109,6 +136,7 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
         program.memory.host_bytes,
         tuple(walk.timeline),
         tuple(walk.by_kind_timeline),
+        tuple(f"{i.opcode} {i.operation.name}" for i in program.instructions),
         lambda: remedies(program, [v for _, v in walk.peak_live], walk.kind, lambda size: _peak(program, size)),
     )
 

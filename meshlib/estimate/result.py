@@ -252,7 +252,8 @@ class Estimate:
         return comparison(self, other)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the schedule as Chrome-trace JSON, for ui.perfetto.dev: one track for each engine, HBM as counters.
+        """Write the schedule as Chrome-trace JSON, for ui.perfetto.dev: phases, the trips of loops, one track for each
+        engine, what is sent while the core waits, and HBM by kind as counters.
 
         The file is complete or not there: it is written beside its place and moved.
         Raises: GraphError where the path cannot be written.

@@ -38,6 +38,15 @@ def count_text(n: float) -> str:
     return f"{n:.4g}"
 
 
+def usd_text(dollars: float) -> str:
+    """Dollars for people.
+
+    >>> usd_text(0.000233), usd_text(12.345), usd_text(170312.4)
+    ('$0.000233', '$12.35', '$170,312')
+    """
+    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.4g}"
+
+
 def table(est: Estimate, rows: int | None) -> str:
     """`Estimate.table`."""
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 0):
@@ -64,8 +73,8 @@ def _head(est: Estimate) -> list[str]:
     ]
     if est.slice.usd_per_hour is not None:
         lines.append(
-            f"  cost             {f'${est.usd(1000):.4g}':>10}  modelled, for 1,000 steps at the list price of "
-            f"${est.slice.usd_per_hour:.2f} an hour"
+            f"  cost             {usd_text(est.usd(1000)):>10}  modelled, for 1,000 steps at the list price of "
+            f"${est.slice.usd_per_hour:,.2f} an hour"
         )
     return lines
 

@@ -176,9 +176,16 @@ def _span(track: str, name: str, begin: float, end: float, args: dict[str, Any])
 
 
 def _size(made: Schedule, trips: bool = True) -> int:
-    """About how many slices a schedule takes with all its trips, or without its loops."""
-    inside = sum(e.trips * _size(e.loop) for e in made.events if e.loop is not None) if trips else 0
-    return 4 * len(made.events) + 1 + inside
+    """How many slices a schedule takes at most, with all the trips of its loops or without them."""
+    total = 1
+    for e in made.events:
+        if e.loop is not None:
+            total += e.trips * _size(e.loop) if trips else 0
+        elif e.cost is not None:
+            total += len(e.cost.busy_seconds) + 1
+        elif e.time is not None:
+            total += 1 + sum(s > 0 for s in (e.time.mxu_seconds, e.time.vpu_seconds, e.time.hbm_seconds))
+    return total
 
 
 def _phases(made: Schedule) -> Iterator[Span]:

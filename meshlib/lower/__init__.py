@@ -36,6 +36,7 @@ __all__ = [
 
 Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
 
+MORE_SWEEPS = 3  # each knows what the one before it did
 PASSES = (remove_dead_code, merge_small_collectives, order_and_fuse)
 
 
@@ -186,17 +187,21 @@ class _Lowering:
         return self._trials[key]
 
     def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
-        """Partition; once more with what that taught, if it could matter, and keep what sends less."""
+        """Partition; again with what that taught, as long as that matters, and keep what sends least."""
         kept = list(dict.fromkeys(fetched))
-        first = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial)
-        first.run()
-        if not first.places.learnt.missed:
-            return first
-        learnt, chosen = first.places.learnt, first.chosen
-        again = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial, learnt, chosen)
-        again.run()
         needed = [*kept, *simple.taken]
-        return again if again.places.sent_bytes(needed) < first.places.sent_bytes(needed) else first
+        best = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial)
+        best.run()
+        if not best.places.learnt.missed:
+            return best
+        for _ in range(MORE_SWEEPS):
+            learnt, chosen = best.places.learnt, best.chosen
+            sweep = Partitioner(simple, homes, self.balance, set(kept), self.body, self.trial, learnt, chosen)
+            sweep.run()
+            if sweep.places.sent_bytes(needed) >= best.places.sent_bytes(needed):
+                break
+            best = sweep
+        return best
 
     def _finished(
         self,

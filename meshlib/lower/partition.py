@@ -112,6 +112,8 @@ class Partitioner:
         inputs = self.graph.inputs[op]
         operands = [self._operand(x, op) for x in inputs]
         choice = self._choice(op, operands)
+        if op.kind.linear(op).terms:
+            self._note_sum(op, inputs)
         if choice.regroup:
             values = self._grouped(op, inputs, choice)
         else:
@@ -133,6 +135,13 @@ class Partitioner:
         for y, value in zip(op.outputs, made, strict=True):
             self.places.instances[y] = [(None, value)]
             self._settle(y)
+
+    def _note_sum(self, op: Operation, inputs: Sequence[Tensor]) -> None:
+        """Remember what the terms of a sum still wait for; where some do and some don't, one may have missed it."""
+        arrived = tuple(self.places.made(x).sharding.pending for x in inputs)
+        if any(arrived):
+            self.places.learnt.sums[op] = arrived
+            self.places.learnt.missed |= not all(arrived)
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
         """Remember who is to blame for each pending axis of the result."""
@@ -164,12 +173,9 @@ class Partitioner:
     def _grouped(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> list[Value]:
         """Operands of an n-ary sum, equally pending ones added first and each group reduced once (rule 4)."""
         wanted = choice.out
-        arrived = tuple(self.places.made(x).sharding.pending for x in inputs)
-        self.places.learnt.sums[op] = arrived
-        self.places.learnt.missed |= not all(arrived)
         groups: dict[Pending, list[Tensor]] = {}
-        for x, pending in zip(inputs, arrived, strict=True):
-            groups.setdefault(pending, []).append(x)
+        for x in inputs:
+            groups.setdefault(self.places.made(x).sharding.pending, []).append(x)
         result: list[Value] = []
         for pending, members in groups.items():
             if not pending or len(members) == 1:
@@ -342,13 +348,7 @@ class Partitioner:
         )
         found = self.chosen.get(key)
         if found is None:
-            found = self.chosen[key] = choose(
-                op,
-                operands,
-                home,
-                later,
-                self.balance,
-            )
+            found = self.chosen[key] = choose(op, operands, home, later, self.balance)
         return found
 
     def _later(self, t: Tensor) -> tuple[Point, ...]:
@@ -367,7 +367,8 @@ class Partitioner:
             onward = [replace(p, shared=True) if shared else p for p in self._points[y]]
             others = zip(self.graph.inputs[user], self.ahead.sums.get(user, ()), strict=False)
             joined = frozenset(pending for other, pending in others if other is not x and pending)
-            points = [Point(self.homes.of(y), y.dtype.itemsize, shared, joined), *onward]
+            narrow = min(x.dtype.itemsize, y.dtype.itemsize)  # a cast that widens lets reduce before it
+            points = [Point(self.homes.of(y), narrow, shared, joined), *onward]
             self._points[x] = tuple(dict.fromkeys(points))
         return self._points[t]
 

@@ -30,7 +30,7 @@ Pending = tuple[tuple[str, str], ...]
 class Foresight:
     """What a sweep learns for the next one.
 
-    wants   per tensor and region, the shardings to which operations have it brought at some cost
+    wants   per tensor and region, the shardings to which operations have it brought at some cost, or share
     sums    per n-ary sum, what each operand arrives pending over
     missed  whether some operation might choose otherwise if it knew
     """
@@ -89,15 +89,16 @@ class Places:
 
     def bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""
-        known = self.known(t, region)
-        for v in known:
-            if v.sharding == wanted:
+        for r, v in self.instances[t]:
+            if v.sharding == wanted and (r is None or r == region):
+                if r is not None and user is not None:
+                    self.learnt.wants.setdefault((t, region), {})[user] = wanted
                 return v
         if self.remade(t, region):
             value = self._remake(t, wanted, region)
         else:
             size = t.dtype.itemsize
-            usable = [v for v in known if set(wanted.pending) <= set(v.sharding.pending)]
+            usable = [v for v in self.known(t, region) if set(wanted.pending) <= set(v.sharding.pending)]
             nearest = min(usable, key=lambda v: _distance(v.sharding, wanted, size))
             if user is not None and _distance(nearest.sharding, wanted, size)[0]:
                 self.learnt.wants.setdefault((t, region), {})[user] = wanted

@@ -53,7 +53,8 @@ def test_the_unrolled_graph_has_as_many_variables():
 
 
 def test_presets_of_every_architecture_lower_at_a_small_scale():
-    configs = {config.reduced(1).replace(name="reduced", dropout=0.0): name for name, config in PRESETS.items()}
+    same = {"name": "reduced", "dropout": 0.0, "attention_scale": None, "norm_epsilon": 1e-6, "rope_theta": 1e4}
+    configs = {config.reduced(1).replace(**same): name for name, config in PRESETS.items()}
     assert len(configs) > 8
     for config, name in configs.items():
         with mtf.Graph():
