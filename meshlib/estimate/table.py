@@ -99,10 +99,10 @@ def _rows(est: Estimate, limit: int | None) -> list[str]:
 def _cells(est: Estimate, r: Row, forward: frozenset[str]) -> tuple[str, ...]:
     name = r.name if r.kind == "compute" else f"{r.opcode} of {r.name}"
     share = r.total_seconds / est.step_seconds if est.step_seconds else 0.0
-    moved = r.sent_bytes if r.kind == "collective" else r.hbm_bytes
+    moved = {"compute": r.hbm_bytes, "collective": r.sent_bytes, "copy": r.payload_bytes}[r.kind]
     return (
         name,
-        r.opcode if r.kind == "compute" else "+".join(r.axes),
+        {"compute": r.opcode, "collective": "+".join(r.axes), "copy": "pcie"}[r.kind],
         "again" if r.phase != FORWARD and name in forward else r.phase,
         str(r.count),
         seconds_text(r.seconds),
