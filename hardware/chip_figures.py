@@ -236,6 +236,7 @@ FIGURES: dict[str, Figures] = {
         "name_counts": ("chips", _DOCS + "v6e"),
         "wrap_axis": (16, _WRAP_16),
         "dcn_bytes_per_second": (12.5e9, _DOCS + "v6e: 25.6 Tbit/s per pod (from memory)"),
+        "pcie_bytes_per_second": (32e9, "PCIe Gen5: " + _DOCS + "v6e; eight lanes per chip are assumed"),
         "usd_per_chip_hour": (2.7, _PRICE),
     },
     "v7": {
@@ -262,6 +263,7 @@ FIGURES: dict[str, Figures] = {
         "name_counts": ("cores", _DOCS + "tpu7x (from memory)"),
         "wrap_cube": (4, _WRAP_CUBES + "; assumed for v7"),
         "dcn_bytes_per_second": (12.5e9, "100 Gbit/s per chip: " + _DOCS + "tpu7x (from memory)"),
+        "pcie_bytes_per_second": (32e9, "assumed as v6e"),
         "usd_per_chip_hour": (12.0, "pricing page (from memory, low confidence)"),
         "tdp_watts": (1085.0, "about 10 MW per pod of 9216 chips: Hot Chips 2025 summaries"),
     },

@@ -24,6 +24,7 @@ from hardware.chips import Chip
 from hardware.errors import HardwareError
 
 SUBLANES, LANES = 8, 128
+PCIE_EFFICIENCY = 0.9
 
 
 def tile_of(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -92,6 +93,19 @@ def hbm_seconds(chip: Chip, size_bytes: float) -> float:
       '0.0217'
     """
     return amount("size_bytes", size_bytes) / (hbm_rate(chip) * chip.hbm_efficiency)
+
+
+def pcie_seconds(chip: Chip, size_bytes: float) -> float:
+    """Time for one device to move that many bytes to or from the memory of its host, one way.
+
+    Devices of a chip share its lanes. Assumed: packet headers and the host's memory leave 90 % of the nominal rate.
+
+    Example:
+      >>> from hardware.chips import CHIPS
+      >>> f"{pcie_seconds(CHIPS['v5e'], 14.4e9):.3f}"
+      '1.000'
+    """
+    return amount("size_bytes", size_bytes) / (chip.pcie_bytes_per_second / chip.devices_per_chip * PCIE_EFFICIENCY)
 
 
 def hbm_rate(chip: Chip) -> float:

@@ -1,6 +1,6 @@
 """`python -m meshlib`: commands over the library.
 
-python -m meshlib validate [--file published_results.json]    predicted beside published, with errors
+python -m meshlib validate [--file published_results.json] [--refit]    predicted beside published, with errors
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     validate = commands.add_parser("validate", help="predicted beside published, with the error of each row")
     validate.add_argument("--file", help="JSON in the format of published results; default: the set in the package")
+    validate.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
     args = parser.parse_args(argv)
     try:
         from meshlib.estimate.validate import validate as run
 
-        print(run(args.file))
+        print(run(args.file, args.refit))
     except MeshlibError as fault:
         print(f"meshlib: {fault}", file=sys.stderr)
         return 2

@@ -330,14 +330,16 @@ def multi_query(p: dict[str, Array]) -> Array:
     return out
 
 
-@layer(
-    "multihead_attention of one sequence, materialised",
-    {"x": ([B, L, D], float), "mask": ([B, L, Dimension("memory_length", 4)], bool)},
-    lambda w, x, mask: mtf.layers.multihead_attention(
-        x, None, mask, K, H, rotary_base=100.0, kernel="materialised", causal=True, **w
-    ),
-)
-def bidirectional(p: dict[str, Array]) -> Array:
+def alone(w: Keywords, x: Tensor, mask: Tensor, kernel: str) -> Tensor:
+    return mtf.layers.multihead_attention(x, None, mask, K, H, rotary_base=100.0, kernel=kernel, causal=True, **w)
+
+
+ALONE = {**X, "mask": ([B, L, Dimension("memory_length", 4)], bool)}
+
+
+@layer("multihead_attention of one sequence, materialised", ALONE, lambda w, x, mask: alone(w, x, mask, "materialised"))
+@layer("multihead_attention of one sequence, fused", ALONE, lambda w, x, mask: alone(w, x, mask, "flash"))
+def one_sequence(p: dict[str, Array]) -> Array:
     q, k, v = (projected(p, part, p["x"]) for part in "qkv")
     out = np.zeros((4, 4, 8))
     for b, h in np.ndindex(4, 2):

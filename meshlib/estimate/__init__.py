@@ -25,7 +25,7 @@ from meshlib.errors import GraphError, SliceError
 from meshlib.estimate.fitting import DeviceMemory
 from meshlib.estimate.moves import Network
 from meshlib.estimate.physics import CALIBRATED, Physics
-from meshlib.estimate.plan import Plan
+from meshlib.estimate.plan import plan_of
 from meshlib.estimate.remedies import Remedy
 from meshlib.estimate.result import Estimate, RooflinePoint
 from meshlib.estimate.rows import Row
@@ -86,7 +86,7 @@ def estimate(
         _check_placement(program, slice_, placement)
     try:
         network = Network(program, slice_, placement)
-        plan = Plan(program, network, early=overlap != "none")
+        plan = plan_of(program, network, early=overlap != "none")
         made = schedule(plan, Times(slice_.chip, physics, alone=plan.kernels == 1), overlap)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None

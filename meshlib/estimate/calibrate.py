@@ -118,7 +118,7 @@ def _solved(at: _Slopes, chosen: Sequence[int] | range) -> Physics:
         left = np.concatenate([slopes * weights[:, None], np.eye(len(names))])
         right = np.concatenate([-residuals * weights, (prior - now) / spread])
         moved = _bounded(left, right, least, most)
-    values: Mapping[str, float] = dict(zip(names, (now + moved * spread).tolist(), strict=True))
+    values: Mapping[str, float] = dict(zip(names, np.clip(now + moved * spread, low, high).tolist(), strict=True))
     return replace(at.physics, **values)
 
 

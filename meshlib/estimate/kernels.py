@@ -14,8 +14,9 @@ from math import prod
 
 from hardware.core import Matmul
 from hardware.memory import padded_bytes
+from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
-from meshlib.graph import FORWARD
+from meshlib.graph import FORWARD, Tensor
 from meshlib.lower.program import Instruction, Program, Value
 from meshlib.lower.work import local_work
 from meshlib.operation import Kind
@@ -24,6 +25,7 @@ from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
 _RESIDENT = ("input", "variable", "assign")
 _ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
 _READS_PART = ("gather", "slice")
+_REPEATED = ("cast", "negative", "multiply", "add", "subtract", "divide")
 # Of the products of each kernel of fused attention, the share that is no repetition of the forward pass: one of two,
 # two of three (dP, dQ), two of four (dV, dK).
 ATTENTION = {"attention": 1.0, "attention_grad_query": 2 / 3, "attention_grad_memory": 1 / 2}
@@ -68,6 +70,7 @@ class Kernel:
       mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
         repeats and the model asks for (one pass). Exact.
       vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
+      passing_bytes: padded, of each buffer at its boundary that only passes between groups; sorted.
       free: nothing runs: sources that are there already, renamings, constants of one element.
     """
 
@@ -84,13 +87,14 @@ class Kernel:
     hbm_bytes: int
     padded_bytes: int
     free: bool
+    passing_bytes: tuple[int, ...] = ()
     attention: Attention | None = None
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """What its time depends on."""
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
-        return (*work, self.free, self.attention)
+        return (*work, self.free, self.passing_bytes, self.attention)
 
     @cached_property
     def operand_bytes(self) -> int:
@@ -98,11 +102,13 @@ class Kernel:
         return sum(size * p.batch * p.k * (p.m + p.n) for p, size in self.matmuls)
 
 
-def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value], forward: frozenset[str]) -> Kernel:
+def kernel_of(
+    program: Program, members: Sequence[Instruction], fused: set[Value], held: set[Value], forward: frozenset[str]
+) -> Kernel:
     """The work of a fusion group.
 
-    `fused` are the program's values that never reach HBM; `forward` the names of the forward pass's operations, by
-    which those that a backward pass computes again are known: copies keep their names.
+    `fused` are the program's values that never reach HBM, `held` its `resident_values`, `forward` the names of the
+    forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
     """
     main = next((i for i in members if _is_matmul(i)), members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
@@ -121,7 +127,7 @@ def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value
             useful += product.flops * _share_useful(program, i, forward)
     if attention is not None:
         useful += flops / attention.passes * ATTENTION[attention.kind] * _share_useful(program, main, forward)
-    exact, padded = _boundary_bytes(members, fused)
+    boundary = _boundary(members, fused, held)
     free = all(_is_free(i) for i in members)
     return Kernel(
         main.operation.name,
@@ -134,9 +140,10 @@ def kernel_of(program: Program, members: Sequence[Instruction], fused: set[Value
         ops,
         padded_ops,
         narrow,
-        0 if free else exact,
-        0 if free else padded,
+        0 if free else boundary.exact,
+        0 if free else boundary.padded,
         free,
+        () if free else boundary.passing,
         attention,
     )
 
@@ -224,20 +231,34 @@ def _stretch(i: Instruction) -> float:
     return padded_value_bytes(largest) / max(1, largest.local_bytes)
 
 
-def _boundary_bytes(members: Sequence[Instruction], fused: set[Value]) -> tuple[int, int]:
-    """Exact and padded bytes that a group reads and writes: each operand from outside once, each result once."""
+@dataclass(frozen=True)
+class _Boundary:
+    """What a group reads and writes, each buffer once: exact and padded bytes, and padded ones of what only passes."""
+
+    exact: int
+    padded: int
+    passing: tuple[int, ...]
+
+
+def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value]) -> _Boundary:
     inside = {y for i in members for y in i.outputs}
-    read: dict[Value, tuple[int, int]] = {}
-    written: list[tuple[int, int]] = []
+    operations = {i.operation for i in members}
+    read: dict[object, tuple[int, int, bool]] = {}
+    written: dict[object, tuple[int, int, bool]] = {}
     for i in members:
         if i.opcode in _RESIDENT:
             continue
         for n, x in enumerate(i.inputs):
             if x not in inside:
-                found = _read(i, n, x)
-                read[x] = max(read.get(x, found), found)
-        written += [_sizes(y) for y in i.outputs if y not in fused]
-    return _sum([*read.values(), *written])
+                found = (*_read(i, n, x), x not in held)
+                read[_buffer(x)] = max(read.get(_buffer(x), found), found)
+        made = {y: _buffer(y) for y in i.outputs if y not in fused}
+        # What is derived from a buffer that lies outside is not written; who reads it derives it again.
+        written |= {b: (*_sizes(y), y not in held) for y, b in made.items() if b[0].operation in operations}
+    # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
+    moved = [*read.values(), *written.values()] if written else []
+    passing = tuple(sorted(padded for _, padded, passes in moved if passes))
+    return _Boundary(sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing)
 
 
 def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
@@ -248,8 +269,35 @@ def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
 
 
 def _sizes(v: Value) -> tuple[int, int]:
-    return v.local_bytes, padded_value_bytes(v)
+    itemsize = _stored(v.tensor).dtype.itemsize
+    return v.sharding.local_size * itemsize, _padded(v.sharding.local_shape.sizes, itemsize)
 
 
-def _sum(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    return sum(a for a, _ in pairs), sum(b for _, b in pairs)
+def _buffer(v: Value) -> tuple[Tensor, Sharding]:
+    return _stored(v.tensor), v.sharding
+
+
+def _stored(t: Tensor) -> Tensor:
+    """What is in memory for a tensor: one no wider from which it follows by a cast, a scaling or a shift.
+
+    Compilers put such work into every kernel that reads the result.
+    """
+    op = t.operation
+    if op.kind.name not in _REPEATED:
+        return t
+    sources = [x for x in op.inputs if x.operation.kind.kind is not Kind.SOURCE]
+    if len(sources) != 1 or sources[0].shape != t.shape or sources[0].dtype.itemsize > t.dtype.itemsize:
+        return t
+    return _stored(sources[0])
+
+
+def resident_values(program: Program) -> set[Value]:
+    """Values that have to be in HBM whatever runs: what a program, or a trip of a loop, is given and returns."""
+    inside = (
+        *program.inputs.values(),
+        *program.variables.values(),
+        *program.outputs.values(),
+        *program.updates.values(),
+    )
+    loops = [v for i in program.instructions if i.body is not None for v in (*i.inputs, *i.outputs)]
+    return {*inside, *loops}

@@ -54,7 +54,7 @@ class Physics:
         FITTED, 256.0, 8192.0, 900.0, 200.0,
     )  # fmt: skip
     elementwise_traffic: float = _constant(
-        1.5, "times the bytes at the boundary of a group without products",
+        1.0, "times the bytes at the boundary of a group without products",
         "fusions are cut at layout changes, at float32 intermediates and where loops stack their results",
         FITTED, 0.5, 4.0, 1.3, 0.5,
     )  # fmt: skip

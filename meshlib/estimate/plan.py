@@ -7,27 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from hardware.network import Cost
-from meshlib.estimate.kernels import Kernel, forward_names, kernel_of
+from meshlib.estimate.groups import kept_inside, kernel_groups
+from meshlib.estimate.kernels import Kernel, forward_names, kernel_of, resident_values
 from meshlib.estimate.moves import Move, Network, moves_of
-from meshlib.lower.memory import fused_values
 from meshlib.lower.program import Instruction, Program, Value
+
+HOST_COPIES = ("to_host", "from_host")
 
 
 @dataclass(slots=True)
 class Unit:
-    """A fusion group, collective or loop.
+    """A fusion group, collective, copy to or from the host, or loop.
 
     Attributes:
       number: of its first instruction.
       inputs, outputs: numbers of the values that it reads from outside and makes.
       moves: what it sends, with the price of each; of a collective exactly one.
-      kernel: of a fusion group; body, trips: of a loop.
+      kernel: of a fusion group; body, trips: of a loop; host_bytes: of a copy to or from the host, by its direction.
       early: a collective that is issued before the last product that it does not depend on.
-      chained: a collective that the first product after it needs.
-      sole: inputs that no other unit reads.
+      chained: a collective that the first product after it needs, or after which there is none.
       product: whether it holds a product written as einsum.
     """
 
@@ -41,33 +41,22 @@ class Unit:
     kernel: Kernel | None = None
     body: Plan | None = None
     trips: int = 1
+    host_bytes: tuple[str, int] | None = None
     early: bool = False
     chained: bool = False
-    sole: frozenset[int] = frozenset()
     product: bool = False
 
     @property
     def is_collective(self) -> bool:
         """Whether it only sends."""
-        return self.kernel is None and self.body is None
+        return bool(self.moves) and self.kernel is None
 
 
+@dataclass(frozen=True)
 class Plan:
-    """The units of a program, or of a loop's body with the `forward` names of the program around it, in order.
+    """The units of a program, or of a loop's body, in order; nothing of the program itself."""
 
-    `early`: whether collectives may be issued before products that they do not depend on.
-    """
-
-    def __init__(
-        self, program: Program, network: Network, early: bool = True, forward: frozenset[str] | None = None
-    ) -> None:
-        self.forward = forward_names(program) if forward is None else forward
-        self.program, self.network, self.early = program, network, early
-        self._numbers: dict[Value, int] = {}
-        self._fused = fused_values(program)
-        self.units = self._ordered()
-        self._note_uses()
-        self._note_chains()
+    units: tuple[Unit, ...]
 
     @property
     def kernels(self) -> int:
@@ -75,7 +64,26 @@ class Plan:
         inside = sum(u.body.kernels for u in self.units if u.body is not None)
         return inside + sum(u.kernel is not None and not u.kernel.free for u in self.units)
 
-    def _ordered(self) -> list[Unit]:
+
+def plan_of(program: Program, network: Network, early: bool = True, forward: frozenset[str] | None = None) -> Plan:
+    """The plan of a program, or of a loop's body with the `forward` names of the program around it.
+
+    `early`: whether collectives may be issued before products that they do not depend on.
+    """
+    units = _Planner(program, network, early, forward_names(program) if forward is None else forward).ordered()
+    _note_chains(units)
+    return Plan(tuple(units))
+
+
+class _Planner:
+    def __init__(self, program: Program, network: Network, early: bool, forward: frozenset[str]) -> None:
+        self.program, self.network, self.early, self.forward = program, network, early, forward
+        self.numbers: dict[Value, int] = {}
+        self.groups = kernel_groups(program)
+        self.fused = kept_inside(program, self.groups)
+        self.held = resident_values(program)
+
+    def ordered(self) -> list[Unit]:
         """Groups in the program's order, but collectives before the last product that they do not depend on.
 
         What only prepares such a collective, a cast of weights, goes with it.
@@ -83,11 +91,10 @@ class Plan:
         units: list[Unit] = []
         made: dict[int, int] = {}  # value -> how many products came before it or made it
         waiting: list[Unit] = []  # what has come since the last product, that product first
-        products = number = 0
-        for _, group in groupby(self.program.instructions, key=lambda i: i.group):
-            members = list(group)
-            unit = self._unit(number, members)
-            number += len(members)
+        products = 0
+        number = {i: n for n, i in enumerate(self.program.instructions)}
+        for members in self.groups:
+            unit = self._unit(number[members[0]], members)
             depth = max((made.get(x, 0) for x in unit.inputs), default=0)
             if unit.product or unit.body is not None:
                 units += waiting
@@ -115,41 +122,39 @@ class Plan:
             tuple(self._number(y) for i in members for y in i.outputs),
         )
         if not first.is_collective and first.body is not None:
-            unit.body = Plan(first.body, self.network, self.early, self.forward)
+            unit.body = plan_of(first.body, self.network, self.early, self.forward)
             unit.trips = first.trips
+            return unit
+        if first.opcode in HOST_COPIES:
+            unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
             return unit
         unit.moves = tuple((m, self.network.cost(m)) for i in members for m in moves_of(self.program, i))
         if not first.is_collective:
-            unit.kernel = kernel_of(self.program, members, self._fused, self.forward)
-            unit.product = any(i.opcode == "einsum" for i in members)
+            unit.kernel = kernel_of(self.program, members, self.fused, self.held, self.forward)
+            unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit
 
     def _number(self, value: Value) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
+        return self.numbers.setdefault(value, len(self.numbers))
 
-    def _note_uses(self) -> None:
-        users: dict[int, int] = {}
-        for unit in self.units:
-            for x in unit.inputs:
-                users[x] = users.get(x, 0) + 1
-        for unit in self.units:
-            unit.sole = frozenset(x for x in unit.inputs if users[x] == 1)
 
-    def _note_chains(self) -> None:
-        """Which collectives the first product after them needs, itself or through what runs in between."""
-        needs: dict[int, frozenset[int]] = {}  # value -> places of the collectives since the last product behind it
-        since: list[int] = []
-        for place, unit in enumerate(self.units):
-            behind = frozenset[int]().union(*(needs.get(x, frozenset()) for x in unit.inputs))
-            if unit.product or unit.body is not None:
-                for n in since:
-                    self.units[n].chained = n in behind
-                needs, since, behind = {}, [], frozenset()
-            if unit.is_collective and not unit.early:
-                since.append(place)
-                behind |= {place}
-            needs.update(dict.fromkeys(unit.outputs, behind))
+def _note_chains(units: Sequence[Unit]) -> None:
+    """Which collectives the first product after them needs, itself or through what runs in between; or the end."""
+    needs: dict[int, frozenset[int]] = {}  # value -> places of the collectives since the last product behind it
+    since: list[int] = []
+    for place, unit in enumerate(units):
+        behind = frozenset[int]().union(*(needs.get(x, frozenset()) for x in unit.inputs))
+        if unit.product or unit.body is not None:
+            for n in since:
+                units[n].chained = n in behind
+            needs, since, behind = {}, [], frozenset()
+        if unit.is_collective and not unit.early:
+            since.append(place)
+            behind |= {place}
+        needs.update(dict.fromkeys(unit.outputs, behind))
+    for n in since:
+        units[n].chained = True
 
 
 def _taken(waiting: list[Unit], wanted: Sequence[int]) -> list[Unit]:

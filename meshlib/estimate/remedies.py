@@ -109,7 +109,7 @@ def _rules(program: Program, live: list[Value], kind: Callable[[Value], str]) ->
     """For each axis the best layout rule that splits a dim wherever the axis is free, and the best for slots alone."""
     dims = _free_dims(program, live)
     for axis in program.mesh.axes:
-        what = f"(fully sharded: split wherever {axis} is free)"
+        what = f"(split wherever {axis} is free)"
         whole = [(f"layout rule '{dim}:{axis}?' {what}", _split(program, dim, axis)) for dim in dims]
         slots = [
             (f"layout rule 'slots/{dim}:{axis}' (ZeRO-1: slots and gradients split)", _of_slots(change, kind))

@@ -92,7 +92,7 @@ class Estimate:
     @cached_property
     def engine_seconds(self) -> Mapping[str, float]:
         """Seconds for which each engine works: mxu, vpu, hbm, each ICI axis, dcn, and "core to core": the way between
-        two devices of one chip. Modelled."""
+        two devices of one chip, and copies to and from the host. Modelled."""
         return {engine_name(e): s for e, s in sorted(self.schedule.busy.items(), key=lambda item: str(item[0]))}
 
     @cached_property
@@ -105,7 +105,7 @@ class Estimate:
             if r.kind == "compute":
                 totals[r.bound] += r.total_seconds - r.latency_seconds * r.count
                 totals["latency"] += r.latency_seconds * r.count
-            else:
+            elif r.kind == "collective":
                 for name, seconds in (("ici", r.ici_seconds), ("dcn", r.dcn_seconds), ("latency", r.latency_seconds)):
                     sent[name] += seconds * r.count
         whole_comm = sum(sent.values())
@@ -113,11 +113,12 @@ class Estimate:
             totals[name] += self.exposed_comm_seconds * seconds / whole_comm if whole_comm else 0.0
         totals["latency"] += self.step_overhead_seconds
         totals["dcn"] += self.jitter_seconds
+        totals["pcie"] += self.schedule.host_exposed_seconds
         return totals
 
     @property
     def bound(self) -> str:
-        """What takes most of the step: "mxu", "vpu", "hbm", "ici", "dcn" or "latency". Modelled."""
+        """What takes most of the step: "mxu", "vpu", "hbm", "ici", "dcn", "pcie" or "latency". Modelled."""
         return max(self.bound_seconds, key=lambda name: self.bound_seconds[name])
 
     @property
@@ -251,7 +252,8 @@ class Estimate:
         return comparison(self, other)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the schedule as Chrome-trace JSON, for ui.perfetto.dev: one track for each engine, HBM as counters.
+        """Write the schedule as Chrome-trace JSON, for ui.perfetto.dev: phases, the trips of loops, one track for each
+        engine, what is sent while the core waits, and HBM by kind as counters.
 
         The file is complete or not there: it is written beside its place and moved.
         Raises: GraphError where the path cannot be written.

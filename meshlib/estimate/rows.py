@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hardware.chips import Chip
-from hardware.memory import hbm_rate
+from hardware.memory import PCIE_EFFICIENCY, hbm_rate
 from hardware.network import Cost
 from hardware.placement import CORES, DCN
 from hardware.vpu import vpu_rate
 from meshlib.estimate.schedule import COLLECTIVE_LAUNCH_SECONDS, Event, Schedule
 from meshlib.graph import FORWARD
 
-BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "latency")
+BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fusion group or collective.
+    """One fusion group, collective or copy to or from the host.
 
     `launch_seconds` is the part of `latency_seconds` that starting it takes; the rest is hops.
 
@@ -31,7 +31,7 @@ class Row:
 
     name: str
     opcode: str
-    kind: str  # "compute" or "collective"
+    kind: str  # "compute", "collective" or "copy" (to or from the host)
     phase: str
     source: str
     count: int
@@ -69,6 +69,8 @@ def rows_of(made: Schedule, chip: Chip, count: int = 1) -> Iterator[Row]:
             yield from rows_of(event.loop, chip, count * event.trips)
         elif event.move is not None:
             yield _collective_row(event, chip, count)
+        elif event.copy is not None:
+            yield _copy_row(event, event.copy, count)
         else:
             yield _compute_row(event, chip, count)
 
@@ -124,4 +126,12 @@ def _collective_row(event: Event, chip: Chip, count: int) -> Row:
         move.name, move.kind, "collective", event.region, event.source, count, event.first, own, bound, share,
         0.0, 0.0, 0.0, ici, dcn, latency, COLLECTIVE_LAUNCH_SECONDS, 0, 0.0, 0, 0, 0.0,
         move.payload_bytes, move.sent_bytes, move.axes, "",
+    )  # fmt: skip
+
+
+def _copy_row(event: Event, copy: tuple[str, int], count: int) -> Row:
+    way, size = copy
+    return Row(
+        event.name, way, "copy", event.region, event.source, count, event.first, event.seconds, "pcie", PCIE_EFFICIENCY,
+        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0, 0, 0.0, size, 0.0, (), "",
     )  # fmt: skip

@@ -50,6 +50,9 @@ _AXES = {
 }  # fmt: skip
 
 
+FLASH_SINCE = 2023  # jax.experimental.pallas.ops.tpu.flash_attention
+
+
 class NotExpressed(GraphError):
     """A row that no program of the library stands for yet, with the reason."""
 
@@ -58,13 +61,12 @@ class NotExpressed(GraphError):
 class Policy:
     """What the backward pass keeps of the forward pass: values by name in HBM, values by name with the host.
 
-    `everything`: nothing is computed again; `carries`: layer inputs go to the host.
+    `carries`: layer inputs go to the host. Element-wise work is always done again: compilers fuse it into its users.
     """
 
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     carries: bool = False
-    everything: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Run:
       name, family, chip, precision ("bf16", "int8", "fp8"): what tables group by.
       model: dims as the row gives them; length, batch: tokens of a sequence, sequences of a step.
       slice: where it ran; mesh: axis -> size, devices in all.
-      policy: of recomputation; optimizer: name.
+      policy: of recomputation; attention: "flash" or "materialised"; optimizer: name.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: of all of that.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
@@ -91,6 +93,7 @@ class Run:
     slice: Slice
     mesh: tuple[tuple[str, int], ...]
     policy: Policy
+    attention: str
     optimizer: str
     steps: int
     evaluation: int
@@ -101,6 +104,21 @@ class Run:
     def axis(self, name: str) -> int:
         """Size of a mesh axis, 1 if there is none."""
         return dict(self.mesh).get(name, 1)
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether products run in 8 bits."""
+        return self.precision != "bf16"
+
+    @property
+    def locals(self) -> int:
+        """Layers with a window between two with global attention."""
+        return int(str(self.model.get("pattern") or "0").split()[0]) if self.model.get("local_window") else 0
+
+    @property
+    def predictions(self) -> int | None:
+        """Tokens of a sequence that an encoder predicts: 15 %, 76 of 512 (Devlin et al., arXiv:1810.04805)."""
+        return int(0.15 * self.length) if self.encoder else None
 
     @property
     def encoder(self) -> bool:
@@ -115,8 +133,7 @@ class Run:
         layers, window = m["layers"], m.get("local_window")
         spans = [self.length if self.encoder else self.length / 2]
         if window:
-            locals_ = int(str(m.get("pattern", "5")).split()[0])
-            spans = [min(self.length / 2, float(window))] * locals_ + spans
+            spans = [min(self.length / 2, float(window))] * self.locals + spans
         attention = 12 * layers * width * sum(spans) / len(spans) * tokens
         whole = 6 * parameters(m) * tokens + attention
         return float(self.steps * whole + self.evaluation / self.batch * whole / 3)
@@ -163,6 +180,7 @@ def run_of(row: Row) -> Run:
         slice=slice_,
         mesh=mesh,
         policy=Policy(),
+        attention=_attention(row, chip),
         optimizer=str(row.get("optimizer") or ""),
         steps=steps,
         evaluation=evaluation,
@@ -286,6 +304,11 @@ def _family(row: Row, model: Mapping[str, Any]) -> str:
     return f"{kind} {'encoder' if str(model.get('arch', '')).startswith('encoder') else 'decoder'}"
 
 
+def _attention(row: Row, chip: Chip) -> str:
+    """Fused attention where the row says so, or the chip is no older than such kernels on TPUs."""
+    return "flash" if "flash" in str(row.get("note", "")).lower() or chip.year >= FLASH_SINCE else "materialised"
+
+
 def _apart(row: Row, model: Mapping[str, Any]) -> str:
     """Why a row can be predicted but is no measure of the model."""
     if str(row.get("usability", "A")).startswith("C"):
@@ -313,9 +336,9 @@ def _measured(row: Row, batch: int, length: int, slice_: Slice, model: Mapping[s
                 return 1, 0, float(where[key]) * unit
     if measured.get("tokens_per_s_per_chip"):
         return 1, 0, batch * length / slice_.chips / float(measured["tokens_per_s_per_chip"])
-    if measured.get("tflops_per_s_per_chip") and derived.get("model_flops_per_token_causal"):
-        flops = float(derived["model_flops_per_token_causal"]) * batch * length / slice_.chips
-        return 1, 0, flops / float(measured["tflops_per_s_per_chip"]) / 1e12
+    if measured.get("tflops_per_s_per_chip") and "causal-halved" in str(row.get("flops_convention")):
+        flops = (6 * parameters(model) + 6 * model["layers"] * model["q_heads"] * model["head_dim"] * length) * length
+        return 1, 0, flops * batch / slice_.chips / float(measured["tflops_per_s_per_chip"]) / 1e12
     if measured.get("steps_per_s"):
         return 1, 0, 1 / float(measured["steps_per_s"])
     raise NotExpressed("it gives no step time, and no rate from which one follows")
@@ -330,7 +353,8 @@ def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
         words = re.findall(r"[a-z_]+", str(row.get("note", "")).lower())
         text = next((w for w in words if w in _POLICIES and "_" in w), "")
     if text == "none" or (not text and run.encoder):
-        return Policy(everything=True), () if text else ("nothing recomputed",)
+        scores = ("scores",) if run.attention == "materialised" else ()
+        return Policy((*_DOTS, "context", *scores)), () if text else ("no product is computed again",)
     if text in _POLICIES:
         save, offload, carries = _POLICIES[text]
         return Policy(save, offload, carries), ()

@@ -1,8 +1,8 @@
 """When everything runs: a deterministic schedule of the program's order over the engines of one device.
 
 The core runs one fusion group at a time, in the program's order (`meshlib.estimate.times`). A collective starts when
-its operands are ready and the places it crosses (chip, torus axes, DCN) are free, in the program's order, and holds up
-only the first group that uses its result. Policies:
+its operands are ready and the places it crosses (chip, torus axes, DCN) have sent what came before, in the program's
+order, and holds up only the first group that uses its result. Policies:
 
     none                each collective waits for the core, and the core for it
     independent         as above; work that does not depend on a collective hides it
@@ -14,9 +14,12 @@ What can be sent early is sent one product early: a collective that does not dep
 when the core reaches that product (weights of the next layer arrive while this one computes), and no earlier. The
 result that waits meanwhile is not in the memory figure, which is that of the program's order.
 
-A collective is chained if the first product after it needs its result; only these are cut in pieces. Others run beside
-the core. Overlap is not free (`Physics`): of these the core loses `early_exposed` of their time, and of one cut in
-pieces at least `chained_exposed` stays visible.
+A collective is chained if the first product after it needs its result, or if there is none; only these are cut in
+pieces. Others run beside the core. Overlap is not free (`Physics`): of these the core loses `early_exposed` of their
+time, and of one cut in pieces at least `chained_exposed` stays visible.
+
+Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
+but a program, or a trip, lasts at least as long as its copies take in either direction.
 
 A loop is its body's schedule, `trips` times one after the other; trips do not overlap.
 
@@ -29,10 +32,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hardware.memory import pcie_seconds
 from hardware.network import Cost
 from meshlib.estimate.kernels import Kernel
 from meshlib.estimate.moves import Move
-from meshlib.estimate.plan import Plan, Unit
+from meshlib.estimate.plan import HOST_COPIES, Plan, Unit
 from meshlib.estimate.times import KernelTime, Times
 
 POLICIES = ("none", "independent", "collective matmul")
@@ -56,8 +60,14 @@ class Event:
     cost: Cost | None = None
     loop: Schedule | None = None
     trips: int = 1
+    copy: tuple[str, int] | None = None  # to or from the host, bytes
     name: str = ""
     source: str = ""
+
+    @property
+    def on_core(self) -> bool:
+        """Whether the core runs it: a fusion group or a loop."""
+        return self.time is not None or self.loop is not None
 
     @property
     def seconds(self) -> float:
@@ -71,7 +81,7 @@ class Schedule:
 
     `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
     `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
-    something is being sent and the core computes nothing.
+    something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -79,6 +89,7 @@ class Schedule:
     busy: dict[str | int, float] = field(default_factory=dict)
     serial_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    host_exposed_seconds: float = 0.0
 
     def use(self, engine: str | int, seconds: float) -> None:
         """Count busy time."""
@@ -106,15 +117,32 @@ class _Run:
                 self._loop(unit, unit.body)
             elif unit.kernel is not None:
                 self._kernel(unit, unit.kernel)
+            elif unit.host_bytes is not None:
+                self._copy(unit, *unit.host_bytes)
             else:
                 self._collective(unit)
         made = self.made
-        made.seconds = max([self.core, *(e.end for e in made.events)], default=0.0)
+        made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
         sent = [(e.start, e.end) for e in made.events if e.move is not None]
+        computed = [e for e in made.events if e.on_core]
         # A group that awaits the last piece of its operand computes at its end.
-        busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in made.events if e.move is None]
+        busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in computed]
         made.exposed_seconds += uncovered(sent, busy)
+        copies = max(made.busy.get(way, 0.0) for way in HOST_COPIES)
+        made.host_exposed_seconds += max(0.0, copies - made.seconds)
+        made.seconds = max(made.seconds, copies)
         return made
+
+    def _copy(self, unit: Unit, way: str, size: int) -> None:
+        seconds = pcie_seconds(self.times.chip, size)
+        for y in unit.outputs:
+            self.ready[y] = max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
+        start = self.made.busy.get(way, 0.0)
+        self.made.use(way, seconds)
+        self.made.serial_seconds += seconds
+        event = Event(start, start + seconds, unit.number, unit.region, copy=(way, size), name=unit.name,
+                      source=unit.source)  # fmt: skip
+        self.made.events.append(event)
 
     def _collective(self, unit: Unit) -> None:
         ((move, cost),) = unit.moves
@@ -144,9 +172,6 @@ class _Run:
             source=event.source,
         )  # fmt: skip
         self.made.events[-1] = longer
-        assert event.cost is not None
-        for place, _ in event.cost.busy_seconds:
-            self.free[place] = max(self.free.get(place, 0.0), end)
         return longer
 
     def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
@@ -156,9 +181,8 @@ class _Run:
         if self.overlap == "none":
             start = max(start, self.core)
             self.core = start + seconds
-        for p in places:
-            self.free[p] = start + seconds
         for place, busy in cost.busy_seconds:
+            self.free[place] = start + busy  # what is still on its way leaves the links to the next one
             self.made.use(place, busy)
         self.made.serial_seconds += seconds
         name = f"{move.kind} of {move.name}"
@@ -196,7 +220,7 @@ class _Run:
         waits, floor = 0.0, []
         taker = self.pieces_too and unit.product
         for x in unit.inputs:
-            piece = self.pieces.get(x) if taker and x in unit.sole else None
+            piece = self.pieces.get(x) if taker else None
             if piece is not None and piece.move is not None:
                 waits = max(waits, piece.start + piece.seconds * self._visible(piece.move))
                 floor.append((piece, piece.move.group))
@@ -233,6 +257,7 @@ class _Run:
                 self.free[engine] = max(self.free.get(engine, 0.0), self.core)
         self.made.serial_seconds += unit.trips * body.serial_seconds
         self.made.exposed_seconds += unit.trips * body.exposed_seconds
+        self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds
         self._finish(unit, event)
 
 

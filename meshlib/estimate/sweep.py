@@ -13,7 +13,8 @@ from hardware.slices import Slice
 from meshlib.checks import items
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimate import Estimate, estimate
-from meshlib.estimate.table import grid, seconds_text
+from meshlib.estimate.rows import BOUNDS
+from meshlib.estimate.table import grid, seconds_text, usd_text
 from meshlib.lower.program import Program, bytes_text
 
 
@@ -44,7 +45,7 @@ class Scaling:
                 "1,000 steps*", "peak memory", "fits")  # fmt: skip
         cells: list[tuple[str, ...]] = [head]
         for e, speed, share in zip(self.estimates, self.speedup, self.efficiency, strict=True):
-            cost = "-" if e.slice.usd_per_hour is None else f"${e.usd(1000):,.4g}"
+            cost = "-" if e.slice.usd_per_hour is None else usd_text(e.usd(1000))
             cells.append(
                 (
                     e.slice.name, str(e.slice.devices), str(e.program.mesh), seconds_text(e.step_seconds),
@@ -91,10 +92,10 @@ class Scaling:
         """Stacked bars: what bounds the step."""
         unit, size = _unit(max(e.step_seconds for e in self.estimates), (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
         bottom = [0.0] * len(self.estimates)
-        for name, colour in _COLOURS.items():
+        for name in BOUNDS:
             parts = [e.bound_seconds[name] / size for e in self.estimates]
             if any(parts):
-                axes.bar(range(len(parts)), parts, 0.7, bottom, label=name, color=colour)
+                axes.bar(range(len(parts)), parts, 0.7, bottom, label=name, color=_COLOURS.get(name))
                 bottom = [a + b for a, b in zip(bottom, parts, strict=True)]
         for n, height in enumerate(bottom):
             axes.annotate(f"{height:.3g} {unit}", (n, height), ha="center", va="bottom")

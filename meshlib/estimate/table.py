@@ -38,6 +38,15 @@ def count_text(n: float) -> str:
     return f"{n:.4g}"
 
 
+def usd_text(dollars: float) -> str:
+    """Dollars for people.
+
+    >>> usd_text(0.000233), usd_text(12.345), usd_text(170312.4)
+    ('$0.000233', '$12.35', '$170,312')
+    """
+    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.4g}"
+
+
 def table(est: Estimate, rows: int | None) -> str:
     """`Estimate.table`."""
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 0):
@@ -64,8 +73,8 @@ def _head(est: Estimate) -> list[str]:
     ]
     if est.slice.usd_per_hour is not None:
         lines.append(
-            f"  cost             {f'${est.usd(1000):.4g}':>10}  modelled, for 1,000 steps at the list price of "
-            f"${est.slice.usd_per_hour:.2f} an hour"
+            f"  cost             {usd_text(est.usd(1000)):>10}  modelled, for 1,000 steps at the list price of "
+            f"${est.slice.usd_per_hour:,.2f} an hour"
         )
     return lines
 
@@ -90,10 +99,10 @@ def _rows(est: Estimate, limit: int | None) -> list[str]:
 def _cells(est: Estimate, r: Row, forward: frozenset[str]) -> tuple[str, ...]:
     name = r.name if r.kind == "compute" else f"{r.opcode} of {r.name}"
     share = r.total_seconds / est.step_seconds if est.step_seconds else 0.0
-    moved = r.sent_bytes if r.kind == "collective" else r.hbm_bytes
+    moved = {"compute": r.hbm_bytes, "collective": r.sent_bytes, "copy": r.payload_bytes}[r.kind]
     return (
         name,
-        r.opcode if r.kind == "compute" else "+".join(r.axes),
+        {"compute": r.opcode, "collective": "+".join(r.axes), "copy": "pcie"}[r.kind],
         "again" if r.phase != FORWARD and name in forward else r.phase,
         str(r.count),
         seconds_text(r.seconds),

@@ -90,7 +90,7 @@ class Times:
             read, bare = self._blocked(product, itemsize)
             again += read - kernel.operand_bytes
             exposed += bare
-        traffic = kernel.padded_bytes + again
+        traffic = kernel.padded_bytes + again - self._on_chip(kernel)
         if not kernel.matmuls:
             traffic *= self.physics.elementwise_traffic
         # bfloat16 takes half the time where lanes work in it.
@@ -109,6 +109,14 @@ class Times:
         left = product.m * product.k * max(1.0, product.n / edge)
         right = product.k * product.n * max(1.0, product.m / edge)
         return itemsize * product.batch * (left + right), blocks.exposed_bytes
+
+    def _on_chip(self, kernel: Kernel) -> int:
+        """Bytes at the boundary that stay in the chip's common memory, where it has one (CMEM of v4).
+
+        Assumed: of each value that only passes from group to group, as much as it holds.
+        """
+        held = self.chip.cmem_bytes // self.chip.devices_per_chip
+        return sum(min(size, held) for size in kernel.passing_bytes) if held else 0
 
     def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
         chip, physics = self.chip, self.physics

@@ -4,6 +4,7 @@
     loop             the trips of loops, a track for each depth
     core             fusion groups with their launches; the fixed cost of the step at the end
     mxu  vpu  hbm    when these engines work for them
+    to_host, from_host   copies over PCIe
     ici ..., dcn     collectives on the places that they cross
     exposed          what is sent while the core computes nothing
 
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.placement import places
 from meshlib.errors import GraphError
+from meshlib.estimate.plan import HOST_COPIES
 from meshlib.estimate.result import engine_name
 from meshlib.estimate.rows import names_of_forward
 from meshlib.estimate.schedule import Event, Schedule
@@ -78,7 +80,8 @@ def _tracks(est: Estimate, used: set[str]) -> list[str]:
     loops = sorted(name for name in used if name.startswith(LOOP))
     network = [engine_name(place) for place, size in places(est.slice) if size > 1]
     phase, exposed = ([name] if name in used else [] for name in (PHASE, EXPOSED))
-    return [*phase, *loops, CORE, "mxu", "vpu", "hbm", *network, *exposed]
+    copies = [way for way in HOST_COPIES if way in used]
+    return [*phase, *loops, CORE, "mxu", "vpu", "hbm", *network, *copies, *exposed]
 
 
 def _named(what: str, name: str, thread: int) -> dict[str, Any]:
@@ -107,6 +110,9 @@ class _Writer:
                 yield from self._loop(e, e.loop, at, room, depth)
             elif e.move is not None:
                 yield from self._collective(e, at)
+            elif e.copy is not None:
+                args = {"bytes (exact)": e.copy[1], "line": e.source, "phase": e.region}
+                yield _span(engine_name(e.copy[0]), self._name(e), at + e.start, at + e.end, args)
             else:
                 yield from self._kernel(e, at)
         for begin, end, e in _exposed(made):
@@ -140,8 +146,8 @@ class _Writer:
             "line": e.source,
             "phase": e.region,
         }
-        for place, _ in e.cost.busy_seconds:
-            yield _span(engine_name(place), self._name(e), at + e.start, at + e.end, args)
+        for place, busy in e.cost.busy_seconds:
+            yield _span(engine_name(place), self._name(e), at + e.start, at + e.start + busy, args)
 
     def _kernel(self, e: Event, at: float) -> Iterator[Span]:
         kernel, time = e.kernel, e.time
@@ -184,7 +190,7 @@ def _size(made: Schedule, trips: bool = True) -> int:
 
 def _phases(made: Schedule) -> Iterator[Span]:
     """Runs of one region on the core."""
-    core = sorted((e for e in made.events if e.move is None), key=lambda e: e.start)
+    core = sorted((e for e in made.events if e.on_core), key=lambda e: e.start)
     begin = 0
     for n, (e, after) in enumerate(pairwise([*core, None]), start=1):
         assert e is not None
@@ -195,7 +201,7 @@ def _phases(made: Schedule) -> Iterator[Span]:
 
 def _exposed(made: Schedule) -> Iterator[tuple[float, float, Event]]:
     """When something is sent and the core computes nothing, and what: of several that which began first."""
-    gaps = _gaps([(e.end - e.time.seconds if e.time else e.start, e.end) for e in made.events if e.move is None])
+    gaps = _gaps([(e.end - e.time.seconds if e.time else e.start, e.end) for e in made.events if e.on_core])
     starts = [begin for begin, _ in gaps]
     done = 0.0
     for e in sorted((e for e in made.events if e.move is not None), key=lambda e: e.start):
@@ -221,7 +227,7 @@ def _counters(est: Estimate) -> Iterator[dict[str, Any]]:
     memory = est.memory.timeline_by_kind
     shown = [n for n, _ in enumerate(KINDS) if any(kinds[n] for kinds in memory)]
     last, held = -1, memory[-1] if memory else ()
-    for e in sorted((e for e in est.schedule.events if e.move is None), key=lambda e: e.start):
+    for e in sorted((e for e in est.schedule.events if e.on_core), key=lambda e: e.start):
         if e.first < len(memory) and round(e.start * 1e9) > last:
             last, held = round(e.start * 1e9), memory[e.first]
             yield _counted(last, held, shown)

@@ -1,112 +1,113 @@
-"""Predicted beside published: each measurement is written as a program, lowered and estimated through the public face.
+"""Predicted beside published: each measurement is written as a program, lowered and estimated.
 
-What a row says decides what is built; nothing depends on its name. Expressed are products, copies over HBM and
-collectives on one slice; every other row is listed with the reason why not.
+What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`) and
+training runs of dense Transformers (`runs`, `training`); every other row is listed with the reason why not.
 
     python -m meshlib validate                                  the set in the package
     python -m meshlib validate --file published_results.json    rows of that format
+    python -m meshlib validate --refit                          with the constants fitted to those rows
+
+Training runs are predicted three times: with the calibrated constants, with constants fitted to the runs of all other
+chips, and by the naive rule (`naive`), each of these with and without the chip.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hardware.chips import get_chip
 from hardware.errors import HardwareError
-from hardware.placement import CORES, Placement, placements
-from hardware.slices import Slice, legal_slices
-from layouts import Dimension
 from meshlib.errors import GraphError, MeshlibError
-from meshlib.estimate import Estimate, estimate
+from meshlib.estimate import micro
+from meshlib.estimate.calibrate import Case, fit, left_out
+from meshlib.estimate.naive import naive_seconds, naive_without_chip_seconds
+from meshlib.estimate.physics import CALIBRATED, Physics
 from meshlib.estimate.published import ROWS
-from meshlib.estimate.table import grid, seconds_text
-from meshlib.graph import Graph, Tensor
-
-_COLLECTIVES = {
-    "all_gather": "all_gather", "allgather": "all_gather", "psum": "all_reduce", "all_reduce": "all_reduce",
-    "allreduce": "all_reduce", "reduce_scatter": "reduce_scatter", "psum_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all", "alltoall": "all_to_all",
-}  # fmt: skip
-_BYTES = {"bf16": 2, "f32": 4, "float32": 4, "bfloat16": 2}
-
-
-class NotExpressed(GraphError):
-    """A row that no program of the library stands for yet, with the reason."""
+from meshlib.estimate.runs import NotExpressed, Run, run_of
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One published measurement: seconds predicted and measured, or why it could not be expressed."""
+    """One published measurement: seconds predicted and measured, or why it could not be expressed.
+
+    Attributes:
+      name, family, chip: of the row.
+      why_not: why there is no prediction; apart: why there is one that does not count.
+      run: the training run; None for micro-benchmarks and what is not expressed.
+      left_out_seconds: with constants fitted to other chips; naive_seconds, naive_left_out_seconds: by the naive rule.
+    """
 
     name: str
     family: str
+    chip: str
     predicted_seconds: float | None
     measured_seconds: float | None
     why_not: str = ""
+    apart: str = ""
+    run: Run | None = None
+    left_out_seconds: float | None = None
+    naive_seconds: float | None = None
+    naive_left_out_seconds: float | None = None
 
     @property
     def error(self) -> float | None:
         """(predicted - measured) / measured."""
-        if self.predicted_seconds is None or self.measured_seconds is None:
+        return self.error_of("predicted_seconds")
+
+    def error_of(self, what: str) -> float | None:
+        """As `error`, of another prediction: the name of its attribute."""
+        seconds = getattr(self, what)
+        if seconds is None or self.measured_seconds is None:
             return None
-        return self.predicted_seconds / self.measured_seconds - 1
+        return float(seconds / self.measured_seconds - 1)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """All rows of a file, expressed or not."""
+    """All rows of a file, expressed or not, and the constants they were predicted with."""
 
     rows: tuple[Checked, ...]
+    physics: Physics = CALIBRATED
+
+    @property
+    def scored(self) -> tuple[Checked, ...]:
+        """Rows that are predicted and count."""
+        return tuple(r for r in self.rows if r.error is not None and not r.apart)
+
+    @property
+    def training(self) -> tuple[Checked, ...]:
+        """Of `scored`, training runs."""
+        return tuple(r for r in self.scored if r.run is not None)
+
+    @property
+    def benchmarks(self) -> tuple[Checked, ...]:
+        """Of `scored`, micro-benchmarks."""
+        return tuple(r for r in self.scored if r.run is None)
 
     def errors(self, family: str | None = None) -> list[float]:
-        """Absolute relative errors of the expressed rows, of one family or of all."""
-        return [abs(r.error) for r in self.rows if r.error is not None and family in (None, r.family)]
+        """Absolute relative errors of the scored rows, of one family or of all."""
+        return absolute(self.scored, family=family)
 
     @property
     def median_error(self) -> float:
-        """Of all expressed rows; nan without any."""
+        """Of all scored rows; nan without any."""
         return statistics.median(self.errors()) if self.errors() else math.nan
 
     def __str__(self) -> str:
-        cells = [("row", "family", "predicted", "measured", "error")]
-        for r in self.rows:
-            if r.error is not None and r.predicted_seconds is not None and r.measured_seconds is not None:
-                times = (seconds_text(r.predicted_seconds), seconds_text(r.measured_seconds))
-                cells.append((r.name, r.family, *times, f"{r.error:+.1%}"))
-        lines = grid(cells, right=(2, 3, 4)) if len(cells) > 1 else []
-        families = list(dict.fromkeys(r.family for r in self.rows if r.error is not None))
-        for family in [*families, None]:
-            errors = self.errors(family)
-            if errors:
-                lines.append(
-                    f"{family or 'all'}: {len(errors)} rows, median error {statistics.median(errors):.1%}, "
-                    f"90th percentile {percentile(errors, 0.9):.1%}"
-                )
-        missing = [r for r in self.rows if r.error is None]
-        if missing:
-            lines.append(f"not expressed: {len(missing)} rows")
-            lines += [f"  {r.name}: {r.why_not}" for r in missing]
-        return "\n".join(lines)
+        from meshlib.estimate.report import report
+
+        return report(self)
 
 
-def validate(path: str | Path | None = None) -> Validation:
-    """Predict every row of a file of published results, or of the set in the package.
-
-    Args:
-      path: JSON: {"rows": [...]} or a list; each row has `id`, `family`, `chip`, `model`, `measured`, `slice`.
-    Raises: GraphError for a file that cannot be read or has no rows.
-    Example:
-      >>> validate().median_error < 0.08
-      True
-    """
-    return Validation(tuple(check_row(row) for row in (ROWS if path is None else _load(path))))
+def absolute(rows: Iterable[Checked], what: str = "predicted_seconds", family: str | None = None) -> list[float]:
+    """Absolute relative errors of a prediction, by the name of its attribute."""
+    found = [r.error_of(what) for r in rows if family in (None, r.family)]
+    return [abs(error) for error in found if error is not None]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -116,6 +117,19 @@ def percentile(values: Sequence[float], share: float) -> float:
     (2, 2)
     """
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def validate(path: str | Path | None = None, refit: bool = False) -> Validation:
+    """Predict every row of a file of published results, or of the set in the package.
+
+    Args:
+      path: JSON: {"rows": [...]} or a list; each row has `id`, `family`, `chip`, `model`, `measured`, `slice`.
+      refit: fit the constants to the training runs among the rows first.
+    Raises: GraphError for a file that cannot be read or has no rows.
+    """
+    rows = ROWS if path is None else _load(path)
+    checked = [check_row(row) for row in rows]
+    return _with_runs(checked, refit)
 
 
 def _load(path: str | Path) -> list[dict[str, Any]]:
@@ -130,135 +144,46 @@ def _load(path: str | Path) -> list[dict[str, Any]]:
 
 
 def check_row(row: Mapping[str, Any]) -> Checked:
-    """Predict one row; a row that cannot be expressed says why."""
-    name, model = str(row.get("id", "?")), row.get("model")
-    op = str(model.get("op", "")) if isinstance(model, Mapping) else ""
-    family = f"{row.get('family', '?')} {_kind(op) or 'other'}"
+    """Predict a micro-benchmark, or read a training run, whose times `validate` fills in; others say why not."""
+    family, kind = str(row.get("family", "?")), micro.kind_of(row)
+    checked = Checked(str(row.get("id", "?")), f"{family} {kind}".strip(), str(row.get("chip", "?")), None, None)
     try:
-        with Graph():
-            est, measured = _express(row, model if isinstance(model, Mapping) else {}, op)
+        if kind:
+            predicted, measured = micro.seconds_of(row)
+            return replace(checked, predicted_seconds=predicted, measured_seconds=measured)
+        run = run_of(row)
+        return replace(checked, family=run.family, run=run, measured_seconds=run.measured_seconds, apart=run.apart)
     except NotExpressed as fault:
-        return Checked(name, family, None, None, str(fault))
+        return replace(checked, why_not=str(fault))
     except (MeshlibError, HardwareError, TypeError, ValueError, KeyError) as fault:
-        return Checked(name, family, None, None, f"its figures make no program: {fault}".splitlines()[0])
-    return Checked(name, family, est.step_seconds, measured)
+        return replace(checked, why_not=f"its figures make no program: {fault}".splitlines()[0])
 
 
-def _kind(op: str) -> str:
-    text = op.lower()
-    if "matmul" in text or "gemm" in text:
-        return "matmul"
-    if "hbm" in text and ("copy" in text or "bandwidth" in text):
-        return "HBM copy"
-    return next((kind for word, kind in _COLLECTIVES.items() if word in text), "")
+def _with_runs(checked: Sequence[Checked], refit: bool) -> Validation:
+    """Fill in the times of training runs."""
+    from meshlib.estimate.training import Prepared, prepare
 
-
-def _express(row: Mapping[str, Any], model: Mapping[str, Any], op: str) -> tuple[Estimate, float]:
-    kind, measured = _kind(op), row.get("measured") or {}
-    if not kind:
-        raise NotExpressed("models of whole training runs are not in the library yet" if model and not op else
-                           f"no program for {op or 'this row'!r}")  # fmt: skip
-    if "dcn" in op.lower():
-        raise NotExpressed("the number of slices behind the printed figure is not stated")
-    chip = get_chip(str(row["chip"]))
-    dtype = "bfloat16" if "bf16" in str(row.get("precision", op)).lower() else "float32"
-    if "int8" in str(row.get("precision", "")).lower() or "fp8" in str(row.get("precision", "")).lower():
-        raise NotExpressed("8-bit products are not in the library yet")
-    if kind == "matmul":
-        m, k, n = (int(model.get(d, model.get("n", 0))) for d in "mkn")
-        return _alone(chip.name, _product(m, k, n, dtype)), _measured(measured, 2 * m * k * n, 0)
-    if kind == "HBM copy":
-        size = int(model["bytes"])
-        return _alone(chip.name, _copy(size)), _measured(measured, 0, 2 * size)
-    return _collective(row, model, op, kind, dtype), _measured(measured, 0, 0)
-
-
-def _measured(measured: Mapping[str, Any], flops: float, moved_bytes: float) -> float:
-    """Seconds, from a time, or from a rate and what it counts."""
-    for key, unit in (("time_us", 1e-6), ("time_ms", 1e-3), ("time_s", 1.0)):
-        if key in measured:
-            return float(measured[key]) * unit
-    for key in ("tflops_per_s_per_device", "tflops_per_s"):
-        if key in measured and flops:
-            return flops / (float(measured[key]) * 1e12)
-    if "transferred_gb" in measured:
-        return float(measured["transferred_gb"]) / float(measured["gbytes_per_s"])
-    for key in ("gbytes_per_s_per_core", "gbytes_per_s"):
-        if key in measured and moved_bytes:
-            return moved_bytes / (float(measured[key]) * 1e9)
-    raise NotExpressed("it gives no time, and no rate from which one follows")
-
-
-def _product(m: int, k: int, n: int, dtype: str) -> Tensor:
-    from meshlib.ops.einsum import einsum
-    from meshlib.ops.sources import input as input_
-
-    rows, depth, columns = Dimension("rows", m), Dimension("depth", k), Dimension("columns", n)
-    return einsum([input_("x", [rows, depth], dtype), input_("y", [depth, columns], dtype)])
-
-
-def _copy(size_bytes: int) -> Tensor:
-    from meshlib.ops.elementwise import relu
-    from meshlib.ops.sources import input as input_
-
-    rows = max(1, size_bytes // 4096)
-    return relu(input_("x", [Dimension("rows", rows), Dimension("columns", size_bytes // rows // 4)]))
-
-
-def _alone(chip: str, made: Tensor) -> Estimate:
-    """Every device of the smallest slice does the same."""
-    from meshlib.lower import lower
-
-    name = legal_slices(chip)[0]
-    return estimate(lower({"y": made}, mesh=f"copies:{Slice(name).devices}"), name)
-
-
-def _collective(row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: str, dtype: str) -> Estimate:
-    """A collective over a group of devices of one slice, one of each chip where it has as many as chips."""
-    from meshlib.lower import lower
-
-    where = row.get("slice")
-    text = str(where.get("topology", "") if isinstance(where, Mapping) else where or "")
-    shape = re.match(r"\s*(\d+(?:x\d+)+)", text)
-    size = re.search(r"(?:group of|axis of|sharded|over)\s+(\d+)", f"{op} {text}")
-    if shape is None or size is None:
-        raise NotExpressed("its topology or the size of its group is not stated")
-    slice_ = Slice(f"{row['chip']}-{shape[1]}")
-    group = int(size[1])
-    if slice_.devices % group:
-        raise NotExpressed(f"groups of {group} do not divide the {slice_.devices} devices of {slice_.name}")
-    if "f32" in op:
-        dtype = "float32"
-    larger = model.get("output_bytes" if kind == "all_gather" else "input_bytes", model.get("bytes"))
-    if larger is None:
-        times = group if kind == "all_gather" else 1
-        larger = int(model["input_elements"]) * times * _BYTES[dtype]
-    made, layout = _moved(kind, int(larger) // _BYTES[dtype], group, dtype)
-    mesh = {"group": group, "rest": slice_.devices // group}
-    program = lower({"y": made}, mesh=";".join(f"{a}:{n}" for a, n in mesh.items()), layout=layout)
-    if kind not in {c.kind for c in program.collectives}:
-        raise NotExpressed(f"the lowering does not choose {kind} for it")
-    return estimate(program, slice_, placement=_over_chips(slice_, mesh, group))
-
-
-def _moved(kind: str, elements: int, group: int, dtype: str) -> tuple[Tensor, str]:
-    """A tensor that takes one collective to make, and the layout under which it does."""
-    from meshlib.ops.reduce import reduce_sum
-    from meshlib.ops.sources import input as input_
-    from meshlib.ops.state import constrain
-
-    rows, columns = Dimension("rows", max(1, elements // 1024)), Dimension("columns", 1024)
-    if kind in ("all_gather", "all_to_all"):
-        times = 1 if kind == "all_gather" else group
-        x = input_("x", [Dimension("rows", rows.size * times), columns], dtype)
-        return constrain(x, "" if kind == "all_gather" else "columns:group"), "rows:group"
-    parts = Dimension("parts", group)
-    total = reduce_sum(input_("x", [parts, rows, columns], dtype), reduced_dim=parts)
-    return constrain(total, "" if kind == "all_reduce" else "rows:group"), "parts:group"
-
-
-def _over_chips(slice_: Slice, mesh: Mapping[str, int], group: int) -> Placement | None:
-    """The placement with the group on links between chips only, whole axes first; None: the best."""
-    found = [p for p in placements(slice_, mesh) if all(f.place != CORES for f in p.of(["group"]))]
-    whole = [p for p in found if all(f.stride == 1 for f in p.of(["group"]))]
-    return next(iter(whole or found), None)
+    prepared: dict[int, Prepared] = {}
+    rows = list(checked)
+    for n, row in enumerate(rows):
+        if row.run is not None:
+            try:
+                prepared[n] = prepare(row.run)
+            except (MeshlibError, HardwareError) as fault:
+                why = f"its program is refused: {fault}".splitlines()[0]
+                rows[n] = replace(row, run=None, measured_seconds=None, apart="", why_not=why)
+    counted = {n: p for n, p in prepared.items() if not p.run.apart}
+    cases = [Case(p.run.name, p.run.chip, p.run.measured_seconds, p.seconds) for p in counted.values()]
+    physics = fit(cases) if refit and cases else CALIBRATED
+    without = left_out(cases, physics) if len({c.group for c in cases}) > 1 else {}
+    runs = [p.run for p in counted.values()]
+    for n, p in prepared.items():
+        others = without.get(p.run.chip)
+        rows[n] = replace(
+            rows[n],
+            predicted_seconds=p.seconds(physics),
+            left_out_seconds=p.seconds(others) if others is not None and n in counted else None,
+            naive_seconds=naive_seconds(p.run, runs) if n in counted else None,
+            naive_left_out_seconds=naive_without_chip_seconds(p.run, runs) if n in counted else None,
+        )
+    return Validation(tuple(rows), physics)

@@ -110,7 +110,8 @@ def multihead_attention(
       memory_antecedent: [..., memory_length, channels]; None: attention of the queries' sequence to itself. A length
         under the queries' name is renamed to `memory_length` (of another name: `memory_` before it) for keys and
         values; a layout rule without that name gathers them.
-      mask: bool, of dims batch, length, memory_length (and heads): False hides a key; None: nothing hidden so.
+      mask: bool, of dims batch, length, memory_length (and heads): False hides a key; None: nothing hidden so. Of
+        padded sequences: `mtf.rename_dimension(mtf.not_equal(ids, 0), "length", "memory_length")`.
       kv_channels: the dim of the elements of one head of queries, keys and values.
       heads: heads of keys and values; queries have as many, or `group` times as many.
       group: queries' heads that share a head of keys and values (grouped-query attention).

@@ -30,10 +30,14 @@ class Balance:
     real one a step of a small batch would gather its activations and compute whole gradients on every core: cheaper
     on paper, but not what somebody who splits the batch means. So work that a layout divides stays divided unless
     duplicating it is next to free.
+
+    `stationary` are mesh axes over which variables never move: activations come to the weights, as in Megatron, even
+    where gathering a weight would send less.
     """
 
     mxu_flops_per_byte: float = 1.0
     vpu_ops_per_byte: float = 1.0
+    stationary: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,19 @@ class Operand:
     free: bool  # a source that is made anew wherever it is needed
     coming: tuple[Sharding, ...] = ()  # those that operations further on bring about anyway
     shared: bool = False  # has other users in this region
+    held: Axes = ()  # axes over which it must not move
 
     def cost(self, wanted: Sharding) -> tuple[float, int]:
-        """Bytes and collectives to bring it to `wanted` from where it is nearest."""
+        """Bytes and collectives to bring it to `wanted` from where it is nearest; infinite where it must not move."""
         if self.free:
             return 0, 0
+        if any(
+            a in own and a not in to
+            for s in self.instances
+            for own, to in zip(s.axes, wanted.axes, strict=True)
+            for a in self.held
+        ):
+            return float("inf"), 0
         return min(route_cost(s, wanted, self.tensor.dtype.itemsize) for s in (*self.instances, *self.coming))
 
     def growth(self, wanted: Sharding) -> int:

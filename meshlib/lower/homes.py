@@ -23,6 +23,7 @@ class Homes:
     graph: Graph
     mesh: Mesh
     rules: LayoutRules
+    weights: set[Tensor] = field(default_factory=set)  # what a loop's body takes of variables
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
 
     def scope_of(self, t: Tensor) -> str:
@@ -33,6 +34,13 @@ class Homes:
         if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
             return "slots"
         return "activations"
+
+    def is_weight(self, t: Tensor) -> bool:
+        """Whether it is a variable, or one in another dtype."""
+        op = t.operation
+        if op.kind.name in _FOLLOWS_OPERAND:
+            return self.is_weight(op.inputs[0])
+        return t in self.weights or (op.kind.name == "variable" and not op.attrs["slot_of"])
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""

@@ -219,6 +219,8 @@ class Partitioner:
                 home = self.homes.of(x)
                 homes.bind(y, home)
             wanted.append(home)
+            if self.homes.is_weight(x):
+                homes.weights.add(y)
         for n, sharding in sums.items():
             homes.bind(op.attrs["results"][n], sharding)
         return homes, wanted
@@ -328,7 +330,8 @@ class Partitioner:
     def _operand(self, t: Tensor, op: Operation) -> Operand:
         known = tuple(v.sharding for v in self.places.known(t, op.region))
         shared = self._users[t, op.region] > 1
-        return Operand(t, known, self.places.remade(t, op.region), self.ahead.coming(t, op), shared)
+        held = self.balance.stationary if self.homes.is_weight(t) else ()
+        return Operand(t, known, self.places.remade(t, op.region), self.ahead.coming(t, op), shared, held)
 
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)
@@ -337,7 +340,7 @@ class Partitioner:
         key = (
             op.kind,
             tuple(op.attrs.items()),
-            tuple((x.instances, x.tensor.dtype, x.free, x.coming, x.shared) for x in operands),
+            tuple((x.instances, x.tensor.dtype, x.free, x.coming, x.shared, x.held) for x in operands),
             tuple(self.graph.inputs[op].index(x.tensor) for x in operands),
             home,
             op.output.dtype,

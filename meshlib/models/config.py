@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 from meshlib.checks import at, choice, flag, number, whole
 from meshlib.dtypes import as_dtype
@@ -202,16 +203,19 @@ class TransformerConfig:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def reduced(self, periods: int = 2) -> TransformerConfig:
-        """A model of the same architecture that a laptop runs: `periods` times the pattern of layers, small dims.
+        """A model of the same architecture that a laptop runs: small dims, few layers.
+
+        Of equal layers that follow each other in the pattern of windows one is left; there are `periods` patterns.
 
         >>> import meshlib as mtf
         >>> mtf.models.preset("llama3.1-405b").reduced().parameters
         28832
         """
+        windows = tuple(next(run) for _, run in groupby(None if w is None else 4 for w in self.windows))
         few = {self.heads: 8, 1: 1}  # as many as queries, or one for all; else groups of two
         return self.replace(
             name=f"{self.name}-reduced",
-            layers=periods * len(self.windows),
+            layers=periods * len(windows),
             encoder_layers=periods if self.encoder_layers else 0,
             d_model=32,
             heads=8,
@@ -222,7 +226,7 @@ class TransformerConfig:
             max_length=None if self.max_length is None else 16,
             relative_buckets=8,
             relative_max_distance=6,
-            windows=tuple(None if w is None else 4 for w in self.windows),
+            windows=windows,
             global_head_dim=None if self.global_head_dim is None else 16,
             global_kv_heads=None if self.global_kv_heads is None else 2,
         )

@@ -135,22 +135,26 @@ def _maxtext() -> Iterator[TransformerConfig]:
 
 
 def _gemma() -> Iterator[TransformerConfig]:
-    """maxtext: src/maxtext/configs/models/{gemma3-12b,gemma4-31b}.yml: five layers of local attention, one of global.
+    """maxtext: src/maxtext/configs/models/gemma{3-4b,3-12b,3-27b,4-31b}.yml: five layers with a window, one without.
 
     Not modelled of Gemma 4: the rotation of a quarter of the features only, and the norm of values; no weights.
     """
-    local = (1024,) * 5
-    yield TransformerConfig(
-        name="gemma3-12b", layers=48, d_model=3840, heads=16, kv_heads=8, head_dim=256, d_ff=15_360, vocab=262_144,
-        gated=True, norm="rms", post_norms=True, qk_norm=True, windows=(*local, None), position="rotary",
-        rope_theta=1e6, local_rope_theta=1e4, scale_embedding=True,
-    )  # fmt: skip
-    yield TransformerConfig(
-        name="gemma4-31b", layers=60, d_model=5376, heads=32, kv_heads=16, head_dim=256, d_ff=21_504, vocab=262_144,
-        gated=True, norm="rms", post_norms=True, qk_norm=True, windows=(*local, None), position="rotary",
-        rope_theta=1e6, local_rope_theta=1e4, scale_embedding=True, global_head_dim=512, global_kv_heads=4,
-        share_kv=True, logit_cap=30.0,
-    )  # fmt: skip
+    rows = (
+        ("gemma3-4b", 34, 2560, 8, 4, 256, 10_240),
+        ("gemma3-12b", 48, 3840, 16, 8, 256, 15_360),
+        ("gemma3-27b", 62, 5376, 32, 16, 128, 21_504),
+        ("gemma4-31b", 60, 5376, 32, 16, 256, 21_504),
+    )
+    for name, layers, d_model, heads, kv_heads, head_dim, d_ff in rows:
+        fourth = name == "gemma4-31b"
+        yield TransformerConfig(
+            name=name, layers=layers, d_model=d_model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, d_ff=d_ff,
+            vocab=262_144, gated=True, norm="rms", post_norms=True, qk_norm=True, windows=(*(1024,) * 5, None),
+            position="rotary", rope_theta=1e6, local_rope_theta=1e4, scale_embedding=True,
+            attention_scale=(d_model / heads) ** -0.5 if name == "gemma3-27b" else None,
+            global_head_dim=512 if fourth else None, global_kv_heads=4 if fourth else None, share_kv=fourth,
+            logit_cap=30.0 if fourth else 0.0,
+        )  # fmt: skip
 
 
 _FAMILIES = (_transformer, _bert, _mesh_tensorflow, _gpt2, _gpt3, _t5, _llama, _palm, _maxtext, _gemma)

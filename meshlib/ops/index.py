@@ -246,44 +246,42 @@ def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 
 def _scatter_local(block: Block, updates: Array, indices: Array) -> Array:
-    """As rows of one table: [index dims in the result and `dim`, other dims], added row by row."""
+    """As rows of one table: [index dims of the result and `dim`, the other dims of the result]."""
     dim: Dimension = block.attrs["dim"]
-    u_names, i_names = (t.shape.names for t in block.inputs)
-    sizes = dict(
-        zip(
-            (*i_names, *u_names, *block.out.shape.names),
-            (*indices.shape, *updates.shape, *block.out.shape.sizes),
-            strict=True,
-        )
-    )
-    out_names = block.out.shape.names
-    stray = tuple(a for a, n in enumerate(u_names) if n not in i_names and n not in out_names)
-    kept = tuple(n for n in u_names if n not in i_names and n in out_names)
+    (u_names, i_names), out_names = (t.shape.names for t in block.inputs), block.out.shape.names
+    sizes = {d.name: d.size for t in (*block.inputs, block.out) for d in t.shape}
+    stray = tuple(n for n in u_names if n not in i_names and n not in out_names)
     if stray:
-        updates = np.add.reduce(updates, axis=stray, dtype=updates.dtype)
-        u_names = tuple(n for a, n in enumerate(u_names) if a not in stray)
-    values = np.broadcast_to(align(updates, u_names, (*i_names, *kept)), [sizes[n] for n in (*i_names, *kept)])
-    chosen, hit = _block_indices(block, indices, sizes[dim.name])
+        updates = np.add.reduce(updates, axis=tuple(u_names.index(n) for n in stray), dtype=updates.dtype)
+        u_names = tuple(n for n in u_names if n not in stray)
     batch = tuple(n for n in i_names if n in out_names)
+    kept = tuple(n for n in u_names if n not in i_names)
+    chosen, hit = _block_indices(block, indices, sizes[dim.name])
     place = np.zeros((1,) * len(i_names), np.intp)
     for n in batch:
         place = place * sizes[n] + align(np.arange(sizes[n]), (n,), i_names)
     place = np.broadcast_to(place * sizes[dim.name] + chosen, indices.shape).reshape(-1)
     table = np.zeros((prod(sizes[n] for n in (*batch, dim.name)), prod(sizes[n] for n in kept)), updates.dtype)
-    rows = values.reshape(place.size, table.shape[1])
+    space = (*i_names, *kept)
+    rows = np.broadcast_to(align(updates, u_names, space), [sizes[n] for n in space]).reshape(place.size, -1)
     if hit is not None:
         place, rows = place[hit.reshape(-1)], rows[hit.reshape(-1)]
-    if batch == i_names:
-        table[place] = rows  # each row once
+    _add_rows(table, place, rows, once=batch == i_names)
+    names = (*batch, dim.name, *kept)
+    out = block.result()
+    np.copyto(out, align(table.reshape([sizes[n] for n in names]), names, out_names))
+    return out
+
+
+def _add_rows(table: Array, place: Array, rows: Array, once: bool) -> None:
+    """table[place[n]] += rows[n]; `once` says that no place comes twice."""
+    if once:
+        table[place] = rows
     elif place.size:
         order = np.argsort(place, kind="stable")
         place = place[order]
         starts = np.flatnonzero(np.concatenate([[True], place[1:] != place[:-1]]))
         table[place[starts]] = np.add.reduceat(rows[order], starts, axis=0, dtype=rows.dtype)
-    names = (*batch, dim.name, *kept)
-    out = block.result()
-    np.copyto(out, align(table.reshape([sizes[n] for n in names]), names, out_names))
-    return out
 
 
 def _scatter_roles(op: Operation) -> tuple[Factor, ...]:

@@ -27,7 +27,7 @@ def mnist_program(mesh: str, layout: str, batch: int) -> mtf.Program:
 
 
 def deep_program(layers: int, mesh: str) -> mtf.Program:
-    """A training step of a deep network: about 2,000 operations for 60 layers."""
+    """A training step of a deep network: about 2,000 operations for 36 layers."""
     batch, a, b = mtf.Dimension("batch", 8192), mtf.Dimension("a", 1024), mtf.Dimension("b", 4096)
     with mtf.Graph():
         x = mtf.input("x", [batch, a])
@@ -69,10 +69,10 @@ def main() -> int:
     fine = show("MNIST, 2x4 on v3-8", lambda: whole(small, "v3-8"), 0.02) < 0.02
     large = mnist_program("rows:64;cols:32", "batch:rows;hidden:cols", 512 * 64)
     fine &= show("MNIST, 64x32 on v3-2048", lambda: whole(large, "v3-2048"), 0.02) < 0.02
-    deep = deep_program(60, "data:2;model:4")
+    deep = deep_program(36, "data:2;model:4")
     operations = len(deep.instructions)
     fine &= show(f"{operations} instructions, 2x4 on v3-8", lambda: whole(deep, "v3-8"), 0.3) < 0.3
-    wide = deep_program(60, "data:64;model:32")
+    wide = deep_program(36, "data:64;model:32")
     pair: list[list[float]] = [[], []]
     for _ in range(9):  # turn by turn, so that the machine's mood meets both
         for times, (program, name) in zip(pair, ((deep, "v3-8"), (wide, "v3-2048")), strict=True):

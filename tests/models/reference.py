@@ -64,14 +64,9 @@ def activated(x: Array, name: str) -> Array:
 def rotated(x: Array, theta: float) -> Array:
     """Rotary positions of x [length, head_dim]: feature i turns with feature i + head_dim / 2."""
     length, dim = x.shape
-    out = np.empty_like(x)
-    for position in range(length):
-        for i in range(dim // 2):
-            angle = position * theta ** (-2 * i / dim)
-            a, b = x[position, i], x[position, i + dim // 2]
-            out[position, i] = a * math.cos(angle) - b * math.sin(angle)
-            out[position, i + dim // 2] = a * math.sin(angle) + b * math.cos(angle)
-    return out
+    angle = np.outer(np.arange(length), [theta ** (-2 * i / dim) for i in range(dim // 2)])
+    a, b = x[:, : dim // 2], x[:, dim // 2 :]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], axis=1)
 
 
 def sinusoids(length: int, features: int) -> Array:
@@ -157,6 +152,7 @@ def attention(
         q = q[:, None]
     if config.qk_norm:
         q, k = rms(q, w["q_norm/scale"], 1e-6), rms(k, w["k_norm/scale"], 1e-6)
+    hidden = np.array([[not seen(i, j, causal, window) for j in range(len(memory))] for i in range(len(x))])
     scale = q.shape[-1] ** -0.5 if config.attention_scale is None else config.attention_scale
     context = np.empty_like(q)
     for group in range(q.shape[1]):
@@ -167,11 +163,7 @@ def attention(
             scores = one @ other.T * scale
             if bias is not None:
                 scores = scores + bias[head]
-            for i in range(len(x)):
-                for j in range(len(memory)):
-                    if not seen(i, j, causal, window):
-                        scores[i, j] = -np.inf
-            context[:, group, head] = softmaxed(scores) @ v[:, head]
+            context[:, group, head] = softmaxed(np.where(hidden, -np.inf, scores)) @ v[:, head]
     kernel = w["out/kernel"]
     y = context.reshape(len(x), -1) @ kernel.reshape(-1, kernel.shape[-1])
     return y + w["out/bias"] if "out/bias" in w else y

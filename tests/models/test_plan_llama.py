@@ -1,66 +1,34 @@
-"""The planning example: its table, its layouts, what it refuses; and how long the largest plan takes."""
+"""The planning example: its table, its layouts, what it refuses, and the largest plans."""
 
 from __future__ import annotations
-
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import meshlib as mtf
 from examples import plan_llama
 
-ROOT = Path(__file__).resolve().parents[2]
 
-# Best of three, in a process of its own, so that its memory is what one plan takes.
-MEASURED = """
-import json, resource, sys, time
-import meshlib as mtf
-name, layout, mesh, slice_, batch, length, remat = json.loads(sys.argv[1])
-spent = []
-for _ in range(3):
-    begun = time.perf_counter()
+def planned(name: str, layout: str, mesh: str, slice_: str, batch: int, length: int, remat: str) -> mtf.Estimate:
     config = mtf.models.preset(name)
     with mtf.Graph():
         outputs, updates = mtf.models.train_step(config, batch, length, remat=remat)
         program = mtf.lower(outputs, updates, mesh=mesh, layout=mtf.models.layout(layout, config, mesh))
-    est = mtf.estimate(program, slice_)
-    est.step_seconds, est.memory.message
-    spent.append(time.perf_counter() - begun)
-rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-print(json.dumps({"seconds": min(spent), "bytes": rss, "step": est.step_seconds, "fits": est.fits}))
-"""
+    return mtf.estimate(program, slice_)
 
 
-def measured(*job: object) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, json.dumps(job)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def test_a_plan_of_llama_405b_is_no_longer_for_a_pod_than_for_eight_chips():
+    job = ("llama3.1-405b", "data+fsdp+sequence")
+    pod = planned(*job, "data:3;fsdp:128;tensor:8", "v5p-6144", 1536, 8192, "full")
+    few = planned(*job, "data:2;fsdp:2;tensor:2", "v5p-16", 1536, 8192, "full")
+    assert 0.9 < len(pod.rows) / len(few.rows) < 1.1  # tests/benchmarks/planning.py measures how long it takes
+    assert pod.fits
+    assert not few.fits
 
 
-@pytest.mark.parametrize(
-    ("mesh", "slice_"), [("data:3;fsdp:128;tensor:8", "v5p-6144"), ("data:2;fsdp:2;tensor:2", "v5p-16")]
-)
-def test_llama_405b_is_planned_in_seconds_whatever_the_number_of_devices(mesh, slice_):
-    found = measured("llama3.1-405b", "data+fsdp+sequence", mesh, slice_, 1536, 8192, "full")
-    assert found["seconds"] < 5, found
-    assert found["bytes"] < 1.5 * 2**30, found
-
-
-def test_the_mesh_tensorflow_model_of_4_9_billion_is_planned_in_two_seconds():
-    found = measured("mtf-lm-4.9b", "2d", "data:16;model:32", "v2-512", 256, 256, "none")
-    assert found["seconds"] < 2, found
-    assert found["fits"]
-    assert 0.1 < found["step"] < 1.0  # 0.37 s, uncertain, in the published results
+def test_the_mesh_tensorflow_model_of_4_9_billion_fits_its_pod():
+    found = planned("mtf-lm-4.9b", "2d", "data:16;model:32", "v2-512", 256, 256, "none")
+    assert found.fits
+    assert 0.1 < found.step_seconds < 1.0  # 0.37 s, uncertain, in the published results
 
 
 def run(capsys: pytest.CaptureFixture[str], *flags: str) -> str:

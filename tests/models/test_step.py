@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -28,12 +26,9 @@ MESHES = {
 
 
 def test_graphs_of_all_presets_have_the_variables_that_were_counted():
-    spent = {}
     for name, config in PRESETS.items():
-        begun = time.perf_counter()
         with mtf.Graph() as graph:
             transformer(config, batch=8, length=64)
-        spent[name] = time.perf_counter() - begun
         sizes = {variable: op.output.shape.size for variable, op in graph.variables.items()}
         counts = config.parameter_counts
         assert sum(sizes.values()) == config.parameters == sum(counts.values()), name
@@ -42,7 +37,7 @@ def test_graphs_of_all_presets_have_the_variables_that_were_counted():
             assert found == counts[part], (name, part)
         norms = sum(n for v, n in sizes.items() if v.rpartition("/")[0].endswith("norm"))
         assert norms == counts["norms"], name
-    assert max(spent.values()) < 1.0, spent  # no array is made, and no layer is written twice
+        assert len(graph.operations) < 1000, name  # a layer is written once, or once in a pattern
 
 
 def test_the_unrolled_graph_has_as_many_variables():
@@ -53,7 +48,8 @@ def test_the_unrolled_graph_has_as_many_variables():
 
 
 def test_presets_of_every_architecture_lower_at_a_small_scale():
-    configs = {config.reduced(1).replace(name="reduced", dropout=0.0): name for name, config in PRESETS.items()}
+    same = {"name": "reduced", "dropout": 0.0, "attention_scale": None, "norm_epsilon": 1e-6, "rope_theta": 1e4}
+    configs = {config.reduced(1).replace(**same): name for name, config in PRESETS.items()}
     assert len(configs) > 8
     for config, name in configs.items():
         with mtf.Graph():
