@@ -252,7 +252,7 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
             if x not in inside:
                 found = (*_read(i, n, x), x not in held)
                 read[_buffer(x)] = max(read.get(_buffer(x), found), found)
-        made = {y: _buffer(y) for y in i.outputs if y not in fused}
+        made = {y: (y.tensor, y.sharding) if y in held else _buffer(y) for y in i.outputs if y not in fused}
         # What is derived from a buffer that lies outside is not written; who reads it derives it again.
         written |= {b: (*_sizes(y), y not in held) for y, b in made.items() if b[0].operation in operations}
     # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
@@ -285,10 +285,16 @@ def _stored(t: Tensor) -> Tensor:
     op = t.operation
     if op.kind.name not in _REPEATED:
         return t
-    sources = [x for x in op.inputs if x.operation.kind.kind is not Kind.SOURCE]
+    sources = [x for x in op.inputs if not _is_small(x, t)]
     if len(sources) != 1 or sources[0].shape != t.shape or sources[0].dtype.itemsize > t.dtype.itemsize:
         return t
     return _stored(sources[0])
+
+
+def _is_small(x: Tensor, beside: Tensor) -> bool:
+    """Whether an operand costs its readers next to nothing: it is made anew, or repeated over what is beside it."""
+    source = x.operation.kind.kind is Kind.SOURCE
+    return source and (x.operation.kind.name not in _RESIDENT or x.shape.size < beside.shape.size)
 
 
 def resident_values(program: Program) -> set[Value]:

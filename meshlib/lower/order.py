@@ -1,6 +1,7 @@
 """The order: fusion groups scheduled so that what frees memory runs as soon as it can.
 
-This is *the* order: the executors, the liveness and the estimate all use it.
+What uses a value that is still on its way waits for a product, if there is one, that hides the way. This is *the*
+order: the executors, the liveness and the estimate all use it.
 """
 
 from __future__ import annotations
@@ -11,23 +12,31 @@ from dataclasses import dataclass
 
 from meshlib.lower.fuse import fusion_groups
 from meshlib.lower.program import Instruction, Program, Value
+from meshlib.operation import Kind
+
+_FIRST, _NEXT, _LAST = range(3)
 
 
 @dataclass(eq=False)
 class _Scheduler:
-    """List scheduling: groups that free more than they take go first, the others in the order they came."""
+    """List scheduling: groups that free more than they take go first, the others in the order they came.
+
+    `sent` are values of collectives since the last product; groups that use them are not first before the next one.
+    """
 
     program: Program
     groups: Sequence[Sequence[Instruction]]
 
     def run(self) -> list[Instruction]:
         self._analyse()
-        ready: list[tuple[bool, int]] = []
+        ready: list[tuple[int, int]] = []
+        sent: set[Value] = set()  # by collectives since the last product
+        waiting: list[int] = []  # groups that use such a value
         done = [False] * len(self.groups)
         for g, count in enumerate(self.unmet):
             if count == 0:
                 there = self.groups[g][0].opcode in ("input", "variable")  # lies in memory already: nobody waits for it
-                heapq.heappush(ready, (not (there or self._frees(g)), g))
+                heapq.heappush(ready, (_FIRST if there else self._when(g, late=False), g))
         order: list[Instruction] = []
         while ready:
             _, g = heapq.heappop(ready)
@@ -36,11 +45,25 @@ class _Scheduler:
             done[g] = True
             number = len(order)
             order += [i.with_group(number) for i in self.groups[g]]
-            for user in self._finish(g):
+            sent.update(y for i in self.groups[g] if i.is_collective for y in i.outputs)
+            touched = self._finish(g)
+            if any(_hides(i) for i in self.groups[g]):
+                sent.clear()
+                touched, waiting = sorted({*touched, *waiting}), []
+            for user in touched:
                 if self.unmet[user] == 0 and not done[user]:
-                    heapq.heappush(ready, (not self._frees(user), user))
+                    late = not sent.isdisjoint(self.inputs[user])
+                    heapq.heappush(ready, (self._when(user, late), user))
+                    if late:
+                        waiting.append(user)
         assert len(order) == len(self.program.instructions)
         return order
+
+    def _when(self, g: int, late: bool) -> int:
+        """When a group should run; `late`: something that it uses is still on its way."""
+        if late and not any(self.users.get(y) for i in self.groups[g] for y in i.outputs):
+            return _LAST  # nobody waits for a loss, or a new weight
+        return _FIRST if self._frees(g) and not late else _NEXT
 
     def _analyse(self) -> None:
         """Who makes and who uses each value that leaves its group."""
@@ -95,6 +118,11 @@ class _Scheduler:
 
 def _device_bytes(v: Value) -> int:
     return 0 if v.tensor.on_host else v.local_bytes
+
+
+def _hides(i: Instruction) -> bool:
+    """Whether it computes for long enough to hide what is being sent."""
+    return not i.is_reshard and (i.body is not None or i.operation.kind.kind is Kind.CONTRACTION)
 
 
 def order_and_fuse(program: Program) -> Program:

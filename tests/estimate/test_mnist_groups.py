@@ -91,21 +91,31 @@ def groups(rows: int, cols: int) -> dict[str, Group]:
     found = {
         "ffn_in": Group([x, w1], [hidden], [(1, hidden)], (b, P, h)),  # and relu
         "ffn_out": Group([hidden, w2], [logits], [], (b, h, C)),
-        "one_hot": Group([n], [logits], [(1, logits)]),
-        "reduce_max": Group([logits], [n], [(1, logits)]),
-        "exp": Group([logits, n], [logits], [(1 + 8, logits)]),  # of logits minus maximum
-        "reduce_sum": Group([logits], [n], [(1, logits)]),
-        # log and addition of the maximum; minus logits, times labels, summed
-        "reduce_sum_1": Group([n, n, logits, logits], [n], [(8 + 1, n), (3, logits)]),
-        "reduce_sum_2": Group([n], [], [(1, n)], scalars=1),
-        "multiply_1": Group([], [], [], scalars=3, scalar_ops=1),  # the mean
-        # 1/512 spread over examples and classes, times labels
-        "multiply/grad/multiply": Group([logits], [logits], [(1, n), (2, logits)], scalars=1, scalar_ops=2),
-        "subtract_1/grad/reduce_sum": Group([logits], [n], [(1, logits)]),
-        # minus labels; sums divided and spread, times exponentials; both added
-        "ffn_out/grad/add_n": Group([logits, n, n, logits], [logits], [(8, n), (4, logits)]),
+        # Labels as one-hot; 1/512 spread over examples and classes, times labels; summed over classes.
+        "subtract_1/grad/reduce_sum": Group(
+            [n], [logits, logits, n], [(1, logits), (1, n), (2, logits), (1, logits)], scalars=1, scalar_ops=2
+        ),
+        # The loss and its gradient row by row, from logits, one-hot labels and the two results above.
+        "ffn_out/grad/add_n": Group(
+            [logits, logits, logits, n],
+            [logits],
+            [
+                (1, logits),  # maximum
+                (1 + 8, logits),  # exponential of logits minus maximum
+                (1, logits),  # their sum
+                (8 + 1, n),  # its logarithm plus the maximum
+                (3, logits),  # minus logits, times labels, summed
+                (1, n),  # the sum over examples
+                (8, n),  # labels' sums divided
+                (4, logits),  # spread, times exponentials; minus labels; both added
+            ],
+            scalars=1 if rows > 1 else 2,
+            scalar_ops=0 if rows > 1 else 1,
+        ),
         "ffn_out/grad/einsum": Group([logits, w2], [hidden], [], (b, C, h)),
     }
+    if rows > 1:  # the loss is a sum over cores, and its mean follows
+        found["multiply_1"] = Group([], [], [], scalars=3, scalar_ops=1)
     if rows == 1:  # gradients are whole: the updates are fused with their products
         found["ffn_in/grad/einsum_1"] = Group(
             [hidden, hidden, x, w1], [w1], [(2, hidden), (2, w1)], (h, b, P), scalar_ops=1
