@@ -8,7 +8,10 @@ without each chip), or set by hand. None belongs to a chip, a model or a publish
 A program of a single kernel is a micro-benchmark: nothing else wants its VMEM, its clocks or its HBM, and what
 `hardware` says of that kernel is what was measured. The losses of kernels apply where a program has several.
 
-Sources: `Physics.field(name)`; README, "How the constants were found".
+How they were found: `meshlib.estimate.calibrate`, on the dense training rows of a file of published results (MaxText's
+tables and recipes, MLPerf); `python -m meshlib validate --file F --refit` finds them again. Two more terms were tried
+and dropped because no measurement shows them: a share of chained collectives that pieces cannot hide, and a cost of
+quantisation beyond that of the program's own operations.
 """
 
 from __future__ import annotations
