@@ -14,7 +14,7 @@ from hardware.placement import CORES, Placement, placements
 from hardware.slices import Slice, legal_slices
 from layouts import Dimension
 from meshlib.estimate import Estimate, estimate
-from meshlib.estimate.runs import NotExpressed
+from meshlib.estimate.policies import NotExpressed
 from meshlib.graph import Graph, Tensor
 
 _COLLECTIVES = {

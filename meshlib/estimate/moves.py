@@ -81,7 +81,7 @@ class Network:
     """The program's mesh on the slice, and the price of its collectives there."""
 
     def __init__(self, program: Program, slice_: Slice, placement: Placement | None) -> None:
-        self.placement = placement or _placed(slice_, program)
+        self.placement = placement or placed(slice_, program)
         self._prices: dict[tuple[str, tuple[str, ...], int], Cost] = {}
 
     def cost(self, move: Move) -> Cost:
@@ -93,23 +93,28 @@ class Network:
         return found
 
 
-def _placed(slice_: Slice, program: Program) -> Placement:
+def placed(slice_: Slice, program: Program, whole_axes: bool = False) -> Placement:
+    """The best placement of a program's mesh for its own collectives.
+
+    `whole_axes`: only those on which each mesh axis takes whole torus axes, where there are any: what
+    `jax.experimental.mesh_utils.create_device_mesh` makes unless told that it may split them.
+    """
     totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for move, times in all_moves(program):
         count, size = totals.get((move.kind, move.axes), (0, 0))
         totals[move.kind, move.axes] = count + times, size + times * move.larger_bytes
     demands = tuple(Demand(kind, axes, size / n, n) for (kind, axes), (n, size) in totals.items())
     mesh = tuple((axis, program.mesh.axis_size(axis)) for axis in program.mesh.axes)
-    return _best(slice_, mesh, demands)
+    return _best(slice_, mesh, demands, whole_axes)
 
 
 @lru_cache(maxsize=256)
-def _best(slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Demand, ...]) -> Placement:
+def _best(slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Demand, ...], whole_axes: bool) -> Placement:
     """As `hardware.best_placement`; a group of axes that looks the same on two placements is priced once."""
     sizes: Mapping[str, int] = dict(mesh)
     best: tuple[float, Placement] | None = None
     prices: dict[tuple[Demand, tuple[object, ...]], float] = {}
-    for placement in _candidates(slice_, sizes):
+    for placement in _candidates(slice_, sizes, whole_axes):
         seconds = 0.0
         shapes: dict[tuple[str, ...], tuple[object, ...]] = {}
         for d in demands:
@@ -129,9 +134,13 @@ def _best(slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Deman
     return best[1]
 
 
-def _candidates(slice_: Slice, sizes: Mapping[str, int]) -> Iterable[Placement]:
+def _candidates(slice_: Slice, sizes: Mapping[str, int], whole_axes: bool) -> Iterable[Placement]:
     """All placements where there are few; otherwise those that cut the torus in few pieces."""
     every = list(placements(slice_, sizes))
+    if whole_axes:
+        shape = slice_.torus_shape
+        uncut = [p for p in every if all(f.place < 0 or f.size == shape[f.place] for f in p.all_factors())]
+        every = uncut or every
     if len(every) <= MANY_PLACEMENTS:
         return every
     pieces = [sum(1 for _ in p.all_factors()) for p in every]

@@ -17,56 +17,16 @@ from typing import Any
 from hardware.chips import Chip, get_chip
 from hardware.errors import HardwareError
 from hardware.slices import Slice
-from meshlib.errors import GraphError
+from meshlib.estimate.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
 
 Row = Mapping[str, Any]
 
-# Names of values in published recomputation policies -> names of operations here.
-_NAMES = {
-    "q": ("q",), "k": ("k",), "v": ("v",), "qkv": ("q", "k", "v"), "query": ("q",), "key": ("k",), "value": ("v",),
-    "query_proj": ("q",), "key_proj": ("k",), "value_proj": ("v",), "qkv_proj": ("q", "k", "v"),
-    "context": ("context",), "attention_out": ("context",), "out": ("out",), "out_proj": ("out",),
-    "mlpwi": ("wi", "wi_gate"), "mlpwi_0": ("wi_gate",), "mlpwi_1": ("wi",), "mlpwo": ("wo",),
-}  # fmt: skip
-_DOTS = ("q", "k", "v", "out", "wi", "wi_gate", "wo")
-# Policies by name: (kept in HBM, kept by the host, whether layer inputs go to the host).
-# Source: AI-Hypercomputer/maxtext src/MaxText/layers/decoders.py, get_remat_policy.
-_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
-    "full": ((), (), False),
-    "minimal": (_DOTS, (), False),
-    "minimal_flash": ((*_DOTS, "context"), (), False),
-    "minimal_with_context": ((*_DOTS, "context"), (), False),
-    "minimal_offloaded": ((), _DOTS, False),
-    "save_dot_except_mlp": (("q", "k", "v", "out"), (), False),
-    "save_dot_except_mlpwi": (("q", "k", "v", "out", "wo"), (), False),
-    "save_dot_with_context_except_mlp": (("q", "k", "v", "out", "context"), (), False),
-    "save_qkv_proj": (("q", "k", "v"), (), False),
-    "save_out_proj": (("out",), (), False),
-    "qkv_proj_offloaded": ((), ("q", "k", "v"), False),
-}
 _AXES = {
     "data": "data", "fsdp": "fsdp", "fsdp_transpose": "fsdp", "tensor": "tensor", "tensor_transpose": "tensor",
     "tensor_sequence": "tensor", "model": "tensor", "mdl": "tensor", "context": "context", "sequence": "context",
 }  # fmt: skip
-
-
 FLASH_SINCE = 2023  # jax.experimental.pallas.ops.tpu.flash_attention
-
-
-class NotExpressed(GraphError):
-    """A row that no program of the library stands for yet, with the reason."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the backward pass keeps of the forward pass: values by name in HBM, values by name with the host.
-
-    `carries`: layer inputs go to the host. Element-wise work is always done again: compilers fuse it into its users.
-    """
-
-    save: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    carries: bool = False
+STATE_BYTES = 12  # a parameter: itself and two slots in float32
 
 
 @dataclass(frozen=True)
@@ -200,6 +160,8 @@ def _model(row: Row) -> Mapping[str, Any]:
         raise NotExpressed("mixture-of-experts layers are not in the library yet")
     if "cnn" in arch.lower() or "image" in model or "patch" in model:
         raise NotExpressed("training of convolutional networks is not expressed as rows yet")
+    if arch.startswith("encoder-decoder"):
+        raise NotExpressed("it does not say how long the sequences on either side are")
     if "inference" in str(row.get("kind")) or "phase" in (row.get("batch") or {}):
         raise NotExpressed("decoding against a cache has no program of the library's own yet")
     if "heads" in model:
@@ -273,6 +235,8 @@ def _mesh(row: Row, slice_: Slice, model: Mapping[str, Any], batch: int) -> tupl
     devices = slice_.devices
     if not stated:
         sizes["slices"], sizes["fsdp"] = _from_words(str(layout.get("note", "")), slice_)
+    if sizes["slices"] == 1 and math.prod(sizes.values()) * slice_.slices == devices:
+        sizes["slices"] = slice_.slices
     if math.prod(sizes.values()) != devices:
         raise NotExpressed(f"its layout {stated or dict(layout)} does not make {devices} devices")
     if batch % (sizes["slices"] * sizes["data"] * sizes["fsdp"]):
@@ -344,55 +308,17 @@ def _measured(row: Row, batch: int, length: int, slice_: Slice, model: Mapping[s
     raise NotExpressed("it gives no step time, and no rate from which one follows")
 
 
-# ---------------------------------------------------------------- recomputation
-
-
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
-    text = str(row.get("remat") or "").strip().lower()
-    if text == "see note":
-        words = re.findall(r"[a-z_]+", str(row.get("note", "")).lower())
-        text = next((w for w in words if w in _POLICIES and "_" in w), "")
-    if text == "none" or (not text and run.encoder):
+    """What is computed again, and what of that is assumed."""
+    text = str(row.get("remat") or "")
+    found = policy_of(policy_in(str(row.get("note", ""))) if text == "see note" else text)
+    if found is not None:
+        return found, ()
+    if run.encoder:
         scores = ("scores",) if run.attention == "materialised" else ()
-        return Policy((*_DOTS, "context", *scores)), () if text else ("no product is computed again",)
-    if text in _POLICIES:
-        save, offload, carries = _POLICIES[text]
-        return Policy(save, offload, carries), ()
-    if text.startswith("custom"):
-        return _custom(text.partition(":")[2]), ()
-    if text:
-        raise NotExpressed(f"its recomputation policy {text!r} is not known")
-    name = _lightest(run)
-    return Policy(*_POLICIES[name]), (f"recomputation: {name}, the least that fits",)
-
-
-def _custom(text: str) -> Policy:
-    """Lists of names, each with where its values are kept: 'a,b offloaded to host; c on device'."""
-    save: list[str] = []
-    offload: list[str] = []
-    carries = False
-    for part in re.split(r"[;,]\s*(?=[^;,]*\bremat\b)|;", text):
-        words = re.findall(r"[a-z_0-9]+", part)
-        names = [n for w in words for n in _NAMES.get(w, ())]
-        if "remat" in words:
-            continue
-        if "offloaded" in words or "host" in words:
-            offload += names
-            carries |= "decoder_layer_input" in words
-        else:
-            save += names
-    return Policy(tuple(dict.fromkeys(save)), tuple(dict.fromkeys(offload)), carries)
-
-
-def _lightest(run: Run) -> str:
-    """The policy that recomputes least of those under which state and kept values fit: 12 bytes a parameter."""
-    m, shards = run.model, run.axis("fsdp") * run.axis("tensor") * run.axis("context")
-    widths = {"q": m["q_heads"] * m["head_dim"], "out": m["d_model"], "wo": m["d_model"], "wi": m["d_ff"]}
-    widths["k"] = widths["v"] = (m.get("kv_heads") or m["q_heads"]) * m["head_dim"]
-    widths["wi_gate"] = m["d_ff"] if (m.get("mlp_matrices") or 2) == 3 else 0
+        return Policy((*NOTHING_TWICE.save, *scores)), ("no product is computed again",)
+    shards = run.axis("fsdp") * run.axis("tensor") * run.axis("context")
+    state = STATE_BYTES * parameters(run.model) / shards
     tokens = run.batch * run.length / run.slice.devices
-    for name in ("minimal", "save_dot_except_mlpwi", "save_qkv_proj"):
-        kept = m["d_model"] + sum(widths[n] for n in _POLICIES[name][0])
-        if 12 * parameters(m) / shards + 2 * tokens * m["layers"] * kept < 0.95 * run.slice.hbm_bytes_per_device:
-            return name
-    return "full"
+    name, found = lightest(run.model, state, tokens, run.slice.hbm_bytes_per_device)
+    return found, (f"recomputation: {name}, the least that fits",)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hardware.chips import Chip
 from layouts import LayoutRules, Mesh, Rule
-from meshlib.estimate.moves import Network
+from meshlib.estimate.moves import Network, placed
 from meshlib.estimate.physics import Physics
 from meshlib.estimate.plan import Plan, plan_of
 from meshlib.estimate.runs import Run
@@ -57,7 +57,7 @@ def prepare(run: Run) -> Prepared:
 
 
 def _plan(run: Run, program: Program) -> Plan:
-    return plan_of(program, Network(program, run.slice, None))
+    return plan_of(program, Network(program, run.slice, placed(run.slice, program, whole_axes=True)))
 
 
 def _lowered(run: Run, training: bool) -> Program:

@@ -27,8 +27,9 @@ from meshlib.estimate import micro
 from meshlib.estimate.calibrate import Case, fit, left_out
 from meshlib.estimate.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.estimate.physics import CALIBRATED, Physics
+from meshlib.estimate.policies import NotExpressed
 from meshlib.estimate.published import ROWS
-from meshlib.estimate.runs import NotExpressed, Run, run_of
+from meshlib.estimate.runs import Run, run_of
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from meshlib.simulate.buffers import Buffers, Node
 from meshlib.simulate.engine import Engine
 
 Array = np.ndarray[Any, Any]
+_NONE: Mapping[Value, Array] = MappingProxyType({})
 
 
 def unfolded_axes(program: Program, fold: bool = True) -> dict[Value, tuple[str, ...]]:
@@ -79,6 +81,7 @@ class FastExecutor:
     def __post_init__(self) -> None:
         self.apart = unfolded_axes(self.program, self.fold)
         self._rounded: dict[Value, Value] = {}
+        self._stacks: dict[Instruction, list[tuple[Value, Array]]] = {}
         self._plan_nodes()
         self.buffers = Buffers(self.program, self.nodes, self._stored_shape)
 
@@ -144,8 +147,12 @@ class FastExecutor:
         }
         return outputs, updates
 
-    def _run_nodes(self, given: Mapping[Value, Array], taken: Iterable[Array], engine: Engine) -> dict[Value, Array]:
+    def _run_nodes(
+        self, given: Mapping[Value, Array], taken: Iterable[Array], engine: Engine, into: Mapping[Value, Array] = _NONE
+    ) -> dict[Value, Array]:
+        """All nodes in order; `into` has arrays to write some values to instead of their buffers."""
         arrays = self.buffers.begin(taken)
+        arrays.update(into)
         arrays.update(given)
         for node in self.nodes:
             if node.kind == "loop":
@@ -155,25 +162,36 @@ class FastExecutor:
         return arrays
 
     def _run_loop(self, i: Instruction, arrays: dict[Value, Array], engine: Engine) -> None:
-        body = i.body
+        body, inside = i.body, self.bodies[i]
         assert body is not None
         given = {v: arrays[x] for v, x in zip(body.inputs.values(), i.inputs, strict=True)}
         whole = {body.inputs[name]: (given[body.inputs[name]], i.slice_axis(name)) for name in i.slices}
-        outputs = i.outputs[len(i.carries) :]
-        stacks = {
-            name: np.empty(y.tensor.shape.sizes, y.tensor.dtype.storage)
-            for name, y in zip(i.stacks, outputs, strict=True)
-        }
+        stacks = self._stacks_of(i)
         for trip in i.trip_order:
             for v, (array, axis) in whole.items():
-                given[v] = np.take(array, trip, axis=axis)
-            made = self.bodies[i]._run_nodes(given, (), engine.in_trip(trip))
-            for name, stack in stacks.items():
-                stack[trip] = made[body.outputs[name]]
+                given[v] = np.take(array, trip, axis=axis) if axis else array[trip, ...]
+            # What is stacked is made where it belongs, if it has a buffer of its own.
+            into = {v: stack[trip, ...] for v, stack in stacks if v in inside.buffers.fixed}
+            made = inside._run_nodes(given, (), engine.in_trip(trip), into)
+            for v, stack in stacks:
+                if made[v] is not into.get(v):
+                    stack[trip] = made[v]
             # Copied, because the next trip writes into the same buffers.
             given.update({body.inputs[begin]: made[body.outputs[end]].copy() for begin, end in i.carries})
         arrays.update({y: given[body.inputs[begin]] for y, (begin, _) in zip(i.outputs, i.carries, strict=False)})
-        arrays.update(zip(outputs, stacks.values(), strict=True))
+        arrays.update({y: stack for y, (_, stack) in zip(i.outputs[len(i.carries) :], stacks, strict=True)})
+
+    def _stacks_of(self, i: Instruction) -> list[tuple[Value, Array]]:
+        """Per stacked output the body's value and the array of all trips, which serves every step."""
+        assert i.body is not None
+        if i not in self._stacks:
+            values = [i.body.outputs[name] for name in i.stacks]
+            outputs = i.outputs[len(i.carries) :]
+            self._stacks[i] = [
+                (v, np.empty(y.tensor.shape.sizes, y.tensor.dtype.storage))
+                for v, y in zip(values, outputs, strict=True)
+            ]
+        return self._stacks[i]
 
     def _run_node(self, node: Node, arrays: dict[Value, Array], engine: Engine) -> None:
         (first, *_) = node.inputs or (None,)

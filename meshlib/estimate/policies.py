@@ -1,0 +1,121 @@
+"""Recomputation policies of published runs, by the names that they go by, and what is assumed where none is stated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshlib.errors import GraphError
+
+# Names of values in published recomputation policies -> names of operations here.
+_NAMES = {
+    "q": ("q",), "k": ("k",), "v": ("v",), "qkv": ("q", "k", "v"), "query": ("q",), "key": ("k",), "value": ("v",),
+    "query_proj": ("q",), "key_proj": ("k",), "value_proj": ("v",), "qkv_proj": ("q", "k", "v"),
+    "context": ("context",), "attention_out": ("context",), "out": ("out",), "out_proj": ("out",),
+    "mlpwi": ("wi", "wi_gate"), "mlpwi_0": ("wi_gate",), "mlpwi_1": ("wi",), "mlpwo": ("wo",),
+}  # fmt: skip
+_DOTS = ("q", "k", "v", "out", "wi", "wi_gate", "wo")
+# Policies by name: (kept in HBM, kept by the host, whether layer inputs go to the host).
+# Source: AI-Hypercomputer/maxtext src/MaxText/layers/decoders.py, get_remat_policy.
+_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
+    "full": ((), (), False),
+    "minimal": (_DOTS, (), False),
+    "minimal_flash": ((*_DOTS, "context"), (), False),
+    "minimal_with_context": ((*_DOTS, "context"), (), False),
+    "minimal_offloaded": ((), _DOTS, False),
+    "save_dot_except_mlp": (("q", "k", "v", "out"), (), False),
+    "save_dot_except_mlpwi": (("q", "k", "v", "out", "wo"), (), False),
+    "save_dot_with_context_except_mlp": (("q", "k", "v", "out", "context"), (), False),
+    "save_qkv_proj": (("q", "k", "v"), (), False),
+    "save_out_proj": (("out",), (), False),
+    "qkv_proj_offloaded": ((), ("q", "k", "v"), False),
+}
+
+
+class NotExpressed(GraphError):
+    """A row that no program of the library stands for yet, with the reason."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the backward pass keeps of the forward pass: values by name in HBM, values by name with the host.
+
+    `carries`: layer inputs go to the host. Element-wise work is always done again: compilers fuse it into its users.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    carries: bool = False
+
+
+NOTHING_TWICE = Policy((*_DOTS, "context"))
+"""No product is computed again."""
+
+
+def policy_of(text: str) -> Policy | None:
+    """The policy that a text names or lists; None for an empty one.
+
+    Raises: NotExpressed for one that is not known.
+    Example:
+      >>> policy_of("custom: decoder_layer_input,q offloaded to host; k,v on device")
+      Policy(save=('k', 'v'), offload=('q',), carries=True)
+      >>> policy_of("full"), policy_of("")
+      (Policy(save=(), offload=(), carries=False), None)
+    """
+    text = text.strip().lower()
+    if not text:
+        return None
+    if text == "none":
+        return NOTHING_TWICE
+    if text.startswith("custom"):
+        return _custom(text.partition(":")[2])
+    named = [policy for policy in _POLICIES if re.search(rf"\b{policy}\b", text)]
+    if not named:
+        raise NotExpressed(f"its recomputation policy {text!r} is not known")
+    return Policy(*_POLICIES[max(named, key=len)])
+
+
+def policy_in(note: str) -> str:
+    """The name of a policy that a note mentions, or "".
+
+    >>> policy_in("config x: fsdp -1, remat save_dot_except_mlpwi (read)")
+    'save_dot_except_mlpwi'
+    """
+    words = re.findall(r"[a-z_]+", note.lower())
+    return next((w for w in words if w in _POLICIES and "_" in w), "")
+
+
+def lightest(model: Mapping[str, Any], state_bytes: float, tokens: float, hbm_bytes: float) -> tuple[str, Policy]:
+    """The policy that recomputes least of those under which a device's state and kept values fit its HBM.
+
+    `tokens` are those of one device, all of whose activations are split; values take two bytes.
+    """
+    widths = {"q": model["q_heads"] * model["head_dim"], "out": model["d_model"], "wo": model["d_model"]}
+    widths["k"] = widths["v"] = (model.get("kv_heads") or model["q_heads"]) * model["head_dim"]
+    widths["wi"] = model["d_ff"]
+    widths["wi_gate"] = model["d_ff"] if (model.get("mlp_matrices") or 2) == 3 else 0
+    for name in ("minimal", "save_dot_except_mlpwi", "save_qkv_proj"):
+        kept = model["d_model"] + sum(widths[n] for n in _POLICIES[name][0])
+        if state_bytes + 2 * tokens * model["layers"] * kept < 0.95 * hbm_bytes:
+            return name, Policy(*_POLICIES[name])
+    return "full", Policy()
+
+
+def _custom(text: str) -> Policy:
+    """Lists of names, each with where its values are kept: 'a,b offloaded to host; c on device'."""
+    save: list[str] = []
+    offload: list[str] = []
+    carries = False
+    for part in re.split(r"[;,]\s*(?=[^;,]*\bremat\b)|;", text):
+        words = re.findall(r"[a-z_0-9]+", part)
+        names = [n for w in words for n in _NAMES.get(w, ())]
+        if "remat" in words:
+            continue
+        if "offloaded" in words or "host" in words:
+            offload += names
+            carries |= "decoder_layer_input" in words
+        else:
+            save += names
+    return Policy(tuple(dict.fromkeys(save)), tuple(dict.fromkeys(offload)), carries)
