@@ -94,10 +94,12 @@ def joined(*layouts: LayoutRules) -> LayoutRules:
 
     >>> print(joined(data_parallel(), fully_sharded(axis="fsdp"), model_parallel(["d_ff"])))
     batch:data+fsdp;d_model:fsdp?;d_ff:model
+    >>> print(joined(zero1(dims=["d_model", "d_ff"]), model_parallel(["d_ff"])))  # slots keep what variables have
+    batch:data;slots/d_model:data?;slots/d_ff:data?;slots/d_ff:model;d_ff:model
     """
     rules: list[Rule] = []
     places: dict[tuple[str | None, str], int] = {}
-    for rule in (rule for layout in layouts for rule in layout.rules):
+    for rule in (rule for layout in layouts for rule in (*layout.rules, *_replaced(layout, layouts))):
         key = (rule.scope, rule.dim)
         if rule.optional or key not in places:
             if not rule.optional:
@@ -107,6 +109,19 @@ def joined(*layouts: LayoutRules) -> LayoutRules:
             before = rules[places[key]]
             rules[places[key]] = Rule(rule.dim, tuple(dict.fromkeys((*before.axes, *rule.axes))), scope=rule.scope)
     return LayoutRules(list(dict.fromkeys(rules)))
+
+
+def _replaced(layout: LayoutRules, layouts: Iterable[LayoutRules]) -> list[Rule]:
+    """The rules of others for the dims that `layout` has rules for in a scope: there they would not hold any more."""
+    return [
+        Rule(rule.dim, rule.axes, rule.optional, scoped.scope, rule.whole)
+        for scoped in layout.rules
+        if scoped.scope is not None
+        for other in layouts
+        if other is not layout
+        for rule in other.rules
+        if rule.scope is None and rule.dim == scoped.dim
+    ]
 
 
 PRESETS: MappingProxyType[str, Callable[..., LayoutRules]] = MappingProxyType(

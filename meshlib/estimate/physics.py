@@ -43,12 +43,12 @@ class Physics:
     """
 
     product_rate: float = _constant(
-        0.875, "share of the rate of one product alone",
+        0.873, "share of the rate of one product alone",
         "operands in other layouts, epilogues in the pipeline, clocks under sustained load",
         FITTED, 0.5, 1.1, 0.9, 0.1,
     )  # fmt: skip
     block_edge: float = _constant(
-        845.0, "rows and columns of a product's block in VMEM",
+        843.0, "rows and columns of a product's block in VMEM",
         "VMEM is shared with what is fetched for the next kernel; operands are read again for each block "
         "(0: the best blocks that half of VMEM allows)",
         FITTED, 256.0, 8192.0, 900.0, 200.0,
@@ -65,13 +65,8 @@ class Physics:
         FITTED, 1.0, 20.0, 7.0, 2.0,
     )  # fmt: skip
     early_exposed: float = _constant(
-        0.58, "share of the time on the wire of a collective beside the core that the core loses",
+        0.57, "share of the time on the wire of a collective beside the core that the core loses",
         "its buffers take HBM and VMEM bandwidth, the core starts transfers and adds what arrives",
-        FITTED, 0.0, 1.0, 0.4, 0.3,
-    )  # fmt: skip
-    chained_exposed: float = _constant(
-        0.06, "least share of a collective that stays visible beside the product it depends on",
-        "run in pieces with the product, the first or last piece is waited for, and each is started on its own",
         FITTED, 0.0, 1.0, 0.4, 0.3,
     )  # fmt: skip
     slice_jitter: float = _constant(
@@ -141,7 +136,6 @@ _IDEAL = {
     "block_edge": 0.0,
     "elementwise_traffic": 1.0,
     "early_exposed": 0.0,
-    "chained_exposed": 0.0,
     "slice_jitter": 0.0,
 }
 

@@ -105,7 +105,7 @@ class Run:
 
 
 def parameters(model: Mapping[str, Any]) -> float:
-    """Of the products: attention, feed-forward, and the table of tokens once or twice. Norms and biases left out.
+    """What tokens are multiplied by: attention, feed-forward, and the head. No norms, biases, or table looked up in.
 
     >>> gpt3 = dict(layers=96, d_model=12288, q_heads=96, head_dim=128, d_ff=49152, mlp_matrices=2, vocab=50304)
     >>> round(parameters(gpt3) / 1e9, 1)
@@ -114,8 +114,7 @@ def parameters(model: Mapping[str, Any]) -> float:
     d, heads = model["d_model"], model["q_heads"]
     attention = 2 * d * model["head_dim"] * (heads + (model.get("kv_heads") or heads))
     layer = attention + (model.get("mlp_matrices") or 2) * d * model["d_ff"]
-    tables = 1 if model.get("tied_embedding", True) else 2
-    return float(model["layers"] * layer + tables * d * model["vocab"])
+    return float(model["layers"] * layer + d * model["vocab"])
 
 
 def run_of(row: Row) -> Run:

@@ -16,8 +16,7 @@ result that waits meanwhile is not in the memory figure, which is that of the pr
 
 A group without a product that reads what is still on its way lets others go first. A collective is chained if the
 first product after it needs its result, or if there is none; only these are cut in pieces. Others run beside the core.
-Overlap is not free (`Physics`): of these the core loses `early_exposed` of the time for which links are busy, and of
-one cut in pieces at least `chained_exposed` stays visible.
+Overlap is not free: of these the core loses a share of the time for which links are busy (`Physics.early_exposed`).
 
 Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
 but a program, or a trip, lasts at least as long as its copies take in either direction.
@@ -183,7 +182,7 @@ class _Run:
             ready = giver.start + giver.seconds / move.group
         event = self._send(unit, move, cost, ready)
         if giver is not None:
-            end = giver.end + event.seconds * self._visible(move)
+            end = giver.end + event.seconds / move.group
             event = event if event.end >= end else self._replaced(event, end)
         elif self.overlap != "none" and not unit.chained:
             wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
@@ -192,10 +191,6 @@ class _Run:
             self.ready[y] = event.end
             if move.kind == "all_gather" and unit.chained:
                 self.pieces[y] = event
-
-    def _visible(self, move: Move) -> float:
-        """The share of a collective in pieces that no product hides: its first or last piece at least."""
-        return max(1 / move.group, self.times.physics.chained_exposed)
 
     def _replaced(self, event: Event, end: float) -> Event:
         """The last event, lasting until `end`: its last piece had to wait."""
@@ -254,7 +249,7 @@ class _Run:
         for x in unit.inputs:
             piece = self.pieces.get(x) if taker else None
             if piece is not None and piece.move is not None:
-                waits = max(waits, piece.start + piece.seconds * self._visible(piece.move))
+                waits = max(waits, piece.start + piece.seconds / piece.move.group)
                 floor.append((piece, piece.move.group))
             else:
                 waits = max(waits, self.ready.get(x, 0.0))

@@ -144,17 +144,19 @@ def two_dimensional(m: Model, i: int, j: int) -> float:
     return tensor_part(m, j, i) + all_reduce(i, m.on_tensor(j)) + all_reduce(i, F32)
 
 
-def fully_sharded_part(m: Model, i: int, j: int) -> float:
+def fully_sharded_part(m: Model, i: int, j: int, copies: int = 1) -> float:
     """Each variable is gathered once a region that needs it, each gradient scattered once.
 
     The backward needs matrices, table and scales; again, what comes before the last product needs the biases of norms
-    and products, but not the last of each layer, nor that of the last norm, which is in no layer.
+    and products, but not the last of each layer, nor that of the last norm, which is in no layer. Of several copies of
+    the whole the scattered parts of gradients are summed.
     """
     forward = m.on_tensor(j)
     backward = (m.matrices + m.table) / j + m.scales
     if m.again:
         backward += m.inner_biases / j + m.outer_biases / 2 + LAYERS * 2 * D_MODEL * F32
-    return all_gather(i, forward + backward) + reduce_scatter(i, m.on_tensor(j)) + all_reduce(i, F32)
+    gradients = reduce_scatter(i, m.on_tensor(j)) + all_reduce(copies, m.on_tensor(j) / i)
+    return all_gather(i, forward + backward) + gradients + all_reduce(i * copies, F32)
 
 
 def fsdp(m: Model, i: int, j: int) -> float:
@@ -171,6 +173,13 @@ def zero1(m: Model, i: int, j: int) -> float:
     """Each gradient is scattered, the new value of each variable, in float32, gathered; and the loss."""
     k = i * j
     return reduce_scatter(k, m.on_tensor(1)) + all_gather(k, m.elements * F32) + all_reduce(k, F32)
+
+
+def zero1_tensor(m: Model, i: int, j: int) -> float:
+    """The same over i for the parts of each weight over j, tensor parallel on 1/i of the batch over j."""
+    parts, elements = m.on_tensor(j), (m.on_tensor(j) - m.norms) / m.wide + m.norms / F32
+    scattered = reduce_scatter(i, parts) + all_gather(i, elements * F32) + all_reduce(i, F32)
+    return scattered + tensor_part(m, j, i)
 
 
 def sequence(m: Model, i: int, j: int) -> float:
@@ -206,6 +215,7 @@ HAND: dict[str, tuple[str, Callable[[Model, int, int], float]]] = {
     "fsdp": ("fsdp:{k}", fsdp),
     "fsdp+tensor": ("fsdp:{i};tensor:{j}", fsdp_tensor),
     "zero1": ("data:{k}", zero1),
+    "zero1+tensor": ("data:{i};tensor:{j}", zero1_tensor),
     "sequence": ("tensor:{k}", sequence),
     "context": ("context:{k}", context),
 }
@@ -257,6 +267,19 @@ def test_a_step_sends_at_most_what_is_derived_by_hand(name: str, devices: int, d
 @pytest.mark.parametrize("name", ["data", "fsdp", "zero1", "context"])
 def test_where_nothing_is_cheaper_the_figures_are_exact(name: str, devices: int):
     assert lowered(name, devices).sent_bytes == pytest.approx(allowed(name, devices), rel=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "scan", "remat"), VARIANTS, ids=lambda v: str(v))
+@pytest.mark.parametrize(("d", "f", "t"), [(2, 2, 2), (2, 4, 2)])
+def test_three_axes(d: int, f: int, t: int, dtype: str, scan: bool, remat: str):
+    """Fully sharded over f, of which there are d copies, and tensor parallel over t."""
+    config, outputs, updates = step(dtype, scan, remat)
+    mesh = f"data:{d};fsdp:{f};tensor:{t}"
+    layout = mtf.models.layout("data+fsdp+tensor", config, mesh)
+    sent = mtf.lower(outputs, updates, mesh=mesh, layout=layout).sent_bytes
+    m = Model(4 if dtype == "float32" else 2, remat == "full")
+    hand = fully_sharded_part(m, f, t, copies=d) + tensor_part(m, t, d * f)
+    assert hand / 2 < sent <= hand * (1 + 1e-9)
 
 
 def test_tensor_parallel_in_payload():
