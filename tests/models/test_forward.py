@@ -88,6 +88,29 @@ def test_what_is_kept_changes_nothing(remat, scan):
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_gradients_of_gradients_are_their_slopes(scan):
+    config = small("llama3.1-405b").replace(variable_dtype="float64", activation_dtype="float64")
+    with mtf.Graph() as graph:
+        model = transformer(config, BATCH, LENGTH, remat="matmuls", scan=scan)
+        wanted = graph.trainable_variables
+        ahead = [mtf.input(f"ahead_{n}", v.shape, "float64") for n, v in enumerate(wanted)]
+        grads = mtf.gradients([model.loss], wanted)
+        along = mtf.add_n([mtf.reduce_sum(g * t) for g, t in zip(grads, ahead, strict=True)])
+        second = dict(zip(graph.variables, mtf.gradients([along], wanted), strict=True))
+        first = dict(zip(graph.variables, grads, strict=True))
+        programs = [mtf.lower(outputs, precision="highest") for outputs in (first, second)]
+    rng = np.random.default_rng(2)
+    held = {n: v.astype(np.float64) for n, v in values(graph).items()}
+    step = {n: rng.normal(size=v.shape) for n, v in held.items()}
+    fed = {**feeds(config, model.inputs)}
+    slopes = [run(programs[0], {n: v + h * step[n] for n, v in held.items()}, fed) for h in (1e-5, -1e-5)]
+    found = run(programs[1], held, {**fed, **{f"ahead_{n}": step[v] for n, v in enumerate(held)}})
+    for name, value in found.items():
+        slope = (slopes[0][name] - slopes[1][name]) / 2e-5
+        np.testing.assert_allclose(value, slope, rtol=1e-4, atol=1e-5 * np.abs(slope).max(), err_msg=name)
+
+
 def test_angles_of_positions_are_not_kept():
     with mtf.Graph() as graph:
         transformer(small("llama3.1-405b"), BATCH, LENGTH, remat="none")
