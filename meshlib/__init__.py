@@ -48,7 +48,7 @@ from meshlib.errors import (  # noqa: E402
     ShapeError,
     SliceError,
 )
-from meshlib.estimate import Estimate, estimate  # noqa: E402
+from meshlib.estimate import Estimate, Physics, estimate  # noqa: E402
 from meshlib.estimate.sweep import Scaling, scaling  # noqa: E402
 from meshlib.gradients import gradients  # noqa: E402
 from meshlib.graph import Graph, Operation, Tensor, scope  # noqa: E402
@@ -181,6 +181,7 @@ __all__ = [
     "MeshlibError",
     "NotFiniteError",
     "Operation",
+    "Physics",
     "Program",
     "ProgramError",
     "Remat",

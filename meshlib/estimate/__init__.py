@@ -80,7 +80,7 @@ def estimate(
     if overhead < 0:
         raise GraphError(f"estimate: step_overhead_seconds must not be negative, got {overhead}")
     if not isinstance(physics, Physics):
-        raise GraphError(f"estimate: physics must be a meshlib.estimate.Physics, got {physics!r:.80}")
+        raise GraphError(f"estimate: physics must be an mtf.Physics, got {physics!r:.80}")
     slice_ = _slice_for(program, slice)
     if placement is not None:
         _check_placement(program, slice_, placement)

@@ -110,7 +110,8 @@ def kernel_of(
     `fused` are the program's values that never reach HBM, `held` its `resident_values`, `forward` the names of the
     forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
     """
-    main = next((i for i in members if _is_matmul(i)), members[-1])
+    large = (i for i in reversed(members) if any(y.sharding.local_size > 1 for y in i.outputs))
+    main = next((i for i in members if _is_matmul(i)), None) or next(large, members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
     attention = attention_of(program, main) if main.opcode in ATTENTION else None
     for i in members:

@@ -126,7 +126,7 @@ def run_of(row: Row) -> Run:
     chip = get_chip(str(row["chip"]))
     slice_, assumed = _slice(row, chip)
     batch, length = _batch(row, slice_)
-    mesh = _mesh(row, slice_, model, batch)
+    mesh, split = _mesh(row, slice_, model, batch)
     steps, evaluation, measured = _measured(row, batch, length, slice_, model)
     run = Run(
         name=str(row.get("id", "?")),
@@ -145,7 +145,7 @@ def run_of(row: Row) -> Run:
         evaluation=evaluation,
         measured_seconds=measured,
         apart=_apart(row, model),
-        assumed=assumed,
+        assumed=(*assumed, *split),
     )
     policy, why = _policy(row, run)
     return replace(run, policy=policy, assumed=(*run.assumed, *why))
@@ -188,6 +188,8 @@ def _slice(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
         # A machine that is no slice on offer: the same chips in a torus of their own.
         sides = tuple(sorted(map(int, size.split("x"))))
         own = replace(chip, pod_shape=sides, max_slice_chips=math.prod(sides))
+        if chip.wrap_cube and any(side % chip.wrap_cube for side in sides):
+            own = replace(own, wrap_cube=None)
         return Slice(name, own), (*assumed, "a torus of that shape")
 
 
@@ -221,7 +223,10 @@ def _batch(row: Row, slice_: Slice) -> tuple[int, int]:
     return int(found), int(length)
 
 
-def _mesh(row: Row, slice_: Slice, model: Mapping[str, Any], batch: int) -> tuple[tuple[str, int], ...]:
+def _mesh(
+    row: Row, slice_: Slice, model: Mapping[str, Any], batch: int
+) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """The mesh, and what of it is assumed."""
     layout = row.get("layout") or {}
     sizes = dict.fromkeys(("slices", "data", "shard", "fsdp", "context", "tensor"), 1)
     stated = {k: v for k, v in layout.items() if isinstance(v, int)}
@@ -232,6 +237,9 @@ def _mesh(row: Row, slice_: Slice, model: Mapping[str, Any], batch: int) -> tupl
             raise NotExpressed(f"axis '{key}' of its layout has no counterpart here")
         sizes["slices" if network == "dcn" and axis == "data" else axis or "data"] *= size
     devices = slice_.devices
+    for axis, size in sizes.items():
+        if size < 0:  # -1: what is left
+            sizes[axis] = -devices // math.prod(sizes.values()) * abs(size)
     if not stated:
         sizes["slices"], sizes["fsdp"] = _from_words(str(layout.get("note", "")), slice_)
     if sizes["slices"] == 1 and math.prod(sizes.values()) * slice_.slices == devices:
@@ -243,8 +251,13 @@ def _mesh(row: Row, slice_: Slice, model: Mapping[str, Any], batch: int) -> tupl
     if sizes["fsdp"] == sizes["tensor"] == 1 and sizes["data"] > 1:
         sizes["shard"] = math.gcd(sizes["data"], model["d_model"])
         sizes["data"] //= sizes["shard"]
+    fully, assumed = sizes["fsdp"], tuple[str, ...]()
+    if model["d_model"] % fully:
+        sizes["fsdp"] = math.gcd(fully, model["d_model"])
+        sizes["data"] *= fully // sizes["fsdp"]
+        assumed = (f"weights split in {sizes['fsdp']} parts, not {fully}",)
     found = tuple((axis, size) for axis, size in sizes.items() if size > 1)
-    return found or (("data", 1),)
+    return found or (("data", 1),), assumed
 
 
 def _from_words(note: str, slice_: Slice) -> tuple[int, int]:

@@ -61,8 +61,10 @@ class _Scheduler:
 
     def _when(self, g: int, late: bool) -> int:
         """When a group should run; `late`: something that it uses is still on its way."""
-        if late and not any(self.users.get(y) for i in self.groups[g] for y in i.outputs):
-            return _LAST  # nobody waits for a loss, or a new weight
+        if not any(self.users.get(y) for i in self.groups[g] for y in i.outputs):
+            numbers = all(x.sharding.local_size == 1 for x in self.inputs[g])
+            if late or numbers:
+                return _LAST  # nobody waits for a new weight, or for a loss
         return _FIRST if self._frees(g) and not late else _NEXT
 
     def _analyse(self) -> None:

@@ -108,10 +108,10 @@ def test_memory_peaks_when_the_first_layers_gradient_is_made(name, mesh, layout,
     b, h = B // rows, H // cols
     fused = rows == 1
     arrays = [(P, h), (h, C), (b, P), (b, h), (b, h), (P, h), (b, C) if fused else (h, C)]
-    assert est.memory.exact_peak_bytes == F32 * (sum(m * n for m, n in arrays) + b + 1)
+    assert est.memory.exact_peak_bytes == F32 * (sum(m * n for m, n in arrays) + b + 2)  # labels; the loss and 1/512
     assert est.memory.exact_peak_bytes == est.program.memory.peak_bytes
     padded_labels = max(128, b) * F32
-    assert est.memory.peak_bytes == sum(tiles(m, n) for m, n in arrays) + padded_labels + F32
+    assert est.memory.peak_bytes == sum(tiles(m, n) for m, n in arrays) + padded_labels + 2 * F32
     assert est.memory.by_kind["variables"] == tiles(P, h) + tiles(h, C)
     assert est.memory.by_kind["gradients"] == (0 if fused else tiles(P, h) + tiles(h, C))
     assert est.memory.by_kind["inputs"] == tiles(b, P) + padded_labels

@@ -108,7 +108,7 @@ def test_tracks_hold_what_the_estimate_says(overlap: str) -> None:
         assert total(slices, engine) <= total(slices, trace.CORE)
     phases = [e["name"] for e in slices if e["cat"] == trace.PHASE]
     assert phases[0] == "forward"
-    assert phases[-1] == "update"
+    assert "update" in phases[-2:]  # after it comes the mean of the losses, for which nobody waits
 
 
 def test_loops_show_their_trips_and_what_runs_again() -> None:
