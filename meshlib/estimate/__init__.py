@@ -1,6 +1,7 @@
 """Program + slice -> where time and memory of a step go, without allocating an array.
 
-    kernels    fusion groups as work of one device           exact counts
+    groups     what runs as one kernel
+    kernels    these as work of one device                   exact counts
     moves      collectives as demands, the best placement    exact bytes
     plan       both in order, with dependencies
     physics    what real programs lose                       constants, each with its cause
@@ -9,6 +10,8 @@
     fitting    memory over time, in tiles                    exact bytes
     remedies   what would lower its peak                     about as much
     rows  result  table  trace                               what a person looks at
+    policies  runs  training  micro  published               measurements as programs
+    calibrate  naive  validate  report                       predicted beside them
 
 No loop runs over devices: every device does the same, so an estimate for 2,048 cores takes as long as for 8.
 """

@@ -46,34 +46,33 @@ class Physics:
     """
 
     product_rate: float = _constant(
-        0.873, "share of the rate of one product alone",
+        0.883, "share of the rate of one product alone",
         "operands in other layouts, epilogues in the pipeline, clocks under sustained load",
         FITTED, 0.5, 1.1, 0.9, 0.1,
     )  # fmt: skip
     block_edge: float = _constant(
-        843.0, "rows and columns of a product's block in VMEM",
+        901.0, "rows and columns of a product's block in VMEM",
         "VMEM is shared with what is fetched for the next kernel; operands are read again for each block "
         "(0: the best blocks that half of VMEM allows)",
         FITTED, 256.0, 8192.0, 900.0, 200.0,
     )  # fmt: skip
     elementwise_traffic: float = _constant(
-        0.72, "times the bytes at the boundary of a group without products",
-        "compilers keep part of what passes between kernels in VMEM and fuse across more of them than our groups; "
-        "layout changes and float32 intermediates work against it",
+        1.13, "times the bytes at the boundary of a group without products",
+        "fusions are cut at layout changes and where loops stack their results",
         FITTED, 0.3, 3.0, 1.0, 0.3,
     )  # fmt: skip
     score_vpu_ops: float = _constant(
-        7.1, "lane operations per score of fused attention, forward",
+        7.05, "lane operations per score of fused attention, forward",
         "scale, mask, maximum, exponential and sum of a softmax computed in pieces",
         FITTED, 1.0, 20.0, 7.0, 2.0,
     )  # fmt: skip
     early_exposed: float = _constant(
-        0.57, "share of the time on the wire of a collective beside the core that the core loses",
+        0.59, "share of the time on the wire of a collective beside the core that the core loses",
         "its buffers take HBM and VMEM bandwidth, the core starts transfers and adds what arrives",
         FITTED, 0.0, 1.0, 0.4, 0.3,
     )  # fmt: skip
     slice_jitter: float = _constant(
-        0.022, "share of a step per doubling of the slices",
+        0.021, "share of a step per doubling of the slices",
         "slices joined by DCN wait for the slowest of them",
         FITTED, 0.0, 0.1, 0.015, 0.01,
     )  # fmt: skip

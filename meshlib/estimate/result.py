@@ -163,7 +163,8 @@ class Estimate:
 
     @property
     def hbm_bytes(self) -> int:
-        """Bytes that fusion groups of one device read and write at their boundaries, without padding. Exact."""
+        """Bytes that fusion groups of one device read and write at their boundaries, without padding. Exact, given the
+        groups: `meshlib.estimate.groups` says which, `meshlib.estimate.kernels` what is stored."""
         return sum(r.hbm_bytes * r.count for r in self.rows)
 
     @property

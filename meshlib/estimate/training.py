@@ -97,6 +97,8 @@ def config_of(run: Run) -> TransformerConfig:
         "activation": base.activation if gated == base.gated else "silu" if gated else "relu",
         "tied": bool(m.get("tied_embedding", base.tied)),
         "attention": run.attention,
+        # Published runs of encoders are TensorFlow's, whose softmax is in the policy's dtype (Keras mixed_bfloat16).
+        "softmax_dtype": "bfloat16" if run.encoder else base.softmax_dtype,
         "dropout": 0.0,
         "matmul_dtype": None if run.precision == "bf16" else run.precision,
     }

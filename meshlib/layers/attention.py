@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from layouts import Dimension, Shape
 from meshlib import initializers
 from meshlib.checks import at, choice, flag, number
+from meshlib.dtypes import as_dtype
 from meshlib.errors import LayoutError, ShapeError
 from meshlib.graph import Tensor, scope
 from meshlib.layers.dense import drop, projection
@@ -36,6 +37,7 @@ def dot_product_attention(
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
+    softmax_dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
     """softmax over memory_length of (scale q k + bias), times v, with the scores as a value of the program.
@@ -47,8 +49,9 @@ def dot_product_attention(
       dropout: probability with which a weight is dropped; 0 for evaluation.
       dropout_broadcast_dims: dims along which one draw serves all weights.
       extra_logit: one more score per query, which leads nowhere.
-    Returns: [..., length, value_dim] in the order of q, dtype of q. Scores and weights have that dtype, too; the
-      softmax is float32.
+      softmax_dtype: in which the softmax is computed and kept for the gradient, if it is wider than the operands:
+        float32, or "bfloat16" as TensorFlow's is under its policy of that name.
+    Returns: [..., length, value_dim] in the order of q, dtype of q. Scores and weights have that dtype, too.
     Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
     """
     what = "dot_product_attention"
@@ -61,7 +64,10 @@ def dot_product_attention(
     rows, memory = q.shape.dim(attrs["length"]), k.shape.dim(attrs["memory_length"])
     shared = [d for d in q.shape if d in k.shape and d.name != attrs["key_dim"]]
     pairs = Shape([*shared, *(d for d in q.shape if d not in k.shape), memory])
-    scores = widened(einsum([q, k], output_shape=pairs, name="scores")) * attrs["scale"]
+    scores = einsum([q, k], output_shape=pairs, name="scores")
+    if as_dtype(softmax_dtype).itemsize > scores.dtype.itemsize:
+        scores = widened(scores)
+    scores = scores * attrs["scale"]
     if bias is not None:
         stray = [str(d) for d in tensor(bias, what).shape if d not in pairs]
         if stray:
@@ -98,6 +104,7 @@ def multihead_attention(
     dropout: float = 0.0,
     dropout_broadcast_dims: Sequence[Dimension] | None = None,
     kernel: str = "flash",
+    softmax_dtype: object = "float32",
     matmul_dtype: str | None = None,
     variable_dtype: object = "float32",
     slice_dtype: object | None = None,
@@ -124,6 +131,7 @@ def multihead_attention(
       use_bias: whether the four products add biases.
       dropout, dropout_broadcast_dims: of the weights; the materialised kernel alone has it.
       kernel: "flash", one fused operation, or "materialised", see `dot_product_attention`.
+      softmax_dtype: as of `dot_product_attention`; the fused kernel's is float32.
       matmul_dtype: "int8" or "fp8" for quantised products with variables, as of `dense`; not those of the kernel.
       variable_dtype, slice_dtype: of the variables; they are used in the dtype of query_antecedent.
       name: scope of the variables `q/kernel`, `k/kernel`, `v/kernel`, `out/kernel`.
@@ -191,6 +199,7 @@ def multihead_attention(
                 causal=causal,
                 window=window,
                 scale=scale,
+                softmax_dtype=softmax_dtype,
                 name="context",
             )
         start = initializers.scaled_normal(of_queries)

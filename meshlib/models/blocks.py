@@ -109,6 +109,7 @@ class Blocks:
             use_bias=c.has_attention_bias,
             dropout=c.dropout if self.training and c.attention == "materialised" else 0.0,
             kernel=c.attention,
+            softmax_dtype=c.softmax_dtype,
             matmul_dtype=c.matmul_dtype,
             variable_dtype=c.variable_dtype,
             name=name,

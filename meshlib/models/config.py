@@ -54,8 +54,8 @@ class TransformerConfig:
     Head: tied: logits by the embedding table. head: "transform" puts dense, activation, norm and a bias around them
       (BERT). scale_embedding, scale_logits: by d_model ** 0.5 and d_model ** -0.5. logit_cap: cap * tanh(x / cap).
     Training: dropout (of the weights of attention only where they are materialised), label_smoothing, z_loss.
-    Precision: variable_dtype of what optimizers update, activation_dtype of what is computed, matmul_dtype None, "int8"
-      or "fp8" of the products.
+    Precision: variable_dtype of what optimizers update, activation_dtype of what is computed, softmax_dtype of the
+      softmax of materialised scores, matmul_dtype None, "int8" or "fp8" of the products.
 
     Raises: GraphError with all that is wrong at once.
     Example:
@@ -111,6 +111,7 @@ class TransformerConfig:
     z_loss: float = 0.0
     variable_dtype: str = "float32"
     activation_dtype: str = "bfloat16"
+    softmax_dtype: str = "float32"
     matmul_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -260,7 +261,7 @@ class TransformerConfig:
         for window in self.windows:
             if window is not None:
                 whole(window, what, "windows")
-        for name in ("variable_dtype", "activation_dtype"):
+        for name in ("variable_dtype", "activation_dtype", "softmax_dtype"):
             if not as_dtype(getattr(self, name)).is_float:
                 raise GraphError(f"{at(what)}: {name} must be a float dtype, got {getattr(self, name)}")
 

@@ -22,6 +22,7 @@ from meshlib.graph import (
     checked_op_name,
     current_scope,
     innermost,
+    relative_name,
 )
 from meshlib.operation import (
     NONLINEAR,
@@ -38,7 +39,7 @@ from meshlib.operation import (
 from meshlib.ops.elementwise import add
 from meshlib.ops.host import to_host
 from meshlib.ops.remat import Policy, Remat, checked_policy, kept_values
-from meshlib.ops.sources import INPUT, _constant
+from meshlib.ops.sources import INPUT, VARIABLE, _constant
 from meshlib.replay import needed
 
 Body = Callable[..., Any]
@@ -202,8 +203,8 @@ def make_loop(
     with inside, absolute_scope(full):
         carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
         sliced = [
-            _placeholder(inside, f"{full}/slice_{n}", TensorType(_without(x.shape, dim), x.dtype), x.on_host)
-            for n, x in enumerate(xs)
+            _placeholder(inside, label, TensorType(_without(x.shape, dim), x.dtype), x.on_host)
+            for label, x in zip(_slice_names(full, xs), xs, strict=True)
         ]
         made = body(tuple(carried), tuple(sliced))
     if not isinstance(made, tuple | list) or len(made) != 2:
@@ -260,6 +261,16 @@ def make_loop(
         last_outputs=named,
     )
     return op.outputs[: len(carries)], op.outputs[len(carries) : len(results)]
+
+
+def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:
+    """What the slices are called in listings: as their variables, without the scopes that are the loop's too."""
+    names: list[str] = []
+    for n, x in enumerate(xs):
+        variable = x.operation.kind is VARIABLE
+        name = f"{full}/{relative_name(x.name, full) if variable else f'slice_{n}'}"
+        names.append(f"{name}_{n}" if name in names else name)
+    return names
 
 
 def _kept(body: Graph, live: set[Operation], dim: Dimension, remat: Policy, what: str) -> list[tuple[Tensor, Tensor]]:

@@ -12,7 +12,16 @@ from meshlib import initializers
 from meshlib.checks import at, fitting, flag, number
 from meshlib.dtypes import DType, as_dtype
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import Graph, Tensor, TensorType, current_graph, scoped_name, source_line
+from meshlib.graph import (
+    Graph,
+    Tensor,
+    TensorType,
+    absolute_scope,
+    current_graph,
+    relative_name,
+    scoped_name,
+    source_line,
+)
 from meshlib.operation import (
     NONLINEAR,
     Array,
@@ -247,7 +256,9 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     if graph.stacks is None:
         return outer
     shape = Shape([d for d in outer.shape if d != graph.stacks])
-    name = graph.unique_name(f"slice/{value.name}")
+    inside = "/".join(graph.scope)
+    with absolute_scope(inside):
+        name = graph.unique_name(relative_name(value.name, inside))
     op = build_source(graph, INPUT, {"shape": shape, "dtype": value.dtype}, exact_name=name)
     graph.inputs[name] = op
     graph.stacked[outer] = op.output
