@@ -2,8 +2,9 @@
 
 Each axis goes to one of the factors it already splits somewhere, or to none; all combinations are enumerated. Each
 costs the bytes of bringing its operands there, plus the bytes of bringing its result home, plus the work it
-duplicates. The choice is greedy, operation by operation, and so not globally optimal; a search over layouts is what
-improves on it.
+duplicates. The choice is greedy, operation by operation, and so not globally optimal. It looks ahead as far as an
+earlier sweep over the program tells it (`meshlib.lower.places.Foresight`): what later operations bring about anyway
+costs nothing, and a sum costs nothing where others like it are reduced anyway. A search over layouts does the rest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """From the unsharded graph to what one core runs: every value laid out, every reshard explicit and explained.
 
-One sweep in program order. For each operation: choose the assignment of axes to factors, bring the operands there,
+A sweep in program order. For each operation: choose the assignment of axes to factors, bring the operands there,
 emit the operation, and bring the result home where it is bound or has several users. A pending sum with a single
-user waits; the user's own choice decides whether it is reduced before or after it (rules 1 to 4, 7).
+user waits; the user's own choice decides whether it is reduced before or after it (rules 1 to 4, 7). Where operations
+could have shared what later ones did, another sweep follows that knows what this one did, as long as that sends less.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def explain_step(
     phase = user.region if user is not None else producer.region
     source = user.source if user is not None else producer.source
     who = _who(user) if user is not None else f"the home of '{t.name}'"
-    rules = _rules(homes, step.axes)
+    rules = _rules(homes, step.axes, (step.dim, step.to_dim))
     if step.kind == "all_gather":
         why = f"{who} needs all of dim '{step.dim}' of '{t.name}', which is split over {over}"
         avoid = f"lay '{step.dim}' elsewhere ({rules}), or use it where it lies"
@@ -54,7 +54,7 @@ def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
     else:
         x = op.inputs[exchange.operand].name
         why = f"{_who(op)} needs indices of '{exchange.dim}' of '{x}', split over {over}, that lie on other cores"
-    avoid = f"leave '{exchange.dim}' unsplit over {over} ({_rules(homes, exchange.axes)})"
+    avoid = f"leave '{exchange.dim}' unsplit over {over} ({_rules(homes, exchange.axes, (exchange.dim,))})"
     return Reason(op.name, exchange.dim, why, avoid, op.source, op.region)
 
 
@@ -71,7 +71,7 @@ def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], h
         why += f", and '{homes.graph.gradient_of[t].name}' needs the whole gradient"
     if step.kind == "reduce_scatter":
         why += f"; '{step.dim}' is wanted split over {over}, so each core keeps its part of the {_noun(kind)}"
-    avoid = f"leave {named} unsplit over {over} ({_rules(homes, step.axes)})"
+    avoid = f"leave {named} unsplit over {over} ({_rules(homes, step.axes, dims)})"
     return Reason(maker.name, dims[0], why, avoid, maker.source, maker.region)
 
 
@@ -93,6 +93,8 @@ def _axes(sharding: Sharding) -> str:
     return ", ".join(f"{d.name}@{'+'.join(a)}" for d, a in zip(sharding.shape, sharding.axes, strict=True) if a)
 
 
-def _rules(homes: Homes, axes: tuple[str, ...]) -> str:
-    found = [str(r) for r in homes.rules.rules if set(r.axes) & set(axes)]
+def _rules(homes: Homes, axes: tuple[str, ...], dims: Sequence[str | None] = ()) -> str:
+    """The rules that lay something on these axes: of them, those about `dims` where there are such."""
+    laid = [r for r in homes.rules.rules if set(r.axes) & set(axes)]
+    found = [str(r) for r in laid if r.dim in dims] or [str(r) for r in laid]
     return f"rule {'; '.join(found)}" if found else "no rule of the layout says so"
