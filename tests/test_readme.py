@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import meshlib as mtf
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +29,8 @@ def run_blocks(count: int | None = None) -> dict[str, object]:
     return space
 
 
-def test_all_python_blocks_run() -> None:
+def test_all_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them writes a trace
     space = run_blocks()
     assert space["report"].ok
 

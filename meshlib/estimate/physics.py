@@ -9,9 +9,9 @@ A program of a single kernel is a micro-benchmark: nothing else wants its VMEM, 
 `hardware` says of that kernel is what was measured. The losses of kernels apply where a program has several.
 
 How they were found: `meshlib.estimate.calibrate`, on the dense training rows of a file of published results (MaxText's
-tables and recipes, MLPerf); `python -m meshlib validate --file F --refit` finds them again. Two more terms were tried
-and dropped because no measurement shows them: a share of chained collectives that pieces cannot hide, and a cost of
-quantisation beyond that of the program's own operations.
+tables and recipes, MLPerf); `python -m meshlib validate --file F --refit` finds them again. More terms were tried and
+dropped because no measurement shows them: a share of chained collectives that pieces cannot hide, traffic of
+element-wise groups beyond that at their boundaries, a cost of quantisation beyond that of the program's operations.
 """
 
 from __future__ import annotations
@@ -46,28 +46,23 @@ class Physics:
     """
 
     product_rate: float = _constant(
-        0.883, "share of the rate of one product alone",
+        0.878, "share of the rate of one product alone",
         "operands in other layouts, epilogues in the pipeline, clocks under sustained load",
         FITTED, 0.5, 1.1, 0.9, 0.1,
     )  # fmt: skip
     block_edge: float = _constant(
-        901.0, "rows and columns of a product's block in VMEM",
+        882.0, "rows and columns of a product's block in VMEM",
         "VMEM is shared with what is fetched for the next kernel; operands are read again for each block "
         "(0: the best blocks that half of VMEM allows)",
         FITTED, 256.0, 8192.0, 900.0, 200.0,
     )  # fmt: skip
-    elementwise_traffic: float = _constant(
-        1.13, "times the bytes at the boundary of a group without products",
-        "fusions are cut at layout changes and where loops stack their results",
-        FITTED, 0.3, 3.0, 1.0, 0.3,
-    )  # fmt: skip
     score_vpu_ops: float = _constant(
-        7.05, "lane operations per score of fused attention, forward",
+        7.0, "lane operations per score of fused attention, forward",
         "scale, mask, maximum, exponential and sum of a softmax computed in pieces",
         FITTED, 1.0, 20.0, 7.0, 2.0,
     )  # fmt: skip
     early_exposed: float = _constant(
-        0.59, "share of the time on the wire of a collective beside the core that the core loses",
+        0.58, "share of the time on the wire of a collective beside the core that the core loses",
         "its buffers take HBM and VMEM bandwidth, the core starts transfers and adds what arrives",
         FITTED, 0.0, 1.0, 0.4, 0.3,
     )  # fmt: skip
@@ -136,7 +131,6 @@ class Physics:
 _IDEAL = {
     "product_rate": 1.0,
     "block_edge": 0.0,
-    "elementwise_traffic": 1.0,
     "early_exposed": 0.0,
     "slice_jitter": 0.0,
 }

@@ -91,8 +91,6 @@ class Times:
             again += read - kernel.operand_bytes
             exposed += bare
         traffic = kernel.padded_bytes + again - self._on_chip(kernel)
-        if not kernel.matmuls:
-            traffic *= self.physics.elementwise_traffic
         # bfloat16 takes half the time where lanes work in it.
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
