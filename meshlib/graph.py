@@ -351,20 +351,6 @@ def scope(name: str) -> Iterator[None]:
         _scopes.reset(token)
 
 
-def relative_name(name: str, scope: str) -> str:
-    """`name` without the scopes that it begins with as `scope` does.
-
-    >>> relative_name("layers/attention/q/kernel", "layers/scan")
-    'attention/q/kernel'
-    """
-    parts = name.split("/")
-    for shared in scope.split("/"):
-        if len(parts) == 1 or parts[0] != shared:
-            break
-        parts = parts[1:]
-    return "/".join(parts)
-
-
 @contextlib.contextmanager
 def absolute_scope(path: str) -> Iterator[None]:
     """Replace the whole scope: gradients and slots take the names of what they belong to, not of the caller."""

@@ -22,8 +22,8 @@ from meshlib.graph import (
     checked_op_name,
     current_scope,
     innermost,
-    relative_name,
 )
+from meshlib.names import relative_name
 from meshlib.operation import (
     NONLINEAR,
     Array,
