@@ -65,7 +65,7 @@ def test_presets_of_every_architecture_lower_at_a_small_scale():
     assert len(configs) > 8
     for config, name in configs.items():
         with mtf.Graph():
-            outputs, updates = train_step(config, batch=4, length=8)
+            outputs, updates = train_step(config, batch=4, length=8, optimizer="sgd")
             program = mtf.lower(outputs, updates, "fsdp:2;tensor:2", layout("fsdp+tensor", config, "fsdp:2;tensor:2"))
         assert {c.kind for c in program.collectives} >= {"all_gather", "reduce_scatter"}, name
 
