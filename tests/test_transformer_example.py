@@ -49,6 +49,9 @@ def test_a_checkpoint_goes_on_bit_for_bit(text: Path, tmp_path: Path, capsys: py
     assert transformer.main([*flags, "--checkpoint", str(halves)]) == 0
     assert "going on from step 2" in capsys.readouterr().out
     assert whole.read_bytes() == halves.read_bytes()
+    assert transformer.main([*flags, "--checkpoint", str(halves)]) == 0
+    assert "--steps 4 counts from the first step; none is left" in capsys.readouterr().out
+    assert whole.read_bytes() == halves.read_bytes()
 
 
 def curve(mesh: str, layout: str, text: Path) -> np.ndarray:
