@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
@@ -175,8 +175,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     for name, least in (("batch", 0), ("length", 1), ("tokens", 1)):
-        if not getattr(args, name) >= least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
+        if not least <= getattr(args, name) < inf:
+            parser.error(f"--{name} must be a number of at least {least}, got {getattr(args, name)}")
     for text in args.layout or ():
         if text.count("@") != 1:
             parser.error(f"--layout is NAME@MESH, such as fsdp+tensor@fsdp:16;tensor:8, got {text}")

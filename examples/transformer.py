@@ -32,7 +32,7 @@ SIZES = {  # layers, d_model, heads of 32, d_ff
 }
 
 
-def config(size: str, length: int, precision: str) -> mtf.models.TransformerConfig:
+def config(size: str, precision: str) -> mtf.models.TransformerConfig:
     """A decoder over bytes."""
     layers, d_model, heads, d_ff = SIZES[size]
     return mtf.models.TransformerConfig(
@@ -45,14 +45,13 @@ def config(size: str, length: int, precision: str) -> mtf.models.TransformerConf
         vocab=text_data.VOCAB,
         norm="rms",
         position="rotary",
-        max_length=length,
         activation_dtype=precision,
     )
 
 
 def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
     """The training program, and one that gives the logits of a single text on one core."""
-    model = config(args.size, args.length, args.precision)
+    model = config(args.size, args.precision)
     precision = PRECISIONS[args.precision]
     layout = args.layout
     if ":" not in layout and layout:
@@ -90,7 +89,10 @@ def train(args: argparse.Namespace) -> None:
         print(f"note: {note}")
     if args.checkpoint and Path(args.checkpoint).exists():
         mtf.load(args.checkpoint, sim)
-        print(f"going on from step {int(sim.state['step'])} of {args.checkpoint}")
+        done = int(sim.state["step"])
+        print(f"going on from step {done} of {args.checkpoint}")
+        if done >= args.steps:
+            print(f"note: --steps {args.steps} counts from the first step; none is left")
     learn(args, sim, est)
     print(f"\nsample\n{indented(sample(sim, sampling, text.held_out, args))}")
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))

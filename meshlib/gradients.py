@@ -107,7 +107,7 @@ def _gradients(op: Operation, cotangents: dict[Tensor, list[Tensor]], depends: s
 def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Tensor]], depends: set[Tensor]) -> Sides:
     """What a function with a gradient of its own passes on: its inner values get no cotangents."""
     operations = graph.operations[rewrite.start : rewrite.stop]
-    results = [y for op in operations for y in op.outputs if y in cotangents]
+    results = [y for op in operations if not _is_read(op) for y in op.outputs if y in cotangents]
     if not any(y in depends for y in results):
         return []
     with absolute_scope(f"{results[0].operation.name}/grad"):
@@ -127,11 +127,15 @@ def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Ten
     return sides
 
 
+def _is_read(op: Operation) -> bool:
+    """Variables and inputs that are declared inside a function are read, not made: copies of it read the same."""
+    return op.kind.name in ("variable", "input")
+
+
 def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: Sequence[Tensor]) -> Sides:
     """Write the operations again, and pass cotangents through the copies to what they take from outside."""
     operations = graph.operations[rewrite.start : rewrite.stop]
-    # Variables declared inside are read, not made: the copies read the same.
-    kept = {y: y for op in operations if op.kind.name in ("variable", "input") for y in op.outputs}
+    kept = {y: y for op in operations if _is_read(op) for y in op.outputs}
     made = {y for op in operations for y in op.outputs if y not in kept}
     outside = list(dict.fromkeys(x for op in operations for x in op.inputs if x not in made))
     known = {y: from_host(where) if where.on_host else where for y, where in rewrite.kept}

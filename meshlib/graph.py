@@ -272,13 +272,16 @@ class Graph:
         attrs: Mapping[str, Any],
         name: str | None = None,
         exact_name: str | None = None,
+        last_outputs: Sequence[str] = (),
     ) -> Operation:
-        """Append an operation whose output types are known; ops use `meshlib.operation.build`."""
+        """Append an operation of known output types; `last_outputs` names the last of these, others are numbered."""
         checked_op_name(name, kind.name)
         region, owner = _region.get()
         full = exact_name or self.unique_name(name or kind.name)
         op = Operation(full, kind, tuple(inputs), attrs, self, region, source_line(), owner)
-        outputs = tuple(Tensor(full if i == 0 else f"{full}:{i}", t.shape, t.dtype, op) for i, t in enumerate(types))
+        parts = [*range(len(types) - len(last_outputs)), *last_outputs]
+        names = [f"{full}:{part}" if i else full for i, part in enumerate(parts)]
+        outputs = tuple(Tensor(n, t.shape, t.dtype, op) for n, t in zip(names, types, strict=True))
         object.__setattr__(op, "outputs", outputs)
         self.operations.append(op)
         return op
@@ -346,20 +349,6 @@ def scope(name: str) -> Iterator[None]:
         yield
     finally:
         _scopes.reset(token)
-
-
-def relative_name(name: str, scope: str) -> str:
-    """`name` without the scopes that it begins with as `scope` does.
-
-    >>> relative_name("layers/attention/q/kernel", "layers/scan")
-    'attention/q/kernel'
-    """
-    parts = name.split("/")
-    for shared in scope.split("/"):
-        if len(parts) == 1 or parts[0] != shared:
-            break
-        parts = parts[1:]
-    return "/".join(parts)
 
 
 @contextlib.contextmanager

@@ -318,3 +318,17 @@ def test_a_result_that_does_not_divide_says_which_would() -> None:
                 mtf.LayoutError, match=r"% 2 = 1\. Make the result (2 or 4|10 or 12) long, or rename 'n'"
             ):
                 mtf.lower({"y": y}, mesh="m:2", layout="n:m")
+
+
+def test_results_of_several_operations_have_the_name_that_was_given() -> None:
+    d = mtf.Dimension("d", 4)
+    with mtf.Graph():
+        x = mtf.input("x", [d])
+        made = [
+            mtf.reduce_mean(x, name="y1"),
+            mtf.reduce_mean(x, reduced_dim=d, name="y2"),
+            mtf.log_softmax(x, d, name="y3"),
+            mtf.softmax(x, d, name="y4"),
+            mtf.reduce_logsumexp(x, d, name="y5"),
+        ]
+    assert [y.name for y in made] == ["y1", "y2", "y3", "y4", "y5"]

@@ -148,3 +148,9 @@ def test_the_checker_looks_inside() -> None:
     broken[number] = replace(loop, body=loop.body.with_instructions(kept))
     with pytest.raises(mtf.ProgramError, match="is never made"):
         check_program(program.with_instructions(broken), "sabotage")
+
+
+def test_reverse_is_a_flag() -> None:
+    time = mtf.Dimension("time", 2)
+    with mtf.Graph(), pytest.raises(mtf.GraphError, match="reverse must be True or False, got str 'no'"):
+        mtf.scan(lambda c, s: (c, ()), [mtf.constant(0.0)], [mtf.zeros([time])], time, reverse="no")

@@ -227,6 +227,14 @@ def collectives(program: mtf.Program, phase: str) -> dict[str, float]:
     return found
 
 
+def test_what_is_kept_is_told_by_name() -> None:
+    with mtf.Graph():
+        outputs = network(mtf.Remat(save=["q", "hidden"]), "scan", training=False)
+        program = mtf.lower(outputs, mesh="a:1")
+    names = {live.name for live in program.memory.live}
+    assert {"scan:carry_0", "scan:q", "scan:hidden"} <= names, names
+
+
 def test_a_repeated_sum_over_cores_is_repeated() -> None:
     """Two blocks a layer: under "full" the first one's sum is made again, as the second needs it; the last is not."""
 

@@ -340,3 +340,48 @@ def test_a_sum_that_is_read_before_the_end_is_reduced_in_every_trip() -> None:
         t, s = t + (values * s).sum(), s * 0.5 + t
     found = mtf.simulate(program, executor="exact").step(x=values)
     np.testing.assert_allclose([found["total"], found["scaled"]], [t, s], rtol=1e-6)
+
+
+def shared_variable(how: str) -> dict[str, np.ndarray]:
+    """Gradients, of first and second order, of a variable that a function declares and that is used outside too."""
+    d, trips = mtf.Dimension("d", 3), mtf.Dimension("trips", 2)
+
+    def f(x: mtf.Tensor) -> mtf.Tensor:
+        known = x.graph.variables or graph.variables
+        w = known["w"].output if "w" in known else mtf.variable("w", [d], dtype="float64")
+        return mtf.tanh(x * w)
+
+    def again(x: mtf.Tensor) -> mtf.Tensor:
+        made: mtf.Tensor = mtf.recompute_grad(f, [x])
+        return made
+
+    def scanned(x: mtf.Tensor, body: Callable[[mtf.Tensor], mtf.Tensor]) -> mtf.Tensor:
+        return mtf.scan(lambda c, s: ((body(c[0]),), ()), [x], dim=trips)[0][0]
+
+    ways: dict[str, Callable[[mtf.Tensor], mtf.Tensor]] = {
+        "written out": lambda x: f(f(x)),
+        "recomputed": lambda x: again(again(x)),
+        "recomputed in recomputed": lambda x: mtf.recompute_grad(lambda y: f(again(y)), [x]),
+        "scan": lambda x: scanned(x, f),
+        "recomputed in scan": lambda x: scanned(x, again),
+        "scan in recomputed": lambda x: mtf.recompute_grad(lambda y: scanned(y, f), [x]),
+    }
+    with mtf.Graph() as graph:
+        x, v = mtf.input("x", [d], "float64"), mtf.input("v", [d], "float64")
+        y = ways[how](x)
+        w = graph.variables["w"].output
+        (first,) = mtf.gradients([mtf.reduce_sum(mtf.sin(y) * w * w)], [w])
+        second, mixed = mtf.gradients([mtf.reduce_sum(first * v)], [w, x])
+        program = mtf.lower({"first": first, "second": second, "mixed": mixed}, precision="highest")
+    sim = mtf.simulate(program)
+    sim.state["w"] = np.array([0.3, 0.5, -0.7])
+    return sim.step(x=[1.0, 2.0, 3.0], v=[1.0, 2.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    "how", ["recomputed", "recomputed in recomputed", "scan", "recomputed in scan", "scan in recomputed"]
+)
+def test_a_variable_declared_inside_counts_once(how: str) -> None:
+    found, wanted = shared_variable(how), shared_variable("written out")
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-12, err_msg=name)

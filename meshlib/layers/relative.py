@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 
 from layouts import Dimension
@@ -9,7 +10,7 @@ from meshlib import initializers
 from meshlib.checks import at, flag, whole
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
-from meshlib.operation import as_dim
+from meshlib.operation import as_dim, as_dims
 from meshlib.ops.elementwise import abs as absolute
 from meshlib.ops.elementwise import add_n, cast, greater, greater_equal, maximum, minimum, negative, subtract
 from meshlib.ops.index import gather
@@ -21,7 +22,7 @@ from meshlib.ops.sources import variable
 def relative_position_bias(
     length: Dimension,
     memory_length: Dimension,
-    heads: Dimension,
+    heads: Dimension | Sequence[Dimension],
     buckets: int = 32,
     max_distance: int = 128,
     causal: bool = False,
@@ -37,7 +38,7 @@ def relative_position_bias(
 
     Args:
       length, memory_length: dims of queries and keys, both counted from 0.
-      heads: dim of the heads of queries.
+      heads: dim of the heads of queries; or two, of the groups of them and of the heads of keys.
       buckets, max_distance: see above; buckets is even, unless `causal`, and each half has at least 2 of them.
       causal: whether keys behind a query are hidden anyway.
       variable_dtype, slice_dtype, activation_dtype: as of `mtf.variable`.
@@ -55,7 +56,7 @@ def relative_position_bias(
     Source: Raffel et al., arXiv:1910.10683, section 2.1; google-research/text-to-text-transfer-transformer.
     """
     what = "relative_position_bias"
-    rows, keys, h = as_dim(length, what), as_dim(memory_length, what), as_dim(heads, what)
+    rows, keys, of_queries = as_dim(length, what), as_dim(memory_length, what), as_dims(heads, f"{what} heads")
     one_way = flag(causal, what, "causal")
     each = whole(buckets, what, "buckets") // (1 if one_way else 2)
     if each < 2 or whole(max_distance, what, "max_distance") <= each // 2 or (not one_way and buckets % 2):
@@ -64,14 +65,14 @@ def relative_position_bias(
             f"{each // 2}, got {buckets} and {max_distance}"
         )
     kinds = Dimension("buckets", buckets)
-    table = variable(name, [h, kinds], initializers.zeros(), variable_dtype, slice_dtype, activation_dtype)
+    table = variable(name, [*of_queries, kinds], initializers.zeros(), variable_dtype, slice_dtype, activation_dtype)
     with scope(name):
         ahead = subtract(positions_of(keys), positions_of(rows), [rows, keys])
         distance = maximum(negative(ahead), 0) if one_way else absolute(ahead)
         bucket = add_n([minimum(distance, each // 2), *(_reached(distance, d) for d in _bounds(each, max_distance))])
         if not one_way:
             bucket = bucket + cast(greater(ahead, 0), "int32") * each
-        return transpose(gather(table, bucket, kinds), [h, rows, keys])
+        return transpose(gather(table, bucket, kinds), [*of_queries, rows, keys])
 
 
 def _bounds(buckets: int, max_distance: int) -> list[int]:

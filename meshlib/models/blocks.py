@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from layouts import Dimension
 from meshlib import layers
 from meshlib.graph import Tensor
-from meshlib.models.config import TransformerConfig
+from meshlib.models.config import Heads, TransformerConfig
 from meshlib.ops.elementwise import add
 from meshlib.ops.sources import dropout
+
+
+def head_dims(heads: Heads) -> tuple[Dimension, Dimension | None]:
+    """`heads` and `group` of `mtf.layers.multihead_attention`; one head of keys for all is no dim of them."""
+    one = heads.memory == 1
+    group = None if one or heads.group == 1 else Dimension("group", heads.group)
+    return Dimension("heads", heads.query if one else heads.memory), group
 
 
 @dataclass(frozen=True)
@@ -83,15 +90,15 @@ class Blocks:
     ) -> Tensor:
         c = self.config
         heads = c.attention_of(window)
-        one = heads.memory == 1 < heads.query
+        dim, group = head_dims(heads)
         return layers.multihead_attention(
             x,
             memory,
             None,
             Dimension("head_dim", heads.dim),
-            Dimension("heads", heads.query if one else heads.memory),
-            None if one or heads.group == 1 else Dimension("group", heads.group),
-            multi_query=one,
+            dim,
+            group,
+            multi_query=heads.memory == 1 < heads.query,
             share_kv=heads.shared,
             causal=causal,
             window=window,

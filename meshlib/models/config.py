@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import groupby
 
 from meshlib.checks import at, choice, flag, number, whole
 from meshlib.dtypes import as_dtype
-from meshlib.errors import GraphError
+from meshlib.errors import GraphError, nearest
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
@@ -53,7 +53,7 @@ class TransformerConfig:
       (T5's relative_buckets up to relative_max_distance) or "none".
     Head: tied: logits by the embedding table. head: "transform" puts dense, activation, norm and a bias around them
       (BERT). scale_embedding, scale_logits: by d_model ** 0.5 and d_model ** -0.5. logit_cap: cap * tanh(x / cap).
-    Training: dropout, label_smoothing, z_loss.
+    Training: dropout (of the weights of attention only where they are materialised), label_smoothing, z_loss.
     Precision: variable_dtype of what optimizers update, activation_dtype of what is computed, softmax_dtype of the
       softmax of materialised scores, matmul_dtype None, "int8" or "fp8" of the products.
 
@@ -197,11 +197,12 @@ class TransformerConfig:
         >>> mtf.models.preset("gpt2").replace(vocab=50304).vocab
         50304
         """
-        names = {f.name for f in fields(self)}
-        unknown = [name for name in changes if name not in names]
-        if unknown:
-            raise GraphError(f"{at('TransformerConfig')}: no field {', '.join(unknown)}; there are {', '.join(names)}")
-        return replace(self, **changes)  # type: ignore[arg-type]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in changes:
+            if name not in values:
+                hint = nearest(name, values) or f"; there are {', '.join(values)}"
+                raise GraphError(f"{at('TransformerConfig')}: no field {name!r}{hint}")
+        return TransformerConfig(**{**values, **changes})
 
     def reduced(self, periods: int = 2) -> TransformerConfig:
         """A model of the same architecture that a laptop runs: small dims, few layers.
@@ -212,6 +213,8 @@ class TransformerConfig:
         >>> mtf.models.preset("llama3.1-405b").reduced().parameters
         28832
         """
+        if whole(periods, "reduced", "periods") < 1:
+            raise GraphError(f"{at('reduced')}: periods must be at least 1, got {periods}")
         windows = tuple(next(run) for _, run in groupby(None if w is None else 4 for w in self.windows))
         few = {self.heads: 8, 1: 1}  # as many as queries, or one for all; else groups of two
         return self.replace(
@@ -251,7 +254,7 @@ class TransformerConfig:
             if getattr(self, name) is not None:
                 number(getattr(self, name), what, name)
         for f in fields(self):
-            if f.type == "bool":
+            if f.type == "bool" or (f.type == "bool | None" and getattr(self, f.name) is not None):
                 flag(getattr(self, f.name), what, f.name)
         if not isinstance(self.windows, tuple) or not self.windows:
             raise GraphError(f"{at(what)}: windows must be a tuple such as (1024, None), got {self.windows!r:.80}")
@@ -270,35 +273,61 @@ class TransformerConfig:
         return [f"{name} must be at least {least}, got {size}" for name, size, least in sizes if size < least]
 
     def _faults(self) -> list[str]:
-        """What does not go together."""
+        """What does not go together, and numbers out of range."""
+        faults = [*self._attention_faults(), *self._position_faults()]
+        if self.encoder_decoder != bool(self.encoder_layers):
+            wanted = "needs encoder_layers" if self.encoder_decoder else "has no encoder_layers beside its layers"
+            faults.append(f"kind {self.kind!r} {wanted}, got {self.encoder_layers}")
+        if self.encoder_decoder and self.segments:
+            faults.append(f"segments are for models of one stack, got {self.segments}")
+        if self.parallel and (self.norm_position == "post" or self.encoder_decoder):
+            faults.append("parallel blocks read one norm before them: they need norm_position='pre' and one stack")
+        if self.post_norms and (self.parallel or self.norm_position == "post"):
+            faults.append("post_norms come on top of a norm before each block: norm_position='pre', parallel=False")
+        if self.matmul_dtype not in (None, "int8", "fp8"):
+            faults.append(f"matmul_dtype must be None, 'int8' or 'fp8', got {self.matmul_dtype!r}")
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                faults.append(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("norm_epsilon", "logit_cap", "z_loss"):
+            if getattr(self, name) < 0:
+                faults.append(f"{name} must not be negative, got {getattr(self, name)}")
+        return faults
+
+    def _attention_faults(self) -> list[str]:
         faults = []
         for name in ("kv_heads", "global_kv_heads"):
             held = getattr(self, name)
             if held and self.heads % held:
                 faults.append(f"heads must be a multiple of {name}: {self.heads} % {held} = {self.heads % held}")
-        if self.encoder_decoder != bool(self.encoder_layers):
-            wanted = "needs encoder_layers" if self.encoder_decoder else "has no encoder_layers beside its layers"
-            faults.append(f"kind {self.kind!r} {wanted}, got {self.encoder_layers}")
+        if self.windows != (None,) and self.encoder_decoder:
+            faults.append(f"windows {self.windows} are for models of one stack")
+        special = ("global_head_dim", "global_kv_heads", "share_kv", "local_rope_theta")
+        if len({window is None for window in self.windows}) == 1:
+            faults += [f"{n} is for windows of both kinds, got {self.windows}" for n in special if getattr(self, n)]
+        return faults
+
+    def _position_faults(self) -> list[str]:
+        faults = []
         if self.position == "learned" and self.max_length is None:
             faults.append("learned positions need max_length")
         if self.position == "learned" and self.encoder_decoder:
             faults.append("learned positions are for models of one stack")
         if self.position == "relative" and self.attention == "flash":
             faults.append("relative positions add to the scores: they need attention='materialised'")
-        if self.position == "rotary" and self.head_dim % 2:
-            faults.append(f"rotary positions turn pairs of features: head_dim must be even, got {self.head_dim}")
-        if self.windows != (None,) and self.encoder_decoder:
-            faults.append(f"windows {self.windows} are for models of one stack")
-        special = ("global_head_dim", "global_kv_heads", "share_kv")
-        if len({window is None for window in self.windows}) == 1:
-            faults += [f"{n} is for windows of both kinds, got {self.windows}" for n in special if getattr(self, n)]
-        if self.parallel and (self.norm_position == "post" or self.kind == "encoder-decoder"):
-            faults.append("parallel blocks read one norm before them: they need norm_position='pre' and one stack")
-        if self.matmul_dtype not in (None, "int8", "fp8"):
-            faults.append(f"matmul_dtype must be None, 'int8' or 'fp8', got {self.matmul_dtype!r}")
-        for name in ("dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                faults.append(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if self.position == "relative" and self.global_kv_heads:
+            faults.append("relative positions are the same in all layers: they need equal heads, not global_kv_heads")
+        if self.position == "sinusoidal" and self.d_model % 2:
+            faults.append(f"sinusoidal positions are sines and cosines: d_model must be even, got {self.d_model}")
+        if self.position == "rotary":
+            for name in ("head_dim", "global_head_dim"):
+                if (getattr(self, name) or 0) % 2:
+                    faults.append(
+                        f"rotary positions turn pairs of features: {name} must be even, got {getattr(self, name)}"
+                    )
+        for name in ("rope_theta", "local_rope_theta"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                faults.append(f"{name} must be positive, got {getattr(self, name)}")
         return faults
 
 

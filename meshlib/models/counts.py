@@ -7,7 +7,7 @@ training step. Norms, activations, softmax and recomputation do not count.
 
 from __future__ import annotations
 
-from meshlib.checks import at, whole
+from meshlib.checks import at, flag, whole
 from meshlib.errors import GraphError
 from meshlib.models.config import Heads, TransformerConfig
 
@@ -69,7 +69,7 @@ def flops_per_token(
         if whole(size, "flops_per_token", name) < 1:
             raise GraphError(f"{at('flops_per_token')}: {name} must be at least 1, got {size}")
     encoder_weights, weights = matmul_parameters(config)
-    halved = causal and config.kind != "encoder"
+    halved = flag(causal, "flops_per_token", "causal") and config.kind != "encoder"
     pairs = 0.0
     for window in config.pattern:
         heads = config.attention_of(window)

@@ -78,7 +78,7 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
 def _parts(name: object) -> list[str]:
     if not isinstance(name, str):
         raise LayoutError(f"{at('layout')}: expected a name such as 'fsdp+tensor', got {name!r:.80}")
-    parts = [inner for part in name.split("+") for inner in _JOINED.get(part, part).split("+")]
+    parts = [inner for part in name.split("+") for inner in _JOINED.get(part.strip(), part.strip()).split("+")]
     for part in parts:
         if part not in PARTS:
             hint = nearest(part, LAYOUTS) or f"; there are {', '.join(LAYOUTS)}, and any joined by '+'"

@@ -13,10 +13,10 @@ from layouts import Dimension
 from meshlib import initializers, layers
 from meshlib.checks import at, flag, whole
 from meshlib.errors import GraphError
-from meshlib.graph import Tensor, absolute_scope, scope
+from meshlib.graph import Tensor, absolute_scope, current_scope, scope
 from meshlib.initializers import Initializer
 from meshlib.layers.dense import ACTIVATIONS
-from meshlib.models.blocks import Blocks
+from meshlib.models.blocks import Blocks, head_dims
 from meshlib.models.config import TransformerConfig
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import tanh
@@ -33,10 +33,10 @@ from meshlib.ops.sources import input, variable
 class Transformer:
     """A model in a graph.
 
-    `inputs` by name: "tokens" [batch, length] and "targets" of the same dims (or [batch, predictions]), int32;
-    "sources" [batch, encoder length] of an encoder-decoder; "segments" [batch, length] and "positions" [batch,
-    predictions] where the model has them. `logits` [batch, length, vocab] (or predictions in place of length);
-    `loss` without dims: the mean over all targets.
+    `inputs` by name, without the scope around: "tokens" [batch, length] and "targets" of the same dims (or [batch,
+    predictions]), int32; "sources" [batch, encoder length] of an encoder-decoder; "segments" [batch, length] and
+    "positions" [batch, predictions] where the model has them. `logits` [batch, length, vocab] (or predictions in place
+    of length); `loss` without dims: the mean over all targets.
     """
 
     config: TransformerConfig
@@ -55,7 +55,7 @@ def transformer(
     predictions: int | None = None,
     training: bool = False,
 ) -> Transformer:
-    """Build a model; call it inside a graph.
+    """Build a model; call it inside a graph, in an `mtf.scope` of its own if there are several.
 
     Dims are called batch, length, d_model, heads (of keys), group (query heads on one of them), head_dim, d_ff, vocab
     and layers: what layout rules name. `mtf.models.layout` has rules.
@@ -106,9 +106,11 @@ def _check(
         if size is not None and whole(size, what, name) < 1:
             raise GraphError(f"{at(what)}: {name} must be at least 1, got {size}")
     if encoder_length is not None and not config.encoder_decoder:
-        raise GraphError(f"{at(what)}: encoder_length is for an encoder-decoder; {config.name} is a {config.kind}")
+        raise GraphError(
+            f"{at(what)}: encoder_length is for an encoder-decoder; {config.name} is of kind {config.kind!r}"
+        )
     if predictions is not None and config.kind != "encoder":
-        raise GraphError(f"{at(what)}: predictions is for an encoder; {config.name} is a {config.kind}")
+        raise GraphError(f"{at(what)}: predictions is for an encoder; {config.name} is of kind {config.kind!r}")
     if config.position == "learned" and config.max_length is not None and length > config.max_length:
         raise GraphError(f"{at(what)}: {config.name} has {config.max_length} positions, but the length is {length}")
 
@@ -123,6 +125,7 @@ class _Builder:
     scan: bool
     training: bool
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    scope_around: tuple[str, ...] = field(default_factory=current_scope)
 
     def build(self, length: int, encoder_length: int, predictions: int | None) -> Transformer:
         """Inputs, stacks, head and loss."""
@@ -158,7 +161,7 @@ class _Builder:
         return initializers.random_normal(0.0, self.config.d_model**-0.5 if tied else 1.0)
 
     def _input(self, name: str, dim: Dimension) -> Tensor:
-        with absolute_scope(""):
+        with absolute_scope("/".join(self.scope_around)):  # outside of the encoder's and the decoder's
             made = self.inputs[name] = input(name, [self.batch, dim], "int32")
         return made
 
@@ -171,7 +174,7 @@ class _Builder:
             bias = layers.relative_position_bias(
                 length,
                 Dimension("memory_length", length.size),
-                Dimension("heads", c.heads),
+                [dim for dim in reversed(head_dims(c.attention_of(None))) if dim is not None],
                 c.relative_buckets,
                 c.relative_max_distance,
                 causal,

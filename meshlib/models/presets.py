@@ -174,6 +174,8 @@ def preset(name: str) -> TransformerConfig:
       Traceback (most recent call last):
       meshlib.errors.GraphError: preset (<doctest meshlib.models.presets.preset[1]>:1): no model 'lama2-70b'; did you...
     """
+    if not isinstance(name, str):
+        raise GraphError(f"{at('preset')}: expected the name of a model such as 'llama2-70b', got {name!r:.80}")
     if name not in PRESETS:
         hint = nearest(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
         raise GraphError(f"{at('preset')}: no model {name!r}{hint}")

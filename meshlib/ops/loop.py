@@ -22,8 +22,8 @@ from meshlib.graph import (
     checked_op_name,
     current_scope,
     innermost,
-    relative_name,
 )
+from meshlib.names import relative_name
 from meshlib.operation import (
     NONLINEAR,
     Array,
@@ -138,8 +138,8 @@ def scan(
     if not callable(body):
         raise GraphError(f"{at('scan')}: body must be a function of carries and slices, got {body!r:.80}")
     policy = checked_policy(remat, "scan")
-    stack = flag(stack_variables, "scan", "stack_variables")
-    return make_loop("scan", body, begin, stacked, dim, bool(reverse), name, stack=stack, remat=policy)
+    backwards, stack = flag(reverse, "scan", "reverse"), flag(stack_variables, "scan", "stack_variables")
+    return make_loop("scan", body, begin, stacked, dim, backwards, name, stack=stack, remat=policy)
 
 
 def while_loop(
@@ -249,7 +249,17 @@ def make_loop(
     }
     types = [x.type for x in carries]
     types += [_stacked(y.type, dim, what, full) for y in (*results[len(carries) :], *stacked)]
-    op = outer.add(LOOP, [outer.adopt(x) for x in (*carries, *xs, *inside.captured)], types, attrs, exact_name=full)
+    named = [
+        t.name.removeprefix(f"{full}/") for t in (*carried, *(y for y, _ in kept))
+    ]  # "layers/scan:feed_forward/wi"
+    op = outer.add(
+        LOOP,
+        [outer.adopt(x) for x in (*carries, *xs, *inside.captured)],
+        types,
+        attrs,
+        exact_name=full,
+        last_outputs=named,
+    )
     return op.outputs[: len(carries)], op.outputs[len(carries) : len(results)]
 
 

@@ -31,7 +31,7 @@ from meshlib.operation import (
     tensor,
     traffic_bytes,
 )
-from meshlib.ops.elementwise import add, cast, equal, exp, log
+from meshlib.ops.elementwise import add, cast, equal, exp, log, multiply, subtract
 from meshlib.ops.state import stop_gradient
 
 
@@ -218,8 +218,8 @@ def reduce_mean(
     _named_only("reduce_mean", disable_positional_args)
     if not tensor(x, "reduce_mean").dtype.is_float:
         raise ShapeError(f"{at('reduce_mean')}: needs a float tensor, got {x}; cast it with mtf.cast")
-    total = _reduce(_SUM, x, output_shape, reduced_dim, name)
-    return total * (size_of(total.shape.dims) / size_of(x.shape.dims))
+    total = _reduce(_SUM, x, output_shape, reduced_dim, None if name is None else f"{name}/sum")
+    return multiply(total, size_of(total.shape.dims) / size_of(x.shape.dims), name=name)
 
 
 def _named_only(what: str, positional: object) -> None:
@@ -248,8 +248,7 @@ def log_softmax(
     x: Tensor, reduced_dim: Dimension, extra_logit: float | Tensor | None = None, name: str | None = None
 ) -> Tensor:
     """x - logsumexp(x) over `reduced_dim`."""
-    del name  # several operations: each numbers itself
-    return x - reduce_logsumexp(x, reduced_dim, extra_logit)
+    return subtract(x, reduce_logsumexp(x, reduced_dim, extra_logit), name=name)
 
 
 def softmax(

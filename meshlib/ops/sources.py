@@ -18,10 +18,10 @@ from meshlib.graph import (
     TensorType,
     absolute_scope,
     current_graph,
-    relative_name,
     scoped_name,
     source_line,
 )
+from meshlib.names import relative_name
 from meshlib.operation import (
     NONLINEAR,
     Array,

@@ -146,6 +146,18 @@ def test_training_flops_to_the_digit(name, length, flops):
     assert preset(name).flops_per_token(length) == flops
 
 
+def test_arguments_of_the_wrong_type_are_refused():
+    config = preset("gpt2")
+    with pytest.raises(mtf.GraphError, match=r"expected the name of a model such as 'llama2-70b', got \['gpt2'\]"):
+        preset(["gpt2"])
+    with pytest.raises(mtf.GraphError, match="causal must be True or False, got str 'no'"):
+        config.flops_per_token(8, causal="no")
+    with pytest.raises(mtf.GraphError, match="periods must be an integer, got NoneType None"):
+        config.reduced(None)
+    with pytest.raises(mtf.GraphError, match=r"reduced \(test_counts.py:\d+\): periods must be at least 1, got 0"):
+        config.reduced(0)
+
+
 def test_counting_all_pairs_doubles_attention_alone():
     config = preset("llama2-70b")
     weights = 6 * config.matmul_parameters
@@ -191,7 +203,25 @@ def test_an_encoder_decoder_counts_both_stacks():
         ({"activation": "glu"}, "activation must be"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"windows": (8, "x")}, "windows must be an integer"),
-        ({"d_modell": 8}, "no field d_modell"),
+        ({"d_modell": 8}, r"test_counts.py:\d+\): no field 'd_modell'; did you mean 'd_model'"),
+        ({"heads": 0}, r"TransformerConfig \(test_counts.py:\d+\) 'gpt2'"),
+        ({"attention_bias": 0}, "attention_bias must be True or False, got int 0"),
+        ({"norm_epsilon": -1e-6}, "norm_epsilon must not be negative, got -1e-06"),
+        ({"z_loss": -1.0, "logit_cap": -2.0}, "logit_cap must not be negative, got -2.0\n  z_loss must not be"),
+        ({"position": "rotary", "rope_theta": 0.0}, "rope_theta must be positive, got 0.0"),
+        ({"position": "rotary", "windows": (8, None), "global_head_dim": 7}, "global_head_dim must be even, got 7"),
+        ({"position": "rotary", "local_rope_theta": 1e4}, "local_rope_theta is for windows of both kinds"),
+        ({"position": "sinusoidal", "d_model": 31}, "d_model must be even, got 31"),
+        ({"post_norms": True, "norm_position": "post"}, "post_norms come on top"),
+        ({"post_norms": True, "parallel": True}, "post_norms come on top"),
+        (
+            {"position": "none", "kind": "encoder-decoder", "encoder_layers": 2, "segments": 2},
+            "segments are for models of one stack, got 2",
+        ),
+        (
+            {"position": "relative", "attention": "materialised", "windows": (8, None), "global_kv_heads": 4},
+            "equal heads, not global_kv_heads",
+        ),
     ],
 )
 def test_configs_that_make_no_sense_are_refused(changes, words):

@@ -88,6 +88,29 @@ def test_what_is_kept_changes_nothing(remat, scan):
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_gradients_of_gradients_are_their_slopes(scan):
+    config = small("llama3.1-405b").replace(variable_dtype="float64", activation_dtype="float64")
+    with mtf.Graph() as graph:
+        model = transformer(config, BATCH, LENGTH, remat="matmuls", scan=scan)
+        wanted = graph.trainable_variables
+        ahead = [mtf.input(f"ahead_{n}", v.shape, "float64") for n, v in enumerate(wanted)]
+        grads = mtf.gradients([model.loss], wanted)
+        along = mtf.add_n([mtf.reduce_sum(g * t) for g, t in zip(grads, ahead, strict=True)])
+        second = dict(zip(graph.variables, mtf.gradients([along], wanted), strict=True))
+        first = dict(zip(graph.variables, grads, strict=True))
+        programs = [mtf.lower(outputs, precision="highest") for outputs in (first, second)]
+    rng = np.random.default_rng(2)
+    held = {n: v.astype(np.float64) for n, v in values(graph).items()}
+    step = {n: rng.normal(size=v.shape) for n, v in held.items()}
+    fed = {**feeds(config, model.inputs)}
+    slopes = [run(programs[0], {n: v + h * step[n] for n, v in held.items()}, fed) for h in (1e-5, -1e-5)]
+    found = run(programs[1], held, {**fed, **{f"ahead_{n}": step[v] for n, v in enumerate(held)}})
+    for name, value in found.items():
+        slope = (slopes[0][name] - slopes[1][name]) / 2e-5
+        np.testing.assert_allclose(value, slope, rtol=1e-4, atol=1e-5 * np.abs(slope).max(), err_msg=name)
+
+
 def test_angles_of_positions_are_not_kept():
     with mtf.Graph() as graph:
         transformer(small("llama3.1-405b"), BATCH, LENGTH, remat="none")
@@ -104,6 +127,44 @@ def test_a_pattern_that_does_not_fill_the_last_trip_goes_on_unrolled():
     assert names <= set(graph.variables)
     held, fed = values(graph), feeds(config, model.inputs)
     assert run(program, held, fed)["loss"] == pytest.approx(reference.forward(config, held, fed), rel=2e-5)
+
+
+def test_groups_of_query_heads_have_relative_positions_of_their_own():
+    config = small("t5-small", 1).replace(kv_heads=4)  # two query heads share a head of keys
+    graph, model, program = built(config)
+    held, fed = values(graph), feeds(config, model.inputs)
+    assert held["encoder/relative_position_bias"].shape == (2, 4, 8)  # group, heads, buckets
+    assert sum(v.size for v in held.values()) == config.parameters
+
+    def repeated(name, value):
+        """The same with a head of keys and values for each query."""
+        if "/attention/" not in name and "/cross_attention/" not in name and "relative" not in name:
+            return value
+        first = value.ndim - 3 if "relative" not in name else 0  # where the heads are
+        if "/k/" in name or "/v/" in name:
+            return np.concatenate([value, value], axis=-2)
+        if "/out/" in name:
+            first -= 1
+        if "/q/" in name:
+            first = value.ndim - 3
+        return value.reshape(*value.shape[:first], 8, *value.shape[first + 2 :])
+
+    graph, _, plain = built(config.replace(kv_heads=None))
+    spread = {name: repeated(name, value) for name, value in held.items()}
+    assert {n: v.shape for n, v in spread.items()} == {n: v.shape for n, v in values(graph).items()}
+    assert run(program, held, fed)["loss"] == pytest.approx(float(run(plain, spread, fed)["loss"]), rel=1e-5)
+
+
+def test_two_models_in_one_graph():
+    with mtf.Graph():
+        losses = {}
+        for name in ("teacher", "student"):
+            with mtf.scope(name):
+                model = transformer(small("t5-small", 1), BATCH, LENGTH)
+                losses[name] = model.loss
+        program = mtf.lower(losses)
+    assert set(model.inputs) == {"sources", "tokens", "targets"}
+    assert set(program.inputs) == {f"{a}/{b}" for a in ("teacher", "student") for b in model.inputs}
 
 
 def test_dropout_drops_while_training_alone():
@@ -137,8 +198,8 @@ def test_products_are_bfloat16_and_statistics_float32():
     ("name", "arguments", "words"),
     [
         ("gpt2", {"length": 2048}, "gpt2 has 1024 positions, but the length is 2048"),
-        ("gpt2", {"encoder_length": 8}, "encoder_length is for an encoder-decoder; gpt2 is a decoder"),
-        ("t5-small", {"predictions": 8}, "predictions is for an encoder; t5-small is a encoder-decoder"),
+        ("gpt2", {"encoder_length": 8}, "encoder_length is for an encoder-decoder; gpt2 is of kind 'decoder'"),
+        ("t5-small", {"predictions": 8}, "predictions is for an encoder; t5-small is of kind 'encoder-decoder'"),
         ("gpt2", {"batch": 0}, "batch must be at least 1, got 0"),
         ("gpt2", {"scan": 1}, "scan must be True or False"),
         ("gpt2", {"remat": "some"}, "remat must be"),

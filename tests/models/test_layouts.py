@@ -37,6 +37,11 @@ def test_names_stand_for_rules(name, mesh, rules):
     assert str(layout(name, TINY, mesh)) == rules
 
 
+def test_blanks_around_parts_do_not_matter():
+    mesh = "fsdp:2;tensor:2"
+    assert layout(" fsdp + tensor ", TINY, mesh) == layout("fsdp+tensor", TINY, mesh)
+
+
 def test_biases_are_fully_sharded_where_they_divide():
     bert = model("bert-large").reduced()
     assert str(layout("fsdp", bert, "fsdp:4")) == "batch:fsdp;d_model:fsdp?;d_ff:fsdp?;vocab:fsdp?"

@@ -92,7 +92,7 @@ def test_wrong_flags_are_one_message(flags, words, capsys):
     assert code == 2 or "not possible" in text.out
 
 
-@pytest.mark.parametrize("flags", [["--layout", "fsdp"], ["--batch", "-1"], ["--length", "0"]])
+@pytest.mark.parametrize("flags", [["--layout", "fsdp"], ["--batch", "-1"], ["--length", "0"], ["--tokens", "inf"]])
 def test_flags_are_checked(flags, capsys):
     with pytest.raises(SystemExit) as done:
         plan_llama.main(flags)

@@ -40,6 +40,18 @@ def test_graphs_of_all_presets_have_the_variables_that_were_counted():
         assert len(graph.operations) < 1000, name  # a layer is written once, or once in a pattern
 
 
+@pytest.mark.parametrize("name", ["llama2-70b", "t5-11b", "gemma3-12b"])
+def test_more_layers_are_no_more_operations(name):
+    def operations(periods):
+        with mtf.Graph() as graph:
+            train_step(preset(name).reduced(periods), batch=8, length=8)
+        return [
+            len(g.operations) for g in (graph, *(op.attrs["body"] for op in graph.operations if "body" in op.attrs))
+        ]
+
+    assert operations(2) == operations(50)
+
+
 def test_the_unrolled_graph_has_as_many_variables():
     for name in ("gemma3-12b", "t5-small", "gpt2"):
         with mtf.Graph() as graph:
@@ -53,7 +65,7 @@ def test_presets_of_every_architecture_lower_at_a_small_scale():
     assert len(configs) > 8
     for config, name in configs.items():
         with mtf.Graph():
-            outputs, updates = train_step(config, batch=4, length=8)
+            outputs, updates = train_step(config, batch=4, length=8, optimizer="sgd")
             program = mtf.lower(outputs, updates, "fsdp:2;tensor:2", layout("fsdp+tensor", config, "fsdp:2;tensor:2"))
         assert {c.kind for c in program.collectives} >= {"all_gather", "reduce_scatter"}, name
 
