@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hardware.network import Cost, Demand, collective_cost
-from hardware.placement import Placement, placements
+from hardware.placement import DCN, Placement, placements
 from hardware.slices import Slice
 from meshlib.lower.program import Instruction, Program
 
@@ -93,11 +93,14 @@ class Network:
         return found
 
 
-def placed(slice_: Slice, program: Program, whole_axes: bool = False) -> Placement:
+def placed(
+    slice_: Slice, program: Program, whole_axes: bool = False, across: Sequence[tuple[str, int]] = ()
+) -> Placement:
     """The best placement of a program's mesh for its own collectives.
 
     `whole_axes`: only those on which each mesh axis takes whole torus axes, where there are any: what
-    `jax.experimental.mesh_utils.create_device_mesh` makes unless told that it may split them.
+    `jax.experimental.mesh_utils.create_device_mesh` makes unless told that it may split them. `across`: of each mesh
+    axis, the part that joins slices (`create_hybrid_device_mesh`); any, unless given.
     """
     totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for move, times in all_moves(program):
@@ -105,16 +108,19 @@ def placed(slice_: Slice, program: Program, whole_axes: bool = False) -> Placeme
         totals[move.kind, move.axes] = count + times, size + times * move.larger_bytes
     demands = tuple(Demand(kind, axes, size / n, n) for (kind, axes), (n, size) in totals.items())
     mesh = tuple((axis, program.mesh.axis_size(axis)) for axis in program.mesh.axes)
-    return _best(slice_, mesh, demands, whole_axes)
+    return _best(slice_, mesh, demands, whole_axes, tuple(across))
 
 
 @lru_cache(maxsize=256)
-def _best(slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Demand, ...], whole_axes: bool) -> Placement:
+def _best(
+    slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Demand, ...], whole_axes: bool,
+    across: tuple[tuple[str, int], ...],
+) -> Placement:  # fmt: skip
     """As `hardware.best_placement`; a group of axes that looks the same on two placements is priced once."""
     sizes: Mapping[str, int] = dict(mesh)
     best: tuple[float, Placement] | None = None
     prices: dict[tuple[Demand, tuple[object, ...]], float] = {}
-    for placement in _candidates(slice_, sizes, whole_axes):
+    for placement in _candidates(slice_, sizes, whole_axes, dict(across)):
         seconds = 0.0
         shapes: dict[tuple[str, ...], tuple[object, ...]] = {}
         for d in demands:
@@ -134,9 +140,13 @@ def _best(slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Deman
     return best[1]
 
 
-def _candidates(slice_: Slice, sizes: Mapping[str, int], whole_axes: bool) -> Iterable[Placement]:
+def _candidates(
+    slice_: Slice, sizes: Mapping[str, int], whole_axes: bool, across: Mapping[str, int]
+) -> Iterable[Placement]:
     """All placements where there are few; otherwise those that cut the torus in few pieces."""
     every = list(placements(slice_, sizes))
+    if across:
+        every = [p for p in every if _over_dcn(p) == across] or every
     if whole_axes:
         shape = slice_.torus_shape
         uncut = [p for p in every if all(f.place < 0 or f.size == shape[f.place] for f in p.all_factors())]
@@ -146,6 +156,11 @@ def _candidates(slice_: Slice, sizes: Mapping[str, int], whole_axes: bool) -> It
     pieces = [sum(1 for _ in p.all_factors()) for p in every]
     least = min(pieces)
     return [p for p, count in zip(every, pieces, strict=True) if count <= least + 1]
+
+
+def _over_dcn(placement: Placement) -> dict[str, int]:
+    """Of each mesh axis, the part over DCN."""
+    return {axis: f.size for axis, factors in placement.factors for f in factors if f.place == DCN}
 
 
 def _shape(slice_: Slice, placement: Placement, axes: tuple[str, ...]) -> tuple[object, ...]:

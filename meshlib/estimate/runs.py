@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hardware.chips import Chip, get_chip
-from hardware.errors import HardwareError
 from hardware.slices import Slice
+from meshlib.estimate.machine import axes_of, slice_of
+from meshlib.estimate.measured import flops_per_token, local_layers, measured, parameters
 from meshlib.estimate.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
+from meshlib.models import PRESETS, TransformerConfig
 
 Row = Mapping[str, Any]
 
-_AXES = {
-    "data": "data", "fsdp": "fsdp", "fsdp_transpose": "fsdp", "tensor": "tensor", "tensor_transpose": "tensor",
-    "tensor_sequence": "tensor", "model": "tensor", "mdl": "tensor", "context": "context", "sequence": "context",
-}  # fmt: skip
+_DIMS = ("layers", "d_model", "q_heads", "head_dim", "d_ff", "vocab")
+_BATCHES = ("global_sequences", "global_examples", "sequences", "global_batch_size")
+_BATCH_AXES = ("slices", "data", "shard", "fsdp")
 FLASH_SINCE = 2023  # jax.experimental.pallas.ops.tpu.flash_attention
 STATE_BYTES = 12  # a parameter: itself and two slots in float32
 
@@ -34,9 +35,9 @@ class Run:
     """A published training run.
 
     Attributes:
-      name, family, chip, precision ("bf16", "int8", "fp8"): what tables group by.
+      name, family, chip, precision ("bf16", "int8", "fp8", "float32"): what tables group by.
       model: dims as the row gives them; length, batch: tokens of a sequence, sequences of a step.
-      slice: where it ran; mesh: axis -> size, devices in all.
+      slice: where it ran; mesh: axis -> size, devices in all; across: of each axis, the part that joins slices.
       policy: of recomputation; attention: "flash" or "materialised"; optimizer: name.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: of all of that.
@@ -52,6 +53,7 @@ class Run:
     length: int
     slice: Slice
     mesh: tuple[tuple[str, int], ...]
+    across: tuple[tuple[str, int], ...]
     policy: Policy
     attention: str
     optimizer: str
@@ -68,12 +70,18 @@ class Run:
     @property
     def eight_bit(self) -> bool:
         """Whether products run in 8 bits."""
-        return self.precision != "bf16"
+        return self.precision in ("int8", "fp8")
 
     @property
     def locals(self) -> int:
         """Layers with a window between two with global attention."""
-        return int(str(self.model.get("pattern") or "0").split()[0]) if self.model.get("local_window") else 0
+        return local_layers(self.model)
+
+    @property
+    def padded_batch(self) -> int:
+        """Sequences of a step with those that fill up the devices that share them."""
+        parts = math.prod(self.axis(name) for name in _BATCH_AXES)
+        return -(-self.batch // parts) * parts
 
     @property
     def predictions(self) -> int | None:
@@ -88,15 +96,9 @@ class Run:
     @property
     def model_flops(self) -> float:
         """Of the measured time, on all chips, as papers count: 6 a parameter and token, attention as it is masked."""
-        m, tokens = self.model, self.batch * self.length
-        width = m["q_heads"] * m["head_dim"]
-        layers, window = m["layers"], m.get("local_window")
-        spans = [self.length if self.encoder else self.length / 2]
-        if window:
-            spans = [min(self.length / 2, float(window))] * self.locals + spans
-        attention = 12 * layers * width * sum(spans) / len(spans) * tokens
-        whole = 6 * parameters(m) * tokens + attention
-        return float(self.steps * whole + self.evaluation / self.batch * whole / 3)
+        spans = "full" if self.encoder else "windows"
+        whole = flops_per_token(self.model, self.length, spans) * self.batch * self.length
+        return self.steps * whole + self.evaluation / self.batch * whole / 3
 
     @property
     def utilisation(self) -> float:
@@ -104,30 +106,17 @@ class Run:
         return self.model_flops / self.measured_seconds / self.slice.peak_flops("bf16")
 
 
-def parameters(model: Mapping[str, Any]) -> float:
-    """What tokens are multiplied by: attention, feed-forward, and the head. No norms, biases, or table looked up in.
-
-    >>> gpt3 = dict(layers=96, d_model=12288, q_heads=96, head_dim=128, d_ff=49152, mlp_matrices=2, vocab=50304)
-    >>> round(parameters(gpt3) / 1e9, 1)
-    174.6
-    """
-    d, heads = model["d_model"], model["q_heads"]
-    attention = 2 * d * model["head_dim"] * (heads + (model.get("kv_heads") or heads))
-    layer = attention + (model.get("mlp_matrices") or 2) * d * model["d_ff"]
-    return float(model["layers"] * layer + d * model["vocab"])
-
-
 def run_of(row: Row) -> Run:
     """The training run that a row describes.
 
     Raises: NotExpressed, with the reason, for rows of other kinds and for what the row leaves open.
     """
-    model = _model(row)
+    model, completed = _model(row)
     chip = get_chip(str(row["chip"]))
-    slice_, assumed = _slice(row, chip)
+    slice_, assumed = slice_of(row, chip)
     batch, length = _batch(row, slice_)
-    mesh, split = _mesh(row, slice_, model, batch)
-    steps, evaluation, measured = _measured(row, batch, length, slice_, model)
+    axes = axes_of(row, slice_, model["d_model"])
+    steps, evaluation, seconds, counted = measured(row, batch, length, slice_, model)
     run = Run(
         name=str(row.get("id", "?")),
         family=_family(row, model),
@@ -137,25 +126,37 @@ def run_of(row: Row) -> Run:
         batch=batch,
         length=length,
         slice=slice_,
-        mesh=mesh,
+        mesh=axes.sizes,
+        across=axes.across,
         policy=Policy(),
         attention=_attention(row, chip),
         optimizer=str(row.get("optimizer") or ""),
         steps=steps,
         evaluation=evaluation,
-        measured_seconds=measured,
+        measured_seconds=seconds,
         apart=_apart(row, model),
-        assumed=(*assumed, *split),
     )
+    padded = _padded(run)
     policy, why = _policy(row, run)
-    return replace(run, policy=policy, assumed=(*run.assumed, *why))
+    return replace(run, policy=policy, assumed=(*completed, *assumed, *axes.assumed, *counted, *padded, *why))
 
 
-def _model(row: Row) -> Mapping[str, Any]:
+def known_model(name: str) -> TransformerConfig | None:
+    """The preset with the longest name that is part of this one.
+
+    >>> known_model("PaLM 540B").name, known_model("maxtext-7b")
+    ('palm-540b', None)
+    """
+    found = [preset for preset in PRESETS if preset in name.lower().replace(" ", "-")]
+    return PRESETS[max(found, key=len)] if found else None
+
+
+def _model(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Dimensions, and which of them the row leaves to what is published under its model's name."""
     found = row.get("model")
-    model: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {}
+    model: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"name": found or ""}
     arch = str(model.get("arch", ""))
-    if "moe" in arch.lower() or model.get("experts"):
+    if "moe" in arch.lower() or any("expert" in key and size for key, size in model.items()):
         raise NotExpressed("mixture-of-experts layers are not in the library yet")
     if "cnn" in arch.lower() or "image" in model or "patch" in model:
         raise NotExpressed("training of convolutional networks is not expressed as rows yet")
@@ -165,114 +166,80 @@ def _model(row: Row) -> Mapping[str, Any]:
         raise NotExpressed("decoding against a cache has no program of the library's own yet")
     if "heads" in model:
         model.setdefault("q_heads", model["heads"])
-    missing = [k for k in ("layers", "d_model", "q_heads", "head_dim", "d_ff", "vocab") if not model.get(k)]
+    assumed = _completed(model)
+    missing = [k for k in _DIMS if not model.get(k)]
+    if len(missing) == len(_DIMS):
+        raise NotExpressed("it states no dimensions of a model")
     if missing:
         raise NotExpressed(f"its model's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not stated")
-    return model
+    wrong = [k for k in _DIMS if not float(model[k]).is_integer() or model[k] < 1]
+    if wrong:
+        raise NotExpressed(f"its model's {wrong[0]} must be a whole number of at least 1, not {model[wrong[0]]}")
+    return model | {k: int(model[k]) for k in _DIMS}, assumed
 
 
-def _slice(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
-    count, chips = int(row.get("n_slices") or 1), int(row["n_chips"])
-    where = row.get("slice")
-    text = str((where.get("topology") if isinstance(where, Mapping) else where) or "")
-    shape = re.search(r"\d+(?:x\d+)+", text)
-    each, assumed = chips // count, tuple[str, ...]()
-    if shape and math.prod(map(int, shape[0].split("x"))) == each:
-        size = shape[0]
-    else:
-        size, assumed = _compact(each, len(chip.pod_shape), chip), ("shape of the slice",)
-    name = f"{count}*{chip.name}-{size}" if count > 1 else f"{chip.name}-{size}"
-    try:
-        return Slice(name, chip), assumed
-    except HardwareError:
-        # A machine that is no slice on offer: the same chips in a torus of their own.
-        sides = tuple(sorted(map(int, size.split("x"))))
-        own = replace(chip, pod_shape=sides, max_slice_chips=math.prod(sides))
-        if chip.wrap_cube and any(side % chip.wrap_cube for side in sides):
-            own = replace(own, wrap_cube=None)
-        return Slice(name, own), (*assumed, "a torus of that shape")
-
-
-def _compact(chips: int, rank: int, chip: Chip) -> str:
-    """The most compact box of that many chips, of whole cubes where the chip's slices are made of them."""
-    edge = chip.wrap_cube if chip.wrap_cube and chips % chip.wrap_cube**rank == 0 else 1
-    boxes = _boxes(chips // edge**rank, rank)
-    best = min(boxes, key=lambda sides: (sum(sides), sides))
-    return "x".join(str(side * edge) for side in best)
-
-
-def _boxes(volume: int, rank: int) -> Iterator[tuple[int, ...]]:
-    if rank == 1:
-        yield (volume,)
-        return
-    for side in range(1, volume + 1):
-        if volume % side == 0:
-            yield from ((side, *rest) for rest in _boxes(volume // side, rank - 1) if side <= rest[0])
+def _completed(model: dict[str, Any]) -> tuple[str, ...]:
+    """Fills in what is published of a model of that name with those dimensions, and heads that make up d_model."""
+    known = known_model(str(model.get("name", "")))
+    if known is not None and known.kind != "encoder-decoder":
+        published: dict[str, Any] = {
+            "layers": known.layers, "d_model": known.d_model, "q_heads": known.heads, "head_dim": known.head_dim,
+            "d_ff": known.d_ff, "vocab": known.vocab, "kv_heads": known.memory_heads, "arch": known.kind,
+            "mlp_matrices": 3 if known.gated else 2, "tied_embedding": known.tied,
+        }  # fmt: skip
+        if known.windows != (None,):
+            published |= {"local_window": known.windows[0], "pattern": f"{len(known.windows) - 1} local"}
+        if all(model.get(k) in (None, published[k]) for k in _DIMS if k != "vocab"):
+            missing = [k for k in published if model.get(k) is None]
+            model |= {k: published[k] for k in missing}
+            dims = [k for k in missing if k in _DIMS]
+            return (f"{', '.join(dims)} as published of {known.name}",) if dims else ()
+    if not model.get("head_dim") and model.get("d_model") and model.get("q_heads"):
+        model["head_dim"] = model["d_model"] / model["q_heads"]
+        return ("head_dim: d_model over heads",)
+    return ()
 
 
 def _batch(row: Row, slice_: Slice) -> tuple[int, int]:
+    """(sequences of a step, tokens of a sequence)."""
     batch = row.get("batch") or {}
     length = batch.get("seq") or (row.get("model") or {}).get("seq")
     if not length:
         raise NotExpressed("its sequence length is not stated")
-    found = batch.get("global_sequences") or batch.get("global_examples") or batch.get("sequences")
+    found = next((batch[key] for key in _BATCHES if batch.get(key)), None)
     if not found and "per_device_batch_size" in batch:
-        found = float(batch["per_device_batch_size"]) * slice_.devices
+        each = batch.get("devices_per_chip")
+        found = float(batch["per_device_batch_size"]) * (int(each) * slice_.chips if each else slice_.devices)
+    if not found and batch.get("tokens"):
+        found = float(batch["tokens"]) / float(length)
     if not found:
         raise NotExpressed("its batch is not stated")
-    return int(found), int(length)
+    whole = round(float(found))
+    if whole < 1 or abs(whole - float(found)) > 1e-6 * whole:
+        raise NotExpressed(f"its batch makes no whole number of sequences: {float(found):g}")
+    return whole, int(length)
 
 
-def _mesh(
-    row: Row, slice_: Slice, model: Mapping[str, Any], batch: int
-) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
-    """The mesh, and what of it is assumed."""
-    layout = row.get("layout") or {}
-    sizes = dict.fromkeys(("slices", "data", "shard", "fsdp", "context", "tensor"), 1)
-    stated = {k: v for k, v in layout.items() if isinstance(v, int)}
-    for key, size in stated.items():
-        network, _, rest = key.partition("_")
-        axis = _AXES.get(rest if network in ("ici", "dcn") else key)
-        if axis is None and size != 1:
-            raise NotExpressed(f"axis '{key}' of its layout has no counterpart here")
-        sizes["slices" if network == "dcn" and axis == "data" else axis or "data"] *= size
-    devices = slice_.devices
-    for axis, size in sizes.items():
-        if size < 0:  # -1: what is left
-            sizes[axis] = -devices // math.prod(sizes.values()) * abs(size)
-    if not stated:
-        sizes["slices"], sizes["fsdp"] = _from_words(str(layout.get("note", "")), slice_)
-    if sizes["slices"] == 1 and math.prod(sizes.values()) * slice_.slices == devices:
-        sizes["slices"] = slice_.slices
-    if math.prod(sizes.values()) != devices:
-        raise NotExpressed(f"its layout {stated or dict(layout)} does not make {devices} devices")
-    if batch % (sizes["slices"] * sizes["data"] * sizes["fsdp"]):
-        raise NotExpressed(f"{batch} sequences do not divide over {devices // sizes['tensor']} devices")
-    if sizes["fsdp"] == sizes["tensor"] == 1 and sizes["data"] > 1:
-        sizes["shard"] = math.gcd(sizes["data"], model["d_model"])
-        sizes["data"] //= sizes["shard"]
-    fully, assumed = sizes["fsdp"], tuple[str, ...]()
-    if model["d_model"] % fully:
-        sizes["fsdp"] = math.gcd(fully, model["d_model"])
-        sizes["data"] *= fully // sizes["fsdp"]
-        assumed = (f"weights split in {sizes['fsdp']} parts, not {fully}",)
-    found = tuple((axis, size) for axis, size in sizes.items() if size > 1)
-    return found or (("data", 1),), assumed
+def _padded(run: Run) -> tuple[str, ...]:
+    """What is assumed of a batch that the devices do not share evenly.
 
-
-def _from_words(note: str, slice_: Slice) -> tuple[int, int]:
-    """(slices, fsdp) of a layout in words: fully sharded in a slice, data-parallel between slices."""
-    text = note.lower()
-    if "fsdp" in text and "slice" in text:
-        return slice_.slices, slice_.devices // slice_.slices
-    raise NotExpressed("its layout is not stated" + (f": {note}" if note else ""))
+    Raises: NotExpressed for fewer sequences than devices that share them.
+    """
+    if run.padded_batch == run.batch:
+        return ()
+    parts = math.prod(run.axis(name) for name in _BATCH_AXES)
+    if run.batch < parts:
+        raise NotExpressed(f"{run.batch} sequences do not divide over {parts} devices")
+    return (f"{run.batch} sequences padded to {run.padded_batch}",)
 
 
 def _precision(text: str) -> str:
     words = text.lower()
     if "int8" in words and "weights" not in words:
         return "int8"
-    return "fp8" if "fp8" in words else "bf16"
+    if "fp8" in words:
+        return "fp8"
+    return "float32" if re.search(r"float32|fp32|f32", words) and "bf16" not in words else "bf16"
 
 
 def _family(row: Row, model: Mapping[str, Any]) -> str:
@@ -296,28 +263,6 @@ def _apart(row: Row, model: Mapping[str, Any]) -> str:
     if "from memory" in str((row.get("batch") or {}).get("certainty", "")):
         return "its batch is from memory"
     return ""
-
-
-def _measured(row: Row, batch: int, length: int, slice_: Slice, model: Mapping[str, Any]) -> tuple[int, int, float]:
-    """(training steps, sequences evaluated, seconds of all of them)."""
-    measured, derived = row.get("measured") or {}, row.get("derived") or {}
-    block = re.match(r"([\d,]+) (?:training )?steps of", str(derived.get("block", "")))
-    if "block_s_median" in measured and block:
-        evaluated = re.search(r"evaluation forward of ([\d,]+) sequences", str(derived["block"]))
-        count = int(evaluated[1].replace(",", "")) if evaluated else 0
-        return int(block[1].replace(",", "")), count, float(measured["block_s_median"])
-    for where in (measured, derived):
-        for key, unit in (("step_time_s", 1.0), ("step_time_ms", 1e-3)):
-            if where.get(key):
-                return 1, 0, float(where[key]) * unit
-    if measured.get("tokens_per_s_per_chip"):
-        return 1, 0, batch * length / slice_.chips / float(measured["tokens_per_s_per_chip"])
-    if measured.get("tflops_per_s_per_chip") and "causal-halved" in str(row.get("flops_convention")):
-        flops = (6 * parameters(model) + 6 * model["layers"] * model["q_heads"] * model["head_dim"] * length) * length
-        return 1, 0, flops * batch / slice_.chips / float(measured["tflops_per_s_per_chip"]) / 1e12
-    if measured.get("steps_per_s"):
-        return 1, 0, 1 / float(measured["steps_per_s"])
-    raise NotExpressed("it gives no step time, and no rate from which one follows")
 
 
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:

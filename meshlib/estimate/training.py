@@ -5,6 +5,7 @@ A run's programs are built, lowered and planned once; `Prepared.seconds` schedul
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from layouts import LayoutRules, Mesh, Rule
 from meshlib.estimate.moves import Network, placed
 from meshlib.estimate.physics import Physics
 from meshlib.estimate.plan import Plan, plan_of
-from meshlib.estimate.runs import Run
+from meshlib.estimate.runs import Run, known_model
 from meshlib.estimate.schedule import schedule
 from meshlib.estimate.times import Times
 from meshlib.lower import Balance, lower
@@ -57,7 +58,8 @@ def prepare(run: Run) -> Prepared:
 
 
 def _plan(run: Run, program: Program) -> Plan:
-    return plan_of(program, Network(program, run.slice, placed(run.slice, program, whole_axes=True)))
+    placement = placed(run.slice, program, whole_axes=True, across=run.across)
+    return plan_of(program, Network(program, run.slice, placement))
 
 
 def _lowered(run: Run, training: bool) -> Program:
@@ -69,10 +71,10 @@ def _lowered(run: Run, training: bool) -> Program:
     with mtf.Graph():
         if training:
             outputs, updates = mtf.models.train_step(
-                config, run.batch, run.length, "adamw", _remat(run, config), predictions=run.predictions
+                config, run.padded_batch, run.length, "adamw", _remat(run, config), predictions=run.predictions
             )
             return lower(outputs, updates, mesh, layout_of(run, config, mesh), balance=balance)
-        model = mtf.models.transformer(config, run.batch, run.length, predictions=run.predictions)
+        model = mtf.models.transformer(config, run.padded_batch, run.length, predictions=run.predictions)
         return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), balance=balance)
 
 
@@ -82,7 +84,8 @@ def config_of(run: Run) -> TransformerConfig:
     Decoders are as in MaxText's base configuration (RMS norms, rotary positions), encoders as BERT.
     """
     m = run.model
-    base = _known(str(m.get("name", ""))) or PRESETS["bert-large" if run.encoder else "maxtext-16b"]
+    base = known_model(str(m.get("name", ""))) or PRESETS["bert-large" if run.encoder else "maxtext-16b"]
+    multiple = math.lcm(VOCAB_MULTIPLE, run.axis("tensor"))
     gated = int(m.get("mlp_matrices") or (3 if base.gated else 2)) == 3
     changes: dict[str, Any] = {
         "name": str(m.get("name") or "model"),
@@ -92,7 +95,7 @@ def config_of(run: Run) -> TransformerConfig:
         "kv_heads": m.get("kv_heads"),
         "head_dim": m["head_dim"],
         "d_ff": m["d_ff"],
-        "vocab": -(-m["vocab"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        "vocab": -(-m["vocab"] // multiple) * multiple,
         "gated": gated,
         "activation": base.activation if gated == base.gated else "silu" if gated else "relu",
         "tied": bool(m.get("tied_embedding", base.tied)),
@@ -100,19 +103,14 @@ def config_of(run: Run) -> TransformerConfig:
         # Published runs of encoders are TensorFlow's, whose softmax is in the policy's dtype (Keras mixed_bfloat16).
         "softmax_dtype": "bfloat16" if run.encoder else base.softmax_dtype,
         "dropout": 0.0,
-        "matmul_dtype": None if run.precision == "bf16" else run.precision,
+        "matmul_dtype": run.precision if run.eight_bit else None,
+        "activation_dtype": "float32" if run.precision == "float32" else "bfloat16",
     }
     if m.get("local_window"):
         changes["windows"] = (*(m["local_window"],) * run.locals, None)
     if base.position == "learned":
         changes["max_length"] = run.length
     return base.replace(**changes)
-
-
-def _known(name: str) -> TransformerConfig | None:
-    """The preset with the longest name that is part of this one."""
-    found = [preset for preset in PRESETS if preset in name.lower()]
-    return PRESETS[max(found, key=len)] if found else None
 
 
 def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:

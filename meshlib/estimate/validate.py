@@ -31,6 +31,9 @@ from meshlib.estimate.policies import NotExpressed
 from meshlib.estimate.published import ROWS
 from meshlib.estimate.runs import Run, run_of
 
+# What figures of rows can make of programs: a row that cannot be read must not hide the others.
+_UNREADABLE = (MeshlibError, HardwareError, ArithmeticError, AttributeError, TypeError, ValueError, LookupError)
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -156,7 +159,7 @@ def check_row(row: Mapping[str, Any]) -> Checked:
         return replace(checked, family=run.family, run=run, measured_seconds=run.measured_seconds, apart=run.apart)
     except NotExpressed as fault:
         return replace(checked, why_not=str(fault))
-    except (MeshlibError, HardwareError, TypeError, ValueError, KeyError) as fault:
+    except _UNREADABLE as fault:
         return replace(checked, why_not=f"its figures make no program: {fault}".splitlines()[0])
 
 
@@ -170,7 +173,7 @@ def _with_runs(checked: Sequence[Checked], refit: bool) -> Validation:
         if row.run is not None:
             try:
                 prepared[n] = prepare(row.run)
-            except (MeshlibError, HardwareError) as fault:
+            except _UNREADABLE as fault:
                 why = f"its program is refused: {fault}".splitlines()[0]
                 rows[n] = replace(row, run=None, measured_seconds=None, apart="", why_not=why)
     counted = {n: p for n, p in prepared.items() if not p.run.apart}

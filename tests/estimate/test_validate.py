@@ -111,7 +111,7 @@ def test_other_collectives_are_programs_too(op, model):
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"id": "a"}, "layers, d_model, q_heads, head_dim, d_ff, vocab are not stated"),
+        ({"id": "a"}, "states no dimensions of a model"),
         ({"id": "a", "model": {"arch": "MoE"}}, "mixture-of-experts"),
         ({"id": "a", "model": {"arch": "CNN"}}, "convolutional"),
         ({"id": "a", "kind": "inference", "model": {}}, "decoding"),
