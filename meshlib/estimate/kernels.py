@@ -25,6 +25,7 @@ from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
 
 _RESIDENT = ("input", "variable", "assign")
 _ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 _READS_PART = ("gather", "slice")
 _REPEATED = ("cast", "negative", "multiply", "add", "subtract", "divide")
 # Of the products of each kernel of fused attention, the share that is no repetition of the forward pass: one of two,
@@ -219,8 +220,10 @@ def _is_free(i: Instruction) -> bool:
         return True
     if i.opcode in ("constant", "broadcast"):
         return all(y.local_bytes <= 8 for y in i.outputs)
-    if i.opcode == "reshape":
-        # Tiles stay as they are where the two minor dims do.
+    if i.opcode == "reshape" or (
+        i.opcode in _REDUCTIONS and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
+    ):
+        # Tiles stay as they are where the two minor dims do; one element of each is its own sum.
         return i.inputs[0].local.shape.sizes[-2:] == i.outputs[0].local.shape.sizes[-2:]
     return False
 

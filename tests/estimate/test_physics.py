@@ -277,3 +277,12 @@ def test_a_narrow_softmax_is_nearly_the_same_and_moves_less():
     ]
     # Weights, and what comes before their cotangent, in two bytes instead of four: written once, read at least once.
     assert traffic[0] - traffic[1] >= 2 * 2 * 2 * 8 * 512 * 512
+
+
+def test_the_sum_of_one_element_each_is_no_work():
+    """A psum over a dim of which each device has one: the collective alone, no copy of its operand."""
+    parts, rows = mtf.Dimension("parts", 4), mtf.Dimension("rows", 1 << 20)
+    with mtf.Graph():
+        total = mtf.reduce_sum(mtf.input("x", [parts, rows, mtf.Dimension("columns", 128)]), reduced_dim=parts)
+    est = mtf.estimate(mtf.lower({"y": total}, mesh="group:4", layout="parts:group"), "v5e-4")
+    assert sum(r.seconds for r in est.rows if r.kind == "compute") == 0

@@ -125,10 +125,10 @@ def test_other_collectives_are_programs_too(op, model):
         ({**TRAINING[1], "measured": {}}, "no step time"),
         ({"id": "a", "chip": "v9", "model": {"op": "matmul", "n": 8}, "measured": {"time_us": 1}}, "unknown chip 'v9'"),
         ({"id": "a", "chip": "v5e", "model": {"op": "matmul", "n": 8}, "measured": {}}, "no time"),
-        ({"id": "a", "chip": "v5e", "model": {"op": "matmul"}, "measured": {"time_us": 1}}, "make no program"),
+        ({"id": "a", "chip": "v5e", "model": {"op": "matmul"}, "measured": {"time_us": 1}}, "sizes of its product"),
         (
             {"id": "a", "chip": "v5e", "model": {"op": "all_gather", "output_bytes": 8}, "measured": {"time_us": 1}},
-            "topology or the size",
+            "its topology is not stated",
         ),
     ],
 )
