@@ -557,3 +557,17 @@ def test_a_label_out_of_range_is_named() -> None:
         program = mtf.lower(mtf.layers.softmax_cross_entropy_with_logits(x, labels, V))
     with pytest.raises(mtf.FeedError, match=r"index 12 is out of range for dim vocab:12 \(0 to 11\)"):
         mtf.simulate(program).step(x=np.zeros((4, 12)), labels=[0, 1, 12, 3])
+
+
+@pytest.mark.parametrize("options", [{"qk_norm": True}, {"share_kv": True}, {"rotary_base": 100.0}, {}])
+def test_what_attention_takes_and_makes_has_names(options):
+    x, memory = (mtf.Dimension("channels", 4), mtf.Dimension("length", 3)), mtf.Dimension("keys", 5)
+    with mtf.Graph() as graph:
+        queries = mtf.input("x", [x[1], x[0]])
+        source = mtf.input("memory", [memory, x[0]])
+        head = mtf.Dimension("head_dim", 2), mtf.Dimension("heads", 2)
+        mtf.layers.multihead_attention(queries, source, None, *head, **options, name="a")
+    names = [op.name for op in graph.operations]
+    assert {"a/q", "a/k", "a/v", "a/context", "a/out"} <= set(names), names
+    kernel = next(op for op in graph.operations if op.name == "a/context")
+    assert [t.name for t in kernel.inputs] == ["a/q", "a/k", "a/v"]

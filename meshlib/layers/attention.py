@@ -19,6 +19,7 @@ from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import cast, where
 from meshlib.ops.reduce import softmax
 from meshlib.ops.shape import rename_dimension
+from meshlib.ops.state import identity
 
 
 def dot_product_attention(
@@ -169,16 +170,17 @@ def multihead_attention(
 
     def made(source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:
         """q, k or v as the kernel takes it; the last operation bears its name."""
-        plain = part == "v" or not (qk_norm or rotary_base is not None)
-        final = renamed if part != "q" else length.name
-        own = source.shape[-2]
-        last = part if plain and final == own.name else f"{part}/projected"
+        final, own = length.name if part == "q" else renamed, source.shape[-2]
+        normed, base = (flag(qk_norm, what, "qk_norm"), rotary_base) if part != "v" else (False, None)
+        last = part if not normed and base is None and final == own.name else f"{part}/projected"
         y = projected(source, dims, part, last) if given is None else given
-        if flag(qk_norm, what, "qk_norm") and part != "v":
+        if normed:
             y = rms_norm(y, channels, variable_dtype=variable_dtype, slice_dtype=slice_dtype, name=f"{part}_norm")
-        if rotary_base is not None and part != "v":
-            y = rotary(y, own, channels, rotary_base, name=part if final == own.name else f"{part}/turned")
-        return rename_dimension(y, own.name, final, part)
+        if base is not None:
+            y = rotary(y, own, channels, base, name=part if final == own.name else f"{part}/turned")
+        if final != own.name:
+            return rename_dimension(y, own.name, final, part)
+        return y if base is not None or (given is None and not normed) else identity(y, part)
 
     with scope(name):
         same = projected(memory, of_memory, "k", "k/projected") if flag(share_kv, what, "share_kv") else None

@@ -64,7 +64,7 @@ def embedding(
       vocab_dim, output_dim: dims of the table.
       variable_dtype to initializer: of a new table, as of `embedding_weights`.
       weights: the table, if it is shared.
-      name: of the variable.
+      name: of the variable, and scope of the `lookup`.
     Returns: [dims of indices, output_dim] in the dtype of the table.
     Raises: ShapeError for indices that are no int32; FeedError at run time for an index out of range.
     """
@@ -75,4 +75,4 @@ def embedding(
             vocab_dim, output_dim, variable_dtype, slice_dtype, activation_dtype, initializer, name
         )
     find_dim(tensor(weights, what), output_dim, what)
-    return gather(weights, indices, find_dim(weights, vocab_dim, what))
+    return gather(weights, indices, find_dim(weights, vocab_dim, what), name=f"{name}/lookup")

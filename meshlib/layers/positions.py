@@ -83,7 +83,7 @@ def sinusoidal_positions(
     """sin(position * base^(-2 i / n)) in the first half of `output_dim`, of size n, cosines in the second.
 
     To be added to embeddings. Source: Vaswani et al., arXiv:1706.03762, section 3.5; halves instead of neighbours, as
-    in tensorflow/tensor2tensor: tensor2tensor/layers/common_attention.py.
+    in tensorflow/tensor2tensor: tensor2tensor/layers/common_attention.py, which has n / 2 - 1 in place of n / 2.
 
     Returns: [length, output_dim], computed in float32.
     """

@@ -56,7 +56,7 @@ class Blocks:
     def _residual(self, x: Tensor, name: str, block: Callable[[Tensor], Tensor]) -> Tensor:
         """x + block(norm(x)), or norm(x + block(x))."""
         if self.config.norm_position == "post":
-            return self.norm(x + self.dropped(block(x)), f"{name}_norm")
+            return self.norm(add(x, self.dropped(block(x)), name="residual"), f"{name}_norm")
         y = block(self.norm(x, f"{name}_norm"))
         if self.config.post_norms:
             y = self.norm(y, f"{name}_post_norm")

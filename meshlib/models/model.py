@@ -261,7 +261,9 @@ class _Builder:
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         c = self.config
-        losses = layers.softmax_cross_entropy_with_logits(
-            logits, targets, logits.shape.dim("vocab"), c.z_loss, c.label_smoothing if self.training else 0.0
-        )
-        return reduce_mean(losses, name="loss")
+        smoothing = c.label_smoothing if self.training else 0.0
+        with scope("loss"):
+            losses = layers.softmax_cross_entropy_with_logits(
+                logits, targets, logits.shape.dim("vocab"), c.z_loss, smoothing
+            )
+            return reduce_mean(losses, name="mean")

@@ -244,7 +244,7 @@ def make_variable(
     if activation_dtype is not None:
         from meshlib.ops.elementwise import cast
 
-        return cast(value, activation_dtype)
+        return cast(value, activation_dtype, f"{name}/cast")
     return value
 
 

@@ -88,6 +88,16 @@ def test_what_is_kept_changes_nothing(remat, scan):
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_values_have_the_names_that_policies_keep(name, changes):
+    config = small(name).replace(**changes)
+    names = ["q", "k", "v", "context", "out", "wi", "wo", "residual", *(["wi_gate"] if config.gated else [])]
+    with mtf.Graph() as graph:
+        transformer(config, BATCH, LENGTH, remat=mtf.Remat(save=names))
+    assert all(op.attrs["kept"] for op in graph.operations if "body" in op.attrs)
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_gradients_of_gradients_are_their_slopes(scan):
     config = small("llama3.1-405b").replace(variable_dtype="float64", activation_dtype="float64")
