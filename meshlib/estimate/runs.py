@@ -2,8 +2,8 @@
 
 Nothing here depends on a row's name. What a row leaves open is decided by what runs of its kind do, and said in
 `Run.assumed`: an unstated recomputation policy is the one that recomputes least and still fits; a data-parallel run
-shards its optimizer (Xu et al., arXiv:2004.13336). Rows that leave the layout or the dimensions open say why they are
-not expressed.
+shards its optimizer (Xu et al., arXiv:2004.13336); dimensions left out are those published under the model's name; a
+batch that devices do not share evenly is padded. Rows that leave more open say why they are not expressed.
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ def _model(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
     found = row.get("model")
     model: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"name": found or ""}
     arch = str(model.get("arch", ""))
+    if model.get("op"):
+        raise NotExpressed(f"the operation {str(model['op'])[:60]!r} is not expressed as rows yet")
     if "moe" in arch.lower() or any("expert" in key and size for key, size in model.items()):
         raise NotExpressed("mixture-of-experts layers are not in the library yet")
     if "cnn" in arch.lower() or "image" in model or "patch" in model:
@@ -163,6 +165,8 @@ def _model(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
     if arch.startswith("encoder-decoder"):
         raise NotExpressed("it does not say how long the sequences on either side are")
     if "inference" in str(row.get("kind")) or "phase" in (row.get("batch") or {}):
+        if "prefill" in str((row.get("batch") or {}).get("phase")):
+            raise NotExpressed("a forward pass over a prompt is not expressed as rows yet")
         raise NotExpressed("decoding against a cache has no program of the library's own yet")
     if "heads" in model:
         model.setdefault("q_heads", model["heads"])

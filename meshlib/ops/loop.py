@@ -207,11 +207,7 @@ def make_loop(
             for label, x in zip(_slice_names(full, xs), xs, strict=True)
         ]
         made = body(tuple(carried), tuple(sliced))
-    if not isinstance(made, tuple | list) or len(made) != 2:
-        raise GraphError(
-            f"{at(what)} '{full}': body must return a pair of carries and tensors to stack, got {made!r:.80}"
-        )
-    ends, ys = (_tensors(part, f"{what} '{full}'") for part in made)
+    ends, ys = _returned(made, what, full)
     if flag(has_accumulators, "while_loop", "has_accumulators"):
         carries = list(carries)
         for n, y in enumerate(ends[len(carries) :], start=len(carries)):
@@ -219,13 +215,7 @@ def make_loop(
             carried.append(_placeholder(inside, f"{full}/carry_{n}", y.type))
             with absolute_scope(full):
                 ends[n] = add(carried[n], y)
-    if len(ends) != len(carries):
-        raise GraphError(
-            f"{at(what)} '{full}': body must return {len(carries)} tensors, as it takes, got {made[0]!r:.80}"
-        )
-    for before, after in zip(carries, ends, strict=True):
-        if after.type != before.type:
-            raise ShapeError(f"{at(what)} '{full}': the body turns {before} into {after}; types must stay the same")
+    _check_ends(carries, ends, f"{at(what)} '{full}'")
     xs, sliced = [*xs, *inside.stacked], [*sliced, *inside.stacked.values()]
     results = [inside.adopt(y) for y in (*ends, *ys)]
     live = needed(inside.known.get(y, y).operation for y in results)
@@ -249,9 +239,8 @@ def make_loop(
     }
     types = [x.type for x in carries]
     types += [_stacked(y.type, dim, what, full) for y in (*results[len(carries) :], *stacked)]
-    named = [
-        t.name.removeprefix(f"{full}/") for t in (*carried, *(y for y, _ in kept))
-    ]  # "layers/scan:feed_forward/wi"
+    # as in "layers/scan:feed_forward/wi"
+    named = [t.name.removeprefix(f"{full}/") for t in (*carried, *(y for y, _ in kept))]
     op = outer.add(
         LOOP,
         [outer.adopt(x) for x in (*carries, *xs, *inside.captured)],
@@ -261,6 +250,25 @@ def make_loop(
         last_outputs=named,
     )
     return op.outputs[: len(carries)], op.outputs[len(carries) : len(results)]
+
+
+def _returned(made: object, what: str, full: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The carries after a trip, and what to stack."""
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise GraphError(
+            f"{at(what)} '{full}': body must return a pair of carries and tensors to stack, got {made!r:.80}"
+        )
+    ends, ys = (_tensors(part, f"{what} '{full}'") for part in made)
+    return ends, ys
+
+
+def _check_ends(carries: Sequence[Tensor], ends: Sequence[Tensor], where: str) -> None:
+    """Raise unless a trip ends with what the next begins with."""
+    if len(ends) != len(carries):
+        raise GraphError(f"{where}: body must return {len(carries)} tensors, as it takes, got {list(ends)!r:.80}")
+    for before, after in zip(carries, ends, strict=True):
+        if after.type != before.type:
+            raise ShapeError(f"{where}: the body turns {before} into {after}; types must stay the same")
 
 
 def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:

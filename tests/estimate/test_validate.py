@@ -112,9 +112,11 @@ def test_other_collectives_are_programs_too(op, model):
     ("row", "why"),
     [
         ({"id": "a"}, "states no dimensions of a model"),
+        ({"id": "a", "model": {"op": "sort"}}, "the operation 'sort'"),
         ({"id": "a", "model": {"arch": "MoE"}}, "mixture-of-experts"),
         ({"id": "a", "model": {"arch": "CNN"}}, "convolutional"),
         ({"id": "a", "kind": "inference", "model": {}}, "decoding"),
+        ({"id": "a", "kind": "inference", "model": {}, "batch": {"phase": "prefill 2048 tokens"}}, "over a prompt"),
         ({**TRAINING[1], "layout": {"note": "not read"}}, "its layout is not stated: not read"),
         ({**TRAINING[1], "layout": {"ici_fsdp": 128}}, "does not make 256 devices"),
         ({**TRAINING[1], "layout": {"ici_pipeline": 256}}, "axis 'ici_pipeline' of its layout"),
