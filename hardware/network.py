@@ -16,7 +16,7 @@ Sources: `hardware.collectives`; Kumar et al., arXiv:2011.03641 (hierarchical su
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -146,7 +146,10 @@ def together_seconds(costs: Sequence[Cost]) -> float:
 
 
 def best_placement(
-    slice_: Slice | str, mesh: Mapping[str, int], demands: Sequence[Demand] = ()
+    slice_: Slice | str,
+    mesh: Mapping[str, int],
+    demands: Sequence[Demand] = (),
+    among: Iterable[Placement] | None = None,
 ) -> tuple[Placement, float]:
     """The placement on which the demands take the least time in all.
 
@@ -154,6 +157,7 @@ def best_placement(
       slice_: the slice, or its name.
       mesh: axis name -> size; the product is the number of devices.
       demands: collectives of the program (default: an all_reduce of 1 MiB over every axis).
+      among: placements of this mesh on this slice to choose from (default: all).
     Returns: (placement, seconds of all demands one after the other); of equals the first found.
     Raises: HardwareError as `placements`, and for demands on unknown axes.
     Example:
@@ -163,7 +167,7 @@ def best_placement(
         data: 8 on torus axis 0 (line, hops 1, link load 1)
         model: 16 on torus axis 1 (ring, hops 1, link load 1)
 
-    Source: exhaustive over `hardware.placement.placements`.
+    Source: exhaustive over `among`, or `hardware.placement.placements`.
     """
     slice_ = as_slice(slice_)
     sizes = check_mesh(slice_, mesh)
@@ -175,7 +179,7 @@ def best_placement(
             raise HardwareError(f"axes {list(demand.axes)} are not distinct axes of the mesh {sizes}")
     prices: dict[tuple[object, ...], float] = {}  # a group costs the same wherever its factors are the same
     best: tuple[tuple[tuple[str, tuple[Factor, ...]], ...], float] | None = None
-    for factors in factorings(slice_, sizes):
+    for factors in factorings(slice_, sizes) if among is None else _given(among, slice_, sizes):
         lies, seconds = dict(factors), 0.0
         for number, demand in enumerate(wanted):
             key = (number, *[lies[axis] for axis in demand.axes])
@@ -189,6 +193,15 @@ def best_placement(
     if best is None:
         raise HardwareError(f"mesh {sizes} cannot be laid over {slice_}: no way to cut its axes fits")
     return Placement(slice_, best[0]), best[1]
+
+
+def _given(
+    among: Iterable[Placement], slice_: Slice, sizes: Mapping[str, int]
+) -> Iterator[tuple[tuple[str, tuple[Factor, ...]], ...]]:
+    for placement in among:
+        if not isinstance(placement, Placement) or placement.slice != slice_ or placement.mesh != sizes:
+            raise HardwareError(f"among must hold placements of mesh {sizes} on {slice_.name}, not {placement!r:.80}")
+        yield placement.factors
 
 
 def ici_links(slice_: Slice) -> Links:

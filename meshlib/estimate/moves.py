@@ -4,8 +4,7 @@ A reshard that is a collective is one demand, merged ones are one demand with th
 an instruction (a halo, a summary) is a demand before its computation. The placement is the best one for all demands of
 the program together, loops counted as often as they run.
 
-Sources: `hardware.network` prices a demand on a placement; placements that look the same to every demand (same sizes,
-strides, wraps) are priced once.
+Source: `hardware.network` prices demands on placements.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hardware.network import Cost, Demand, collective_cost
+from hardware.network import Cost, Demand, best_placement, collective_cost
 from hardware.placement import DCN, Placement, placements
 from hardware.slices import Slice
 from meshlib.lower.program import Instruction, Program
@@ -116,28 +115,9 @@ def _best(
     slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Demand, ...], whole_axes: bool,
     across: tuple[tuple[str, int], ...],
 ) -> Placement:  # fmt: skip
-    """As `hardware.best_placement`; a group of axes that looks the same on two placements is priced once."""
-    sizes: Mapping[str, int] = dict(mesh)
-    best: tuple[float, Placement] | None = None
-    prices: dict[tuple[Demand, tuple[object, ...]], float] = {}
-    for placement in _candidates(slice_, sizes, whole_axes, dict(across)):
-        seconds = 0.0
-        shapes: dict[tuple[str, ...], tuple[object, ...]] = {}
-        for d in demands:
-            shape = shapes.get(d.axes)
-            if shape is None:
-                shape = shapes[d.axes] = _shape(slice_, placement, d.axes)
-            price = prices.get((d, shape))
-            if price is None:
-                price = d.count * collective_cost(placement, d.kind, d.axes, d.payload_bytes).seconds
-                prices[d, shape] = price
-            seconds += price
-        if best is None or seconds < best[0] * (1 - 1e-12):
-            best = seconds, placement
-        if not demands:
-            break
-    assert best is not None
-    return best[1]
+    """The best of the candidates; layers and sweeps ask for the same again."""
+    sizes = dict(mesh)
+    return best_placement(slice_, sizes, demands, _candidates(slice_, sizes, whole_axes, dict(across)))[0]
 
 
 def _candidates(
@@ -161,15 +141,3 @@ def _candidates(
 def _over_dcn(placement: Placement) -> dict[str, int]:
     """Of each mesh axis, the part over DCN."""
     return {axis: f.size for axis, factors in placement.factors for f in factors if f.place == DCN}
-
-
-def _shape(slice_: Slice, placement: Placement, axes: tuple[str, ...]) -> tuple[object, ...]:
-    """What the price of a collective over `axes` depends on."""
-    found = []
-    places: dict[int, int] = {}
-    for f in placement.of(axes):
-        torus = f.place >= 0
-        # Two factors on one torus axis meet there; otherwise only the length of the axis and its wrap count.
-        mark = places.setdefault(f.place, len(places)) if torus else f.place
-        found.append((mark, f.size, f.stride, torus and placement.wraps(f)))
-    return tuple(found)

@@ -354,3 +354,18 @@ def test_bad_input(call, part):
 
 def first():
     return next(placements(Slice("v3-8"), {"a": 8}))
+
+
+def test_the_best_of_some_placements_is_one_of_them() -> None:
+    slice_, mesh = Slice("v5e-8x16"), {"data": 8, "model": 16}
+    demands = [Demand("all_reduce", ("model",), 2.0**24)]
+    best, seconds = best_placement(slice_, mesh, demands)
+    others = [p for p in placements(slice_, mesh) if p != best]
+    found, slower = best_placement(slice_, mesh, demands, among=others)
+    assert found in others
+    assert slower >= seconds
+    assert slower == min(collective_cost(p, "all_reduce", ["model"], 2**24).seconds for p in others)
+    with pytest.raises(HardwareError, match="cannot be laid"):
+        best_placement(slice_, mesh, demands, among=[])
+    with pytest.raises(HardwareError, match="among must hold placements of mesh"):
+        best_placement(slice_, {"data": 16, "model": 8}, demands, among=others)
