@@ -16,7 +16,7 @@ Sources: `hardware.collectives`; Kumar et al., arXiv:2011.03641 (hierarchical su
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -149,7 +149,7 @@ def best_placement(
     slice_: Slice | str,
     mesh: Mapping[str, int],
     demands: Sequence[Demand] = (),
-    among: Iterable[Placement] | None = None,
+    among: Sequence[Placement] | None = None,
 ) -> tuple[Placement, float]:
     """The placement on which the demands take the least time in all.
 
@@ -196,12 +196,12 @@ def best_placement(
 
 
 def _given(
-    among: Iterable[Placement], slice_: Slice, sizes: Mapping[str, int]
-) -> Iterator[tuple[tuple[str, tuple[Factor, ...]], ...]]:
-    for placement in among:
+    among: Sequence[Placement], slice_: Slice, sizes: Mapping[str, int]
+) -> list[tuple[tuple[str, tuple[Factor, ...]], ...]]:
+    for placement in among if isinstance(among, (list, tuple)) else [among]:
         if not isinstance(placement, Placement) or placement.slice != slice_ or placement.mesh != sizes:
             raise HardwareError(f"among must hold placements of mesh {sizes} on {slice_.name}, not {placement!r:.80}")
-        yield placement.factors
+    return [placement.factors for placement in among]
 
 
 def ici_links(slice_: Slice) -> Links:

@@ -9,7 +9,7 @@ Source: `hardware.network` prices demands on placements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -122,7 +122,7 @@ def _best(
 
 def _candidates(
     slice_: Slice, sizes: Mapping[str, int], whole_axes: bool, across: Mapping[str, int]
-) -> Iterable[Placement]:
+) -> list[Placement]:
     """All placements where there are few; otherwise those that cut the torus in few pieces."""
     every = list(placements(slice_, sizes))
     if across:
