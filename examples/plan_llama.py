@@ -107,6 +107,7 @@ def figures(args: argparse.Namespace, config: mtf.models.TransformerConfig, est:
     lines = {
         "fits": "yes" if est.fits else f"NO: {gib(memory.peak_bytes - memory.capacity_bytes)} too much",
         "peak of a device": f"{gib(memory.peak_bytes)} of {gib(memory.capacity_bytes)}",
+        "  without padding": gib(memory.exact_peak_bytes),
     }
     lines |= {f"  {kind}": gib(size) for kind, size in memory.by_kind.items() if size >= 2**20}
     if est.program.memory.host_bytes:

@@ -71,6 +71,7 @@ class DeviceMemory:
         lines = [
             f"does not fit: each device of {self.slice_name} has {capacity} ({self.capacity_bytes} bytes), "
             f"the peak takes {peak} ({self.peak_bytes} bytes, {share}; exact), {over} too much, at {self.at}",
+            *self._padding(),
             "  largest tensors:",
             *(f"    {v}" for v in self.live[:5]),
         ]
@@ -80,6 +81,16 @@ class DeviceMemory:
                 *(f"    {r}" for r in self.remedies),
             ]
         return "\n".join(lines)
+
+    def _padding(self) -> list[str]:
+        """What tiles add, where it is worth a line."""
+        added = self.peak_bytes - self.exact_peak_bytes
+        if added < 0.05 * self.peak_bytes:
+            return []
+        return [
+            f"  without padding the peak takes {bytes_text(self.exact_peak_bytes)}: blocks whose last dim is no multiple "
+            "of 128 fill their tiles up; split another dim, or name a longer one last (a compiler may do that)"
+        ]
 
     def over_time(self, rows: int = 16) -> str:
         """Memory over the step as text: the order in that many parts, of each the moment that takes most, by kind.

@@ -345,3 +345,24 @@ def test_roofline_and_comparison():
     assert "modelled" in text
     assert "exact" in text
     assert f"{narrow.flops / wide.flops:.3g}x" in text
+
+
+def test_padding_that_decides_is_said() -> None:
+    def message(last: int) -> str:
+        with mtf.Graph():
+            dims = [mtf.Dimension("many", 2**29 // last), mtf.Dimension("few", last)]
+            x = mtf.variable("x", dims)
+            program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="all:8")
+        return mtf.estimate(program, "v3-8").memory.message
+
+    assert "without padding the peak takes 2 GiB: blocks whose last dim is no multiple of 128" in message(4)
+    assert message(128).startswith("fits: peak 2 GiB")
+
+
+def test_padding_that_does_not_matter_is_not_said() -> None:
+    with mtf.Graph():
+        x = mtf.variable("x", [mtf.Dimension("many", 2**26), mtf.Dimension("few", 128)])
+        program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="all:8")
+    message = mtf.estimate(program, "v3-8").memory.message
+    assert "does not fit" in message
+    assert "without padding" not in message
