@@ -88,8 +88,8 @@ class DeviceMemory:
         if added < 0.05 * self.peak_bytes:
             return []
         return [
-            f"  without padding the peak takes {bytes_text(self.exact_peak_bytes)}: blocks whose last dim is no multiple "
-            "of 128 fill their tiles up; split another dim, or name a longer one last (a compiler may do that)"
+            f"  without padding the peak takes {bytes_text(self.exact_peak_bytes)}: blocks whose last dim is no "
+            "multiple of 128 fill their tiles up; split another dim, or name a longer one last (a compiler may do that)"
         ]
 
     def over_time(self, rows: int = 16) -> str:
