@@ -26,7 +26,7 @@ def program(balance: mtf.Balance | None) -> mtf.Program:
 def test_weights_move_unless_told_to_stay():
     free, held = program(None), program(mtf.Balance(stationary=("tensor",)))
     assert {(c.kind, c.tensor) for c in held.collectives} == {("all_gather", "x")}
-    assert "cast" in {c.tensor for c in free.collectives}  # the weight, in bfloat16
+    assert "w/cast" in {c.tensor for c in free.collectives}  # the weight, in bfloat16
     assert free.sent_bytes < held.sent_bytes
 
 
