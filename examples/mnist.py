@@ -11,7 +11,6 @@ other local shapes with other collectives; the numbers stay the same up to round
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import meshlib as mtf
 from examples import mnist_data
+from examples.terminal import finish, line, progress
 
 PIXELS, CLASSES = mtf.Dimension("pixels", 784), mtf.Dimension("classes", 10)
 
@@ -62,13 +62,6 @@ def accuracy(sim: mtf.Simulation, evaluation: mtf.Program, images: np.ndarray, l
     return right / len(images)
 
 
-def progress(done: int, total: int, text: str) -> None:
-    """A bar on one line of the terminal; nothing where the output is not one."""
-    if sys.stdout.isatty():
-        filled = 30 * done // total
-        print(f"\r  [{'#' * filled}{'.' * (30 - filled)}] {done}/{total} {text}", end="", flush=True)
-
-
 def train(args: argparse.Namespace) -> None:
     """Lower, train, evaluate, and show what the layout made of the program."""
     digits = mnist_data.load(args.data, seed=args.seed)
@@ -88,8 +81,7 @@ def train(args: argparse.Namespace) -> None:
             progress(len(losses), batches.per_epoch, f"loss {losses[-1]:.4f}")
         seconds = time.perf_counter() - begun
         right = accuracy(sim, evaluation, digits.test_images, digits.test_labels)
-        clear = "\r\033[K" if sys.stdout.isatty() else ""
-        print(f"{clear}epoch {epoch:>2}  loss {np.mean(losses):.4f}  test accuracy {right:.2%}  ({seconds:.1f} s)")
+        line(f"epoch {epoch:>2}  loss {np.mean(losses):.4f}  test accuracy {right:.2%}  ({seconds:.1f} s)")
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
     print(f"\n{training.memory}")
     if sim.slice is not None:
@@ -129,17 +121,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the data are wrong."""
-    try:
-        train(parse(argv))
-    except (mtf.MeshlibError, mnist_data.DataError) as fault:
-        print(f"mnist.py: {fault}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nmnist.py: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return finish("mnist.py", lambda: train(parse(argv)), (mtf.MeshlibError, mnist_data.DataError))
 
 
 if __name__ == "__main__":

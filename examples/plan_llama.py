@@ -11,7 +11,6 @@ thousands of chips takes seconds on a laptop. Bytes and flops are counted, times
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
 
 import meshlib as mtf
+from examples.terminal import finish
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 
@@ -199,14 +199,7 @@ def plan(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags are wrong."""
-    try:
-        plan(parse(argv))
-    except (mtf.MeshlibError, HardwareError) as fault:
-        print(f"plan_llama.py: {fault}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return finish("plan_llama.py", lambda: plan(parse(argv)), (mtf.MeshlibError, HardwareError))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ up to rounding. The text is by default what every Python installation holds: the
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import meshlib as mtf
 from examples import text_data
+from examples.terminal import finish, line, progress
 
 SIZES = {  # layers, d_model, heads of 32, d_ff
     "tiny": (2, 128, 4, 512),
@@ -69,13 +69,6 @@ def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
     return training, sampling
 
 
-def progress(done: int, total: int, text: str) -> None:
-    """A bar on one line of the terminal; nothing where the output is not one."""
-    if sys.stdout.isatty():
-        filled = 30 * done // total
-        print(f"\r  [{'#' * filled}{'.' * (30 - filled)}] {done}/{total} {text}", end="", flush=True)
-
-
 def train(args: argparse.Namespace) -> None:
     """Lower, train, write a sample, and show what the layout made of the program and what a step would take."""
     text = text_data.load(args.text)
@@ -118,11 +111,9 @@ def learn(args: argparse.Namespace, sim: mtf.Simulation, est: mtf.Estimate) -> N
         progress(step, args.steps, f"loss {losses[-1]:.4f}")
         if step % args.every == 0 or step == args.steps:
             here = tokens * len(losses) / (time.perf_counter() - begun)
-            clear = "\r\033[K" if sys.stdout.isatty() else ""
-            print(
-                f"{clear}step {step:>5}  loss {np.mean(losses):.4f}  {here:,.0f} tokens/s here, "
-                f"{there:,.0f} tokens/s on {args.slice} (modelled)",
-                flush=True,
+            line(
+                f"step {step:>5}  loss {np.mean(losses):.4f}  {here:,.0f} tokens/s here, "
+                f"{there:,.0f} tokens/s on {args.slice} (modelled)"
             )
             if args.checkpoint:
                 mtf.save(sim, args.checkpoint)
@@ -188,17 +179,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the text are wrong."""
-    try:
-        train(parse(argv))
-    except (mtf.MeshlibError, text_data.TextError) as fault:
-        print(f"transformer.py: {fault}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ntransformer.py: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return finish("transformer.py", lambda: train(parse(argv)), (mtf.MeshlibError, text_data.TextError))
 
 
 if __name__ == "__main__":
