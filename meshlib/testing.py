@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hardware.slices import Slice
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
 from meshlib.lower.program import COLLECTIVES, Collective, Instruction, Program, Value, bytes_text
-from meshlib.simulate import as_slice
+from meshlib.slices import slice_for
 from meshlib.verify import Verification, verify
 
 __all__ = ["assert_collectives", "assert_fits", "assert_layout_invariant", "assert_sent_at_most"]
@@ -271,9 +270,9 @@ def assert_fits(program: Program, slice: Any) -> None:
       >>> mtf.testing.assert_fits(program, "v3-8")
     """
     _check_program(program, "assert_fits")
-    found = as_slice(slice, program)
-    if not isinstance(found, Slice):
+    if slice is None:
         raise GraphError("assert_fits: give a slice, a name like 'v3-8'")
+    found = slice_for("assert_fits", program, slice)
     memory, room = program.memory, found.hbm_bytes_per_device
     if memory.peak_bytes <= room:
         return

@@ -35,6 +35,7 @@ from meshlib.estimate.rows import Row
 from meshlib.estimate.schedule import POLICIES, schedule
 from meshlib.estimate.times import Times
 from meshlib.lower.program import Program
+from meshlib.slices import slice_for
 
 __all__ = ["DeviceMemory", "Estimate", "Physics", "Remedy", "RooflinePoint", "Row", "estimate"]
 
@@ -84,7 +85,7 @@ def estimate(
         raise GraphError(f"estimate: step_overhead_seconds must not be negative, got {overhead}")
     if not isinstance(physics, Physics):
         raise GraphError(f"estimate: physics must be an mtf.Physics, got {physics!r:.80}")
-    slice_ = _slice_for(program, slice)
+    slice_ = slice_for("estimate", program, slice)
     if placement is not None:
         _check_placement(program, slice_, placement)
     try:
@@ -94,19 +95,6 @@ def estimate(
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
     return Estimate(program, slice_, overlap, network.placement, overhead, physics, made)
-
-
-def _slice_for(program: Program, slice: object) -> Slice:
-    try:
-        found = slice if isinstance(slice, Slice) else Slice(slice)  # type: ignore[arg-type]
-    except HardwareError as fault:
-        raise SliceError(f"estimate: {fault}") from None
-    if found.devices != program.mesh.size:
-        raise SliceError(
-            f"estimate: mesh {program.mesh} has {program.mesh.size} cores, but slice {found.name} has "
-            f"{found.devices} devices ({found.chips} chips, {found.cores} cores); they must be equal"
-        )
-    return found
 
 
 def _check_placement(program: Program, slice_: Slice, placement: object) -> None:

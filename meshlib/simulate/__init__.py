@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import Sharding
 from meshlib.checks import choice, flag
-from meshlib.errors import FeedError, GraphError, NotFiniteError, SliceError, nearest
+from meshlib.errors import FeedError, GraphError, NotFiniteError, nearest
 from meshlib.lower.program import Instruction, Program, Value
 from meshlib.ops.sources import STEP
 from meshlib.simulate.engine import Engine
 from meshlib.simulate.exact import Blocks, run_exact
 from meshlib.simulate.fast import FastExecutor
 from meshlib.simulate.state import State, to_storage
+from meshlib.slices import slice_for
 
 __all__ = ["Simulation", "State", "simulate"]
 
@@ -54,23 +54,9 @@ def simulate(
     check_nan = flag(check_nan, "simulate", "check_nan")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise GraphError(f"simulate: seed must be an integer, got {seed!r}")
-    return Simulation(program, as_slice(slice, program), int(seed), executor, check_nan)
-
-
-def as_slice(slice: Any, program: Program) -> Slice | None:
-    """The slice, checked to have a device for each core of the mesh."""
-    if slice is None:
-        return None
-    try:
-        found = slice if isinstance(slice, Slice) else Slice(slice)
-    except HardwareError as fault:
-        raise SliceError(f"simulate: {fault}") from None
-    if found.devices != program.mesh.size:
-        raise SliceError(
-            f"mesh {program.mesh} has {program.mesh.size} cores, but slice {found.name} has {found.devices} devices "
-            f"({found.chips} chips, {found.cores} cores); make their numbers equal"
-        )
-    return found
+    return Simulation(
+        program, None if slice is None else slice_for("simulate", program, slice), int(seed), executor, check_nan
+    )
 
 
 class Simulation:
