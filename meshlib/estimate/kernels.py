@@ -203,11 +203,12 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
 
 def padded_value_bytes(v: Value) -> int:
     """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named."""
-    return _padded(v.sharding.local_shape.sizes, v.tensor.dtype.itemsize)
+    return padded_block_bytes(v.sharding.local_shape.sizes, v.tensor.dtype.itemsize)
 
 
 @lru_cache(maxsize=65536)
-def _padded(sizes: tuple[int, ...], itemsize: int) -> int:
+def padded_block_bytes(sizes: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of a block of these sizes in whole tiles."""
     return padded_bytes(sizes, itemsize) if sizes else itemsize
 
 
@@ -275,7 +276,7 @@ def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
 
 def _sizes(v: Value) -> tuple[int, int]:
     itemsize = _stored(v.tensor).dtype.itemsize
-    return v.sharding.local_size * itemsize, _padded(v.sharding.local_shape.sizes, itemsize)
+    return v.sharding.local_size * itemsize, padded_block_bytes(v.sharding.local_shape.sizes, itemsize)
 
 
 def _buffer(v: Value) -> tuple[Tensor, Sharding]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
-from hardware.memory import padded_bytes
-from meshlib.estimate.kernels import padded_value_bytes
+from meshlib.estimate.kernels import padded_block_bytes, padded_value_bytes
 from meshlib.graph import FORWARD
 from meshlib.lower.memory import Liveness
 from meshlib.lower.program import Program, Value, bytes_text
@@ -59,12 +57,7 @@ def remedies(
 
 def _cut(v: Value, ways: Callable[[str], int]) -> int:
     """Bytes of a value's block with each dim in that many parts more."""
-    return _padded(tuple(-(-d.size // ways(d.name)) for d in v.local.shape), v.tensor.dtype.itemsize)
-
-
-@lru_cache(maxsize=65536)
-def _padded(sizes: tuple[int, ...], itemsize: int) -> int:
-    return padded_bytes(sizes, itemsize) if sizes else itemsize
+    return padded_block_bytes(tuple(-(-d.size // ways(d.name)) for d in v.local.shape), v.tensor.dtype.itemsize)
 
 
 def _changed(change: Change) -> Size:
