@@ -11,7 +11,14 @@ from collections.abc import Callable
 import pytest
 
 import meshlib as mtf
-from tests.test_lowering_rules import BF16, F32, D, Moved, assert_numbers_equal_the_unsharded_program, moved
+from tests.test_lowering_rules import (
+    BF16,
+    F32,
+    D,
+    Moved,
+    assert_moves_what_was_derived,
+    assert_numbers_equal_the_unsharded_program,
+)
 
 
 def lookup_in_a_table_that_the_logits_gather() -> tuple[tuple, Moved]:
@@ -116,10 +123,7 @@ CASES: tuple[Callable[[], tuple[tuple, Moved]], ...] = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 def test_bytes_derived_by_hand(case: Callable[[], tuple[tuple, Moved]]) -> None:
-    with mtf.Graph():
-        ((outputs, updates), mesh, layout), expected = case()
-    program = mtf.lower(outputs, updates, mesh=mesh, layout=layout)
-    assert moved(program) == sorted(expected)
+    assert_moves_what_was_derived(case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
