@@ -21,7 +21,7 @@ axis and both numbers; nothing is ever silently replicated.
 [batch:512@rows, hidden:1024@cols]
 """
 
-from layouts.check import Report, check
+from layouts.checking import Report, check
 from layouts.dims import Dimension, Shape
 from layouts.drawing import draw
 from layouts.errors import LayoutError, MeshlibError, nearest
@@ -40,7 +40,7 @@ from layouts.presets import (
     zero1,
 )
 from layouts.readers import from_flax, from_haliax, from_partition_specs, to_flax, to_partition_spec
-from layouts.reshard import reshard
+from layouts.resharding import reshard
 from layouts.rules import LayoutRules, Rule
 from layouts.sharding import Sharding
 

@@ -36,7 +36,7 @@ from layouts import (  # noqa: E402
 from meshlib import initializers, layers, models, optimize, testing  # noqa: E402
 from meshlib.batches import Batches  # noqa: E402
 from meshlib.checkpoint import load, save  # noqa: E402
-from meshlib.compare import Comparison, compare  # noqa: E402
+from meshlib.differentiation import gradients  # noqa: E402
 from meshlib.errors import (  # noqa: E402
     CheckpointError,
     FeedError,
@@ -48,11 +48,10 @@ from meshlib.errors import (  # noqa: E402
     ShapeError,
     SliceError,
 )
-from meshlib.estimate import Estimate, Physics, estimate  # noqa: E402
-from meshlib.estimate.sweep import Scaling, scaling  # noqa: E402
-from meshlib.gradients import gradients  # noqa: E402
+from meshlib.estimation import Estimate, Physics, estimate  # noqa: E402
+from meshlib.estimation.sweep import Scaling, scaling  # noqa: E402
 from meshlib.graph import Graph, Operation, Tensor, scope  # noqa: E402
-from meshlib.lower import Balance, Collective, Program, check, collectives_table, explain, lower  # noqa: E402
+from meshlib.lowering import Balance, Collective, Program, check, collectives_table, explain, lower  # noqa: E402
 from meshlib.ops.activations import elu, gelu, leaky_relu, selu, silu, softplus, swish  # noqa: E402
 from meshlib.ops.attention import attention  # noqa: E402
 from meshlib.ops.cumulative import cumprod, cumsum  # noqa: E402
@@ -161,8 +160,9 @@ from meshlib.ops.window import (  # noqa: E402
     strided_slice,
 )
 from meshlib.optimize import serialize_training_step  # noqa: E402
-from meshlib.simulate import Simulation, simulate  # noqa: E402
-from meshlib.verify import Verification, verify  # noqa: E402
+from meshlib.program.comparison import Comparison, compare  # noqa: E402
+from meshlib.simulation import Simulation, simulate  # noqa: E402
+from meshlib.verification import Verification, verify  # noqa: E402
 
 __all__ = [
     "Balance",

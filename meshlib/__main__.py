@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     validate.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
     args = parser.parse_args(argv)
     try:
-        from meshlib.estimate.validate import validate as run
+        from meshlib.validation.validating import validate as run
 
         print(run(args.file, args.refit))
     except MeshlibError as fault:

@@ -33,7 +33,7 @@ from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
 from meshlib.errors import CheckpointError, nearest
 from meshlib.files import replace_file
-from meshlib.simulate import Simulation
+from meshlib.simulation import Simulation
 
 __all__ = ["CODES", "load", "save"]
 

@@ -21,7 +21,7 @@ from meshlib.errors import LayoutError, ShapeError
 from meshlib.graph import Graph, Operation, Tensor, TensorType, checked_op_name, innermost, source_line
 
 if TYPE_CHECKING:
-    from meshlib.simulate.engine import Engine
+    from meshlib.simulation.engine import Engine
 
 Array = np.ndarray[Any, Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.errors import SliceError
-from meshlib.lower.program import Program
+from meshlib.program.records import Program
 
 
 def slice_for(what: str, program: Program, slice: Any) -> Slice:

@@ -13,9 +13,9 @@ from typing import Any
 
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
-from meshlib.lower.program import COLLECTIVES, Collective, Instruction, Program, Value, bytes_text
+from meshlib.program.records import COLLECTIVES, Collective, Instruction, Program, Value, bytes_text
 from meshlib.slices import slice_for
-from meshlib.verify import Verification, verify
+from meshlib.verification import Verification, verify
 
 __all__ = ["assert_collectives", "assert_fits", "assert_layout_invariant", "assert_sent_at_most"]
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from layouts import Shape
 from meshlib.graph import Operation, Tensor
-from meshlib.lower.program import Program
-from meshlib.simulate import simulate
-from meshlib.simulate.fast import FastExecutor
+from meshlib.program.records import Program
+from meshlib.simulation import simulate
+from meshlib.simulation.fast import FastExecutor
 
 Array = np.ndarray[Any, Any]
 

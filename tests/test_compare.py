@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import meshlib as mtf
-from meshlib.lower.program import Program
+from meshlib.program.records import Program
 
 D = mtf.Dimension
 F32 = 4

@@ -18,7 +18,7 @@ import meshlib as mtf
 import tests.layers_reference as ref
 from layouts import Dimension, Shape
 from meshlib.graph import Tensor
-from meshlib.lower.program import Program
+from meshlib.program.records import Program
 from tests.oracle import UNSHARDED, Array, Layout, assert_close, draw_layout, needed, numeric_gradient, run, uniform
 
 LAYOUTS = 30

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.lower.checker import check_program
+from meshlib.program.checker import check_program
 
 B, W = mtf.Dimension("batch", 8), mtf.Dimension("d", 16)
 OUT = mtf.Dimension("d_out", 16)

@@ -14,8 +14,8 @@ import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.errors import LayoutError
 from meshlib.graph import Operation, Tensor
-from meshlib.lower.program import Instruction, Program
 from meshlib.operation import ON_MXU, OPERATIONS, OpDef, Work
+from meshlib.program.records import Instruction, Program
 from tests.cases import CASES, Array, Case, dims
 from tests.oracle import UNSHARDED, Layout, assert_close, draw_layout, needed, numeric_gradient, run
 

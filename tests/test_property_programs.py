@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.graph import Operation, Tensor
-from meshlib.lower.program import Program
+from meshlib.program.records import Program
 from tests.oracle import AXES, MAX_DEVICES, Array, assert_close, needed, run
 
 UNSHARDED = ";".join(f"{a}:1" for a in AXES)  # programs may name any axis in mtf.constrain

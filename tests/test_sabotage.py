@@ -18,13 +18,13 @@ import pytest
 
 import meshlib as mtf
 from layouts import Mesh, Sharding
-from meshlib.lower import passes
-from meshlib.lower.checker import check_program
-from meshlib.lower.program import Instruction, Program, Value
+from meshlib.lowering import passes
 from meshlib.operation import OPERATIONS, Linear, OpDef, Role
+from meshlib.program.checker import check_program
+from meshlib.program.records import Instruction, Program, Value
 
-exact = importlib.import_module("meshlib.simulate.exact")
-lowering = importlib.import_module("meshlib.lower")
+exact = importlib.import_module("meshlib.simulation.exact")
+lowering = importlib.import_module("meshlib.lowering")
 
 BATCH, INNER, HIDDEN, CLASSES = (mtf.Dimension(*d) for d in (("batch", 8), ("inner", 4), ("hidden", 8), ("classes", 6)))
 A, B = mtf.Dimension("a", 8), mtf.Dimension("b", 8)

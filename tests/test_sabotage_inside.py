@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.lower import exchange
-from meshlib.lower.checker import check_program
-from meshlib.lower.program import Instruction, Program
+from meshlib.lowering import exchange
 from meshlib.operation import OPERATIONS, Block, Halo, Summary
-from meshlib.simulate import exact
+from meshlib.program.checker import check_program
+from meshlib.program.records import Instruction, Program
+from meshlib.simulation import exact
 
 D = mtf.Dimension
 A, N, B = D("a", 3), D("n", 8), D("b", 4)

@@ -8,8 +8,8 @@ import pytest
 
 import meshlib as mtf
 from hardware.slices import Slice
-from meshlib.lower.program import Program
 from meshlib.operation import OPERATIONS
+from meshlib.program.records import Program
 
 testing = mtf.testing
 D = mtf.Dimension

@@ -14,14 +14,14 @@ import pytest
 import meshlib as mtf
 from layouts import Mesh
 from meshlib.graph import Operation, Tensor
-from meshlib.lower.program import Program
 from meshlib.operation import OPERATIONS, Linear, OpDef, Role
+from meshlib.program.records import Program
 
-exact = importlib.import_module("meshlib.simulate.exact")
-fast = importlib.import_module("meshlib.simulate.fast")
-lowering = importlib.import_module("meshlib.lower")
-verification = importlib.import_module("meshlib.verify")
-feeds = importlib.import_module("meshlib.verify.feeds")
+exact = importlib.import_module("meshlib.simulation.exact")
+fast = importlib.import_module("meshlib.simulation.fast")
+lowering = importlib.import_module("meshlib.lowering")
+verification = importlib.import_module("meshlib.verification")
+feeds = importlib.import_module("meshlib.verification.feeds")
 
 BATCH, INNER, HIDDEN, CLASSES = (mtf.Dimension(*d) for d in (("batch", 8), ("inner", 6), ("hidden", 4), ("classes", 6)))
 MESH = "r:2;c:2"

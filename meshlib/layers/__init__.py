@@ -5,12 +5,12 @@ softmax take their statistics in float32. Names and arguments follow Mesh Tensor
 """
 
 from meshlib.layers.attention import dot_product_attention, multihead_attention
-from meshlib.layers.dense import dense, dense_relu_dense, feed_forward
 from meshlib.layers.embeddings import embedding, embedding_weights
 from meshlib.layers.loss import softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm, rms_norm
 from meshlib.layers.pooling import avg_pool2d, avg_pool3d, max_pool2d, max_pool3d
 from meshlib.layers.positions import learned_positions, rotary, sinusoidal_positions
+from meshlib.layers.projection import dense, dense_relu_dense, feed_forward
 from meshlib.layers.relative import relative_position_bias
 
 __all__ = [

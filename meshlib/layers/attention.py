@@ -10,9 +10,9 @@ from meshlib.checks import at, choice, flag, number
 from meshlib.dtypes import as_dtype
 from meshlib.errors import LayoutError, ShapeError
 from meshlib.graph import Tensor, scope
-from meshlib.layers.dense import drop, projection
 from meshlib.layers.norms import rms_norm, widened
 from meshlib.layers.positions import rotary
+from meshlib.layers.projection import drop, projection
 from meshlib.operation import as_dim, tensor
 from meshlib.ops.attention import arguments, attention, attention_type, visible
 from meshlib.ops.einsum import einsum

@@ -15,7 +15,7 @@ from meshlib.checks import at, flag, whole
 from meshlib.errors import GraphError
 from meshlib.graph import Tensor, absolute_scope, current_scope, scope
 from meshlib.initializers import Initializer
-from meshlib.layers.dense import ACTIVATIONS
+from meshlib.layers.projection import ACTIVATIONS
 from meshlib.models.blocks import Blocks, head_dims
 from meshlib.models.config import TransformerConfig
 from meshlib.ops.einsum import einsum

@@ -19,9 +19,9 @@ from typing import Any
 
 from layouts import Dimension, Shape
 from meshlib.checks import at, flag, number, whole
+from meshlib.differentiation import composed_gradient
 from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
-from meshlib.gradients import composed_gradient
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import (
     NONLINEAR,

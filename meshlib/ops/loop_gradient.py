@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from meshlib.gradients import gradients
+from meshlib.differentiation import gradients
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.ops.host import from_host
 from meshlib.ops.loop import make_loop

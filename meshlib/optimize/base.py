@@ -18,9 +18,9 @@ import numpy as np
 from layouts import Shape
 from meshlib import initializers
 from meshlib.checks import at, items, number
+from meshlib.differentiation import gradients
 from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
 from meshlib.errors import GraphError
-from meshlib.gradients import gradients
 from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
 from meshlib.operation import tensor
 from meshlib.ops.elementwise import add_n, cast, equal, maximum, sqrt, square, where

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 from layouts import Dimension, Shape
 from meshlib.checks import at, whole
+from meshlib.differentiation import gradients
 from meshlib.dtypes import BOOL, FLOAT32, FLOAT64, INT32
 from meshlib.errors import GraphError
-from meshlib.gradients import gradients
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor, region
 from meshlib.operation import tensor
 from meshlib.ops.elementwise import cast, equal, where

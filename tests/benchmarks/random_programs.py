@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' w
 
 import meshlib as mtf
 from meshlib.graph import Graph, Operation, Tensor
-from meshlib.lower.simplify import simplify
+from meshlib.lowering.simplification import simplify
 from meshlib.operation import Array, Block
-from meshlib.simulate.engine import Engine
+from meshlib.simulation.engine import Engine
 from tests import test_property_programs as writer
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import meshlib as mtf
 from hardware import CHIPS, Slice, placements
-from meshlib.estimate import Physics
-from meshlib.estimate.schedule import POLICIES, uncovered
-from meshlib.lower.work import local_work
+from meshlib.estimation import Physics
+from meshlib.estimation.scheduling import POLICIES, uncovered
+from meshlib.program.work import local_work
 from tests.estimate.test_trace import check_trace
 from tests.test_property_programs import Written, programs
 

@@ -12,7 +12,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import CHIPS
-from meshlib.estimate import Physics
+from meshlib.estimation import Physics
 
 B, P, H, C = 512, 784, 1024, 10
 F32 = 4

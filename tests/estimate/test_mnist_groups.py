@@ -15,7 +15,7 @@ import pytest
 import meshlib as mtf
 from hardware import CHIPS, Matmul
 from hardware.blocking import matmul_blocks
-from meshlib.estimate import Physics
+from meshlib.estimation import Physics
 from tests.estimate.test_mnist_by_hand import DATA, F32, LAYOUTS, MODEL, SLICES, TWO_D, B, C, H, P, program, tiles
 
 Array = tuple[int, ...]

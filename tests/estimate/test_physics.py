@@ -10,7 +10,7 @@ import pytest
 import meshlib as mtf
 from hardware import CHIPS, Slice
 from hardware.memory import pcie_seconds
-from meshlib.estimate import Physics, Row
+from meshlib.estimation import Physics, Row
 
 D = mtf.Dimension
 IDEAL = Physics().without_losses()

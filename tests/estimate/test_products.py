@@ -10,7 +10,7 @@ import meshlib as mtf
 from hardware import CHIPS, Matmul
 from hardware.blocking import matmul_blocks
 from hardware.memory import vmem_bytes
-from meshlib.estimate import Row
+from meshlib.estimation import Row
 
 D = mtf.Dimension
 SIZES = st.integers(1, 20_000)

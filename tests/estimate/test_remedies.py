@@ -9,7 +9,7 @@ import pytest
 
 import meshlib as mtf
 from hardware import CHIPS, Slice
-from meshlib.estimate import Remedy
+from meshlib.estimation import Remedy
 
 D = mtf.Dimension
 

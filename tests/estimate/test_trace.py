@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import meshlib as mtf
-from meshlib.estimate import trace
+from meshlib.estimation import trace
 
 D = mtf.Dimension
 ENGINES = ("mxu", "vpu", "hbm")

@@ -1,4 +1,4 @@
-"""A second opinion on resharding, written without a look at `layouts.reshard`.
+"""A second opinion on resharding, written without a look at `layouts.resharding`.
 
 `Exhaustive` decides for each pair of states whether one legal step leads from the first to the second, by
 comparing the two, and then takes the min-plus closure of that table: the cheapest of all step sequences

@@ -9,7 +9,7 @@ from typing import Any
 import meshlib as mtf
 from hardware import CHIPS, Chip, Placement, Slice, placements
 from hardware.core import critical_intensity
-from meshlib.estimate import Physics, Row
+from meshlib.estimation import Physics, Row
 
 D = mtf.Dimension
 Answer = Callable[[], object]

@@ -12,7 +12,7 @@ from typing import Any
 import meshlib as mtf
 from hardware import CHIPS, Slice
 from hardware.core import critical_intensity
-from meshlib.lower import Value
+from meshlib.lowering import Value
 from tests.estimate.worked.common import Answers, collectives, gather, product, row_of, smallest, wire
 
 BALANCE = mtf.Balance(critical_intensity(CHIPS["v5e"], "ici"))

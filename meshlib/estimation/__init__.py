@@ -1,0 +1,106 @@
+"""Program + slice -> where time and memory of a step go, without allocating an array.
+
+    groups     what runs as one kernel
+    kernels    these as work of one device                   exact counts
+    moves      collectives as demands, the best placement    exact bytes
+    plan       both in order, with dependencies
+    physics    what real programs lose                       constants, each with its cause
+    times      kernels on one chip                           modelled seconds
+    schedule   when everything runs                          modelled seconds
+    fitting    memory over time, in tiles                    exact bytes
+    remedies   what would lower its peak                     about as much
+    rows  result  table  trace                               what a person looks at
+
+No loop runs over devices: every device does the same, so an estimate for 2,048 cores takes as long as for 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hardware.errors import HardwareError
+from hardware.placement import Placement
+from hardware.slices import Slice
+from meshlib.checks import choice, number
+from meshlib.errors import GraphError, SliceError
+from meshlib.estimation.fitting import DeviceMemory
+from meshlib.estimation.moves import Network
+from meshlib.estimation.physics import CALIBRATED, Physics
+from meshlib.estimation.plan import plan_of
+from meshlib.estimation.remedies import Remedy
+from meshlib.estimation.result import Estimate, RooflinePoint
+from meshlib.estimation.rows import Row
+from meshlib.estimation.scheduling import POLICIES, schedule
+from meshlib.estimation.times import Times
+from meshlib.program.records import Program
+from meshlib.slices import slice_for
+
+__all__ = ["DeviceMemory", "Estimate", "Physics", "Remedy", "RooflinePoint", "Row", "estimate"]
+
+# Copies and small products on v7 take 1.4-1.8 us more than their bytes; 1 us of it is each operation's launch
+# (`hardware.chip_figures`), the rest that of a program. One-operation programs cannot tell the two apart: assumed.
+STEP_OVERHEAD_SECONDS = 0.5e-6
+
+
+def estimate(
+    program: Program,
+    slice: Any,
+    overlap: str = "independent",
+    step_overhead_seconds: float = STEP_OVERHEAD_SECONDS,
+    placement: Placement | None = None,
+    physics: Physics = CALIBRATED,
+) -> Estimate:
+    """Where time and memory of one step go on a slice. Nothing is allocated; time does not depend on device count.
+
+    Args:
+      program: what `mtf.lower` returned.
+      slice: a name like "v3-8", or a `hardware.Slice` (for a chip of your own). It has a device for each mesh position.
+      overlap: what hides collectives: "none"; "independent" work that does not need them; "collective matmul"
+        besides cuts those that feed or follow a product in pieces.
+      step_overhead_seconds: fixed cost of a step on the device; add your input pipeline's share here.
+      placement: where the mesh lies on the torus; by default the best one for the program's own collectives.
+      physics: what programs lose against engines that do one thing only; `Physics().without_losses()` is a machine
+        that loses nothing.
+    Returns: an Estimate: `.step_seconds .mfu .fits .memory .exposed_comm_seconds .bound .rows .table()`.
+    Raises: SliceError for an unknown slice, one of another size than the mesh, or a placement of another mesh;
+      GraphError for other bad arguments.
+    Cost model: `meshlib.estimation.scheduling` for the formulas, `hardware` for rates and their sources.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
+      ...     w = mtf.variable("w", [mtf.Dimension("inner", 8192), mtf.Dimension("outer", 8192)], dtype="bfloat16")
+      ...     program = mtf.lower({"y": mtf.einsum([x, w])}, mesh="cores:8", layout="batch:cores")
+      >>> est = mtf.estimate(program, "v3-8")
+      >>> est.bound, est.fits, est.flops == 2 * 1024 * 8192 * 8192
+      ('mxu', True, True)
+    """
+    if not isinstance(program, Program):
+        raise GraphError(f"estimate: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
+    choice(overlap, "estimate", "overlap", POLICIES)
+    overhead = number(step_overhead_seconds, "estimate", "step_overhead_seconds")
+    if overhead < 0:
+        raise GraphError(f"estimate: step_overhead_seconds must not be negative, got {overhead}")
+    if not isinstance(physics, Physics):
+        raise GraphError(f"estimate: physics must be an mtf.Physics, got {physics!r:.80}")
+    slice_ = slice_for("estimate", program, slice)
+    if placement is not None:
+        _check_placement(program, slice_, placement)
+    try:
+        network = Network(program, slice_, placement)
+        plan = plan_of(program, network, early=overlap != "none")
+        made = schedule(plan, Times(slice_.chip, physics, alone=plan.kernels == 1), overlap)
+    except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
+        raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
+    return Estimate(program, slice_, overlap, network.placement, overhead, physics, made)
+
+
+def _check_placement(program: Program, slice_: Slice, placement: object) -> None:
+    if not isinstance(placement, Placement):
+        raise SliceError(f"estimate: placement must be a hardware.Placement, got {placement!r:.80}")
+    mesh = dict(program.mesh.sizes_by_axis)
+    if placement.mesh != mesh or placement.slice != slice_:
+        raise SliceError(
+            f"estimate: the placement lays mesh {placement.mesh} over {placement.slice.name}, but the program has "
+            f"mesh {mesh} and the slice is {slice_.name}"
+        )

@@ -1,0 +1,315 @@
+"""Fusion groups as work of one device: matrix products, vector operations, bytes at the boundary. No time yet.
+
+Counts are exact and without padding; `padded_bytes` and `padded_vpu_ops` are what tiles of (8, 128) make of them.
+A value that is made and used inside one group takes no bytes; groups are those of `meshlib.estimation.groups`. One that
+follows by a cast or a scaling from a value no wider is never stored: its readers read that and do it again. An
+operation that looks only at a part of an operand (gather, slice) reads that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+from hardware.core import Matmul
+from hardware.memory import padded_bytes
+from layouts import Sharding
+from meshlib.dtypes import BFLOAT16
+from meshlib.graph import FORWARD, Tensor
+from meshlib.operation import Kind
+from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
+from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.work import local_work
+
+_RESIDENT = ("input", "variable", "assign")
+_ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
+_READS_PART = ("gather", "slice")
+_REPEATED = ("cast", "negative", "multiply", "add", "subtract", "divide")
+# Of the products of each kernel of fused attention, the share that is no repetition of the forward pass: one of two,
+# two of three (dP, dQ), two of four (dV, dK).
+ATTENTION = {"attention": 1.0, "attention_grad_query": 2 / 3, "attention_grad_memory": 1 / 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What a kernel of fused attention computes on one device.
+
+    Attributes:
+      kind: its opcode: "attention", "attention_grad_query" or "attention_grad_memory".
+      scores: pairs of query and key in the tiles that it computes, all heads and sequences; key, value: sizes of the
+        dims of one head; passes: runs through the MXU.
+    """
+
+    kind: str
+    scores: int
+    key: int
+    value: int
+    passes: int
+
+    def products(self, together: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Products per score, as sizes of head dims: those contracted over, and those that stream instead.
+
+        `together`: scores and their cotangents, which both gradients need, are computed with the keys' gradient only.
+        """
+        if self.kind == "attention":
+            return (self.key,), (self.value,)
+        again = (self.key, self.value)
+        if self.kind == "attention_grad_query":
+            return () if together else again, (self.key,)
+        return again, (self.key, self.value)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one fusion group asks of one device, once.
+
+    Attributes:
+      name, opcode, source, region: of its main operation: the product, else the last one.
+      matmuls: its products with bytes per element; at most one in a group. attention: what it computes of one.
+      mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
+        repeats and the model asks for (one pass). Exact.
+      vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
+      passing_bytes: padded, of each buffer at its boundary that only passes between groups; sorted.
+      free: nothing runs: sources that are there already, renamings, constants of one element.
+    """
+
+    name: str
+    opcode: str
+    source: str
+    region: str
+    matmuls: tuple[tuple[Matmul, int], ...]
+    mxu_flops: int
+    useful_flops: float
+    vpu_ops: int
+    padded_vpu_ops: float
+    narrow_vpu_ops: float  # of the padded ones, those in bfloat16
+    hbm_bytes: int
+    padded_bytes: int
+    free: bool
+    passing_bytes: tuple[int, ...] = ()
+    attention: Attention | None = None
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """What its time depends on."""
+        work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
+        return (*work, self.free, self.passing_bytes, self.attention)
+
+    @cached_property
+    def operand_bytes(self) -> int:
+        """Bytes of the operands of its product, each read once."""
+        return sum(size * p.batch * p.k * (p.m + p.n) for p, size in self.matmuls)
+
+
+def kernel_of(
+    program: Program, members: Sequence[Instruction], fused: set[Value], held: set[Value], forward: frozenset[str]
+) -> Kernel:
+    """The work of a fusion group.
+
+    `fused` are the program's values that never reach HBM, `held` its `resident_values`, `forward` the names of the
+    forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
+    """
+    large = (i for i in reversed(members) if any(y.sharding.local_size > 1 for y in i.outputs))
+    main = next((i for i in members if _is_matmul(i)), None) or next(large, members[-1])
+    matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
+    attention = attention_of(program, main) if main.opcode in ATTENTION else None
+    for i in members:
+        work = local_work(program, i)
+        flops += work.mxu_flops
+        ops += work.vpu_ops
+        if work.vpu_ops:
+            stretched = work.vpu_ops * _stretch(i)
+            padded_ops += stretched
+            narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
+        if _is_matmul(i):
+            product = matmul_of(program, i)
+            matmuls.append((product, 1 if product.dtype in EIGHT_BIT else i.inputs[0].tensor.dtype.itemsize))
+            useful += product.flops * _share_useful(program, i, forward)
+    if attention is not None:
+        useful += flops / attention.passes * ATTENTION[attention.kind] * _share_useful(program, main, forward)
+    boundary = _boundary(members, fused, held)
+    free = all(_is_free(i) for i in members)
+    return Kernel(
+        main.operation.name,
+        main.opcode,
+        main.operation.source,
+        main.region,
+        tuple(matmuls),
+        flops,
+        useful,
+        ops,
+        padded_ops,
+        narrow,
+        0 if free else boundary.exact,
+        0 if free else boundary.padded,
+        free,
+        () if free else boundary.passing,
+        attention,
+    )
+
+
+def _share_useful(program: Program, i: Instruction, forward: frozenset[str]) -> float:
+    """Of an instruction's flops on one device, those that no other repeats and no earlier pass has made already."""
+    again = i.operation.region != FORWARD and i.operation.name in forward
+    return 0.0 if again else 1 / duplication(program, i)
+
+
+def forward_names(program: Program) -> frozenset[str]:
+    """Names of the operations of the forward pass, those in loops included."""
+    found: set[str] = set()
+    for i in program.instructions:
+        if i.operation.region == FORWARD:
+            found.add(i.operation.name)
+            if i.body is not None:
+                found |= forward_names(i.body)
+    return frozenset(found)
+
+
+def duplication(program: Program, instruction: Instruction) -> int:
+    """On how many devices the same part of an operation runs: the mesh over the axes that split it."""
+    split = program.mesh.group_size(tuple(dict.fromkeys(axis for axis, _ in instruction.assignment)))
+    return program.mesh.size // split
+
+
+def matmul_of(program: Program, instruction: Instruction) -> Matmul:
+    """The batched product that an einsum is on one device."""
+    a, b = (x.local.shape for x in instruction.inputs[:2])
+    out = instruction.outputs[0].local.shape
+    plan = matmul_plan(a.names, b.names, out.names)
+    sizes = {d.name: d.size for shape in (a, b) for d in shape}
+    m, k, n, batch = (prod(sizes[x] for x in dims) for dims in (plan.rows, plan.contracted, plan.columns, plan.batch))
+    useful = 2 * batch * m * k * n
+    passes = max(1, local_work(program, instruction).mxu_flops // useful)
+    precision = instruction.operation.attrs.get("precision")
+    return Matmul(m, k, n, batch, precision if precision in EIGHT_BIT else "bf16", passes)
+
+
+def attention_of(program: Program, instruction: Instruction) -> Attention:
+    """What a kernel of fused attention computes on one device."""
+    q, k, v = (x.local.shape for x in instruction.inputs[:3])
+    attrs = instruction.operation.attrs
+    key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
+    share = attrs["share"]
+    points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
+    scores = points * share.numerator // share.denominator
+    contracted, turned = Attention(instruction.opcode, scores, key, value, 1).products(together=False)
+    once = 2 * scores * (sum(contracted) + sum(turned))
+    passes = max(1, local_work(program, instruction).mxu_flops // max(1, once))
+    return Attention(instruction.opcode, scores, key, value, passes)
+
+
+def padded_value_bytes(v: Value) -> int:
+    """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named."""
+    return padded_block_bytes(v.sharding.local_shape.sizes, v.tensor.dtype.itemsize)
+
+
+@lru_cache(maxsize=65536)
+def padded_block_bytes(sizes: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of a block of these sizes in whole tiles."""
+    return padded_bytes(sizes, itemsize) if sizes else itemsize
+
+
+def _is_matmul(i: Instruction) -> bool:
+    return i.operation.kind.kind is Kind.CONTRACTION and not i.is_reshard
+
+
+def _is_free(i: Instruction) -> bool:
+    if i.opcode in _RESIDENT or (i.opcode in _ALIASES and not i.is_reshard):
+        return True
+    if i.opcode in ("constant", "broadcast"):
+        return all(y.local_bytes <= 8 for y in i.outputs)
+    if i.opcode == "reshape" or (
+        i.opcode in _REDUCTIONS and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
+    ):
+        # Tiles stay as they are where the two minor dims do; one element of each is its own sum.
+        return i.inputs[0].local.shape.sizes[-2:] == i.outputs[0].local.shape.sizes[-2:]
+    return False
+
+
+def _stretch(i: Instruction) -> float:
+    """How much more elements the vector unit handles than there are: those of the tiles of the largest value."""
+    largest = max((*i.inputs, *i.outputs), key=lambda v: v.sharding.local_size)
+    if not largest.local.shape.sizes:
+        return 1.0
+    return padded_value_bytes(largest) / max(1, largest.local_bytes)
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """What a group reads and writes, each buffer once: exact and padded bytes, and padded ones of what only passes."""
+
+    exact: int
+    padded: int
+    passing: tuple[int, ...]
+
+
+def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value]) -> _Boundary:
+    inside = {y for i in members for y in i.outputs}
+    operations = {i.operation for i in members}
+    read: dict[object, tuple[int, int, bool]] = {}
+    written: dict[object, tuple[int, int, bool]] = {}
+    for i in members:
+        if i.opcode in _RESIDENT:
+            continue
+        for n, x in enumerate(i.inputs):
+            if x not in inside:
+                found = (*_read(i, n, x), x not in held)
+                read[_buffer(x)] = max(read.get(_buffer(x), found), found)
+        made = {y: (y.tensor, y.sharding) if y in held else _buffer(y) for y in i.outputs if y not in fused}
+        # What is derived from a buffer that lies outside is not written; who reads it derives it again.
+        written |= {b: (*_sizes(y), y not in held) for y, b in made.items() if b[0].operation in operations}
+    # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
+    moved = [*read.values(), *written.values()] if written else []
+    passing = tuple(sorted(padded for _, padded, passes in moved if passes))
+    return _Boundary(sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing)
+
+
+def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
+    whole = _sizes(x)
+    if n == 0 and i.opcode in _READS_PART:
+        return min(whole, _sizes(i.outputs[0]))
+    return whole
+
+
+def _sizes(v: Value) -> tuple[int, int]:
+    itemsize = _stored(v.tensor).dtype.itemsize
+    return v.sharding.local_size * itemsize, padded_block_bytes(v.sharding.local_shape.sizes, itemsize)
+
+
+def _buffer(v: Value) -> tuple[Tensor, Sharding]:
+    return _stored(v.tensor), v.sharding
+
+
+def _stored(t: Tensor) -> Tensor:
+    """What is in memory for a tensor: one no wider from which it follows by a cast, a scaling or a shift.
+
+    Compilers put such work into every kernel that reads the result.
+    """
+    op = t.operation
+    if op.kind.name not in _REPEATED:
+        return t
+    sources = [x for x in op.inputs if not _is_small(x, t)]
+    if len(sources) != 1 or sources[0].shape != t.shape or sources[0].dtype.itemsize > t.dtype.itemsize:
+        return t
+    return _stored(sources[0])
+
+
+def _is_small(x: Tensor, beside: Tensor) -> bool:
+    """Whether an operand costs its readers next to nothing: it is made anew, or repeated over what is beside it."""
+    source = x.operation.kind.kind is Kind.SOURCE
+    return source and (x.operation.kind.name not in _RESIDENT or x.shape.size < beside.shape.size)
+
+
+def resident_values(program: Program) -> set[Value]:
+    """Values that have to be in HBM whatever runs: what a program, or a trip of a loop, is given and returns."""
+    inside = (
+        *program.inputs.values(),
+        *program.variables.values(),
+        *program.outputs.values(),
+        *program.updates.values(),
+    )
+    loops = [v for i in program.instructions if i.body is not None for v in (*i.inputs, *i.outputs)]
+    return {*inside, *loops}

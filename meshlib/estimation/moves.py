@@ -1,0 +1,143 @@
+"""What a program sends, as demands on the network, and where its mesh axes lie on the slice.
+
+A reshard that is a collective is one demand, merged ones are one demand with the sum of their bytes; what moves inside
+an instruction (a halo, a summary) is a demand before its computation. The placement is the best one for all demands of
+the program together, loops counted as often as they run.
+
+Source: `hardware.network` prices demands on placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hardware.network import Cost, Demand, best_placement, collective_cost
+from hardware.placement import DCN, Placement, placements
+from hardware.slices import Slice
+from meshlib.program.records import Instruction, Program
+
+# Three and more mesh axes on a large torus can lie in thousands of ways. Each cut of a torus axis makes groups share
+# links, so where there are more ways than these, only those with at most one cut more than needed are priced.
+MANY_PLACEMENTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One collective of a program: what the network has to carry, once.
+
+    Attributes:
+      kind, axes: what and over which mesh axes; group: devices that take part.
+      payload_bytes: operand on one device; sent_bytes: what a device sends on a ring (busiest sender). Exact.
+      larger_bytes: of operand and result, by which the network prices.
+      tensor, reason: whose data, and why it moves.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group: int
+    payload_bytes: int
+    sent_bytes: float
+    larger_bytes: int
+    name: str
+    reason: str
+
+
+def moves_of(program: Program, instruction: Instruction) -> tuple[Move, ...]:
+    """The collectives that an instruction starts, in order; none for a computation without exchanges."""
+    mesh = program.mesh
+    if instruction.is_collective:
+        first = instruction.steps[0]
+        payload = sum(s.payload_bytes for s in instruction.steps)
+        sent = sum(s.sent_bytes for s in instruction.steps)
+        name = instruction.inputs[0].tensor.name
+        if len(instruction.inputs) > 1:
+            name += f" and {len(instruction.inputs) - 1} more"
+        why = instruction.reasons[0].why
+        return (_move(first.kind, first.axes, mesh.group_size(first.axes), payload, sent, name, why),)
+    return tuple(
+        _move(e.kind, e.axes, mesh.group_size(e.axes), e.payload_bytes, e.sent_bytes, instruction.operation.name, r.why)
+        for e, r in zip(instruction.exchanges, instruction.reasons if instruction.exchanges else (), strict=True)
+    )
+
+
+def _move(kind: str, axes: Sequence[str], group: int, payload: int, sent: float, name: str, why: str) -> Move:
+    larger = payload * group if kind == "all_gather" else payload
+    return Move(kind, tuple(axes), group, payload, sent, larger, name, why)
+
+
+def all_moves(program: Program, times: int = 1) -> Iterator[tuple[Move, int]]:
+    """Every collective of a program and of its loops, with how often it runs in a step."""
+    for i in program.instructions:
+        if i.body is not None:
+            yield from all_moves(i.body, times * i.trips)
+        for move in moves_of(program, i):
+            yield move, times
+
+
+class Network:
+    """The program's mesh on the slice, and the price of its collectives there."""
+
+    def __init__(self, program: Program, slice_: Slice, placement: Placement | None) -> None:
+        self.placement = placement or placed(slice_, program)
+        self._prices: dict[tuple[str, tuple[str, ...], int], Cost] = {}
+
+    def cost(self, move: Move) -> Cost:
+        """Modelled time of a collective alone on the network."""
+        key = (move.kind, move.axes, move.larger_bytes)
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = collective_cost(self.placement, *key)
+        return found
+
+
+def placed(
+    slice_: Slice, program: Program, whole_axes: bool = False, across: Sequence[tuple[str, int]] = ()
+) -> Placement:
+    """The best placement of a program's mesh for its own collectives.
+
+    `whole_axes`: only those on which each mesh axis takes whole torus axes, where there are any: what
+    `jax.experimental.mesh_utils.create_device_mesh` makes unless told that it may split them. `across`: of each mesh
+    axis, the part that joins slices (`create_hybrid_device_mesh`); any, unless given.
+    """
+    totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    for move, times in all_moves(program):
+        count, size = totals.get((move.kind, move.axes), (0, 0))
+        totals[move.kind, move.axes] = count + times, size + times * move.larger_bytes
+    demands = tuple(Demand(kind, axes, size / n, n) for (kind, axes), (n, size) in totals.items())
+    mesh = tuple((axis, program.mesh.axis_size(axis)) for axis in program.mesh.axes)
+    return _best(slice_, mesh, demands, whole_axes, tuple(across))
+
+
+@lru_cache(maxsize=256)
+def _best(
+    slice_: Slice, mesh: tuple[tuple[str, int], ...], demands: tuple[Demand, ...], whole_axes: bool,
+    across: tuple[tuple[str, int], ...],
+) -> Placement:  # fmt: skip
+    """The best of the candidates; layers and sweeps ask for the same again."""
+    sizes = dict(mesh)
+    return best_placement(slice_, sizes, demands, _candidates(slice_, sizes, whole_axes, dict(across)))[0]
+
+
+def _candidates(
+    slice_: Slice, sizes: Mapping[str, int], whole_axes: bool, across: Mapping[str, int]
+) -> list[Placement]:
+    """All placements where there are few; otherwise those that cut the torus in few pieces."""
+    every = list(placements(slice_, sizes))
+    if across:
+        every = [p for p in every if _over_dcn(p) == across] or every
+    if whole_axes:
+        shape = slice_.torus_shape
+        uncut = [p for p in every if all(f.place < 0 or f.size == shape[f.place] for f in p.all_factors())]
+        every = uncut or every
+    if len(every) <= MANY_PLACEMENTS:
+        return every
+    pieces = [sum(1 for _ in p.all_factors()) for p in every]
+    least = min(pieces)
+    return [p for p, count in zip(every, pieces, strict=True) if count <= least + 1]
+
+
+def _over_dcn(placement: Placement) -> dict[str, int]:
+    """Of each mesh axis, the part over DCN."""
+    return {axis: f.size for axis, factors in placement.factors for f in factors if f.place == DCN}

@@ -1,0 +1,280 @@
+"""Estimate: what a step costs on a slice. Exact figures are counts of the program; modelled ones are times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hardware.placement import DCN, Placement
+from hardware.slices import Slice
+from meshlib.checks import at, whole
+from meshlib.errors import GraphError, SliceError
+from meshlib.estimation.fitting import DeviceMemory, memory_on
+from meshlib.estimation.physics import Physics
+from meshlib.estimation.rows import BOUNDS, Row, rows_of
+from meshlib.estimation.scheduling import Schedule
+from meshlib.program.records import Program
+
+
+@dataclass(frozen=True)
+class RooflinePoint:
+    """One product or other computation on the roofline of a device.
+
+    `flops` and `hbm_bytes` are exact, `intensity` their ratio in flops per byte; `attainable_flops_per_second` is
+    what nominal rates allow at that intensity, `flops_per_second` what the model reaches.
+    """
+
+    name: str
+    source: str
+    flops: int
+    hbm_bytes: int
+    intensity: float
+    attainable_flops_per_second: float
+    flops_per_second: float
+    bound: str
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Estimate:
+    """Where time and memory of one step of `program` on `slice` go. Made by `mtf.estimate`.
+
+    Modelled: `step_seconds`, its bounds `lower_seconds` (the busiest engine alone) and `upper_seconds` (no overlap of
+    anything), `mfu`, `exposed_comm_seconds`, `bound`, `rows`. Exact: flops, bytes, collectives, memory of the order.
+    """
+
+    program: Program
+    slice: Slice
+    overlap: str
+    placement: Placement
+    step_overhead_seconds: float
+    physics: Physics
+    schedule: Schedule
+
+    # ------------------------------------------------------------ time, modelled
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of one step. Modelled."""
+        return self.schedule.seconds + self.jitter_seconds + self.step_overhead_seconds
+
+    @property
+    def jitter_seconds(self) -> float:
+        """What slices joined by DCN wait for the slowest of them. Modelled."""
+        return self.schedule.seconds * self.physics.jitter(self.slice.slices)
+
+    @property
+    def lower_seconds(self) -> float:
+        """The busiest engine alone: no schedule is faster. Modelled."""
+        return max(self.schedule.busy.values(), default=0.0)
+
+    @property
+    def upper_seconds(self) -> float:
+        """Everything one after the other. Modelled."""
+        return self.schedule.serial_seconds + self.jitter_seconds + self.step_overhead_seconds
+
+    @property
+    def exposed_comm_seconds(self) -> float:
+        """Time in which something is sent and the core computes nothing. Modelled, under the overlap policy."""
+        return self.schedule.exposed_seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of all fusion groups with their launches. Modelled."""
+        return sum(r.total_seconds for r in self.rows if r.kind == "compute")
+
+    @property
+    def comm_seconds(self) -> float:
+        """Time of all collectives, hidden or not, one after the other. Modelled."""
+        return sum(r.total_seconds for r in self.rows if r.kind == "collective")
+
+    @cached_property
+    def engine_seconds(self) -> Mapping[str, float]:
+        """Seconds for which each engine works: mxu, vpu, hbm, each ICI axis, dcn, and "core to core": the way between
+        two devices of one chip, and copies to and from the host. Modelled."""
+        return {engine_name(e): s for e, s in sorted(self.schedule.busy.items(), key=lambda item: str(item[0]))}
+
+    @cached_property
+    def bound_seconds(self) -> Mapping[str, float]:
+        """The step divided by what bounds it: computation by each group's bound, exposed communication by that of
+        the collectives, launches and overhead as latency. Modelled."""
+        totals = dict.fromkeys(BOUNDS, 0.0)
+        sent = dict.fromkeys(BOUNDS, 0.0)
+        for r in self.rows:
+            if r.kind == "compute":
+                totals[r.bound] += r.total_seconds - r.latency_seconds * r.count
+                totals["latency"] += r.latency_seconds * r.count
+            elif r.kind == "collective":
+                for name, seconds in (("ici", r.ici_seconds), ("dcn", r.dcn_seconds), ("latency", r.latency_seconds)):
+                    sent[name] += seconds * r.count
+        whole_comm = sum(sent.values())
+        for name, seconds in sent.items():
+            totals[name] += self.exposed_comm_seconds * seconds / whole_comm if whole_comm else 0.0
+        totals["latency"] += self.step_overhead_seconds
+        totals["dcn"] += self.jitter_seconds
+        totals["pcie"] += self.schedule.host_exposed_seconds
+        return totals
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the step: "mxu", "vpu", "hbm", "ici", "dcn", "pcie" or "latency". Modelled."""
+        return max(self.bound_seconds, key=lambda name: self.bound_seconds[name])
+
+    @property
+    def mfu(self) -> float:
+        """Useful flops, none counted twice over devices, per second, over the bf16 peak of the slice. Modelled.
+
+        Products that a backward pass computes again (recomputation) count in `hfu` only.
+        """
+        return self._of_peak(self.useful_flops)
+
+    @property
+    def hfu(self) -> float:
+        """As `mfu` with all flops executed, repetitions on other devices and extra passes included. Modelled."""
+        return self._of_peak(self.flops)
+
+    def _of_peak(self, flops: float) -> float:
+        if not self.step_seconds:
+            return 0.0
+        return flops / self.step_seconds / self.slice.peak_flops_per_device
+
+    # ------------------------------------------------------------ counts, exact
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """One for each fusion group and collective, in the order of the program; what is free has none."""
+        return tuple(rows_of(self.schedule, self.slice.chip))
+
+    @property
+    def flops(self) -> int:
+        """MXU flops that one device executes in a step. Exact."""
+        return sum(r.mxu_flops * r.count for r in self.rows)
+
+    @property
+    def useful_flops(self) -> float:
+        """Of `flops`, one device's share of what the unsharded program asks for. Exact."""
+        return sum(r.useful_flops * r.count for r in self.rows)
+
+    @property
+    def vpu_ops(self) -> int:
+        """Vector operations of one device in a step. Exact."""
+        return sum(r.vpu_ops * r.count for r in self.rows)
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes that fusion groups of one device read and write at their boundaries, without padding. Exact, given the
+        groups: `meshlib.estimation.groups` says which, `meshlib.estimation.kernels` what is stored."""
+        return sum(r.hbm_bytes * r.count for r in self.rows)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends in a step. Exact."""
+        return self.program.sent_bytes
+
+    # ------------------------------------------------------------ memory
+
+    @cached_property
+    def memory(self) -> DeviceMemory:
+        """Memory of one device over time, in tiles. Exact for the order and the dims as named."""
+        return memory_on(self.program, self.slice)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits the HBM of a device; `memory.message` says more."""
+        return self.memory.fits
+
+    # ------------------------------------------------------------ money
+
+    def usd(self, steps: int = 1) -> float:
+        """Cost of that many steps at the list price of the slice, in US dollars. Modelled time, published price.
+
+        Raises: SliceError for a chip without a price.
+        """
+        steps = whole(steps, "Estimate.usd", "steps")
+        if steps < 0:
+            raise GraphError(f"{at('Estimate.usd')}: steps must not be negative, got {steps}")
+        price = self.slice.usd_per_hour
+        if price is None:
+            raise SliceError(
+                f"{at('Estimate.usd')}: no list price of {self.slice.chip.name} is published; "
+                "give the chip one: replace(chip, usd_per_chip_hour=...)"
+            )
+        return price * steps * self.step_seconds / 3600
+
+    def epoch_usd(self, examples: int, batch: int) -> float:
+        """Cost of one epoch of `examples` in batches of `batch` (the last one whole), in US dollars. As `usd`."""
+        examples, batch = whole(examples, "epoch_usd", "examples"), whole(batch, "epoch_usd", "batch")
+        if examples < 1 or batch < 1:
+            raise GraphError(f"{at('epoch_usd')}: examples and batch must be at least 1, got {examples} and {batch}")
+        return self.usd(-(-examples // batch))
+
+    # ------------------------------------------------------------ views
+
+    def roofline(self) -> list[RooflinePoint]:
+        """The groups with products on the roofline of a device, at the peak of the dtype that they multiply in."""
+        rate = self.slice.hbm_bytes_per_second_per_device
+        points = []
+        for r in self.rows:
+            if r.mxu_flops and r.seconds:
+                intensity = r.mxu_flops / r.hbm_bytes if r.hbm_bytes else float("inf")
+                reachable = min(self.slice.peak_flops(r.mxu_dtype) / self.slice.devices, intensity * rate)
+                points.append(
+                    RooflinePoint(
+                        r.name,
+                        r.source,
+                        r.mxu_flops,
+                        r.hbm_bytes,
+                        intensity,
+                        reachable,
+                        r.mxu_flops / r.seconds,
+                        r.bound,
+                    )
+                )
+        return points
+
+    def table(self, rows: int | None = 25) -> str:
+        """The estimate as text for a terminal: totals, then the groups that take most; None shows all.
+
+        Every figure says whether it is exact or modelled.
+        """
+        from meshlib.estimation.table import table
+
+        return table(self, rows)
+
+    def compare(self, other: Estimate) -> str:
+        """Two estimates side by side as text, and what changed by how much."""
+        from meshlib.estimation.table import comparison
+
+        if not isinstance(other, Estimate):
+            raise GraphError(
+                f"{at('Estimate.compare')}: expected an Estimate, got {type(other).__name__} {other!r:.80}"
+            )
+        return comparison(self, other)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the schedule as Chrome-trace JSON, for ui.perfetto.dev: phases, the trips of loops, one track for each
+        engine, what is sent while the core waits, and HBM by kind as counters.
+
+        The file is complete or not there: it is written beside its place and moved.
+        Raises: GraphError where the path cannot be written.
+        """
+        from meshlib.estimation.trace import save_trace
+
+        save_trace(self, path)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        step = f"{self.step_seconds * 1e6:.6g} us a step (modelled), bound by {self.bound}"
+        return f"<Estimate of mesh {self.program.mesh} on {self.slice.name}: {step}>"
+
+
+def engine_name(engine: str | int) -> str:
+    """Such as "mxu" or "ici axis 0"."""
+    if isinstance(engine, str):
+        return engine
+    if engine == DCN:
+        return "dcn"
+    return "core to core" if engine < 0 else f"ici axis {engine}"

@@ -1,0 +1,137 @@
+"""Rows of an estimate: one for each fusion group, collective and loop, exact figures beside modelled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hardware.chips import Chip
+from hardware.memory import PCIE_EFFICIENCY, hbm_rate
+from hardware.network import Cost
+from hardware.placement import CORES, DCN
+from hardware.vpu import vpu_rate
+from meshlib.estimation.scheduling import COLLECTIVE_LAUNCH_SECONDS, Event, Schedule
+from meshlib.graph import FORWARD
+
+BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fusion group, collective or copy to or from the host.
+
+    `launch_seconds` is the part of `latency_seconds` that starting it takes; the rest is hops.
+
+    Exact, for one run on one device: `mxu_flops` executed, `useful_flops` of them not repeated elsewhere,
+    `vpu_ops`, `hbm_bytes` at the group's boundary without padding, `payload_bytes` and `sent_bytes` of a collective,
+    and `count`, its runs in a step. Modelled: everything in seconds, `traffic_bytes` over HBM (padding and what a
+    product reads again), `bound`, `utilisation`: the share of the bounding engine's nominal rate that is reached (0
+    where latency bounds).
+    """
+
+    name: str
+    opcode: str
+    kind: str  # "compute", "collective" or "copy" (to or from the host)
+    phase: str
+    source: str
+    count: int
+    group: int
+    seconds: float
+    bound: str
+    utilisation: float
+    mxu_seconds: float
+    vpu_seconds: float
+    hbm_seconds: float
+    ici_seconds: float
+    dcn_seconds: float
+    latency_seconds: float
+    launch_seconds: float
+    mxu_flops: int
+    useful_flops: float
+    vpu_ops: int
+    hbm_bytes: int
+    traffic_bytes: float
+    payload_bytes: int
+    sent_bytes: float
+    axes: tuple[str, ...]
+    mxu_dtype: str  # in which its product runs: "bf16", "int8", "fp8"
+
+    @property
+    def total_seconds(self) -> float:
+        """Of all runs in a step."""
+        return self.seconds * self.count
+
+
+def rows_of(made: Schedule, chip: Chip, count: int = 1) -> Iterator[Row]:
+    """The rows of a schedule in its order; a loop's rows stand in its place, counted as often as they run."""
+    for event in made.events:
+        if event.loop is not None:
+            yield from rows_of(event.loop, chip, count * event.trips)
+        elif event.move is not None:
+            yield _collective_row(event, chip, count)
+        elif event.copy is not None:
+            yield _copy_row(event, event.copy, count)
+        else:
+            yield _compute_row(event, chip, count)
+
+
+def names_of_forward(made: Schedule) -> frozenset[str]:
+    """What runs in the forward pass, by the names of its events: what has one of them later runs again."""
+    found = {e.name for e in made.events if e.region == FORWARD and e.loop is None}
+    return frozenset(found.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))
+
+
+def _compute_row(event: Event, chip: Chip, count: int) -> Row:
+    kernel, time = event.kernel, event.time
+    assert kernel is not None
+    assert time is not None
+    latency = time.launch_seconds
+    parts = {"mxu": time.mxu_seconds, "vpu": time.vpu_seconds, "hbm": time.hbm_seconds, "latency": latency}
+    bound = max(parts, key=lambda name: parts[name])
+    dtype = kernel.matmuls[0][0].dtype if kernel.matmuls else "bf16" if chip.peak_bf16_flops else "int8"
+    peak = chip.peak_flops(dtype) / chip.devices_per_chip
+    reached = {
+        "mxu": kernel.mxu_flops / peak,
+        "vpu": kernel.vpu_ops / vpu_rate(chip),
+        "hbm": kernel.hbm_bytes / hbm_rate(chip),
+    }
+    own = time.seconds
+    share = reached[bound] / own if bound in reached and own else 0.0
+    return Row(
+        kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
+        time.mxu_seconds, time.vpu_seconds, time.hbm_seconds, 0.0, 0.0, latency, latency,
+        kernel.mxu_flops, kernel.useful_flops, kernel.vpu_ops, kernel.hbm_bytes, time.traffic_bytes, 0, 0.0, (), dtype,
+    )  # fmt: skip
+
+
+def network_parts(cost: Cost) -> tuple[float, float, float]:
+    """(ici, dcn, latency) seconds of a collective: the busiest link inside a slice, the NIC, and what is neither."""
+    dcn = sum(seconds for place, seconds in cost.busy_seconds if place == DCN)
+    cores = sum(seconds for place, seconds in cost.busy_seconds if place == CORES)
+    links = max((seconds for place, seconds in cost.busy_seconds if place >= 0), default=0.0)
+    ici = min(cores + links, cost.seconds - dcn)
+    return ici, dcn, max(0.0, cost.seconds - ici - dcn) + COLLECTIVE_LAUNCH_SECONDS
+
+
+def _collective_row(event: Event, chip: Chip, count: int) -> Row:
+    move, cost = event.move, event.cost
+    assert move is not None
+    assert cost is not None
+    ici, dcn, latency = network_parts(cost)
+    own = cost.seconds + COLLECTIVE_LAUNCH_SECONDS
+    parts = {"ici": ici, "dcn": dcn, "latency": latency}
+    bound = max(parts, key=lambda name: parts[name])
+    share = {"ici": ici * chip.ici_efficiency / own, "dcn": dcn / own}.get(bound, 0.0)
+    return Row(
+        move.name, move.kind, "collective", event.region, event.source, count, event.first, own, bound, share,
+        0.0, 0.0, 0.0, ici, dcn, latency, COLLECTIVE_LAUNCH_SECONDS, 0, 0.0, 0, 0, 0.0,
+        move.payload_bytes, move.sent_bytes, move.axes, "",
+    )  # fmt: skip
+
+
+def _copy_row(event: Event, copy: tuple[str, int], count: int) -> Row:
+    way, size = copy
+    return Row(
+        event.name, way, "copy", event.region, event.source, count, event.first, event.seconds, "pcie", PCIE_EFFICIENCY,
+        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0, 0, 0.0, size, 0.0, (), "",
+    )  # fmt: skip

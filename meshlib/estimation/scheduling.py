@@ -1,0 +1,305 @@
+"""When everything runs: a deterministic schedule of the program's order over the engines of one device.
+
+The core runs one fusion group at a time, in the program's order (`meshlib.estimation.times`). A collective starts when
+its operands are ready and the places it crosses (chip, torus axes, DCN) have sent what came before, in the program's
+order, and holds up only the first group that uses its result. Policies:
+
+    none                each collective waits for the core, and the core for it
+    independent         as above; work that does not depend on a collective hides it
+    collective matmul   besides, an all_gather that feeds a product, and a reduce_scatter or all_reduce of what a
+                        kernel makes, run in as many pieces as there are devices in the group: the first piece of one
+                        starts the other, the last ends it
+
+What can be sent early is sent one product early: a collective that does not depend on the product before it is issued
+when the core reaches that product (weights of the next layer arrive while this one computes), and no earlier. The
+result that waits meanwhile is not in the memory figure, which is that of the program's order.
+
+A group without a product that reads what is still on its way lets others go first. A collective is chained if the
+first product after it needs its result, or if there is none; only these are cut in pieces. Others run beside the core.
+Overlap is not free: of these the core loses a share of the time for which links are busy (`Physics.early_exposed`).
+
+Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
+but a program, or a trip, lasts at least as long as its copies take in either direction.
+
+A loop is its body's schedule, `trips` times one after the other; trips do not overlap.
+
+Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023 (collective
+matmul); openxla/xla latency_hiding_scheduler (start and done).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hardware.memory import pcie_seconds
+from hardware.network import Cost
+from meshlib.estimation.kernels import Kernel
+from meshlib.estimation.moves import Move
+from meshlib.estimation.plan import HOST_COPIES, Plan, Unit
+from meshlib.estimation.times import KernelTime, Times
+
+POLICIES = ("none", "independent", "collective matmul")
+# An all_gather of 256 KiB on four chips of v7 takes 21.9 us, of which wire and hops explain 11, and three sizes agree
+# on the rest: starting every device of a group and waiting for the last. AI-Hypercomputer/tpu-recipes @c8cfe2f,
+# microbenchmarks/ironwood/collectives/all_gather.md.
+COLLECTIVE_LAUNCH_SECONDS = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that runs from `start` to `end` (seconds from the start of the program, or of the trip)."""
+
+    start: float
+    end: float
+    first: int  # number of its first instruction
+    region: str
+    kernel: Kernel | None = None
+    time: KernelTime | None = None
+    move: Move | None = None
+    cost: Cost | None = None
+    loop: Schedule | None = None
+    trips: int = 1
+    copy: tuple[str, int] | None = None  # to or from the host, bytes
+    name: str = ""
+    source: str = ""
+
+    @property
+    def on_core(self) -> bool:
+        """Whether the core runs it: a fusion group or a loop."""
+        return self.time is not None or self.loop is not None
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The events of a program in the order in which they were placed, and their totals in seconds.
+
+    `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
+    `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
+    something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    seconds: float = 0.0
+    busy: dict[str | int, float] = field(default_factory=dict)
+    serial_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    host_exposed_seconds: float = 0.0
+
+    def use(self, engine: str | int, seconds: float) -> None:
+        """Count busy time."""
+        self.busy[engine] = self.busy.get(engine, 0.0) + seconds
+
+
+def schedule(plan: Plan, times: Times, overlap: str) -> Schedule:
+    """The schedule of a plan, from 0."""
+    return _Run(plan, times, overlap).run()
+
+
+class _Run:
+    def __init__(self, plan: Plan, times: Times, overlap: str) -> None:
+        self.plan, self.times, self.overlap = plan, times, overlap
+        self.pieces_too = overlap == "collective matmul"
+        self.made = Schedule()
+        self.core = 0.0  # when the core is free
+        self.ready: dict[int, float] = {}
+        self.free: dict[int, float] = {}  # place -> when it is free
+        self.put_off: list[Unit] = []
+        self.late: set[int] = set()  # what these make
+        self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
+
+    def run(self) -> Schedule:
+        for unit in self.plan.units:
+            if self._can_wait(unit):
+                self.put_off.append(unit)
+                self.late.update(unit.outputs)
+            else:
+                self._catch_up(unit)
+                self._place(unit)
+        for unit in self.put_off:
+            self._place(unit)
+        made = self.made
+        made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
+        sent = [(e.start, e.end) for e in made.events if e.move is not None]
+        computed = [e for e in made.events if e.on_core]
+        # A group that awaits the last piece of its operand computes at its end.
+        busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in computed]
+        made.exposed_seconds += uncovered(sent, busy)
+        copies = max(made.busy.get(way, 0.0) for way in HOST_COPIES)
+        made.host_exposed_seconds += max(0.0, copies - made.seconds)
+        made.seconds = max(made.seconds, copies)
+        return made
+
+    def _place(self, unit: Unit) -> None:
+        if unit.body is not None:
+            self._loop(unit, unit.body)
+        elif unit.kernel is not None:
+            self._kernel(unit, unit.kernel)
+        elif unit.host_bytes is not None:
+            self._copy(unit, *unit.host_bytes)
+        else:
+            self._collective(unit)
+
+    def _can_wait(self, unit: Unit) -> bool:
+        """Whether a group without a product reads what is still on its way, and so lets others go first."""
+        if unit.kernel is None or unit.product or self.overlap == "none":
+            return False
+        return any(self.ready.get(x, 0.0) > self.core or x in self.late for x in unit.inputs)
+
+    def _catch_up(self, unit: Unit) -> None:
+        """Place what was put off and is needed now, or has got what it waited for."""
+        needed = set(unit.inputs)
+        for other in reversed(self.put_off):
+            if needed.intersection(other.outputs):
+                needed.update(other.inputs)
+        for other in list(self.put_off):
+            if needed.intersection(other.outputs) or not self._can_wait(other):
+                self.put_off.remove(other)
+                self.late.difference_update(other.outputs)
+                self._place(other)
+
+    def _copy(self, unit: Unit, way: str, size: int) -> None:
+        seconds = pcie_seconds(self.times.chip, size)
+        for y in unit.outputs:
+            self.ready[y] = max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
+        start = self.made.busy.get(way, 0.0)
+        self.made.use(way, seconds)
+        self.made.serial_seconds += seconds
+        event = Event(start, start + seconds, unit.number, unit.region, copy=(way, size), name=unit.name,
+                      source=unit.source)  # fmt: skip
+        self.made.events.append(event)
+
+    def _collective(self, unit: Unit) -> None:
+        ((move, cost),) = unit.moves
+        ready = max([self.core if unit.early else 0.0, *(self.ready.get(x, 0.0) for x in unit.inputs)])
+        giver = self._giver(unit, move) if unit.chained else None
+        if giver is not None:
+            ready = giver.start + giver.seconds / move.group
+        event = self._send(unit, move, cost, ready)
+        if giver is not None:
+            end = giver.end + event.seconds / move.group
+            event = event if event.end >= end else self._replaced(event, end)
+        elif self.overlap != "none" and not unit.chained:
+            wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
+            self.core += self.times.physics.early_exposed * wire
+        for y in unit.outputs:
+            self.ready[y] = event.end
+            if move.kind == "all_gather" and unit.chained:
+                self.pieces[y] = event
+
+    def _replaced(self, event: Event, end: float) -> Event:
+        """The last event, lasting until `end`: its last piece had to wait."""
+        longer = Event(
+            event.start, end, event.first, event.region, move=event.move, cost=event.cost, name=event.name,
+            source=event.source,
+        )  # fmt: skip
+        self.made.events[-1] = longer
+        return longer
+
+    def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
+        seconds = cost.seconds + COLLECTIVE_LAUNCH_SECONDS
+        places = [place for place, _ in cost.busy_seconds]
+        start = max([ready, *(self.free.get(p, 0.0) for p in places)])
+        if self.overlap == "none":
+            start = max(start, self.core)
+            self.core = start + seconds
+        for place, busy in cost.busy_seconds:
+            self.free[place] = start + busy  # what is still on its way leaves the links to the next one
+            self.made.use(place, busy)
+        self.made.serial_seconds += seconds
+        name = f"{move.kind} of {move.name}"
+        end = start + seconds
+        event = Event(start, end, unit.number, unit.region, move=move, cost=cost, name=name, source=unit.source)
+        self.made.events.append(event)
+        return event
+
+    def _kernel(self, unit: Unit, kernel: Kernel) -> None:
+        if kernel.free:
+            ready = max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
+            for y in unit.outputs:
+                self.ready[y] = ready
+            return
+        waits, floor = self._waits(unit)
+        for move, cost in unit.moves:
+            waits = max(waits, self._send(unit, move, cost, waits).end)
+        time = self.times.of(kernel)
+        start = max(self.core, waits)
+        end = start + time.seconds
+        for event, group in floor:
+            end = max(end, event.end + time.seconds / group)
+        self.core = end
+        event = Event(start, end, unit.number, unit.region, kernel=kernel, time=time, name=unit.name,
+                      source=unit.source)  # fmt: skip
+        self.made.events.append(event)
+        self.made.use("mxu", time.mxu_seconds)
+        self.made.use("vpu", time.vpu_seconds)
+        self.made.use("hbm", time.hbm_seconds)
+        self.made.serial_seconds += time.upper_seconds
+        self._finish(unit, event)
+
+    def _waits(self, unit: Unit) -> tuple[float, list[tuple[Event, int]]]:
+        """When a group may start, and the collectives whose last piece it has to await before it ends."""
+        waits, floor = 0.0, []
+        taker = self.pieces_too and unit.product
+        for x in unit.inputs:
+            piece = self.pieces.get(x) if taker else None
+            if piece is not None and piece.move is not None:
+                waits = max(waits, piece.start + piece.seconds / piece.move.group)
+                floor.append((piece, piece.move.group))
+            else:
+                waits = max(waits, self.ready.get(x, 0.0))
+        return waits, floor
+
+    def _finish(self, unit: Unit, event: Event) -> None:
+        for y in unit.outputs:
+            self.ready[y] = event.end
+            if self.pieces_too and event.kernel is not None:
+                self.pieces[y] = event
+
+    def _giver(self, unit: Unit, move: Move) -> Event | None:
+        """The kernel whose sum a reduction can take piece by piece."""
+        if not self.pieces_too or move.kind not in ("reduce_scatter", "all_reduce") or len(unit.inputs) != 1:
+            return None
+        found = self.pieces.get(unit.inputs[0])
+        return found if found is not None and found.kernel is not None else None
+
+    def _loop(self, unit: Unit, plan: Plan) -> None:
+        body = schedule(plan, self.times, self.overlap)
+        seconds = unit.trips * body.seconds
+        # What the body sends must not meet what is still on the way.
+        places = [self.free.get(e, 0.0) for e in body.busy if isinstance(e, int)]
+        start = max([self.core, *places, *(self.ready.get(x, 0.0) for x in unit.inputs)])
+        self.core = start + seconds
+        event = Event(start, self.core, unit.number, unit.region, loop=body, trips=unit.trips, name=unit.name,
+                      source=unit.source)  # fmt: skip
+        self.made.events.append(event)
+        for engine, busy in body.busy.items():
+            self.made.use(engine, unit.trips * busy)
+            if isinstance(engine, int):
+                self.free[engine] = max(self.free.get(engine, 0.0), self.core)
+        self.made.serial_seconds += unit.trips * body.serial_seconds
+        self.made.exposed_seconds += unit.trips * body.exposed_seconds
+        self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds
+        self._finish(unit, event)
+
+
+def uncovered(intervals: Sequence[tuple[float, float]], covers: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of `intervals` minus the union of `covers`.
+
+    >>> uncovered([(0.0, 4.0), (3.0, 6.0)], [(1.0, 2.0), (5.0, 9.0)])
+    4.0
+    """
+    marks = [(a, 0, 1) for a, b in intervals if b > a] + [(b, 0, -1) for a, b in intervals if b > a]
+    marks += [(a, 1, 1) for a, b in covers if b > a] + [(b, 1, -1) for a, b in covers if b > a]
+    total, last, open_ = 0.0, 0.0, [0, 0]
+    for at, which, change in sorted(marks):
+        if open_[0] and not open_[1]:
+            total += at - last
+        last = at
+        open_[which] += change
+    return total

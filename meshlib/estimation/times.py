@@ -1,0 +1,131 @@
+"""Modelled time of one fusion group on one device, from its work, the chip and the constants of `Physics`.
+
+MXU, VPU and HBM work at once within a group:
+
+    seconds = launch + max(max(mxu, vpu) + exposed, hbm)
+
+`exposed` is what nothing can hide: the first pieces of a product and its last block over HBM; of fused attention the
+part of the softmax that runs between products.
+
+A product alone in its program passes through VMEM in the best blocks (`hardware.blocking`). Among others it reaches
+`product_rate` of that rate, and its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads m k n / edge
+elements of each operand.
+
+Fused attention contracts scores over the key dim (both passes) and cotangents over the value dim: dims narrower than
+the array fill it in part. Products over the memory dim can be turned so that these dims stream.
+
+Sources: Hong and Kung, STOC 1981 (traffic of blocks); Dao et al., arXiv:2205.14135 (products of each pass).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardware.blocking import matmul_blocks
+from hardware.chips import Chip
+from hardware.core import Matmul, Time, Work, time_of
+from hardware.memory import hbm_seconds
+from hardware.vpu import vpu_seconds
+from meshlib.estimation.kernels import Attention, Kernel
+from meshlib.estimation.physics import Physics
+
+# From this year's chips on, attention kernels compute both gradients in one pass, so that scores and their cotangents
+# are made once: sa_use_fused_bwd_kernel in AI-Hypercomputer/tpu-recipes @c8cfe2f, training/ironwood.
+FUSED_BACKWARD_SINCE = 2025
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Modelled time of one fusion group. `traffic_bytes` are padded, with what a product reads again."""
+
+    mxu_seconds: float
+    vpu_seconds: float
+    hbm_seconds: float
+    exposed_seconds: float
+    launch_seconds: float
+    traffic_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the group run on its own."""
+        return self.launch_seconds + self.busy_seconds
+
+    @property
+    def busy_seconds(self) -> float:
+        """Without the launch."""
+        return max(max(self.mxu_seconds, self.vpu_seconds) + self.exposed_seconds, self.hbm_seconds)
+
+    @property
+    def upper_seconds(self) -> float:
+        """No overlap at all within the group."""
+        return self.mxu_seconds + self.vpu_seconds + self.hbm_seconds + self.launch_seconds
+
+
+class Times:
+    """Times of kernels on one chip, remembered by what they depend on: layers repeat.
+
+    `alone`: of a program that is a single kernel.
+    """
+
+    def __init__(self, chip: Chip, physics: Physics, alone: bool = False) -> None:
+        self.chip = chip
+        self.physics = physics.without_losses() if alone else physics
+        self._known: dict[tuple[object, ...], KernelTime] = {}
+
+    def of(self, kernel: Kernel) -> KernelTime:
+        """Modelled time of a kernel."""
+        key = kernel.key
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._time(kernel)
+        return found
+
+    def _time(self, kernel: Kernel) -> KernelTime:
+        if kernel.free:
+            return KernelTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        if kernel.attention is not None:
+            return self._attention(kernel, kernel.attention)
+        chip, again, exposed = self.chip, 0.0, 0.0
+        for product, itemsize in kernel.matmuls:
+            read, bare = self._blocked(product, itemsize)
+            again += read - kernel.operand_bytes
+            exposed += bare
+        traffic = kernel.padded_bytes + again - self._on_chip(kernel)
+        # bfloat16 takes half the time where lanes work in it.
+        ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
+        time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
+        bare_seconds = hbm_seconds(chip, min(exposed, traffic)) if time.mxu_seconds else 0.0
+        mxu = time.mxu_seconds / self.physics.product_rate
+        return KernelTime(mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic)
+
+    def _blocked(self, product: Matmul, itemsize: int) -> tuple[float, float]:
+        """Bytes that a product reads of its operands, and those that nothing overlaps."""
+        edge = self.physics.block_edge
+        blocks = matmul_blocks(self.chip, product, itemsize)
+        if not edge:
+            return blocks.read_bytes, blocks.exposed_bytes
+        left = product.m * product.k * max(1.0, product.n / edge)
+        right = product.k * product.n * max(1.0, product.m / edge)
+        return itemsize * product.batch * (left + right), blocks.exposed_bytes
+
+    def _on_chip(self, kernel: Kernel) -> int:
+        """Bytes at the boundary that stay in the chip's common memory, where it has one (CMEM of v4).
+
+        Assumed: of each value that only passes from group to group, as much as it holds.
+        """
+        held = self.chip.cmem_bytes // self.chip.devices_per_chip
+        return sum(min(size, held) for size in kernel.passing_bytes) if held else 0
+
+    def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
+        chip, physics = self.chip, self.physics
+        peak = chip.peak_flops("bf16") / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
+        together = chip.year >= FUSED_BACKWARD_SINCE
+        contracted, turned = work.products(together)
+        padded = sum(-(-size // chip.mxu_rows) * chip.mxu_rows for size in contracted)
+        mxu = work.passes * work.scores * 2 * (padded + sum(turned)) / peak
+        backward = {"attention": 1.0, "attention_grad_query": 0.0 if together else physics.score_backward_ops / 2}
+        factor = backward.get(work.kind, physics.score_backward_ops / (1 if together else 2))
+        vpu = vpu_seconds(chip, work.scores * physics.score_vpu_ops * factor)
+        bare = (1 - physics.attention_overlap) * min(mxu, vpu)
+        traffic = kernel.padded_bytes
+        return KernelTime(mxu, vpu, hbm_seconds(chip, traffic), bare, chip.launch_seconds, traffic)

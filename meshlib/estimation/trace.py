@@ -1,0 +1,258 @@
+"""A schedule as Chrome-trace JSON: one track for each engine, HBM as counters. Opens in ui.perfetto.dev.
+
+    phase            forward, backward, update
+    loop             the trips of loops, a track for each depth
+    core             fusion groups with their launches; the fixed cost of the step at the end
+    mxu  vpu  hbm    when these engines work for them
+    to_host, from_host   copies over PCIe
+    ici ..., dcn     collectives on the places that they cross
+    exposed          what is sent while the core computes nothing
+
+Times are whole nanoseconds, written in microseconds as the format asks. Slices are "X" events (begin and duration in
+one), sorted by time; on one track none overlaps another. What runs a second time for the backward pass is marked
+"(again)". Loops show all their trips; where that would be more than `SLICE_LIMIT` slices, the first trips and then, on
+each engine, one slice for the rest.
+
+Source: "Trace Event Format", the Chromium project, 2016; perfetto.dev docs on JSON traces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hardware.placement import places
+from meshlib.errors import GraphError
+from meshlib.estimation.plan import HOST_COPIES
+from meshlib.estimation.result import engine_name
+from meshlib.estimation.rows import names_of_forward
+from meshlib.estimation.scheduling import Event, Schedule
+from meshlib.files import replace_file
+from meshlib.graph import FORWARD
+from meshlib.program.memory import KINDS
+
+if TYPE_CHECKING:
+    from meshlib.estimation.result import Estimate
+
+PHASE, LOOP, CORE, EXPOSED = "phase", "loop", "core", "exposed"
+COUNTER = "HBM bytes (exact)"
+SLICE_LIMIT = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something on a track: nanoseconds from the start of the step."""
+
+    track: str
+    name: str
+    begin: int
+    end: int
+    args: dict[str, Any]
+
+
+def trace_events(est: Estimate) -> list[dict[str, Any]]:
+    """The events of the trace, as the JSON holds them: names of tracks first, then everything by time."""
+    spans = [s for s in _Writer(est).spans() if s.end > s.begin]
+    number = {name: n for n, name in enumerate(_tracks(est, {s.track for s in spans}), start=1)}
+    events = [_named("process_name", f"one device of {est.slice.name} (modelled times, exact counts)", 0)]
+    for name, n in number.items():
+        events.append(_named("thread_name", name, n))
+        events.append({"ph": "M", "pid": 1, "tid": n, "name": "thread_sort_index", "args": {"sort_index": n}})
+    timed: list[dict[str, Any]] = [
+        {
+            "ph": "X", "pid": 1, "tid": number[s.track], "name": s.name, "cat": s.track,
+            "ts": s.begin / 1000, "dur": (s.end - s.begin) / 1000, "args": s.args,
+        }
+        for s in spans
+    ]  # fmt: skip
+    timed += _counters(est)
+    return events + sorted(timed, key=lambda e: (e["ts"], e.get("tid", 0)))
+
+
+def _tracks(est: Estimate, used: set[str]) -> list[str]:
+    """The names of the tracks from top to bottom; those of engines also where nothing runs on them."""
+    loops = sorted(name for name in used if name.startswith(LOOP))
+    network = [engine_name(place) for place, size in places(est.slice) if size > 1]
+    phase, exposed = ([name] if name in used else [] for name in (PHASE, EXPOSED))
+    copies = [way for way in HOST_COPIES if way in used]
+    return [*phase, *loops, CORE, "mxu", "vpu", "hbm", *network, *copies, *exposed]
+
+
+def _named(what: str, name: str, thread: int) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": thread, "name": what, "args": {"name": name}}
+
+
+class _Writer:
+    """The slices of an estimate's schedule."""
+
+    def __init__(self, est: Estimate) -> None:
+        self.est = est
+        self.forward = names_of_forward(est.schedule)
+
+    def spans(self) -> Iterator[Span]:
+        made = self.est.schedule
+        yield from _phases(made)
+        loops = sum(e.loop is not None for e in made.events)
+        room = max(0, SLICE_LIMIT - _size(made, trips=False)) // max(1, loops)
+        yield from self._schedule(made, 0.0, room, 1)
+        rest = {"seconds (assumed)": self.est.step_seconds - made.seconds}
+        yield _span(CORE, "step overhead", made.seconds, self.est.step_seconds, rest)
+
+    def _schedule(self, made: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
+        for e in made.events:
+            if e.loop is not None:
+                yield from self._loop(e, e.loop, at, room, depth)
+            elif e.move is not None:
+                yield from self._collective(e, at)
+            elif e.copy is not None:
+                args = {"bytes (exact)": e.copy[1], "line": e.source, "phase": e.region}
+                yield _span(engine_name(e.copy[0]), self._name(e), at + e.start, at + e.end, args)
+            else:
+                yield from self._kernel(e, at)
+        for begin, end, e in _exposed(made):
+            yield _span(EXPOSED, self._name(e), at + begin, at + end, {"line": e.source, "phase": e.region})
+
+    def _loop(self, e: Event, body: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
+        track = LOOP if depth == 1 else f"{LOOP}, depth {depth}"
+        shown = min(e.trips, max(1, room // _size(body)))
+        for trip in range(shown):
+            begin = at + e.start + trip * body.seconds
+            args = {"trips": e.trips, "line": e.source, "phase": e.region}
+            yield _span(track, f"{e.name} {trip + 1}/{e.trips}", begin, begin + body.seconds, args)
+            yield from self._schedule(body, begin, room // shown, depth + 1)
+        if shown == e.trips:
+            return
+        begin, end = at + e.start + shown * body.seconds, at + e.end
+        name = f"{e.name}: {e.trips - shown} more trips"
+        yield _span(track, name, begin, end, {"trips": e.trips - shown, "line": e.source, "phase": e.region})
+        for engine, busy in (("core", body.seconds), *body.busy.items()):
+            share = {"share of the time that it works (modelled)": busy / body.seconds if body.seconds else 0.0}
+            yield _span(engine_name(engine), name, begin, end, share)
+
+    def _collective(self, e: Event, at: float) -> Iterator[Span]:
+        assert e.move is not None
+        assert e.cost is not None
+        args = {
+            "payload_bytes (exact)": e.move.payload_bytes,
+            "sent_bytes (exact)": e.move.sent_bytes,
+            "axes": "+".join(e.move.axes),
+            "reason": e.move.reason,
+            "line": e.source,
+            "phase": e.region,
+        }
+        for place, busy in e.cost.busy_seconds:
+            yield _span(engine_name(place), self._name(e), at + e.start, at + e.start + busy, args)
+
+    def _kernel(self, e: Event, at: float) -> Iterator[Span]:
+        kernel, time = e.kernel, e.time
+        assert kernel is not None
+        assert time is not None
+        args = {
+            "mxu_flops (exact)": kernel.mxu_flops,
+            "vpu_ops (exact)": kernel.vpu_ops,
+            "hbm_bytes (exact)": kernel.hbm_bytes,
+            "launch seconds (modelled)": time.launch_seconds,
+            "line": e.source,
+            "phase": e.region,
+        }
+        begin, end, name = at + e.start, at + e.end, self._name(e)
+        yield _span(CORE, name, begin, end, args)
+        start = begin + time.launch_seconds
+        for track, seconds in (("mxu", time.mxu_seconds), ("vpu", time.vpu_seconds), ("hbm", time.hbm_seconds)):
+            yield _span(track, name, start, min(end, start + seconds), args)
+
+    def _name(self, e: Event) -> str:
+        return f"{e.name} (again)" if e.region != FORWARD and e.name in self.forward else e.name
+
+
+def _span(track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> Span:
+    return Span(track, name, round(begin * 1e9), round(end * 1e9), args)
+
+
+def _size(made: Schedule, trips: bool = True) -> int:
+    """How many slices a schedule takes at most, with all the trips of its loops or without them."""
+    total = 1
+    for e in made.events:
+        if e.loop is not None:
+            total += e.trips * _size(e.loop) if trips else 0
+        elif e.cost is not None:
+            total += len(e.cost.busy_seconds) + 1
+        elif e.time is not None:
+            total += 1 + sum(s > 0 for s in (e.time.mxu_seconds, e.time.vpu_seconds, e.time.hbm_seconds))
+    return total
+
+
+def _phases(made: Schedule) -> Iterator[Span]:
+    """Runs of one region on the core."""
+    core = sorted((e for e in made.events if e.on_core), key=lambda e: e.start)
+    begin = 0
+    for n, (e, after) in enumerate(pairwise([*core, None]), start=1):
+        assert e is not None
+        if after is None or after.region != e.region:
+            yield _span(PHASE, e.region, core[begin].start, e.end, {})
+            begin = n
+
+
+def _exposed(made: Schedule) -> Iterator[tuple[float, float, Event]]:
+    """When something is sent and the core computes nothing, and what: of several that which began first."""
+    gaps = _gaps([(e.end - e.time.seconds if e.time else e.start, e.end) for e in made.events if e.on_core])
+    starts = [begin for begin, _ in gaps]
+    done = 0.0
+    for e in sorted((e for e in made.events if e.move is not None), key=lambda e: e.start):
+        begin = max(done, e.start)
+        for a, b in gaps[max(0, bisect_right(starts, begin) - 1) : bisect_right(starts, e.end)]:
+            if min(b, e.end) > max(a, begin):
+                yield max(a, begin), min(b, e.end), e
+        done = max(done, e.end)
+
+
+def _gaps(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """What intervals leave free from 0 on."""
+    found, last = [], 0.0
+    for begin, end in sorted(intervals):
+        if begin > last:
+            found.append((last, begin))
+        last = max(last, end)
+    return [*found, (last, float("inf"))]
+
+
+def _counters(est: Estimate) -> Iterator[dict[str, Any]]:
+    """HBM in all and by kind when each group starts, and at the end."""
+    memory = est.memory.timeline_by_kind
+    shown = [n for n, _ in enumerate(KINDS) if any(kinds[n] for kinds in memory)]
+    last, held = -1, memory[-1] if memory else ()
+    for e in sorted((e for e in est.schedule.events if e.on_core), key=lambda e: e.start):
+        if e.first < len(memory) and round(e.start * 1e9) > last:
+            last, held = round(e.start * 1e9), memory[e.first]
+            yield _counted(last, held, shown)
+    end = round(est.step_seconds * 1e9)
+    if held and end > last:
+        yield _counted(end, held, shown)
+
+
+def _counted(at: int, held: Sequence[int], shown: Sequence[int]) -> dict[str, Any]:
+    args = {"total": sum(held)} | {KINDS[n]: held[n] for n in shown}
+    return {"ph": "C", "pid": 1, "name": COUNTER, "ts": at / 1000, "args": args}
+
+
+def save_trace(est: Estimate, path: str | Path) -> None:
+    """`Estimate.save_trace`."""
+    if not isinstance(path, str | os.PathLike):
+        raise GraphError(f"save_trace: expected a path, got {type(path).__name__} {path!r:.80}")
+    target = Path(path)
+    about = {
+        "slice": str(est.slice), "mesh": str(est.program.mesh), "layout": str(est.program.layout),
+        "overlap": est.overlap, "figures": "bytes and counts exact, times modelled",
+    }  # fmt: skip
+    trace = {"traceEvents": trace_events(est), "displayTimeUnit": "ns", "otherData": about}
+    text = json.dumps(trace)
+    try:
+        replace_file(os.path.abspath(target), lambda file: file.write(text.encode()))
+    except OSError as fault:
+        raise GraphError(f"save_trace: cannot write {target}: {fault.strerror or fault}") from None

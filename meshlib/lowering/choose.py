@@ -1,0 +1,334 @@
+"""Which mesh axis splits which factor of one operation (rule 2 of the lowering).
+
+Each axis goes to one of the factors it already splits somewhere, or to none; all combinations are enumerated. Each
+costs the bytes of bringing its operands there, plus the bytes of bringing its result home, plus the work it
+duplicates. The choice is greedy, operation by operation, and so not globally optimal. It looks ahead as far as an
+earlier sweep over the program tells it (`meshlib.lowering.places.Foresight`): what later operations bring about anyway
+costs nothing, and a sum costs nothing where others like it are reduced anyway. A search over layouts does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, combinations, product
+from typing import TypeAlias
+
+from layouts import LayoutError, Sharding, reshard
+from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.operation import Factor, Linear, Role
+from meshlib.program.exchange import Exchange, plan_exchanges
+from meshlib.program.split import derive
+
+Axes: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How much duplicated work is worth one byte sent per device.
+
+    Nominal: one operation a byte, far below a chip's real balance (TPU v3: about 800 MXU flops per ICI byte). At the
+    real one a step of a small batch would gather its activations and compute whole gradients on every core: cheaper
+    on paper, but not what somebody who splits the batch means. So work that a layout divides stays divided unless
+    duplicating it is next to free.
+
+    `stationary` are mesh axes over which variables never move: activations come to the weights, as in Megatron, even
+    where gathering a weight would send less.
+    """
+
+    mxu_flops_per_byte: float = 1.0
+    vpu_ops_per_byte: float = 1.0
+    stationary: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one operation runs: the axes of each factor, what each operand must be, what comes out."""
+
+    axes: dict[str, Axes]  # factor -> axes, major first
+    operands: tuple[Sharding, ...]
+    out: Sharding
+    regroup: bool  # sum equally pending operands first, reduce each sum once
+    exchanges: tuple[Exchange, ...]  # what moves inside the operation
+
+    @property
+    def assignment(self) -> tuple[tuple[str, str], ...]:
+        """(axis, factor) pairs, major first within a factor."""
+        return tuple((a, f) for f, axes in self.axes.items() for a in axes)
+
+
+# A sum that can still meet others before it is reduced is worth waiting for: they would share the reduction. This
+# only decides between points of equal bytes; otherwise the earliest of them is taken.
+_SHARED = 0.999
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place further down the linear chain of single uses of a value, where a pending sum could be reduced."""
+
+    home: Sharding
+    itemsize: int
+    shared: bool  # behind a sum with other operands
+    joined: frozenset[tuple[tuple[str, str], ...]] = frozenset()  # what others in this sum are pending over anyway
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand as the chooser sees it: the shardings it is to be had in, at what cost a cut elsewhere."""
+
+    tensor: Tensor
+    instances: tuple[Sharding, ...]
+    free: bool  # a source that is made anew wherever it is needed
+    coming: tuple[Sharding, ...] = ()  # those that operations further on bring about anyway
+    shared: bool = False  # has other users in this region
+    held: Axes = ()  # axes over which it must not move
+
+    def cost(self, wanted: Sharding) -> tuple[float, int]:
+        """Bytes and collectives to bring it to `wanted` from where it is nearest; infinite where it must not move."""
+        if self.free:
+            return 0, 0
+        if any(
+            a in own and a not in to
+            for s in self.instances
+            for own, to in zip(s.axes, wanted.axes, strict=True)
+            for a in self.held
+        ):
+            return float("inf"), 0
+        return min(route_cost(s, wanted, self.tensor.dtype.itemsize) for s in (*self.instances, *self.coming))
+
+    def growth(self, wanted: Sharding) -> int:
+        """Bytes that `cost` is at least."""
+        if self.free:
+            return 0
+        nearest = min(max(0, wanted.local_size - s.local_size) for s in (*self.instances, *self.coming))
+        return nearest * self.tensor.dtype.itemsize
+
+    @property
+    def pending(self) -> Axes:
+        """Axes over which the value is a pending sum wherever it exists."""
+        return self.instances[0].pending_axes if self.instances and self.instances[0].pending else ()
+
+
+@lru_cache(maxsize=1 << 16)
+def route_cost(source: Sharding, target: Sharding, itemsize: int) -> tuple[float, int]:
+    """Bytes and collectives of a reshard; infinite where it is impossible."""
+    if not set(target.pending) <= set(source.pending):
+        return float("inf"), 0
+    plan = reshard(source, target, itemsize)
+    return plan.sent_bytes, plan.collectives
+
+
+def choose(
+    op: Operation,
+    operands: Sequence[Operand],
+    home: Sharding,
+    later: Sequence[Point],
+    balance: Balance,
+) -> Choice:
+    """The cheapest assignment.
+
+    `later` are the points further down the linear chain of single uses that starts at the result: a pending result
+    may be reduced at any of them.
+    """
+    factors = op.kind.roles(op)
+    shared = any(x.shared for x in operands)
+    best: tuple[float, int, int, int] | None = None
+    chosen: Choice | None = None
+    for c in sorted(_candidates(op, factors, operands, home, balance), key=lambda c: (c.at_least, c.order)):
+        if best is not None and c.at_least > best[0]:
+            break  # and so are all that follow
+        sent, collectives = _operand_cost(operands, c.wanted, c.regroup)
+        inside = plan_exchanges(op, factors, c.split, c.wanted, c.out)
+        after, more = _home_cost(c.out, home, op.output.dtype.itemsize, later)
+        total = c.work + sent + sum(e.sent_bytes for e in inside) + after
+        # At equal cost a shared operand moves rather than the result: its other users may want it there too.
+        rank = (total, collectives + len(inside) + more, more if shared else 0, c.order)
+        if best is None or rank < best:
+            best = rank
+            chosen = Choice({k: v for k, v in c.split.items() if v}, c.wanted, c.out, c.regroup, inside)
+    assert chosen is not None  # the empty assignment is always there
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An assignment, with what it costs at least: its work, and the bytes by which blocks have to grow.
+
+    Only gathering makes a block larger, and it sends just what the block grows by; so this bounds any reshard without
+    searching for it, and most candidates are never priced.
+    """
+
+    split: dict[str, Axes]
+    wanted: tuple[Sharding, ...]
+    out: Sharding
+    regroup: bool
+    work: float
+    at_least: float
+    order: int
+
+
+def _candidates(
+    op: Operation, factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding, balance: Balance
+) -> Iterator[_Candidate]:
+    places = _places(factors, operands, home)
+    shapes = [x.tensor.shape for x in operands]
+    order = 0
+    for passed, regroup in pass_options(op, operands):
+        busy = {a for p in passed for a in p}
+        free = {a: places[a] for a in places if a not in busy}
+        for split in _assignments(free, operands, home):
+            order += 1
+            if busy and any(f.role in (Role.MAX, Role.MIN) and split.get(f.name) for f in factors):
+                continue
+            try:
+                wanted, out = derive(factors, split, shapes, op.output.shape, home, passed)
+            except LayoutError:  # mixed kinds of pending, or a size that does not divide
+                continue
+            done = op.kind.work(
+                tuple(TensorType(s.local_shape, x.tensor.dtype) for s, x in zip(wanted, operands, strict=True)),
+                TensorType(out.local_shape, op.output.dtype),
+                op.attrs,
+            )
+            work = done.mxu_flops / balance.mxu_flops_per_byte + done.vpu_ops / balance.vpu_ops_per_byte
+            growth = 0 if out.pending else max(0, home.local_size - out.local_size) * op.output.dtype.itemsize
+            if not regroup:
+                needs = {(id(x.tensor), s): x for x, s in zip(operands, wanted, strict=True)}
+                growth += sum(x.growth(s) for (_, s), x in needs.items())
+            yield _Candidate(split, wanted, out, regroup, work, work + growth, order)
+
+
+def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> dict[str, list[Factor | None]]:
+    """Per axis, in mesh order, the factors it may split: those whose dim it splits in an operand or in the home.
+
+    An axis never wanders to a dim that nobody laid on it: a layout that splits the batch alone reduces gradients,
+    even where exchanging activations and cutting another dim would send a little less.
+    """
+    found: dict[str, list[Factor | None]] = {}
+    for axis in home.mesh.axes:
+        able = [f for f in factors if f.role is not Role.WHOLE and axis in _axes_of(f, operands, home)]
+        if able:
+            found[axis] = [*able, None]
+    return found
+
+
+def _axes_of(f: Factor, operands: Sequence[Operand], home: Sharding) -> set[str]:
+    name = f.outputs[0]
+    axes = set(home.of(name)) if name is not None else set()
+    for i, x in enumerate(operands):
+        own = f.operands[i]
+        if own is not None:
+            axes.update(a for s in x.instances for a in s.of(own))
+    return axes
+
+
+def _assignments(
+    places: dict[str, list[Factor | None]], operands: Sequence[Operand], home: Sharding
+) -> Iterator[dict[str, Axes]]:
+    """Every way to give each axis to one of its factors or to none; sizes divide."""
+    mesh = home.mesh
+    for targets in product(*places.values()):
+        split: dict[str, Axes] = {}
+        used: dict[str, Factor] = {}
+        for axis, f in zip(places, targets, strict=True):
+            if f is not None:
+                split[f.name] = (*split.get(f.name, ()), axis)
+                used[f.name] = f
+        if all(f.size % mesh.group_size(split[n]) == 0 for n, f in used.items()):
+            for n, f in used.items():
+                if len(split[n]) > 1:
+                    split[n] = _ordered(f, split[n], operands, home)
+            yield split
+
+
+def _ordered(f: Factor, axes: Axes, operands: Sequence[Operand], home: Sharding) -> Axes:
+    """The axes of one factor in the order in which its dim has them already, the home first."""
+    wanted = set(axes)
+    seen: list[Axes] = []
+    if f.outputs[0] is not None and f.outputs[0] in home.shape:
+        seen.append(home.of(f.outputs[0]))
+    for i, x in enumerate(operands):
+        name = f.operands[i]
+        if name is not None:
+            seen += [s.of(name) for s in x.instances]
+    for order in seen:
+        if wanted <= set(order):
+            return tuple(a for a in order if a in wanted)
+    return axes
+
+
+def pass_options(op: Operation, operands: Sequence[Operand]) -> Iterator[tuple[tuple[Axes, ...], bool]]:
+    """Which pending axes of which operands may go through; the second value: whether to sum groups first.
+
+    Reducing everything first is always an option and comes first, so that ties reduce as early as possible.
+    """
+    pending = [x.pending if x.instances and x.instances[0].pending[:1] else () for x in operands]
+    sums = [tuple(a for a, kind in x.instances[0].pending if kind == "sum") if x.instances else () for x in operands]
+    nothing: tuple[Axes, ...] = ((),) * len(operands)
+    linear = op.kind.linear(op)
+    if linear.terms and len(op.inputs) > 1 and len(set(pending)) > 1:
+        yield nothing, True
+        return
+    yield nothing, False
+    if any(sums):
+        yield from ((p, False) for p in _passes(linear, sums, operands, nothing))
+
+
+def _passes(
+    linear: Linear, sums: Sequence[Axes], operands: Sequence[Operand], nothing: tuple[Axes, ...]
+) -> Iterator[tuple[Axes, ...]]:
+    if linear.together:
+        common = [a for a in sums[linear.operands[0]] if all(a in sums[i] for i in linear.operands)]
+        for subset in _subsets(common):
+            yield tuple(subset if i in linear.operands else () for i in range(len(operands)))
+        return
+    alone = [i for i in linear.operands if sum(x.tensor is operands[i].tensor for x in operands) == 1]
+    for chosen in product(*(((), *_subsets(sums[i])) for i in alone)):
+        taken = list(chain.from_iterable(chosen))
+        if taken and len(taken) == len(set(taken)):
+            passed = list(nothing)
+            for i, axes in zip(alone, chosen, strict=True):
+                passed[i] = axes
+            yield tuple(passed)
+
+
+def _subsets(axes: Sequence[str]) -> list[Axes]:
+    """The non-empty subsets, largest first."""
+    return [c for n in range(len(axes), 0, -1) for c in combinations(axes, n)]
+
+
+def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regroup: bool) -> tuple[float, int]:
+    """Bytes and collectives to bring all operands where they are wanted; a value wanted once is paid once."""
+    needs = {(id(x.tensor), s): (x, s) for x, s in zip(operands, wanted, strict=True)}
+    groups: set[Axes] = set()
+    sent, collectives = 0.0, 0
+    for x, s in needs.values():
+        if regroup and x.pending:
+            if x.pending in groups:
+                continue  # its group is reduced once, for all members
+            groups.add(x.pending)
+        cost, count = x.cost(s)
+        sent += cost
+        collectives += count
+    return sent, collectives
+
+
+def _home_cost(out: Sharding, home: Sharding, itemsize: int, later: Sequence[Point]) -> tuple[float, int]:
+    """Bytes to bring the result home; a pending one may wait for the cheapest point of its linear chain."""
+    best = route_cost(out, home, itemsize)
+    if any(kind == "sum" for _, kind in out.pending):
+        for point in later:
+            arriving = as_pending(point.home, out)
+            if arriving.pending in point.joined:
+                return 0, 0  # added to the others before these are reduced
+            sent, count = route_cost(arriving, point.home, point.itemsize)
+            best = min(best, (sent * _SHARED if point.shared else sent, count))
+    return best
+
+
+@lru_cache(maxsize=1 << 14)
+def as_pending(home: Sharding, source: Sharding) -> Sharding:
+    """`home` as the value would arrive there if the pending axes of `source` were still to be summed."""
+    waiting = set(source.pending_axes)
+    axes = [tuple(a for a in entry if a not in waiting) for entry in home.axes]
+    return Sharding(home.shape, home.mesh, axes, source.pending)

@@ -1,0 +1,147 @@
+"""Home: the sharding that the layout rules give a tensor (rule 1 of the lowering)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from layouts import LayoutRules, Mesh, Report, Shape, Sharding, check
+from layouts.checking import some
+from layouts.rules import Fault
+from meshlib.errors import LayoutError
+from meshlib.graph import UPDATE, Graph, Operation, Tensor
+
+# Same value, same dims: bound to lie where the operand lies, so that gathers move the narrow type.
+_FOLLOWS_OPERAND = ("cast", "identity", "stop_gradient", "to_host", "from_host")
+
+
+@dataclass(eq=False)
+class Homes:
+    """The homes of one graph's tensors under one layout, made on demand."""
+
+    graph: Graph
+    mesh: Mesh
+    rules: LayoutRules
+    weights: set[Tensor] = field(default_factory=set)  # what a loop's body takes of variables
+    _made: dict[Tensor, Sharding] = field(default_factory=dict)
+
+    def scope_of(self, t: Tensor) -> str:
+        """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
+        op = t.operation
+        if op.kind.name == "variable":
+            return "slots" if op.attrs["slot_of"] else "variables"
+        if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
+            return "slots"
+        return "activations"
+
+    def is_weight(self, t: Tensor) -> bool:
+        """Whether it is a variable, or one in another dtype."""
+        op = t.operation
+        if op.kind.name in _FOLLOWS_OPERAND:
+            return self.is_weight(op.inputs[0])
+        return t in self.weights or (op.kind.name == "variable" and not op.attrs["slot_of"])
+
+    def bind(self, t: Tensor, sharding: Sharding) -> None:
+        """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
+        self._made[t] = sharding
+
+    def of(self, t: Tensor) -> Sharding:
+        """The home of a tensor."""
+        found = self._made.get(t)
+        if found is None:
+            found = self._made[t] = self._make(t)
+        return found
+
+    def _make(self, t: Tensor) -> Sharding:
+        op = t.operation
+        if op.kind.name == "constrain":
+            rules: LayoutRules = op.attrs["layout"]
+            return rules.sharding(t.shape, self.mesh, "activations")
+        if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
+            return self.of(op.inputs[0])
+        try:
+            return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
+        except LayoutError as fault:
+            raise LayoutError(f"{op}: {t}\n{fault}") from None
+
+
+def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> Report:
+    """All faults of a layout over a program at once, and notes on what it leaves unused."""
+    operations = list(all_operations(operations))
+    homes = Homes(graph, mesh, rules)
+    names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
+    report = check(rules, mesh, _labelled(homes, operations), names)
+    bound = [_check_constrained(op, mesh) for op in operations if op.kind.name == "constrain"]
+    faults = (*report.faults, *(text for r in bound for text in r.faults))
+    return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
+
+
+def _check_constrained(op: Operation, mesh: Mesh) -> Report:
+    return check(op.attrs["layout"], mesh, [(_label(op, op.output), op.output.shape, "activations")])
+
+
+def refuse_faults(report: Report, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> None:
+    """Raise one LayoutError that holds all faults, each with the first operation it concerns and the remedy."""
+    if report.ok:
+        return
+    known = {_label(op, y): op for op in all_operations(operations) for y in op.public_outputs}
+    texts = [_fault_text(fault, labels, known, mesh, rules) for fault, labels in report.found]
+    if len(texts) == 1:
+        raise LayoutError(texts[0])
+    numbered = [f"{n}. {text}".replace("\n", "\n   ") for n, text in enumerate(texts, start=1)]
+    raise LayoutError("\n".join([f"{len(texts)} faults in the layout", *numbered]))
+
+
+def _fault_text(
+    fault: Fault, labels: tuple[str, ...], known: Mapping[str, Operation], mesh: Mesh, rules: LayoutRules
+) -> str:
+    first = known[labels[0]] if labels else None
+    bound = first is not None and first.kind.name == "constrain"
+    place = f"mesh {mesh}   layout {(first.attrs['layout'] if first and bound else rules) or '(none)'}"
+    if first is None or (fault.of_rule and not bound):
+        return f"{fault.what}\n  {place}"
+    lines = [f"{first}: {fault.what}", "   ".join(map(str, (*first.inputs, *first.outputs))), place]
+    remedy = _remedy_of_new_size(fault, first) or fault.remedy
+    lines += [remedy] if remedy else []
+    if len(labels) > 1:
+        lines.append(f"The same in {some([str(known[x]) for x in labels[1:]])}.")
+    return "\n  ".join(lines)
+
+
+def _remedy_of_new_size(fault: Fault, op: Operation) -> str:
+    """For a dim whose size the operation changes (a slice, a pad, ...): padding the dim everywhere would not help."""
+    numbers = re.match(r"(\d+) % (\d+) = \d+\.", fault.remedy)
+    changed = [
+        d for d in op.output.shape for x in op.inputs if d.name in x.shape and x.shape.dim(d.name).size != d.size
+    ]
+    if numbers is None or not changed or f"'{changed[0].name}'" not in fault.what:
+        return ""
+    size, blocks = (int(n) for n in numbers.groups())
+    name = changed[0].name
+    fitting = [n for n in (size // blocks * blocks, -(-size // blocks) * blocks) if n]
+    return (
+        f"{numbers.group(0)} Make the result {' or '.join(map(str, fitting))} long, or rename '{name}' of its operands "
+        f"first (mtf.rename_dimension), so that the rule does not reach it"
+    )
+
+
+def _label(op: Operation, y: Tensor) -> str:
+    return f"{op}: {y.type}"
+
+
+def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """The operations and those of the loop bodies among them."""
+    for op in operations:
+        yield op
+        if "body" in op.attrs:
+            yield from all_operations(op.attrs["body"].operations)
+
+
+def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:
+    for op in operations:
+        if op.kind.name in _FOLLOWS_OPERAND or op.kind.name in ("constrain", "assign"):
+            continue
+        for y in op.public_outputs:
+            if y is op.output or y.shape != op.output.shape:
+                yield _label(op, y), y.shape, homes.scope_of(y)

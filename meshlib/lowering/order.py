@@ -1,0 +1,132 @@
+"""The order: fusion groups scheduled so that what frees memory runs as soon as it can.
+
+What uses a value that is still on its way waits for a product, if there is one, that hides the way. This is *the*
+order: the executors, the liveness and the estimate all use it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshlib.lowering.fuse import fusion_groups
+from meshlib.operation import Kind
+from meshlib.program.records import Instruction, Program, Value
+
+_FIRST, _NEXT, _LAST = range(3)
+
+
+@dataclass(eq=False)
+class _Scheduler:
+    """List scheduling: groups that free more than they take go first, the others in the order they came.
+
+    `sent` are values of collectives since the last product; groups that use them are not first before the next one.
+    """
+
+    program: Program
+    groups: Sequence[Sequence[Instruction]]
+
+    def run(self) -> list[Instruction]:
+        self._analyse()
+        ready: list[tuple[int, int]] = []
+        sent: set[Value] = set()  # by collectives since the last product
+        waiting: list[int] = []  # groups that use such a value
+        done = [False] * len(self.groups)
+        for g, count in enumerate(self.unmet):
+            if count == 0:
+                there = self.groups[g][0].opcode in ("input", "variable")  # lies in memory already: nobody waits for it
+                heapq.heappush(ready, (_FIRST if there else self._when(g, late=False), g))
+        order: list[Instruction] = []
+        while ready:
+            _, g = heapq.heappop(ready)
+            if done[g]:
+                continue
+            done[g] = True
+            number = len(order)
+            order += [i.with_group(number) for i in self.groups[g]]
+            sent.update(y for i in self.groups[g] if i.is_collective for y in i.outputs)
+            touched = self._finish(g)
+            if any(_hides(i) for i in self.groups[g]):
+                sent.clear()
+                touched, waiting = sorted({*touched, *waiting}), []
+            for user in touched:
+                if self.unmet[user] == 0 and not done[user]:
+                    late = not sent.isdisjoint(self.inputs[user])
+                    heapq.heappush(ready, (self._when(user, late), user))
+                    if late:
+                        waiting.append(user)
+        assert len(order) == len(self.program.instructions)
+        return order
+
+    def _when(self, g: int, late: bool) -> int:
+        """When a group should run; `late`: something that it uses is still on its way."""
+        if not any(self.users.get(y) for i in self.groups[g] for y in i.outputs):
+            numbers = all(x.sharding.local_size == 1 for x in self.inputs[g])
+            if late or numbers:
+                return _LAST  # nobody waits for a new weight, or for a loss
+        return _FIRST if self._frees(g) and not late else _NEXT
+
+    def _analyse(self) -> None:
+        """Who makes and who uses each value that leaves its group."""
+        pinned = {*self.program.outputs.values()}
+        self.made_in = {y: g for g, group in enumerate(self.groups) for i in group for y in i.outputs}
+        self.users: dict[Value, set[int]] = {}
+        for g, group in enumerate(self.groups):
+            for i in group:
+                for x in i.inputs:
+                    if self.made_in[x] != g:
+                        self.users.setdefault(x, set()).add(g)
+        self.left = {x: len(users) for x, users in self.users.items()}
+        self.inputs = [
+            {x for i in group for x in i.inputs if self.made_in[x] != g} for g, group in enumerate(self.groups)
+        ]
+        self.unmet = [len(xs) for xs in self.inputs]
+        resident = {*self.program.inputs.values(), *self.program.variables.values()}
+        self.lasting = pinned | resident
+        # The new value of a variable takes the place of the old one once nobody else will read that.
+        self.replaces = {
+            v: self.program.variables[name]
+            for name, v in self.program.updates.items()
+            if name in self.program.variables and v not in self.lasting
+        }
+
+    def _frees(self, g: int) -> bool:
+        freed = sum(_device_bytes(x) for x in self.inputs[g] if self.left[x] == 1 and x not in self.lasting)
+        taken = 0
+        for i in self.groups[g]:
+            for y in i.outputs:
+                if not (self.users.get(y) or y in self.lasting) or i.opcode in ("input", "variable"):
+                    continue
+                old = self.replaces.get(y)
+                in_place = old is not None and self.left.get(old, 0) == (old in self.inputs[g])
+                taken += 0 if in_place else _device_bytes(y)
+        return freed > taken
+
+    def _finish(self, g: int) -> list[int]:
+        """Groups that may have become ready, or more attractive, by running `g`."""
+        touched: set[int] = set()
+        for x in self.inputs[g]:
+            self.left[x] -= 1
+            if self.left[x] == 1:
+                touched |= self.users[x]
+        for i in self.groups[g]:
+            for y in i.outputs:
+                for user in self.users.get(y, ()):
+                    self.unmet[user] -= 1
+                    touched.add(user)
+        return sorted(touched)
+
+
+def _device_bytes(v: Value) -> int:
+    return 0 if v.tensor.on_host else v.local_bytes
+
+
+def _hides(i: Instruction) -> bool:
+    """Whether it computes for long enough to hide what is being sent."""
+    return not i.is_reshard and (i.body is not None or i.operation.kind.kind is Kind.CONTRACTION)
+
+
+def order_and_fuse(program: Program) -> Program:
+    """The program in its final order, every instruction with its fusion group."""
+    return program.with_instructions(_Scheduler(program, fusion_groups(program)).run())

@@ -1,0 +1,100 @@
+"""Why data moves, in words (rule 7 of the lowering)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from layouts import Sharding
+from layouts.plan import Step
+from meshlib.graph import Operation, Tensor
+from meshlib.program.exchange import Exchange
+from meshlib.program.records import Reason
+
+if TYPE_CHECKING:
+    from meshlib.lowering.homes import Homes
+
+
+def explain_step(
+    step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], user: Operation | None, homes: Homes
+) -> Reason:
+    """The reason of one step of a reshard of `t`, wanted by `user` (None: its home).
+
+    `makers` are, if the step reduces, the operations that left it pending, each with the dim that it reduced.
+    """
+    if makers:
+        return _reduction(step, t, makers, homes)
+    producer = t.operation
+    over = "+".join(step.axes)
+    phase = user.region if user is not None else producer.region
+    source = user.source if user is not None else producer.source
+    who = _who(user) if user is not None else f"the home of '{t.name}'"
+    rules = _rules(homes, step.axes, (step.dim, step.to_dim))
+    if step.kind == "all_gather":
+        why = f"{who} needs all of dim '{step.dim}' of '{t.name}', which is split over {over}"
+        avoid = f"lay '{step.dim}' elsewhere ({rules}), or use it where it lies"
+    elif step.kind == "all_to_all":
+        why = f"{who} needs '{t.name}' split by '{step.to_dim}' over {over}, where it is split by '{step.dim}'"
+        avoid = f"keep one of '{step.dim}' and '{step.to_dim}' on {over} throughout ({rules})"
+    elif step.kind == "collective_permute":
+        why = f"{who} needs the blocks of '{t.name}' in the order of {_axes(step.after)}, not {_axes(step.before)}"
+        avoid = f"name the axes of its dims in one order everywhere ({rules})"
+    else:
+        why = f"{who} needs a part of '{t.name}' only; each core keeps its own"
+        avoid = "costs nothing"
+    name = user.name if user is not None else producer.name
+    return Reason(name, step.dim, why, avoid, source, phase)
+
+
+def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
+    """The reason of what moves inside an operation along a split dim."""
+    over = "+".join(exchange.axes)
+    if exchange.operand < 0:
+        why = f"{_who(op)} runs along '{exchange.dim}', split over {over}: every core needs a summary of all blocks"
+    else:
+        x = op.inputs[exchange.operand].name
+        why = f"{_who(op)} needs indices of '{exchange.dim}' of '{x}', split over {over}, that lie on other cores"
+    avoid = f"leave '{exchange.dim}' unsplit over {over} ({_rules(homes, exchange.axes, (exchange.dim,))})"
+    return Reason(op.name, exchange.dim, why, avoid, op.source, op.region)
+
+
+def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], homes: Homes) -> Reason:
+    """A pending sum is its maker's doing, wherever along its linear chain it is reduced."""
+    maker = makers[0][0]
+    dims = tuple(dict.fromkeys(dim for _, dim in makers))
+    over = "+".join(step.axes)
+    kind = dict(step.before.pending)[step.axes[0]]
+    what = {"sum": "sums over", "max": "takes the maximum over", "min": "takes the minimum over"}[kind]
+    named = _listed(dims)
+    why = f"{_who(maker)} {what} {named}, split over {over}: every core holds a partial {_noun(kind)}"
+    if t in homes.graph.gradient_of:
+        why += f", and '{homes.graph.gradient_of[t].name}' needs the whole gradient"
+    if step.kind == "reduce_scatter":
+        why += f"; '{step.dim}' is wanted split over {over}, so each core keeps its part of the {_noun(kind)}"
+    avoid = f"leave {named} unsplit over {over} ({_rules(homes, step.axes, dims)})"
+    return Reason(maker.name, dims[0], why, avoid, maker.source, maker.region)
+
+
+def _who(op: Operation) -> str:
+    if op.kind.name == "assign":
+        return f"the update of '{op.attrs['variable']}'"
+    return f"{op.kind.name} '{op.name}'"
+
+
+def _noun(kind: str) -> str:
+    return {"sum": "sum", "max": "maximum", "min": "minimum"}[kind]
+
+
+def _listed(dims: tuple[str, ...]) -> str:
+    return " and ".join(f"'{d}'" for d in dims)
+
+
+def _axes(sharding: Sharding) -> str:
+    return ", ".join(f"{d.name}@{'+'.join(a)}" for d, a in zip(sharding.shape, sharding.axes, strict=True) if a)
+
+
+def _rules(homes: Homes, axes: tuple[str, ...], dims: Sequence[str | None] = ()) -> str:
+    """The rules that lay something on these axes: of them, those about `dims` where there are such."""
+    laid = [r for r in homes.rules.rules if set(r.axes) & set(axes)]
+    found = [str(r) for r in laid if r.dim in dims] or [str(r) for r in laid]
+    return f"rule {'; '.join(found)}" if found else "no rule of the layout says so"

@@ -1,0 +1,268 @@
+"""The checker: recomputes every type and sharding of a program. It runs after each pass, and trusts none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from layouts import LayoutError, Shape, Sharding
+from meshlib.errors import ProgramError
+from meshlib.operation import Factor, Linear, Role
+from meshlib.program.exchange import plan_exchanges
+from meshlib.program.records import COLLECTIVES, Instruction, Program, Value
+from meshlib.program.split import beside, derive
+
+
+def check_program(
+    program: Program, after: str, before: Program | None = None, sound: set[object] | None = None
+) -> Program:
+    """`program` itself if it is sound; a pass may not change what the program `before` it takes, returns and writes.
+
+    `sound` collects the computations that were found sound, by all that the check depends on: a layer's are those of
+    every other layer, and what passes leave alone need not be recomputed.
+    Raises: ProgramError naming the pass, the instruction and what is wrong with it.
+    """
+    made: set[Value] = set()
+    known = set() if sound is None else sound
+    for number, instruction in enumerate(program.instructions):
+        try:
+            _check_instruction(instruction, made, program, known)
+        except (LayoutError, ProgramError) as fault:
+            raise ProgramError(
+                f"after {after}, instruction {number} ({instruction.opcode} for {instruction.operation}): {fault}"
+            ) from None
+        made.update(instruction.outputs)
+    _check_ends(program, made, after)
+    if before is not None:
+        _check_same_face(program, before, after)
+    return program
+
+
+def _check_same_face(program: Program, before: Program, after: str) -> None:
+    for what in ("inputs", "variables", "outputs", "updates"):
+        old, new = getattr(before, what), getattr(program, what)
+        changed = sorted({*old} ^ {*new}) or [n for n in old if old[n].tensor is not new[n].tensor]
+        if changed:
+            raise ProgramError(f"after {after}: {what} changed: {', '.join(changed)}")
+
+
+def _check_instruction(instruction: Instruction, made: set[Value], program: Program, sound: set[object]) -> None:
+    for x in instruction.inputs:
+        if x not in made:
+            raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
+    for y in instruction.outputs:
+        if y in made:
+            raise ProgramError(f"result {y.tensor.name} {y} is made twice")
+        if y.sharding.mesh != program.mesh:
+            raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {program.mesh}")
+        if y.sharding.shape != y.tensor.shape:
+            raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
+    if instruction.opcode in (*COLLECTIVES, "slice") and instruction.steps:
+        _check_reshard(instruction)
+    elif instruction.opcode == "assign":
+        _check_assign(instruction, program)
+    elif instruction.body is not None:
+        _check_loop(instruction, instruction.body, sound)
+    elif instruction.opcode in ("input", "variable"):
+        pending = instruction.outputs[0].sharding.pending
+        if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
+            raise ProgramError("a resident value can't be pending")
+    else:
+        if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
+            raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
+        key = _key(instruction)
+        if key not in sound:
+            _check_computation(instruction)
+            sound.add(key)
+
+
+def _key(instruction: Instruction) -> object:
+    """All that the check of a computation depends on."""
+    op = instruction.operation
+    tensors = [x.tensor for x in instruction.inputs]
+    return (
+        op.kind,
+        tuple(op.attrs.items()),
+        tuple(x.type for x in op.inputs),
+        tuple(y.type for y in op.outputs),
+        tuple(tensors.index(t) for t in tensors),
+        tuple(x.sharding for x in instruction.inputs),
+        tuple(y.sharding for y in instruction.outputs),
+        instruction.assignment,
+        instruction.exchanges,
+    )
+
+
+def _check_reshard(instruction: Instruction) -> None:
+    for x, y, step in zip(instruction.inputs, instruction.outputs, instruction.steps, strict=True):
+        if x.tensor is not y.tensor:
+            raise ProgramError(f"moves {x.tensor.name} into {y.tensor.name}")
+        if x.sharding != step.before or y.sharding != step.after:
+            raise ProgramError(f"step {step.before} -> {step.after} does not move {x.sharding} to {y.sharding}")
+        if step.kind != instruction.opcode:
+            raise ProgramError(f"holds a step of kind {step.kind}")
+        s = x.sharding
+        after, sent = taken_step(step.kind, step.axes, step.dim, step.to_dim, x)
+        same_blocks = (s.block_counts, s.pending) == (y.sharding.block_counts, y.sharding.pending)
+        if (after is None and not same_blocks) or (after is not None and after != y.sharding):
+            raise ProgramError(f"{step.kind} over {step.axes} makes {after}, not {y.sharding}")
+        if step.payload_bytes != x.local_bytes or abs(step.sent_bytes - sent) > 1e-9 * max(1, sent):
+            raise ProgramError(f"claims {step.sent_bytes} bytes sent of {step.payload_bytes}; a ring sends {sent}")
+
+
+def taken_step(
+    kind: str, axes: Sequence[str], dim: str | None, to_dim: str | None, x: Value
+) -> tuple[Sharding | None, float]:
+    """What a step makes of `x`, written apart from the planner, and the bytes a ring sends for it."""
+    s, shape = x.sharding, x.sharding.shape
+    k = s.mesh.group_size(axes)
+    entries = {d.name: entry for d, entry in zip(shape, s.axes, strict=True)}
+    payload = x.local_bytes
+    if kind in ("all_reduce", "reduce_scatter"):
+        if not set(axes) <= set(s.pending_axes):
+            raise ProgramError(f"{kind} over {axes}, but pending is {s.pending}")
+        left = [p for p in s.pending if p[0] not in axes]
+        if kind == "all_reduce":
+            return Sharding(shape, s.mesh, s.axes, left), 2 * (k - 1) * payload / k
+        assert dim is not None
+        entries[dim] += tuple(axes)
+        return Sharding(shape, s.mesh, list(entries.values()), left), (k - 1) * payload / k
+    if kind == "collective_permute":
+        return None, payload  # to any order of the same blocks: see _check_reshard
+    assert dim is not None
+    if kind == "slice":
+        entries[dim] += tuple(axes)
+        return Sharding(shape, s.mesh, list(entries.values()), s.pending), 0
+    if entries[dim][-len(axes) :] != tuple(axes):
+        raise ProgramError(f"{kind} takes the minor-most axes {axes} of '{dim}', which has {entries[dim]}")
+    entries[dim] = entries[dim][: -len(axes)]
+    if kind == "all_gather":
+        return Sharding(shape, s.mesh, list(entries.values()), s.pending), (k - 1) * payload
+    assert to_dim is not None
+    entries[to_dim] += tuple(axes)
+    return Sharding(shape, s.mesh, list(entries.values()), s.pending), (k - 1) * payload / k
+
+
+def _check_assign(instruction: Instruction, program: Program) -> None:
+    name = instruction.operation.attrs["variable"]
+    (x,) = instruction.inputs
+    if program.updates.get(name) is not x:
+        raise ProgramError(f"variable '{name}' is not updated with {x}")
+    if name in program.variables and x.sharding != program.variables[name].sharding:
+        raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {x}")
+
+
+def _check_loop(instruction: Instruction, body: Program, sound: set[object]) -> None:
+    check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
+    dim = instruction.operation.attrs["dim"]
+    if instruction.trips != dim.size:
+        raise ProgramError(f"makes {instruction.trips} trips over {dim}")
+    for x, (name, y) in zip(instruction.inputs, body.inputs.items(), strict=True):
+        if _body_view(x, dim.name if name in instruction.slices else None) != (y.sharding, y.tensor.dtype):
+            raise ProgramError(f"operand {x.tensor.name} is {x}; the body takes {y}")
+    count = len(instruction.carries)
+    for (begin, end), out in zip(instruction.carries, instruction.outputs[:count], strict=True):
+        if not body.inputs[begin].sharding == body.outputs[end].sharding == out.sharding:
+            raise ProgramError(
+                f"carry {begin} is {body.inputs[begin]} before a trip, {body.outputs[end]} after, {out} at last"
+            )
+    for name, out in zip(instruction.stacks, instruction.outputs[count:], strict=True):
+        y = body.outputs[name]
+        if _body_view(out, dim.name) != (y.sharding, y.tensor.dtype):
+            raise ProgramError(f"each trip makes {y}; stacked it can't be {out}")
+
+
+def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
+    """A value as a loop's body sees it: one index of `dim`, which must be whole."""
+    s = x.sharding
+    if dim is None:
+        return s, x.tensor.dtype
+    if s.of(dim):
+        raise ProgramError(f"{x.tensor.name} is split along '{dim}', which the loop goes over: {s}")
+    kept = [(d, entry) for d, entry in zip(s.shape, s.axes, strict=True) if d.name != dim]
+    return Sharding(Shape([d for d, _ in kept]), s.mesh, [e for _, e in kept], s.pending), x.tensor.dtype
+
+
+def _check_computation(instruction: Instruction) -> None:
+    op = instruction.operation
+    out = instruction.outputs[0]
+    factors, linear = instruction_factors(instruction)
+    axes: dict[str, tuple[str, ...]] = {}
+    for axis, factor in instruction.assignment:
+        axes[factor] = (*axes.get(factor, ()), axis)
+    by_name = {f.name: f for f in factors}
+    for name in axes:
+        if name not in by_name or by_name[name].role is Role.WHOLE:
+            raise ProgramError(f"splits '{name}', which must stay whole")
+    passed = tuple(x.sharding.pending_axes for x in instruction.inputs)
+    _check_pending(instruction, linear)
+    wanted, result = derive(
+        factors,
+        axes,
+        [x.tensor.shape for x in instruction.inputs],
+        op.output.shape,
+        out.sharding,
+        passed,
+    )
+    for x, s in zip(instruction.inputs, wanted, strict=True):
+        if x.sharding != s:
+            raise ProgramError(f"operand {x.tensor.name} is {x.sharding}; the assignment {axes} needs {s}")
+    for y, s in zip(instruction.outputs, beside(op, out.sharding), strict=True):
+        if y.sharding != s:
+            raise ProgramError(f"makes {y} beside {out}; the same axes split both")
+    if op.kind.name == "constant" and op.attrs["value"] == 0:
+        result = result.with_pending(out.sharding.pending)  # nothing on every core sums to nothing
+    exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()
+    if instruction.exchanges != exchanges:
+        raise ProgramError(f"sends {instruction.exchanges} inside; the assignment {axes} needs {exchanges}")
+    if out.sharding != result:
+        raise ProgramError(f"makes {result} under the assignment {axes}, not {out.sharding}")
+
+
+def instruction_factors(instruction: Instruction) -> tuple[tuple[Factor, ...], Linear]:
+    """Factors and linearity for the operands the instruction really has: an n-ary sum may take some of them."""
+    op = instruction.operation
+    linear = op.kind.linear(op)
+    factors = op.kind.roles(op)
+    if not linear.terms:
+        return factors, linear
+    shapes = [x.tensor.shape for x in instruction.inputs]
+    by_name = tuple(
+        Factor(f.name, f.size, tuple(f.name if f.name in s else None for s in shapes), f.outputs, f.role)
+        for f in factors
+    )
+    return by_name, Linear(tuple(range(len(shapes))), together=True, terms=True)
+
+
+def _check_pending(instruction: Instruction, linear: Linear) -> None:
+    pending = [x.sharding.pending for x in instruction.inputs]
+    for x, p in zip(instruction.inputs, pending, strict=True):
+        if any(kind != "sum" for _, kind in p):
+            raise ProgramError(f"operand {x.tensor.name} is a pending {p[0][1]}, which passes no operation")
+    waiting = [i for i, p in enumerate(pending) if p]
+    if not waiting:
+        return
+    if any(i not in linear.operands for i in waiting):
+        raise ProgramError(f"is not linear in operand {waiting[0]}, a sum pending over {pending[waiting[0]]}")
+    if linear.together:
+        if len({pending[i] for i in linear.operands}) > 1:
+            raise ProgramError("adds operands that are pending over different axes")
+    else:
+        axes = [a for i in waiting for a, _ in pending[i]]
+        if len(axes) != len(set(axes)):
+            raise ProgramError(f"multiplies two sums pending over the same axis: {axes}")
+        tensors = [x.tensor for x in instruction.inputs]
+        if any(tensors.count(tensors[i]) > 1 for i in waiting):
+            raise ProgramError("multiplies a pending sum with itself")
+
+
+def _check_ends(program: Program, made: Iterable[Value], after: str) -> None:
+    known = set(made)
+    for what, values in (("output", program.outputs), ("update of", program.updates)):
+        for name, v in values.items():
+            if v not in known:
+                raise ProgramError(f"after {after}: {what} '{name}' is never made")
+            if v.sharding.pending and not program.is_body:
+                raise ProgramError(f"after {after}: {what} '{name}' is still {v}")
+    written = [i.operation.attrs["variable"] for i in program.instructions if i.opcode == "assign"]
+    if sorted(written) != sorted(program.updates):
+        raise ProgramError(f"after {after}: updates {sorted(program.updates)}, but {sorted(written)} are written")

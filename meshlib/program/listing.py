@@ -1,0 +1,124 @@
+"""Programs as text: the listing of what one core runs, and the table of collectives with their reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshlib.errors import GraphError
+from meshlib.operation import Kind
+from meshlib.program.records import Collective, Instruction, Program, Value, bytes_text
+
+
+def listing(program: Program) -> str:
+    """One line per instruction: result, its global type, what makes it, local bytes, source line."""
+    head = (
+        f"program on mesh {program.mesh} ({program.mesh.size} cores), layout {program.layout or '(none)'}, "
+        f"precision {program.precision}"
+    )
+    return "\n".join([head, *(f"note: {n}" for n in program.notes), *_instructions(program)])
+
+
+def _instructions(program: Program) -> list[str]:
+    names: dict[Value, str] = {}
+    for i in program.instructions:
+        for y in i.outputs:
+            names[y] = f"%{len(names)}"
+    lines: list[str] = []
+    region, width = "", max((len(n) for n in names.values()), default=0)
+    for i in program.instructions:
+        if i.region != region:
+            region = i.region
+            lines.append(f"{region}:")
+        lines.append("  " + _line(i, names, width))
+        if i.body is not None:
+            lines += ["    " + line for line in _instructions(i.body)]
+    fetched = ", ".join(f"{k} = {names[v]}" for k, v in program.outputs.items())
+    lines.append(f"returns {fetched or 'nothing'}")
+    return lines
+
+
+def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
+    operands = ", ".join(f"{names[x]} {x.tensor.name}" for x in i.inputs)
+    if i.opcode == "assign":
+        return f"{i.operation.attrs['variable']} <- {operands}  ({i.operation.source})"
+    if i.is_reshard:
+        over = "+".join(i.steps[0].axes)
+        where = "".join(f" {s.dim}" + (f" to {s.to_dim}" if s.to_dim else "") for s in i.steps[:1] if s.dim)
+        made = f"{i.opcode}({operands}) over {over}{where}"
+        if i.is_collective:
+            sent = sum(s.sent_bytes for s in i.steps)
+            made += f", sends {bytes_text(sent)}: " + "; ".join(r.why for r in i.reasons)
+    elif i.opcode in ("input", "variable"):
+        made = i.opcode
+    elif i.body is not None:
+        made = f"{i.opcode}({operands}), {i.trips} trips of the body below"
+    else:
+        split = ", ".join(f"{f}@{a}" for a, f in i.assignment)
+        made = f"{i.opcode}({operands})" + (f" split {split}" if split else "")
+        if i.operation.kind.kind is Kind.COPY:
+            made += f", copies {bytes_text(i.outputs[0].local_bytes)} {i.opcode.replace('_', ' the ')}"
+        if i.exchanges:
+            sent = sum(e.sent_bytes for e in i.exchanges)
+            made += f", sends {bytes_text(sent)}: " + "; ".join(r.why for r in i.reasons)
+    results = " and ".join(f"{names[y]:<{width}} {y.tensor.name}: {y}" for y in i.outputs)
+    local = bytes_text(sum(y.local_bytes for y in i.outputs))
+    return f"{results} = {made}  [{local} a core, group {i.group}]  ({i.operation.source})"
+
+
+def collectives_table(collectives: Sequence[Collective]) -> str:
+    """The collectives as a table, largest senders' reasons included; bytes are exact."""
+    if not isinstance(collectives, Sequence) or not all(isinstance(c, Collective) for c in collectives):
+        raise GraphError(f"collectives_table: expected program.collectives, got {type(collectives).__name__}")
+    if not collectives:
+        return "no collectives: every core works alone"
+    head = ("phase", "collective", "over", "of", "dtype", "payload", "sent a core", "count", "line")
+    rows = [
+        (
+            c.phase,
+            c.kind,
+            "+".join(c.axes),
+            c.tensor,
+            c.dtype,
+            bytes_text(c.payload_bytes),
+            bytes_text(c.sent_bytes),
+            str(c.count),
+            c.source,
+        )
+        for c in collectives
+    ]
+    widths = [max(len(r[k]) for r in (head, *rows)) for k in range(len(head))]
+    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(head, widths, strict=True)).rstrip()]
+    for c, row in zip(collectives, rows, strict=True):
+        lines.append("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+        lines.append(f"    because {c.reason}")
+        lines.append(f"    avoid: {c.avoid}")
+    launches = len({c.launch for c in collectives})
+    total = bytes_text(sum(c.sent_bytes * c.count for c in collectives))
+    values = f"{len(collectives)} value{'s' * (len(collectives) > 1)}"
+    lines.append(f"{values} in {launches} launch{'es' * (launches > 1)}, {total} sent by each core (exact)")
+    return "\n".join(lines)
+
+
+def explain(program: Program) -> str:
+    """What the layout does to the program, in words: notes, collectives with reasons, memory.
+
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8)])
+      ...     total = mtf.reduce_sum(x, name="total")
+      >>> print(mtf.explain(mtf.lower({"total": total}, mesh="rows:2", layout="batch:rows")))  # doctest: +ELLIPSIS
+      1 program on mesh rows:2 (2 cores), layout batch:rows
+      ...
+    """
+    if not isinstance(program, Program):
+        raise GraphError(f"explain: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
+    head = f"1 program on mesh {program.mesh} ({program.mesh.size} cores), layout {program.layout or '(none)'}"
+    return "\n".join(
+        [
+            head,
+            *(f"note: {n}" for n in program.notes),
+            collectives_table(program.collectives),
+            str(program.memory),
+        ]
+    )

@@ -1,0 +1,198 @@
+"""Program -> numbers: a simulation holds the variables and runs steps of any program on them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hardware.slices import Slice
+from layouts import Sharding
+from meshlib.checks import choice, flag
+from meshlib.errors import FeedError, GraphError, NotFiniteError, nearest
+from meshlib.ops.sources import STEP
+from meshlib.program.records import Instruction, Program, Value
+from meshlib.simulation.engine import Engine
+from meshlib.simulation.exact import Blocks, run_exact
+from meshlib.simulation.fast import FastExecutor
+from meshlib.simulation.state import State, to_storage
+from meshlib.slices import slice_for
+
+__all__ = ["Simulation", "State", "simulate"]
+
+Array = np.ndarray[Any, Any]
+EXECUTORS = ("fast", "exact")
+READY_PROGRAMS = 4  # whose buffers a simulation keeps; others are planned again when they run
+
+
+def simulate(
+    program: Program, slice: Any = None, seed: int = 0, executor: str = "fast", check_nan: bool = True
+) -> Simulation:
+    """Simulated cores that run `program`, with its variables at their initial values.
+
+    Args:
+      program: what `mtf.lower` returned.
+      slice: a name like "v3-8" or a Slice; optional. Its devices must be as many as the mesh has.
+      seed: of initial values and random numbers.
+      executor: "fast" keeps all blocks of a value in one array; "exact" keeps each core's block apart, adds in ring
+        order and in the MXU's own order, and is meant for proofs (up to about 16 cores).
+      check_nan: raise NotFiniteError, naming the operation and core, when a fetched value or a variable becomes NaN.
+    Raises: SliceError for an unknown slice or one of another size than the mesh.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 4)])
+      ...     program = mtf.lower({"total": mtf.reduce_sum(x)}, mesh="rows:2", layout="batch:rows")
+      >>> float(mtf.simulate(program).step(x=np.arange(4.0))["total"])
+      6.0
+    """
+    if not isinstance(program, Program):
+        raise GraphError(f"simulate: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
+    choice(executor, "simulate", "executor", EXECUTORS)
+    check_nan = flag(check_nan, "simulate", "check_nan")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise GraphError(f"simulate: seed must be an integer, got {seed!r}")
+    return Simulation(
+        program, None if slice is None else slice_for("simulate", program, slice), int(seed), executor, check_nan
+    )
+
+
+class Simulation:
+    """The variables of a program on simulated cores.
+
+    `state` maps names to global arrays; `slice` is the named slice or None.
+    """
+
+    def __init__(self, program: Program, slice: Slice | None, seed: int, executor: str, check_nan: bool) -> None:
+        self.program = program
+        self.slice = slice
+        self.seed = seed
+        self.executor = executor
+        self.check_nan = check_nan
+        self.state = State(seed)
+        self._ready: OrderedDict[int, FastExecutor] = OrderedDict()  # by id of the program, which each holds
+        self._declare(program)
+
+    def step(self, feeds: Mapping[str, Any] | None = None, /, **named: Any) -> dict[str, Array]:
+        """Run the program once: feeds by name, fetched outputs back, updates committed together.
+
+        Raises: FeedError for missing, unknown or unfit feeds; NotFiniteError when a NaN appears. The state is then
+        what it was before the step.
+        """
+        return self.run(self.program, feeds, **named)
+
+    def run(self, program: Program, feeds: Mapping[str, Any] | None = None, /, **named: Any) -> dict[str, Array]:
+        """Run another program once on the same variables: it may have its own batch size, mesh and layout."""
+        if not isinstance(program, Program):
+            raise GraphError(f"run: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
+        if program is not self.program:
+            self._declare(program)
+        if feeds is not None and not isinstance(feeds, Mapping):
+            raise FeedError(
+                f"feeds are a dict of names to arrays, or named as in step(x=array); got {type(feeds).__name__}"
+            )
+        fed = _feeds(program, {**(feeds or {}), **named})
+        engine = Engine(
+            self.seed, int(self.state.arrays[STEP]), program.precision == "highest", self.executor == "exact"
+        )
+        with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
+            outputs, updates = self._execute(program, fed, engine)
+            if self.check_nan:
+                self._check_nan(program, fed, engine, outputs, updates)
+        results = {
+            name: np.array(y, dtype=program.outputs[name].tensor.dtype.public, copy=True) for name, y in outputs.items()
+        }
+        self.state.arrays.update(updates)
+        if program.counts_steps:
+            self.state.arrays[STEP] = self.state.arrays[STEP] + np.int32(1)
+        return results
+
+    def shard(self, name: str, coordinate: Mapping[str, int] | tuple[int, ...]) -> Array:
+        """The block of variable `name` that the core at `coordinate` holds under the program's layout.
+
+        `coordinate` is a tuple in the order of the mesh's axes, or a dict of axis to index.
+        """
+        whole = self.state[name]
+        sharding: Sharding | None = self.program.variables[name].sharding if name in self.program.variables else None
+        return whole if sharding is None else whole[sharding.slices(coordinate)]
+
+    # ------------------------------------------------------------ inside
+
+    def _declare(self, program: Program) -> None:
+        variables = {name: v.tensor.operation for name, v in program.variables.items() if name != STEP}
+        self.state.declare(variables)
+
+    def _execute(
+        self, program: Program, feeds: Mapping[str, Array], engine: Engine
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        if self.executor == "exact":
+            return run_exact(program, self.state.arrays, feeds, engine)
+        if id(program) not in self._ready:
+            self._ready[id(program)] = FastExecutor(program)
+        self._ready.move_to_end(id(program))
+        while len(self._ready) > READY_PROGRAMS:
+            self._ready.popitem(last=False)
+        return self._ready[id(program)].run(self.state.arrays, feeds, engine)
+
+    def _check_nan(
+        self,
+        program: Program,
+        feeds: Mapping[str, Array],
+        engine: Engine,
+        outputs: Mapping[str, Array],
+        updates: Mapping[str, Array],
+    ) -> None:
+        bad = [f"output '{n}'" for n, y in outputs.items() if _has_nan(y)]
+        bad += [f"the new value of variable '{n}'" for n, y in updates.items() if _has_nan(y)]
+        if bad:
+            raise NotFiniteError(f"{bad[0]} became NaN: {self._find_nan(program, feeds, engine)}")
+
+    def _find_nan(self, program: Program, feeds: Mapping[str, Array], engine: Engine) -> str:
+        """Run the step again, core by core, to the first value that is not finite."""
+        for what, arrays in (("feed", feeds), ("variable", self.state.arrays)):
+            for name, x in arrays.items():
+                if _has_nan(x):
+                    where = np.argwhere(np.isnan(x))[0].tolist()
+                    return f"{what} '{name}' holds a NaN, first at index {where}"
+        found: list[str] = []
+
+        def watch(instruction: Instruction, value: Value, blocks: Blocks) -> None:
+            if found or not value.tensor.dtype.is_float:
+                return
+            for device, block in enumerate(blocks):
+                if not np.isfinite(block).all():
+                    at = program.mesh.coordinate(device)
+                    core = ", ".join(f"{a}={i}" for a, i in zip(program.mesh.axes, at, strict=True))
+                    kind = "a NaN" if np.isnan(block).any() else "an infinity"
+                    found.append(f"{instruction.operation} first makes {kind}, on core {device} ({core})")
+                    return
+
+        ordered = Engine(engine.seed, engine.step, engine.highest, in_order=False)
+        run_exact(program, self.state.arrays, feeds, ordered, watch)
+        return found[0] if found else "only in the fast executor's order of addition"
+
+
+def _has_nan(x: Array) -> bool:
+    # The sum of an array with a NaN is NaN; the sum of one without it seldom is (infinities of both signs).
+    return x.dtype.kind == "f" and bool(np.isnan(np.add.reduce(x, axis=None))) and bool(np.isnan(x).any())
+
+
+def _feeds(program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
+    """The feeds in storage form; all names checked at once."""
+    unknown = [n for n in given if n not in program.inputs]
+    missing = [n for n in program.inputs if n not in given]
+    faults = [f"unknown feed '{n}'{nearest(n, program.inputs)}" for n in unknown]
+    faults += [
+        f"missing feed '{n}', {program.inputs[n].tensor.dtype.name}{program.inputs[n].tensor.shape} "
+        f"({program.inputs[n].tensor.operation.source})"
+        for n in missing
+    ]
+    if faults:
+        raise FeedError("; ".join(faults) + f"; the program's inputs: {', '.join(program.inputs) or 'none'}")
+    fed = {}
+    for name, v in program.inputs.items():
+        t = v.tensor
+        fed[name] = to_storage(given[name], t.shape, t.dtype, f"feed '{name}' ({t.operation.source})")
+    return fed

@@ -1,0 +1,50 @@
+"""What both executors share: running one computation on given arrays, and checking what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hardware.numerics import round_to_bfloat16
+from meshlib.dtypes import BFLOAT16
+from meshlib.errors import ProgramError
+from meshlib.graph import Operation, TensorType
+from meshlib.operation import Block, Kind
+from meshlib.simulation.engine import Engine
+
+Array = np.ndarray[Any, Any]
+
+# Results that are bfloat16 already when their operands are.
+_EXACT_IN_BFLOAT16 = ("relu", "negative", "maximum", "minimum", "where", "abs", "sign", "relu_grad")
+
+
+def compute(
+    op: Operation,
+    inputs: tuple[TensorType, ...],
+    outs: tuple[TensorType, ...],
+    arrays: Sequence[Array],
+    offsets: Mapping[str, int],
+    engine: Engine,
+    buffer: Array | None,
+    starts: tuple[int, ...] = (),
+) -> tuple[Array, ...]:
+    """Run `local` on one block: the results have the local types, rounded if they are bfloat16."""
+    block = Block(op, inputs, outs[0], offsets, engine, buffer, starts or (0,) * len(inputs))
+    with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
+        return finished(op, outs, op.kind.local(block, *arrays))
+
+
+def finished(op: Operation, outs: tuple[TensorType, ...], made: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+    """What `local` or `finish` made, checked against the declared types."""
+    arrays = made if isinstance(made, tuple) else (made,)
+    return tuple(_finished(op, out, y) for out, y in zip(outs, arrays, strict=True))
+
+
+def _finished(op: Operation, out: TensorType, y: Array) -> Array:
+    if y.shape != out.shape.sizes or y.dtype != out.dtype.storage:
+        raise ProgramError(f"{op} made {y.dtype}{list(y.shape)}, not the declared {out}")
+    if out.dtype is BFLOAT16 and op.kind.kind is not Kind.VIEW and op.kind.name not in _EXACT_IN_BFLOAT16:
+        return round_to_bfloat16(y, out=y if y.flags.writeable else None)
+    return y

@@ -1,0 +1,278 @@
+"""The exact executor: each device's block apart, collectives in ring order, the MXU's own order of addition.
+
+It is the proof of a program: every offset, axis and collective matters here. What must be equal on several devices
+is compared bit by bit when it is put together, so that a lost collective shows even in a value nobody expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hardware.numerics import ring_reduce, ring_reduce_scatter, round_to_bfloat16
+from layouts import Mesh, Sharding, permute_pairs
+from layouts.plan import Step
+from meshlib.dtypes import BFLOAT16, DType
+from meshlib.errors import ProgramError
+from meshlib.graph import Operation
+from meshlib.operation import Block, Factor, Halo, Role, Summary
+from meshlib.program.checker import instruction_factors
+from meshlib.program.exchange import runs, split_factor
+from meshlib.program.records import Instruction, Program, Value
+from meshlib.simulation.blocks import compute, finished
+from meshlib.simulation.engine import Engine
+
+Array = np.ndarray[Any, Any]
+Blocks = list[Array]  # one per device
+Watch = Callable[[Instruction, Value, Blocks], None]
+
+
+def run_exact(
+    program: Program,
+    state: Mapping[str, Array],
+    feeds: Mapping[str, Array],
+    engine: Engine,
+    watch: Watch | None = None,
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Run one step: global outputs and global new values of the updated variables.
+
+    `watch` is called with every value made, for reports.
+    """
+    given = {v: cut(feeds[name], v.sharding) for name, v in program.inputs.items()}
+    given |= {v: cut(state[name], v.sharding) for name, v in program.variables.items()}
+    values = _run(program, given, engine, watch)
+    outputs = {name: together(v, values[v], name) for name, v in program.outputs.items()}
+    for name, v in program.updates.items():
+        # State is kept as global arrays, which would hide that a core writes another block than it holds.
+        if v.sharding != program.variables[name].sharding:
+            raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {v}")
+    updates = {name: together(v, values[v], name) for name, v in program.updates.items()}
+    return outputs, updates
+
+
+def _run(program: Program, given: Mapping[Value, Blocks], engine: Engine, watch: Watch | None) -> dict[Value, Blocks]:
+    """Run the instructions on the blocks of inputs and variables; the results hold what is fetched or written back."""
+    values: dict[Value, Blocks] = dict(given)
+    last = {x: n for n, i in enumerate(program.instructions) for x in i.inputs}
+    kept = {*program.outputs.values(), *program.updates.values()}
+    for n, instruction in enumerate(program.instructions):
+        inputs = [values[x] for x in instruction.inputs]
+        if instruction.is_reshard:
+            for blocks, y, step in zip(inputs, instruction.outputs, instruction.steps, strict=True):
+                values[y] = _checked(move(step, blocks, y.tensor.dtype), y, instruction)
+        elif instruction.body is not None:
+            made = _loop(instruction, instruction.body, inputs, engine, watch)
+            values.update(zip(instruction.outputs, made, strict=True))
+        elif instruction.opcode not in ("input", "variable", "assign"):
+            computed = _compute(program, instruction, inputs, engine)
+            values.update(zip(instruction.outputs, computed, strict=True))
+        if watch is not None:
+            for y in instruction.outputs:
+                watch(instruction, y, values[y])
+        for x in instruction.inputs:
+            if last[x] == n and x not in kept:
+                values.pop(x, None)
+    return values
+
+
+def _checked(blocks: Blocks, y: Value, instruction: Instruction) -> Blocks:
+    for block in blocks:
+        if block.shape != y.sharding.local_shape.sizes:
+            what = f"{instruction.opcode} for {instruction.operation}"
+            raise ProgramError(f"{what} made a block of shape {list(block.shape)}, not the declared {y.local} of {y}")
+    return blocks
+
+
+def _loop(
+    instruction: Instruction, body: Program, inputs: list[Blocks], engine: Engine, watch: Watch | None
+) -> list[Blocks]:
+    given = dict(zip(body.inputs.values(), inputs, strict=True))
+    whole = {body.inputs[name]: (given[body.inputs[name]], instruction.slice_axis(name)) for name in instruction.slices}
+    stacks: dict[str, list[Blocks]] = {name: [[]] * instruction.trips for name in instruction.stacks}
+    for trip in instruction.trip_order:
+        for v, (blocks, axis) in whole.items():
+            given[v] = [np.take(block, trip, axis=axis) for block in blocks]
+        values = _run(body, given, engine.in_trip(trip), watch)
+        for name, made in stacks.items():
+            made[trip] = values[body.outputs[name]]
+        given.update({body.inputs[begin]: values[body.outputs[end]] for begin, end in instruction.carries})
+    finals = [given[body.inputs[begin]] for begin, _ in instruction.carries]
+    return finals + [[np.stack(parts) for parts in zip(*made, strict=True)] for made in stacks.values()]
+
+
+def cut(array: Array, sharding: Sharding) -> Blocks:
+    """One block per device."""
+    return [array[sharding.slices(c)] for c in sharding.mesh.coordinates()]
+
+
+def together(value: Value, blocks: Blocks, name: str) -> Array:
+    """The global array. Raises ProgramError if devices that hold the same block disagree in any bit."""
+    sharding = value.sharding
+    out = np.empty(sharding.shape.sizes, value.tensor.dtype.storage)
+    first: dict[tuple[int, ...], int] = {}
+    for device, coordinate in enumerate(sharding.mesh.coordinates()):
+        index = sharding.block_index(coordinate)
+        holder = first.setdefault(index, device)
+        if holder == device:
+            out[sharding.slices(coordinate)] = blocks[device]
+        elif not np.array_equal(blocks[holder], blocks[device], equal_nan=out.dtype.kind == "f"):
+            raise ProgramError(
+                f"'{name}' {value}: cores {sharding.mesh.coordinate(holder)} and {coordinate} hold the same block, "
+                "but different numbers; a collective is missing or wrong"
+            )
+    return out
+
+
+def _compute(program: Program, instruction: Instruction, inputs: list[Blocks], engine: Engine) -> list[Blocks]:
+    """Run a computation on every device: per output its blocks."""
+    op = instruction.operation
+    factors, _ = instruction_factors(instruction)
+    axes: dict[str, tuple[str, ...]] = {}
+    for axis, factor in instruction.assignment:
+        axes[factor] = (*axes.get(factor, ()), axis)
+    places = [_Place(program.mesh, c, factors, axes, op) for c in program.mesh.coordinates()]
+    split = split_factor(factors, axes)
+    types = tuple(x.local for x in instruction.inputs)
+    outs = tuple(y.local for y in instruction.outputs)
+    if split is not None and split.role is Role.SUMMARY:
+        made = _summarised(instruction, split, axes[split.name], places, inputs, engine)
+    else:
+        made = []
+        for device, place in enumerate(places):
+            arrays, starts = [b[device] for b in inputs], (0,) * len(inputs)
+            if split is not None:
+                arrays, starts = _with_halo(instruction, split, axes[split.name], device, inputs)
+            made.append(compute(op, types, outs, arrays, place.offsets, engine, None, starts))
+    return [[y[n] for y in made] for n in range(len(outs))]
+
+
+class _Place:
+    """Where one device stands: per factor the global index at which its block starts."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        coordinate: tuple[int, ...],
+        factors: Sequence[Factor],
+        axes: Mapping[str, tuple[str, ...]],
+        op: Operation,
+    ) -> None:
+        self.offsets: dict[str, int] = {}
+        self.index: dict[str, int] = {}
+        for f in factors:
+            index, count = 0, 1
+            for axis in axes.get(f.name, ()):
+                size = mesh.axis_size(axis)
+                index, count = index * size + coordinate[mesh.index(axis)], count * size
+            size = f.size
+            if f.role is Role.HALO and f.outputs[0] is not None:  # operands and result differ in size: the result's
+                size = op.output.shape.dim(f.outputs[0]).size
+            self.offsets[f.name] = index * (size // count)
+            self.index[f.name] = index
+
+
+def _with_halo(
+    instruction: Instruction, factor: Factor, over: tuple[str, ...], device: int, inputs: list[Blocks]
+) -> tuple[list[Array], tuple[int, ...]]:
+    """Each operand's run of the split dim that this device needs, and where the runs start.
+
+    Runs of other devices come with the instruction's exchanges; without one only the own block is there.
+    """
+    op = instruction.operation
+    lower = op.kind.lower
+    assert isinstance(lower, Halo)
+    assert factor.outputs[0] is not None
+    mesh = instruction.outputs[0].sharding.mesh
+    group = next(g for g in mesh.groups(over) if device in g)
+    mine, count = group.index(device), len(group)
+    made = op.output.shape.dim(factor.outputs[0]).size // count
+    received = {e.operand for e in instruction.exchanges}
+    arrays, starts = [], []
+    for i, blocks in enumerate(inputs):
+        dim = factor.operands[i]
+        if dim is None:
+            arrays.append(blocks[device])
+            starts.append(0)
+            continue
+        shape = op.inputs[i].shape
+        axis, size = shape.index(dim), shape.dim(dim).size
+        begin, end = lower.needs(op, i, mine * made, (mine + 1) * made)
+        pieces = []
+        for run in runs(begin, end, size, size // count, lower.wrap(op)):
+            if run.source == mine or i in received:
+                at = run.begin - run.source * (size // count)
+                cut_out = (np.s_[:],) * axis + (np.s_[at : at + run.end - run.begin],)
+                pieces.append(blocks[group[run.source]][cut_out])
+        empty = blocks[device][(np.s_[:],) * axis + (np.s_[:0],)]
+        arrays.append(np.concatenate(pieces, axis=axis) if pieces else empty)
+        starts.append(begin if lower.wrap(op) else max(begin, 0))
+    return arrays, tuple(starts)
+
+
+def _summarised(
+    instruction: Instruction,
+    factor: Factor,
+    over: tuple[str, ...],
+    places: list[_Place],
+    inputs: list[Blocks],
+    engine: Engine,
+) -> list[tuple[Array, ...]]:
+    """Every block's summary to every device of its group, then the rest of the work."""
+    op = instruction.operation
+    lower = op.kind.lower
+    assert isinstance(lower, Summary)
+    types = tuple(x.local for x in instruction.inputs)
+    outs = tuple(y.local for y in instruction.outputs)
+    starts = (0,) * len(types)
+    blocks = [Block(op, types, outs[0], p.offsets, engine, None, starts) for p in places]
+    arrays = [[b[device] for b in inputs] for device in range(len(places))]
+    made: list[tuple[Array, ...]] = [()] * len(places)
+    with np.errstate(all="ignore"):
+        told = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
+        for group in instruction.outputs[0].sharding.mesh.groups(over):
+            heard = group if instruction.exchanges else group[:1]
+            gathered = tuple(np.stack(parts) for parts in zip(*(told[d] for d in heard), strict=True))
+            for n, device in enumerate(group):
+                made[device] = finished(op, outs, lower.finish(blocks[device], gathered, n, *arrays[device]))
+    return made
+
+
+def move(step: Step, blocks: Blocks, dtype: DType) -> Blocks:
+    """Run one reshard step over all devices."""
+    before, mesh = step.before, step.before.mesh
+    if step.kind == "collective_permute":
+        out = list(blocks)
+        for source, destination in permute_pairs(before, step.after):
+            out[destination] = blocks[source]
+        return out
+    dim = before.shape.index(step.dim) if step.dim else 0
+    to_dim = before.shape.index(step.to_dim) if step.to_dim else 0
+    out = list(blocks)
+    for group in mesh.groups(step.axes):
+        parts = [blocks[d] for d in group]
+        for device, block in zip(group, _exchange(step, parts, dim, to_dim, dtype), strict=True):
+            out[device] = block
+    return out
+
+
+def _exchange(step: Step, parts: Blocks, dim: int, to_dim: int, dtype: DType) -> Blocks:
+    """One replica group's part of a collective: the blocks of its members afterwards."""
+    k = len(parts)
+    carry = round_to_bfloat16 if dtype is BFLOAT16 else None
+    if step.kind == "all_gather":
+        return [np.concatenate(parts, axis=dim)] * k
+    if step.kind == "all_reduce":
+        return [ring_reduce(parts, _kind(step), carry)] * k
+    if step.kind == "reduce_scatter":
+        return ring_reduce_scatter(parts, dim, _kind(step), carry)
+    if step.kind == "slice":
+        return [np.split(part, k, axis=dim)[c] for c, part in enumerate(parts)]
+    assert step.kind == "all_to_all"
+    pieces = [np.split(part, k, axis=to_dim) for part in parts]
+    return [np.concatenate([pieces[source][c] for source in range(k)], axis=dim) for c in range(k)]
+
+
+def _kind(step: Step) -> str:
+    return dict(step.before.pending)[step.axes[0]]

@@ -1,0 +1,168 @@
+"""Fitting the constants of `Physics` to measured times, and what remains of the errors when a chip is left out.
+
+Least absolute errors of log(predicted / measured), large ones counted linearly (Huber), by Gauss-Newton steps on
+slopes that are measured one constant at a time. Each constant is held to what its cause makes plausible (its prior,
+with a spread): one that the measurements do not determine keeps that value instead of absorbing what is not modelled.
+
+Leaving out a chip fits the constants to all others and predicts that chip. Slopes are shared between these fits and
+measured again once where the constants have moved.
+
+Source: Huber, "Robust estimation of a location parameter", 1964.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlib.errors import GraphError
+from meshlib.estimation.physics import CALIBRATED, Physics
+
+# Errors of about this size are expected of every row; beyond, they count linearly.
+EXPECTED_ERROR = 0.04
+STEP = 0.1  # of a constant's spread, to measure a slope
+ROUNDS = 8
+SHARES = (1.0, 0.5, 0.25, 0.1)  # of a Gauss-Newton step that are tried
+ENOUGH = 0.01  # of the loss; a round that gains less is the last
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measured time, and how to predict it: `predict(physics)` in seconds; `group` is the chip."""
+
+    name: str
+    group: str
+    measured_seconds: float
+    predict: Callable[[Physics], float]
+
+    def residual(self, physics: Physics) -> float:
+        """log(predicted / measured)."""
+        return math.log(self.predict(physics) / self.measured_seconds)
+
+
+def fit(cases: Sequence[Case], start: Physics = CALIBRATED, rounds: int = ROUNDS) -> Physics:
+    """The constants that predict the cases best; those that are not fitted stay as in `start`.
+
+    Raises: GraphError without cases.
+    """
+    if not cases:
+        raise GraphError("fit: no measured cases to fit the constants to")
+    physics = start
+    for _ in range(rounds):
+        step = _solved(_Slopes.of(cases, physics), range(len(cases)))
+        physics, gain = _along(cases, physics, step)
+        if gain < ENOUGH:
+            break
+    return physics
+
+
+def left_out(cases: Sequence[Case], fitted: Physics, rounds: int = 2) -> dict[str, Physics]:
+    """For each group, the constants fitted to all cases of other groups, from those fitted to all.
+
+    Raises: GraphError if there is one group only.
+    """
+    groups = list(dict.fromkeys(c.group for c in cases))
+    if len(groups) < 2:
+        raise GraphError(f"left_out: all {len(cases)} cases are of one group, {groups}; nothing would remain to fit to")
+    shared = _Slopes.of(cases, fitted)
+    found = {}
+    for group in groups:
+        kept = [n for n, c in enumerate(cases) if c.group != group]
+        physics = _solved(shared, kept)
+        for _ in range(rounds - 1):
+            own = [cases[n] for n in kept]
+            physics = _solved(_Slopes.of(own, physics), range(len(own)))
+        found[group] = physics
+    return found
+
+
+def _along(cases: Sequence[Case], here: Physics, there: Physics) -> tuple[Physics, float]:
+    """The best of some points from here to there, and by how much it is better."""
+    names = Physics.fitted()
+    best, least = here, _loss(cases, here)
+    start = least
+    for share in SHARES:
+        at = {n: getattr(here, n) + share * (getattr(there, n) - getattr(here, n)) for n in names}
+        physics = replace(here, **at)
+        loss = _loss(cases, physics)
+        if loss < least:
+            best, least = physics, loss
+    return best, start - least
+
+
+def _loss(cases: Sequence[Case], physics: Physics) -> float:
+    """Huber's loss of all residuals, and the squared distance of the constants from their priors, in spreads."""
+    total = 0.0
+    for c in cases:
+        r = abs(c.residual(physics)) / EXPECTED_ERROR
+        total += r * r if r < 1 else 2 * r - 1
+    for name in Physics.fitted():
+        prior, spread = Physics.field(name).metadata["prior"]
+        total += ((getattr(physics, name) - prior) / spread) ** 2
+    return total
+
+
+@dataclass(frozen=True)
+class _Slopes:
+    """Residuals of cases at some constants, and their change with each fitted constant."""
+
+    physics: Physics
+    residuals: Floats  # [cases]
+    slopes: Floats  # [cases, constants]
+
+    @classmethod
+    def of(cls, cases: Sequence[Case], physics: Physics) -> _Slopes:
+        names = Physics.fitted()
+        here = np.array([c.residual(physics) for c in cases])
+        columns = []
+        for name in names:
+            about = Physics.field(name).metadata
+            now = getattr(physics, name)
+            step = STEP * about["prior"][1]
+            moved = now - step if now + step > about["range"][1] else now + step
+            there = replace(physics, **{name: moved})
+            columns.append((np.array([c.residual(there) for c in cases]) - here) / (moved - now))
+        return cls(physics, here, np.stack(columns, axis=1))
+
+
+def _solved(at: _Slopes, chosen: Sequence[int] | range) -> Physics:
+    """The constants of least robust error over the chosen cases, on slopes at some constants."""
+    names = Physics.fitted()
+    about = [Physics.field(n).metadata for n in names]
+    now = np.array([getattr(at.physics, n) for n in names])
+    prior, spread = np.array([a["prior"] for a in about]).T
+    low, high = np.array([a["range"] for a in about]).T
+    rows = list(chosen)
+    residuals, slopes = at.residuals[rows], at.slopes[rows] * spread
+    # In spreads from `now`; slopes hold nearby only.
+    least, most = np.maximum((low - now) / spread, -1.5), np.minimum((high - now) / spread, 1.5)
+    moved: Floats = np.zeros(len(names))
+    for _ in range(30):
+        errors = residuals + slopes @ moved
+        weights = np.sqrt(1 / np.maximum(np.abs(errors), EXPECTED_ERROR) / EXPECTED_ERROR)
+        left = np.concatenate([slopes * weights[:, None], np.eye(len(names))])
+        right = np.concatenate([-residuals * weights, (prior - now) / spread])
+        moved = _bounded(left, right, least, most)
+    values: Mapping[str, float] = dict(zip(names, np.clip(now + moved * spread, low, high).tolist(), strict=True))
+    return replace(at.physics, **values)
+
+
+def _bounded(left: Floats, right: Floats, least: Floats, most: Floats) -> Floats:
+    """Least squares within bounds: what leaves them is put on them, and the rest solved again."""
+    found = np.zeros(left.shape[1])
+    free = np.ones(left.shape[1], bool)
+    while free.any():
+        solved = np.linalg.lstsq(left[:, free], right - left[:, ~free] @ found[~free], rcond=None)[0]
+        found[free] = solved
+        outside = free & ((found < least) | (found > most))
+        found = np.clip(found, least, most)
+        if not outside.any():
+            break
+        free &= ~outside
+    return found

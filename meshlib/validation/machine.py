@@ -1,0 +1,187 @@
+"""The machine of a published run: its slice, and the mesh that its layout makes of it.
+
+What a row leaves open is said beside: a slice whose shape is not stated is the most compact one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hardware.chips import Chip
+from hardware.errors import HardwareError
+from hardware.slices import Slice
+from meshlib.validation.policies import NotExpressed
+
+Row = Mapping[str, Any]
+
+_AXES = {
+    "data": "data", "fsdp": "fsdp", "fsdp_transpose": "fsdp", "tensor": "tensor", "tensor_transpose": "tensor",
+    "tensor_sequence": "tensor", "model": "tensor", "mdl": "tensor", "context": "context", "sequence": "context",
+}  # fmt: skip
+_REST = -1  # a size in a layout: what the other axes leave
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A run's mesh.
+
+    Attributes:
+      sizes: axis -> size, devices in all; across: of them, the part of each that joins slices, where the row says so.
+      assumed: what of it the row left open.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    across: tuple[tuple[str, int], ...] = ()
+    assumed: tuple[str, ...] = ()
+
+
+def slice_of(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
+    """The slices of a row, as one, and what of them is assumed.
+
+    Raises: NotExpressed where the number of chips is not stated or no multiple of that of the slices.
+    """
+    shape = shape_of(row.get("slice"))
+    count, chips = _counts(row, chip, shape)
+    if chips % count:
+        raise NotExpressed(f"its {chips} chips make no {count} equal slices")
+    each, assumed = chips // count, tuple[str, ...]()
+    if math.prod(shape) == each:
+        size = "x".join(map(str, shape))
+    else:
+        size, assumed = _compact(each, len(chip.pod_shape), chip), ("shape of the slice",)
+    name = f"{count}*{chip.name}-{size}" if count > 1 else f"{chip.name}-{size}"
+    try:
+        return Slice(name, chip), assumed
+    except HardwareError:
+        # A machine that is no slice on offer: the same chips in a torus of their own.
+        sides = tuple(sorted(map(int, size.split("x"))))
+        own = replace(chip, pod_shape=sides, max_slice_chips=math.prod(sides))
+        if chip.wrap_cube and any(side % chip.wrap_cube for side in sides):
+            own = replace(own, wrap_cube=None)
+        return Slice(name, own), (*assumed, "a torus of that shape")
+
+
+def shape_of(where: object) -> tuple[int, ...]:
+    """The sides of a slice as rows give them; () where they do not.
+
+    >>> shape_of({"topology": "2-D mesh, 4x4, no wrap"}), shape_of([4, 4, 8]), shape_of(None)
+    ((4, 4), (4, 4, 8), ())
+    """
+    found = where.get("topology") if isinstance(where, Mapping) else where
+    if isinstance(found, list | tuple):
+        return tuple(int(side) for side in found)
+    shape = re.search(r"\d+(?:x\d+)+", str(found or ""))
+    return tuple(map(int, shape[0].split("x"))) if shape else ()
+
+
+def _counts(row: Row, chip: Chip, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(slices, chips in all)."""
+    layout, where = row.get("layout"), row.get("slice")
+    across = [int(n) for key, n in stated_sizes(layout).items() if key.startswith("dcn_") and n > 0]
+    count = int(row.get("n_slices") or math.prod(across))
+    if row.get("n_chips"):
+        return count, int(row["n_chips"])
+    if row.get("n_cores"):
+        return count, int(row["n_cores"]) // chip.cores_per_chip
+    each = math.prod(shape) if shape else int(where.get("chips") or 0) if isinstance(where, Mapping) else 0
+    if not each:
+        raise NotExpressed("the number of its chips is not stated")
+    return count, count * each
+
+
+def _compact(chips: int, rank: int, chip: Chip) -> str:
+    """The most compact box of that many chips, of whole cubes where the chip's slices are made of them."""
+    edge = chip.wrap_cube if chip.wrap_cube and chips % chip.wrap_cube**rank == 0 else 1
+    boxes = _boxes(chips // edge**rank, rank)
+    best = min(boxes, key=lambda sides: (sum(sides), sides))
+    return "x".join(str(side * edge) for side in best)
+
+
+def _boxes(volume: int, rank: int) -> Iterator[tuple[int, ...]]:
+    if rank == 1:
+        yield (volume,)
+        return
+    for side in range(1, volume + 1):
+        if volume % side == 0:
+            yield from ((side, *rest) for rest in _boxes(volume // side, rank - 1) if side <= rest[0])
+
+
+def stated_sizes(layout: object) -> dict[str, int]:
+    """The axes of a layout that have a size.
+
+    >>> stated_sizes({"ici_fsdp": 64.0, "dcn_data": "2", "note": "data between slices"})
+    {'ici_fsdp': 64, 'dcn_data': 2}
+    """
+    found = {}
+    for key, size in layout.items() if isinstance(layout, Mapping) else ():
+        if not isinstance(size, bool) and re.fullmatch(r"-?\d+(\.0*)?", str(size).strip()):
+            found[str(key)] = int(float(size))
+    return found
+
+
+def axes_of(row: Row, slice_: Slice, d_model: int) -> Axes:
+    """The mesh of a row's layout.
+
+    Raises: NotExpressed where there is no layout, or one that the library has no counterpart of.
+    """
+    layout, slices = row.get("layout") or {}, slice_.slices
+    stated = stated_sizes(layout)
+    sizes = dict.fromkeys(("slices", "data", "shard", "fsdp", "context", "tensor"), 1)
+    inside, across = dict(sizes), dict(sizes)
+    for key, size in stated.items():
+        network, _, rest = key.partition("_")
+        axis = _AXES.get(rest if network in ("ici", "dcn") else key)
+        if axis is None and size != 1:
+            raise NotExpressed(f"axis '{key}' of its layout has no counterpart here")
+        if network == "dcn":
+            across["slices" if axis == "data" else axis or "data"] *= size
+        else:
+            inside[axis or "data"] *= size
+    if not stated:
+        across["slices"], inside["fsdp"] = _from_words(layout, slice_)
+    if math.prod(inside.values()) != slice_.devices:  # else the axes span the slices as they are
+        if math.prod(across.values()) == 1:
+            across["slices"] = slices
+        _fill(inside, slice_.devices // slices)
+        _fill(across, slices)
+    sizes = {axis: inside[axis] * across[axis] for axis in sizes}
+    if math.prod(sizes.values()) != slice_.devices:
+        raise NotExpressed(f"its layout {stated or layout} does not make {slice_.devices} devices")
+    assumed = _divided(sizes, d_model)
+    found = tuple((axis, size) for axis, size in sizes.items() if size > 1)
+    joined = tuple((axis, size) for axis, size in across.items() if size > 1)
+    return Axes(found or (("data", 1),), joined if math.prod(across.values()) == slices else (), assumed)
+
+
+def _fill(sizes: dict[str, int], devices: int) -> None:
+    """The rest of the devices for the axis that takes it."""
+    for axis, size in sizes.items():
+        if size < 0:
+            others = math.prod(sizes.values()) // _REST
+            sizes[axis] = devices // others * abs(size) if others > 0 else 0
+
+
+def _divided(sizes: dict[str, int], d_model: int) -> tuple[str, ...]:
+    """Weights and slots in as many parts as d_model allows; the rest of an axis has copies. What of it is assumed."""
+    if sizes["fsdp"] == sizes["tensor"] == 1 and sizes["data"] > 1:
+        sizes["shard"] = math.gcd(sizes["data"], d_model)
+        sizes["data"] //= sizes["shard"]
+    fully = sizes["fsdp"]
+    if d_model % fully == 0:
+        return ()
+    sizes["fsdp"] = math.gcd(fully, d_model)
+    sizes["data"] *= fully // sizes["fsdp"]
+    return (f"weights split in {sizes['fsdp']} parts, not {fully}",)
+
+
+def _from_words(layout: object, slice_: Slice) -> tuple[int, int]:
+    """(slices, fsdp) of a layout in words: fully sharded in a slice, data-parallel between slices."""
+    note = str(layout.get("note", "")) if isinstance(layout, Mapping) else str(layout)
+    text = note.lower()
+    if "fsdp" in text and "slice" in text:
+        return slice_.slices, slice_.devices // slice_.slices
+    raise NotExpressed("its layout is not stated" + (f": {note}" if note else ""))

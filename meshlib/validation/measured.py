@@ -1,0 +1,99 @@
+"""What a row of published results measured: the seconds of its steps, from a time or from a rate and what it counts.
+
+FLOPs per token are counted in three ways: causal attention by its half, in full (PaLM's utilisation, arXiv:2204.02311;
+MaxText until its pull request 1988), and by windows as they are. A row says which in `flops_convention`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hardware.slices import Slice
+from meshlib.validation.policies import NotExpressed
+
+Row = Mapping[str, Any]
+
+
+def parameters(model: Mapping[str, Any]) -> float:
+    """What tokens are multiplied by: attention, feed-forward, and the head. No norms, biases, or table looked up in.
+
+    >>> gpt3 = dict(layers=96, d_model=12288, q_heads=96, head_dim=128, d_ff=49152, mlp_matrices=2, vocab=50304)
+    >>> round(parameters(gpt3) / 1e9, 1)
+    174.6
+    """
+    d, heads = model["d_model"], model["q_heads"]
+    attention = 2 * d * model["head_dim"] * (heads + (model.get("kv_heads") or heads))
+    layer = attention + (model.get("mlp_matrices") or 2) * d * model["d_ff"]
+    return float(model["layers"] * layer + d * model["vocab"])
+
+
+def local_layers(model: Mapping[str, Any]) -> int:
+    """Layers with a window between two with global attention: 5 of "5 local : 1 global", 1 where it is not stated."""
+    if not model.get("local_window"):
+        return 0
+    found = re.search(r"\d+", str(model.get("pattern") or ""))
+    return int(found[0]) if found else 1
+
+
+def flops_per_token(model: Mapping[str, Any], length: int, spans: str = "causal") -> float:
+    """Of a training step, without what is computed again: 6 a parameter, 12 a feature of a key looked at.
+
+    `spans`: keys that a query is taken to look at: "full" all, "causal" half of them, "windows" half or its window.
+    """
+    half = length if spans == "full" else length / 2
+    keys = [half]
+    if spans == "windows" and model.get("local_window"):
+        keys += [min(half, float(model["local_window"]))] * local_layers(model)
+    attention = 12 * model["layers"] * model["q_heads"] * model["head_dim"] * sum(keys) / len(keys)
+    return float(6 * parameters(model) + attention)
+
+
+def measured(
+    row: Row, batch: int, length: int, slice_: Slice, model: Mapping[str, Any]
+) -> tuple[int, int, float, tuple[str, ...]]:
+    """(training steps, sequences evaluated, seconds of all of them, what of this is assumed).
+
+    Raises: NotExpressed where no time follows from what the row gives.
+    """
+    given, derived = row.get("measured") or {}, row.get("derived") or {}
+    block = re.match(r"([\d,]+) (?:training )?steps of", str(derived.get("block", "")))
+    if given.get("block_s_median") and block:
+        evaluated = re.search(r"evaluation forward of ([\d,]+) sequences", str(derived["block"]))
+        count = int(evaluated[1].replace(",", "")) if evaluated else 0
+        return int(block[1].replace(",", "")), count, float(given["block_s_median"]), ()
+    for where in (given, derived):
+        for key, unit in (("step_time_s", 1.0), ("step_time_ms", 1e-3)):
+            if where.get(key):
+                return 1, 0, float(where[key]) * unit, ()
+    rates = {
+        "tokens_per_s_per_chip": batch * length / slice_.chips,
+        "tokens_per_s": batch * length,
+        "sequences_per_s": batch,
+        "examples_per_s": batch,
+        "steps_per_s": 1,
+    }
+    for key, work in rates.items():
+        if given.get(key):
+            return 1, 0, work / float(given[key]), ()
+    return _from_flops(row, given, batch, length, slice_, model)
+
+
+def _from_flops(
+    row: Row, given: Row, batch: int, length: int, slice_: Slice, model: Mapping[str, Any]
+) -> tuple[int, int, float, tuple[str, ...]]:
+    rate = float(given.get("tflops_per_s_per_chip") or 0) * 1e12
+    rate = rate or float(given.get("mfu") or 0) * slice_.peak_flops("bf16") / slice_.chips
+    if rate <= 0:
+        raise NotExpressed("it gives no step time, and no rate from which one follows")
+    words = str(row.get("flops_convention") or "").lower()
+    spans, assumed = "full", tuple[str, ...]()
+    if "window" in words:
+        spans = "windows"
+    elif "halved" in words:
+        spans = "causal"
+    elif "full" not in words:
+        assumed = ("FLOPs of attention counted in full",)
+    flops = flops_per_token(model, length, spans) * batch * length
+    return 1, 0, flops / slice_.chips / rate, assumed

@@ -1,0 +1,28 @@
+"""The rule to beat: a run is as good a user of its chip as the median of the others.
+
+Step time = model FLOPs / (median utilisation * peak), the median over runs of the same chip and precision; for a chip
+that is left out, over runs of all other chips at that precision (all others where none has it).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from meshlib.validation.runs import Run
+
+
+def naive_seconds(run: Run, runs: Sequence[Run]) -> float:
+    """By the median utilisation of the runs of the same chip and precision, this one among them."""
+    return _by_median(run, [r for r in runs if r.chip == run.chip and r.eight_bit == run.eight_bit])
+
+
+def naive_without_chip_seconds(run: Run, runs: Sequence[Run]) -> float | None:
+    """By that of other chips' runs; None where there are none."""
+    others = [r for r in runs if r.chip != run.chip]
+    return _by_median(run, [r for r in others if r.eight_bit == run.eight_bit] or others) if others else None
+
+
+def _by_median(run: Run, like: Sequence[Run]) -> float:
+    reached = statistics.median(r.utilisation for r in like)
+    return run.measured_seconds * run.utilisation / reached

@@ -1,0 +1,120 @@
+"""A validation as text: training runs, micro-benchmarks, what misses and why, what is not expressed, the constants."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from meshlib.estimation.table import grid, seconds_text
+from meshlib.validation.validating import Checked, Validation, absolute, percentile
+
+MISS = 0.1  # errors beyond this get a line that says what is not modelled
+_PREDICTIONS = {
+    "predicted_seconds": "model",
+    "left_out_seconds": "model, each chip left out of the fit",
+    "naive_seconds": "naive rule",
+    "naive_left_out_seconds": "naive rule, each chip left out",
+}
+
+
+def report(v: Validation) -> str:
+    """`str` of a Validation."""
+    lines = [*_training(v), *_benchmarks(v)]
+    if v.scored:
+        lines.append(_summary("all", v.scored))
+    apart = [r for r in v.rows if r.apart and r.error is not None]
+    if apart:
+        lines += ["", f"predicted, but no measure of the model: {len(apart)} rows"]
+        lines += [f"  {r.name}: {r.error:+.1%}; {r.apart}" for r in apart]
+    missing = [r for r in v.rows if r.error is None]
+    if missing:
+        lines += ["", f"not expressed: {len(missing)} rows"]
+        lines += [f"  {r.name}: {r.why_not}" for r in missing]
+    return "\n".join(lines)
+
+
+def _training(v: Validation) -> list[str]:
+    if not v.training:
+        return []
+    cells: list[tuple[str, ...]] = [
+        ("training run", "chip", "predicted", "measured", "error", "chip left out", "naive", "naive, left out")
+    ]
+    for r in v.training:
+        assert r.predicted_seconds is not None
+        assert r.measured_seconds is not None
+        times = (seconds_text(r.predicted_seconds), seconds_text(r.measured_seconds))
+        cells.append((r.name, r.chip, *times, *(_percent(r.error_of(what)) for what in _PREDICTIONS)))
+    lines = [*grid(cells, right=tuple(range(2, 8))), ""]
+    for what, title in _PREDICTIONS.items():
+        errors = absolute(v.training, what)
+        if errors:
+            lines.append(f"training, {title}: {_of(errors)}")
+    lines += _groups("family", v.training, lambda r: r.family)
+    lines += _groups("chip", v.training, lambda r: r.chip)
+    misses = [r for r in v.training if abs(r.error or 0.0) > MISS]
+    if misses:
+        lines += ["", f"misses beyond {MISS:.0%}, and what is not modelled:"]
+        lines += [f"  {r.name} {_percent(r.error)}: {unmodelled(r)}" for r in misses]
+    return [*lines, "", "constants:", *(f"  {line}" for line in str(v.physics).splitlines()), ""]
+
+
+def _benchmarks(v: Validation) -> list[str]:
+    if not v.benchmarks:
+        return []
+    cells = [("micro-benchmark", "family", "predicted", "measured", "error")]
+    for r in v.benchmarks:
+        assert r.predicted_seconds is not None
+        assert r.measured_seconds is not None
+        times = (seconds_text(r.predicted_seconds), seconds_text(r.measured_seconds))
+        cells.append((r.name, r.family, *times, _percent(r.error)))
+    lines = grid(cells, right=(2, 3, 4))
+    for family in dict.fromkeys(r.family for r in v.benchmarks):
+        lines.append(_summary(family, [r for r in v.benchmarks if r.family == family]))
+    return [*lines, _summary("micro-benchmarks", v.benchmarks)]
+
+
+def _groups(kind: str, rows: Sequence[Checked], key: Callable[[Checked], str]) -> list[str]:
+    found = []
+    for name in dict.fromkeys(map(key, rows)):
+        group = [r for r in rows if key(r) == name]
+        left, naive = absolute(group, "left_out_seconds"), absolute(group, "naive_seconds")
+        line = f"  {kind} {_summary(name, group)}"
+        if left and naive:
+            line += f"; chip left out {statistics.median(left):.1%}, naive {statistics.median(naive):.1%}"
+        found.append(line)
+    return found
+
+
+def _summary(title: str, rows: Iterable[Checked]) -> str:
+    return f"{title}: {_of(absolute(rows))}"
+
+
+def _of(errors: Sequence[float]) -> str:
+    median, most = statistics.median(errors), percentile(errors, 0.9)
+    return f"{len(errors)} rows, median error {median:.1%}, 90th percentile {most:.1%}"
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.1%}"
+
+
+def unmodelled(r: Checked) -> str:
+    """What of a run the model does not know, by what the run is: the likely causes of its miss."""
+    run, slow = r.run, (r.error or 0.0) < 0  # slow: the machine took longer than predicted
+    assert run is not None
+    causes = []
+    if run.encoder:
+        causes.append("age of the software (the same chip gained 40 % between rounds of MLPerf)")
+        causes.append("input, evaluation and host time in a block" if slow else "sequences packed without padding")
+    if run.slice.slices > 1 and slow:
+        causes.append("what several slices lose beyond their gradients on DCN and the jitter")
+    if run.locals:
+        causes.append("windows rounded to the kernel's blocks, VPU work of the additional norms")
+    if run.eight_bit:
+        causes.append("how quantisation fuses with what is around it")
+    if run.evaluation:
+        causes.append("flags and kernels tuned for the submission" if not slow else "start and end of an evaluation")
+    causes += [f"left open by the row: {what}" for what in run.assumed]
+    if not causes:
+        causes.append("compiler version and flags" if not slow else "time on the host, input, other flags")
+    return "; ".join(causes)

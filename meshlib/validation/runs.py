@@ -1,0 +1,285 @@
+"""Published training runs as plain data: what a row of measurements says of model, mesh, layout, batch and software.
+
+Nothing here depends on a row's name. What a row leaves open is decided by what runs of its kind do, and said in
+`Run.assumed`: an unstated recomputation policy is the one that recomputes least and still fits; a data-parallel run
+shards its optimizer (Xu et al., arXiv:2004.13336); dimensions left out are those published under the model's name; a
+batch that devices do not share evenly is padded. Rows that leave more open say why they are not expressed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hardware.chips import Chip, get_chip
+from hardware.slices import Slice
+from meshlib.models import PRESETS, TransformerConfig
+from meshlib.validation.machine import axes_of, slice_of
+from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
+from meshlib.validation.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
+
+Row = Mapping[str, Any]
+
+_DIMS = ("layers", "d_model", "q_heads", "head_dim", "d_ff", "vocab")
+_BATCHES = ("global_sequences", "global_examples", "sequences", "global_batch_size")
+_BATCH_AXES = ("slices", "data", "shard", "fsdp")
+FLASH_SINCE = 2023  # jax.experimental.pallas.ops.tpu.flash_attention
+STATE_BYTES = 12  # a parameter: itself and two slots in float32
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published training run.
+
+    Attributes:
+      name, family, chip, precision ("bf16", "int8", "fp8", "float32"): what tables group by.
+      model: dims as the row gives them; length, batch: tokens of a sequence, sequences of a step.
+      slice: where it ran; mesh: axis -> size, devices in all; across: of each axis, the part that joins slices.
+      policy: of recomputation; attention: "flash" or "materialised"; optimizer: name.
+      steps, evaluation: training steps, and sequences run forward, in the measured time.
+      measured_seconds: of all of that.
+      apart: why the row is no measure of the model, or ""; assumed: what the row left open.
+    """
+
+    name: str
+    family: str
+    chip: str
+    precision: str
+    model: Mapping[str, Any]
+    batch: int
+    length: int
+    slice: Slice
+    mesh: tuple[tuple[str, int], ...]
+    across: tuple[tuple[str, int], ...]
+    policy: Policy
+    attention: str
+    optimizer: str
+    steps: int
+    evaluation: int
+    measured_seconds: float
+    apart: str = ""
+    assumed: tuple[str, ...] = ()
+
+    def axis(self, name: str) -> int:
+        """Size of a mesh axis, 1 if there is none."""
+        return dict(self.mesh).get(name, 1)
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether products run in 8 bits."""
+        return self.precision in ("int8", "fp8")
+
+    @property
+    def locals(self) -> int:
+        """Layers with a window between two with global attention."""
+        return local_layers(self.model)
+
+    @property
+    def padded_batch(self) -> int:
+        """Sequences of a step with those that fill up the devices that share them."""
+        parts = math.prod(self.axis(name) for name in _BATCH_AXES)
+        return -(-self.batch // parts) * parts
+
+    @property
+    def predictions(self) -> int | None:
+        """Tokens of a sequence that an encoder predicts: 15 %, 76 of 512 (Devlin et al., arXiv:1810.04805)."""
+        return int(0.15 * self.length) if self.encoder else None
+
+    @property
+    def encoder(self) -> bool:
+        """Whether attention looks both ways."""
+        return "encoder" in str(self.model.get("arch")) and "decoder" not in str(self.model.get("arch"))
+
+    @property
+    def model_flops(self) -> float:
+        """Of the measured time, on all chips, as papers count: 6 a parameter and token, attention as it is masked."""
+        spans = "full" if self.encoder else "windows"
+        whole = flops_per_token(self.model, self.length, spans) * self.batch * self.length
+        return self.steps * whole + self.evaluation / self.batch * whole / 3
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs per second over the bf16 peak of the slice, as measured."""
+        return self.model_flops / self.measured_seconds / self.slice.peak_flops("bf16")
+
+
+def run_of(row: Row) -> Run:
+    """The training run that a row describes.
+
+    Raises: NotExpressed, with the reason, for rows of other kinds and for what the row leaves open.
+    """
+    model, completed = _model(row)
+    chip = get_chip(str(row["chip"]))
+    slice_, assumed = slice_of(row, chip)
+    batch, length = _batch(row, slice_)
+    axes = axes_of(row, slice_, model["d_model"])
+    steps, evaluation, seconds, counted = measured(row, batch, length, slice_, model)
+    run = Run(
+        name=str(row.get("id", "?")),
+        family=_family(row, model),
+        chip=chip.name,
+        precision=_precision(str(row.get("precision", ""))),
+        model=model,
+        batch=batch,
+        length=length,
+        slice=slice_,
+        mesh=axes.sizes,
+        across=axes.across,
+        policy=Policy(),
+        attention=_attention(row, chip),
+        optimizer=str(row.get("optimizer") or ""),
+        steps=steps,
+        evaluation=evaluation,
+        measured_seconds=seconds,
+        apart=_apart(row, model),
+    )
+    padded = _padded(run)
+    policy, why = _policy(row, run)
+    return replace(run, policy=policy, assumed=(*completed, *assumed, *axes.assumed, *counted, *padded, *why))
+
+
+def known_model(name: str) -> TransformerConfig | None:
+    """The preset with the longest name that is part of this one.
+
+    >>> known_model("PaLM 540B").name, known_model("maxtext-7b")
+    ('palm-540b', None)
+    """
+    found = [preset for preset in PRESETS if preset in name.lower().replace(" ", "-")]
+    return PRESETS[max(found, key=len)] if found else None
+
+
+def _model(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Dimensions, and which of them the row leaves to what is published under its model's name."""
+    found = row.get("model")
+    model: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"name": found or ""}
+    arch = str(model.get("arch", ""))
+    if model.get("op"):
+        raise NotExpressed(f"the operation {str(model['op'])[:60]!r} is not expressed as rows yet")
+    if "moe" in arch.lower() or any("expert" in key and size for key, size in model.items()):
+        raise NotExpressed("mixture-of-experts layers are not in the library yet")
+    if "cnn" in arch.lower() or "image" in model or "patch" in model:
+        raise NotExpressed("training of convolutional networks is not expressed as rows yet")
+    if arch.startswith("encoder-decoder"):
+        raise NotExpressed("it does not say how long the sequences on either side are")
+    if "inference" in str(row.get("kind")) or "phase" in (row.get("batch") or {}):
+        if "prefill" in str((row.get("batch") or {}).get("phase")):
+            raise NotExpressed("a forward pass over a prompt is not expressed as rows yet")
+        raise NotExpressed("decoding against a cache has no program of the library's own yet")
+    if "heads" in model:
+        model.setdefault("q_heads", model["heads"])
+    assumed = _completed(model)
+    missing = [k for k in _DIMS if not model.get(k)]
+    if len(missing) == len(_DIMS):
+        raise NotExpressed("it states no dimensions of a model")
+    if missing:
+        raise NotExpressed(f"its model's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not stated")
+    wrong = [k for k in _DIMS if not float(model[k]).is_integer() or model[k] < 1]
+    if wrong:
+        raise NotExpressed(f"its model's {wrong[0]} must be a whole number of at least 1, not {model[wrong[0]]}")
+    return model | {k: int(model[k]) for k in _DIMS}, assumed
+
+
+def _completed(model: dict[str, Any]) -> tuple[str, ...]:
+    """Fills in what is published of a model of that name with those dimensions, and heads that make up d_model."""
+    known = known_model(str(model.get("name", "")))
+    if known is not None and known.kind != "encoder-decoder":
+        published: dict[str, Any] = {
+            "layers": known.layers, "d_model": known.d_model, "q_heads": known.heads, "head_dim": known.head_dim,
+            "d_ff": known.d_ff, "vocab": known.vocab, "kv_heads": known.memory_heads, "arch": known.kind,
+            "mlp_matrices": 3 if known.gated else 2, "tied_embedding": known.tied,
+        }  # fmt: skip
+        if known.windows != (None,):
+            published |= {"local_window": known.windows[0], "pattern": f"{len(known.windows) - 1} local"}
+        if all(model.get(k) in (None, published[k]) for k in _DIMS if k != "vocab"):
+            missing = [k for k in published if model.get(k) is None]
+            model |= {k: published[k] for k in missing}
+            dims = [k for k in missing if k in _DIMS]
+            return (f"{', '.join(dims)} as published of {known.name}",) if dims else ()
+    if not model.get("head_dim") and model.get("d_model") and model.get("q_heads"):
+        model["head_dim"] = model["d_model"] / model["q_heads"]
+        return ("head_dim: d_model over heads",)
+    return ()
+
+
+def _batch(row: Row, slice_: Slice) -> tuple[int, int]:
+    """(sequences of a step, tokens of a sequence)."""
+    batch = row.get("batch") or {}
+    length = batch.get("seq") or (row.get("model") or {}).get("seq")
+    if not length:
+        raise NotExpressed("its sequence length is not stated")
+    found = next((batch[key] for key in _BATCHES if batch.get(key)), None)
+    if not found and "per_device_batch_size" in batch:
+        each = batch.get("devices_per_chip")
+        found = float(batch["per_device_batch_size"]) * (int(each) * slice_.chips if each else slice_.devices)
+    if not found and batch.get("tokens"):
+        found = float(batch["tokens"]) / float(length)
+    if not found:
+        raise NotExpressed("its batch is not stated")
+    whole = round(float(found))
+    if whole < 1 or abs(whole - float(found)) > 1e-6 * whole:
+        raise NotExpressed(f"its batch makes no whole number of sequences: {float(found):g}")
+    return whole, int(length)
+
+
+def _padded(run: Run) -> tuple[str, ...]:
+    """What is assumed of a batch that the devices do not share evenly.
+
+    Raises: NotExpressed for fewer sequences than devices that share them.
+    """
+    if run.padded_batch == run.batch:
+        return ()
+    parts = math.prod(run.axis(name) for name in _BATCH_AXES)
+    if run.batch < parts:
+        raise NotExpressed(f"{run.batch} sequences do not divide over {parts} devices")
+    return (f"{run.batch} sequences padded to {run.padded_batch}",)
+
+
+def _precision(text: str) -> str:
+    words = text.lower()
+    if "int8" in words and "weights" not in words:
+        return "int8"
+    if "fp8" in words:
+        return "fp8"
+    return "float32" if re.search(r"float32|fp32|f32", words) and "bf16" not in words else "bf16"
+
+
+def _family(row: Row, model: Mapping[str, Any]) -> str:
+    kind = str(row.get("kind") or row.get("family") or "run")
+    return f"{kind} {'encoder' if str(model.get('arch', '')).startswith('encoder') else 'decoder'}"
+
+
+def _attention(row: Row, chip: Chip) -> str:
+    """Fused attention where the row says so, or the chip is no older than such kernels on TPUs."""
+    return "flash" if "flash" in str(row.get("note", "")).lower() or chip.year >= FLASH_SINCE else "materialised"
+
+
+def _apart(row: Row, model: Mapping[str, Any]) -> str:
+    """Why a row can be predicted but is no measure of the model."""
+    if str(row.get("usability", "A")).startswith("C"):
+        return "the row itself is marked as of little use"
+    doubts = {"dims_certainty": ("memory", "uncertain", "ambiguous"), "dims_source": ("uncertain", "ambiguous")}
+    for key, words in doubts.items():
+        if any(word in str(model.get(key, "")).lower() for word in words):
+            return f"its dimensions are uncertain: {str(model[key])[:60]}"
+    if "from memory" in str((row.get("batch") or {}).get("certainty", "")):
+        return "its batch is from memory"
+    return ""
+
+
+def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
+    """What is computed again, and what of that is assumed."""
+    text = str(row.get("remat") or "")
+    found = policy_of(policy_in(str(row.get("note", ""))) if text == "see note" else text)
+    if found is not None:
+        return found, ()
+    if run.encoder:
+        scores = ("scores",) if run.attention == "materialised" else ()
+        return Policy((*NOTHING_TWICE.save, *scores)), ("no product is computed again",)
+    shards = run.axis("fsdp") * run.axis("tensor") * run.axis("context")
+    state = STATE_BYTES * parameters(run.model) / shards
+    tokens = run.batch * run.length / run.slice.devices
+    name, found = lightest(run.model, state, tokens, run.slice.hbm_bytes_per_device)
+    return found, (f"recomputation: {name}, the least that fits",)

@@ -1,0 +1,141 @@
+"""Published training runs as programs: `mtf.models.train_step` under the run's mesh and layout, and its time.
+
+A run's programs are built, lowered and planned once; `Prepared.seconds` schedules the plans with any constants.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hardware.chips import Chip
+from layouts import LayoutRules, Mesh, Rule
+from meshlib.estimation.moves import Network, placed
+from meshlib.estimation.physics import Physics
+from meshlib.estimation.plan import Plan, plan_of
+from meshlib.estimation.scheduling import schedule
+from meshlib.estimation.times import Times
+from meshlib.lowering import Balance, lower
+from meshlib.models import PRESETS, TransformerConfig
+from meshlib.models.layouts import layout as model_layout
+from meshlib.program.records import Program
+from meshlib.validation.runs import Run, known_model
+
+# What compilers for TPUs do by default: collectives next to a product are cut in pieces (windowed einsum).
+OVERLAP = "collective matmul"
+VOCAB_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose programs are planned: what `seconds` needs of them."""
+
+    run: Run
+    step: Plan
+    evaluation: Plan | None
+    chip: Chip
+
+    def seconds(self, physics: Physics) -> float:
+        """Modelled time of what was measured: the steps, and the forward passes of an evaluation."""
+        run = self.run
+        total = run.steps * self._once(self.step, physics)
+        if self.evaluation is not None:
+            total += run.evaluation / run.batch * self._once(self.evaluation, physics)
+        return total * (1 + physics.jitter(run.slice.slices))
+
+    def _once(self, plan: Plan, physics: Physics) -> float:
+        return schedule(plan, Times(self.chip, physics), OVERLAP).seconds
+
+
+def prepare(run: Run) -> Prepared:
+    """Write, lower and plan the programs of a run.
+
+    Raises: MeshlibError where the library cannot express or lay out the run.
+    """
+    evaluation = _plan(run, _lowered(run, training=False)) if run.evaluation else None
+    return Prepared(run, _plan(run, _lowered(run, training=True)), evaluation, run.slice.chip)
+
+
+def _plan(run: Run, program: Program) -> Plan:
+    placement = placed(run.slice, program, whole_axes=True, across=run.across)
+    return plan_of(program, Network(program, run.slice, placement))
+
+
+def _lowered(run: Run, training: bool) -> Program:
+    import meshlib as mtf
+
+    config = config_of(run)
+    mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
+    balance = Balance(stationary=("tensor",))
+    with mtf.Graph():
+        if training:
+            outputs, updates = mtf.models.train_step(
+                config, run.padded_batch, run.length, "adamw", _remat(run, config), predictions=run.predictions
+            )
+            return lower(outputs, updates, mesh, layout_of(run, config, mesh), balance=balance)
+        model = mtf.models.transformer(config, run.padded_batch, run.length, predictions=run.predictions)
+        return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), balance=balance)
+
+
+def config_of(run: Run) -> TransformerConfig:
+    """The row's dimensions in the style of the published model that its name contains, else of its kind.
+
+    Decoders are as in MaxText's base configuration (RMS norms, rotary positions), encoders as BERT.
+    """
+    m = run.model
+    base = known_model(str(m.get("name", ""))) or PRESETS["bert-large" if run.encoder else "maxtext-16b"]
+    multiple = math.lcm(VOCAB_MULTIPLE, run.axis("tensor"))
+    gated = int(m.get("mlp_matrices") or (3 if base.gated else 2)) == 3
+    changes: dict[str, Any] = {
+        "name": str(m.get("name") or "model"),
+        "layers": m["layers"],
+        "d_model": m["d_model"],
+        "heads": m["q_heads"],
+        "kv_heads": m.get("kv_heads"),
+        "head_dim": m["head_dim"],
+        "d_ff": m["d_ff"],
+        "vocab": -(-m["vocab"] // multiple) * multiple,
+        "gated": gated,
+        "activation": base.activation if gated == base.gated else "silu" if gated else "relu",
+        "tied": bool(m.get("tied_embedding", base.tied)),
+        "attention": run.attention,
+        # Published runs of encoders are TensorFlow's, whose softmax is in the policy's dtype (Keras mixed_bfloat16).
+        "softmax_dtype": "bfloat16" if run.encoder else base.softmax_dtype,
+        "dropout": 0.0,
+        "matmul_dtype": run.precision if run.eight_bit else None,
+        "activation_dtype": "float32" if run.precision == "float32" else "bfloat16",
+    }
+    if m.get("local_window"):
+        changes["windows"] = (*(m["local_window"],) * run.locals, None)
+    if base.position == "learned":
+        changes["max_length"] = run.length
+    return base.replace(**changes)
+
+
+def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
+    """The run's axes as rules: the batch over slices, data and fully sharded axes, models by the library's presets."""
+    named = [axis for axis in ("fsdp", "tensor", "context") if axis in mesh]
+    named = [{"tensor": "sequence"}.get(axis, axis) for axis in named]
+    rules = list(model_layout("+".join(named), config, mesh).rules) if named else []
+    batch = tuple(axis for axis in ("slices", "data", "shard", "fsdp") if axis in mesh)
+    rules = [r for r in rules if r.dim != "batch"]
+    if batch:
+        rules.insert(0, Rule("batch", batch))
+    if "shard" in mesh:
+        rules.append(Rule("d_model", ("shard",), optional=True, scope="slots"))
+    if "context" in mesh and "fsdp" in mesh:  # weights are split over both
+        rules = [r for r in rules if not (r.dim == "d_model" and r.optional)]
+        rules.append(Rule("d_model", ("fsdp", "context"), optional=True))
+    return LayoutRules(rules)
+
+
+def _remat(run: Run, config: TransformerConfig) -> Any:
+    import meshlib as mtf
+
+    policy = run.policy
+    if not (policy.save or policy.offload or policy.carries):
+        return "full"
+    absent = () if config.gated else ("wi_gate",)
+    save, offload = (tuple(n for n in names if n not in absent) for names in (policy.save, policy.offload))
+    return mtf.Remat(save=save, offload=offload, offload_carries=policy.carries)

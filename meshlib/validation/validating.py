@@ -1,0 +1,193 @@
+"""Predicted beside published: each measurement is written as a program, lowered and estimated.
+
+What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`) and
+training runs of dense Transformers (`runs`, `training`); every other row is listed with the reason why not.
+
+    python -m meshlib validate                                  the set in the package
+    python -m meshlib validate --file published_results.json    rows of that format
+    python -m meshlib validate --refit                          with the constants fitted to those rows
+
+Training runs are predicted three times: with the calibrated constants, with constants fitted to the runs of all other
+chips, and by the naive rule (`naive`), each of these with and without the chip.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hardware.errors import HardwareError
+from meshlib.errors import GraphError, MeshlibError
+from meshlib.estimation.physics import CALIBRATED, Physics
+from meshlib.validation import micro
+from meshlib.validation.calibrate import Case, fit, left_out
+from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
+from meshlib.validation.policies import NotExpressed
+from meshlib.validation.published import ROWS
+from meshlib.validation.runs import Run, run_of
+
+# What figures of rows can make of programs: a row that cannot be read must not hide the others.
+_UNREADABLE = (MeshlibError, HardwareError, ArithmeticError, AttributeError, TypeError, ValueError, LookupError)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One published measurement: seconds predicted and measured, or why it could not be expressed.
+
+    Attributes:
+      name, family, chip: of the row.
+      why_not: why there is no prediction; apart: why there is one that does not count.
+      run: the training run; None for micro-benchmarks and what is not expressed.
+      left_out_seconds: with constants fitted to other chips; naive_seconds, naive_left_out_seconds: by the naive rule.
+    """
+
+    name: str
+    family: str
+    chip: str
+    predicted_seconds: float | None
+    measured_seconds: float | None
+    why_not: str = ""
+    apart: str = ""
+    run: Run | None = None
+    left_out_seconds: float | None = None
+    naive_seconds: float | None = None
+    naive_left_out_seconds: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured."""
+        return self.error_of("predicted_seconds")
+
+    def error_of(self, what: str) -> float | None:
+        """As `error`, of another prediction: the name of its attribute."""
+        seconds = getattr(self, what)
+        if seconds is None or self.measured_seconds is None:
+            return None
+        return float(seconds / self.measured_seconds - 1)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All rows of a file, expressed or not, and the constants they were predicted with."""
+
+    rows: tuple[Checked, ...]
+    physics: Physics = CALIBRATED
+
+    @property
+    def scored(self) -> tuple[Checked, ...]:
+        """Rows that are predicted and count."""
+        return tuple(r for r in self.rows if r.error is not None and not r.apart)
+
+    @property
+    def training(self) -> tuple[Checked, ...]:
+        """Of `scored`, training runs."""
+        return tuple(r for r in self.scored if r.run is not None)
+
+    @property
+    def benchmarks(self) -> tuple[Checked, ...]:
+        """Of `scored`, micro-benchmarks."""
+        return tuple(r for r in self.scored if r.run is None)
+
+    def errors(self, family: str | None = None) -> list[float]:
+        """Absolute relative errors of the scored rows, of one family or of all."""
+        return absolute(self.scored, family=family)
+
+    @property
+    def median_error(self) -> float:
+        """Of all scored rows; nan without any."""
+        return statistics.median(self.errors()) if self.errors() else math.nan
+
+    def __str__(self) -> str:
+        from meshlib.validation.report import report
+
+        return report(self)
+
+
+def absolute(rows: Iterable[Checked], what: str = "predicted_seconds", family: str | None = None) -> list[float]:
+    """Absolute relative errors of a prediction, by the name of its attribute."""
+    found = [r.error_of(what) for r in rows if family in (None, r.family)]
+    return [abs(error) for error in found if error is not None]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed.
+
+    >>> percentile([3, 1, 2, 10], 0.5), percentile([1, 2], 0.9)
+    (2, 2)
+    """
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def validate(path: str | Path | None = None, refit: bool = False) -> Validation:
+    """Predict every row of a file of published results, or of the set in the package.
+
+    Args:
+      path: JSON: {"rows": [...]} or a list; each row has `id`, `family`, `chip`, `model`, `measured`, `slice`.
+      refit: fit the constants to the training runs among the rows first.
+    Raises: GraphError for a file that cannot be read or has no rows.
+    """
+    rows = ROWS if path is None else _load(path)
+    checked = [check_row(row) for row in rows]
+    return _with_runs(checked, refit)
+
+
+def _load(path: str | Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as fault:
+        raise GraphError(f"validate: cannot read {path}: {fault}") from None
+    rows = found.get("rows") if isinstance(found, dict) else found
+    if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
+        raise GraphError(f"validate: {path} holds no rows; expected {{'rows': [...]}} with an object for each")
+    return rows
+
+
+def check_row(row: Mapping[str, Any]) -> Checked:
+    """Predict a micro-benchmark, or read a training run, whose times `validate` fills in; others say why not."""
+    family, kind = str(row.get("family", "?")), micro.kind_of(row)
+    checked = Checked(str(row.get("id", "?")), f"{family} {kind}".strip(), str(row.get("chip", "?")), None, None)
+    try:
+        if kind:
+            predicted, measured = micro.seconds_of(row)
+            return replace(checked, predicted_seconds=predicted, measured_seconds=measured)
+        run = run_of(row)
+        return replace(checked, family=run.family, run=run, measured_seconds=run.measured_seconds, apart=run.apart)
+    except NotExpressed as fault:
+        return replace(checked, why_not=str(fault))
+    except _UNREADABLE as fault:
+        return replace(checked, why_not=f"its figures make no program: {fault}".splitlines()[0])
+
+
+def _with_runs(checked: Sequence[Checked], refit: bool) -> Validation:
+    """Fill in the times of training runs."""
+    from meshlib.validation.training import Prepared, prepare
+
+    prepared: dict[int, Prepared] = {}
+    rows = list(checked)
+    for n, row in enumerate(rows):
+        if row.run is not None:
+            try:
+                prepared[n] = prepare(row.run)
+            except _UNREADABLE as fault:
+                why = f"its program is refused: {fault}".splitlines()[0]
+                rows[n] = replace(row, run=None, measured_seconds=None, apart="", why_not=why)
+    counted = {n: p for n, p in prepared.items() if not p.run.apart}
+    cases = [Case(p.run.name, p.run.chip, p.run.measured_seconds, p.seconds) for p in counted.values()]
+    physics = fit(cases) if refit and cases else CALIBRATED
+    without = left_out(cases, physics) if len({c.group for c in cases}) > 1 else {}
+    runs = [p.run for p in counted.values()]
+    for n, p in prepared.items():
+        others = without.get(p.run.chip)
+        rows[n] = replace(
+            rows[n],
+            predicted_seconds=p.seconds(physics),
+            left_out_seconds=p.seconds(others) if others is not None and n in counted else None,
+            naive_seconds=naive_seconds(p.run, runs) if n in counted else None,
+            naive_left_out_seconds=naive_without_chip_seconds(p.run, runs) if n in counted else None,
+        )
+    return Validation(tuple(rows), physics)

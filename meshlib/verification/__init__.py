@@ -1,0 +1,151 @@
+"""Many layouts of one program against the unsharded program: values, new variables, gradients.
+
+report      what was found                        Divergence, Row, Verification
+candidates  layouts that are possible             legal_layouts
+feeds       what programs are run on              inputs, cotangents, variables
+rounding    what rounding alone may change
+job         the unsharded run, and the others against it
+search      the first operation that diverges
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layouts import LayoutRules, Mesh
+from meshlib.errors import FeedError, GraphError
+from meshlib.graph import Operation
+from meshlib.lowering import _fetched
+from meshlib.lowering.simplification import simplify
+from meshlib.ops.state import assigned
+from meshlib.verification.candidates import legal_layouts
+from meshlib.verification.feeds import Borrowed, all_gradients
+from meshlib.verification.job import Job
+from meshlib.verification.report import Divergence, Row, Verification
+
+__all__ = ["Divergence", "Row", "Verification", "legal_layouts", "verify"]
+
+
+def verify(
+    outputs: Any = None,
+    updates: Sequence[Operation] = (),
+    inputs: Mapping[str, Any] | None = None,
+    layouts: Any = 24,
+    mesh: Any = None,
+    *,
+    precision: str = "highest",
+    executor: str = "exact",
+    state: Mapping[str, Any] | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    rtol: float | None = None,
+) -> Verification:
+    """Run many layouts and compare each with the unsharded program, naming the first operation that diverges.
+
+    Compared are the fetched values, the new values of variables, and, where there are no updates, the gradients of
+    the float outputs (for random cotangents) with respect to trainable variables and float inputs. A layout that is
+    good for everything but these gradients is compared without them, and a note says so.
+
+    Args:
+      outputs, updates: as `mtf.lower` takes them.
+      inputs: feeds by name; those that are not needed are passed over. What is not given is drawn from the seed:
+        floats normal, booleans even, integers below the size of the dims that one_hot, gather and the like look them
+        up in (below 8 where nothing tells).
+      layouts: (mesh, layout) pairs; or, with `mesh`, a list of layouts, "all" or a number of legal layouts to draw
+        from all (see `legal_layouts`); 24 unless given.
+      mesh: see `layouts`. The exact executor is meant for up to about 16 cores.
+      precision: "highest", or "default", whose rounding into the MXU makes the comparison 2**8 times coarser.
+      executor: "exact" or "fast".
+      state: values of variables by name. Others have their initial values; trainable ones that are the same
+        everywhere (zeros, ones) get normal noise of 0.1 on top, because constants hide faults.
+      steps: how many steps to run, each from the unsharded program's state; 2 with updates (slots are zero in the
+        first), else 1.
+      seed: of drawn inputs, initial values, random operations and drawn layouts.
+      rtol: allowed difference relative to the largest magnitude in each array; derived unless given (see
+        meshlib/verify/rounding.py).
+    Returns: a Verification: `.ok`, `.rows`, `.table()`, `.raise_for_failures()`. The graph is left as it was.
+    Raises: LayoutError for a given layout that cannot be; FeedError for feeds; GraphError for other arguments. A
+      layout whose run fails otherwise is a failing row.
+    Example:
+      >>> import meshlib as mtf
+      >>> batch, d = mtf.Dimension("batch", 4), mtf.Dimension("d", 6)
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [batch, d])
+      ...     y = mtf.reduce_sum(mtf.tanh(x) * mtf.variable("w", [d]), reduced_dim=d, name="y")
+      >>> found = mtf.verify({"y": y}, layouts="all", mesh="p:2")
+      >>> found.ok, found.compared
+      (True, ('y', 'd w', 'd x'))
+      >>> [row.layout for row in found.rows]
+      ['', 'batch:p', 'batch:p;d:p?', 'd:p', 'd:p;batch:p?']
+    """
+    _check_arguments(inputs, state, precision, executor, steps, seed, rtol)
+    fetched, graph = _fetched(outputs, updates)
+    written = assigned(updates)
+    pairs = _given_pairs(layouts, mesh)
+    searched = mesh is not None and not pairs
+    notes: list[str] = []
+    with Borrowed(graph):
+        extra = {} if written else all_gradients(graph, fetched, notes)
+        compared = {**fetched, **extra}
+        if searched:
+            simple = simplify(graph, compared.values(), written.values())
+            number = None if layouts == "all" else layouts
+            pairs = [(Mesh(mesh), rules) for rules in legal_layouts(simple.operations, Mesh(mesh), number, seed)]
+        job = Job.prepare(
+            graph,
+            compared,
+            tuple(extra),
+            list(written.values()),
+            [m for m, _ in pairs],
+            inputs or {},
+            state or {},
+            steps or (2 if written else 1),
+            precision,
+            executor,
+            seed,
+            rtol,
+        )
+        found = [job.row(one, rules, searched) for one, rules in pairs]
+    rows = tuple(r for r in found if isinstance(r, Row))
+    refused = tuple(r for r in found if isinstance(r, str))
+    notes += [*job.notes, *job.weaknesses()]
+    return Verification(rows, job.names, precision, executor, seed, job.steps, tuple(notes), refused)
+
+
+def _check_arguments(
+    inputs: object, state: object, precision: object, executor: object, steps: object, seed: object, rtol: object
+) -> None:
+    for name, value in (("inputs", inputs), ("state", state)):
+        if value is not None and not isinstance(value, Mapping):
+            raise FeedError(f"verify: {name} must be a dict of names to arrays, got {type(value).__name__}")
+    if not isinstance(precision, str) or precision not in ("default", "highest"):
+        raise GraphError(f"verify: precision must be 'default' or 'highest', got {precision!r}")
+    if not isinstance(executor, str) or executor not in ("exact", "fast"):
+        raise GraphError(f"verify: executor must be 'exact' or 'fast', got {executor!r}")
+    for name, number, least in (("steps", steps, 1), ("seed", seed, 0)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+            raise GraphError(f"verify: {name} must be an integer of at least {least}, got {number!r}")
+    if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 <= rtol < np.inf):
+        raise GraphError(f"verify: rtol must be a finite number of at least 0, got {rtol!r}")
+
+
+def _given_pairs(layouts: Any, mesh: Any) -> list[tuple[Mesh, LayoutRules]]:
+    """The layouts that were named; none where they are to be searched."""
+    if mesh is not None:
+        if isinstance(layouts, list | tuple):
+            if not layouts:
+                raise GraphError("verify: the list of layouts is empty")
+            return [(Mesh(mesh), LayoutRules(x)) for x in layouts]
+        if layouts != "all" and (isinstance(layouts, bool) or not isinstance(layouts, int) or layouts < 1):
+            raise GraphError(f"verify: layouts must be 'all', a number of at least 1, or a list, got {layouts!r:.80}")
+        return []
+    wanted = "give layouts=[(mesh, layout), ...], or mesh=... with layouts='all' or a number"
+    if not isinstance(layouts, list | tuple) or not layouts:
+        raise GraphError(f"verify: {wanted}; got layouts={layouts!r:.80} and no mesh")
+    for x in layouts:
+        if not isinstance(x, list | tuple) or len(x) != 2:
+            raise GraphError(f"verify: {wanted}; {x!r:.80} is no pair")
+    return [(Mesh(m), LayoutRules(x)) for m, x in layouts]

@@ -1,0 +1,122 @@
+"""Layouts that are possible for a program: all of them, or some drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations, product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from layouts import LayoutRules, Mesh
+from layouts.rules import place
+from meshlib.errors import GraphError
+from meshlib.graph import Graph, Operation
+from meshlib.lowering.homes import Homes, all_operations
+
+Lies = tuple[tuple[tuple[str, ...], ...], ...]  # per tensor, per dim, the axes
+
+MOST_LAYOUTS = 20_000  # that a search for all looks through
+
+
+def legal_layouts(
+    operations: Sequence[Operation], mesh: Mesh, number: int | None = None, seed: int = 0
+) -> list[LayoutRules]:
+    """Layouts over `mesh` under which every tensor of `operations` can be laid out.
+
+    Each axis goes to no dim, to one, or to one with another as an optional second claim (`batch:data;hidden:data?`);
+    a dim may take several axes, in any order. Of layouts that lay every tensor alike, one is kept, and of those that
+    differ only by exchanging axes of one size too (unless the program binds a tensor to axes by name).
+
+    Args:
+      operations: of one graph, those that a program needs; bodies of loops are looked into.
+      mesh: axes of size 1 are passed over.
+      number: how many to draw at random; all unless given. Fewer come back where there are not that many.
+      seed: of the draw.
+    Raises: GraphError if all are asked for and there are more than 20,000 to look through.
+    """
+    tensors = _laid_out(operations)
+    names = list(dict.fromkeys(d.name for shape, _ in tensors for d in shape))
+    axes = [a for a in mesh.axes if mesh.axis_size(a) > 1]
+    able = {a: [n for n in names if _may_split(n, mesh.axis_size(a), tensors)] for a in axes}
+    claims = [[("", ""), *((d, o) for d in able[a] for o in ("", *(x for x in able[a] if x != d)))] for a in axes]
+    total = prod(map(len, claims))
+    bound = any(op.kind.name == "constrain" for op in all_operations(operations))
+    swaps = [dict(zip(axes, axes, strict=True))] if bound else _symmetries(axes, mesh)
+    seen: set[object] = set()
+    kept: list[LayoutRules] = []
+
+    def take(choice: Sequence[tuple[str, str]]) -> None:
+        for rules in _written(axes, choice):
+            placed = tuple(place(rules, shape, mesh, scope) for shape, scope in tensors)
+            lies = tuple(where for where, _ in placed)
+            alike = min(_exchanged(lies, swap) for swap in swaps)
+            if not any(faults for _, faults in placed) and alike not in seen:
+                seen.add(alike)
+                kept.append(rules)
+
+    rng = np.random.default_rng([seed, 1])
+    if total <= MOST_LAYOUTS:
+        for choice in product(*claims):
+            take(choice)
+        if number is not None and number < len(kept):
+            return [kept[i] for i in sorted(rng.choice(len(kept), number, replace=False))]
+        return kept
+    if number is None:
+        raise GraphError(
+            f"{len(names)} dims on {len(axes)} axes make {total} layouts, more than {MOST_LAYOUTS}; "
+            "give a number of them to draw, as in layouts=50"
+        )
+    for _ in range(50 * number + 1000):
+        take([c[rng.integers(len(c))] if rng.random() < 0.8 else c[0] for c in claims])
+        if len(kept) >= number:
+            break
+    return kept[:number] or [LayoutRules("")]
+
+
+def _symmetries(axes: Sequence[str], mesh: Mesh) -> list[dict[str, str]]:
+    """Every way to exchange axes of one size, as a renaming; the first is none."""
+    same = [[a for a in axes if mesh.axis_size(a) == size] for size in dict.fromkeys(map(mesh.axis_size, axes))]
+    renamings = []
+    for orders in product(*(permutations(group) for group in same)):
+        renamings.append(
+            {a: b for group, order in zip(same, orders, strict=True) for a, b in zip(group, order, strict=True)}
+        )
+    return renamings
+
+
+def _exchanged(lies: Lies, swap: dict[str, str]) -> Lies:
+    return tuple(tuple(tuple(swap[a] for a in entry) for entry in entries) for entries in lies)
+
+
+def _laid_out(operations: Sequence[Operation]) -> list[tuple[Any, str]]:
+    """(shape, scope) of every tensor whose layout the rules decide, each once."""
+    found: dict[tuple[Any, str], None] = {}
+    homes: dict[Graph, Homes] = {}
+    for op in all_operations(operations):
+        if op.kind.name in ("constrain", "assign"):
+            continue
+        home = homes.setdefault(op.graph, Homes(op.graph, Mesh("all:1"), LayoutRules("")))
+        for y in op.public_outputs:
+            found[y.shape, home.scope_of(y)] = None
+    return list(found)
+
+
+def _may_split(name: str, size: int, tensors: Sequence[tuple[Any, str]]) -> bool:
+    return all(shape.dim(name).size % size == 0 for shape, _ in tensors if name in shape)
+
+
+def _written(axes: Sequence[str], choice: Sequence[tuple[str, str]]) -> Iterator[LayoutRules]:
+    """The layouts of one choice of (required dim, optional dim) per axis: one for each order of a dim's axes."""
+    required: dict[str, list[str]] = {}
+    optional: dict[str, list[str]] = {}
+    for axis, (dim, claim) in zip(axes, choice, strict=True):
+        if dim:
+            required.setdefault(dim, []).append(axis)
+        if claim:
+            optional.setdefault(claim, []).append(axis)
+    for orders in product(*(permutations(entry) for entry in required.values())):
+        rules = [f"{d}:{'+'.join(entry)}" for d, entry in zip(required, orders, strict=True)]
+        rules += [f"{d}:{'+'.join(entry)}?" for d, entry in optional.items()]
+        yield LayoutRules(";".join(rules))

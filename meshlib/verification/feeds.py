@@ -1,0 +1,135 @@
+"""What a program is run on where nothing is given: inputs, cotangents and variables that hide no fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshlib.differentiation import gradients
+from meshlib.dtypes import BOOL
+from meshlib.errors import FeedError, GraphError, nearest
+from meshlib.graph import BACKWARD, Graph, Operation, Tensor
+from meshlib.lowering.homes import all_operations
+from meshlib.lowering.simplification import simplify
+from meshlib.ops.sources import STEP
+from meshlib.ops.sources import input as declare_input
+from meshlib.program.records import Program
+from meshlib.simulation.state import State, to_storage
+
+Array = np.ndarray[Any, Any]
+
+COTANGENT = "verify_cotangent_"  # inputs that are there while a program is verified
+
+
+def draw_feeds(
+    program: Program, known: Iterable[str], given: Mapping[str, Any], seed: int, narrow: int
+) -> dict[str, Array]:
+    """The feeds as given, the others drawn."""
+    own = [n for n in known if not n.startswith(COTANGENT)]
+    unknown = [f"unknown input '{n}'{nearest(n, own)}" for n in given if n not in own]
+    if unknown:
+        raise FeedError(f"verify: {'; '.join(unknown)}; the graph's inputs: {', '.join(own) or 'none'}")
+    operations = [i.operation for i in program.instructions if not i.is_reshard]
+    fed = {}
+    for n, (name, v) in enumerate(sorted(program.inputs.items())):
+        op, t = v.tensor.operation, v.tensor
+        x = given[name] if name in given else _drawn(op, np.random.default_rng([seed, 0, n]), operations, narrow)
+        fed[name] = to_storage(x, t.shape, t.dtype, f"input '{name}' ({op.source})")
+    return fed
+
+
+def initial_state(program: Program, given: Mapping[str, Any], seed: int) -> dict[str, Array]:
+    """The variables as given, the others initial, with noise on trainable ones that are the same everywhere."""
+    state = State(seed)
+    operations = {n: v.tensor.operation for n, v in program.variables.items() if n != STEP}
+    state.declare(operations)
+    for name, op in sorted(operations.items()):
+        x = state.arrays[name]
+        if name not in given and op.attrs["trainable"] and x.dtype.kind == "f" and np.all(x == x.flat[0]):
+            rng = np.random.default_rng([seed, 3, *name.encode()])
+            state.arrays[name] = to_storage(
+                x + 0.1 * rng.normal(size=x.shape), op.output.shape, op.output.dtype, f"variable '{name}'"
+            )
+    for name, x in given.items():
+        state[name] = x
+    return dict(state.arrays)
+
+
+def _drawn(op: Operation, rng: np.random.Generator, operations: Sequence[Operation], narrow: int) -> Array:
+    """Values of an input; `narrow` halves the range of integers so many times."""
+    shape, dtype = op.attrs["shape"].sizes, op.attrs["dtype"]
+    if dtype.is_float:
+        return np.asarray(rng.normal(size=shape))
+    if dtype is BOOL:
+        return np.asarray(rng.random(shape) < 0.5)
+    return np.asarray(rng.integers(0, max(1, (_index_bound(op.output, operations) or 8) >> narrow), shape))
+
+
+def _index_bound(x: Tensor, operations: Sequence[Operation]) -> int | None:
+    """The smallest dim in which an integer, or what is made of it, is looked up."""
+    reached, bounds = {x}, []
+    for op in all_operations(operations):
+        if "body" in op.attrs:
+            body: Graph = op.attrs["body"]
+            inner = [body.inputs[n].output for n in (*op.attrs["carried"], *op.attrs["sliced"])]
+            inner += body.captured.values()
+            reached |= {b for a, b in zip(op.inputs, inner, strict=False) if a in reached}
+        elif any(y in reached for y in op.inputs[_LOOKED_UP.get(op.kind.name, len(op.inputs)) :]):
+            bounds.append(op.attrs["dim"].size)
+        elif any(y in reached for y in op.inputs):
+            reached |= {y for y in op.outputs if not y.dtype.is_float and y.dtype is not BOOL}
+    return min(bounds, default=None)
+
+
+_LOOKED_UP = {"one_hot": 0, "gather": 1, "scatter_add": 1}  # from which operand on the operands are indices
+
+
+class Borrowed:
+    """A graph that takes operations while the context lasts, and is then as it was.
+
+    A class, because the line of the user's code is sought among the frames outside this package.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def __enter__(self) -> None:
+        g = self.graph
+        self.lists = [(held, len(held)) for held in (g.operations, g.rewrites)]
+        tables = (g.gradient_of, g.inputs, g.variables, g.captured, g._counts)
+        self.tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(held, dict(held)) for held in tables]
+
+    def __exit__(self, *exc: object) -> None:
+        for held, count in self.lists:
+            del held[count:]
+        for table, before in self.tables:
+            table.clear()
+            table.update(before)
+
+
+def all_gradients(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
+    """Gradients of the float outputs by name."""
+    ys = [y for y in dict.fromkeys(fetched.values()) if y.dtype.is_float and y.operation.region != BACKWARD]
+    xs = [
+        op.output
+        for op in simplify(graph, ys, ()).operations
+        if op.kind.name in ("input", "variable") and op.output.dtype.is_float and op.attrs.get("trainable", True)
+    ]
+    if not xs:
+        return {}
+    try:
+        return _gradients(graph, ys, xs)
+    except GraphError as fault:
+        notes.append(f"gradients are not compared: {str(fault).splitlines()[0]}")
+        return {}
+
+
+def _gradients(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> dict[str, Tensor]:
+    with graph:
+        # Ones would hide much: the rows of a softmax sum to one whatever it does.
+        seeds = [declare_input(f"{COTANGENT}{n}", y.shape, y.dtype) for n, y in enumerate(ys)]
+        found = gradients(ys, xs, seeds)
+    order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind.name != "variable")
+    return {f"d {x.operation.name}": dx for x, dx in order if dx is not None}

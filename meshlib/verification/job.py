@@ -1,0 +1,251 @@
+"""The unsharded program, run; and each layout run and compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from layouts import LayoutRules, Mesh
+from meshlib.dtypes import INT32
+from meshlib.errors import FeedError, LayoutError
+from meshlib.graph import Graph, Operation, Tensor
+from meshlib.lowering import lower
+from meshlib.ops.sources import STEP
+from meshlib.program.records import Instruction, Program, Value
+from meshlib.simulation.engine import Engine
+from meshlib.simulation.exact import Blocks, run_exact
+from meshlib.simulation.fast import FastExecutor
+from meshlib.verification.feeds import draw_feeds, initial_state
+from meshlib.verification.report import Divergence, Row
+from meshlib.verification.rounding import SAFETY, SAMPLES, Counted, Key, Wide, accumulated, difference, largest
+from meshlib.verification.search import FAULTS, Diverged, Search
+
+Array = np.ndarray[Any, Any]
+
+WEAK = 0.25  # allowed share of the largest magnitude from which on a comparison proves little
+NARROWINGS = 12  # how often drawn indices that are out of range are drawn again from half the range
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """One step of the unsharded program: where it began, every value it made, and what may differ in each."""
+
+    state: dict[str, Array]
+    values: dict[Key, Array]
+    allowed: dict[Key, float]
+    ends: dict[str, tuple[Array, float]]  # what is compared, by name, with what may differ in it
+
+
+@dataclass(eq=False)
+class Job:
+    """The unsharded program, run; and everything needed to run a layout of it and compare."""
+
+    outputs: dict[str, Tensor]
+    updates: list[Operation]
+    precision: str
+    executor: str
+    seed: int
+    steps: int
+    rtol: float | None
+    feeds: dict[str, Array]
+    program: Program
+    added: tuple[str, ...] = ()  # outputs that are gradients asked for by nobody but us
+    reference: list[ReferenceStep] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def prepare(
+        cls,
+        graph: Graph,
+        outputs: dict[str, Tensor],
+        added: tuple[str, ...],
+        updates: list[Operation],
+        meshes: Sequence[Mesh],
+        inputs: Mapping[str, Any],
+        state: Mapping[str, Any],
+        steps: int,
+        precision: str,
+        executor: str,
+        seed: int,
+        rtol: float | None,
+    ) -> Job:
+        """Lower the unsharded program (on a mesh with all axes, of size 1, that constraints may name) and run it."""
+        alone = ";".join(f"{a}:1" for a in dict.fromkeys(a for m in meshes for a in m.axes))
+        program = lower(outputs, updates, alone, "", precision)
+        drawn = [v for n, v in program.inputs.items() if n not in inputs and v.tensor.dtype is INT32]
+        for narrow in range(NARROWINGS):
+            feeds = draw_feeds(program, graph.inputs, inputs, seed, narrow)
+            job = cls(outputs, updates, precision, executor, seed, steps, rtol, feeds, program, added)
+            arrays = initial_state(program, state, seed)
+            try:
+                for number in range(steps):
+                    arrays = job._run_reference(arrays, number, max(m.size for m in meshes))
+                break
+            except FeedError as fault:  # an index out of range
+                if not drawn or narrow == NARROWINGS - 1:
+                    raise FeedError(f"verify: the unsharded program refuses its inputs; give others\n{fault}") from None
+        return job
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is compared."""
+        return tuple(self.reference[0].ends)
+
+    def engine(self, step: Mapping[str, Array], in_order: bool) -> Engine:
+        """The arithmetic of one step."""
+        return Engine(self.seed, int(step[STEP]), self.precision == "highest", in_order)
+
+    def _run_reference(self, state: dict[str, Array], number: int, parts: int) -> dict[str, Array]:
+        """Run one unsharded step, as it is, wide, and wide with changes; the state after it."""
+        program, counted = self.program, Counted()
+        values: dict[Key, Array] = {}
+
+        def watch(instruction: Instruction, value: Value, blocks: Blocks) -> None:
+            values.setdefault((value.tensor, counted.next(value)), np.array(blocks[0]))
+
+        outputs, updates = run_exact(program, state, self.feeds, self.engine(state, True), watch)
+        given = {v: self.feeds[name] for name, v in program.inputs.items()}
+        given |= {v: state[name] for name, v in program.variables.items()}
+        runs = []
+        for sample in range(SAMPLES + 1):
+            rng = np.random.default_rng([self.seed, 2, number, sample]) if sample else None
+            wide = Wide(self.precision == "highest", parts, rng)
+            wide.run(program, given, self.engine(state, False))
+            runs.append(wide.values)
+        allowed = {key: self._allowed(key[0], x, [r[key] for r in runs]) for key, x in values.items()}
+        ends = {n: (y, allowed[program.outputs[n].tensor, 0]) for n, y in outputs.items()}
+        ends |= {f"new {n}": (y, allowed[program.updates[n].tensor, 0]) for n, y in updates.items()}
+        self.reference.append(ReferenceStep(state, values, allowed, ends))
+        after = {**state, **updates}
+        if program.counts_steps:
+            after[STEP] = np.asarray(after[STEP] + np.int32(1), np.int32)
+        return after
+
+    def _allowed(self, t: Tensor, x: Array, runs: Sequence[Array]) -> float:
+        if self.rtol is not None:
+            return self.rtol * (largest(x) or 1.0)
+        plain, changed = runs[0], runs[1:]
+        rounding = 4 * accumulated(t.dtype) * largest(x)
+        return SAFETY * max(float(difference(c, plain).max(initial=0.0)) for c in changed) + rounding
+
+    def weaknesses(self) -> list[str]:
+        """What the unsharded numbers can't prove."""
+        notes = []
+        for name in self.names:
+            arrays = [step.ends[name][0] for step in self.reference]
+            if any(x.dtype.kind == "f" and not np.isfinite(x).all() for x in arrays):
+                notes.append(f"'{name}' is not finite in the unsharded program; give inputs within its domain")
+            elif all(x.size and not x.any() for x in arrays):
+                notes.append(f"'{name}' is zero everywhere in the unsharded program, which hides faults")
+            share = max(step.ends[name][1] / (largest(step.ends[name][0]) or 1.0) for step in self.reference)
+            if share > WEAK:
+                notes.append(f"'{name}' proves little: rounding alone may change it by {share:.2g} of its magnitude")
+        return notes
+
+    # ------------------------------------------------------------ one layout
+
+    def row(self, mesh: Mesh, rules: LayoutRules, searched: bool) -> Row | str:
+        """Lower, run and compare one layout; a text if it was searched and the lowering refuses it."""
+        try:
+            program = self._lowered(mesh, rules)
+        except LayoutError as fault:
+            if not searched:
+                raise
+            return f"{rules}: {str(fault).splitlines()[0]}"
+        except FAULTS as fault:
+            text = f"the lowering fails: {type(fault).__name__}: {fault}"
+            return self._row(mesh, rules, None, float("inf"), 0.0, "", (), text)
+        run = self._runner(program)
+        error = allowed = 0.0
+        nearness, worst, wrong = -1.0, "", []
+        first: int | None = None  # step with a wrong value
+        for number, step in enumerate(self.reference):
+            try:
+                outputs, updates = run(step)
+            except FAULTS as fault:
+                text = f"step {number}: {type(fault).__name__}: {fault}"
+                found = self._first(program, number)
+                return self._row(mesh, rules, program, float("inf"), 0.0, "", (), text, found)
+            made = {**outputs, **{f"new {n}": y for n, y in updates.items()}}
+            for name, (wanted, limit) in step.ends.items():
+                if name not in made:  # a gradient that this layout can't lay out
+                    continue
+                off = difference(made[name], wanted)
+                most, scale = float(off.max(initial=0.0)), largest(wanted) or 1.0
+                near = most / limit if limit else float("inf") if most else 0.0
+                if near > nearness:
+                    nearness, worst, error, allowed = near, name, most / scale, limit / scale
+                if most > limit:
+                    first = number if first is None else first
+                    wrong.append(self._wrong(name, number, made[name], wanted, off, limit))
+        if first is None:
+            return self._row(mesh, rules, program, error, allowed, worst)
+        return self._row(mesh, rules, program, error, allowed, worst, tuple(wrong), "", self._first(program, first))
+
+    def _lowered(self, mesh: Mesh, rules: LayoutRules) -> Program:
+        """The program; without the gradients added here where a layout is good for all but them."""
+        try:
+            return lower(self.outputs, self.updates, mesh, rules, self.precision)
+        except LayoutError as fault:
+            own = {n: y for n, y in self.outputs.items() if n not in self.added}
+            if len(own) == len(self.outputs):
+                raise
+            program = lower(own, self.updates, mesh, rules, self.precision)
+            self.notes.append(f"gradients are not compared under {rules}: {str(fault).splitlines()[0]}")
+            return program
+
+    def _runner(self, program: Program) -> Callable[[ReferenceStep], tuple[dict[str, Array], dict[str, Array]]]:
+        if self.executor == "exact":
+            return lambda step: run_exact(program, step.state, self.feeds, self.engine(step.state, True))
+        fast = FastExecutor(program)
+
+        def run(step: ReferenceStep) -> tuple[dict[str, Array], dict[str, Array]]:
+            outputs, updates = fast.run(step.state, self.feeds, self.engine(step.state, False))
+            return {n: y.copy() for n, y in outputs.items()}, updates
+
+        return run
+
+    @staticmethod
+    def _wrong(name: str, number: int, found: Array, wanted: Array, off: Array, limit: float) -> str:
+        at = np.unravel_index(int(off.argmax()), off.shape)
+        place_ = f"[{', '.join(map(str, map(int, at)))}]" if at else ""
+        bad = int((off > limit).sum())
+        share = f", {bad} of {off.size} elements" if off.size > 1 else ""
+        return (
+            f"'{name}'{place_} in step {number} is {float(found[at]):.9g}, not {float(wanted[at]):.9g} "
+            f"(allowed: {limit:.2g}{share})"
+        )
+
+    @staticmethod
+    def _row(
+        mesh: Mesh,
+        rules: LayoutRules,
+        program: Program | None,
+        error: float,
+        allowed: float,
+        worst: str,
+        wrong: tuple[str, ...] = (),
+        fault: str = "",
+        divergence: Divergence | None = None,
+    ) -> Row:
+        collectives = program.collectives if program is not None else ()
+        sent = float(program.sent_bytes) if program is not None else 0.0
+        ok = not wrong and not fault
+        return Row(str(mesh), str(rules), ok, error, allowed, worst, len(collectives), sent, wrong, fault, divergence)
+
+    # ------------------------------------------------------------ the first operation that diverges
+
+    def _first(self, program: Program, number: int) -> Divergence | None:
+        """Run a step again in the exact executor, up to the first value that is not the unsharded one."""
+        step = self.reference[number]
+        search = Search(program, step.values, step.allowed)
+        try:
+            run_exact(program, step.state, self.feeds, self.engine(step.state, True), search.watch)
+        except Diverged as end:
+            return end.found
+        except FAULTS:
+            return None
+        return None

@@ -1,0 +1,151 @@
+"""What `mtf.verify` found, as data and as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshlib.errors import ProgramError
+from meshlib.program.records import bytes_text
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first operation, in the program's order, whose value is not that of the unsharded program.
+
+    `op` is the one that makes the value, and `kind` what went wrong with it: the operation itself, or a collective.
+    Of a pending sum `devices` hold a part each; `trip` counts the runs of a loop's body.
+    """
+
+    op: str
+    kind: str
+    source: str
+    phase: str
+    tensor: str
+    value: str  # type and sharding
+    split: str
+    instruction: str
+    mesh: str
+    layout: str
+    devices: tuple[int, ...]
+    coordinate: dict[str, int]
+    index: dict[str, int]
+    found: float
+    wanted: float
+    allowed: float
+    trip: int | None = None
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{a}={i}" for a, i in self.coordinate.items())
+        cores = f"core {self.devices[0]}" if len(self.devices) == 1 else f"cores {', '.join(map(str, self.devices))}"
+        summed = "" if len(self.devices) == 1 else ", parts together"
+        at = ", ".join(f"{d}={i}" for d, i in self.index.items())
+        trip = "" if self.trip is None else f", trip {self.trip}"
+        lines = [
+            f"first to diverge: {self.instruction}, {self.phase}{trip}",
+            f"  {self.tensor}: {self.value}{f', split {self.split}' if self.split else ''}",
+            f"  on {cores}{f' ({where})' if where else ''}{summed}{f', at {at}' if at else ''}: "
+            f"{self.found:.9g}, not {self.wanted:.9g} (allowed: {self.allowed:.2g})",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout. `error` is the largest difference over the largest magnitude in its array, `allowed` on that scale.
+
+    `worst` names the array that comes nearest to what is allowed, or exceeds it most; `fault` says what stopped a run.
+    """
+
+    mesh: str
+    layout: str
+    ok: bool
+    error: float
+    allowed: float
+    worst: str
+    collectives: int
+    sent_bytes: float
+    wrong: tuple[str, ...] = ()  # one text per array that is off
+    fault: str = ""
+    divergence: Divergence | None = None
+
+    def __str__(self) -> str:
+        lines = [f"mesh {self.mesh}   layout {self.layout or '(none)'}", *(f"  {w}" for w in self.wrong)]
+        lines += [f"  {line}" for line in self.fault.splitlines()]
+        if self.divergence is not None:
+            lines += [f"  {line}" for line in str(self.divergence).splitlines()]
+        elif not self.ok:
+            lines.append("  no operation diverges by itself in the exact executor")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `mtf.verify` found: one row per layout, in the order in which they ran.
+
+    `compared` names the arrays; `notes` says what weakens the proof; `refused` are layouts that were found by search
+    and that the lowering refuses, each with the first line of its reason.
+    """
+
+    rows: tuple[Row, ...]
+    compared: tuple[str, ...]
+    precision: str
+    executor: str
+    seed: int
+    steps: int
+    notes: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layout gives the unsharded numbers."""
+        return all(r.ok for r in self.rows)
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """The layouts that do not."""
+        return tuple(r for r in self.rows if not r.ok)
+
+    def raise_for_failures(self) -> None:
+        """Raise one ProgramError that holds every failing layout; do nothing if there is none."""
+        if not self.ok:
+            raise ProgramError("\n".join([self._head(), *(str(r) for r in self.failures)]))
+
+    def table(self) -> str:
+        """One line per layout; errors and what is allowed are relative to the largest magnitude in the array."""
+        head = ("", "mesh", "layout", "collectives", "sent a core", "largest error", "allowed", "in")
+        cells = [
+            (
+                "ok" if r.ok else "FAIL",
+                r.mesh,
+                r.layout or "(none)",
+                str(r.collectives),
+                bytes_text(r.sent_bytes),
+                f"{r.error:.2g}",
+                f"{r.allowed:.2g}",
+                r.worst,
+            )
+            for r in self.rows
+        ]
+        widths = [max(len(row[k]) for row in (head, *cells)) for k in range(len(head))]
+        return "\n".join(
+            "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *cells)
+        )
+
+    def _head(self) -> str:
+        bad = len(self.failures)
+        layouts = "1 layout" if len(self.rows) == 1 else f"{len(self.rows)} layouts"
+        verdict = "all equal up to rounding" if not bad else f"{bad} NOT equal"
+        return f"{layouts} against the unsharded program: {verdict}"
+
+    def __str__(self) -> str:
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        lines = [
+            self._head(),
+            f"compared in {steps}: {', '.join(self.compared)}",
+            f"{self.executor} executor, precision {self.precision}, seed {self.seed}",
+            *(f"note: {n}" for n in self.notes),
+            *(f"refused by the lowering: {r}" for r in self.refused),
+            self.table(),
+            *(str(r) for r in self.failures),
+        ]
+        return "\n".join(lines)

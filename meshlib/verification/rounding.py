@@ -1,0 +1,181 @@
+"""How much rounding alone may change every value of a program.
+
+What may differ is rounding alone, so the allowed difference is derived, not guessed. A sum of n terms, added in any
+order, is the exact sum of terms each changed by a relative n u at most, where u is half the dtype's eps (backward
+error analysis). So the unsharded program runs in float64 once as it is, and a few times with every operand of every
+operation changed at random by as much as its rounding may amount to:
+
+    operands   of sums, n u32 for n terms; in bfloat16 besides u16 for each partial sum that the mesh may make;
+               u16 for float32 operands of the MXU unless the precision is "highest"
+    results    4 u32 (NumPy's functions are not exact to the last bit), u16 besides if they are bfloat16
+
+Operations that only choose among their operands' elements round nothing and are left alone. Here u32 and u16 are the
+units of float32 (float64 for float64) and bfloat16. What is allowed for a tensor is `SAFETY` times the largest change
+that this brought about anywhere in it, and 4 u32 of its largest element. Cancellation and steep functions need no
+rules of their own: they amplify the changes as they amplify rounding. Integers and booleans must be equal, unless
+such changes turned them over, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
+from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.operation import ON_MXU, Block, Kind, Role
+from meshlib.program.records import Instruction, Program, Value
+from meshlib.simulation.engine import Engine
+
+Array = np.ndarray[Any, Any]
+
+Key = tuple[Tensor, int]  # a tensor, and how many times it was made before in the step: loops make theirs often
+
+SAFETY = 4.0
+SAMPLES = 4  # runs with changed operands
+
+
+class Counted:
+    """How many times each value was made so far: which trip of which loops a value of a body belongs to."""
+
+    def __init__(self) -> None:
+        self.made: dict[Value, int] = {}
+
+    def next(self, v: Value) -> int:
+        n = self.made.get(v, 0)
+        self.made[v] = n + 1
+        return n
+
+
+def _unit(dtype: DType) -> float:
+    return {FLOAT64: 2.0**-53, FLOAT32: 2.0**-24, BFLOAT16: 2.0**-9}.get(dtype, 0.0)
+
+
+def accumulated(dtype: DType) -> float:
+    """The unit of sums: bfloat16 values are added in float32."""
+    return _unit(FLOAT32) if dtype is BFLOAT16 else _unit(dtype)
+
+
+def _terms(op: Operation) -> int:
+    """How many terms an element of the result is the sum of, at most."""
+    return prod(f.size for f in op.kind.roles(op) if f.role not in (Role.PARALLEL, Role.MAX, Role.MIN))
+
+
+def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
+    """Whether a result holds nothing but elements of the operands, of either sign, zeros, ones and given numbers.
+
+    Then nothing was rounded, and a later comparison with what it was chosen from must find it equal.
+    """
+    if op.kind.kind in ON_MXU:
+        return False
+    given = [x for a in op.attrs.values() for x in (a if isinstance(a, tuple) else (a,)) if isinstance(x, int | float)]
+    known = np.concatenate(
+        [np.array([0, 1, *given], np.float64), *(np.ravel(x) for x in inputs if x.dtype.kind != "b")]
+    )
+    return bool(np.isin(np.abs(y), np.abs(known)).all() or not y.size)
+
+
+@dataclass(eq=False)
+class Wide:
+    """The unsharded program in float64; with `rng`, every operand changed by as much as its rounding may amount to."""
+
+    highest: bool
+    parts: int  # of a sum, at most: the cores of the largest mesh
+    rng: np.random.Generator | None
+    counted: Counted = field(default_factory=Counted)
+    values: dict[Key, Array] = field(default_factory=dict)
+
+    def run(self, program: Program, given: Mapping[Value, Array], engine: Engine) -> dict[Value, Array]:
+        arrays = {v: self._widened(x, v.tensor.dtype) for v, x in given.items()}
+        for i in program.instructions:
+            inputs = [arrays[x] for x in i.inputs]
+            if i.is_reshard:
+                arrays.update(zip(i.outputs, inputs, strict=True))
+            elif i.body is not None:
+                arrays.update(zip(i.outputs, self._loop(i, i.body, inputs, engine), strict=True))
+            elif i.opcode not in ("input", "variable", "assign"):
+                arrays.update(zip(i.outputs, self._compute(i, inputs, engine), strict=True))
+            for y in i.outputs:
+                self.values.setdefault((y.tensor, self.counted.next(y)), arrays[y])
+        return arrays
+
+    def _loop(self, i: Instruction, body: Program, inputs: list[Array], engine: Engine) -> list[Array]:
+        given = dict(zip(body.inputs.values(), inputs, strict=True))
+        sliced = {body.inputs[n]: (given[body.inputs[n]], i.slice_axis(n)) for n in i.slices}
+        stacks: dict[str, list[Array]] = {n: [np.empty(0)] * i.trips for n in i.stacks}
+        for trip in i.trip_order:
+            given.update({v: np.take(x, trip, axis=axis) for v, (x, axis) in sliced.items()})
+            made = self.run(body, given, engine.in_trip(trip))
+            for n, parts in stacks.items():
+                parts[trip] = made[body.outputs[n]]
+            given.update({body.inputs[begin]: made[body.outputs[end]] for begin, end in i.carries})
+        return [*(given[body.inputs[begin]] for begin, _ in i.carries), *map(np.stack, stacks.values())]
+
+    def _compute(self, i: Instruction, inputs: list[Array], engine: Engine) -> list[Array]:
+        op = i.operation
+        types = tuple(_wide_type(v.tensor) for v in i.inputs)
+        zeros = {f.name: 0 for f in op.kind.roles(op)}
+        block = Block(op, types, _wide_type(op.output), zeros, engine, None, (0,) * len(types))
+
+        def local(arrays: Sequence[Array]) -> list[Array]:
+            with np.errstate(all="ignore"):
+                made: Any = op.kind.local(block, *arrays)
+            made = made if isinstance(made, tuple) else (made,)
+            return [self._widened(np.asarray(y), t.dtype) for y, t in zip(made, op.outputs, strict=True)]
+
+        plain = local(inputs)
+        if self.rng is None or op.kind.kind is Kind.VIEW:
+            return plain
+        changed = local([self._changed(x, self._by(op, v.tensor.dtype)) for v, x in zip(i.inputs, inputs, strict=True)])
+        units = [_unit(v.tensor.dtype) for v in i.inputs if v.tensor.dtype.is_float]
+        results = []
+        for t, y, other in zip(op.outputs, plain, changed, strict=True):
+            if not t.dtype.is_float:
+                results.append(y)  # a choice: it turns over when what it is made of changes
+            elif _only_chosen(op, y, inputs):
+                results.append(self._changed(y, _unit(t.dtype) if units and _unit(t.dtype) > max(units) else 0))
+            else:
+                by = 4 * accumulated(t.dtype) + (_unit(t.dtype) if t.dtype is BFLOAT16 else 0)
+                results.append(self._changed(other, by))
+        return results
+
+    def _by(self, op: Operation, dtype: DType) -> float:
+        terms, change = _terms(op), 0.0
+        if terms > 1:
+            change = terms * accumulated(dtype) + (self.parts * _unit(dtype) if dtype is BFLOAT16 else 0)
+        if op.kind.kind in ON_MXU and dtype is FLOAT32 and not self.highest:
+            change += _unit(BFLOAT16)
+        return change
+
+    def _changed(self, x: Array, by: float) -> Array:
+        if self.rng is None or not by or x.dtype.kind != "f":
+            return x
+        with np.errstate(all="ignore"):
+            return np.asarray(x * (1 + by * self.rng.uniform(-1, 1, x.shape)))
+
+    @staticmethod
+    def _widened(x: Array, dtype: DType) -> Array:
+        return np.asarray(x, np.float64) if dtype.is_float else np.asarray(x)
+
+
+def _wide_type(t: Tensor) -> TensorType:
+    return TensorType(t.shape, FLOAT64) if t.dtype.is_float else t.type
+
+
+def difference(a: Array, b: Array) -> Array:
+    """|a - b|; equal infinities and NaNs in the same place do not differ, others differ without bound."""
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    with np.errstate(all="ignore"):
+        d = np.abs(x - y)
+    d = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, d)
+    return np.where(np.isnan(d), np.inf, d)
+
+
+def largest(x: Array) -> float:
+    """The largest finite magnitude."""
+    magnitudes = np.abs(np.asarray(x, np.float64))
+    return float(np.max(magnitudes, initial=0.0, where=np.isfinite(magnitudes)))

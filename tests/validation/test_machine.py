@@ -1,0 +1,149 @@
+"""What rows say of machine, layout and rates in other words than the published set: all of it is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from hardware import Slice
+from hardware.placement import DCN
+from meshlib.estimation.moves import placed
+from meshlib.validation.measured import flops_per_token, local_layers, parameters
+from meshlib.validation.policies import NotExpressed
+from meshlib.validation.published import TRAINING
+from meshlib.validation.runs import run_of
+from meshlib.validation.training import _lowered, config_of
+from meshlib.validation.validating import check_row
+
+ROW = next(row for row in TRAINING if row["id"] == "mt-v5e-16b-1x")
+SLICES = {**ROW, "n_chips": 1024, "n_slices": 4}
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "across"),
+    [
+        ({"ici_fsdp": -1}, (("slices", 4), ("fsdp", 256)), (("slices", 4),)),
+        ({"ici_fsdp": -1, "dcn_data": -1}, (("slices", 4), ("fsdp", 256)), (("slices", 4),)),
+        ({"ici_fsdp": 256.0, "dcn_fsdp": "4"}, (("fsdp", 1024),), (("fsdp", 4),)),
+        ({"ici_fsdp": 64, "ici_tensor": 4, "dcn_fsdp": 4}, (("fsdp", 256), ("tensor", 4)), (("fsdp", 4),)),
+        ({"fsdp": 1024}, (("fsdp", 1024),), ()),
+        ("FSDP in slice", (("slices", 4), ("fsdp", 256)), (("slices", 4),)),
+    ],
+)
+def test_layouts_over_slices(layout, mesh, across):
+    run = run_of({**SLICES, "layout": layout, "batch": {"global_sequences": 6144, "seq": 2048}})
+    assert (run.mesh, run.across) == (mesh, across)
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        ({"ici_fsdp": -1, "ici_tensor": -1}, "does not make 256 devices"),
+        ({"ici_fsdp": 64, "ici_pipeline": 4}, "axis 'ici_pipeline' of its layout has no counterpart"),
+        ("tensor parallel", "not stated: tensor parallel"),
+        ({}, "layout is not stated"),
+    ],
+)
+def test_layouts_without_a_counterpart(layout, why):
+    with pytest.raises(NotExpressed, match=why):
+        run_of({**ROW, "layout": layout})
+
+
+def test_slices_are_joined_by_the_axis_that_the_row_names():
+    """On 16 x 16 chips no way to lay 64 x 4 takes whole torus axes: tensor parallelism must not leave the slice."""
+    layout = {"ici_fsdp": 64, "ici_tensor": 4, "dcn_data": 4}
+    run = run_of({**SLICES, "layout": layout, "batch": {"per_device_batch_size": 2, "seq": 2048}})
+    placement = placed(run.slice, _lowered(run, training=False), whole_axes=True, across=run.across)
+    assert {axis for axis, factors in placement.factors for f in factors if f.place == DCN} == {"slices"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slice": {"topology": [16, 16]}},
+        {"slice": "16x16"},
+        {"n_chips": None, "n_cores": 256},
+        {"n_chips": None},
+        {"n_slices": None},
+        {"chip": "v5litepod"},
+    ],
+)
+def test_the_same_machine_in_other_words(changes):
+    run = run_of({**ROW, **changes})
+    assert run.slice.name == "v5e-16x16"
+    assert run.assumed == ()
+
+
+def test_a_number_of_slices_follows_from_the_layout():
+    row = {**ROW, "n_chips": 512, "n_slices": None, "layout": {"ici_fsdp": 256, "dcn_data": 2}}
+    assert run_of(row).slice == Slice("2*v5e-16x16")
+
+
+@pytest.mark.parametrize(
+    ("given", "convention", "share"),
+    [
+        # Of 6 P + 6 L d S causal: in full counts 6 L d S more, S = 2048.
+        ({"tflops_per_s_per_chip": 120}, "causal-halved attention", 1.0),
+        ({"tflops_per_s_per_chip": 120}, "causal attention halved (checked: 70B row = 6N + 6LHdS)", 1.0),
+        ({"tflops_per_s_per_chip": 120}, "non-causal attention counted in full (pre PR#1988)", None),
+        ({"mfu": 120 / 197}, "causal-halved attention", 1.0),
+        ({"mfu": 120 / 197}, None, None),
+    ],
+)
+def test_seconds_follow_from_rates(given, convention, share):
+    run = run_of({**ROW, "measured": given, "derived": {}, "flops_convention": convention})
+    causal = 6 * 32 * 32 * 256 * 2048
+    weights = 6 * parameters(run.model)
+    counted = weights + causal * (1 if share else 2)
+    assert run.measured_seconds == pytest.approx(counted * 12288 / 120e12, rel=1e-9)
+    assert bool(run.assumed) == (convention is None)
+
+
+def test_other_rates():
+    for key, rate in (("tokens_per_s", 256 * 12288 / 9), ("sequences_per_s", 1536 / 9), ("steps_per_s", 1 / 9)):
+        assert run_of({**ROW, "measured": {key: rate}}).measured_seconds == pytest.approx(9)
+
+
+def test_windows_in_other_words():
+    model = {"layers": 6, "d_model": 8, "q_heads": 1, "head_dim": 8, "d_ff": 8, "vocab": 8, "local_window": 16}
+    for pattern, count in (("5 local : 1 global", 5), ("5:1", 5), (5, 5), ("alternating", 1), (None, 1)):
+        assert local_layers(model | {"pattern": pattern}) == count
+    # Five layers see 16 tokens each, one half of 1024.
+    seen = flops_per_token(model | {"pattern": 5}, 1024, "windows") - 6 * parameters(model)
+    assert seen == 12 * 6 * 8 * (5 * 16 + 512) / 6
+
+
+def test_what_is_published_of_a_model_completes_a_row():
+    full = run_of({**ROW, "model": {"name": "llama3.1-8b"}})
+    assert (full.model["d_ff"], full.model["mlp_matrices"], full.model["kv_heads"]) == (14336, 3, 8)
+    assert full.assumed == ("layers, d_model, q_heads, head_dim, d_ff, vocab as published of llama3.1-8b",)
+    other = {k: v for k, v in ROW["model"].items() if k != "head_dim"} | {"q_heads": 20}
+    assert run_of({**ROW, "model": other}).model["head_dim"] == 256
+    with pytest.raises(NotExpressed, match="whole number of at least 1, not -3"):
+        run_of({**ROW, "model": ROW["model"] | {"layers": -3}})
+
+
+def test_batches():
+    padded = run_of({**ROW, "batch": {"global_examples": 1500, "seq": 2048}})
+    assert (padded.batch, padded.padded_batch) == (1500, 1536)
+    assert "1500 sequences padded to 1536" in padded.assumed
+    assert run_of({**ROW, "batch": {"tokens": 3145728, "seq": 2048}}).batch == 1536
+    refused = [
+        ({"per_device_batch_size": 0.5}, "128 sequences do not divide over 256"),
+        ({"per_device_batch_size": 0.001}, "no whole number"),
+        ({"tokens": 100}, "no whole number"),
+    ]
+    for batch, why in refused:
+        with pytest.raises(NotExpressed, match=why):
+            run_of({**ROW, "batch": batch | {"seq": 2048}})
+
+
+def test_float32_is_no_quantisation():
+    run = run_of({**ROW, "precision": "float32 weights & activations"})
+    assert (run.precision, run.eight_bit, config_of(run).activation_dtype) == ("float32", False, "float32")
+    assert run_of({**ROW, "precision": "bf16 (fp32 weights)"}).precision == "bf16"
+
+
+@pytest.mark.parametrize("key", [k for k in ROW if k not in ("id", "source")])
+@pytest.mark.parametrize("junk", [None, "x", -1, 0, [], {}, [1, 2], {"a": 1}, float("nan")])
+def test_no_row_stops_the_others(key, junk):
+    check_row({**ROW, key: junk})
