@@ -15,7 +15,8 @@ from layouts import Dimension, Shape
 from meshlib.errors import LayoutError
 from meshlib.graph import Operation, Tensor
 from meshlib.operation import ON_MXU, OPERATIONS, OpDef, Work
-from meshlib.program.records import Instruction, Program
+from meshlib.program.instructions import Compute, Instruction, Loop
+from meshlib.program.records import Program
 from tests.cases import CASES, Array, Case, dims
 from tests.oracle import UNSHARDED, Layout, assert_close, draw_layout, needed, numeric_gradient, run
 
@@ -342,10 +343,9 @@ def check_work(program: Program, about: str) -> None:
     """Local work times devices is the unsharded work, times the size of each axis that divides none of it."""
     mesh = program.mesh
     for i in program.instructions:
-        if i.is_reshard or i.opcode == "assign":
-            continue
-        if i.body is not None:
+        if isinstance(i, Loop):
             check_work(i.body, about)
+        if not isinstance(i, Compute):
             continue
         op, out = i.operation, i.outputs[0]
         local = op.kind.work(tuple(x.local for x in i.inputs), out.local, op.attrs)

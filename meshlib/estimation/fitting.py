@@ -19,8 +19,9 @@ from meshlib.errors import GraphError
 from meshlib.estimation.kernels import padded_value_bytes
 from meshlib.estimation.remedies import Remedy, Size, remedies
 from meshlib.estimation.table import grid
+from meshlib.program.instructions import Loop, Resident, Value
 from meshlib.program.memory import KINDS, Live, Liveness
-from meshlib.program.records import Program, Value, bytes_text
+from meshlib.program.records import Program, bytes_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,12 +180,12 @@ class _PaddedWalk(Liveness):
             self._allocate(v)
         self._note("the start", 0, 0)
         for n, i in enumerate(self.program.instructions):
-            if i.opcode not in ("input", "variable"):
+            if not isinstance(i, Resident):
                 for k, y in enumerate(i.outputs):
                     if y not in self.inside and not y.tensor.on_host:
                         self._place(n, i, y, i.inputs[k] if i.is_collective else None)
             inner = exact_inner = 0
-            if i.body is not None:
+            if isinstance(i, Loop):
                 body = _PaddedWalk(i.body, self.size)
                 body.trace()
                 taken = {v for v in i.body.inputs.values() if not v.tensor.on_host}

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from meshlib.operation import Kind
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Compute, Instruction, Value
+from meshlib.program.records import Program
 
 _BY_ROW = (Kind.ELEMENTWISE, Kind.REDUCTION, Kind.VIEW, Kind.SOURCE)
-_NO_KERNEL = ("input", "variable", "assign")
 
 
 def kernel_groups(program: Program) -> list[list[Instruction]]:
@@ -61,9 +61,7 @@ def _place(group: list[Instruction], maker: dict[Value, tuple[int, Instruction]]
 
 
 def _is_by_row(i: Instruction) -> bool:
-    if i.is_reshard or i.body is not None or i.exchanges or i.opcode in _NO_KERNEL:
-        return False
-    return i.operation.kind.kind in _BY_ROW
+    return isinstance(i, Compute) and not i.exchanges and i.operation.kind.kind in _BY_ROW
 
 
 def _keeps_rows(i: Instruction) -> bool:

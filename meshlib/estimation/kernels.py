@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import TypeGuard
 
 from hardware.core import Matmul
 from hardware.memory import padded_bytes
@@ -20,7 +21,8 @@ from meshlib.dtypes import BFLOAT16
 from meshlib.graph import FORWARD, Tensor
 from meshlib.operation import Kind
 from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Resident, Value
+from meshlib.program.records import Program, walk
 from meshlib.program.work import local_work
 
 _RESIDENT = ("input", "variable", "assign")
@@ -128,7 +130,7 @@ def kernel_of(
             product = matmul_of(program, i)
             matmuls.append((product, 1 if product.dtype in EIGHT_BIT else i.inputs[0].tensor.dtype.itemsize))
             useful += product.flops * _share_useful(program, i, forward)
-    if attention is not None:
+    if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * ATTENTION[attention.kind] * _share_useful(program, main, forward)
     boundary = _boundary(members, fused, held)
     free = all(_is_free(i) for i in members)
@@ -151,7 +153,7 @@ def kernel_of(
     )
 
 
-def _share_useful(program: Program, i: Instruction, forward: frozenset[str]) -> float:
+def _share_useful(program: Program, i: Compute, forward: frozenset[str]) -> float:
     """Of an instruction's flops on one device, those that no other repeats and no earlier pass has made already."""
     again = i.operation.region != FORWARD and i.operation.name in forward
     return 0.0 if again else 1 / duplication(program, i)
@@ -159,16 +161,10 @@ def _share_useful(program: Program, i: Instruction, forward: frozenset[str]) -> 
 
 def forward_names(program: Program) -> frozenset[str]:
     """Names of the operations of the forward pass, those in loops included."""
-    found: set[str] = set()
-    for i in program.instructions:
-        if i.operation.region == FORWARD:
-            found.add(i.operation.name)
-            if i.body is not None:
-                found |= forward_names(i.body)
-    return frozenset(found)
+    return frozenset(i.operation.name for i, _, _ in walk(program) if i.operation.region == FORWARD)
 
 
-def duplication(program: Program, instruction: Instruction) -> int:
+def duplication(program: Program, instruction: Compute) -> int:
     """On how many devices the same part of an operation runs: the mesh over the axes that split it."""
     split = program.mesh.group_size(tuple(dict.fromkeys(axis for axis, _ in instruction.assignment)))
     return program.mesh.size // split
@@ -212,12 +208,12 @@ def padded_block_bytes(sizes: tuple[int, ...], itemsize: int) -> int:
     return padded_bytes(sizes, itemsize) if sizes else itemsize
 
 
-def _is_matmul(i: Instruction) -> bool:
-    return i.operation.kind.kind is Kind.CONTRACTION and not i.is_reshard
+def _is_matmul(i: Instruction) -> TypeGuard[Compute]:
+    return isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION
 
 
 def _is_free(i: Instruction) -> bool:
-    if i.opcode in _RESIDENT or (i.opcode in _ALIASES and not i.is_reshard):
+    if isinstance(i, Resident | Commit) or i.opcode in _ALIASES:
         return True
     if i.opcode in ("constant", "broadcast"):
         return all(y.local_bytes <= 8 for y in i.outputs)
@@ -252,7 +248,7 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
     read: dict[object, tuple[int, int, bool]] = {}
     written: dict[object, tuple[int, int, bool]] = {}
     for i in members:
-        if i.opcode in _RESIDENT:
+        if isinstance(i, Resident | Commit):
             continue
         for n, x in enumerate(i.inputs):
             if x not in inside:
@@ -311,5 +307,5 @@ def resident_values(program: Program) -> set[Value]:
         *program.outputs.values(),
         *program.updates.values(),
     )
-    loops = [v for i in program.instructions if i.body is not None for v in (*i.inputs, *i.outputs)]
+    loops = [v for i in program.instructions if isinstance(i, Loop) for v in (*i.inputs, *i.outputs)]
     return {*inside, *loops}

@@ -12,7 +12,8 @@ from hardware.network import Cost
 from meshlib.estimation.groups import kept_inside, kernel_groups
 from meshlib.estimation.kernels import Kernel, forward_names, kernel_of, resident_values
 from meshlib.estimation.moves import Move, Network, moves_of
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Instruction, Loop, Value
+from meshlib.program.records import Program
 
 HOST_COPIES = ("to_host", "from_host")
 
@@ -121,7 +122,7 @@ class _Planner:
             tuple(self._number(x) for x in operands),
             tuple(self._number(y) for i in members for y in i.outputs),
         )
-        if not first.is_collective and first.body is not None:
+        if isinstance(first, Loop):
             unit.body = plan_of(first.body, self.network, self.early, self.forward)
             unit.trips = first.trips
             return unit

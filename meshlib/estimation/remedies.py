@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from meshlib.estimation.kernels import padded_block_bytes, padded_value_bytes
 from meshlib.graph import FORWARD
-from meshlib.operation import Kind
+from meshlib.program.instructions import Loop, Resident, Value
 from meshlib.program.memory import Liveness
-from meshlib.program.records import Program, Value, bytes_text
+from meshlib.program.records import Program, bytes_text
 
 Size = Callable[[Value], int]  # bytes that a buffer takes
 Change = Callable[[Value], int | None]  # bytes that it would take instead; None: as many
@@ -117,7 +117,7 @@ def _rules(program: Program, live: list[Value], kind: Callable[[Value], str]) ->
 def _free_dims(program: Program, live: list[Value]) -> list[str]:
     """Dims of what is live that no rule splits and no loop goes over."""
     taken = {rule.dim for rule in program.layout.rules}
-    taken |= {i.operation.attrs["dim"].name for i in program.instructions if i.body is not None}
+    taken |= {i.operation.attrs["dim"].name for i in program.instructions if isinstance(i, Loop)}
     return sorted({d.name for v in live for d in v.local.shape} - taken)
 
 
@@ -144,12 +144,12 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[tuple[str, Chan
     stacked, carries, values = set(), set(), set()
     for i in program.instructions:
         for n, y in enumerate(i.outputs):
-            if i.operation.kind.kind is Kind.LOOP and not i.is_reshard:
+            if isinstance(i, Loop):
                 first = len(i.operation.attrs["results"])
                 after = first + len(i.operation.attrs["carried"])
                 carries |= {y} if first <= n < after else set()
                 stacked |= {y} if n >= after else set()
-            elif i.region == FORWARD and i.opcode not in ("input", "variable"):
+            elif i.region == FORWARD and not isinstance(i, Resident):
                 end = last.get(y, 0)
                 if end < len(regions) and regions[end] != FORWARD:
                     values.add(y)

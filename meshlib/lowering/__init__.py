@@ -19,8 +19,9 @@ from meshlib.lowering.simplification import Simplified, simplify
 from meshlib.ops.sources import INPUT
 from meshlib.ops.state import assigned
 from meshlib.program.checker import check_program
+from meshlib.program.instructions import Instruction, Value
 from meshlib.program.listing import collectives_table, explain
-from meshlib.program.records import Collective, Instruction, Program, Value
+from meshlib.program.records import Collective, Program
 
 __all__ = [
     "Balance",

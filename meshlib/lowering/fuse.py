@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshlib.operation import Kind
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Compute, Instruction, Move, Value
+from meshlib.program.records import Program
 
 _FUSIBLE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
@@ -47,16 +48,11 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
 
 def _kind(instruction: Instruction) -> Kind | None:
     """The kind of a computation, a local cut counting as a view; None for what is no kernel of its own."""
-    if instruction.opcode == "slice" and instruction.steps:
+    if isinstance(instruction, Move) and not instruction.is_collective:
         return Kind.VIEW
-    if (
-        instruction.is_collective
-        or instruction.body is not None
-        or instruction.exchanges
-        or instruction.opcode in ("assign", "input", "variable")
-    ):
-        return None
-    return instruction.operation.kind.kind
+    if isinstance(instruction, Compute) and not instruction.exchanges:
+        return instruction.operation.kind.kind
+    return None
 
 
 def _opens(instruction: Instruction) -> bool:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from meshlib.lowering.fuse import fusion_groups
 from meshlib.operation import Kind
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
+from meshlib.program.records import Program
 
 _FIRST, _NEXT, _LAST = range(3)
 
@@ -35,7 +36,7 @@ class _Scheduler:
         done = [False] * len(self.groups)
         for g, count in enumerate(self.unmet):
             if count == 0:
-                there = self.groups[g][0].opcode in ("input", "variable")  # lies in memory already: nobody waits for it
+                there = isinstance(self.groups[g][0], Resident)  # lies in memory already: nobody waits for it
                 heapq.heappush(ready, (_FIRST if there else self._when(g, late=False), g))
         order: list[Instruction] = []
         while ready:
@@ -96,7 +97,7 @@ class _Scheduler:
         taken = 0
         for i in self.groups[g]:
             for y in i.outputs:
-                if not (self.users.get(y) or y in self.lasting) or i.opcode in ("input", "variable"):
+                if not (self.users.get(y) or y in self.lasting) or isinstance(i, Resident):
                     continue
                 old = self.replaces.get(y)
                 in_place = old is not None and self.left.get(old, 0) == (old in self.inputs[g])
@@ -124,7 +125,7 @@ def _device_bytes(v: Value) -> int:
 
 def _hides(i: Instruction) -> bool:
     """Whether it computes for long enough to hide what is being sent."""
-    return not i.is_reshard and (i.body is not None or i.operation.kind.kind is Kind.CONTRACTION)
+    return isinstance(i, Loop) or (isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION)
 
 
 def order_and_fuse(program: Program) -> Program:

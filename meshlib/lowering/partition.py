@@ -23,7 +23,8 @@ from meshlib.operation import Kind
 from meshlib.ops.loop import LOOP
 from meshlib.ops.sources import CONSTANT, INPUT, VARIABLE
 from meshlib.ops.state import ASSIGN
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
+from meshlib.program.records import Program
 from meshlib.program.split import beside
 
 
@@ -89,7 +90,7 @@ class Partitioner:
         # What is pending already is a loop's running sum.
         self.places.makers[op.output] = dict.fromkeys(value.sharding.pending_axes, (op, "trips"))
         (self.inputs if op.kind is INPUT else self.variables)[op.name] = value
-        self.places.instructions.append(Instruction(op.kind.name, op, (), (value,), op.region))
+        self.places.instructions.append(Resident(op, (), (value,), op.region))
 
     def _assign(self, op: Operation) -> None:
         (x,) = self.graph.inputs[op]
@@ -98,7 +99,7 @@ class Partitioner:
             self.resident(self.homes.graph.variables[name])
         value = self.places.bring(x, self.variables[name].sharding, UPDATE, op)
         self.updates[name] = value
-        self.places.instructions.append(Instruction("assign", op, (value,), (), UPDATE))
+        self.places.instructions.append(Commit(op, (value,), (), UPDATE))
 
     def _copy(self, op: Operation) -> None:
         """Between the memories of device and host: every block as it lies."""
@@ -106,7 +107,7 @@ class Partitioner:
         value = self.as_it_lies(x)
         made = Value(op.output, value.sharding)
         split = blockwise(value.sharding)
-        self.places.instructions.append(Instruction(op.kind.name, op, (value,), (made,), op.region, split))
+        self.places.instructions.append(Compute(op, (value,), (made,), op.region, split))
         self.places.instances[op.output] = [(None, made)]
         self._settle(op.output)
 
@@ -123,15 +124,14 @@ class Partitioner:
         made = tuple(Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True))
         self._note_makers(op, inputs, choice)
         self.places.instructions.append(
-            Instruction(
-                op.kind.name,
+            Compute(
                 op,
                 tuple(values),
                 made,
                 op.region,
                 choice.assignment,
-                reasons=tuple(explain_exchange(e, op, self.homes) for e in choice.exchanges),
-                exchanges=choice.exchanges,
+                choice.exchanges,
+                tuple(explain_exchange(e, op, self.homes) for e in choice.exchanges),
             )
         )
         for y, value in zip(op.outputs, made, strict=True):
@@ -194,7 +194,7 @@ class Partitioner:
             names = [tuple(axes.get(d.name, ())) for d in op.output.shape]
             total = Value(op.output, Sharding(op.output.shape, wanted.mesh, names, pending))
             assignment = tuple((a, f) for f, entry in axes.items() for a in entry)
-            added = Instruction(op.kind.name, op, tuple(values), (total,), op.region, assignment)
+            added = Compute(op, tuple(values), (total,), op.region, assignment)
             self.places.instructions.append(added)
             self.places.makers[op.output] = self.places.makers[members[0]]
             result.append(self.places.walk(total, wanted, op)[-1])
@@ -291,8 +291,7 @@ class Partitioner:
             if y not in op.public_outputs:
                 self.homes.bind(y, made[-1].sharding)
         self.places.instructions.append(
-            Instruction(
-                op.kind.name,
+            Loop(
                 op,
                 tuple(values),
                 tuple(made),

@@ -18,7 +18,7 @@ from meshlib.lowering.simplification import Simplified
 from meshlib.ops.index import RANGE
 from meshlib.ops.shape import BROADCAST
 from meshlib.ops.sources import CONSTANT
-from meshlib.program.records import Instruction, Value
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Value
 
 # Made anew under whatever sharding is wanted: cheaper than any transfer.
 _REMADE = (CONSTANT, RANGE)
@@ -114,7 +114,7 @@ class Places:
         op, value = t.operation, Value(t, wanted)
         number = self._number(op, region) if op.inputs else None
         taken = () if number is None else (number,)
-        self.instructions.append(Instruction(op.kind.name, op, taken, (value,), region, blockwise(wanted)))
+        self.instructions.append(Compute(op, taken, (value,), region, blockwise(wanted)))
         return value
 
     def walk(self, value: Value, wanted: Sharding, user: Operation | None) -> list[Value]:
@@ -126,9 +126,7 @@ class Places:
             reason = explain_step(step, t, makers, user, self.homes)
             after = Value(t, step.after)
             op = user or t.operation
-            self.instructions.append(
-                Instruction(step.kind, op, (values[-1],), (after,), reason.phase, (), (step,), (reason,))
-            )
+            self.instructions.append(Move(op, (values[-1],), (after,), reason.phase, (step,), (reason,)))
             values.append(after)
         return values
 
@@ -137,11 +135,11 @@ class Places:
         needed = {self.made(t) for t in kept}
         total = 0.0
         for i in reversed(self.instructions):
-            if i.opcode != "assign" and not any(y in needed for y in i.outputs):
+            if not isinstance(i, Commit) and not any(y in needed for y in i.outputs):
                 continue
             needed.update(i.inputs)
-            total += sum(step.sent_bytes for step in i.steps) + sum(e.sent_bytes for e in i.exchanges)
-            if i.body is not None:
+            total += sum(t.sent.sent_bytes for t in i.transfers)
+            if isinstance(i, Loop):
                 total += i.trips * i.body.sent_bytes
         return total
 

@@ -9,7 +9,7 @@ from layouts import Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor
 from meshlib.program.exchange import Exchange
-from meshlib.program.records import Reason
+from meshlib.program.instructions import Reason
 
 if TYPE_CHECKING:
     from meshlib.lowering.homes import Homes

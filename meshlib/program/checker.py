@@ -8,7 +8,8 @@ from layouts import LayoutError, Shape, Sharding
 from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
 from meshlib.program.exchange import plan_exchanges
-from meshlib.program.records import COLLECTIVES, Instruction, Program, Value
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.records import Program
 from meshlib.program.split import beside, derive
 
 
@@ -56,26 +57,27 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
             raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {program.mesh}")
         if y.sharding.shape != y.tensor.shape:
             raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
-    if instruction.opcode in (*COLLECTIVES, "slice") and instruction.steps:
-        _check_reshard(instruction)
-    elif instruction.opcode == "assign":
-        _check_assign(instruction, program)
-    elif instruction.body is not None:
-        _check_loop(instruction, instruction.body, sound)
-    elif instruction.opcode in ("input", "variable"):
-        pending = instruction.outputs[0].sharding.pending
-        if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
-            raise ProgramError("a resident value can't be pending")
-    else:
-        if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
-            raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
-        key = _key(instruction)
-        if key not in sound:
-            _check_computation(instruction)
-            sound.add(key)
+    match instruction:
+        case Move():
+            _check_reshard(instruction)
+        case Commit():
+            _check_commit(instruction, program)
+        case Loop():
+            _check_loop(instruction, sound)
+        case Resident():
+            pending = instruction.outputs[0].sharding.pending
+            if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
+                raise ProgramError("a resident value can't be pending")
+        case Compute():
+            if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
+                raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
+            key = _key(instruction)
+            if key not in sound:
+                _check_computation(instruction)
+                sound.add(key)
 
 
-def _key(instruction: Instruction) -> object:
+def _key(instruction: Compute) -> object:
     """All that the check of a computation depends on."""
     op = instruction.operation
     tensors = [x.tensor for x in instruction.inputs]
@@ -92,7 +94,7 @@ def _key(instruction: Instruction) -> object:
     )
 
 
-def _check_reshard(instruction: Instruction) -> None:
+def _check_reshard(instruction: Move) -> None:
     for x, y, step in zip(instruction.inputs, instruction.outputs, instruction.steps, strict=True):
         if x.tensor is not y.tensor:
             raise ProgramError(f"moves {x.tensor.name} into {y.tensor.name}")
@@ -142,8 +144,8 @@ def taken_step(
     return Sharding(shape, s.mesh, list(entries.values()), s.pending), (k - 1) * payload / k
 
 
-def _check_assign(instruction: Instruction, program: Program) -> None:
-    name = instruction.operation.attrs["variable"]
+def _check_commit(instruction: Commit, program: Program) -> None:
+    name = instruction.variable
     (x,) = instruction.inputs
     if program.updates.get(name) is not x:
         raise ProgramError(f"variable '{name}' is not updated with {x}")
@@ -151,7 +153,8 @@ def _check_assign(instruction: Instruction, program: Program) -> None:
         raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {x}")
 
 
-def _check_loop(instruction: Instruction, body: Program, sound: set[object]) -> None:
+def _check_loop(instruction: Loop, sound: set[object]) -> None:
+    body = instruction.body
     check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
     dim = instruction.operation.attrs["dim"]
     if instruction.trips != dim.size:
@@ -182,7 +185,7 @@ def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
     return Sharding(Shape([d for d, _ in kept]), s.mesh, [e for _, e in kept], s.pending), x.tensor.dtype
 
 
-def _check_computation(instruction: Instruction) -> None:
+def _check_computation(instruction: Compute) -> None:
     op = instruction.operation
     out = instruction.outputs[0]
     factors, linear = instruction_factors(instruction)
@@ -263,6 +266,6 @@ def _check_ends(program: Program, made: Iterable[Value], after: str) -> None:
                 raise ProgramError(f"after {after}: {what} '{name}' is never made")
             if v.sharding.pending and not program.is_body:
                 raise ProgramError(f"after {after}: {what} '{name}' is still {v}")
-    written = [i.operation.attrs["variable"] for i in program.instructions if i.opcode == "assign"]
+    written = [i.variable for i in program.instructions if isinstance(i, Commit)]
     if sorted(written) != sorted(program.updates):
         raise ProgramError(f"after {after}: updates {sorted(program.updates)}, but {sorted(written)} are written")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from meshlib.graph import FORWARD
 from meshlib.operation import Kind
-from meshlib.program.records import Instruction, Program, Value, bytes_text
+from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
+from meshlib.program.records import Program, bytes_text
 
 KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
 _ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
@@ -91,13 +92,13 @@ class Liveness:
         peak, at, live = self.now, "the start", dict(self.owned)
         timeline = []
         for n, i in enumerate(self.program.instructions):
-            if i.opcode not in ("input", "variable"):
+            if not isinstance(i, Resident):
                 for k, y in enumerate(i.outputs):
                     if y not in self.inside and not y.tensor.on_host:
                         self._place(n, i, y, i.inputs[k] if i.is_collective else None)
             # While a loop runs, its body's own buffers lie on top; its operands are counted outside.
             inner = 0
-            if i.body is not None:
+            if isinstance(i, Loop):
                 inputs = i.body.inputs.values()
                 inner = i.body.memory.peak_bytes - sum(v.local_bytes for v in inputs if not v.tensor.on_host)
             if self.now + inner > peak:
@@ -127,7 +128,7 @@ class Liveness:
         peak = now = 0
         for n, i in enumerate(program.instructions):
             now += held(i.outputs)
-            peak = max(peak, now + (i.body.memory.host_bytes if i.body is not None else 0))
+            peak = max(peak, now + (i.body.memory.host_bytes if isinstance(i, Loop) else 0))
             now -= held(self.ends.get(n, ()))
         return peak
 
@@ -200,7 +201,7 @@ class Liveness:
 
 def _is_elementwise(i: Instruction) -> bool:
     """Whether each element of the result needs operands at its own position only."""
-    if i.is_reshard or i.exchanges or i.body is not None:
+    if not isinstance(i, Compute) or i.exchanges:
         return False
     kind = i.operation.kind
     return kind.kind is Kind.ELEMENTWISE or kind.name in (*_ALIASES, "constant", "range", "broadcast")

@@ -13,7 +13,8 @@ from layouts import Sharding
 from meshlib.checks import choice, flag
 from meshlib.errors import FeedError, GraphError, NotFiniteError, nearest
 from meshlib.ops.sources import STEP
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Instruction, Value
+from meshlib.program.records import Program
 from meshlib.simulation.engine import Engine
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
@@ -134,7 +135,7 @@ class Simulation:
         self._ready.move_to_end(id(program))
         while len(self._ready) > READY_PROGRAMS:
             self._ready.popitem(last=False)
-        return self._ready[id(program)].run(self.state.arrays, feeds, engine)
+        return self._ready[id(program)].step(self.state.arrays, feeds, engine)
 
     def _check_nan(
         self,

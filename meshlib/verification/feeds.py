@@ -15,6 +15,7 @@ from meshlib.lowering.homes import all_operations
 from meshlib.lowering.simplification import simplify
 from meshlib.ops.sources import STEP
 from meshlib.ops.sources import input as declare_input
+from meshlib.program.instructions import Move
 from meshlib.program.records import Program
 from meshlib.simulation.state import State, to_storage
 
@@ -31,7 +32,7 @@ def draw_feeds(
     unknown = [f"unknown input '{n}'{nearest(n, own)}" for n in given if n not in own]
     if unknown:
         raise FeedError(f"verify: {'; '.join(unknown)}; the graph's inputs: {', '.join(own) or 'none'}")
-    operations = [i.operation for i in program.instructions if not i.is_reshard]
+    operations = [i.operation for i in program.instructions if not isinstance(i, Move)]
     fed = {}
     for n, (name, v) in enumerate(sorted(program.inputs.items())):
         op, t = v.tensor.operation, v.tensor
