@@ -56,15 +56,14 @@ class Interpreter(ABC, Generic[T, C]):
         The results hold what is fetched or written back; others are dropped after their last use.
         """
         values = dict(given)
-        last = {x: n for n, i in enumerate(program.instructions) for x in i.inputs}
-        kept = {*program.outputs.values(), *program.updates.values()}
+        last = program.last_use
         for n, i in enumerate(program.instructions):
             inputs = [values[x] for x in i.inputs]
             values.update(zip(i.outputs, self.results(program, i, inputs, values, context), strict=True))
             for y in i.outputs:
                 self.made(i, y, values[y])
             for x in i.inputs:
-                if last[x] == n and x not in kept:
+                if last[x] == n:
                     values.pop(x, None)
         return values
 

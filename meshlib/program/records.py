@@ -16,6 +16,7 @@ from meshlib.operation import Work
 from meshlib.program.instructions import Instruction, Loop, Value
 
 if TYPE_CHECKING:
+    from meshlib.program.buffers import Buffer
     from meshlib.program.memory import Memory
 
 
@@ -90,6 +91,21 @@ class Program:
     def from_host_bytes(self) -> int:
         """Bytes that a device copies back from the memory of its host in one run, loops included. Exact."""
         return self._copied("from_host")
+
+    @cached_property
+    def last_use(self) -> Mapping[Value, int]:
+        """The number of the last instruction that uses each value; of what is fetched or written back, one more than
+        there are. Values that nobody uses are not there."""
+        last = {x: n for n, i in enumerate(self.instructions) for x in i.inputs}
+        kept = (*self.outputs.values(), *self.updates.values())
+        return last | dict.fromkeys(kept, len(self.instructions))
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Which values share memory, and from when to when."""
+        from meshlib.program.buffers import plan_buffers
+
+        return plan_buffers(self)
 
     @cached_property
     def memory(self) -> Memory:

@@ -82,10 +82,9 @@ class Buffers:
         """Per owner, the last instruction that needs its memory."""
         last: dict[Value, int] = {}
         for n, i in enumerate(program.instructions):
-            for v in (*i.inputs, *i.outputs):
-                last[self.owner[v]] = n
-        for v in (*program.outputs.values(), *program.updates.values()):
-            last[self.owner[v]] = len(program.instructions)
+            for y in i.outputs:
+                owner = self.owner[y]
+                last[owner] = max(last.get(owner, n), program.last_use.get(y, n))
         return last
 
     def _doubled(self, program: Program) -> set[Value]:
