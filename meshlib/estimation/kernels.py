@@ -1,7 +1,7 @@
 """Fusion groups as work of one device: matrix products, vector operations, bytes at the boundary. No time yet.
 
 Counts are exact and without padding; `padded_bytes` and `padded_vpu_ops` are what tiles of (8, 128) make of them.
-A value that is made and used inside one group takes no bytes; groups are those of `meshlib.estimation.groups`. One that
+A value that is made and used inside one group takes no bytes; groups are those of the program. One that
 follows by a cast or a scaling from a value no wider is never stored: its readers read that and do it again. An
 operation that looks only at a part of an operand (gather, slice) reads that part.
 """

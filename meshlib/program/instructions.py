@@ -124,11 +124,13 @@ class Compute(Instruction):
 class Move(Instruction):
     """A step of a reshard: a collective or a local cut, one step and one Reason for each operand.
 
-    A merged collective has several operands.
+    A merged collective has several operands. `early`: it is issued one product before it would be its turn, so that it
+    is on its way while that computes.
     """
 
     steps: tuple[Step, ...]
     reasons: tuple[Reason, ...]
+    early: bool = field(default=False, kw_only=True)
 
     @property
     def opcode(self) -> str:
