@@ -1,4 +1,4 @@
-"""One frozen record that says what a Transformer is: its dimensions, its parts and its precision."""
+"""One frozen record that says what a Transformer is: its dimensions, its parts and its numerics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 
 from meshlib.checks import at, choice, flag, number, whole
-from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError, nearest
+from meshlib.layers.numerics import MIXED, Numerics, as_numerics
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
@@ -54,8 +54,8 @@ class TransformerConfig:
     Head: tied: logits by the embedding table. head: "transform" puts dense, activation, norm and a bias around them
       (BERT). scale_embedding, scale_logits: by d_model ** 0.5 and d_model ** -0.5. logit_cap: cap * tanh(x / cap).
     Training: dropout (of the weights of attention only where they are materialised), label_smoothing, z_loss.
-    Precision: variable_dtype of what optimizers update, activation_dtype of what is computed, softmax_dtype of the
-      softmax of materialised scores, matmul_dtype None, "int8" or "fp8" of the products.
+    Numerics: float32 variables, computed in bfloat16, unless given; precision int8 or fp8 is of all but
+      the head.
 
     Raises: GraphError with all that is wrong at once.
     Example:
@@ -109,10 +109,7 @@ class TransformerConfig:
     dropout: float = 0.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    variable_dtype: str = "float32"
-    activation_dtype: str = "bfloat16"
-    softmax_dtype: str = "float32"
-    matmul_dtype: str | None = None
+    numerics: Numerics = MIXED
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -261,9 +258,7 @@ class TransformerConfig:
         for window in self.windows:
             if window is not None:
                 whole(window, what, "windows")
-        for name in ("variable_dtype", "activation_dtype", "softmax_dtype"):
-            if not as_dtype(getattr(self, name)).is_float:
-                raise GraphError(f"{at(what)}: {name} must be a float dtype, got {getattr(self, name)}")
+        as_numerics(self.numerics, what)
 
     def _size_faults(self) -> list[str]:
         sizes = [(name, getattr(self, name), 1) for name in _SIZES]
@@ -284,8 +279,6 @@ class TransformerConfig:
             faults.append("parallel blocks read one norm before them: they need norm_position='pre' and one stack")
         if self.post_norms and (self.parallel or self.norm_position == "post"):
             faults.append("post_norms come on top of a norm before each block: norm_position='pre', parallel=False")
-        if self.matmul_dtype not in (None, "int8", "fp8"):
-            faults.append(f"matmul_dtype must be None, 'int8' or 'fp8', got {self.matmul_dtype!r}")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 faults.append(f"{name} must be in [0, 1), got {getattr(self, name)}")
