@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import groupby
 
@@ -20,11 +21,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("flash", "materialised"),
     "head": ("linear", "transform"),
 }
-_SIZES = ("layers", "d_model", "heads", "head_dim", "d_ff", "vocab", "relative_buckets", "relative_max_distance")
-_OPTIONAL_SIZES = ("kv_heads", "max_length", "global_head_dim", "global_kv_heads")
-_COUNTS = ("encoder_layers", "segments")
-_NUMBERS = ("dropout", "label_smoothing", "z_loss", "rope_theta", "logit_cap", "norm_epsilon")
-_OPTIONAL_NUMBERS = ("attention_scale", "local_rope_theta")
+_KINDS: dict[str, Callable[[object, str, str], object]] = {"int": whole, "float": number, "bool": flag}
+_COUNTS = ("encoder_layers", "segments")  # may be 0, unlike other integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,19 +238,10 @@ class TransformerConfig:
             raise GraphError(f"{at(what)}: name must be a non-empty string, got {self.name!r:.80}")
         for name, allowed in _CHOICES.items():
             choice(getattr(self, name), what, name, allowed)
-        for name in (*_SIZES, *_COUNTS):
-            whole(getattr(self, name), what, name)
-        for name in _OPTIONAL_SIZES:
-            if getattr(self, name) is not None:
-                whole(getattr(self, name), what, name)
-        for name in _NUMBERS:
-            number(getattr(self, name), what, name)
-        for name in _OPTIONAL_NUMBERS:
-            if getattr(self, name) is not None:
-                number(getattr(self, name), what, name)
         for f in fields(self):
-            if f.type == "bool" or (f.type == "bool | None" and getattr(self, f.name) is not None):
-                flag(getattr(self, f.name), what, f.name)
+            kind, _, optional = str(f.type).partition(" | ")
+            if kind in _KINDS and not (optional and getattr(self, f.name) is None):
+                _KINDS[kind](getattr(self, f.name), what, f.name)
         if not isinstance(self.windows, tuple) or not self.windows:
             raise GraphError(f"{at(what)}: windows must be a tuple such as (1024, None), got {self.windows!r:.80}")
         for window in self.windows:
@@ -261,11 +250,10 @@ class TransformerConfig:
         as_numerics(self.numerics, what)
 
     def _size_faults(self) -> list[str]:
-        sizes = [(name, getattr(self, name), 1) for name in _SIZES]
-        sizes += [(name, getattr(self, name), 1) for name in _OPTIONAL_SIZES if getattr(self, name) is not None]
-        sizes += [(name, getattr(self, name), 0) for name in _COUNTS]
-        sizes += [("windows", window, 1) for window in self.windows if window is not None]
-        return [f"{name} must be at least {least}, got {size}" for name, size, least in sizes if size < least]
+        whole_numbers = {f.name: getattr(self, f.name) for f in fields(self) if str(f.type).startswith("int")}
+        sizes = [(name, size, name not in _COUNTS) for name, size in whole_numbers.items() if size is not None]
+        sizes += [("windows", window, True) for window in self.windows if window is not None]
+        return [f"{name} must be at least {int(one)}, got {size}" for name, size, one in sizes if size < one]
 
     def _faults(self) -> list[str]:
         """What does not go together, and numbers out of range."""
