@@ -187,12 +187,8 @@ def multihead_attention(
     x = as_numerics(numerics, what).cast(tensor(query_antecedent, what))
     memory = x if memory_antecedent is None else numerics.cast(tensor(memory_antecedent, what))
     _check_arguments(x, memory, scores, dropout, what)
-    channels, query_heads = as_dim(kv_channels, what), as_dims(heads, f"{what} heads")
-    kept = query_heads if memory_heads is None else as_dims(memory_heads, f"{what} memory_heads")
-    strange = [str(d) for d in kept if d not in query_heads]
-    if strange:
-        raise ShapeError(f"{at(what)}: memory_heads {', '.join(strange)} are not in heads {Shape(query_heads)}")
-    of_queries, of_memory = [*query_heads, channels], [*kept, channels]
+    channels = as_dim(kv_channels, what)
+    of_queries, of_memory = ([*dims, channels] for dims in _head_dims(heads, memory_heads, what))
     length, own = x.shape[-2].name, memory.shape[-2].name
     renamed = own if own != length else f"memory_{length}"
 
@@ -226,6 +222,18 @@ def multihead_attention(
             )  # fmt: skip
         start = initializers.scaled_normal(of_queries)
         return projection(context, x.shape[-1], of_queries, use_bias, start, numerics, "out", "out")
+
+
+def _head_dims(
+    heads: Dimension | Sequence[Dimension], memory_heads: Dimension | Sequence[Dimension] | None, what: str
+) -> tuple[tuple[Dimension, ...], tuple[Dimension, ...]]:
+    """Dims of the heads of queries, and of keys and values."""
+    of_queries = as_dims(heads, f"{what} heads")
+    of_memory = of_queries if memory_heads is None else as_dims(memory_heads, f"{what} memory_heads")
+    strange = [str(d) for d in of_memory if d not in of_queries]
+    if strange:
+        raise ShapeError(f"{at(what)}: memory_heads {', '.join(strange)} are not in heads {Shape(of_queries)}")
+    return of_queries, of_memory
 
 
 def _check_arguments(x: Tensor, memory: Tensor, scores: object, dropout: float, what: str) -> None:
