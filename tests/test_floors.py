@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import hardware
+import layouts
+import meshlib
+from tests.public import public_names
+
 ROOT = Path(__file__).resolve().parent.parent
 OWN = ("meshlib", "layouts", "hardware")
 BELOW = {"meshlib": {"layouts", "hardware"}, "layouts": set(), "hardware": set()}
@@ -104,3 +109,10 @@ def test_importing_meshlib_brings_nothing_heavy(tmp_path):
     heavy = ("jax", "torch", "tensorflow", "matplotlib", "scipy", "pandas")
     done = run(f"import meshlib, sys\nprint([m for m in {heavy} if m in sys.modules])", tmp_path, ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+@pytest.mark.parametrize("package", [meshlib, meshlib.layers, meshlib.models, meshlib.optimize, layouts, hardware])
+def test_public_names_are_listed_once_and_there(package):
+    names = public_names(package)
+    assert len(names) > 8
+    assert all(hasattr(package, name) for name in names)

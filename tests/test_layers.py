@@ -18,8 +18,10 @@ import meshlib as mtf
 import tests.layers_reference as ref
 from layouts import Dimension, Shape
 from meshlib.graph import Tensor
+from meshlib.layers import Scores
 from meshlib.program.records import Program
 from tests.oracle import UNSHARDED, Array, Layout, assert_close, draw_layout, needed, numeric_gradient, run, uniform
+from tests.public import public_names
 
 LAYOUTS = 30
 
@@ -40,7 +42,7 @@ class Layer:
     """A layer as a test takes it.
 
     inputs     name -> dims and dtype (float: that of the test; an integer n: int32 below n; bool)
-    build      (variable dtype as a keyword, **tensors) -> result; the variables it makes are drawn, too
+    build      (numerics as a keyword, **tensors) -> result; the variables it makes are drawn, too
     reference  (values by name, inputs and variables) -> array
     """
 
@@ -72,7 +74,8 @@ class Built:
                 dtype = self.dtype if dtype is float else "bool" if dtype is bool else dtype
                 given[name] = mtf.input(name, dims, dtype)
                 self.feeds[name] = drawn(rng, Shape(dims).sizes, kind)
-            y = self.layer.build({"variable_dtype": "float64" if self.dtype == "float64" else "float32"}, **given)
+            numerics = mtf.Numerics("float64" if self.dtype == "float64" else "float32", activation_dtype=self.dtype)
+            y = self.layer.build({"numerics": numerics}, **given)
             c = mtf.input("cotangent", y.shape, y.dtype)
             self.feeds["cotangent"] = drawn(rng, y.shape.sizes, float)
             self.state = {n: drawn(rng, v.output.shape.sizes, float) for n, v in graph.variables.items()}
@@ -210,7 +213,7 @@ def rotary_at(p: dict[str, Array]) -> Array:
 
 
 def positioned(w: Keywords, x: Tensor) -> Tensor:
-    learned = mtf.layers.learned_positions(L, D, 8, activation_dtype=x.dtype, **w)
+    learned = mtf.layers.learned_positions(L, D, 8, **w)
     return x * learned + mtf.layers.sinusoidal_positions(L, D, x.dtype)
 
 
@@ -222,7 +225,7 @@ def positions(p: dict[str, Array]) -> Array:
 @layer(
     "relative_position_bias",
     {"x": ([H, L, M], float)},
-    lambda w, x: x * mtf.layers.relative_position_bias(L, M, H, 8, 5, activation_dtype=x.dtype, **w),
+    lambda w, x: x * mtf.layers.relative_position_bias(L, M, H, 8, 5, **w),
 )
 def relative(p: dict[str, Array]) -> Array:
     out = np.empty((2, 4, 6))
@@ -293,7 +296,15 @@ def projected(p: dict[str, Array], part: str, source: Array, biased: bool = Fals
     "multihead_attention grouped",
     X,
     lambda w, x: mtf.layers.multihead_attention(
-        x, None, None, K, H, G, causal=True, window=3, rotary_base=5.0, qk_norm=True, use_bias=True, **w
+        x,
+        None,
+        None,
+        K,
+        [G, H],
+        memory_heads=H,
+        scores=Scores(causal=True, window=3, rotary_base=5.0, qk_norm=True),
+        use_bias=True,
+        **w,
     ),
 )
 def grouped(p: dict[str, Array]) -> Array:
@@ -309,7 +320,9 @@ def grouped(p: dict[str, Array]) -> Array:
 
 
 def crossed(w: Keywords, x: Tensor, memory: Tensor, mask: Tensor, kernel: str, bias: Tensor | None = None) -> Tensor:
-    return mtf.layers.multihead_attention(x, memory, mask, K, H, multi_query=True, bias=bias, kernel=kernel, **w)
+    return mtf.layers.multihead_attention(
+        x, memory, mask, K, H, memory_heads=[], scores=Scores(bias=bias, kernel=kernel), **w
+    )
 
 
 CROSS = {**X, "memory": ([B, M, F], float), "mask": ([B, M], bool)}
@@ -331,7 +344,9 @@ def multi_query(p: dict[str, Array]) -> Array:
 
 
 def alone(w: Keywords, x: Tensor, mask: Tensor, kernel: str) -> Tensor:
-    return mtf.layers.multihead_attention(x, None, mask, K, H, rotary_base=100.0, kernel=kernel, causal=True, **w)
+    return mtf.layers.multihead_attention(
+        x, None, mask, K, H, scores=Scores(causal=True, rotary_base=100.0, kernel=kernel), **w
+    )
 
 
 ALONE = {**X, "mask": ([B, L, Dimension("memory_length", 4)], bool)}
@@ -352,7 +367,9 @@ def one_sequence(p: dict[str, Array]) -> Array:
 @layer(
     "multihead_attention with shared keys and values",
     X,
-    lambda w, x: mtf.layers.multihead_attention(x, None, None, K, H, share_kv=True, qk_norm=True, scale=0.3, **w),
+    lambda w, x: mtf.layers.multihead_attention(
+        x, None, None, K, H, share_kv=True, scores=Scores(qk_norm=True, scale=0.3), **w
+    ),
 )
 def shared(p: dict[str, Array]) -> Array:
     q, v = (projected(p, part, p["x"]) for part in "qk")
@@ -374,7 +391,7 @@ def test_every_layer_is_here() -> None:
     pools = {"max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d"}  # tests/test_functions.py
     names = " ".join(one.name for one in LAYERS) + " softmax_cross_entropy_with_logits embedding_weights "
     names += "learned_positions sinusoidal_positions"
-    assert {n for n in mtf.layers.__all__ if n not in names} == pools
+    assert {n for n in public_names(mtf.layers) if n not in names} == {*pools, "Scores"}
 
 
 @each_layer
@@ -429,7 +446,8 @@ def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
 def block(x: Tensor, kernel: str) -> Tensor:
     """One layer of a Transformer."""
     h = mtf.layers.rms_norm(x, D, name="before_attention")
-    x = x + mtf.layers.multihead_attention(h, None, None, K, H, G, causal=True, rotary_base=50.0, kernel=kernel)
+    scores = Scores(causal=True, rotary_base=50.0, kernel=kernel)
+    x = x + mtf.layers.multihead_attention(h, None, None, K, [G, H], memory_heads=H, scores=scores)
     h = mtf.layers.layer_norm(x, D, name="before_feed_forward")
     return x + mtf.layers.feed_forward(h, F, "silu", gated=True)
 
@@ -501,6 +519,10 @@ def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> No
 OTHER = Dimension("d_model", 6)
 
 
+def self_attention(x: Tensor, **options: Any) -> Tensor:
+    return mtf.layers.multihead_attention(x, None, None, K, H, **options)
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -517,10 +539,16 @@ OTHER = Dimension("d_model", 6)
         (lambda x: mtf.layers.learned_positions(L, D, 3), "the variable has 3 positions, but length:4 needs 4"),
         (lambda x: mtf.layers.embedding(x, V, F), r"indices must be int32, got float32(.|\n)*x: f32"),
         (lambda x: mtf.layers.multihead_attention(x, None, None, K, Dimension("batch", 2)), "batch:2 are in x"),
-        (lambda x: mtf.layers.multihead_attention(x, None, None, K, H, G, multi_query=True), "group, not both"),
-        (lambda x: mtf.layers.multihead_attention(x, None, None, K, H, kernel="flush"), "did you mean 'flash'"),
+        (lambda x: self_attention(x, memory_heads=[G]), r"group:2 are not in heads \[heads:2\]"),
+        (lambda x: self_attention(x, scores=Scores(kernel="flush")), "did you mean 'flash'"),
+        (lambda x: self_attention(x, scores="flash"), "layers.Scores.*got str 'flash'"),
+        (lambda x: Scores(bias=x), r"kernel='flash' never has the scores(.|\n)*bias(.|\n)*use 'materialised'"),
+        (lambda x: mtf.layers.dense(x, F, numerics="bfloat16"), "must be an mtf.Numerics .*got str 'bfloat16'"),
+        (lambda x: mtf.Numerics("int32"), "variable_dtype must be a float dtype, got int32"),
+        (lambda x: mtf.Numerics("float31"), "unknown dtype 'float31'.*did you mean 'float32'"),
+        (lambda x: mtf.Numerics(precision="int4"), "'int8' or 'fp8', got 'int4'"),
         (
-            lambda x: mtf.layers.multihead_attention(x, None, None, K, H, dropout=0.1),
+            lambda x: self_attention(x, dropout=0.1),
             "never has the scores and can't take dropout 0.1 of the weights; use 'materialised'",
         ),
         (
@@ -528,7 +556,7 @@ OTHER = Dimension("d_model", 6)
             "the mask must be bool, got float32",
         ),
         (
-            lambda x: mtf.layers.multihead_attention(x, None, None, K, H, bias=mtf.ones([H, V]), kernel="materialised"),
+            lambda x: self_attention(x, scores=Scores(bias=mtf.ones([H, V]), kernel="materialised")),
             "the bias has vocab:12, which q and k lack",
         ),
         (
@@ -551,6 +579,48 @@ def test_messages(build: Callable[[Tensor], Tensor], words: str) -> None:
     assert "test_layers.py:" in str(caught.value)
 
 
+WEIGHTED = [x for x in LAYERS if x.name.startswith(("dense", "feed", "layer_norm", "rms_norm", "multihead"))]
+
+
+@pytest.mark.parametrize(("given", "made"), [(None, "float32"), ("bfloat16", "bfloat16"), ("float64", "float64")])
+@pytest.mark.parametrize("precision", ["default", "highest", "int8"])
+@pytest.mark.parametrize("one", WEIGHTED, ids=str)
+def test_numerics_reach_variables_results_and_products(one: Layer, given: str, made: str, precision: str) -> None:
+    """Whatever the dtype of the inputs: a layer with variables computes in what its numerics say."""
+    numerics = mtf.Numerics("float32", "bfloat16", given, precision)
+    with mtf.Graph() as graph:
+        inputs = {
+            name: mtf.input(name, dims, {float: "float32", bool: "bool"}.get(kind, "int32"))
+            for name, (dims, kind) in one.inputs.items()
+        }
+        y = one.build({"numerics": numerics}, **inputs)
+    for variable in graph.variables.values():
+        assert (variable.attrs["public_dtype"].name, variable.output.dtype.name) == ("float32", "bfloat16")
+    assert y.dtype.name == made
+    products = [op for op in graph.operations if op.kind.name in ("einsum", "quantized_einsum")]
+    weights = [op for op in products if "/kernel" in op.inputs[1].name]
+    assert len(weights) == sum(name.endswith("kernel") for name in graph.variables)
+    assert {op.attrs["precision"] for op in weights} <= {precision}
+    assert {op.attrs["precision"] for op in products if op not in weights} <= {"default"}
+
+
+def test_tables_are_of_the_activations_dtype_or_of_their_slices() -> None:
+    with mtf.Graph():
+        for given, made in ((None, "bfloat16"), ("float32", "float32")):
+            numerics = mtf.Numerics("float32", "bfloat16", given)
+            with mtf.scope(made):
+                tables = [
+                    mtf.layers.embedding_weights(V, D, numerics),
+                    mtf.layers.learned_positions(L, D, 8, numerics),
+                    mtf.layers.relative_position_bias(L, M, H, 8, 5, numerics=numerics),
+                ]
+            assert [t.dtype.name for t in tables] == 3 * [made]
+
+
+def test_numerics_of_names_and_of_types_are_equal() -> None:
+    assert mtf.Numerics(np.float64, activation_dtype=np.dtype("float32")) == mtf.Numerics("float64", None, "float32")
+
+
 def test_a_label_out_of_range_is_named() -> None:
     with mtf.Graph():
         x, labels = mtf.input("x", [B, V]), mtf.input("labels", [B], "int32")
@@ -559,7 +629,9 @@ def test_a_label_out_of_range_is_named() -> None:
         mtf.simulate(program).step(x=np.zeros((4, 12)), labels=[0, 1, 12, 3])
 
 
-@pytest.mark.parametrize("options", [{"qk_norm": True}, {"share_kv": True}, {"rotary_base": 100.0}, {}])
+@pytest.mark.parametrize(
+    "options", [{"scores": Scores(qk_norm=True)}, {"share_kv": True}, {"scores": Scores(rotary_base=100.0)}, {}]
+)
 def test_what_attention_takes_and_makes_has_names(options):
     x, memory = (mtf.Dimension("channels", 4), mtf.Dimension("length", 3)), mtf.Dimension("keys", 5)
     with mtf.Graph() as graph:

@@ -9,13 +9,11 @@ from meshlib import initializers
 from meshlib.checks import at, choice, flag, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.operation import as_dim, as_dims, tensor
 from meshlib.ops.activations import gelu, silu
-from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import add, multiply, relu
-from meshlib.ops.quantized import quantized_einsum
 from meshlib.ops.sources import dropout as dropped
-from meshlib.ops.sources import variable
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -34,10 +32,8 @@ def dense(
     reduced_dims: Sequence[Dimension] | None = None,
     use_bias: bool = True,
     activation: Activation | None = None,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     kernel_initializer: initializers.Initializer | None = None,
-    matmul_dtype: str | None = None,
     name: str = "dense",
 ) -> Tensor:
     """activation(x W + b).
@@ -48,11 +44,10 @@ def dense(
       reduced_dims: dims of x to contract; its last one unless given.
       use_bias: whether to add b, of dims `new_dims`, zeros at first.
       activation: applied to the result.
-      variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
+      numerics: dtypes of the variables and of what is computed, precision of the product.
       kernel_initializer: of W; normal with variance 1 / (size of reduced_dims) unless given.
-      matmul_dtype: "int8" or "fp8": the product and those of its gradient are quantised, see `quantized_einsum`.
       name: scope of the variables `kernel` and `bias`, and name of x W + b.
-    Returns: [..., new_dims], dtype of x.
+    Returns: [..., new_dims] in the dtype of x, or that of `numerics`.
     Raises: ShapeError if a new dim is in x already or a reduced one is not.
     Example:
       >>> import meshlib as mtf
@@ -64,9 +59,7 @@ def dense(
     """
     if activation is not None and not callable(activation):
         raise ShapeError(f"{at('dense')}: activation must be a function such as mtf.relu, got {activation!r:.80}")
-    y = projection(
-        x, new_dims, reduced_dims, use_bias, variable_dtype, slice_dtype, kernel_initializer, matmul_dtype, name, name
-    )
+    y = projection(x, new_dims, reduced_dims, use_bias, kernel_initializer, numerics, name, name)
     return y if activation is None else activation(y)
 
 
@@ -75,15 +68,13 @@ def projection(
     new_dims: Dimension | Sequence[Dimension],
     reduced_dims: Sequence[Dimension] | None,
     use_bias: bool,
-    variable_dtype: object,
-    slice_dtype: object | None,
     kernel_initializer: initializers.Initializer | None,
-    matmul_dtype: str | None,
+    numerics: Numerics,
     name: str,
     result: str,
 ) -> Tensor:
     """x W + b as `dense` makes it; `result` is the name of the sum."""
-    tensor(x, "dense")
+    x = as_numerics(numerics, "dense").cast(tensor(x, "dense"))
     new = as_dims(new_dims, "dense new_dims")
     if reduced_dims is None:
         if not len(x.shape):
@@ -100,14 +91,10 @@ def projection(
     biased = flag(use_bias, "dense", "use_bias")
     with scope(name):
         init = initializers.scaled_normal(reduced) if kernel_initializer is None else kernel_initializer
-        kernel = variable("kernel", [*reduced, *new], init, variable_dtype, slice_dtype, x.dtype)
-        bias = variable("bias", new, initializers.zeros(), variable_dtype, slice_dtype, x.dtype) if biased else None
+        kernel = numerics.variable("kernel", [*reduced, *new], init, x.dtype)
+        bias = numerics.variable("bias", new, initializers.zeros(), x.dtype) if biased else None
     made = Shape([*(d for d in x.shape if d not in reduced), *new])
-    called = result if bias is None else f"{name}/product"
-    if matmul_dtype is None:
-        y = einsum([x, kernel], output_shape=made, name=called)
-    else:
-        y = quantized_einsum([x, kernel], made, matmul_dtype, called)
+    y = numerics.product(x, kernel, made, result if bias is None else f"{name}/product")
     return y if bias is None else add(y, bias, name=result)
 
 
@@ -119,9 +106,7 @@ def feed_forward(
     use_bias: bool = False,
     dropout: float = 0.0,
     dropout_broadcast_dims: Sequence[Dimension] | None = None,
-    matmul_dtype: str | None = None,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     name: str = "feed_forward",
 ) -> Tensor:
     """activation(x Wi) Wo; gated: (activation(x Wgate) * (x Wi)) Wo.
@@ -134,10 +119,9 @@ def feed_forward(
       use_bias: whether each product adds a bias.
       dropout: probability with which an element in between is dropped; 0 for evaluation.
       dropout_broadcast_dims: dims along which one draw serves all elements.
-      matmul_dtype: "int8" or "fp8" for quantised products, as of `dense`.
-      variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
+      numerics: dtypes of the variables and of what is computed, precision of the products.
       name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
-    Returns: the type of x.
+    Returns: the type of x, in the dtype of `numerics` if it has one.
     Raises: ShapeError if `hidden_channels` is in x.
     Example:
       >>> import meshlib as mtf
@@ -150,7 +134,8 @@ def feed_forward(
     Source: Vaswani et al., arXiv:1706.03762, section 3.3; gated: Shazeer, arXiv:2002.05202.
     """
     what = "feed_forward"
-    if not len(tensor(x, what).shape):
+    x = as_numerics(numerics, what).cast(tensor(x, what))
+    if not len(x.shape):
         raise ShapeError(f"{at(what)}: {x} has no dim to contract")
     act = (
         activation if callable(activation) else ACTIVATIONS[choice(activation, what, "activation", tuple(ACTIVATIONS))]
@@ -158,7 +143,7 @@ def feed_forward(
     hidden, channels = [as_dim(hidden_channels, what)], [x.shape[-1]]
 
     def product(x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], part: str) -> Tensor:
-        return projection(x, new, reduced, use_bias, variable_dtype, slice_dtype, None, matmul_dtype, part, part)
+        return projection(x, new, reduced, use_bias, None, numerics, part, part)
 
     with scope(name):
         if flag(gated, what, "gated"):
@@ -186,21 +171,8 @@ def dense_relu_dense(
     hidden_channels: Dimension,
     dropout: float = 0.0,
     dropout_broadcast_dims: Sequence[Dimension] | None = None,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     name: str = "dense_relu_dense",
 ) -> Tensor:
     """relu(x Wi) Wo, without biases: `feed_forward` as Mesh TensorFlow has it."""
-    return feed_forward(
-        x,
-        hidden_channels,
-        "relu",
-        False,
-        False,
-        dropout,
-        dropout_broadcast_dims,
-        None,
-        variable_dtype,
-        slice_dtype,
-        name,
-    )
+    return feed_forward(x, hidden_channels, "relu", False, False, dropout, dropout_broadcast_dims, numerics, name)

@@ -10,13 +10,13 @@ from meshlib import initializers
 from meshlib.checks import at, flag, whole
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.operation import as_dim, as_dims
 from meshlib.ops.elementwise import abs as absolute
 from meshlib.ops.elementwise import add_n, cast, greater, greater_equal, maximum, minimum, negative, subtract
 from meshlib.ops.index import gather
 from meshlib.ops.index import range as positions_of
 from meshlib.ops.shape import transpose
-from meshlib.ops.sources import variable
 
 
 def relative_position_bias(
@@ -26,9 +26,7 @@ def relative_position_bias(
     buckets: int = 32,
     max_distance: int = 128,
     causal: bool = False,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
-    activation_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     name: str = "relative_position_bias",
 ) -> Tensor:
     """What to add to the scores of a query and a key so far apart: one learned number per head and bucket of distances.
@@ -41,7 +39,7 @@ def relative_position_bias(
       heads: dim of the heads of queries; or two, of the groups of them and of the heads of keys.
       buckets, max_distance: see above; buckets is even, unless `causal`, and each half has at least 2 of them.
       causal: whether keys behind a query are hidden anyway.
-      variable_dtype, slice_dtype, activation_dtype: as of `mtf.variable`.
+      numerics: dtypes of the variable and of the result.
       name: of the variable [heads, buckets], zeros at first.
     Returns: [heads, length, memory_length]: `bias` of `multihead_attention`.
     Raises: ShapeError for buckets that are too few.
@@ -65,7 +63,7 @@ def relative_position_bias(
             f"{each // 2}, got {buckets} and {max_distance}"
         )
     kinds = Dimension("buckets", buckets)
-    table = variable(name, [*of_queries, kinds], initializers.zeros(), variable_dtype, slice_dtype, activation_dtype)
+    table = as_numerics(numerics, what).variable(name, [*of_queries, kinds], initializers.zeros())
     with scope(name):
         ahead = subtract(positions_of(keys), positions_of(rows), [rows, keys])
         distance = maximum(negative(ahead), 0) if one_way else absolute(ahead)

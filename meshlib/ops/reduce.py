@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -144,67 +144,46 @@ def _reduce(
     return build(kind, [x], {"shape": out}, name)
 
 
-def reduce_sum(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
+class Reduction(Protocol):
+    """A public reduction."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        disable_positional_args: None = None,
+        output_shape: Shape | Sequence[Dimension] | None = None,
+        reduced_dim: Dimension | Sequence[Dimension] | None = None,
+        name: str | None = None,
+    ) -> Tensor: ...
+
+
+def _public(kind: OpDef, doc: str) -> Reduction:
+    def function(
+        x: Tensor,
+        disable_positional_args: None = None,
+        output_shape: Shape | Sequence[Dimension] | None = None,
+        reduced_dim: Dimension | Sequence[Dimension] | None = None,
+        name: str | None = None,
+    ) -> Tensor:
+        _named_only(kind.name, disable_positional_args)
+        return _reduce(kind, x, output_shape, reduced_dim, name)
+
+    function.__name__ = function.__qualname__ = kind.name
+    function.__doc__ = doc
+    return function
+
+
+reduce_sum = _public(
+    _SUM,
     """Sum over `reduced_dim`, or over all dims that are not in `output_shape`; over all dims without either.
 
     `disable_positional_args` must stay None: as in Mesh TensorFlow it makes the two ways be named.
-    """
-    _named_only("reduce_sum", disable_positional_args)
-    return _reduce(_SUM, x, output_shape, reduced_dim, name)
-
-
-def reduce_max(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """Maximum over dims, chosen as in `reduce_sum`; ties share the gradient equally."""
-    _named_only("reduce_max", disable_positional_args)
-    return _reduce(_MAX, x, output_shape, reduced_dim, name)
-
-
-def reduce_min(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """Minimum over dims, chosen as in `reduce_sum`; ties share the gradient equally."""
-    _named_only("reduce_min", disable_positional_args)
-    return _reduce(_MIN, x, output_shape, reduced_dim, name)
-
-
-def reduce_all(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """Whether all elements hold, over dims chosen as in `reduce_sum`; bool."""
-    _named_only("reduce_all", disable_positional_args)
-    return _reduce(_ALL, x, output_shape, reduced_dim, name)
-
-
-def reduce_any(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """Whether some element holds, over dims chosen as in `reduce_sum`; bool."""
-    _named_only("reduce_any", disable_positional_args)
-    return _reduce(_ANY, x, output_shape, reduced_dim, name)
+    """,
+)
+reduce_max = _public(_MAX, "Maximum over dims, chosen as in `reduce_sum`; ties share the gradient equally.")
+reduce_min = _public(_MIN, "Minimum over dims, chosen as in `reduce_sum`; ties share the gradient equally.")
+reduce_all = _public(_ALL, "Whether all elements hold, over dims chosen as in `reduce_sum`; bool.")
+reduce_any = _public(_ANY, "Whether some element holds, over dims chosen as in `reduce_sum`; bool.")
 
 
 def reduce_mean(

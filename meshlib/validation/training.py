@@ -6,7 +6,7 @@ A run's programs are built, lowered and planned once; `Prepared.seconds` schedul
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hardware.chips import Chip
@@ -101,10 +101,13 @@ def config_of(run: Run) -> TransformerConfig:
         "tied": bool(m.get("tied_embedding", base.tied)),
         "attention": run.attention,
         # Published runs of encoders are TensorFlow's, whose softmax is in the policy's dtype (Keras mixed_bfloat16).
-        "softmax_dtype": "bfloat16" if run.encoder else base.softmax_dtype,
+        "numerics": replace(
+            base.numerics,
+            activation_dtype="float32" if run.precision == "float32" else "bfloat16",
+            precision=run.precision if run.eight_bit else "default",
+            softmax_dtype="bfloat16" if run.encoder else base.numerics.softmax_dtype,
+        ),
         "dropout": 0.0,
-        "matmul_dtype": run.precision if run.eight_bit else None,
-        "activation_dtype": "float32" if run.precision == "float32" else "bfloat16",
     }
     if m.get("local_window"):
         changes["windows"] = (*(m["local_window"],) * run.locals, None)

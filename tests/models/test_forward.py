@@ -100,7 +100,7 @@ def test_values_have_the_names_that_policies_keep(name, changes):
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_gradients_of_gradients_are_their_slopes(scan):
-    config = small("llama3.1-405b").replace(variable_dtype="float64", activation_dtype="float64")
+    config = small("llama3.1-405b").replace(numerics=mtf.Numerics("float64"))
     with mtf.Graph() as graph:
         model = transformer(config, BATCH, LENGTH, remat="matmuls", scan=scan)
         wanted = graph.trainable_variables

@@ -157,7 +157,7 @@ def test_an_unknown_optimizer_is_refused():
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_products_of_eight_bits_are_close_and_are_those_of_layers_alone(dtype):
     config = small("llama2-70b", 1)
-    eight = config.replace(matmul_dtype=dtype)
+    eight = config.replace(numerics=mtf.Numerics(precision=dtype))
     graph, sim, (loss,) = trained(eight, 1, held=(held := values(trained(config, 0)[0])), optimizer="sgd")
     _, exact, (wanted,) = trained(config, 1, held=held, optimizer="sgd")
     assert loss == pytest.approx(wanted, rel=0.05)
@@ -171,7 +171,7 @@ def test_products_of_eight_bits_are_close_and_are_those_of_layers_alone(dtype):
 
 
 def test_eight_bits_under_a_layout():
-    config = small("llama2-70b", 1).replace(matmul_dtype="int8")
+    config = small("llama2-70b", 1).replace(numerics=mtf.Numerics(precision="int8"))
     with mtf.Graph():
         model = transformer(config, batch=4, length=8)
         pairs = [("fsdp:2;tensor:2", layout("fsdp+tensor", config, "fsdp:2;tensor:2"))]
@@ -179,7 +179,7 @@ def test_eight_bits_under_a_layout():
 
 
 def test_collectives_are_of_values_that_listings_name():
-    config = small("llama2-70b").replace(activation_dtype="bfloat16")
+    config = small("llama2-70b").replace(numerics=mtf.Numerics(activation_dtype="bfloat16"))
     mesh = "fsdp:2;tensor:2"
     with mtf.Graph():
         outputs, updates = train_step(config, 4, LENGTH, optimizer="sgd")
