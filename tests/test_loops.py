@@ -9,6 +9,8 @@ import pytest
 
 import meshlib as mtf
 from meshlib.program.checker import check_program
+from meshlib.simulation.engine import Engine
+from meshlib.simulation.fast import FastExecutor
 
 B, W = mtf.Dimension("batch", 8), mtf.Dimension("d", 16)
 OUT = mtf.Dimension("d_out", 16)
@@ -154,3 +156,48 @@ def test_reverse_is_a_flag() -> None:
     time = mtf.Dimension("time", 2)
     with mtf.Graph(), pytest.raises(mtf.GraphError, match="reverse must be True or False, got str 'no'"):
         mtf.scan(lambda c, s: (c, ()), [mtf.constant(0.0)], [mtf.zeros([time])], time, reverse="no")
+
+
+def sums_kept_twice(x: mtf.Tensor) -> dict[str, mtf.Tensor]:
+    """Running sums, returned twice, and kept for the gradient: one value of the body is stacked three times."""
+
+    def body(c: tuple[mtf.Tensor, ...], s: tuple[mtf.Tensor, ...]) -> tuple[list[mtf.Tensor], list[mtf.Tensor]]:
+        y = mtf.tanh(c[0] + s[0])
+        return [y], [y, y]
+
+    (last,), (a, b) = mtf.scan(body, [mtf.zeros([W])], [x], B, remat="none")
+    (dx,) = mtf.gradients([mtf.reduce_sum(last * last) + mtf.reduce_sum(a) * 2.0], [x])
+    assert dx is not None
+    return {"a": a, "b": b, "dx": dx}
+
+
+@pytest.mark.parametrize("executor", ["exact", "fast"])
+@pytest.mark.parametrize(("mesh", "layout"), [("m:1", ""), ("m:4", "d:m")])
+def test_every_stack_of_a_value_is_filled(mesh: str, layout: str, executor: str) -> None:
+    data = np.random.default_rng(2).normal(size=(8, 16))
+    with mtf.Graph():
+        program = mtf.lower(sums_kept_twice(mtf.input("x", [B, W])), mesh=mesh, layout=layout)
+    sim = mtf.simulate(program, executor=executor)
+    for x in (data, -data):  # the second step must not find what the first left
+        made = sim.step(x=x)
+        y, total = np.zeros((8, 16)), np.zeros(16)
+        for t in range(8):
+            y[t] = total = np.tanh(total + x[t])
+        dx, above = np.zeros((8, 16)), 2 * y[7]
+        for t in reversed(range(8)):
+            dx[t] = above = (above + 2) * (1 - y[t] ** 2)
+        for name, wanted in {"a": y, "b": y, "dx": dx}.items():
+            np.testing.assert_allclose(made[name], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_step_reads_before_it_is_written_is_nan() -> None:
+    """The tests run on poisoned buffers: an executor that skips a write shows."""
+    with mtf.Graph():
+        x = mtf.input("x", [W])
+        program = mtf.lower({"y": mtf.exp(mtf.sin(x) * 2.0)})
+    executor = FastExecutor(program)
+    for missing in ("", "sin"):
+        executor.nodes[:] = [n for n in executor.nodes if n.instruction.opcode != missing]
+        outputs, _ = executor.run({}, {"x": np.ones(16, np.float32)}, Engine(0, 0, highest=False, in_order=False))
+        wanted = np.nan if missing else np.exp(2 * np.sin(1))
+        np.testing.assert_allclose(outputs["y"], np.full(16, wanted), rtol=1e-6)

@@ -21,6 +21,7 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
+from meshlib.arrays import new_array, unwritten
 from meshlib.dtypes import FLOAT32
 from meshlib.graph import TensorType
 from meshlib.operation import ON_MXU
@@ -81,7 +82,7 @@ class FastExecutor:
     def __post_init__(self) -> None:
         self.apart = unfolded_axes(self.program, self.fold)
         self._rounded: dict[Value, Value] = {}
-        self._stacks: dict[Instruction, list[tuple[Value, Array]]] = {}
+        self._stacks: dict[Instruction, dict[Value, Array]] = {}
         self._plan_nodes()
         self.buffers = Buffers(self.program, self.nodes, self._stored_shape)
 
@@ -171,26 +172,29 @@ class FastExecutor:
             for v, (array, axis) in whole.items():
                 given[v] = np.take(array, trip, axis=axis) if axis else array[trip, ...]
             # What is stacked is made where it belongs, if it has a buffer of its own.
-            into = {v: stack[trip, ...] for v, stack in stacks if v in inside.buffers.fixed}
+            into = {v: stack[trip, ...] for v, stack in stacks.items() if v in inside.buffers.fixed}
             made = inside._run_nodes(given, (), engine.in_trip(trip), into)
-            for v, stack in stacks:
+            for v, stack in stacks.items():
                 if made[v] is not into.get(v):
                     stack[trip] = made[v]
             # Copied, because the next trip writes into the same buffers.
             given.update({body.inputs[begin]: made[body.outputs[end]].copy() for begin, end in i.carries})
         arrays.update({y: given[body.inputs[begin]] for y, (begin, _) in zip(i.outputs, i.carries, strict=False)})
-        arrays.update({y: stack for y, (_, stack) in zip(i.outputs[len(i.carries) :], stacks, strict=True)})
+        stacked = zip(i.outputs[len(i.carries) :], i.stacks, strict=True)
+        arrays.update({y: stacks[body.outputs[name]] for y, name in stacked})
 
-    def _stacks_of(self, i: Instruction) -> list[tuple[Value, Array]]:
-        """Per stacked output the body's value and the array of all trips, which serves every step."""
+    def _stacks_of(self, i: Instruction) -> dict[Value, Array]:
+        """Per value of the body that is stacked the array of all trips, which serves every step.
+
+        Outputs that stack the same value are the same array.
+        """
         assert i.body is not None
         if i not in self._stacks:
             values = [i.body.outputs[name] for name in i.stacks]
-            outputs = i.outputs[len(i.carries) :]
-            self._stacks[i] = [
-                (v, np.empty(y.tensor.shape.sizes, y.tensor.dtype.storage))
-                for v, y in zip(values, outputs, strict=True)
-            ]
+            outputs = dict(zip(values, i.outputs[len(i.carries) :], strict=True))
+            self._stacks[i] = {v: np.empty(y.tensor.shape.sizes, y.tensor.dtype.storage) for v, y in outputs.items()}
+        for stack in self._stacks[i].values():
+            unwritten(stack)
         return self._stacks[i]
 
     def _run_node(self, node: Node, arrays: dict[Value, Array], engine: Engine) -> None:
@@ -241,7 +245,7 @@ class FastExecutor:
         mesh = self.program.mesh
         factors, _ = instruction_factors(i)
         split = {f.name: tuple(a for a, name in i.assignment if name == f.name and a in looped) for f in factors}
-        results = tuple(np.empty(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
+        results = tuple(new_array(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
         for point in product(*(range(mesh.axis_size(a)) for a in looped)):
             at = dict(zip(looped, point, strict=True))
             offsets, counts = {}, {}
