@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from meshlib.estimation.kernels import padded_block_bytes, padded_value_bytes
 from meshlib.graph import FORWARD
-from meshlib.operation import Kind
 from meshlib.program.memory import Liveness
 from meshlib.program.records import Program, Value, bytes_text
 
@@ -117,7 +116,7 @@ def _rules(program: Program, live: list[Value], kind: Callable[[Value], str]) ->
 def _free_dims(program: Program, live: list[Value]) -> list[str]:
     """Dims of what is live that no rule splits and no loop goes over."""
     taken = {rule.dim for rule in program.layout.rules}
-    taken |= {i.operation.attrs["dim"].name for i in program.instructions if i.body is not None}
+    taken |= {i.operation.loop.dim.name for i in program.instructions if i.operation.loop is not None}
     return sorted({d.name for v in live for d in v.local.shape} - taken)
 
 
@@ -143,13 +142,14 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[tuple[str, Chan
     regions = [i.region for i in program.instructions]
     stacked, carries, values = set(), set(), set()
     for i in program.instructions:
-        for n, y in enumerate(i.outputs):
-            if i.operation.kind.kind is Kind.LOOP and not i.is_reshard:
-                first = len(i.operation.attrs["results"])
-                after = first + len(i.operation.attrs["carried"])
-                carries |= {y} if first <= n < after else set()
-                stacked |= {y} if n >= after else set()
-            elif i.region == FORWARD and i.opcode not in ("input", "variable"):
+        loop = None if i.is_reshard else i.operation.loop
+        if loop is not None:
+            *_, befores, saved = loop.outputs(i.operation.outputs)
+            carries |= {y for y in i.outputs if y.tensor in befores}
+            stacked |= {y for y in i.outputs if y.tensor in saved}
+            continue
+        for y in i.outputs:
+            if i.region == FORWARD and i.opcode not in ("input", "variable"):
                 end = last.get(y, 0)
                 if end < len(regions) and regions[end] != FORWARD:
                     values.add(y)

@@ -134,8 +134,8 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
     """The operations and those of the loop bodies among them."""
     for op in operations:
         yield op
-        if "body" in op.attrs:
-            yield from all_operations(op.attrs["body"].operations)
+        if op.loop is not None:
+            yield from all_operations(op.loop.body.operations)
 
 
 def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:

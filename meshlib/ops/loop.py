@@ -7,7 +7,7 @@ are asked for, and computes the rest of each trip's body again to differentiate 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layouts import Dimension, Shape
@@ -23,6 +23,7 @@ from meshlib.graph import (
     current_scope,
     innermost,
 )
+from meshlib.loop_record import LoopRecord, Operands, Results
 from meshlib.names import relative_name
 from meshlib.operation import (
     NONLINEAR,
@@ -65,16 +66,17 @@ def _local(block: Block, *arrays: Array) -> Array:
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     total = [0, 0, 0]
-    for op in attrs["body"].operations:
+    loop: LoopRecord = attrs["loop"]
+    for op in loop.body.operations:
         w = op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs)
         total = [a + b for a, b in zip(total, (w.mxu_flops, w.vpu_ops, w.hbm_bytes), strict=True)]
-    return Work(*(attrs["dim"].size * n for n in total))
+    return Work(*(loop.dim.size * n for n in total))
 
 
-def _grad(op: Operation, *dys: Tensor | None, wanted: Container[Tensor] | None = None) -> Sequence[Tensor | None]:
+def _grad(op: Operation, *dys: Tensor | None) -> Sequence[Tensor | None]:
     from meshlib.ops.loop_gradient import loop_gradient
 
-    return loop_gradient(op, *dys, wanted=op.inputs if wanted is None else wanted)
+    return loop_gradient(op, *dys)
 
 
 LOOP = operation(
@@ -217,39 +219,36 @@ def make_loop(
                 ends[n] = add(carried[n], y)
     _check_ends(carries, ends, f"{at(what)} '{full}'")
     xs, sliced = [*xs, *inside.stacked], [*sliced, *inside.stacked.values()]
-    results = [inside.adopt(y) for y in (*ends, *ys)]
+    results = tuple(inside.adopt(y) for y in (*ends, *ys))
     live = needed(inside.known.get(y, y).operation for y in results)
-    given = [*carried, *sliced, *inside.captured.values()]
+    given = Operands(tuple(carried), tuple(sliced), tuple(inside.captured.values()))
     with inside, absolute_scope(full):
         kept = _kept(inside, live, dim, remat, f"{what} '{full}'")
         # For the gradient: the carries before each trip, and what the policy keeps.
         host = isinstance(remat, Remat) and remat.offload_carries
-        stacked = [*(to_host(t) if host else t for t in carried), *(where for _, where in kept)]
-    attrs = {
-        "dim": dim,
-        "reverse": reverse,
-        "body": inside,
-        "carried": tuple(t.operation.name for t in carried),
-        "sliced": tuple(t.operation.name for t in sliced),
-        "results": tuple(results),
-        "needs": tuple(n for n, t in enumerate(given) if n < len(carried) or t.operation in live),
-        "stacked": tuple(stacked),
-        "kept": tuple(y for y, _ in kept),
-        "on_host": tuple(n for n, t in enumerate(stacked, start=len(results)) if t.on_host),
-    }
-    types = [x.type for x in carries]
-    types += [_stacked(y.type, dim, what, full) for y in (*results[len(carries) :], *stacked)]
+        befores = tuple(to_host(t) if host else t for t in carried)
+    record = LoopRecord(
+        dim,
+        reverse,
+        inside,
+        given,
+        Results(results[: len(carries)], results[len(carries) :], befores, tuple(where for _, where in kept)),
+        tuple(y for y, _ in kept),
+        tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
+    )
+    types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
     # as in "layers/scan:feed_forward/wi"
     named = [t.name.removeprefix(f"{full}/") for t in (*carried, *(y for y, _ in kept))]
     op = outer.add(
         LOOP,
         [outer.adopt(x) for x in (*carries, *xs, *inside.captured)],
         types,
-        attrs,
+        {"loop": record},
         exact_name=full,
         last_outputs=named,
     )
-    return op.outputs[: len(carries)], op.outputs[len(carries) : len(results)]
+    made = record.outputs(op.outputs)
+    return tuple(made.finals), tuple(made.stacks)
 
 
 def _returned(made: object, what: str, full: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -304,7 +303,7 @@ def _stacked(t: TensorType, dim: Dimension, what: str, full: str) -> TensorType:
 
 
 def _placeholder(graph: Graph, name: str, t: TensorType, on_host: bool = False) -> Tensor:
-    attrs = {"shape": t.shape, "dtype": t.dtype, "on_host": (0,) if on_host else ()}
+    attrs = {"shape": t.shape, "dtype": t.dtype, "on_host": on_host}
     op = build_source(graph, INPUT, attrs, exact_name=name)
     graph.inputs[name] = op
     return op.output

@@ -7,9 +7,10 @@ from typing import Any
 
 from meshlib.checks import at, items
 from meshlib.errors import GraphError
-from meshlib.graph import Rewrite, Tensor, innermost
+from meshlib.graph import Operation, Rewrite, Tensor, innermost
 from meshlib.operation import tensor
 from meshlib.ops.remat import Policy, checked_policy, kept_values
+from meshlib.ops.state import identity
 
 Function = Callable[..., Any]
 
@@ -53,12 +54,27 @@ def _with_gradient(
         raise GraphError(f"{at(what)}: explicit_inputs must be a non-empty list of tensors, got []")
     graph = innermost(inputs, what)
     inputs = [graph.adopt(x) for x in inputs]
-    start = len(graph.operations)
+    count = len(graph.operations)
     made = function(*inputs)
     results = [made] if isinstance(made, Tensor) else items(made, what, "what the function returns")
     for y in results:
-        if tensor(y, what).graph is not graph:
+        if tensor(y, what).graph not in graph.around:
             raise GraphError(f"{at(what)}: the function must return tensors of the graph of its inputs, got {y}")
-    kept = tuple(kept_values(graph.operations[start:], remat, what))
-    graph.rewrites.append(Rewrite(start, len(graph.operations), tuple(inputs), gradient, kept))
-    return made
+    kept = tuple(kept_values(graph.operations[count:], remat, what))
+    own = [] if gradient is None else _own(results, graph.operations[count:])
+    run = tuple(graph.operations[count:])
+    if run:
+        graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(own), gradient, kept))
+    if gradient is None:
+        return made
+    return own[0] if isinstance(made, Tensor) else tuple(own) if isinstance(made, tuple) else own
+
+
+def _own(results: Sequence[Tensor], run: Sequence[Operation]) -> list[Tensor]:
+    """The results, each a tensor for itself that the function makes: its inputs, say, get another name."""
+    reads = ("variable", "input")
+    made = {y for op in run if op.kind.name not in reads for y in op.outputs}
+    own: list[Tensor] = []
+    for y in results:
+        own.append(y if y in made and y not in own else identity(y))
+    return own

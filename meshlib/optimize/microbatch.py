@@ -200,11 +200,10 @@ class _Step:
 
     def _lay_like_slots(self, loop: Operation, total: Tensor, variable: Operation) -> None:
         """A gradient that is summed up lies where the variable's slots do, in the loop and after it."""
-        body: Graph = loop.attrs["body"]
+        assert loop.loop is not None
         number = loop.outputs.index(total)
-        carry = body.inputs[loop.attrs["carried"][number]].output
-        for graph, t in ((body, carry), (body, loop.attrs["results"][number]), (loop.graph, total)):
-            graph.gradient_of[t] = variable
+        for t in (loop.loop.given.inits[number], loop.loop.made.finals[number], total):
+            t.graph.gradient_of[t] = variable
 
 
 def _checked_outputs(made: object, body: Graph) -> Tensors:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from layouts import LayoutRules, Mesh, Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.loop_record import LoopRecord
 from meshlib.operation import Work
 from meshlib.program.exchange import Exchange
 
@@ -93,13 +94,18 @@ class Instruction:
     @property
     def trip_order(self) -> range:
         """The indices of the loop's dim in the order of the trips."""
-        return range(self.trips)[:: -1 if self.operation.attrs["reverse"] else 1]
+        return self._loop.trip_order
 
     def slice_axis(self, name: str) -> int:
         """Where the loop's dim stands in the operand that the body input `name` takes slices of."""
         assert self.body is not None
         operand = self.inputs[list(self.body.inputs).index(name)]
-        return operand.tensor.shape.index(self.operation.attrs["dim"].name)
+        return operand.tensor.shape.index(self._loop.dim.name)
+
+    @property
+    def _loop(self) -> LoopRecord:
+        assert self.operation.loop is not None
+        return self.operation.loop
 
     @property
     def is_collective(self) -> bool:
