@@ -207,6 +207,8 @@ class Graph:
     # of a loop's body: the graph around it, and what the body takes from there, each with its stand-in inside
     parent: Graph | None = None
     captured: dict[Tensor, Tensor] = field(default_factory=dict)
+    # of a loop's body: what each stand-in of a tensor from outside, or of its slices, stands for
+    outside: dict[Tensor, Tensor] = field(default_factory=dict)
     # results of operations that were written again, of which the value is there already: what to take in their place.
     # Gradients pass through the copies; the lowering drops those that nobody needs any more.
     known: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -263,6 +265,7 @@ class Graph:
             full = name or self.unique_name(f"outer/{x.name}")
             op = self.inputs[full] = self.add(INPUT, (), (x.type,), attrs, exact_name=full)
             self.captured[outer] = op.output
+            self.outside[op.output] = outer
         return self.captured[outer]
 
     def unique_name(self, base: str) -> str:

@@ -26,6 +26,7 @@ from meshlib.ops.sources import CONSTANT, INPUT, VARIABLE
 from meshlib.ops.state import ASSIGN
 from meshlib.program.records import Instruction, Program, Value
 from meshlib.program.split import beside
+from meshlib.replay import needed
 
 
 @dataclass(eq=False)
@@ -219,8 +220,6 @@ class Partitioner:
                 home = self.homes.of(x)
                 homes.bind(y, home)
             wanted.append(home)
-            if self.homes.is_weight(x):
-                homes.weights.add(y)
         for n, sharding in sums.items():
             homes.bind(loop.made.finals[n], sharding)
         return homes, wanted
@@ -233,7 +232,8 @@ class Partitioner:
         So a gradient that every trip adds to is reduced once, after the loop. Found by lowering the body once as if
         there were none. Returned with who leaves each sum pending.
         """
-        results, operations = loop.results, loop.body.operations
+        results = loop.results
+        operations = needed(loop.body.known.get(y, y).operation for y in results)
         befores = loop.outputs(op.outputs).befores
         found: dict[int, Tensor] = {}
         for n, (carry, end) in enumerate(zip(loop.given.inits, loop.made.finals, strict=True)):

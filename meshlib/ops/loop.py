@@ -40,6 +40,7 @@ from meshlib.operation import (
 from meshlib.ops.elementwise import add
 from meshlib.ops.host import to_host
 from meshlib.ops.remat import Policy, Remat, checked_policy, kept_values
+from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import INPUT, VARIABLE, _constant
 from meshlib.replay import needed
 
@@ -107,7 +108,8 @@ def scan(
       body: takes a tuple of carries and a tuple of slices (each of `xs` at this index, without `dim`); returns new
         carries of the same types, and a tuple of tensors to stack. It may use tensors from outside; random numbers in
         it differ from trip to trip.
-      carries: the values before the first trip.
+      carries: the values before the first trip. Where one has `dim` itself, what a second derivative takes of it names
+        that `carried_<dim>`.
       xs: tensors that have `dim`: weights of stacked layers, steps of a sequence. `dim` is made whole on every device.
       dim: what to go over.
       reverse: from the last index to the first.
@@ -208,6 +210,7 @@ def make_loop(
             _placeholder(inside, label, TensorType(_without(x.shape, dim), x.dtype), x.on_host)
             for label, x in zip(_slice_names(full, xs), xs, strict=True)
         ]
+        inside.outside.update(zip(sliced, xs, strict=True))
         made = body(tuple(carried), tuple(sliced))
     ends, ys = _returned(made, what, full)
     if flag(has_accumulators, "while_loop", "has_accumulators"):
@@ -226,7 +229,8 @@ def make_loop(
         kept = _kept(inside, live, dim, remat, f"{what} '{full}'")
         # For the gradient: the carries before each trip, and what the policy keeps.
         host = isinstance(remat, Remat) and remat.offload_carries
-        befores = tuple(to_host(t) if host else t for t in carried)
+        before = [_stackable(t, dim) for t in carried]
+        befores = tuple(to_host(t) if host else t for t in before)
     record = LoopRecord(
         dim,
         reverse,
@@ -284,6 +288,16 @@ def _kept(body: Graph, live: set[Operation], dim: Dimension, remat: Policy, what
     """What the policy keeps of each trip, with where; by names or not at all what has the loop's dim already."""
     kept = kept_values([op for op in body.operations if op in live], remat, what)
     return kept if isinstance(remat, Remat) else [(y, x) for y, x in kept if dim.name not in y.shape]
+
+
+def _stackable(carry: Tensor, dim: Dimension) -> Tensor:
+    """`carry`, of which a dim that has the loop's name has another: the values before each trip are stacked."""
+    if dim.name not in carry.shape:
+        return carry
+    name = f"carried_{dim.name}"
+    while name in carry.shape:
+        name += "_"
+    return rename_dimension(carry, dim.name, name)
 
 
 def _tensors(part: object, what: str) -> list[Tensor]:

@@ -17,6 +17,7 @@ from meshlib.loop_record import LoopRecord
 from meshlib.ops.host import from_host
 from meshlib.ops.loop import make_loop
 from meshlib.ops.remat import is_cheap
+from meshlib.ops.shape import rename_dimension, transpose
 from meshlib.ops.sources import constant_full
 from meshlib.replay import needed, replay
 
@@ -67,7 +68,7 @@ class _Backwards:
         befores, xs, saved, dys, joining = (
             list(islice(rest, len(part))) for part in (self.befores, self.xs, self.saved, self.stacked, self.joining)
         )
-        befores = [from_host(t) if t.on_host else t for t in befores]
+        befores = [_as_carried(from_host(t) if t.on_host else t, x) for t, x in zip(befores, self.inits, strict=True)]
         results = self._again(graph, befores, xs, saved)
         ends, stacks = self.loop.made.finals, self.loop.made.stacks
         ys = [results[y] for y in (*(y for y in ends if y.dtype.is_float), *(stacks[n] for n, _ in self.stacked))]
@@ -78,7 +79,7 @@ class _Backwards:
         found = gradients(ys, [*before, *(t for _, t in sliced), *taken], seeds)
         filled = [constant_full(0, t) if g is None else g for g, t in zip(found, before, strict=False)]
         for n, dy in zip(self.joining, joining, strict=True):
-            filled[n] = filled[n] + dy
+            filled[n] = filled[n] + _as_carried(dy, filled[n])
         stop = len(before) + len(sliced)
         dxs = {n: g for (n, _), g in zip(sliced, found[len(before) : stop], strict=True) if g is not None}
         self.with_gradient = list(dxs)
@@ -112,7 +113,12 @@ def _drop_cheap(graph: Graph, results: Sequence[Tensor]) -> None:
             del graph.known[y]
 
 
-def _like(dx: Tensor, x: Tensor) -> Tensor:
-    from meshlib.ops.shape import transpose
+def _as_carried(before: Tensor, carry: Tensor) -> Tensor:
+    """What was stacked of a carry, or its cotangent, with the names of the carry's dims: one may be the loop's."""
+    for stacked, own in zip(before.shape.names, carry.shape.names, strict=True):
+        before = rename_dimension(before, stacked, own)
+    return before
 
+
+def _like(dx: Tensor, x: Tensor) -> Tensor:
     return transpose(dx, x.shape)

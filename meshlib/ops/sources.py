@@ -269,6 +269,7 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     op = build_source(graph, INPUT, {"shape": shape, "dtype": value.dtype}, exact_name=name)
     graph.inputs[name] = op
     graph.stacked[outer] = op.output
+    graph.outside[op.output] = outer
     return op.output
 
 

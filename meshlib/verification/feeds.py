@@ -95,7 +95,7 @@ class Borrowed:
     def __enter__(self) -> None:
         g = self.graph
         self.lists = [(held, len(held)) for held in (g.operations, g.rewrites)]
-        tables = (g.gradient_of, g.inputs, g.variables, g.captured, g._counts)
+        tables = (g.gradient_of, g.inputs, g.variables, g.captured, g.outside, g._counts)
         self.tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(held, dict(held)) for held in tables]
 
     def __exit__(self, *exc: object) -> None:
