@@ -35,9 +35,18 @@ def custom_gradient(function: Function, gradient: Function, explicit_inputs: Seq
 
     Args:
       function: takes the inputs, returns a tensor, or a list or tuple of them.
-      gradient: takes a list of the inputs, a list of the results that are used and a list of their cotangents; returns
-        a cotangent, or None, per input.
+      gradient: takes a list of the inputs, a list of the results that are used, in the order in which they are
+        returned, and a list of their cotangents; returns a cotangent, or None, per input. It applies whatever the
+        function does: to a result that is an input itself, or does not depend on any.
       explicit_inputs: where gradients go; what the function takes from outside gets none.
+    Example: gradient reversal.
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
+      ...     y = mtf.custom_gradient(lambda v: v, lambda inputs, outputs, dys: [mtf.negative(dys[0])], [x])
+      ...     (dx,) = mtf.gradients(mtf.reduce_sum(mtf.square(y)), [x])
+      >>> mtf.simulate(mtf.lower({"dx": dx})).step(x=[1.0, 2.0])["dx"].tolist()
+      [-2.0, -4.0]
     """
     if not callable(gradient):
         raise GraphError(f"{at('custom_gradient')}: gradient must be a function, got {gradient!r:.80}")
