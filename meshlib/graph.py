@@ -20,6 +20,7 @@ from meshlib.dtypes import DType
 from meshlib.errors import GraphError, nearest
 
 if TYPE_CHECKING:
+    from meshlib.loop_record import LoopRecord
     from meshlib.operation import OpDef
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
@@ -68,8 +69,11 @@ class Tensor:
     @property
     def on_host(self) -> bool:
         """Whether the value lies in host memory: what `mtf.Remat(offload=...)` keeps for a gradient."""
-        held = self.operation.attrs.get("on_host", ())
-        return bool(held) and self.operation.outputs.index(self) in held
+        loop = self.operation.loop
+        if loop is None:
+            return bool(self.operation.attrs.get("on_host"))
+        number = self.operation.outputs.index(self) - loop.carries
+        return number >= 0 and loop.stacked[number].on_host
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}{self.shape}"
@@ -148,9 +152,14 @@ class Operation:
         return self.outputs[0]
 
     @property
+    def loop(self) -> LoopRecord | None:
+        """What is repeated, if this is a loop."""
+        return self.attrs.get("loop")
+
+    @property
     def public_outputs(self) -> tuple[Tensor, ...]:
         """The outputs that the user knows of: not what a loop stacks up for its gradient."""
-        return self.outputs[: len(self.attrs["results"])] if "body" in self.attrs else self.outputs
+        return self.outputs if self.loop is None else self.outputs[: len(self.loop.results)]
 
     @property
     def needs(self) -> Sequence[int]:
@@ -158,8 +167,7 @@ class Operation:
 
         The others matter to gradients: they led to what the body is given.
         """
-        needs: Sequence[int] = self.attrs.get("needs", range(len(self.inputs)))
-        return needs
+        return range(len(self.inputs)) if self.loop is None else self.loop.needs
 
     def __str__(self) -> str:
         return f"{self.kind.name} '{self.name}' ({self.source})"
@@ -169,14 +177,14 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class Rewrite:
-    """Operations [start, stop) of a graph, whose gradient is `gradient(inputs, results, cotangents)`.
+    """Operations of a graph, in its order, whose gradient is `gradient(inputs, results, cotangents)`.
 
     With None they are computed again for it, except for the values `kept`, each with where it is kept.
     """
 
-    start: int
-    stop: int
+    operations: tuple[Operation, ...]
     inputs: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
     gradient: Callable[..., Any] | None
     kept: tuple[tuple[Tensor, Tensor], ...] = ()
 
@@ -199,6 +207,8 @@ class Graph:
     # of a loop's body: the graph around it, and what the body takes from there, each with its stand-in inside
     parent: Graph | None = None
     captured: dict[Tensor, Tensor] = field(default_factory=dict)
+    # of a loop's body: what each stand-in of a tensor from outside, or of its slices, stands for
+    outside: dict[Tensor, Tensor] = field(default_factory=dict)
     # results of operations that were written again, of which the value is there already: what to take in their place.
     # Gradients pass through the copies; the lowering drops those that nobody needs any more.
     known: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -233,9 +243,9 @@ class Graph:
         return self if self.parent is None else self.parent.root
 
     @property
-    def depth(self) -> int:
-        """0 for a program, 1 for the body of a loop in it, ..."""
-        return 0 if self.parent is None else 1 + self.parent.depth
+    def around(self) -> tuple[Graph, ...]:
+        """This graph, and those of the loops around it."""
+        return (self,) if self.parent is None else (self, *self.parent.around)
 
     @property
     def stacking(self) -> tuple[Dimension, ...]:
@@ -251,10 +261,11 @@ class Graph:
         if outer not in self.captured:
             from meshlib.ops.sources import INPUT
 
-            attrs = {"shape": x.shape, "dtype": x.dtype, "on_host": (0,) if x.on_host else ()}
+            attrs = {"shape": x.shape, "dtype": x.dtype, "on_host": x.on_host}
             full = name or self.unique_name(f"outer/{x.name}")
             op = self.inputs[full] = self.add(INPUT, (), (x.type,), attrs, exact_name=full)
             self.captured[outer] = op.output
+            self.outside[op.output] = outer
         return self.captured[outer]
 
     def unique_name(self, base: str) -> str:
@@ -304,20 +315,20 @@ def current_graph(what: str) -> Graph:
 
 
 def innermost(xs: Sequence[Tensor], what: str) -> Graph:
-    """The graph of an operation on `xs`: the deepest loop body among theirs, which must lie in one another."""
-    deepest = max((x.graph for x in xs), key=lambda g: g.depth)
-    around, graph = {deepest}, deepest.parent
-    while graph is not None:
-        around.add(graph)
-        graph = graph.parent
+    """The graph of an operation on `xs`: the deepest loop body among theirs, which must lie in one another.
+
+    In the function that writes a body it is that body, even if all of them come from outside.
+    """
+    deepest = max((x.graph for x in xs), key=lambda g: len(g.around))
     for x in xs:
-        if x.graph not in around:
+        if x.graph not in deepest.around:
             kept = next(y for y in xs if y.graph is deepest)
             raise GraphError(
                 f"{what} ({source_line()}): operand {x} ({x.operation.source}) belongs to another graph than "
                 f"{kept} ({kept.operation.source}); build both in one `with mtf.Graph()`"
             )
-    return deepest
+    writing = _graphs.get()[-1] if _graphs.get() else deepest
+    return writing if deepest in writing.around else deepest
 
 
 def current_scope() -> tuple[str, ...]:

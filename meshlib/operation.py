@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.arrays import new_array
 from meshlib.dtypes import DType
 from meshlib.errors import LayoutError, ShapeError
 from meshlib.graph import Graph, Operation, Tensor, TensorType, checked_op_name, innermost, source_line
@@ -151,7 +152,7 @@ class Block:
         """The array to write the result into: C-contiguous, of the local output shape."""
         if self.buffer is not None:
             return self.buffer
-        return np.empty(self.out.shape.sizes, self.out.dtype.storage)
+        return new_array(self.out.shape.sizes, self.out.dtype.storage)
 
 
 ShapeRule = Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType | tuple[TensorType, ...]]

@@ -736,7 +736,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"does not depend on 'w' \(test_optimize.py:\d+\); declare .* trainable=False",
     ),
     "reduction": (lambda: split(reduction="max"), r"reduction must be 'mean' or 'sum', got 'max'"),
-    "in a loop": (in_a_loop, r"feature 'x', .*, is inside a loop; call it outside"),
+    "in a loop": (in_a_loop, r"feature 'x', .*, is used inside a loop; call it outside"),
     "microbatch taken": (
         lambda: split({"x": mtf.input("z", [BATCH, D("microbatch", 2)])}),
         r"feature 'x', z: .* has a dim 'microbatch'; rename it",

@@ -109,7 +109,7 @@ def _rules(program: Program, live: list[Value], kinds: Mapping[Value, str]) -> I
 def _free_dims(program: Program, live: list[Value]) -> list[str]:
     """Dims of what is live that no rule splits and no loop goes over."""
     taken = {rule.dim for rule in program.layout.rules}
-    taken |= {i.operation.attrs["dim"].name for i in program.instructions if isinstance(i, Loop)}
+    taken |= {i.record.dim.name for i in program.instructions if isinstance(i, Loop)}
     return sorted({d.name for v in live for d in v.local.shape} - taken)
 
 
@@ -135,13 +135,13 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[tuple[str, Chan
     regions = [i.region for i in program.instructions]
     stacked, carries, values = set(), set(), set()
     for i in program.instructions:
-        for n, y in enumerate(i.outputs):
-            if isinstance(i, Loop):
-                first = len(i.operation.attrs["results"])
-                after = first + len(i.operation.attrs["carried"])
-                carries |= {y} if first <= n < after else set()
-                stacked |= {y} if n >= after else set()
-            elif i.region == FORWARD and not isinstance(i, Resident):
+        if isinstance(i, Loop):
+            *_, befores, saved = i.record.outputs(i.operation.outputs)
+            carries |= {y for y in i.outputs if y.tensor in befores}
+            stacked |= {y for y in i.outputs if y.tensor in saved}
+            continue
+        for y in i.outputs:
+            if i.region == FORWARD and not isinstance(i, Resident):
                 end = program.last_use.get(y, 0)
                 if end < len(regions) and regions[end] != FORWARD:
                     values.add(y)

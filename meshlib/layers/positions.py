@@ -9,7 +9,7 @@ from meshlib import initializers
 from meshlib.checks import at, number
 from meshlib.dtypes import as_dtype
 from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, find_dim
+from meshlib.graph import Tensor, find_dim, innermost
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.operation import as_dim, tensor
@@ -68,7 +68,7 @@ def rotary(
     rows, d = find_dim(tensor(x, what), length, what), find_dim(x, dim, what)
     base = _checked_base(base, d, what)
     wide = widened(x)
-    with x.graph:
+    with innermost([x], what):
         at_rows = positions_of(rows) if positions is None else tensor(positions, what)
         angles = _angles(at_rows, d, base, wide.dtype)
     straight, turned = wide * cos(angles), rotate_half(wide, d) * sin(angles)

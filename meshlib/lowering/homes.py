@@ -23,11 +23,11 @@ class Homes:
     graph: Graph
     mesh: Mesh
     rules: LayoutRules
-    weights: set[Tensor] = field(default_factory=set)  # what a loop's body takes of variables
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
 
     def scope_of(self, t: Tensor) -> str:
         """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
+        t = _outermost(t)
         op = t.operation
         if op.kind.name == "variable":
             return "slots" if op.attrs["slot_of"] else "variables"
@@ -37,10 +37,10 @@ class Homes:
 
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
-        op = t.operation
+        op = _outermost(t).operation
         if op.kind.name in _FOLLOWS_OPERAND:
             return self.is_weight(op.inputs[0])
-        return t in self.weights or (op.kind.name == "variable" and not op.attrs["slot_of"])
+        return op.kind.name == "variable" and not op.attrs["slot_of"]
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
@@ -64,6 +64,13 @@ class Homes:
             return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
         except LayoutError as fault:
             raise LayoutError(f"{op}: {t}\n{fault}") from None
+
+
+def _outermost(t: Tensor) -> Tensor:
+    """`t`, or what it stands for in a loop's body: a tensor from outside, or its slices."""
+    while t in t.graph.outside:
+        t = t.graph.outside[t]
+    return t
 
 
 def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> Report:
@@ -134,14 +141,16 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
     """The operations and those of the loop bodies among them."""
     for op in operations:
         yield op
-        if "body" in op.attrs:
-            yield from all_operations(op.attrs["body"].operations)
+        if op.loop is not None:
+            yield from all_operations(op.loop.body.operations)
 
 
 def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:
     for op in operations:
         if op.kind.name in _FOLLOWS_OPERAND or op.kind.name in ("constrain", "assign"):
             continue
+        if op.kind.name == "input" and op.graph.parent is not None:
+            continue  # stands for what is judged outside
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:
                 yield _label(op, y), y.shape, homes.scope_of(y)

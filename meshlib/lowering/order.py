@@ -139,7 +139,7 @@ def order_and_fuse(program: Program) -> Program:
 
 
 def issue_early(program: Program) -> Program:
-    """Collectives before the last product that they do not depend on, with what only prepares them (casts of weights)."""
+    """Collectives before the last product that they do not depend on, with what only prepares them: casts."""
     order: list[Group] = []
     depth: dict[Value, int] = {}  # how many products came before a value, or made it
     waiting: list[Group] = []  # what has come since the last product, that product first

@@ -48,7 +48,7 @@ TO_HOST, FROM_HOST = _define("to_host"), _define("from_host")
 def to_host(x: Tensor) -> Tensor:
     """`x` in the memory of the host."""
     with absolute_scope(x.operation.name):
-        return build(TO_HOST, [x], {"on_host": (0,)})
+        return build(TO_HOST, [x], {"on_host": True})
 
 
 def from_host(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from meshlib.graph import (
     TensorType,
     absolute_scope,
     current_graph,
+    innermost,
     scoped_name,
     source_line,
 )
@@ -84,19 +85,24 @@ def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str 
     return build_source(graph, CONSTANT, {"value": value, "shape": shape, "dtype": dtype}, name).output
 
 
+def _beside(x: Tensor) -> Graph:
+    """The graph in which `x` is used here: a source does not come into a loop from outside where it need not."""
+    return innermost([x], "constant")
+
+
 def scalar(value: object, like: Tensor) -> Tensor:
     """A number as a tensor without dims, of the graph and dtype of its neighbour."""
-    return _constant(like.graph, fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
+    return _constant(_beside(like), fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
 
 
 def constant_full(value: float, like: Tensor) -> Tensor:
     """A tensor of the neighbour's graph and type that holds the same number everywhere."""
-    return _constant(like.graph, value, like.shape, like.dtype, None)
+    return _constant(_beside(like), value, like.shape, like.dtype, None)
 
 
 def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
     """A number as a tensor without dims, of the neighbour's graph and a given dtype."""
-    return _constant(like.graph, value, Shape([]), as_dtype(dtype), None)
+    return _constant(_beside(like), value, Shape([]), as_dtype(dtype), None)
 
 
 def constant(
@@ -124,13 +130,13 @@ def ones(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float3
 def zeros_like(t: Tensor, name: str | None = None) -> Tensor:
     """Zeros of the shape and dtype of `t`."""
     held = fitting(0, tensor(t, "zeros_like").dtype, "zeros_like")
-    return _constant(t.graph, held, t.shape, t.dtype, "zeros" if name is None else name)
+    return _constant(_beside(t), held, t.shape, t.dtype, "zeros" if name is None else name)
 
 
 def ones_like(t: Tensor, name: str | None = None) -> Tensor:
     """Ones of the shape and dtype of `t`."""
     held = fitting(1, tensor(t, "ones_like").dtype, "ones_like")
-    return _constant(t.graph, held, t.shape, t.dtype, "ones" if name is None else name)
+    return _constant(_beside(t), held, t.shape, t.dtype, "ones" if name is None else name)
 
 
 # ---------------------------------------------------------------- inputs and variables
@@ -244,7 +250,8 @@ def make_variable(
     if activation_dtype is not None:
         from meshlib.ops.elementwise import cast
 
-        return cast(value, activation_dtype, f"{name}/cast")
+        with value.graph:  # beside the variable, not in each trip of a loop
+            return cast(value, activation_dtype, f"{name}/cast")
     return value
 
 
@@ -262,6 +269,7 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     op = build_source(graph, INPUT, {"shape": shape, "dtype": value.dtype}, exact_name=name)
     graph.inputs[name] = op
     graph.stacked[outer] = op.output
+    graph.outside[op.output] = outer
     return op.output
 
 
@@ -374,5 +382,5 @@ def dropout(
     if strange:
         raise ShapeError(f"{at('dropout')}: noise_shape dims {', '.join(strange)} are not in {x}")
     attrs = {"shape": noise, "dtype": as_dtype("float32"), "law": ("uniform", 0.0, 1.0)}
-    drawn = build_source(x.graph, RANDOM, attrs, "dropout" if name is None else name).output
+    drawn = build_source(_beside(x), RANDOM, attrs, "dropout" if name is None else name).output
     return x * (cast(less(drawn, keep), x.dtype) * (1 / keep))

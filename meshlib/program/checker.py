@@ -156,7 +156,9 @@ def _check_commit(instruction: Commit, program: Program) -> None:
 def _check_loop(instruction: Loop, sound: set[object]) -> None:
     body = instruction.body
     check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
-    dim = instruction.operation.attrs["dim"]
+    loop = instruction.operation.loop
+    assert loop is not None
+    dim = loop.dim
     if instruction.trips != dim.size:
         raise ProgramError(f"makes {instruction.trips} trips over {dim}")
     for x, (name, y) in zip(instruction.inputs, body.inputs.items(), strict=True):

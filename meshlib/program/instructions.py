@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from layouts import Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.loop_record import LoopRecord
 from meshlib.program.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -166,14 +167,20 @@ class Loop(Instruction):
     stacks: tuple[str, ...]
 
     @property
+    def record(self) -> LoopRecord:
+        """What the loop is to the graph."""
+        assert self.operation.loop is not None
+        return self.operation.loop
+
+    @property
     def trip_order(self) -> range:
         """The indices of the loop's dim in the order of the trips."""
-        return range(self.trips)[:: -1 if self.operation.attrs["reverse"] else 1]
+        return range(self.trips)[:: -1 if self.record.reverse else 1]
 
     def slice_axis(self, name: str) -> int:
         """Where the loop's dim stands in the operand that the body input `name` takes slices of."""
         operand = self.inputs[list(self.body.inputs).index(name)]
-        return operand.tensor.shape.index(self.operation.attrs["dim"].name)
+        return operand.tensor.shape.index(self.record.dim.name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from meshlib.arrays import new_array, unwritten
 from meshlib.operation import Kind
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
@@ -49,7 +50,7 @@ class Buffers:
         self.double = self._doubled(program)
         self.fixed = {v: self._view(self.memory[b], v) for v, b in self.places.items() if v not in self.double}
         # Two arrays each, so that a new value never lands on the state it was made from.
-        self.turns = {v: [np.empty(self.shape(v), v.tensor.dtype.storage) for _ in range(2)] for v in self.double}
+        self.turns = {v: [new_array(self.shape(v), v.tensor.dtype.storage) for _ in range(2)] for v in self.double}
 
     def _owners(self, i: Instruction) -> Iterator[tuple[Value, Value]]:
         """Per result the value whose memory it shows. Loops, and operations with several results, make their own."""
@@ -63,10 +64,12 @@ class Buffers:
     def begin(self, taken: Iterable[Array]) -> dict[Value, Array]:
         """The arrays to write into during the next step: none that the state has `taken`."""
         state = {id(_memory_of(a)) for a in taken}
+        for memory in self.memory:
+            unwritten(memory)
         arrays = dict(self.fixed)
         for v, pair in self.turns.items():
             free = [a for a in pair if id(a) not in state]
-            arrays[v] = free[0] if free else np.empty_like(pair[0])
+            arrays[v] = unwritten(free[0] if free else np.empty_like(pair[0]))
         return arrays
 
     @property

@@ -21,6 +21,7 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
+from meshlib.arrays import new_array, unwritten
 from meshlib.dtypes import FLOAT32
 from meshlib.graph import TensorType
 from meshlib.operation import ON_MXU
@@ -151,6 +152,12 @@ class FastExecutor(Interpreter[Array, Engine]):
             return [round_to_bfloat16(inputs[0], out=self._targets.get(i.outputs[0]))]
         return super().results(program, i, inputs, values, context)
 
+    def loop(self, i: Loop, inputs: Sequence[Array], context: Engine) -> list[Array]:
+        """As everywhere, into arrays that serve every step."""
+        for stack in self._stacks_of(i):
+            unwritten(stack)
+        return super().loop(i, inputs, context)
+
     def trip(self, i: Loop, trip: int, given: Mapping[Value, Array], context: Engine) -> Mapping[Value, Array]:
         """One run of a loop's body, which writes what is stacked where it belongs, if it has a buffer of its own."""
         inside = self.bodies[i]
@@ -177,7 +184,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         """The arrays of all trips, which serve every step."""
         if i not in self._stacks:
             outputs = i.outputs[len(i.carries) :]
-            self._stacks[i] = [np.empty(y.tensor.shape.sizes, y.tensor.dtype.storage) for y in outputs]
+            self._stacks[i] = [new_array(y.tensor.shape.sizes, y.tensor.dtype.storage) for y in outputs]
         return self._stacks[i]
 
     def move(self, i: Move, inputs: Sequence[Array]) -> list[Array]:
@@ -218,7 +225,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         mesh = self.program.mesh
         factors, _ = instruction_factors(i)
         split = {f.name: tuple(a for a, name in i.assignment if name == f.name and a in looped) for f in factors}
-        results = tuple(np.empty(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
+        results = tuple(new_array(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
         for point in product(*(range(mesh.axis_size(a)) for a in looped)):
             at = dict(zip(looped, point, strict=True))
             offsets, counts = {}, {}

@@ -72,11 +72,8 @@ def _index_bound(x: Tensor, operations: Sequence[Operation]) -> int | None:
     """The smallest dim in which an integer, or what is made of it, is looked up."""
     reached, bounds = {x}, []
     for op in all_operations(operations):
-        if "body" in op.attrs:
-            body: Graph = op.attrs["body"]
-            inner = [body.inputs[n].output for n in (*op.attrs["carried"], *op.attrs["sliced"])]
-            inner += body.captured.values()
-            reached |= {b for a, b in zip(op.inputs, inner, strict=False) if a in reached}
+        if op.loop is not None:
+            reached |= {b for a, b in zip(op.inputs, op.loop.stand_ins, strict=True) if a in reached}
         elif any(y in reached for y in op.inputs[_LOOKED_UP.get(op.kind.name, len(op.inputs)) :]):
             bounds.append(op.attrs["dim"].size)
         elif any(y in reached for y in op.inputs):
@@ -99,7 +96,7 @@ class Borrowed:
     def __enter__(self) -> None:
         g = self.graph
         self.lists = [(held, len(held)) for held in (g.operations, g.rewrites)]
-        tables = (g.gradient_of, g.inputs, g.variables, g.captured, g._counts)
+        tables = (g.gradient_of, g.inputs, g.variables, g.captured, g.outside, g._counts)
         self.tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(held, dict(held)) for held in tables]
 
     def __exit__(self, *exc: object) -> None:

@@ -45,9 +45,7 @@ def test_more_layers_are_no_more_operations(name):
     def operations(periods):
         with mtf.Graph() as graph:
             train_step(preset(name).reduced(periods), batch=8, length=8)
-        return [
-            len(g.operations) for g in (graph, *(op.attrs["body"] for op in graph.operations if "body" in op.attrs))
-        ]
+        return [len(g.operations) for g in (graph, *(op.loop.body for op in graph.operations if op.loop is not None))]
 
     assert operations(2) == operations(50)
 
@@ -164,8 +162,8 @@ def test_products_of_eight_bits_are_close_and_are_those_of_layers_alone(dtype):
     assert loss != wanted
     change = [np.concatenate([(s.state[n] - held[n]).ravel() for n in held]) for s in (sim, exact)]
     assert np.corrcoef(change[0], change[1])[0, 1] > 0.95
-    loop = next(op for op in graph.operations if "body" in op.attrs)
-    kinds = [op.kind.name for op in loop.attrs["body"].operations]
+    loop = next(op.loop for op in graph.operations if op.loop is not None)
+    kinds = [op.kind.name for op in loop.body.operations]
     assert kinds.count("quantized_einsum") == 7  # q, k, v, out, wi_gate, wi, wo
     assert "einsum" not in kinds
 
