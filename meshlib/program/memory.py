@@ -79,7 +79,8 @@ class Liveness:
             self.groups.setdefault(i.group, []).append((n, i))
         self.buffer: dict[Value, Value] = {}  # value -> the value that owns its memory
         self.holders: dict[Value, int] = {}  # owner -> live values in its memory
-        self.resident = {v for v in (*program.inputs.values(), *program.variables.values()) if not v.tensor.on_host}
+        resident = (*program.inputs.values(), *program.variables.values())
+        self.resident = dict.fromkeys(v for v in resident if not v.tensor.on_host)
         self.old = {v: program.variables.get(n) for n, v in program.updates.items()}
         self.owned: dict[Value, Value] = {}  # owners that are live, and the value they show
         self.now = 0
