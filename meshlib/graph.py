@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +169,17 @@ class Operation:
         """
         return range(len(self.inputs)) if self.loop is None else self.loop.needs
 
+    # A copy of one operation is a copy of its graph, which holds them in a row: chains of operands may be too long to
+    # be followed one call within another.
+    def __getstate__(self) -> Graph:
+        return self.graph
+
+    def __setstate__(self, graph: Graph) -> None:
+        """Nothing to do: `Graph.__setstate__` fills its operations in."""
+
+    def __copy__(self) -> Operation:
+        return self
+
     def __str__(self) -> str:
         return f"{self.kind.name} '{self.name}' ({self.source})"
 
@@ -231,6 +242,20 @@ class Graph:
 
     def __exit__(self, *exc: object) -> None:
         _graphs.reset(self._tokens.pop())
+
+    def __getstate__(self) -> dict[str, Any]:
+        rows = [[getattr(op, f.name) for f in fields(Operation)] for op in self.operations]
+        # Whoever loads it is not inside its `with`.
+        return {**vars(self), "_tokens": [], "rows": rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for op, row in zip(state["operations"], state.pop("rows"), strict=True):
+            for f, value in zip(fields(Operation), row, strict=True):
+                object.__setattr__(op, f.name, value)
+        vars(self).update(state)
+
+    def __copy__(self) -> Graph:
+        raise GraphError("a graph can't share its operations with a copy; use copy.deepcopy")
 
     @property
     def trainable_variables(self) -> tuple[Tensor, ...]:

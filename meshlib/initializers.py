@@ -1,9 +1,13 @@
-"""Initial values, and the laws random numbers are drawn from: functions of a key and global positions alone."""
+"""Initial values, and the laws random numbers are drawn from: functions of a key and global positions alone.
+
+Initializers are plain data that can be called, so that programs can be compared, copied and sent elsewhere.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any
 
@@ -72,25 +76,61 @@ def _limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.gener
     return dtype.storage.type(first), dtype.storage.type(last)
 
 
-def _drawn(law: tuple[str, float, float]) -> Initializer:
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
+@dataclass(frozen=True)
+class _Drawn:
+    """Numbers drawn independently of each other; `law` as `draw` takes it."""
+
+    law: tuple[str, float, float]
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
         if not dtype.is_float:
             raise GraphError(f"random initial values are floats, not {dtype.name}; give a number or an array")
-        return draw(law, key, shape.sizes, [0] * len(shape), shape.sizes, dtype)
+        return draw(self.law, key, shape.sizes, [0] * len(shape), shape.sizes, dtype)
 
-    return initialize
+
+@dataclass(frozen=True)
+class _Constant:
+    value: bool | int | float
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        out = np.full(shape.sizes, self.value, dtype.storage)
+        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+
+
+@dataclass(frozen=True)
+class _Glorot:
+    input_dims: tuple[Dimension, ...] | None
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        ins = shape.sizes[:-1] if self.input_dims is None else [d.size for d in shape if d in self.input_dims]
+        fan_in = prod(ins)
+        limit = sqrt(6 / (fan_in + max(1, shape.size // max(1, fan_in))))
+        return random_uniform(-limit, limit)(key, shape, dtype)
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    each: Initializer
+    dims: int
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        inner = Shape(shape.dims[self.dims :])
+        count = prod(shape.sizes[: self.dims])
+        return np.stack([self.each(make_key(*key, n), inner, dtype) for n in range(count)]).reshape(shape.sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    value: Array
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        out = self.value.astype(dtype.storage)
+        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
 
 
 def constant(value: float) -> Initializer:
     """The same number everywhere."""
-    if not isinstance(value, bool):
-        value = finite(value, "initializers.constant", "value")
-
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
-        out = np.full(shape.sizes, value, dtype.storage)
-        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
-
-    return initialize
+    return _Constant(value if isinstance(value, bool) else finite(value, "initializers.constant", "value"))
 
 
 def zeros() -> Initializer:
@@ -106,13 +146,13 @@ def ones() -> Initializer:
 def random_uniform(minval: float = -0.05, maxval: float = 0.05) -> Initializer:
     """Uniform in [minval, maxval)."""
     what = "initializers.random_uniform"
-    return _drawn(("uniform", finite(minval, what, "minval"), finite(maxval, what, "maxval")))
+    return _Drawn(("uniform", finite(minval, what, "minval"), finite(maxval, what, "maxval")))
 
 
 def random_normal(mean: float = 0.0, stddev: float = 0.05) -> Initializer:
     """Normal."""
     what = "initializers.random_normal"
-    return _drawn(("normal", finite(mean, what, "mean"), finite(stddev, what, "stddev")))
+    return _Drawn(("normal", finite(mean, what, "mean"), finite(stddev, what, "stddev")))
 
 
 def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer:
@@ -120,15 +160,7 @@ def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer
 
     Source: Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010.
     """
-    chosen = None if input_dims is None else _dims(input_dims, "initializers.glorot_uniform")
-
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
-        ins = [d.size for d in shape if d in chosen] if chosen is not None else shape.sizes[:-1]
-        fan_in = prod(ins)
-        limit = sqrt(6 / (fan_in + max(1, shape.size // max(1, fan_in))))
-        return random_uniform(-limit, limit)(key, shape, dtype)
-
-    return initialize
+    return _Glorot(None if input_dims is None else tuple(_dims(input_dims, "initializers.glorot_uniform")))
 
 
 def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initializer:
@@ -141,13 +173,7 @@ def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initia
 
 def stacked(each: Initializer, dims: int) -> Initializer:
     """Values drawn apart for each index of the first `dims` dims, as if each were a variable of its own."""
-
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
-        inner = Shape(shape.dims[dims:])
-        count = prod(shape.sizes[:dims])
-        return np.stack([each(make_key(*key, n), inner, dtype) for n in range(count)]).reshape(shape.sizes)
-
-    return initialize
+    return _Stacked(each, dims)
 
 
 def _dims(dims: object, what: str) -> list[Dimension]:
@@ -169,12 +195,7 @@ def _given(value: Array, name: str, shape: Shape, stored: DType) -> Initializer:
             f"{at('variable')} '{name}': the initial array has dtype {value.dtype}, "
             f"but the variable stores {stored.name}"
         )
-
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
-        out = value.astype(dtype.storage)
-        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
-
-    return initialize
+    return _Given(value)
 
 
 def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Initializer:

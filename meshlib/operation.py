@@ -273,8 +273,10 @@ def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
         for d in dims:
             if not isinstance(d, Dimension):
                 raise ShapeError(f"{what} ({source_line()}): expected Dimensions, got {type(d).__name__} {d!r:.80}")
+        # A set has no order of its own that would be the same in the next run.
+        ordered = dims if isinstance(dims, Sequence) else sorted(dims, key=lambda d: d.name)
         try:
-            return tuple(Shape(tuple(dims)))
+            return tuple(Shape(tuple(ordered)))
         except LayoutError as fault:
             raise ShapeError(f"{what} ({source_line()}): {fault}") from None
     raise ShapeError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Shape
-from meshlib.dtypes import BFLOAT16, BOOL, DType
+from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
 from meshlib.errors import FeedError, nearest
 from meshlib.graph import Operation
 from meshlib.initializers import make_key
@@ -80,6 +81,16 @@ class State(MutableMapping[str, Array]):
         self.seed = seed
         self.arrays: dict[str, Array] = {STEP: np.zeros((), np.int32)}
         self.slots: dict[str, Slot] = {}
+        # Held while a step runs: it writes over arrays that it gave to the state two steps before.
+        self.lock = RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            arrays = {name: array.copy(order="K") for name, array in self.arrays.items()}
+        return {"seed": self.seed, "arrays": arrays, "slots": dict(self.slots)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=RLock())
 
     def declare(self, variables: Mapping[str, Operation]) -> None:
         """Make the variables of a program known; new ones take their initial value from seed and name."""
@@ -112,13 +123,16 @@ class State(MutableMapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         self._check_name(name)
         public = self.slots[name].public.public if name in self.slots else np.dtype(np.int32)
-        return self.arrays[name].astype(public)
+        with self.lock:
+            return self.arrays[name].astype(public)
 
     def __setitem__(self, name: str, value: Array) -> None:
         self._check_name(name)
         slot = self.slots.get(name)
-        shape, dtype = (slot.shape, slot.dtype) if slot else (Shape([]), self._step_dtype())
-        self.arrays[name] = to_storage(value, shape, dtype, f"state['{name}']").copy()
+        shape, dtype = (slot.shape, slot.dtype) if slot else (Shape([]), INT32)
+        made = to_storage(value, shape, dtype, f"state['{name}']").copy()
+        with self.lock:
+            self.arrays[name] = made
 
     def __delitem__(self, name: str) -> None:
         raise FeedError(f"variable '{name}' can't be deleted; a program needs it")
@@ -135,9 +149,3 @@ class State(MutableMapping[str, Array]):
     def _check_name(self, name: str) -> None:
         if not isinstance(name, str) or name not in self.arrays:
             raise FeedError(f"no variable '{name}'{nearest(str(name), self.arrays)}; known: {', '.join(self.arrays)}")
-
-    @staticmethod
-    def _step_dtype() -> DType:
-        from meshlib.dtypes import INT32
-
-        return INT32
