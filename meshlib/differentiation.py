@@ -11,14 +11,14 @@ from contextvars import ContextVar
 
 from meshlib.checks import at, items
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import BACKWARD, Graph, Operation, Rewrite, Tensor, absolute_scope, innermost, region
+from meshlib.graph import BACKWARD, Graph, Operation, Tensor, absolute_scope, innermost, region
 from meshlib.operation import tensor
 from meshlib.ops.elementwise import add_n
 from meshlib.ops.host import from_host
 from meshlib.ops.shape import broadcast
 from meshlib.ops.sources import _constant
 from meshlib.ops.state import identity
-from meshlib.replay import replay
+from meshlib.replay import Rewrite, replay
 
 # What depends on the tensors whose gradients are under way.
 _depending: ContextVar[Container[Tensor]] = ContextVar("depending")

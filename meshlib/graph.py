@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,6 +22,7 @@ from meshlib.errors import GraphError, nearest
 if TYPE_CHECKING:
     from meshlib.loop_record import LoopRecord
     from meshlib.operation import OpDef
+    from meshlib.replay import Rewrite
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 _PACKAGE = str(Path(__file__).parent)
@@ -184,20 +185,6 @@ class Operation:
         return f"{self.kind.name} '{self.name}' ({self.source})"
 
     __repr__ = __str__
-
-
-@dataclass(frozen=True, eq=False)
-class Rewrite:
-    """Operations of a graph, in its order, whose gradient is `gradient(inputs, results, cotangents)`.
-
-    With None they are computed again for it, except for the values `kept`, each with where it is kept.
-    """
-
-    operations: tuple[Operation, ...]
-    inputs: tuple[Tensor, ...]
-    results: tuple[Tensor, ...]
-    gradient: Callable[..., Any] | None
-    kept: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 @dataclass(eq=False)

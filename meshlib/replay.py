@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from meshlib.graph import Graph, Operation, Rewrite, Tensor
+from meshlib.graph import Graph, Operation, Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rewrite:
+    """Operations of a graph, in its order, whose gradient is `gradient(inputs, results, cotangents)`.
+
+    With None they are computed again for it, except for the values `kept`, each with where it is kept.
+    """
+
+    operations: tuple[Operation, ...]
+    inputs: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    gradient: Callable[..., Any] | None
+    kept: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def replay(
