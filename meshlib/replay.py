@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from meshlib.graph import Graph, Operation, Rewrite, Tensor
+from meshlib.origin import written_at
 
 
 def replay(
@@ -12,7 +13,8 @@ def replay(
 ) -> dict[Tensor, Tensor]:
     """Add copies of `source.operations[start:stop]` to `graph`, in the current region: `of` a rewrite, or of a body.
 
-    Copies keep their names, so that random numbers stay the same, their gradient rules, and what is known of them.
+    Copies keep their names, so that random numbers stay the same, their source lines, their gradient rules, and what is
+    known of them.
     Tensors in `given` are replaced; others that the operations do not make stay as they are.
     Returns: what stands for each tensor.
     """
@@ -25,7 +27,8 @@ def replay(
             continue
         inputs = [graph.adopt(made.get(x, x)) for x in op.inputs]
         places[n] = len(graph.operations)
-        copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
+        with written_at(op.source):
+            copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
         made.update(zip(op.outputs, copy.outputs, strict=True))
         for y in op.outputs:
             if y in source.known:

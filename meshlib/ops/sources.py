@@ -19,7 +19,6 @@ from meshlib.graph import (
     absolute_scope,
     current_graph,
     scoped_name,
-    source_line,
 )
 from meshlib.names import relative_name
 from meshlib.operation import (
@@ -36,6 +35,7 @@ from meshlib.operation import (
     tensor,
     type_bytes,
 )
+from meshlib.origin import source_line
 
 STEP = "step"
 
