@@ -10,7 +10,8 @@ import numpy as np
 from layouts.parsing import is_iterable
 from meshlib.dtypes import BOOL, DType
 from meshlib.errors import GraphError, ShapeError, nearest
-from meshlib.graph import Tensor, source_line
+from meshlib.graph import Tensor
+from meshlib.origin import source_line
 
 
 def at(what: str) -> str:

@@ -1,5 +1,6 @@
 """Reverse-mode gradients: ordinary operations on the unsharded graph, so that no collective needs one.
 
+What is written for an operation carries its source line, so that backward rows name the forward line they belong to.
 Cotangents of a value meet in one n-ary `add_n`; the lowering groups its operands by what they still have to be
 summed over, so each group is reduced once.
 """
@@ -18,6 +19,7 @@ from meshlib.ops.host import from_host
 from meshlib.ops.shape import broadcast
 from meshlib.ops.sources import _constant
 from meshlib.ops.state import identity
+from meshlib.origin import written_at
 from meshlib.replay import Rewrite, replay
 
 # What depends on the tensors whose gradients are under way.
@@ -67,7 +69,8 @@ def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None)
     for i, y in enumerate(ys):
         if not y.dtype.is_float:
             raise GraphError(f"{at('gradients')}: {y} ({y.operation.source}) is no float tensor and has no gradient")
-        seed = grad_ys[i] if grad_ys is not None else _constant(graph, 1, y.shape, y.dtype, "ones")
+        with written_at(y.operation.source):
+            seed = grad_ys[i] if grad_ys is not None else _constant(graph, 1, y.shape, y.dtype, "ones")
         if seed.shape != y.shape or seed.dtype is not y.dtype:
             raise ShapeError(f"{at('gradients')}: the cotangent {seed} does not have the type of {y}")
         cotangents.setdefault(y, []).append(seed)
@@ -113,7 +116,7 @@ def _gradients(op: Operation, cotangents: dict[Tensor, list[Tensor]], depends: s
     """What one operation passes on to its operands."""
     if not any(y in cotangents for y in op.outputs) or not any(x in depends for x in op.inputs):
         return []
-    with absolute_scope(f"{op.name}/grad"):
+    with absolute_scope(f"{op.name}/grad"), written_at(op.source):
         dys = [_total(y, cotangents) for y in op.outputs]
         found = zip(op.inputs, op.kind.grad(op, *dys), strict=True)
         return [(x, dx) for x, dx in found if dx is not None]
@@ -125,7 +128,8 @@ def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Ten
     results = [y for y in dict.fromkeys((*rewrite.results, *made)) if y in cotangents]
     if not any(y in depends for y in results):
         return []
-    with absolute_scope(f"{results[0].operation.name}/grad"):
+    first = results[0].operation
+    with absolute_scope(f"{first.name}/grad"), written_at(first.source, default=True):
         dys = [add_n(cotangents[y]) for y in results]
         if rewrite.gradient is None:
             return _recomputed(graph, rewrite, results, dys)
@@ -203,7 +207,7 @@ def _depending_on(operations: Sequence[Operation], rewrites: Sequence[Rewrite], 
 def _gathered(graph: Graph, x: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:
     if x not in cotangents:
         return None
-    with absolute_scope(f"{x.operation.name}/grad"):
+    with absolute_scope(f"{x.operation.name}/grad"), written_at(x.operation.source):
         dx = add_n(cotangents[x])
         if dx.shape != x.shape:
             dx = broadcast(dx, x.shape)

@@ -1,23 +1,22 @@
 """Graph, Tensor, Operation: the program as written, plain data without layouts or numbers.
 
 Operations are appended in the order in which the user's code runs, so the list is already a topological order.
-Each carries the name scope and the source line of the user's code, and the region (forward, backward, update) it
+Each carries the name scope, the source line (`meshlib.origin` says whose) and the region (forward, backward, update) it
 belongs to: the lowering and every message need them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layouts import Dimension, Shape
 from meshlib.dtypes import DType
 from meshlib.errors import GraphError, nearest
+from meshlib.origin import source_line
 
 if TYPE_CHECKING:
     from meshlib.loop_record import LoopRecord
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from meshlib.replay import Rewrite
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-_PACKAGE = str(Path(__file__).parent)
 
 _graphs: ContextVar[tuple[Graph, ...]] = ContextVar("graphs", default=())
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
@@ -392,19 +390,6 @@ def region(name: str, owner: Operation | None = None) -> Iterator[None]:
         yield
     finally:
         _region.reset(token)
-
-
-def source_line() -> str:
-    """`file.py:line` of the innermost frame of the user's code: not this package, nor what Python puts in between."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_between(frame.f_code.co_filename, frame.f_code.co_name):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _is_between(file: str, function: str) -> bool:
-    # Context managers run through contextlib, dataclasses through an __init__ made from a string.
-    return file.startswith(_PACKAGE) or file == contextlib.__file__ or (file, function) == ("<string>", "__init__")
 
 
 def find_dim(x: Tensor, dim: Dimension | str, what: str) -> Dimension:

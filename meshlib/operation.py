@@ -19,7 +19,8 @@ from layouts import Dimension, Shape
 from meshlib.arrays import new_array
 from meshlib.dtypes import DType
 from meshlib.errors import LayoutError, ShapeError
-from meshlib.graph import Graph, Operation, Tensor, TensorType, checked_op_name, innermost, source_line
+from meshlib.graph import Graph, Operation, Tensor, TensorType, checked_op_name, innermost
+from meshlib.origin import source_line
 
 if TYPE_CHECKING:
     from meshlib.simulation.engine import Engine

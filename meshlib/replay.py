@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlib.graph import Graph, Operation, Tensor
+from meshlib.origin import written_at
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ def replay(
 ) -> dict[Tensor, Tensor]:
     """Add copies of `operations` to `graph`, in the current region, and of those `rewrites` that are all among them.
 
-    Copies keep their names, so that random numbers stay the same, their gradient rules, and what is known of them.
+    Copies keep their names, so that random numbers stay the same, their source lines, their gradient rules, and what is
+    known of them.
     Tensors in `given` are replaced; others that the operations do not make stay as they are.
     Returns: what stands for each tensor.
     """
@@ -38,7 +40,9 @@ def replay(
         if op.outputs and op.outputs[0] in made:
             continue
         inputs = [graph.adopt(made.get(x, x)) for x in op.inputs]
-        copies[op] = copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
+        with written_at(op.source):
+            copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
+        copies[op] = copy
         made.update(zip(op.outputs, copy.outputs, strict=True))
         known = op.graph.known
         for y in op.outputs:

@@ -20,7 +20,6 @@ from meshlib.graph import (
     current_graph,
     innermost,
     scoped_name,
-    source_line,
 )
 from meshlib.names import relative_name
 from meshlib.operation import (
@@ -37,6 +36,7 @@ from meshlib.operation import (
     tensor,
     type_bytes,
 )
+from meshlib.origin import source_line
 
 STEP = "step"
 
