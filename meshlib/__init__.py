@@ -105,6 +105,7 @@ from meshlib.ops.elementwise import (  # noqa: E402
     to_int32,
     where,
 )
+from meshlib.face import show  # noqa: E402
 from meshlib.ops.index import dynamic_shift, gather, one_hot, range, scatter_add  # noqa: E402
 from meshlib.ops.logic import cond, logical_xor  # noqa: E402
 from meshlib.ops.loop import scan, while_loop  # noqa: E402
@@ -338,3 +339,5 @@ __all__ = [
     "zeros",
     "zeros_like",
 ]
+
+show(globals(), ["meshlib.ops.", "meshlib.differentiation", "meshlib.optimize."])

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from layouts import Dimension, Shape
 from meshlib.dtypes import DType
 from meshlib.errors import GraphError, nearest
+from meshlib.face import is_between, record
 
 if TYPE_CHECKING:
     from meshlib.operation import OpDef
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-_PACKAGE = str(Path(__file__).parent)
 
 _graphs: ContextVar[tuple[Graph, ...]] = ContextVar("graphs", default=())
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
@@ -202,6 +202,8 @@ class Graph:
     # results of operations that were written again, of which the value is there already: what to take in their place.
     # Gradients pass through the copies; the lowering drops those that nobody needs any more.
     known: dict[Tensor, Tensor] = field(default_factory=dict)
+    # operations whose results the user never sees: see `meshlib.face`
+    inner: set[Operation] = field(default_factory=set)
     # runs of operations with a gradient of their own; inner ones come before those around them
     rewrites: list[Rewrite] = field(default_factory=list)
     # of a loop's body: the scope that names its operations, and the one around the loop, which variables made in the
@@ -284,6 +286,7 @@ class Graph:
         outputs = tuple(Tensor(n, t.shape, t.dtype, op) for n, t in zip(names, types, strict=True))
         object.__setattr__(op, "outputs", outputs)
         self.operations.append(op)
+        record(op)
         return op
 
 
@@ -374,14 +377,9 @@ def region(name: str, owner: Operation | None = None) -> Iterator[None]:
 def source_line() -> str:
     """`file.py:line` of the innermost frame of the user's code: not this package, nor what Python puts in between."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_between(frame.f_code.co_filename, frame.f_code.co_name):
+    while frame.f_back is not None and is_between(frame):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _is_between(file: str, function: str) -> bool:
-    # Context managers run through contextlib, dataclasses through an __init__ made from a string.
-    return file.startswith(_PACKAGE) or file == contextlib.__file__ or (file, function) == ("<string>", "__init__")
 
 
 def find_dim(x: Tensor, dim: Dimension | str, what: str) -> Dimension:

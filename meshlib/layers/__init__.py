@@ -4,6 +4,7 @@ They compute in the dtype of their input (bfloat16, as a rule) with variables of
 softmax take their statistics in float32. Names and arguments follow Mesh TensorFlow where it has the layer.
 """
 
+from meshlib.face import show
 from meshlib.layers.attention import dot_product_attention, multihead_attention
 from meshlib.layers.embeddings import embedding, embedding_weights
 from meshlib.layers.loss import softmax_cross_entropy_with_logits
@@ -33,3 +34,5 @@ __all__ = [
     "sinusoidal_positions",
     "softmax_cross_entropy_with_logits",
 ]
+
+show(globals(), ["meshlib.layers."])

@@ -60,6 +60,8 @@ class Homes:
             return rules.sharding(t.shape, self.mesh, "activations")
         if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
+        if is_inner(t):
+            return self.rules.fitting(t.shape, self.mesh, self.scope_of(t))
         try:
             return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
         except LayoutError as fault:
@@ -71,7 +73,9 @@ def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rule
     operations = list(all_operations(operations))
     homes = Homes(graph, mesh, rules)
     names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
-    report = check(rules, mesh, _labelled(homes, operations), names)
+    tensors = [(is_inner(y), (_label(op, y), y.shape, homes.scope_of(y))) for op, y in _judged(operations)]
+    users, inner = ([entry for own, entry in tensors if own is which] for which in (False, True))
+    report = check(rules, mesh, users, names, inner)
     bound = [_check_constrained(op, mesh) for op in operations if op.kind.name == "constrain"]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
@@ -138,10 +142,17 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
             yield from all_operations(op.attrs["body"].operations)
 
 
-def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:
+def is_inner(t: Tensor) -> bool:
+    """Whether the library made a tensor for itself: no variable, no input of the program, nothing that is bound."""
+    op = t.operation
+    resident = op.kind.name == "variable" or (op.kind.name == "input" and op.graph.parent is None)
+    return op in op.graph.inner and not resident and t not in op.graph.gradient_of
+
+
+def _judged(operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
     for op in operations:
         if op.kind.name in _FOLLOWS_OPERAND or op.kind.name in ("constrain", "assign"):
             continue
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:
-                yield _label(op, y), y.shape, homes.scope_of(y)
+                yield op, y
