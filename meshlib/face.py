@@ -46,11 +46,14 @@ _FACE: CodeType = public(lambda: None).__code__  # all wrappers share it
 
 def show(namespace: dict[str, Any], makers: Sequence[str]) -> None:
     """Make public the functions among the names that a package exports which come from the modules `makers`."""
+    shown: dict[object, object] = {}  # a function may have two names
     for name in namespace["__all__"]:
         f = namespace[name]
         if isfunction(f) and f.__module__.startswith(tuple(makers)):
-            namespace[name] = public(f)
-            namespace[name].__module__ = namespace["__name__"]  # where pickle finds it
+            if f not in shown:
+                shown[f] = called = public(f)
+                called.__module__ = namespace["__name__"]  # where pickle finds it
+            namespace[name] = shown[f]
 
 
 def record(op: Operation) -> None:
