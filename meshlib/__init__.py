@@ -50,6 +50,7 @@ from meshlib.errors import (  # noqa: E402
 )
 from meshlib.estimation import Estimate, Physics, estimate  # noqa: E402
 from meshlib.estimation.sweep import Scaling, scaling  # noqa: E402
+from meshlib.face import show  # noqa: E402
 from meshlib.graph import Graph, Operation, Tensor, scope  # noqa: E402
 from meshlib.lowering import Balance, Collective, Program, check, collectives_table, explain, lower  # noqa: E402
 from meshlib.ops.activations import elu, gelu, leaky_relu, selu, silu, softplus, swish  # noqa: E402
@@ -105,7 +106,6 @@ from meshlib.ops.elementwise import (  # noqa: E402
     to_int32,
     where,
 )
-from meshlib.face import show  # noqa: E402
 from meshlib.ops.index import dynamic_shift, gather, one_hot, range, scatter_add  # noqa: E402
 from meshlib.ops.logic import cond, logical_xor  # noqa: E402
 from meshlib.ops.loop import scan, while_loop  # noqa: E402

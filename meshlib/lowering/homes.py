@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from layouts import LayoutRules, Mesh, Report, Shape, Sharding, check
+from layouts import LayoutRules, Mesh, Report, Sharding, check
 from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
