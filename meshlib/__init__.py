@@ -56,6 +56,7 @@ from meshlib.estimation import Physics as Physics
 from meshlib.estimation import estimate as estimate
 from meshlib.estimation.sweep import Scaling as Scaling
 from meshlib.estimation.sweep import scaling as scaling
+from meshlib.face import show as _show
 from meshlib.graph import Graph as Graph
 from meshlib.graph import Operation as Operation
 from meshlib.graph import Tensor as Tensor
@@ -201,3 +202,5 @@ from meshlib.simulation import Simulation as Simulation
 from meshlib.simulation import simulate as simulate
 from meshlib.verification import Verification as Verification
 from meshlib.verification import verify as verify
+
+_show(globals(), ["meshlib.ops.", "meshlib.differentiation", "meshlib.optimize."])

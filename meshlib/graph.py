@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from layouts import Dimension, Shape
 from meshlib.dtypes import DType
 from meshlib.errors import GraphError, nearest
+from meshlib.face import record
 from meshlib.origin import source_line
 
 if TYPE_CHECKING:
@@ -208,6 +209,8 @@ class Graph:
     # results of operations that were written again, of which the value is there already: what to take in their place.
     # Gradients pass through the copies; the lowering drops those that nobody needs any more.
     known: dict[Tensor, Tensor] = field(default_factory=dict)
+    # operations whose results the user never sees: see `meshlib.face`
+    inner: set[Operation] = field(default_factory=set)
     # runs of operations with a gradient of their own; inner ones come before those around them
     rewrites: list[Rewrite] = field(default_factory=list)
     # of a loop's body: the scope that names its operations, and the one around the loop, which variables made in the
@@ -305,6 +308,7 @@ class Graph:
         outputs = tuple(Tensor(n, t.shape, t.dtype, op) for n, t in zip(names, types, strict=True))
         object.__setattr__(op, "outputs", outputs)
         self.operations.append(op)
+        record(op)
         return op
 
 

@@ -5,6 +5,7 @@ otherwise; norms and softmax take their statistics in float32. Names and argumen
 the layer.
 """
 
+from meshlib.face import show as _show
 from meshlib.layers.attention import Scores as Scores
 from meshlib.layers.attention import dot_product_attention as dot_product_attention
 from meshlib.layers.attention import multihead_attention as multihead_attention
@@ -24,3 +25,5 @@ from meshlib.layers.projection import dense as dense
 from meshlib.layers.projection import dense_relu_dense as dense_relu_dense
 from meshlib.layers.projection import feed_forward as feed_forward
 from meshlib.layers.relative import relative_position_bias as relative_position_bias
+
+_show(globals(), ["meshlib.layers."])

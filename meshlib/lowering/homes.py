@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from layouts import LayoutRules, Mesh, Report, Shape, Sharding, check
+from layouts import LayoutRules, Mesh, Report, Sharding, check
 from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
@@ -14,6 +14,9 @@ from meshlib.graph import UPDATE, Graph, Operation, Tensor
 
 # Same value, same dims: bound to lie where the operand lies, so that gathers move the narrow type.
 _FOLLOWS_OPERAND = ("cast", "identity", "stop_gradient", "to_host", "from_host")
+
+# Same value, other names or order of dims: a constraint goes along.
+_SAME_VALUE = ("rename_dimension", "transpose")
 
 
 @dataclass(eq=False)
@@ -42,6 +45,17 @@ class Homes:
             return self.is_weight(op.inputs[0])
         return op.kind.name == "variable" and not op.attrs["slot_of"]
 
+    def is_constrained(self, t: Tensor) -> bool:
+        """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
+
+        A new name for which the layout has a rule is meant to be laid elsewhere.
+        """
+        op = t.operation
+        if op.kind.name not in (*_FOLLOWS_OPERAND, *_SAME_VALUE) or t in op.graph.gradient_of:
+            return op.kind.name == "constrain"
+        new = [d.name for d in t.shape if d not in op.inputs[0].shape]
+        return self.is_constrained(op.inputs[0]) and not any(self.rules.for_dim(n, self.scope_of(t)) for n in new)
+
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
         self._made[t] = sharding
@@ -60,6 +74,11 @@ class Homes:
             return rules.sharding(t.shape, self.mesh, "activations")
         if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
+        if self.is_constrained(t):
+            before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.kind.roles(op)}
+            return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
+        if is_inner(t):
+            return self.rules.fitting(t.shape, self.mesh, self.scope_of(t))
         try:
             return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
         except LayoutError as fault:
@@ -78,7 +97,9 @@ def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rule
     operations = list(all_operations(operations))
     homes = Homes(graph, mesh, rules)
     names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
-    report = check(rules, mesh, _labelled(homes, operations), names)
+    tensors = [(is_inner(y), (_label(op, y), y.shape, homes.scope_of(y))) for op, y in _judged(homes, operations)]
+    users, inner = ([entry for own, entry in tensors if own is which] for which in (False, True))
+    report = check(rules, mesh, users, names, inner)
     bound = [_check_constrained(op, mesh) for op in operations if op.kind.name == "constrain"]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
@@ -145,12 +166,19 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
             yield from all_operations(op.loop.body.operations)
 
 
-def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:
+def is_inner(t: Tensor) -> bool:
+    """Whether the library made a tensor for itself: no variable, no input of the program, nothing that is bound."""
+    op = t.operation
+    resident = op.kind.name == "variable" or (op.kind.name == "input" and op.graph.parent is None)
+    return op in op.graph.inner and not resident and t not in op.graph.gradient_of
+
+
+def _judged(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
     for op in operations:
-        if op.kind.name in _FOLLOWS_OPERAND or op.kind.name in ("constrain", "assign"):
+        if op.kind.name in _FOLLOWS_OPERAND or op.kind.name == "assign" or homes.is_constrained(op.output):
             continue
         if op.kind.name == "input" and op.graph.parent is not None:
             continue  # stands for what is judged outside
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:
-                yield _label(op, y), y.shape, homes.scope_of(y)
+                yield op, y

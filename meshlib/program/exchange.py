@@ -19,7 +19,11 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One collective inside an instruction. `operand` is -1 for a summary, which is made of all operands."""
+    """One collective inside an instruction. `operand` is -1 for a summary, which is made of all operands.
+
+    Of several permutes in one instruction, each says what the device sends that is busiest with all of them: so they
+    add up to what some device sends.
+    """
 
     kind: str
     axes: Axes
@@ -81,21 +85,26 @@ def plan_exchanges(
     name = factor.outputs[0]
     assert name is not None
     made = op.output.shape.dim(name).size // count
-    found = []
+    sent: dict[int, list[int]] = {}  # per operand, by each block of the dim
     for i, (s, x) in enumerate(zip(operands, op.inputs, strict=True)):
         dim = factor.operands[i]
         if dim is None:
             continue
         size = x.shape.dim(dim).size
         row_bytes = prod(s.local_shape.sizes) // (size // count) * x.dtype.itemsize
-        busiest = _busiest(op, i, made, count, size) * row_bytes
-        if busiest:
-            found.append(Exchange("collective_permute", over, dim, i, busiest, busiest))
-    return tuple(found)
+        given = [n * row_bytes for n in _given_away(op, i, made, count, size)]
+        if any(given):
+            sent[i] = given
+    totals = [sum(by_block) for by_block in zip(*sent.values(), strict=True)]
+    busiest = totals.index(max(totals)) if totals else 0
+    return tuple(
+        Exchange("collective_permute", over, str(factor.operands[i]), i, max(given), given[busiest])
+        for i, given in sent.items()
+    )
 
 
-def _busiest(op: Operation, operand: int, made: int, count: int, size: int) -> int:
-    """Indices that the busiest sender gives away."""
+def _given_away(op: Operation, operand: int, made: int, count: int, size: int) -> list[int]:
+    """How many indices each block gives to others."""
     assert isinstance(op.kind.lower, Halo)
     block, wrap = size // count, op.kind.lower.wrap(op)
     sent = [0] * count
@@ -104,4 +113,4 @@ def _busiest(op: Operation, operand: int, made: int, count: int, size: int) -> i
         for run in runs(begin, end, size, block, wrap):
             if run.source != j:
                 sent[run.source] += run.end - run.begin
-    return max(sent)
+    return sent

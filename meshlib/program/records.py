@@ -79,7 +79,10 @@ class Program:
 
     @property
     def sent_bytes(self) -> int | float:
-        """Bytes that a device sends in one run of the program, all collectives together. Exact."""
+        """Bytes that a device sends in one run of the program, all collectives together.
+
+        Exact but for several instructions with permutes, whose busiest senders may be different devices.
+        """
         return sum(c.sent_bytes * c.count for c in self.collectives)
 
     @cached_property
