@@ -258,11 +258,15 @@ class Graph:
         return self.captured[outer]
 
     def unique_name(self, base: str) -> str:
-        """`base` inside the current scope, numbered from the second use on."""
+        """`base` inside the current scope, from the second use on with the first number that nobody took."""
         scoped = "/".join((*_scopes.get(), base))
-        n = self._counts.get(scoped, 0)
+        name, n = scoped, self._counts.get(scoped, 0)
+        if n:
+            while (name := f"{scoped}_{n}") in self._counts:
+                n += 1
+            self._counts[name] = 1
         self._counts[scoped] = n + 1
-        return scoped if n == 0 else self.unique_name(f"{base}_{n}")
+        return name
 
     def add(
         self,

@@ -332,3 +332,10 @@ def test_results_of_several_operations_have_the_name_that_was_given() -> None:
             mtf.reduce_logsumexp(x, d, name="y5"),
         ]
     assert [y.name for y in made] == ["y1", "y2", "y3", "y4", "y5"]
+
+
+def test_a_number_that_a_name_already_has_is_passed_over() -> None:
+    with mtf.Graph() as graph:
+        names = [mtf.ones([], name=name).operation.name for name in ("a", "a_1", "a", "a", "b", "b", "b_1", "a_1")]
+    assert names == ["a", "a_1", "a_2", "a_3", "b", "b_1", "b_1_1", "a_1_1"]
+    assert len({op.name for op in graph.operations}) == len(graph.operations)
