@@ -33,6 +33,7 @@ H, G, K, F, V = (
     Dimension("d_ff", 6),
     Dimension("vocab", 12),
 )
+OTHER = Dimension("d_model", 6)
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,16 @@ X = {"x": ([B, L, D], float)}
 @layer("dense", {"x": ([B, H, K], float)}, lambda w, x: mtf.layers.dense(x, [F, G], [K, H], activation=mtf.tanh, **w))
 def dense(p: dict[str, Array]) -> Array:
     return np.tanh(np.einsum("bhk,khfg->bfg", p["x"], p["dense/kernel"]) + p["dense/bias"])
+
+
+@layer("dense onto itself", {"x": ([B, H, K], float)}, lambda w, x: mtf.layers.dense(x, [K, H], [H, K], **w))
+def dense_onto_itself(p: dict[str, Array]) -> Array:
+    return np.einsum("bhk,hklg->blg", p["x"], p["dense/kernel"]) + p["dense/bias"]
+
+
+@layer("dense of another size", X, lambda w, x: mtf.layers.dense(x, OTHER, use_bias=False, activation=mtf.tanh, **w))
+def dense_of_another_size(p: dict[str, Array]) -> Array:
+    return np.tanh(p["x"] @ p["dense/kernel"])
 
 
 @layer("dense_relu_dense", X, lambda w, x: mtf.layers.dense_relu_dense(x, F, 0.25, [L], **w))
@@ -478,6 +489,19 @@ def test_scanned_layers_are_those_one_after_the_other(kernel: str, mesh: str, la
     assert_close(loop, plain, 2e-5, (kernel, layout))
 
 
+def test_a_dim_that_meets_itself_has_a_name_for_rules() -> None:
+    """Columns of the kernel over q: no sum over devices, and the result is where rules for d_model say."""
+    with mtf.Graph() as graph:
+        x = mtf.input("x", [B, D])
+        y = mtf.layers.dense(x, D, use_bias=False, name="out")
+    assert (y.name, y.shape) == ("out", x.shape)
+    assert graph.variables["out/kernel"].output.shape == Shape("d_model:8;d_model_out:8")
+    program = mtf.lower({"y": y}, mesh="p:2;q:2", layout="batch:p;d_model_out:q")
+    assert [c.kind for c in program.collectives] == ["all_gather"]
+    program = mtf.lower({"y": y}, mesh="q:2", layout="d_model:q")
+    assert [c.kind for c in program.collectives] == ["reduce_scatter"]
+
+
 @pytest.mark.parametrize("kernel", ["flash", "materialised"])
 def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> None:
     with mtf.Graph() as graph:
@@ -498,9 +522,6 @@ def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> No
     assert [ends.count(part) for part in ("wi", "wi_gate", "wo")] == [1, 1, 1]
 
 
-OTHER = Dimension("d_model", 6)
-
-
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -509,7 +530,11 @@ OTHER = Dimension("d_model", 6)
         (lambda x: mtf.layers.rms_norm(x, D, -1.0), "epsilon must not be negative, got -1.0"),
         (lambda x: mtf.layers.layer_norm(mtf.cast(x, "int32"), D), "needs a float tensor"),
         (lambda x: mtf.layers.feed_forward(x, F, "sigmoid"), "activation must be 'gelu' or .* got 'sigmoid'"),
-        (lambda x: mtf.layers.feed_forward(x, OTHER), "new_dims d_model:6 are in .* already; rename one side"),
+        (lambda x: mtf.layers.feed_forward(x, L), "new_dims length:4 are in .* already; rename one side"),
+        (
+            lambda x: mtf.layers.dense(mtf.rename_dimension(x, "length", "d_model_out"), D),
+            "new_dims d_model_out:8 are in .* already",
+        ),
         (lambda x: mtf.layers.feed_forward(x, F, dropout=0.5, dropout_broadcast_dims=[V]), "vocab:12 are not in"),
         (lambda x: mtf.layers.rotary(x, L, Dimension("d_model", 7)), "size 8 in x.*but 7 was given"),
         (lambda x: mtf.layers.rotary(mtf.slice(x, 0, 7, "d_model"), L, "d_model"), "d_model:7 has no two halves"),

@@ -14,6 +14,7 @@ from meshlib.ops.activations import gelu, silu
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import add, multiply, relu
 from meshlib.ops.quantized import quantized_einsum
+from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import dropout as dropped
 from meshlib.ops.sources import variable
 
@@ -44,7 +45,8 @@ def dense(
 
     Args:
       x: [..., reduced_dims], float.
-      new_dims: dims of the result in place of `reduced_dims`.
+      new_dims: dims of the result in place of `reduced_dims`; one that bears the name of a reduced one is called
+        `d_model_out` (say) in W, b and the sum, names that layout rules may name, and gets its name in the result.
       reduced_dims: dims of x to contract; its last one unless given.
       use_bias: whether to add b, of dims `new_dims`, zeros at first.
       activation: applied to the result.
@@ -53,7 +55,7 @@ def dense(
       matmul_dtype: "int8" or "fp8": the product and those of its gradient are quantised, see `quantized_einsum`.
       name: scope of the variables `kernel` and `bias`, and name of x W + b.
     Returns: [..., new_dims], dtype of x.
-    Raises: ShapeError if a new dim is in x already or a reduced one is not.
+    Raises: ShapeError if a new dim is in x already and stays, or a reduced one is not in x.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -94,6 +96,9 @@ def projection(
     missing = [str(d) for d in reduced if d not in x.shape]
     if missing:
         raise ShapeError(f"{at('dense')} '{name}': reduced_dims {', '.join(missing)} are not in {x}")
+    contracted = {d.name for d in reduced}
+    own = {d.name: f"{d.name}_out" for d in new if d.name in contracted}  # a dim that meets itself
+    new = tuple(Dimension(own.get(d.name, d.name), d.size) for d in new)
     clashing = [str(d) for d in new if d.name in x.shape]
     if clashing:
         raise ShapeError(f"{at('dense')} '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side")
@@ -103,12 +108,16 @@ def projection(
         kernel = variable("kernel", [*reduced, *new], init, variable_dtype, slice_dtype, x.dtype)
         bias = variable("bias", new, initializers.zeros(), variable_dtype, slice_dtype, x.dtype) if biased else None
     made = Shape([*(d for d in x.shape if d not in reduced), *new])
-    called = result if bias is None else f"{name}/product"
+    final = f"{name}/sum" if own else result
+    called = final if bias is None else f"{name}/product"
     if matmul_dtype is None:
         y = einsum([x, kernel], output_shape=made, name=called)
     else:
         y = quantized_einsum([x, kernel], made, matmul_dtype, called)
-    return y if bias is None else add(y, bias, name=result)
+    y = y if bias is None else add(y, bias, name=final)
+    for n, (wanted, there) in enumerate(own.items(), start=1):
+        y = rename_dimension(y, there, wanted, result if n == len(own) else f"{name}/renamed")
+    return y
 
 
 def feed_forward(
@@ -138,7 +147,7 @@ def feed_forward(
       variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
       name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
     Returns: the type of x.
-    Raises: ShapeError if `hidden_channels` is in x.
+    Raises: ShapeError if `hidden_channels` is one of the dims of x that stay.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph() as graph:
