@@ -376,6 +376,16 @@ def shared(p: dict[str, Array]) -> Array:
     return out
 
 
+def far_out(w: Keywords, x: Tensor, t: Tensor) -> Tensor:
+    return mtf.layers.sigmoid_cross_entropy_with_logits(x * 30.0, t)  # far out: no exponential overflows
+
+
+@layer("sigmoid_cross_entropy_with_logits", {"x": ([B, V], float), "t": ([V, B], float)}, far_out)
+def binary(p: dict[str, Array]) -> Array:
+    z, t = p["x"] * 30.0, p["t"].T
+    return -t * -np.logaddexp(0, -z) - (1 - t) * -np.logaddexp(0, z)
+
+
 # ---------------------------------------------------------------- the tests
 
 each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)
@@ -429,7 +439,7 @@ def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
             x[...] = x.astype(mtf.dtypes.BFLOAT16.public).astype(np.float64)
     wide.feeds, wide.state = b.feeds, b.state
     found, wanted = b.run(b.lower(precision="default")), wide.run(wide.lower())
-    in_float32 = ("cross entropy", "embedding", "positions", "relative")
+    in_float32 = ("cross entropy", "sigmoid_cross", "embedding", "positions", "relative")
     assert b.outputs["y"].dtype.name == "bfloat16" or one.name.startswith(in_float32)
     assert_close(found, wanted, 0.06, one)
 
@@ -567,6 +577,10 @@ def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> No
         (
             lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, x, D, label_smoothing=1.0),
             r"label_smoothing must be in \[0, 1\), got 1.0",
+        ),
+        (
+            lambda x: mtf.layers.sigmoid_cross_entropy_with_logits(x, mtf.zeros([B, D])),
+            r"floats of the same dims and dtype(.|\n)*x: f32\[batch:4, length:4, d_model:8\](.|\n)*zeros: f32\[batch:4, d_",
         ),
     ],
 )  # fmt: skip

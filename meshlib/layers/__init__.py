@@ -6,7 +6,7 @@ softmax take their statistics in float32. Names and arguments follow Mesh Tensor
 
 from meshlib.layers.attention import dot_product_attention, multihead_attention
 from meshlib.layers.embeddings import embedding, embedding_weights
-from meshlib.layers.loss import softmax_cross_entropy_with_logits
+from meshlib.layers.loss import sigmoid_cross_entropy_with_logits, softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm, rms_norm
 from meshlib.layers.pooling import avg_pool2d, avg_pool3d, max_pool2d, max_pool3d
 from meshlib.layers.positions import learned_positions, rotary, sinusoidal_positions
@@ -30,6 +30,7 @@ __all__ = [
     "relative_position_bias",
     "rms_norm",
     "rotary",
+    "sigmoid_cross_entropy_with_logits",
     "sinusoidal_positions",
     "softmax_cross_entropy_with_logits",
 ]
