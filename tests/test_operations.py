@@ -467,6 +467,9 @@ INITIALIZERS = {
     "normal": mtf.initializers.random_normal(1, 2),
     "glorot": mtf.initializers.glorot_uniform(dims("i:12")),
     "scaled": mtf.initializers.scaled_normal(dims("i:12"), 2.0),
+    "truncated": mtf.initializers.truncated_normal(1, 2),
+    "fan_out_scaled": mtf.initializers.variance_scaling(2.0, "fan_out"),
+    "fan_averaged": mtf.initializers.variance_scaling(2.0, "fan_avg", "uniform", dims("i:12")),
 }
 
 
