@@ -652,6 +652,20 @@ def _network_reference(x: Array, w: Array, v: Array, i: Array) -> Array:
 
 # ---------------------------------------------------------------- by index
 
+row(
+    "reduce_sum",
+    "einsum of integers",
+    {"x": whole("a:4;b:6;e:2"), "y": whole("b:6;c:2"), "z": whole("d:4;a:4")},
+    lambda f, x, y, z: mtf.einsum([x, y, z], output_shape=dims("c:2;a:4")),
+    lambda x, y, z: np.einsum("abe,bc,da->ca", x, y, z),
+)
+row(
+    "multiply",
+    "einsum of integers",
+    {"x": whole("a:4;b:6"), "y": whole("c:2;a:4")},
+    lambda f, x, y: mtf.einsum([x, y], output_shape=dims("b:6;c:2;a:4")),
+    lambda x, y: np.einsum("ab,ca->bca", x, y),
+)
 row("range", "int32", {}, lambda f: mtf.range(dims("n:12")[0]), lambda: np.arange(12), bitwise=True)
 row(
     "range",
@@ -729,6 +743,49 @@ row(
     {"w": whole("n:12"), "i": index("a:4", 12)},
     lambda f, w, i: mtf.gather(w, i, dims("n:12")[0]),
     lambda w, i: w[i],
+)
+row(
+    "gather",
+    "flags",
+    {"w": flags("n:12;k:6"), "i": index("a:4", 12)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:12")[0]),
+    lambda w, i: w[i],
+)
+
+
+def _outside(x: Array, i: Array) -> Array:
+    return np.where(((i < 0) | (i >= len(x))).reshape(i.shape + (1,) * (x.ndim - 1)), 0, x[i.clip(0, len(x) - 1)])
+
+
+row(
+    "gather",
+    "zeros out of range",
+    {"w": signed("n:6;k:4"), "i": whole("a:8;b:2", -3, 9)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:6")[0], out_of_range="zero"),
+    _outside,
+    "w",
+)
+row(
+    "gather",
+    "no flag out of range",
+    {"w": flags("n:6"), "i": whole("a:8", -3, 9)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:6")[0], out_of_range="zero"),
+    _outside,
+)
+row(
+    "one_hot",
+    "off out of range",
+    {"i": whole("a:12", -3, 9)},
+    lambda f, i: mtf.one_hot(i, dims("n:6")[0], 0.75, -0.5, f, out_of_range="zero"),
+    lambda i: np.where(i[:, None] == np.arange(6), 0.75, -0.5),
+)
+row(
+    "scatter_add",
+    "nowhere out of range",
+    {"x": signed("a:12;k:4"), "i": whole("a:12", -3, 9)},
+    lambda f, x, i: mtf.scatter_add(x, i, dims("n:6")[0], Shape("n:6;k:4"), out_of_range="zero"),
+    lambda x, i: (i[:, None] == np.arange(6)).T.astype(float) @ x,
+    "x",
 )
 row(
     "scatter_add",

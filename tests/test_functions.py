@@ -339,3 +339,51 @@ def test_a_number_that_a_name_already_has_is_passed_over() -> None:
         names = [mtf.ones([], name=name).operation.name for name in ("a", "a_1", "a", "a", "b", "b", "b_1", "a_1")]
     assert names == ["a", "a_1", "a_2", "a_3", "b", "b_1", "b_1_1", "a_1_1"]
     assert len({op.name for op in graph.operations}) == len(graph.operations)
+
+
+def test_einsum_of_integers_wraps_around_at_32_bits_under_every_layout() -> None:
+    rng = np.random.default_rng(5)
+    x, y = (rng.integers(-(2**31), 2**31, shape).astype(np.int32) for shape in ((4, 8), (8, 4)))
+    rows, inner, cols = dims("rows:4;inner:8;cols:4")
+    with mtf.Graph():
+        a, b = mtf.input("a", [rows, inner], "int32"), mtf.input("b", [inner, cols], "int32")
+        c = mtf.einsum([a, b], output_shape=[rows, cols], name="product")
+    assert (c.name, c.dtype.name) == ("product", "int32")
+    exact = np.array([[sum(int(p) * int(q) for p, q in zip(r, k, strict=True)) for k in y.T] for r in x], object)
+    wanted = ((exact + 2**31) % 2**32 - 2**31).astype(np.int32)
+    for layout in ("", "rows:p", "inner:p+q", "rows:q;inner:p", "cols:p;inner:q"):
+        program = mtf.lower({"c": c}, mesh="p:2;q:2", layout=layout)
+        for executor in ("exact", "fast"):
+            (out,) = run(program, {"a": x, "b": y}, executor)
+            np.testing.assert_array_equal(out["c"], wanted)
+        assert program.work.mxu_flops == 0
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda i, w: mtf.einsum([i, w]), r"dtypes int32 and float32"),
+        (lambda i, w: mtf.einsum([i, i], precision="int8"), r"\(or int32 without a precision\), got int32"),
+        (lambda i, w: mtf.einsum([i > 0, i > 0]), r"got bool; cast them"),
+        (lambda i, w: mtf.einsum([i, i], [N]), r"einsum \(test_.*:\d+\): output dim 'n' is in no operand(.|\n)*i: i32"),
+        (lambda i, w: mtf.gather(w, i, N, out_of_range="zeros"), r"must be 'error' or 'zero'.*did you mean 'zero'"),
+        (lambda i, w: mtf.one_hot(i, N, out_of_range=0), r"one_hot .*out_of_range must be 'error' or 'zero', got 0"),
+        (lambda i, w: mtf.scatter_add(w, i, A, N, out_of_range=""), r"scatter_add .*out_of_range must be"),
+    ],
+)  # fmt: skip
+def test_what_integers_and_indices_are_refused(build: Callable[[Tensor, Tensor], Tensor], words: str) -> None:
+    with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=words):
+        build(mtf.input("i", [A], "int32"), mtf.input("w", [N]))
+
+
+def test_an_index_out_of_range_is_an_error_unless_zeros_are_asked_for() -> None:
+    with mtf.Graph():
+        i, w = mtf.input("i", [A], "int32"), mtf.input("w", [N, B])
+        plain = mtf.layers.embedding(i, N, B, weights=w)
+        zeros = mtf.layers.embedding(i, N, B, weights=w, out_of_range="zero")
+    feeds = {"i": [0, -1, 12, 11], "w": np.arange(72.0).reshape(12, 6) + 1}
+    for layout in ("", "n:p"):
+        with pytest.raises(mtf.FeedError, match=r"index -1 is out of range for dim n:12 .*out_of_range='zero'"):
+            run(mtf.lower({"y": plain}, mesh="p:4", layout=layout), feeds)
+        (out,) = run(mtf.lower({"y": zeros}, mesh="p:4", layout=layout), feeds)
+        assert out["y"].sum(axis=1).tolist() == [21.0, 0.0, 0.0, 417.0]
