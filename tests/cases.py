@@ -666,6 +666,26 @@ row(
     lambda f, x, y: mtf.einsum([x, y], output_shape=dims("b:6;c:2;a:4")),
     lambda x, y: np.einsum("ab,ca->bca", x, y),
 )
+for _variant, _dtype, _held in (
+    ("whole numbers", "int32", np.arange(24).reshape(4, 6) * 7 % 24 - 5),
+    ("flags", "bool", np.arange(24).reshape(4, 6) % 5 < 2),
+):
+    row(
+        "table",
+        _variant,
+        {},
+        lambda f, held=_held, dtype=_dtype: mtf.constant(held, dims("a:4;b:6"), dtype),
+        lambda held=_held: held,
+        bitwise=True,
+    )
+row(
+    "table",
+    "beside others",
+    {"x": signed("b:6;c:2")},
+    lambda f, x: mtf.einsum([x, mtf.constant(np.arange(24.0).reshape(4, 6) / 8, dims("a:4;b:6"), f)]),
+    lambda x: np.einsum("bc,ab->ca", x, np.arange(24.0).reshape(4, 6) / 8),
+    "x",
+)
 row("range", "int32", {}, lambda f: mtf.range(dims("n:12")[0]), lambda: np.arange(12), bitwise=True)
 row(
     "range",

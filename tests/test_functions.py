@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -387,3 +388,52 @@ def test_an_index_out_of_range_is_an_error_unless_zeros_are_asked_for() -> None:
             run(mtf.lower({"y": plain}, mesh="p:4", layout=layout), feeds)
         (out,) = run(mtf.lower({"y": zeros}, mesh="p:4", layout=layout), feeds)
         assert out["y"].sum(axis=1).tolist() == [21.0, 0.0, 0.0, 417.0]
+
+
+# ---------------------------------------------------------------- constants that are arrays
+
+
+def test_an_array_is_a_constant_under_every_layout_and_takes_memory() -> None:
+    held = np.random.default_rng(3).normal(size=(12, 6)).astype(np.float32)
+    with mtf.Graph() as graph:
+        c = mtf.constant(held, [N, B], name="weights")
+        again = mtf.constant(held.copy(), [N, B])
+        narrow = mtf.constant(held, [N, B], "bfloat16")
+        y = mtf.reduce_sum(c * again, reduced_dim=N)
+    wanted = (held.astype(float) ** 2).sum(axis=0)
+    held[:] = 0  # what was given is copied
+    for layout in ("", "n:p", "b:q;n:p", "n:q+p"):
+        program = mtf.lower({"y": y, "narrow": narrow}, mesh="p:2;q:3", layout=layout)
+        assert [i.operation.name for i in program.instructions if i.opcode == "table"] == ["weights", "constant_1"]
+        for executor in ("exact", "fast"):
+            (out,) = run(program, {}, executor)
+            np.testing.assert_allclose(out["y"], wanted, rtol=1e-6)
+        parts = {"": 1, "n:p": 2}.get(layout, 6)
+        assert any((v.name, v.bytes) == ("weights", 288 // parts) for v in program.memory.live), program.memory
+    assert graph.operations[0].attrs["value"] == graph.operations[1].attrs["value"]
+    assert graph.operations[0].attrs["value"] != graph.operations[2].attrs["value"]
+    copied = pickle.loads(pickle.dumps(graph.operations[0].attrs["value"]))
+    assert (copied, hash(copied)) == (graph.operations[0].attrs["value"], hash(graph.operations[0].attrs["value"]))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "words"),
+    [
+        (np.zeros(4), "float32", r"the array has shape \[4\], but its dims are \[b:6\]"),
+        (np.full(6, 1e300), "float32", r"the number 1e\+300 of the array does not fit float32"),
+        (np.full(6, 2**40), "int32", r"the number 1099511627776 of the array does not fit int32"),
+        (np.zeros(6), "int32", r"int32 can't hold the array of float64; convert it first"),
+        (np.arange(6), "bool", r"bool can't hold the array of int64"),
+        (np.array(["x"] * 6), "float32", r"float32 can't hold the array of <U1"),
+        (np.ma.masked_array(np.zeros(6), [True] * 6), "float32", r"can't hold the masked array of float64"),
+    ],
+)  # fmt: skip
+def test_arrays_that_are_no_constants(value: Array, dtype: str, words: str) -> None:
+    with mtf.Graph(), pytest.raises(mtf.ShapeError, match=rf"constant \(test_functions.py:\d+\): .*{words}"):
+        mtf.constant(value, [B], dtype)
+
+
+def test_a_large_array_is_no_constant() -> None:
+    rows = mtf.Dimension("rows", 2**22 + 1)
+    with mtf.Graph(), pytest.raises(mtf.ShapeError, match="takes 16777220 bytes, more than the 16777216 of a constant"):
+        mtf.constant(np.zeros(2**22 + 1, np.float32), rows)

@@ -36,6 +36,7 @@ from meshlib.operation import (
     tensor,
     type_bytes,
 )
+from meshlib.ops.table import table
 
 STEP = "step"
 
@@ -100,13 +101,25 @@ def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
 
 
 def constant(
-    value: float,
+    value: float | Array,
     shape: Shape | Sequence[Dimension] | Dimension = (),
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """A tensor that holds the same number everywhere."""
+    """A tensor that holds the same number everywhere; or an array, whose axes are the dims `shape`.
+
+    Numbers are made where they are used. An array is part of the program, up to 16 MiB, and takes memory on devices.
+    Raises: ShapeError for numbers that do not fit the dtype, and for an array of other sizes than `shape`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.constant(np.array([2.0, 3.0, 5.0]), mtf.Dimension("primes", 3)) * 2
+      >>> mtf.simulate(mtf.lower({"y": y})).step()["y"].tolist()
+      [4.0, 6.0, 10.0]
+    """
     made = as_dtype(dtype)
+    if isinstance(value, np.ndarray):
+        return table(current_graph("constant"), value, Shape(as_dims(shape, "constant")), made, name)
     held = fitting(value, made, "constant")
     return _constant(current_graph("constant"), held, Shape(as_dims(shape, "constant")), made, name)
 
