@@ -386,6 +386,11 @@ def binary(p: dict[str, Array]) -> Array:
     return -t * -np.logaddexp(0, -z) - (1 - t) * -np.logaddexp(0, z)
 
 
+@layer("us_einsum", {"x": ([B, H, K], float), "y": ([K, H, F], float)}, lambda w, x, y: mtf.layers.us_einsum([x, y]))
+def unit_scaled(p: dict[str, Array]) -> Array:
+    return np.einsum("bhk,khf->bf", p["x"], p["y"]) / 8**0.5
+
+
 # ---------------------------------------------------------------- the tests
 
 each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)
@@ -394,7 +399,7 @@ each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)
 def test_every_layer_is_here() -> None:
     pools = {"max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d"}  # tests/test_functions.py
     names = " ".join(one.name for one in LAYERS) + " softmax_cross_entropy_with_logits embedding_weights "
-    names += "learned_positions sinusoidal_positions"
+    names += "learned_positions sinusoidal_positions clip_activation_gradient"
     assert {n for n in mtf.layers.__all__ if n not in names} == pools
 
 
@@ -578,6 +583,9 @@ def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> No
             lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, x, D, label_smoothing=1.0),
             r"label_smoothing must be in \[0, 1\), got 1.0",
         ),
+        (lambda x: mtf.layers.clip_activation_gradient(x, 0), "rms_norm must be positive, got 0"),
+        (lambda x: mtf.layers.clip_activation_gradient(mtf.cast(x, "int32")), "needs a float tensor, got cast"),
+        (lambda x: mtf.layers.us_einsum([mtf.cast(x, "int32")] * 2), "us_einsum .*needs float operands, got int32"),
         (
             lambda x: mtf.layers.sigmoid_cross_entropy_with_logits(x, mtf.zeros([B, D])),
             r"floats of the same dims and dtype(.|\n)*x: f32\[batch:4, length:4, d_model:8\](.|\n)*zeros: f32",
@@ -588,6 +596,28 @@ def test_messages(build: Callable[[Tensor], Tensor], words: str) -> None:
     with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=words) as caught:
         build(mtf.input("x", [B, L, D]))
     assert "test_layers.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["", "batch:p", "d_model:q", "batch:q;length:p"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("bfloat16", 0.01)])
+def test_the_gradient_of_an_activation_is_clipped_by_its_root_mean_square(
+    dtype: str, tolerance: float, layout: str
+) -> None:
+    with mtf.Graph():
+        x, c = mtf.input("x", [B, L, D], dtype), mtf.input("c", [B, L, D], dtype)
+        y = mtf.layers.clip_activation_gradient(mtf.square(x), 0.5, name="y")
+        assert y.name == "y"
+        (dx,) = mtf.gradients([y], [x], [c])
+        program = mtf.lower({"y": y, "dx": dx}, mesh="p:2;q:2", layout=layout)
+    rng = np.random.default_rng(2)
+    for scale in (0.25, 4.0, 0.0):  # below the limit nothing changes
+        fed = {"x": rng.normal(size=(4, 4, 8)), "c": rng.normal(size=(4, 4, 8)) * scale}
+        for executor in ("exact", "fast"):
+            (out,) = run(program, fed, executor)
+            dy = fed["c"]
+            wanted = dy * 0.5 / max(0.5, np.sqrt(np.mean(dy**2))) * 2 * fed["x"]
+            assert_close({"y": np.float64(out["y"])}, {"y": fed["x"] ** 2}, tolerance, layout)
+            assert_close({"dx": np.float64(out["dx"])}, {"dx": wanted}, 2 * tolerance, (scale, layout))
 
 
 def test_a_label_out_of_range_is_named() -> None:

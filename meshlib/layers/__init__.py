@@ -12,10 +12,12 @@ from meshlib.layers.pooling import avg_pool2d, avg_pool3d, max_pool2d, max_pool3
 from meshlib.layers.positions import learned_positions, rotary, sinusoidal_positions
 from meshlib.layers.projection import dense, dense_relu_dense, feed_forward
 from meshlib.layers.relative import relative_position_bias
+from meshlib.layers.scaling import clip_activation_gradient, us_einsum
 
 __all__ = [
     "avg_pool2d",
     "avg_pool3d",
+    "clip_activation_gradient",
     "dense",
     "dense_relu_dense",
     "dot_product_attention",
@@ -33,4 +35,5 @@ __all__ = [
     "sigmoid_cross_entropy_with_logits",
     "sinusoidal_positions",
     "softmax_cross_entropy_with_logits",
+    "us_einsum",
 ]
