@@ -27,6 +27,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 _graphs: ContextVar[tuple[Graph, ...]] = ContextVar("graphs", default=())
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
+_reuse: ContextVar[bool] = ContextVar("reuse", default=False)
 _region: ContextVar[tuple[str, Operation | None]] = ContextVar("region", default=(FORWARD, None))
 
 
@@ -341,18 +342,37 @@ def scoped_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def scope(name: str) -> Iterator[None]:
+def scope(name: str, reuse: bool = False) -> Iterator[None]:
     """Prefix the names of operations and variables made inside: `with mtf.scope("layer_0"):`.
 
+    With `reuse` every variable declared inside, and in scopes inside it, is the one that bears its name already.
     Raises: GraphError if `name` is no non-empty string without white space.
+    Example:
+      >>> import meshlib as mtf
+      >>> d = mtf.Dimension("d", 4)
+      >>> with mtf.Graph() as graph:
+      ...     x = mtf.input("x", [d])
+      ...     for shared in (False, True):
+      ...         with mtf.scope("tower", reuse=shared):
+      ...             x = mtf.layers.dense(x, d)
+      >>> print(*graph.variables)
+      tower/dense/kernel tower/dense/bias
     """
+    if not isinstance(reuse, bool):
+        raise GraphError(f"scope '{name}' ({source_line()}): reuse must be True or False, got {reuse!r:.80}")
     if not isinstance(name, str) or not name.strip("/") or any(c.isspace() for c in name):
         raise GraphError(f"scope name must be a non-empty string without white space, got {name!r}")
-    token = _scopes.set((*_scopes.get(), name.strip("/")))
+    token, reused = _scopes.set((*_scopes.get(), name.strip("/"))), _reuse.set(reuse or _reuse.get())
     try:
         yield
     finally:
         _scopes.reset(token)
+        _reuse.reset(reused)
+
+
+def reusing() -> bool:
+    """Whether a scope around says that variables are those that are there already."""
+    return _reuse.get()
 
 
 @contextlib.contextmanager

@@ -11,13 +11,14 @@ from layouts import Dimension, Shape
 from meshlib import initializers
 from meshlib.checks import at, fitting, flag, number
 from meshlib.dtypes import DType, as_dtype
-from meshlib.errors import GraphError, ShapeError
+from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import (
     Graph,
     Tensor,
     TensorType,
     absolute_scope,
     current_graph,
+    reusing,
     scoped_name,
     source_line,
 )
@@ -202,17 +203,33 @@ def variable(
       activation_dtype: what the returned tensor has, by a cast; `slice_dtype` unless given.
       trainable: whether optimizers update it.
     Returns: the variable's value.
-    Raises: GraphError if the name is taken (names both lines).
+    Raises: GraphError if the name is taken (names both lines). Inside `mtf.scope(..., reuse=True)` it must be taken, by
+      a variable of the same dims and dtypes, which is returned; its own initializer and `trainable` hold.
     """
-    return make_variable(
-        name,
-        Shape(as_dims(shape, f"variable '{name}'")),
-        initializer,
-        dtype,
-        slice_dtype,
-        activation_dtype,
-        trainable,
-    )
+    dims = Shape(as_dims(shape, f"variable '{name}'"))
+    if not reusing():
+        return make_variable(name, dims, initializer, dtype, slice_dtype, activation_dtype, trainable)
+    value = _reused(name, dims, dtype, slice_dtype)
+    return value if activation_dtype is None else _activation(value, name, activation_dtype)
+
+
+def _reused(name: str, shape: Shape, dtype: object, slice_dtype: object | None) -> Tensor:
+    inside = current_graph("variable")
+    full, known = _check_name(name, "variable"), inside.root.variables
+    if full not in known:
+        raise GraphError(f"{at('variable')}: there is no '{full}' to reuse{nearest(full, known)}")
+    op = known[full]
+    public = as_dtype(dtype)
+    stored = public if slice_dtype is None else as_dtype(slice_dtype)
+    stacked = op.output.shape == Shape([*inside.stacking, *shape])
+    same = (op.attrs["public_dtype"], op.output.dtype) == (public, stored)
+    if not same or not (stacked or op.output.shape == shape):
+        there = f"{op.output.dtype}{op.output.shape}, read as {op.attrs['public_dtype']}"
+        raise GraphError(
+            f"{at('variable')}: '{full}' can't be reused as {stored}{shape}, read as {public}: it was declared at "
+            f"{op.source} as {there}"
+        )
+    return _slice_for(inside, op.output) if stacked else op.output
 
 
 def make_variable(
@@ -254,11 +271,13 @@ def make_variable(
     op = build_source(graph, VARIABLE, attrs, exact_name=full)
     graph.variables[full] = op
     value = _slice_for(inside, op.output)
-    if activation_dtype is not None:
-        from meshlib.ops.elementwise import cast
+    return value if activation_dtype is None else _activation(value, name, activation_dtype)
 
-        return cast(value, activation_dtype, f"{name}/cast")
-    return value
+
+def _activation(value: Tensor, name: str, dtype: object) -> Tensor:
+    from meshlib.ops.elementwise import cast
+
+    return cast(value, dtype, f"{name}/cast")
 
 
 def _slice_for(graph: Graph, value: Tensor) -> Tensor:
@@ -266,8 +285,8 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     if graph.parent is None:
         return value
     outer = _slice_for(graph.parent, value)
-    if graph.stacks is None:
-        return outer
+    if graph.stacks is None or outer in graph.stacked:
+        return graph.stacked.get(outer, outer)
     shape = Shape([d for d in outer.shape if d != graph.stacks])
     inside = "/".join(graph.scope)
     with absolute_scope(inside):
