@@ -134,6 +134,7 @@ from meshlib.ops.remat import Remat  # noqa: E402
 from meshlib.ops.rewrite import custom_gradient, recompute_grad  # noqa: E402
 from meshlib.ops.sampling import sample_with_temperature  # noqa: E402
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose  # noqa: E402
+from meshlib.ops.slicewise import slicewise  # noqa: E402
 from meshlib.ops.sources import (  # noqa: E402
     constant,
     dropout,
@@ -307,6 +308,7 @@ __all__ = [
     "simulate",
     "sin",
     "slice",
+    "slicewise",
     "softmax",
     "softplus",
     "sort",

@@ -849,6 +849,44 @@ row(
 )
 
 
+# ---------------------------------------------------------------- functions of the user's own
+
+
+def _rows_by_their_largest(x: Array, y: Array) -> Array:
+    return x * np.max(y, axis=-1, keepdims=True)
+
+
+def _its_gradient(op: Operation, dys: Sequence[Tensor]) -> list[Tensor | None]:
+    return [dys[0] * mtf.reduce_max(op.inputs[1], reduced_dim=dims("c:2")[0]), None]
+
+
+row(
+    "slicewise",
+    "rows",
+    {"x": signed("a:4;b:6"), "y": distinct("a:4;c:2")},
+    lambda f, x, y: mtf.slicewise(
+        _rows_by_their_largest, [x, y], splittable_dims=dims("a:4"), grad_function=_its_gradient
+    ),
+    _rows_by_their_largest,
+    "x",
+)
+row(
+    "slicewise",
+    "another type",
+    {"x": signed("a:4;b:6;c:2")},
+    lambda f, x: mtf.slicewise(lambda x: np.argsort(x, axis=1).sum(axis=2), [x], dims("a:4;b:6"), "int32", dims("a:4")),
+    lambda x: np.argsort(x, axis=1).sum(axis=2),
+)
+row(
+    "slicewise",
+    "whole",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: mtf.slicewise(lambda x: np.cumsum(x.T.ravel())[::2], [x], dims("n:12")),
+    lambda x: np.cumsum(x.T.ravel())[::2],
+    has_gradient=False,
+)
+
+
 # ---------------------------------------------------------------- sources and state
 
 row(
