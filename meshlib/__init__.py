@@ -109,6 +109,7 @@ from meshlib.ops.index import dynamic_shift, gather, one_hot, range, scatter_add
 from meshlib.ops.logic import cond, logical_xor  # noqa: E402
 from meshlib.ops.loop import scan, while_loop  # noqa: E402
 from meshlib.ops.pooling import pool  # noqa: E402
+from meshlib.ops.printing import Print  # noqa: E402
 from meshlib.ops.quantized import quantized_einsum  # noqa: E402
 from meshlib.ops.ranking import (  # noqa: E402
     argmax,
@@ -183,6 +184,7 @@ __all__ = [
     "NotFiniteError",
     "Operation",
     "Physics",
+    "Print",
     "Program",
     "ProgramError",
     "Remat",

@@ -887,6 +887,16 @@ row(
 )
 
 
+row(
+    "print",
+    "beside others",
+    {"x": signed("a:4;b:6"), "y": signed("b:6;c:2"), "i": whole("a:4")},
+    lambda f, x, y, i: mtf.Print(x, [y, i, x], "now: "),
+    lambda x, y, i: x,
+    "x",
+)
+
+
 # ---------------------------------------------------------------- sources and state
 
 row(

@@ -67,6 +67,9 @@ def _run(program: Program, given: Mapping[Value, Blocks], engine: Engine, watch:
             values.update(zip(instruction.outputs, made, strict=True))
         elif instruction.opcode not in ("input", "variable", "assign"):
             computed = _compute(program, instruction, inputs, engine)
+            if (show := instruction.operation.kind.show) is not None:
+                data = list(zip(instruction.inputs, inputs, strict=True))[1:]
+                show(instruction.operation, [together(v, blocks, v.tensor.name) for v, blocks in data])
             values.update(zip(instruction.outputs, computed, strict=True))
         if watch is not None:
             for y in instruction.outputs:

@@ -198,6 +198,8 @@ class FastExecutor:
         if node.kind == "compute":
             taken = [arrays[x] for x in node.inputs]
             made = self._compute(node, taken, engine, arrays.get(node.output))
+            if (show := node.instruction.operation.kind.show) is not None:
+                show(node.instruction.operation, taken[1:])
             arrays.update(zip(node.instruction.outputs, made, strict=True))
             return
         assert first is not None
