@@ -59,8 +59,9 @@ PRINT = operation(
 def Print(x: Tensor, data: Sequence[Tensor], message: str = "", name: str | None = None) -> Tensor:
     """`x`, and whenever a simulation computes it, the values of `data` on standard output.
 
-    Both executors print each value whole, once a step (in a loop once a trip), whatever the layout. A line is the message, the tensor with its type, " = ", and NumPy's text of its value. Nothing is printed of an `x`
-    that nobody needs, nor twice of two equal prints. Its gradient goes by without being printed.
+    Both executors print each value whole, once a step (in a loop once a trip), whatever the layout. A line is the
+    message, the tensor with its type, " = ", and NumPy's text of its value. Nothing is printed of an `x` that nobody
+    needs, nor twice of two equal prints. Its gradient goes by without being printed.
 
     Args:
       x: any tensor.
