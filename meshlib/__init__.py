@@ -141,6 +141,7 @@ from meshlib.ops.logic import logical_xor as logical_xor
 from meshlib.ops.loop import scan as scan
 from meshlib.ops.loop import while_loop as while_loop
 from meshlib.ops.pooling import pool as pool
+from meshlib.ops.printing import Print as Print
 from meshlib.ops.quantized import quantized_einsum as quantized_einsum
 from meshlib.ops.ranking import argmax as argmax
 from meshlib.ops.ranking import argsort as argsort
@@ -166,6 +167,7 @@ from meshlib.ops.shape import broadcast as broadcast
 from meshlib.ops.shape import rename_dimension as rename_dimension
 from meshlib.ops.shape import reshape as reshape
 from meshlib.ops.shape import transpose as transpose
+from meshlib.ops.slicewise import slicewise as slicewise
 from meshlib.ops.sources import constant as constant
 from meshlib.ops.sources import dropout as dropout
 from meshlib.ops.sources import input as input

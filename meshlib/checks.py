@@ -63,7 +63,7 @@ def choice(value: object, what: str, argument: str, options: tuple[str, ...]) ->
 
 def items(values: object, what: str, argument: str) -> list[Any]:
     """The elements of a list, tuple or the like; a single tensor or a text is none."""
-    if is_iterable(values) and not isinstance(values, Tensor | str | bytes):
+    if not isinstance(values, Tensor | str | bytes) and is_iterable(values):
         return list(values)
     raise ShapeError(f"{at(what)}: {argument} must be a list, got {_shown(values)}")
 

@@ -28,6 +28,7 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 _graphs: ContextVar[tuple[Graph, ...]] = ContextVar("graphs", default=())
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
+_reuse: ContextVar[bool] = ContextVar("reuse", default=False)
 _region: ContextVar[tuple[str, Operation | None]] = ContextVar("region", default=(FORWARD, None))
 
 
@@ -282,11 +283,15 @@ class Graph:
         return self.captured[outer]
 
     def unique_name(self, base: str) -> str:
-        """`base` inside the current scope, numbered from the second use on."""
+        """`base` inside the current scope, from the second use on with the first number that nobody took."""
         scoped = "/".join((*_scopes.get(), base))
-        n = self._counts.get(scoped, 0)
+        name, n = scoped, self._counts.get(scoped, 0)
+        if n:
+            while (name := f"{scoped}_{n}") in self._counts:
+                n += 1
+            self._counts[name] = 1
         self._counts[scoped] = n + 1
-        return scoped if n == 0 else self.unique_name(f"{base}_{n}")
+        return name
 
     def add(
         self,
@@ -362,18 +367,37 @@ def scoped_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def scope(name: str) -> Iterator[None]:
+def scope(name: str, reuse: bool = False) -> Iterator[None]:
     """Prefix the names of operations and variables made inside: `with mtf.scope("layer_0"):`.
 
+    With `reuse` every variable declared inside, and in scopes inside it, is the one that bears its name already.
     Raises: GraphError if `name` is no non-empty string without white space.
+    Example:
+      >>> import meshlib as mtf
+      >>> d = mtf.Dimension("d", 4)
+      >>> with mtf.Graph() as graph:
+      ...     x = mtf.input("x", [d])
+      ...     for shared in (False, True):
+      ...         with mtf.scope("tower", reuse=shared):
+      ...             x = mtf.layers.dense(x, d)
+      >>> print(*graph.variables)
+      tower/dense/kernel tower/dense/bias
     """
+    if not isinstance(reuse, bool):
+        raise GraphError(f"scope '{name}' ({source_line()}): reuse must be True or False, got {reuse!r:.80}")
     if not isinstance(name, str) or not name.strip("/") or any(c.isspace() for c in name):
         raise GraphError(f"scope name must be a non-empty string without white space, got {name!r}")
-    token = _scopes.set((*_scopes.get(), name.strip("/")))
+    token, reused = _scopes.set((*_scopes.get(), name.strip("/"))), _reuse.set(reuse or _reuse.get())
     try:
         yield
     finally:
         _scopes.reset(token)
+        _reuse.reset(reused)
+
+
+def reusing() -> bool:
+    """Whether a scope around says that variables are those that are there already."""
+    return _reuse.get()
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
-from meshlib.checks import at, fitting, items
+from meshlib.checks import at, choice, fitting, items
 from meshlib.checks import number as finite
-from meshlib.dtypes import BFLOAT16, BOOL, DType
+from meshlib.dtypes import BFLOAT16, BOOL, FLOAT32, FLOAT64, DType
 from meshlib.errors import GraphError
 from meshlib.threefry import threefry2x32
 
@@ -214,3 +214,86 @@ def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Ini
         f"{at('variable')} '{name}': expected an initializer, a number or an array, got {type(value).__name__} "
         f"{value!r:.80}"
     )
+
+
+# A normal number beyond this many standard deviations is drawn again; what is left has this standard deviation.
+_CUT, _CUT_STDDEV = 2.0, 0.8796256610342398
+
+
+@dataclass(frozen=True)
+class _TruncatedNormal:
+    mean: float
+    stddev: float
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        def drawn(key: Key) -> Array:
+            return random_normal(0.0, 1.0)(key, shape, dtype if dtype is FLOAT64 else FLOAT32)
+
+        found, tries = drawn(key), 0
+        while (far := np.abs(found) > _CUT).any():
+            tries += 1
+            found = np.where(far, drawn(make_key(*key, tries)), found)
+        out = np.asarray(self.mean + self.stddev * found, dtype.storage)
+        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+
+
+@dataclass(frozen=True)
+class _VarianceScaling:
+    scale: float
+    mode: str
+    distribution: str
+    input_dims: tuple[Dimension, ...] | None
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        ins = shape.sizes[:-1] if self.input_dims is None else [d.size for d in shape if d in self.input_dims]
+        fan_in = prod(ins)
+        fan_out = shape.size // fan_in
+        fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[self.mode]
+        stddev = sqrt(self.scale / fan)
+        law = {
+            "normal": truncated_normal(0.0, stddev / _CUT_STDDEV),
+            "untruncated_normal": random_normal(0.0, stddev),
+            "uniform": random_uniform(-sqrt(3) * stddev, sqrt(3) * stddev),
+        }
+        return law[self.distribution](key, shape, dtype)
+
+
+def truncated_normal(mean: float = 0.0, stddev: float = 1.0) -> Initializer:
+    """Normal, but values further than 2 `stddev` from `mean` are drawn again: in all 0.88 times as wide."""
+    what = "initializers.truncated_normal"
+    return _TruncatedNormal(finite(mean, what, "mean"), finite(stddev, what, "stddev"))
+
+
+def variance_scaling(
+    scale: float = 1.0,
+    mode: str = "fan_in",
+    distribution: str = "normal",
+    input_dims: Sequence[Dimension] | None = None,
+) -> Initializer:
+    """Variance scale / n, where n is the number of inputs or outputs of a product with the variable, or their mean.
+
+    Args:
+      scale: positive; 2 for ReLU.
+      mode: n is "fan_in", the product of `input_dims`; "fan_out", that of all others; or "fan_avg", their mean.
+      distribution: "normal" (cut off at 2 standard deviations and widened by what that takes), "untruncated_normal" or
+        "uniform".
+      input_dims: all dims but the last unless given.
+    Raises: GraphError for other words or a scale that is not positive.
+    Example:
+      >>> import meshlib as mtf
+      >>> rows, cols = mtf.Dimension("rows", 4), mtf.Dimension("cols", 400)
+      >>> start = mtf.initializers.variance_scaling(2.0, "fan_out", "uniform", [rows])
+      >>> with mtf.Graph():
+      ...     program = mtf.lower({"w": mtf.variable("w", [rows, cols], start)})
+      >>> round(float(mtf.simulate(program).state["w"].std()), 3)  # sqrt(2 / 400) = 0.071
+      0.072
+
+    Source: He et al., arXiv:1502.01852; names as in Mesh TensorFlow's and TensorFlow's.
+    """
+    what = "initializers.variance_scaling"
+    if finite(scale, what, "scale") <= 0:
+        raise GraphError(f"{at(what)}: scale must be positive, got {scale}")
+    choice(mode, what, "mode", ("fan_in", "fan_out", "fan_avg"))
+    choice(distribution, what, "distribution", ("normal", "untruncated_normal", "uniform"))
+    dims = None if input_dims is None else tuple(_dims(input_dims, what))
+    return _VarianceScaling(float(scale), mode, distribution, dims)

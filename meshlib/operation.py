@@ -180,6 +180,8 @@ class OpDef:
     linear  Operation -> Linear
     work    (operand types, output type, attrs) -> Work, all local
     lower   how it runs along dims of role HALO or SUMMARY; None for all others
+    show    (Operation, whole values of all operands but the first) -> None: what the host does with them each time it
+            runs; None for all others
     """
 
     name: str
@@ -191,6 +193,7 @@ class OpDef:
     linear: Callable[[Operation], Linear]
     work: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Work]
     lower: Halo | Summary | None
+    show: Callable[[Operation, Sequence[Array]], None] | None
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         # There is one record of each name: copies of a program refer to the same.
@@ -205,8 +208,8 @@ def _record(name: str) -> OpDef:
 
 
 def operation(name: str, **fields: Any) -> OpDef:
-    """Define and register an operation; every field of `OpDef` must be given, but `lower` where there is none."""
-    record = OpDef(name=name, **{"lower": None, **fields})
+    """Define and register an operation; `lower` and `show` may be left out, no other field of `OpDef`."""
+    record = OpDef(name=name, **{"lower": None, "show": None, **fields})
     if name in OPERATIONS:
         raise ValueError(f"operation {name!r} is defined twice")
     OPERATIONS[name] = record

@@ -35,6 +35,7 @@ H, G, K, F, V = (
     Dimension("d_ff", 6),
     Dimension("vocab", 12),
 )
+OTHER = Dimension("d_model", 6)
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,16 @@ X = {"x": ([B, L, D], float)}
 @layer("dense", {"x": ([B, H, K], float)}, lambda w, x: mtf.layers.dense(x, [F, G], [K, H], activation=mtf.tanh, **w))
 def dense(p: dict[str, Array]) -> Array:
     return np.tanh(np.einsum("bhk,khfg->bfg", p["x"], p["dense/kernel"]) + p["dense/bias"])
+
+
+@layer("dense onto itself", {"x": ([B, H, K], float)}, lambda w, x: mtf.layers.dense(x, [K, H], [H, K], **w))
+def dense_onto_itself(p: dict[str, Array]) -> Array:
+    return np.einsum("bhk,hklg->blg", p["x"], p["dense/kernel"]) + p["dense/bias"]
+
+
+@layer("dense of another size", X, lambda w, x: mtf.layers.dense(x, OTHER, use_bias=False, activation=mtf.tanh, **w))
+def dense_of_another_size(p: dict[str, Array]) -> Array:
+    return np.tanh(p["x"] @ p["dense/kernel"])
 
 
 @layer("dense_relu_dense", X, lambda w, x: mtf.layers.dense_relu_dense(x, F, 0.25, [L], **w))
@@ -382,6 +393,21 @@ def shared(p: dict[str, Array]) -> Array:
     return out
 
 
+def far_out(w: Keywords, x: Tensor, t: Tensor) -> Tensor:
+    return mtf.layers.sigmoid_cross_entropy_with_logits(x * 30.0, t)  # far out: no exponential overflows
+
+
+@layer("sigmoid_cross_entropy_with_logits", {"x": ([B, V], float), "t": ([V, B], float)}, far_out)
+def binary(p: dict[str, Array]) -> Array:
+    z, t = p["x"] * 30.0, p["t"].T
+    return -t * -np.logaddexp(0, -z) - (1 - t) * -np.logaddexp(0, z)
+
+
+@layer("us_einsum", {"x": ([B, H, K], float), "y": ([K, H, F], float)}, lambda w, x, y: mtf.layers.us_einsum([x, y]))
+def unit_scaled(p: dict[str, Array]) -> Array:
+    return np.einsum("bhk,khf->bf", p["x"], p["y"]) / 8**0.5
+
+
 # ---------------------------------------------------------------- the tests
 
 each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)
@@ -390,7 +416,7 @@ each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)
 def test_every_layer_is_here() -> None:
     pools = {"max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d"}  # tests/test_functions.py
     names = " ".join(one.name for one in LAYERS) + " softmax_cross_entropy_with_logits embedding_weights "
-    names += "learned_positions sinusoidal_positions"
+    names += "learned_positions sinusoidal_positions clip_activation_gradient"
     assert {n for n in public_names(mtf.layers) if n not in names} == {*pools, "Scores"}
 
 
@@ -435,7 +461,7 @@ def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
             x[...] = x.astype(mtf.dtypes.BFLOAT16.public).astype(np.float64)
     wide.feeds, wide.state = b.feeds, b.state
     found, wanted = b.run(b.lower(precision="default")), wide.run(wide.lower())
-    in_float32 = ("cross entropy", "embedding", "positions", "relative")
+    in_float32 = ("cross entropy", "sigmoid_cross", "embedding", "positions", "relative")
     assert b.outputs["y"].dtype.name == "bfloat16" or one.name.startswith(in_float32)
     assert_close(found, wanted, 0.06, one)
 
@@ -496,6 +522,19 @@ def test_scanned_layers_are_those_one_after_the_other(kernel: str, mesh: str, la
     assert_close(loop, plain, 2e-5, (kernel, layout))
 
 
+def test_a_dim_that_meets_itself_has_a_name_for_rules() -> None:
+    """Columns of the kernel over q: no sum over devices, and the result is where rules for d_model say."""
+    with mtf.Graph() as graph:
+        x = mtf.input("x", [B, D])
+        y = mtf.layers.dense(x, D, use_bias=False, name="out")
+    assert (y.name, y.shape) == ("out", x.shape)
+    assert graph.variables["out/kernel"].output.shape == Shape("d_model:8;d_model_out:8")
+    program = mtf.lower({"y": y}, mesh="p:2;q:2", layout="batch:p;d_model_out:q")
+    assert [c.kind for c in program.collectives] == ["all_gather"]
+    program = mtf.lower({"y": y}, mesh="q:2", layout="d_model:q")
+    assert [c.kind for c in program.collectives] == ["reduce_scatter"]
+
+
 @pytest.mark.parametrize("kernel", ["flash", "materialised"])
 def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> None:
     with mtf.Graph() as graph:
@@ -516,9 +555,6 @@ def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> No
     assert [ends.count(part) for part in ("wi", "wi_gate", "wo")] == [1, 1, 1]
 
 
-OTHER = Dimension("d_model", 6)
-
-
 def self_attention(x: Tensor, **options: Any) -> Tensor:
     return mtf.layers.multihead_attention(x, None, None, K, H, **options)
 
@@ -531,7 +567,11 @@ def self_attention(x: Tensor, **options: Any) -> Tensor:
         (lambda x: mtf.layers.rms_norm(x, D, -1.0), "epsilon must not be negative, got -1.0"),
         (lambda x: mtf.layers.layer_norm(mtf.cast(x, "int32"), D), "needs a float tensor"),
         (lambda x: mtf.layers.feed_forward(x, F, "sigmoid"), "activation must be 'gelu' or .* got 'sigmoid'"),
-        (lambda x: mtf.layers.feed_forward(x, OTHER), "new_dims d_model:6 are in .* already; rename one side"),
+        (lambda x: mtf.layers.feed_forward(x, L), "new_dims length:4 are in .* already; rename one side"),
+        (
+            lambda x: mtf.layers.dense(mtf.rename_dimension(x, "length", "d_model_out"), D),
+            "new_dims d_model_out:8 are in .* already",
+        ),
         (lambda x: mtf.layers.feed_forward(x, F, dropout=0.5, dropout_broadcast_dims=[V]), "vocab:12 are not in"),
         (lambda x: mtf.layers.rotary(x, L, Dimension("d_model", 7)), "size 8 in x.*but 7 was given"),
         (lambda x: mtf.layers.rotary(mtf.slice(x, 0, 7, "d_model"), L, "d_model"), "d_model:7 has no two halves"),
@@ -570,6 +610,13 @@ def self_attention(x: Tensor, **options: Any) -> Tensor:
         (
             lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, x, D, label_smoothing=1.0),
             r"label_smoothing must be in \[0, 1\), got 1.0",
+        ),
+        (lambda x: mtf.layers.clip_activation_gradient(x, 0), "rms_norm must be positive, got 0"),
+        (lambda x: mtf.layers.clip_activation_gradient(mtf.cast(x, "int32")), "needs a float tensor, got cast"),
+        (lambda x: mtf.layers.us_einsum([mtf.cast(x, "int32")] * 2), "us_einsum .*needs float operands, got int32"),
+        (
+            lambda x: mtf.layers.sigmoid_cross_entropy_with_logits(x, mtf.zeros([B, D])),
+            r"floats of the same dims and dtype(.|\n)*x: f32\[batch:4, length:4, d_model:8\](.|\n)*zeros: f32",
         ),
     ],
 )  # fmt: skip
@@ -619,6 +666,28 @@ def test_tables_are_of_the_activations_dtype_or_of_their_slices() -> None:
 
 def test_numerics_of_names_and_of_types_are_equal() -> None:
     assert mtf.Numerics(np.float64, activation_dtype=np.dtype("float32")) == mtf.Numerics("float64", None, "float32")
+
+
+@pytest.mark.parametrize("layout", ["", "batch:p", "d_model:q", "batch:q;length:p"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("bfloat16", 0.01)])
+def test_the_gradient_of_an_activation_is_clipped_by_its_root_mean_square(
+    dtype: str, tolerance: float, layout: str
+) -> None:
+    with mtf.Graph():
+        x, c = mtf.input("x", [B, L, D], dtype), mtf.input("c", [B, L, D], dtype)
+        y = mtf.layers.clip_activation_gradient(mtf.square(x), 0.5, name="y")
+        assert y.name == "y"
+        (dx,) = mtf.gradients([y], [x], [c])
+        program = mtf.lower({"y": y, "dx": dx}, mesh="p:2;q:2", layout=layout)
+    rng = np.random.default_rng(2)
+    for scale in (0.25, 4.0, 0.0):  # below the limit nothing changes
+        fed = {"x": rng.normal(size=(4, 4, 8)), "c": rng.normal(size=(4, 4, 8)) * scale}
+        for executor in ("exact", "fast"):
+            (out,) = run(program, fed, executor)
+            dy = fed["c"]
+            wanted = dy * 0.5 / max(0.5, np.sqrt(np.mean(dy**2))) * 2 * fed["x"]
+            assert_close({"y": np.float64(out["y"])}, {"y": fed["x"] ** 2}, tolerance, layout)
+            assert_close({"dx": np.float64(out["dx"])}, {"dx": wanted}, 2 * tolerance, (scale, layout))
 
 
 def test_a_label_out_of_range_is_named() -> None:

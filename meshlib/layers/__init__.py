@@ -11,6 +11,7 @@ from meshlib.layers.attention import dot_product_attention as dot_product_attent
 from meshlib.layers.attention import multihead_attention as multihead_attention
 from meshlib.layers.embeddings import embedding as embedding
 from meshlib.layers.embeddings import embedding_weights as embedding_weights
+from meshlib.layers.loss import sigmoid_cross_entropy_with_logits as sigmoid_cross_entropy_with_logits
 from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm as layer_norm
 from meshlib.layers.norms import rms_norm as rms_norm
@@ -25,5 +26,7 @@ from meshlib.layers.projection import dense as dense
 from meshlib.layers.projection import dense_relu_dense as dense_relu_dense
 from meshlib.layers.projection import feed_forward as feed_forward
 from meshlib.layers.relative import relative_position_bias as relative_position_bias
+from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
+from meshlib.layers.scaling import us_einsum as us_einsum
 
 _show(globals(), ["meshlib.layers."])

@@ -51,6 +51,7 @@ def embedding(
     initializer: initializers.Initializer | float | None = None,
     weights: Tensor | None = None,
     name: str = "embedding",
+    out_of_range: str = "error",
 ) -> Tensor:
     """The row of a table [vocab_dim, output_dim] for each index.
 
@@ -62,6 +63,7 @@ def embedding(
       numerics, initializer: of a new table, as of `embedding_weights`.
       weights: the table, if it is shared.
       name: of the variable, and scope of the `lookup`.
+      out_of_range: what an index that is none gives: an "error", or "zero"s as in Mesh TensorFlow.
     Returns: [dims of indices, output_dim] in the dtype of the table.
     Raises: ShapeError for indices that are no int32; FeedError at run time for an index out of range.
     """
@@ -70,4 +72,5 @@ def embedding(
     if weights is None:
         weights = embedding_weights(vocab_dim, output_dim, numerics, initializer, name)
     find_dim(tensor(weights, what), output_dim, what)
-    return gather(weights, indices, find_dim(weights, vocab_dim, what), name=f"{name}/lookup")
+    vocab = find_dim(weights, vocab_dim, what)
+    return gather(weights, indices, vocab, name=f"{name}/lookup", out_of_range=out_of_range)

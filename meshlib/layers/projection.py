@@ -13,6 +13,7 @@ from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.operation import as_dim, as_dims, tensor
 from meshlib.ops.activations import gelu, silu
 from meshlib.ops.elementwise import add, multiply, relu
+from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import dropout as dropped
 
 Activation = Callable[[Tensor], Tensor]
@@ -40,7 +41,8 @@ def dense(
 
     Args:
       x: [..., reduced_dims], float.
-      new_dims: dims of the result in place of `reduced_dims`.
+      new_dims: dims of the result in place of `reduced_dims`; one that bears the name of a reduced one is called
+        `d_model_out` (say) in W, b and the sum, names that layout rules may name, and gets its name in the result.
       reduced_dims: dims of x to contract; its last one unless given.
       use_bias: whether to add b, of dims `new_dims`, zeros at first.
       activation: applied to the result.
@@ -48,7 +50,7 @@ def dense(
       kernel_initializer: of W; normal with variance 1 / (size of reduced_dims) unless given.
       name: scope of the variables `kernel` and `bias`, and name of x W + b.
     Returns: [..., new_dims] in the dtype of x, or that of `numerics`.
-    Raises: ShapeError if a new dim is in x already or a reduced one is not.
+    Raises: ShapeError if a new dim is in x already and stays, or a reduced one is not in x.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -85,6 +87,9 @@ def projection(
     missing = [str(d) for d in reduced if d not in x.shape]
     if missing:
         raise ShapeError(f"{at('dense')} '{name}': reduced_dims {', '.join(missing)} are not in {x}")
+    contracted = {d.name for d in reduced}
+    own = {d.name: f"{d.name}_out" for d in new if d.name in contracted}  # a dim that meets itself
+    new = tuple(Dimension(own.get(d.name, d.name), d.size) for d in new)
     clashing = [str(d) for d in new if d.name in x.shape]
     if clashing:
         raise ShapeError(f"{at('dense')} '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side")
@@ -94,8 +99,12 @@ def projection(
         kernel = numerics.variable("kernel", [*reduced, *new], init, x.dtype)
         bias = numerics.variable("bias", new, initializers.zeros(), x.dtype) if biased else None
     made = Shape([*(d for d in x.shape if d not in reduced), *new])
-    y = numerics.product(x, kernel, made, result if bias is None else f"{name}/product")
-    return y if bias is None else add(y, bias, name=result)
+    final = f"{name}/sum" if own else result
+    y = numerics.product(x, kernel, made, final if bias is None else f"{name}/product")
+    y = y if bias is None else add(y, bias, name=final)
+    for n, (wanted, there) in enumerate(own.items(), start=1):
+        y = rename_dimension(y, there, wanted, result if n == len(own) else f"{name}/renamed")
+    return y
 
 
 def feed_forward(
@@ -122,7 +131,7 @@ def feed_forward(
       numerics: dtypes of the variables and of what is computed, precision of the products.
       name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
     Returns: the type of x, in the dtype of `numerics` if it has one.
-    Raises: ShapeError if `hidden_channels` is in x.
+    Raises: ShapeError if `hidden_channels` is one of the dims of x that stay.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph() as graph:

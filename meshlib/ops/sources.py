@@ -11,7 +11,7 @@ from layouts import Dimension, Shape
 from meshlib import initializers
 from meshlib.checks import at, fitting, flag, number
 from meshlib.dtypes import DType, as_dtype
-from meshlib.errors import GraphError, ShapeError
+from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import (
     Graph,
     Tensor,
@@ -19,6 +19,7 @@ from meshlib.graph import (
     absolute_scope,
     current_graph,
     innermost,
+    reusing,
     scoped_name,
 )
 from meshlib.names import relative_name
@@ -36,6 +37,7 @@ from meshlib.operation import (
     tensor,
     type_bytes,
 )
+from meshlib.ops.table import table
 from meshlib.origin import source_line
 
 STEP = "step"
@@ -106,13 +108,25 @@ def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
 
 
 def constant(
-    value: float,
+    value: float | Array,
     shape: Shape | Sequence[Dimension] | Dimension = (),
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """A tensor that holds the same number everywhere."""
+    """A tensor that holds the same number everywhere; or an array, whose axes are the dims `shape`.
+
+    Numbers are made where they are used. An array is part of the program, up to 16 MiB, and takes memory on devices.
+    Raises: ShapeError for numbers that do not fit the dtype, and for an array of other sizes than `shape`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.constant(np.array([2.0, 3.0, 5.0]), mtf.Dimension("primes", 3)) * 2
+      >>> mtf.simulate(mtf.lower({"y": y})).step()["y"].tolist()
+      [4.0, 6.0, 10.0]
+    """
     made = as_dtype(dtype)
+    if isinstance(value, np.ndarray):
+        return table(current_graph("constant"), value, Shape(as_dims(shape, "constant")), made, name)
     held = fitting(value, made, "constant")
     return _constant(current_graph("constant"), held, Shape(as_dims(shape, "constant")), made, name)
 
@@ -195,17 +209,33 @@ def variable(
       activation_dtype: what the returned tensor has, by a cast; `slice_dtype` unless given.
       trainable: whether optimizers update it.
     Returns: the variable's value.
-    Raises: GraphError if the name is taken (names both lines).
+    Raises: GraphError if the name is taken (names both lines). Inside `mtf.scope(..., reuse=True)` it must be taken, by
+      a variable of the same dims and dtypes, which is returned; its own initializer and `trainable` hold.
     """
-    return make_variable(
-        name,
-        Shape(as_dims(shape, f"variable '{name}'")),
-        initializer,
-        dtype,
-        slice_dtype,
-        activation_dtype,
-        trainable,
-    )
+    dims = Shape(as_dims(shape, f"variable '{name}'"))
+    if not reusing():
+        return make_variable(name, dims, initializer, dtype, slice_dtype, activation_dtype, trainable)
+    value = _reused(name, dims, dtype, slice_dtype)
+    return value if activation_dtype is None else _activation(value, name, activation_dtype)
+
+
+def _reused(name: str, shape: Shape, dtype: object, slice_dtype: object | None) -> Tensor:
+    inside = current_graph("variable")
+    full, known = _check_name(name, "variable"), inside.root.variables
+    if full not in known:
+        raise GraphError(f"{at('variable')}: there is no '{full}' to reuse{nearest(full, known)}")
+    op = known[full]
+    public = as_dtype(dtype)
+    stored = public if slice_dtype is None else as_dtype(slice_dtype)
+    stacked = op.output.shape == Shape([*inside.stacking, *shape])
+    same = (op.attrs["public_dtype"], op.output.dtype) == (public, stored)
+    if not same or not (stacked or op.output.shape == shape):
+        there = f"{op.output.dtype}{op.output.shape}, read as {op.attrs['public_dtype']}"
+        raise GraphError(
+            f"{at('variable')}: '{full}' can't be reused as {stored}{shape}, read as {public}: it was declared at "
+            f"{op.source} as {there}"
+        )
+    return _slice_for(inside, op.output) if stacked else op.output
 
 
 def make_variable(
@@ -247,12 +277,14 @@ def make_variable(
     op = build_source(graph, VARIABLE, attrs, exact_name=full)
     graph.variables[full] = op
     value = _slice_for(inside, op.output)
-    if activation_dtype is not None:
-        from meshlib.ops.elementwise import cast
+    return value if activation_dtype is None else _activation(value, name, activation_dtype)
 
-        with value.graph:  # beside the variable, not in each trip of a loop
-            return cast(value, activation_dtype, f"{name}/cast")
-    return value
+
+def _activation(value: Tensor, name: str, dtype: object) -> Tensor:
+    from meshlib.ops.elementwise import cast
+
+    with value.graph:  # beside the variable, not in each trip of a loop
+        return cast(value, dtype, f"{name}/cast")
 
 
 def _slice_for(graph: Graph, value: Tensor) -> Tensor:
@@ -260,8 +292,8 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     if graph.parent is None:
         return value
     outer = _slice_for(graph.parent, value)
-    if graph.stacks is None:
-        return outer
+    if graph.stacks is None or outer in graph.stacked:
+        return graph.stacked.get(outer, outer)
     shape = Shape([d for d in outer.shape if d != graph.stacks])
     inside = "/".join(graph.scope)
     with absolute_scope(inside):

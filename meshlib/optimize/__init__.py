@@ -19,6 +19,7 @@ from meshlib.optimize.schedules import constant as constant
 from meshlib.optimize.schedules import cosine_decay as cosine_decay
 from meshlib.optimize.schedules import exponential_decay as exponential_decay
 from meshlib.optimize.schedules import inverse_square_root as inverse_square_root
+from meshlib.optimize.schedules import linear_decay as linear_decay
 from meshlib.optimize.schedules import linear_warmup as linear_warmup
 from meshlib.optimize.schedules import piecewise as piecewise
 from meshlib.optimize.schedules import product as product

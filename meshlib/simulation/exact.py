@@ -61,6 +61,9 @@ class _Exact(Interpreter[Blocks, Engine]):
         self.watch = watch
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Blocks], context: Engine) -> list[Blocks]:
+        if (show := i.operation.kind.show) is not None:
+            data = list(zip(i.inputs, inputs, strict=True))[1:]
+            show(i.operation, [together(v, blocks, v.tensor.name) for v, blocks in data])
         return _compute(program, i, inputs, context)
 
     def move(self, i: Move, inputs: Sequence[Blocks]) -> list[Blocks]:

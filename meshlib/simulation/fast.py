@@ -204,6 +204,8 @@ class FastExecutor(Interpreter[Array, Engine]):
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Engine) -> tuple[Array, ...]:
         """All blocks at once, or those of each coordinate of the axes that stay apart."""
+        if (show := i.operation.kind.show) is not None:
+            show(i.operation, inputs[1:])
         looped = self._looped_axes(i)
         if looped:
             return self._compute_apart(i, inputs, context, looped)
