@@ -15,6 +15,7 @@ from meshlib.operation import Kind
 from meshlib.program.records import Instruction, Program, Value
 
 _BY_ROW = (Kind.ELEMENTWISE, Kind.REDUCTION, Kind.VIEW, Kind.SOURCE)
+_SOURCES = (Kind.SOURCE, Kind.RESIDENT)
 _NO_KERNEL = ("input", "variable", "assign")
 
 
@@ -33,7 +34,7 @@ def kernel_groups(program: Program) -> list[list[Instruction]]:
             open_.append(by_row)
         groups[place] += group
         # Sources hold nobody up: they are made anew where they are needed.
-        maker.update({y: (place, i) for i in group for y in i.outputs if i.operation.kind.kind is not Kind.SOURCE})
+        maker.update({y: (place, i) for i in group for y in i.outputs if i.operation.kind.kind not in _SOURCES})
     return groups
 
 

@@ -11,9 +11,8 @@ from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-
-# Same value, same dims: bound to lie where the operand lies, so that gathers move the narrow type.
-_FOLLOWS_OPERAND = ("cast", "identity", "stop_gradient", "to_host", "from_host")
+from meshlib.operation import Home
+from meshlib.ops.sources import VARIABLE
 
 
 @dataclass(eq=False)
@@ -29,7 +28,7 @@ class Homes:
     def scope_of(self, t: Tensor) -> str:
         """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
         op = t.operation
-        if op.kind.name == "variable":
+        if op.kind is VARIABLE:
             return "slots" if op.attrs["slot_of"] else "variables"
         if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
             return "slots"
@@ -38,9 +37,9 @@ class Homes:
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
         op = t.operation
-        if op.kind.name in _FOLLOWS_OPERAND:
+        if op.kind.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])
-        return t in self.weights or (op.kind.name == "variable" and not op.attrs["slot_of"])
+        return t in self.weights or (op.kind is VARIABLE and not op.attrs["slot_of"])
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
@@ -55,10 +54,10 @@ class Homes:
 
     def _make(self, t: Tensor) -> Sharding:
         op = t.operation
-        if op.kind.name == "constrain":
+        if op.kind.home is Home.GIVEN:
             rules: LayoutRules = op.attrs["layout"]
             return rules.sharding(t.shape, self.mesh, "activations")
-        if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
+        if op.kind.home is Home.OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
         try:
             return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
@@ -72,7 +71,7 @@ def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rule
     homes = Homes(graph, mesh, rules)
     names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
     report = check(rules, mesh, _labelled(homes, operations), names)
-    bound = [_check_constrained(op, mesh) for op in operations if op.kind.name == "constrain"]
+    bound = [_check_constrained(op, mesh) for op in operations if op.kind.home is Home.GIVEN]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
 
@@ -97,7 +96,7 @@ def _fault_text(
     fault: Fault, labels: tuple[str, ...], known: Mapping[str, Operation], mesh: Mesh, rules: LayoutRules
 ) -> str:
     first = known[labels[0]] if labels else None
-    bound = first is not None and first.kind.name == "constrain"
+    bound = first is not None and first.kind.home is Home.GIVEN
     place = f"mesh {mesh}   layout {(first.attrs['layout'] if first and bound else rules) or '(none)'}"
     if first is None or (fault.of_rule and not bound):
         return f"{fault.what}\n  {place}"
@@ -140,7 +139,7 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
 
 def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:
     for op in operations:
-        if op.kind.name in _FOLLOWS_OPERAND or op.kind.name in ("constrain", "assign"):
+        if op.kind.home is not Home.RULES:
             continue
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:

@@ -25,7 +25,6 @@ from meshlib.graph import (
 )
 from meshlib.names import relative_name
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Factor,
@@ -64,11 +63,9 @@ def _local(block: Block, *arrays: Array) -> Array:
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    total = [0, 0, 0]
-    for op in attrs["body"].operations:
-        w = op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs)
-        total = [a + b for a, b in zip(total, (w.mxu_flops, w.vpu_ops, w.hbm_bytes), strict=True)]
-    return Work(*(attrs["dim"].size * n for n in total))
+    inside = attrs["body"].operations
+    once = (op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs) for op in inside)
+    return Work.total(once, times=attrs["dim"].size)
 
 
 def _grad(op: Operation, *dys: Tensor | None, wanted: Container[Tensor] | None = None) -> Sequence[Tensor | None]:
@@ -84,7 +81,6 @@ LOOP = operation(
     roles=_roles,
     local=_local,
     grad=_grad,
-    linear=lambda op: NONLINEAR,
     work=_work,
 )
 

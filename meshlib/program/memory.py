@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshlib.graph import FORWARD
-from meshlib.operation import Kind
+from meshlib.operation import Kind, Storage
+from meshlib.ops.sources import INPUT
 from meshlib.program.records import Instruction, Program, Value, bytes_text
 
 KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
-_ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Liveness:
             if last < begin or (in_place and last <= end):
                 self._share(y, old)
                 return
-        if i.opcode in _ALIASES and i.inputs[0] in self.buffer:
+        if not i.is_reshard and i.operation.kind.storage is Storage.ALIAS and i.inputs[0] in self.buffer:
             self._share(y, self.buffer[i.inputs[0]])
             return
         candidates: Iterable[Value] = ()
@@ -188,7 +188,7 @@ class Liveness:
     def _kind(self, v: Value) -> str:
         op = v.tensor.operation
         if v in self.resident:
-            if op.kind.name == "input":
+            if op.kind is INPUT:
                 return "inputs"
             return "slots" if op.attrs["slot_of"] else "variables"
         if v.tensor in op.graph.gradient_of:
@@ -199,11 +199,11 @@ class Liveness:
 
 
 def _is_elementwise(i: Instruction) -> bool:
-    """Whether each element of the result needs operands at its own position only."""
+    """Whether each element of the result needs operands at its own position only, or what is made anew there."""
     if i.is_reshard or i.exchanges or i.body is not None:
         return False
     kind = i.operation.kind
-    return kind.kind is Kind.ELEMENTWISE or kind.name in (*_ALIASES, "constant", "range", "broadcast")
+    return kind.kind is Kind.ELEMENTWISE or kind.storage is Storage.ALIAS or kind.remade
 
 
 def _last_uses(program: Program) -> dict[Value, int]:

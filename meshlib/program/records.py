@@ -200,12 +200,7 @@ class Program:
         """What one core does in one run of the program, duplicates included. Exact."""
         from meshlib.program.work import local_work
 
-        all_work = [local_work(self, i) for i in self.instructions]
-        return Work(
-            sum(w.mxu_flops for w in all_work),
-            sum(w.vpu_ops for w in all_work),
-            sum(w.hbm_bytes for w in all_work),
-        )
+        return Work.total(local_work(self, i) for i in self.instructions)
 
     def __str__(self) -> str:
         from meshlib.program.listing import listing

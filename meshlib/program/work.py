@@ -13,15 +13,10 @@ def local_work(program: Program, instruction: Instruction) -> Work:
     Moves do none; what they send is in `Program.collectives`.
     """
     if instruction.body is not None:
-        inner = [local_work(instruction.body, i) for i in instruction.body.instructions]
-        trips = instruction.trips
-        return Work(
-            trips * sum(w.mxu_flops for w in inner),
-            trips * sum(w.vpu_ops for w in inner),
-            trips * sum(w.hbm_bytes for w in inner),
-        )
+        inside = instruction.body
+        return Work.total((local_work(inside, i) for i in inside.instructions), times=instruction.trips)
     if instruction.is_reshard or instruction.opcode == "assign":
-        return Work(0, 0, 0)
+        return Work(0, 0)
     op = instruction.operation
     attrs = dict(op.attrs)
     if op.kind.kind in ON_MXU and program.precision == "highest" and attrs.get("precision") not in EIGHT_BIT:

@@ -15,14 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.operation import Kind
+from meshlib.operation import EVERY, Storage
 from meshlib.program.checker import instruction_factors
 from meshlib.program.records import Instruction, Program, Value
 
 Array = np.ndarray[Any, Any]
-
-# Operands that `local` may read after it began to write: writing over them would be wrong.
-_READ_LATE = {"add_n": 2}
 
 
 @dataclass(eq=False)
@@ -43,7 +40,7 @@ class Node:
     def shares(self) -> bool:
         """Whether the output may show its first operand's memory."""
         return self.kind == "alias" or (
-            self.kind == "compute" and self.instruction.operation.kind.kind is Kind.VIEW and bool(self.inputs)
+            self.kind == "compute" and self._storage is not Storage.FRESH and bool(self.inputs)
         )
 
     @property
@@ -51,14 +48,12 @@ class Node:
         """Whether the node writes into a buffer given to it."""
         if self.kind == "round":
             return True
-        op = self.instruction.operation
         one = len(self.instruction.outputs) == 1
-        return (
-            one
-            and self.kind == "compute"
-            and op.kind.kind is not Kind.VIEW
-            and op.kind.name not in ("constant", "range")
-        )
+        return one and self.kind == "compute" and self._storage is Storage.FRESH
+
+    @property
+    def _storage(self) -> Storage:
+        return self.instruction.operation.kind.storage
 
 
 class Buffers:
@@ -143,11 +138,9 @@ class Buffers:
                     insort(free, (self.sizes[place], place))
 
     def _over_operand(self, n: int, node: Node) -> int | None:
-        kind = node.instruction.operation.kind
-        if node.kind == "compute" and kind.kind is not Kind.ELEMENTWISE:
-            return None
         y = node.output
-        candidates = node.inputs[: _READ_LATE.get(kind.name, len(node.inputs))]
+        most = node.instruction.operation.kind.overwrites if node.kind == "compute" else EVERY
+        candidates = node.inputs[:most]
         for x in candidates:
             owner = self.owner[x]
             same = (self.shape(owner), owner.tensor.shape) == (self.shape(y), y.tensor.shape)
