@@ -533,7 +533,7 @@ row(
     lambda x: x[:, :6] * x[:, 6:],
     "x",
 )
-for _variant, _before, _after, _value in (("zeros", 2, 4, 0.0), ("value", 4, 0, -1.5), ("after", 0, 6, 0.0)):
+for _variant, _before, _after, _value in (("zeros", 2, 4, 0.0), ("value", 4, 0, -1.3), ("after", 0, 6, 0.0)):
     row(
         "pad",
         _variant,
@@ -690,9 +690,9 @@ row("range", "int32", {}, lambda f: mtf.range(dims("n:12")[0]), lambda: np.arang
 row(
     "range",
     "float",
-    {"x": signed("n:12;a:4")},
-    lambda f, x: x * mtf.range(dims("n:12")[0], f),
-    lambda x: x * np.arange(12)[:, None],
+    {"x": signed("n:300")},
+    lambda f, x: x * mtf.range(dims("n:300")[0], f),
+    lambda x: x * np.arange(300),
     "x",
 )
 row(
@@ -706,8 +706,8 @@ row(
     "one_hot",
     "values",
     {"i": index("a:4;b:6", 8)},
-    lambda f, i: mtf.one_hot(i, dims("n:8")[0], 0.75, -0.5, dtype=f),
-    lambda i: np.where(np.eye(8)[i] > 0, 0.75, -0.5),
+    lambda f, i: mtf.one_hot(i, dims("n:8")[0], 0.7, -0.3, dtype=f),
+    lambda i: np.where(np.eye(8)[i] > 0, 0.7, -0.3),
 )
 row(
     "one_hot",
@@ -903,8 +903,8 @@ row(
     "constant",
     "several",
     {"x": signed("a:4")},
-    lambda f, x: (x * mtf.constant(0.75, dims("b:6"), f) + mtf.ones(dims("b:6"), f)) - mtf.zeros(dims("a:4"), f),
-    lambda x: np.repeat(x[:, None] * 0.75 + 1, 6, axis=1),
+    lambda f, x: (x * mtf.constant(0.7, dims("b:6"), f) + mtf.ones(dims("b:6"), f)) - mtf.zeros(dims("a:4"), f),
+    lambda x: np.repeat(x[:, None] * 0.7 + 1, 6, axis=1),
     "x",
 )
 row(

@@ -19,20 +19,13 @@ from hardware.memory import padded_bytes
 from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
 from meshlib.graph import FORWARD, Tensor
-from meshlib.operation import Kind
+from meshlib.operation import Kind, Scores, Storage
 from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
-from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Resident, Value
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program, walk
 from meshlib.program.work import local_work
 
 _RESIDENT = ("input", "variable", "assign")
-_ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
-_READS_PART = ("gather", "slice")
-_REPEATED = ("cast", "negative", "multiply", "add", "subtract", "divide")
-# Of the products of each kernel of fused attention, the share that is no repetition of the forward pass: one of two,
-# two of three (dP, dQ), two of four (dV, dK).
-ATTENTION = {"attention": 1.0, "attention_grad_query": 2 / 3, "attention_grad_memory": 1 / 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +33,12 @@ class Attention:
     """What a kernel of fused attention computes on one device.
 
     Attributes:
-      kind: its opcode: "attention", "attention_grad_query" or "attention_grad_memory".
+      of: what its record says.
       scores: pairs of query and key in the tiles that it computes, all heads and sequences; key, value: sizes of the
         dims of one head; passes: runs through the MXU.
     """
 
-    kind: str
+    of: Scores
     scores: int
     key: int
     value: int
@@ -56,12 +49,15 @@ class Attention:
 
         `together`: scores and their cotangents, which both gradients need, are computed with the keys' gradient only.
         """
-        if self.kind == "attention":
-            return (self.key,), (self.value,)
-        again = (self.key, self.value)
-        if self.kind == "attention_grad_query":
-            return () if together else again, (self.key,)
-        return again, (self.key, self.value)
+        sizes = {"key_dim": self.key, "value_dim": self.value}
+        contracted = () if together and self.of.spared else self.of.contracted
+        return tuple(sizes[d] for d in contracted), tuple(sizes[d] for d in self.of.turned)
+
+    @property
+    def useful(self) -> float:
+        """The share of its products that is no repetition of the forward pass."""
+        products = len(self.of.contracted) + len(self.of.turned)
+        return (products - self.of.repeated) / products
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ def kernel_of(
     large = (i for i in reversed(members) if any(y.sharding.local_size > 1 for y in i.outputs))
     main = next((i for i in members if _is_matmul(i)), None) or next(large, members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
-    attention = attention_of(program, main) if main.opcode in ATTENTION else None
+    attention = attention_of(program, main) if main.operation.kind.scores and isinstance(main, Compute) else None
     for i in members:
         work = local_work(program, i)
         flops += work.mxu_flops
@@ -131,7 +127,7 @@ def kernel_of(
             matmuls.append((product, 1 if product.dtype in EIGHT_BIT else i.inputs[0].tensor.dtype.itemsize))
             useful += product.flops * _share_useful(program, i, forward)
     if attention is not None and isinstance(main, Compute):
-        useful += flops / attention.passes * ATTENTION[attention.kind] * _share_useful(program, main, forward)
+        useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
     boundary = _boundary(members, fused, held)
     free = all(_is_free(i) for i in members)
     return Kernel(
@@ -191,10 +187,12 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
     share = attrs["share"]
     points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
     scores = points * share.numerator // share.denominator
-    contracted, turned = Attention(instruction.opcode, scores, key, value, 1).products(together=False)
+    of = instruction.operation.kind.scores
+    assert of is not None
+    contracted, turned = Attention(of, scores, key, value, 1).products(together=False)
     once = 2 * scores * (sum(contracted) + sum(turned))
     passes = max(1, local_work(program, instruction).mxu_flops // max(1, once))
-    return Attention(instruction.opcode, scores, key, value, passes)
+    return Attention(of, scores, key, value, passes)
 
 
 def padded_value_bytes(v: Value) -> int:
@@ -213,12 +211,17 @@ def _is_matmul(i: Instruction) -> TypeGuard[Compute]:
 
 
 def _is_free(i: Instruction) -> bool:
-    if isinstance(i, Resident | Commit) or i.opcode in _ALIASES:
+    kind = i.operation.kind
+    if isinstance(i, Resident | Commit):
         return True
-    if i.opcode in ("constant", "broadcast"):
+    if not isinstance(i, Compute):
+        return False
+    if kind.storage is Storage.ALIAS:
+        return True
+    if kind.remade:
         return all(y.local_bytes <= 8 for y in i.outputs)
-    if i.opcode == "reshape" or (
-        i.opcode in _REDUCTIONS and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
+    if kind.storage is Storage.RESHAPED or (
+        kind.kind is Kind.REDUCTION and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
     ):
         # Tiles stay as they are where the two minor dims do; one element of each is its own sum.
         return i.inputs[0].local.shape.sizes[-2:] == i.outputs[0].local.shape.sizes[-2:]
@@ -265,7 +268,7 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
 
 def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
     whole = _sizes(x)
-    if n == 0 and i.opcode in _READS_PART:
+    if n == 0 and (i.operation.kind.reads_part or isinstance(i, Move)):  # a cut, if it is a move
         return min(whole, _sizes(i.outputs[0]))
     return whole
 
@@ -285,7 +288,7 @@ def _stored(t: Tensor) -> Tensor:
     Compilers put such work into every kernel that reads the result.
     """
     op = t.operation
-    if op.kind.name not in _REPEATED:
+    if not op.kind.repeated:
         return t
     sources = [x for x in op.inputs if not _is_small(x, t)]
     if len(sources) != 1 or sources[0].shape != t.shape or sources[0].dtype.itemsize > t.dtype.itemsize:
@@ -295,8 +298,8 @@ def _stored(t: Tensor) -> Tensor:
 
 def _is_small(x: Tensor, beside: Tensor) -> bool:
     """Whether an operand costs its readers next to nothing: it is made anew, or repeated over what is beside it."""
-    source = x.operation.kind.kind is Kind.SOURCE
-    return source and (x.operation.kind.name not in _RESIDENT or x.shape.size < beside.shape.size)
+    kind = x.operation.kind.kind
+    return kind is Kind.SOURCE or (kind is Kind.RESIDENT and x.shape.size < beside.shape.size)
 
 
 def resident_values(program: Program) -> set[Value]:

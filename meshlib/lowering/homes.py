@@ -11,9 +11,8 @@ from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-
-# Same value, same dims: bound to lie where the operand lies, so that gathers move the narrow type.
-_FOLLOWS_OPERAND = ("cast", "identity", "stop_gradient", "to_host", "from_host")
+from meshlib.operation import Home
+from meshlib.ops.sources import VARIABLE
 
 # Same value, other names or order of dims: a constraint goes along.
 _SAME_VALUE = ("rename_dimension", "transpose")
@@ -32,7 +31,7 @@ class Homes:
         """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
         t = _outermost(t)
         op = t.operation
-        if op.kind.name == "variable":
+        if op.kind is VARIABLE:
             return "slots" if op.attrs["slot_of"] else "variables"
         if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
             return "slots"
@@ -41,9 +40,9 @@ class Homes:
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
         op = _outermost(t).operation
-        if op.kind.name in _FOLLOWS_OPERAND:
+        if op.kind.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])
-        return op.kind.name == "variable" and not op.attrs["slot_of"]
+        return op.kind is VARIABLE and not op.attrs["slot_of"]
 
     def is_constrained(self, t: Tensor) -> bool:
         """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
@@ -51,8 +50,8 @@ class Homes:
         A new name for which the layout has a rule is meant to be laid elsewhere.
         """
         op = t.operation
-        if op.kind.name not in (*_FOLLOWS_OPERAND, *_SAME_VALUE) or t in op.graph.gradient_of:
-            return op.kind.name == "constrain"
+        if not (op.kind.home is Home.OPERAND or op.kind.name in _SAME_VALUE) or t in op.graph.gradient_of:
+            return op.kind.home is Home.GIVEN
         new = [d.name for d in t.shape if d not in op.inputs[0].shape]
         return self.is_constrained(op.inputs[0]) and not any(self.rules.for_dim(n, self.scope_of(t)) for n in new)
 
@@ -69,10 +68,10 @@ class Homes:
 
     def _make(self, t: Tensor) -> Sharding:
         op = t.operation
-        if op.kind.name == "constrain":
+        if op.kind.home is Home.GIVEN:
             rules: LayoutRules = op.attrs["layout"]
             return rules.sharding(t.shape, self.mesh, "activations")
-        if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
+        if op.kind.home is Home.OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
         if self.is_constrained(t):
             before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.kind.roles(op)}
@@ -100,7 +99,7 @@ def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rule
     tensors = [(is_inner(y), (_label(op, y), y.shape, homes.scope_of(y))) for op, y in _judged(homes, operations)]
     users, inner = ([entry for own, entry in tensors if own is which] for which in (False, True))
     report = check(rules, mesh, users, names, inner)
-    bound = [_check_constrained(op, mesh) for op in operations if op.kind.name == "constrain"]
+    bound = [_check_constrained(op, mesh) for op in operations if op.kind.home is Home.GIVEN]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
 
@@ -125,7 +124,7 @@ def _fault_text(
     fault: Fault, labels: tuple[str, ...], known: Mapping[str, Operation], mesh: Mesh, rules: LayoutRules
 ) -> str:
     first = known[labels[0]] if labels else None
-    bound = first is not None and first.kind.name == "constrain"
+    bound = first is not None and first.kind.home is Home.GIVEN
     place = f"mesh {mesh}   layout {(first.attrs['layout'] if first and bound else rules) or '(none)'}"
     if first is None or (fault.of_rule and not bound):
         return f"{fault.what}\n  {place}"
@@ -175,7 +174,7 @@ def is_inner(t: Tensor) -> bool:
 
 def _judged(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
     for op in operations:
-        if op.kind.name in _FOLLOWS_OPERAND or op.kind.name == "assign" or homes.is_constrained(op.output):
+        if op.kind.home is not Home.RULES or homes.is_constrained(op.output):
             continue
         if op.kind.name == "input" and op.graph.parent is not None:
             continue  # stands for what is judged outside

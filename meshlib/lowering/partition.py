@@ -20,10 +20,8 @@ from meshlib.lowering.homes import Homes
 from meshlib.lowering.places import Foresight, Pending, Places, blockwise
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import Kind
-from meshlib.ops.loop import LOOP
-from meshlib.ops.sources import CONSTANT, INPUT, VARIABLE
-from meshlib.ops.state import ASSIGN
+from meshlib.operation import Home, Kind
+from meshlib.ops.sources import INPUT, is_zero
 from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
 from meshlib.program.records import Program
 from meshlib.program.split import beside
@@ -58,16 +56,17 @@ class Partitioner:
     def run(self) -> None:
         """Lower every operation, in order."""
         for op in self.graph.operations:
-            if op.kind is INPUT or op.kind is VARIABLE:
-                self.resident(op)
-            elif op.kind is ASSIGN:
-                self._assign(op)
-            elif op.kind is LOOP:
-                self._loop(op)
-            elif op.kind.kind is Kind.COPY:
-                self._copy(op)
-            else:
-                self._compute(op)
+            match op.kind.kind:
+                case Kind.RESIDENT:
+                    self.resident(op)
+                case Kind.COMMIT:
+                    self._assign(op)
+                case Kind.LOOP:
+                    self._loop(op)
+                case Kind.COPY:
+                    self._copy(op)
+                case _:
+                    self._compute(op)
 
     def at_home(self, t: Tensor) -> Value:
         """The value of `t` at its home, brought there if need be: what fetches return."""
@@ -162,13 +161,13 @@ class Partitioner:
     def _settle(self, t: Tensor) -> None:
         """Bring a value home if it is bound there or has several users; a pending one is then reduced, once."""
         uses = self.graph.uses.get(t, [])
-        bound = t in self.fetched or t in self.homes.graph.gradient_of or t.operation.kind.name == "constrain"
+        constrained = t.operation.kind.home is Home.GIVEN
+        bound = t in self.fetched or t in self.homes.graph.gradient_of or constrained
         if bound or len(uses) > 1:
             home = self.places.bring(t, self.homes.of(t), t.operation.region, None)
             (_, made), *passed = self.places.instances[t]
             self.places.instances[t] = [(None, home), *(x for x in passed if x[1] is not home)]
             # A constrained value is to be had at its home alone: its users must not go round the constraint.
-            constrained = t.operation.kind.name == "constrain"
             if made is not home and not made.sharding.pending and not constrained:
                 # As it was made it serves other regions too, unless keeping it would take more memory than the home.
                 small = made.local_bytes <= home.local_bytes
@@ -238,15 +237,15 @@ class Partitioner:
         found: dict[int, Tensor] = {}
         for n, (carry, end) in enumerate(zip(loop.given.inits, loop.made.finals, strict=True)):
             first, add = self.graph.inputs[op][n].operation, end.operation
-            zero = first.kind is CONSTANT and first.attrs["value"] == 0
             others = [x for x in add.inputs if x is not carry]
             uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
             # The carry before each trip is asked for by a gradient alone; then it has to be whole.
             stacked = self.graph.uses.get(befores[n])
-            adds = add.kind.name == "add" or add.kind.linear(add).terms
+            linear = add.kind.linear(add)
+            adds = linear.together and linear.operands == (0, 1)
             alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
             one = len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape
-            if zero and adds and uses == 1 and alone and not stacked and one:
+            if is_zero(first) and adds and uses == 1 and alone and not stacked and one:
                 found[n] = others[0]
         if not found:
             return {}, {}
@@ -313,7 +312,7 @@ class Partitioner:
         end, gradients = t, self.homes.graph.gradient_of
         while end not in gradients:
             uses = self.graph.uses.get(end, [])
-            if len(uses) != 1 or end in self.fetched or uses[0][0].kind.name not in ("cast", "transpose"):
+            if len(uses) != 1 or end in self.fetched or not _same_elements(uses[0][0]):
                 return self.homes.of(t)
             end = uses[0][0].output
         home = self.homes.of(end)
@@ -376,6 +375,12 @@ class Partitioner:
             return None
         op, index = uses[0]
         return op if index in op.kind.linear(op).operands else None
+
+
+def _same_elements(op: Operation) -> bool:
+    """Whether it only casts its operand, or puts its dims in another order."""
+    (x, *others), y = op.inputs, op.output
+    return op.kind.cheap and not others and set(x.shape) == set(y.shape)
 
 
 def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:

@@ -17,6 +17,7 @@ from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import (
+    NONLINEAR,
     Array,
     Block,
     Factor,
@@ -30,7 +31,6 @@ from meshlib.operation import (
     operation,
     same_dtype,
     tensor,
-    traffic_bytes,
     union,
 )
 
@@ -172,7 +172,7 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
         (b, {*b.names} - {*a.names} - {*out.shape.names}),
     ):
         summed += t.size if names else 0
-    return Work(2 * out.shape.size * contracted * passes, summed, traffic_bytes(ins, out))
+    return Work(2 * out.shape.size * contracted * passes, summed)
 
 
 EINSUM = operation(
@@ -182,7 +182,7 @@ EINSUM = operation(
     roles=_roles,
     local=_local,
     grad=_grad,
-    linear=lambda op: Linear((0, 1)),
+    linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # parts lie on no grid
     work=_work,
 )
 

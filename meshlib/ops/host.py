@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from meshlib.graph import Operation, Tensor, TensorType, absolute_scope
-from meshlib.operation import Array, Block, Kind, Linear, OpDef, Work, build, named_factors, operation, type_bytes
+from meshlib.operation import Array, Block, Home, Kind, Linear, OpDef, Work, build, named_factors, operation
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, 0, type_bytes(out))  # HBM is read or written; the other end is the host's memory
+    return Work(0, 0)  # HBM is read or written; the other end is the host's memory
 
 
 def _local(block: Block, x: Array) -> Array:
@@ -35,6 +35,8 @@ def _define(name: str) -> OpDef:
         grad=_grad,
         linear=lambda op: Linear((0,)),
         work=_work,
+        home=Home.OPERAND,
+        exact=True,
     )
 
 

@@ -35,25 +35,25 @@ from meshlib.operation import (
     not_differentiable,
     operation,
     tensor,
-    traffic_bytes,
     union,
 )
 
 _OUT_OF_RANGE = ("error", "zero")
 
 
-def _check_indices(block: Block, indices: Array, dim: Dimension, what: str) -> None:
+def _check_indices(block: Block, indices: Array) -> None:
+    op, dim = block.operation, block.attrs["dim"]
     if block.attrs["out_of_range"] == "error" and indices.size and (indices.min() < 0 or indices.max() >= dim.size):
         bad = indices[(indices < 0) | (indices >= dim.size)][0]
         raise FeedError(
-            f"{what} {block.operation.name!r} ({block.operation.source}): index {bad} is out of range for "
-            f"dim {dim} (0 to {dim.size - 1}); it comes from {block.operation.inputs[-1 if what != 'one_hot' else 0]}; "
-            "out_of_range='zero' makes zeros of such"
+            f"{op.kind.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} "
+            f"(0 to {dim.size - 1}); it comes from {op.inputs[op.kind.indices or 0]}; out_of_range='zero' makes zeros "
+            "of such"
         )
 
 
 def _vector_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size, traffic_bytes(ins, out))
+    return Work(0, out.shape.size)
 
 
 # ---------------------------------------------------------------- range
@@ -61,8 +61,9 @@ def _vector_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[st
 
 def _range_local(block: Block) -> Array:
     (d,) = block.out.shape
-    start = block.offsets[d.name]
-    return np.arange(start, start + d.size).astype(block.out.dtype.storage)
+    start, out = block.offsets[d.name], block.result()
+    np.copyto(out, np.arange(start, start + d.size), casting="unsafe")
+    return out
 
 
 RANGE = operation(
@@ -72,8 +73,8 @@ RANGE = operation(
     roles=named_factors,
     local=_range_local,
     grad=lambda op, dy: [],
-    linear=lambda op: NONLINEAR,
     work=_vector_work,
+    remade=True,
 )
 
 
@@ -99,7 +100,7 @@ def _one_hot_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 def _one_hot_local(block: Block, indices: Array) -> Array:
     dim: Dimension = block.attrs["dim"]
-    _check_indices(block, indices, dim, "one_hot")
+    _check_indices(block, indices)
     out = block.result()
     start = block.offsets[dim.name]
     hit = indices[..., None] == np.arange(start, start + out.shape[-1], dtype=indices.dtype)
@@ -114,8 +115,8 @@ ONE_HOT = operation(
     roles=named_factors,
     local=_one_hot_local,
     grad=not_differentiable,
-    linear=lambda op: NONLINEAR,
     work=_vector_work,
+    indices=0,
 )
 
 
@@ -160,7 +161,7 @@ def _gather_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Te
 def _block_indices(block: Block, indices: Array, rows: int) -> tuple[Array, Array | None]:
     """Indices into this block, and the mask of those that fall into it (None if all do)."""
     dim: Dimension = block.attrs["dim"]
-    _check_indices(block, indices, dim, block.operation.kind.name)
+    _check_indices(block, indices)
     if rows == dim.size and block.attrs["out_of_range"] == "error":
         return indices, None
     local = indices - block.offsets[dim.name]
@@ -209,6 +210,9 @@ GATHER = operation(
     grad=_gather_grad,
     linear=lambda op: NONLINEAR if op.output.dtype is BOOL else Linear((0,)),
     work=_vector_work,
+    exact=True,
+    reads_part=True,
+    indices=1,
 )
 
 
@@ -301,7 +305,7 @@ def _scatter_roles(op: Operation) -> tuple[Factor, ...]:
 
 
 def _scatter_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, ins[0].shape.size, traffic_bytes(ins, out))
+    return Work(0, ins[0].shape.size)
 
 
 SCATTER_ADD = operation(
@@ -313,6 +317,7 @@ SCATTER_ADD = operation(
     grad=lambda op, dy: [_gather_back(op, dy), None],
     linear=lambda op: Linear((0,)),
     work=_scatter_work,
+    indices=1,
 )
 
 

@@ -26,7 +26,6 @@ from meshlib.graph import (
 from meshlib.loop_record import LoopRecord, Operands, Results
 from meshlib.names import relative_name
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Factor,
@@ -66,12 +65,9 @@ def _local(block: Block, *arrays: Array) -> Array:
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    total = [0, 0, 0]
     loop: LoopRecord = attrs["loop"]
-    for op in loop.body.operations:
-        w = op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs)
-        total = [a + b for a, b in zip(total, (w.mxu_flops, w.vpu_ops, w.hbm_bytes), strict=True)]
-    return Work(*(loop.dim.size * n for n in total))
+    once = (op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs) for op in loop.body.operations)
+    return Work.total(once, times=loop.dim.size)
 
 
 def _grad(op: Operation, *dys: Tensor | None) -> Sequence[Tensor | None]:
@@ -87,7 +83,6 @@ LOOP = operation(
     roles=_roles,
     local=_local,
     grad=_grad,
-    linear=lambda op: NONLINEAR,
     work=_work,
 )
 

@@ -16,7 +16,6 @@ from meshlib.graph import Graph, Operation, Tensor
 from meshlib.loop_record import LoopRecord
 from meshlib.ops.host import from_host
 from meshlib.ops.loop import make_loop
-from meshlib.ops.remat import is_cheap
 from meshlib.ops.shape import rename_dimension, transpose
 from meshlib.ops.sources import constant_full
 from meshlib.replay import needed, replay
@@ -107,7 +106,7 @@ def _drop_cheap(graph: Graph, results: Sequence[Tensor]) -> None:
     """Forget kept casts and views of what is kept as well, and used: they are made again from it."""
     live = needed(graph.known.get(y, y).operation for y in results)
     for y, value in tuple(graph.known.items()):
-        operand = y.operation.inputs[0] if is_cheap(y.operation) else None
+        operand = y.operation.inputs[0] if y.operation.kind.cheap else None
         source = graph.known.get(operand) if operand is not None else None
         if value.operation in live and source is not None and source.operation in live:
             del graph.known[y]

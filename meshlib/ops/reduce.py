@@ -29,7 +29,6 @@ from meshlib.operation import (
     operation,
     size_of,
     tensor,
-    traffic_bytes,
 )
 from meshlib.ops.elementwise import add, cast, equal, exp, log, multiply, subtract
 from meshlib.ops.state import stop_gradient
@@ -65,6 +64,7 @@ def _define(
     linear: Linear,
     grad: Callable[..., Any],
     shape: Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType] = _number_shape,
+    exact: bool = True,
 ) -> OpDef:
     def local(block: Block, x: Array) -> Array:
         names, out_names = block.inputs[0].shape.names, block.out.shape.names
@@ -81,7 +81,7 @@ def _define(
         return named_factors(op, {d.name: role for d in op.inputs[0].shape if d.name not in op.output.shape})
 
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-        return Work(0, ins[0].shape.size, traffic_bytes(ins, out))
+        return Work(0, ins[0].shape.size)
 
     return operation(
         name,
@@ -92,6 +92,7 @@ def _define(
         grad=grad,
         linear=lambda op: linear,
         work=work,
+        exact=exact,
     )
 
 
@@ -108,7 +109,7 @@ def _extreme_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     return [chosen * (dy / reduce_sum(chosen, output_shape=y.shape))]
 
 
-_SUM = _define("reduce_sum", np.add, Role.SUM, Linear((0,)), _sum_grad)
+_SUM = _define("reduce_sum", np.add, Role.SUM, Linear((0,)), _sum_grad, exact=False)
 _MAX = _define("reduce_max", np.maximum, Role.MAX, NONLINEAR, _extreme_grad)
 _MIN = _define("reduce_min", np.minimum, Role.MIN, NONLINEAR, _extreme_grad)
 # False < True: over a split dim the parts of "all" are a pending minimum, those of "any" a maximum, of a byte per flag.

@@ -13,7 +13,6 @@ from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError, ProgramError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Factor,
@@ -25,7 +24,6 @@ from meshlib.operation import (
     named_factors,
     operation,
     tensor,
-    traffic_bytes,
     union,
 )
 
@@ -80,7 +78,7 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
         ops = int(attrs["vpu_ops"]([t.shape for t in ins], out.shape))
     else:
         ops = sum(t.shape.size for t in ins) + out.shape.size
-    return Work(0, ops, traffic_bytes(ins, out))
+    return Work(0, ops)
 
 
 SLICEWISE = operation(
@@ -90,7 +88,6 @@ SLICEWISE = operation(
     roles=_roles,
     local=_local,
     grad=_grad,
-    linear=lambda op: NONLINEAR,
     work=_work,
 )
 

@@ -14,6 +14,7 @@ from meshlib.dtypes import DType, as_dtype
 from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import (
     Graph,
+    Operation,
     Tensor,
     TensorType,
     absolute_scope,
@@ -24,18 +25,17 @@ from meshlib.graph import (
 )
 from meshlib.names import relative_name
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Kind,
     OpDef,
+    Storage,
     Work,
     as_dims,
     build_source,
     named_factors,
     operation,
     tensor,
-    type_bytes,
 )
 from meshlib.ops.table import table
 from meshlib.origin import source_line
@@ -48,28 +48,28 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _fill_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size, type_bytes(out))
+    return Work(0, out.shape.size)
 
 
 def _resident_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     # Variables and inputs lie in HBM already; their readers pay for reading them.
-    return Work(0, 0, 0)
+    return Work(0, 0)
 
 
 def _no_local(block: Block) -> Array:
     raise AssertionError(f"{block.operation.kind.name} values come from the state or the feeds")
 
 
-def _define(name: str, local: Callable[..., Array], work: Callable[..., Work]) -> OpDef:
+def _define(name: str, kind: Kind, local: Callable[..., Array], work: Callable[..., Work], **traits: Any) -> OpDef:
     return operation(
         name,
-        kind=Kind.SOURCE,
+        kind=kind,
         shape=_shape,
         roles=named_factors,
         local=local,
         grad=lambda op, dy: [],
-        linear=lambda op: NONLINEAR,
         work=work,
+        **traits,
     )
 
 
@@ -80,7 +80,7 @@ def _constant_local(block: Block) -> Array:
     return np.broadcast_to(np.asarray(block.attrs["value"], block.out.dtype.storage), block.out.shape.sizes)
 
 
-CONSTANT = _define("constant", _constant_local, _fill_work)
+CONSTANT = _define("constant", Kind.SOURCE, _constant_local, _fill_work, storage=Storage.VIEW, remade=True)
 
 
 def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str | None) -> Tensor:
@@ -90,6 +90,11 @@ def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str 
 def _beside(x: Tensor) -> Graph:
     """The graph in which `x` is used here: a source does not come into a loop from outside where it need not."""
     return innermost([x], "constant")
+
+
+def is_zero(op: Operation) -> bool:
+    """Whether it makes nothing but zeros, which are the same as partial sums and as their total."""
+    return op.kind is CONSTANT and op.attrs["value"] == 0
 
 
 def scalar(value: object, like: Tensor) -> Tensor:
@@ -155,8 +160,8 @@ def ones_like(t: Tensor, name: str | None = None) -> Tensor:
 
 # ---------------------------------------------------------------- inputs and variables
 
-INPUT = _define("input", _no_local, _resident_work)
-VARIABLE = _define("variable", _no_local, _resident_work)
+INPUT = _define("input", Kind.RESIDENT, _no_local, _resident_work, unique=True)
+VARIABLE = _define("variable", Kind.RESIDENT, _no_local, _resident_work, unique=True)
 
 
 def _check_name(name: object, what: str) -> str:
@@ -336,10 +341,10 @@ def _random_local(block: Block) -> Array:
 
 # Threefry-2x32 takes 20 rounds of 4 lane operations; half of them per value, since a block yields two words.
 def _random_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, 80 * out.shape.size, type_bytes(out))
+    return Work(0, 80 * out.shape.size)
 
 
-RANDOM = _define("random", _random_local, _random_work)
+RANDOM = _define("random", Kind.SOURCE, _random_local, _random_work, exact=True, unique=True)
 
 
 def _random(shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str) -> Tensor:

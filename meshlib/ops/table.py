@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +14,6 @@ from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
 from meshlib.errors import ShapeError
 from meshlib.graph import Graph, Tensor, TensorType
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Kind,
@@ -24,7 +21,6 @@ from meshlib.operation import (
     build_source,
     named_factors,
     operation,
-    type_bytes,
 )
 
 # A table travels with the program, to every device; what is larger belongs into an input or a variable.
@@ -62,10 +58,6 @@ def _local(block: Block) -> Array:
     return held[tuple(np.s_[n : n + d.size] for n, d in zip(starts, block.out.shape, strict=True))]
 
 
-def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size, type_bytes(out))
-
-
 # Not a source as numbers are: no kernel makes it anew for nothing, its elements are looked up, and it takes memory.
 TABLE = operation(
     "table",
@@ -74,8 +66,7 @@ TABLE = operation(
     roles=named_factors,
     local=_local,
     grad=lambda op, dy: [],
-    linear=lambda op: NONLINEAR,
-    work=_work,
+    work=lambda ins, out, attrs: Work(0, out.shape.size),
 )
 
 

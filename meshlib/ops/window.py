@@ -24,13 +24,13 @@ from meshlib.operation import (
     Kind,
     Linear,
     Role,
+    Storage,
     Work,
     build,
     named_factors,
     operation,
     same_dtype,
     tensor,
-    traffic_bytes,
 )
 from meshlib.ops.shape import reshape
 
@@ -42,7 +42,7 @@ def _roles(op: Operation) -> tuple[Factor, ...]:
 
 
 def _copy_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size, traffic_bytes(ins, out))
+    return Work(0, out.shape.size)
 
 
 def _run(axis: int, begin: int, end: int) -> tuple[Any, ...]:
@@ -91,6 +91,9 @@ SLICE = operation(
     grad=_slice_grad,
     linear=lambda op: _LINEAR,
     work=_copy_work,
+    storage=Storage.VIEW,
+    exact=True,
+    reads_part=True,
     lower=Halo(lambda op, i, start, stop: (start + op.attrs["begin"], stop + op.attrs["begin"])),
 )
 
@@ -219,6 +222,7 @@ SHIFT = operation(
     grad=lambda op, dy: [shift(dy, -op.attrs["offset"], op.attrs["dim"], op.attrs["wrap"])],
     linear=lambda op: _LINEAR,
     work=_copy_work,
+    exact=True,
     lower=Halo(
         lambda op, i, start, stop: (start - op.attrs["offset"], stop - op.attrs["offset"]),
         wrap=lambda op: bool(op.attrs["wrap"]),
@@ -282,6 +286,7 @@ CONCAT = operation(
     linear=lambda op: Linear(tuple(range(len(op.inputs))), together=True),
     work=_copy_work,
     lower=Halo(_concat_needs),
+    exact=True,
 )
 
 

@@ -11,11 +11,11 @@ from meshlib.dtypes import BOOL, FLOAT32, FLOAT64, INT32
 from meshlib.errors import GraphError
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor, innermost, region
 from meshlib.operation import tensor
-from meshlib.ops.elementwise import cast, equal, where
+from meshlib.ops.elementwise import CAST, cast, equal, where
 from meshlib.ops.index import gather, range
 from meshlib.ops.loop import while_loop
 from meshlib.ops.shape import broadcast, reshape
-from meshlib.ops.sources import _constant, scalar
+from meshlib.ops.sources import VARIABLE, _constant, scalar
 
 MICROBATCH = "microbatch"
 
@@ -183,7 +183,7 @@ class _Step:
         roots = []
         for outer, total in zip(self.sources, totals, strict=True):
             root = _uncast(outer)
-            if root.operation.kind.name == "variable":
+            if root.operation.kind is VARIABLE:
                 self._lay_like_slots(loop, total, root.operation)
             roots.append(root)
         trainable = graph.trainable_variables
@@ -229,6 +229,6 @@ def _wide(x: Tensor) -> Tensor:
 
 def _uncast(x: Tensor) -> Tensor:
     """The float tensor that `x` is a cast of: sums need not be rounded to the narrow type on their way back."""
-    while x.operation.kind.name == "cast" and x.operation.inputs[0].dtype.is_float:
+    while x.operation.kind is CAST and x.operation.inputs[0].dtype.is_float:
         x = x.operation.inputs[0]
     return x

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from meshlib.operation import Kind
+from meshlib.operation import Kind, Storage
 from meshlib.program.instructions import Compute, Instruction, Resident, Value
 from meshlib.program.records import Program
 
-_ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
 START = -1  # in place of the number of an instruction: before the first
 
 
@@ -121,7 +120,7 @@ class _Planner:
 
     def _dying(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
         """Buffers that the result may take over: that of what it renames, or of an operand of its size that dies."""
-        if i.opcode in _ALIASES and i.inputs[0] in self.of:
+        if isinstance(i, Compute) and i.operation.kind.storage is Storage.ALIAS and i.inputs[0] in self.of:
             yield self.of[i.inputs[0]]
         if i.is_collective:
             candidates = [i.inputs[k]] if i.opcode == "all_reduce" else []
@@ -157,8 +156,8 @@ class _Planner:
 
 
 def _is_elementwise(i: Instruction) -> bool:
-    """Whether each element of the result needs operands at its own position only."""
+    """Whether each element of the result needs operands at its own position only, or what is made anew there."""
     if not isinstance(i, Compute) or i.exchanges:
         return False
     kind = i.operation.kind
-    return kind.kind is Kind.ELEMENTWISE or kind.name in (*_ALIASES, "constant", "range", "broadcast")
+    return kind.kind is Kind.ELEMENTWISE or kind.storage is Storage.ALIAS or kind.remade

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from layouts import LayoutError, Shape, Sharding
 from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
+from meshlib.ops.sources import is_zero
 from meshlib.program.exchange import plan_exchanges
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
@@ -214,7 +215,7 @@ def _check_computation(instruction: Compute) -> None:
     for y, s in zip(instruction.outputs, beside(op, out.sharding), strict=True):
         if y.sharding != s:
             raise ProgramError(f"makes {y} beside {out}; the same axes split both")
-    if op.kind.name == "constant" and op.attrs["value"] == 0:
+    if is_zero(op):
         result = result.with_pending(out.sharding.pending)  # nothing on every core sums to nothing
     exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()
     if instruction.exchanges != exchanges:

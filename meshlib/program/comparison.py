@@ -15,6 +15,7 @@ from functools import cached_property
 from layouts import Sharding
 from meshlib.errors import GraphError
 from meshlib.graph import BACKWARD, FORWARD, UPDATE, Tensor
+from meshlib.ops.sources import INPUT, VARIABLE
 from meshlib.program.instructions import Value
 from meshlib.program.records import Collective, Program, bytes_text, walk
 from meshlib.program.work import local_work
@@ -277,9 +278,9 @@ def _where(s: Sharding) -> str:
 
 def _group(t: Tensor) -> str:
     op = t.operation
-    if op.kind.name == "input":
+    if op.kind is INPUT:
         return "inputs"
-    if op.kind.name == "variable":
+    if op.kind is VARIABLE:
         return "slots" if op.attrs["slot_of"] else "variables"
     return "gradients" if t in op.graph.gradient_of else "activations"
 

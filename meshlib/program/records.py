@@ -123,11 +123,7 @@ class Program:
         from meshlib.program.work import local_work
 
         done = [(times, local_work(program, i)) for i, program, times in walk(self)]
-        return Work(
-            sum(n * w.mxu_flops for n, w in done),
-            sum(n * w.vpu_ops for n, w in done),
-            sum(n * w.hbm_bytes for n, w in done),
-        )
+        return Work(sum(n * w.mxu_flops for n, w in done), sum(n * w.vpu_ops for n, w in done))
 
     def _copied(self, opcode: str) -> int:
         return sum(n * i.outputs[0].local_bytes for i, _, n in walk(self) if i.opcode == opcode)

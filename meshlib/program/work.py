@@ -14,7 +14,7 @@ def local_work(program: Program, instruction: Instruction) -> Work:
     Moves do none; what they send is in `Program.collectives`.
     """
     if not isinstance(instruction, Compute):
-        return Work(0, 0, 0)
+        return Work(0, 0)
     op = instruction.operation
     attrs = dict(op.attrs)
     if op.kind.kind in ON_MXU and program.precision == "highest" and attrs.get("precision") not in EIGHT_BIT:

@@ -15,22 +15,18 @@ from typing import Any
 import numpy as np
 
 from meshlib.arrays import new_array, unwritten
-from meshlib.operation import Kind
+from meshlib.operation import EVERY, Storage
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
 
 Array = np.ndarray[Any, Any]
-
-# Operands that `local` may read after it began to write: writing over them would be wrong.
-_READ_LATE = {"add_n": 2}
 
 
 def _writes(i: Instruction) -> bool:
     """Whether an instruction writes its result into a buffer given to it."""
     if isinstance(i, Resident | Move | Loop | Commit) or len(i.outputs) != 1:
         return False
-    kind = i.operation.kind
-    return kind.kind is not Kind.VIEW and kind.name not in ("constant", "range")
+    return not isinstance(i, Compute) or i.operation.kind.storage is Storage.FRESH
 
 
 class Buffers:
@@ -54,7 +50,8 @@ class Buffers:
 
     def _owners(self, i: Instruction) -> Iterator[tuple[Value, Value]]:
         """Per result the value whose memory it shows. Loops, and operations with several results, make their own."""
-        view = isinstance(i, Compute) and i.operation.kind.kind is Kind.VIEW and len(i.outputs) == 1
+        fresh = not isinstance(i, Compute) or i.operation.kind.storage is Storage.FRESH
+        view = not fresh and len(i.outputs) == 1
         for n, y in enumerate(i.outputs):
             x = i.inputs[n] if i.inputs and (view or isinstance(i, Move)) else y
             # A move that adds up what stayed apart makes an array of its own.
@@ -117,10 +114,7 @@ class Buffers:
                     insort(free, (self.sizes[place], place))
 
     def _over_operand(self, n: int, i: Instruction, y: Value) -> int | None:
-        kind = i.operation.kind
-        if isinstance(i, Compute) and kind.kind is not Kind.ELEMENTWISE:
-            return None
-        candidates = i.inputs[: _READ_LATE.get(kind.name, len(i.inputs))]
+        candidates = i.inputs[: i.operation.kind.overwrites if isinstance(i, Compute) else EVERY]
         for x in candidates:
             owner = self.owner[x]
             same = (self.shape(owner), owner.tensor.shape) == (self.shape(y), y.tensor.shape)

@@ -13,7 +13,8 @@ from meshlib.errors import FeedError, GraphError, nearest
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor
 from meshlib.lowering.homes import all_operations
 from meshlib.lowering.simplification import simplify
-from meshlib.ops.sources import STEP
+from meshlib.operation import Kind
+from meshlib.ops.sources import STEP, VARIABLE
 from meshlib.ops.sources import input as declare_input
 from meshlib.program.instructions import Move
 from meshlib.program.records import Program
@@ -74,14 +75,11 @@ def _index_bound(x: Tensor, operations: Sequence[Operation]) -> int | None:
     for op in all_operations(operations):
         if op.loop is not None:
             reached |= {b for a, b in zip(op.inputs, op.loop.stand_ins, strict=True) if a in reached}
-        elif any(y in reached for y in op.inputs[_LOOKED_UP.get(op.kind.name, len(op.inputs)) :]):
+        elif op.kind.indices is not None and op.inputs[op.kind.indices] in reached:
             bounds.append(op.attrs["dim"].size)
         elif any(y in reached for y in op.inputs):
             reached |= {y for y in op.outputs if not y.dtype.is_float and y.dtype is not BOOL}
     return min(bounds, default=None)
-
-
-_LOOKED_UP = {"one_hot": 0, "gather": 1, "scatter_add": 1}  # from which operand on the operands are indices
 
 
 class Borrowed:
@@ -113,7 +111,7 @@ def all_gradients(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str])
     xs = [
         op.output
         for op in simplify(graph, ys, ()).operations
-        if op.kind.name in ("input", "variable") and op.output.dtype.is_float and op.attrs.get("trainable", True)
+        if op.kind.kind is Kind.RESIDENT and op.output.dtype.is_float and op.attrs.get("trainable", True)
     ]
     if not xs:
         return {}
@@ -129,5 +127,5 @@ def _gradients(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> dict
         # Ones would hide much: the rows of a softmax sum to one whatever it does.
         seeds = [declare_input(f"{COTANGENT}{n}", y.shape, y.dtype) for n, y in enumerate(ys)]
         found = gradients(ys, xs, seeds)
-    order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind.name != "variable")
+    order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind is not VARIABLE)
     return {f"d {x.operation.name}": dx for x, dx in order if dx is not None}

@@ -27,7 +27,7 @@ import numpy as np
 
 from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import ON_MXU, Block, Kind, Role
+from meshlib.operation import ON_MXU, Block, Role
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
@@ -120,7 +120,7 @@ class Wide(Interpreter[Array, Engine]):
             return [self._widened(np.asarray(y), t.dtype) for y, t in zip(made, op.outputs, strict=True)]
 
         plain = local(inputs)
-        if self.rng is None or op.kind.kind is Kind.VIEW:
+        if self.rng is None or op.kind.exact:
             return plain
         changed = local([self._changed(x, self._by(op, v.tensor.dtype)) for v, x in zip(i.inputs, inputs, strict=True)])
         units = [_unit(v.tensor.dtype) for v in i.inputs if v.tensor.dtype.is_float]
