@@ -34,6 +34,7 @@ from meshlib.operation import (
     operation,
     tensor,
     union,
+    vector_work,
 )
 
 
@@ -45,10 +46,6 @@ def _check_indices(block: Block, indices: Array) -> None:
             f"{op.kind.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} "
             f"(0 to {dim.size - 1}); it comes from {op.inputs[op.kind.indices or 0]}"
         )
-
-
-def _vector_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size)
 
 
 # ---------------------------------------------------------------- range
@@ -68,7 +65,7 @@ RANGE = operation(
     roles=named_factors,
     local=_range_local,
     grad=lambda op, dy: [],
-    work=_vector_work,
+    work=vector_work,
     remade=True,
 )
 
@@ -110,7 +107,7 @@ ONE_HOT = operation(
     roles=named_factors,
     local=_one_hot_local,
     grad=not_differentiable,
-    work=_vector_work,
+    work=vector_work,
     indices=0,
 )
 
@@ -202,7 +199,7 @@ GATHER = operation(
     local=_gather_local,
     grad=lambda op, dy: [scatter_add(dy, op.inputs[1], op.attrs["dim"], op.inputs[0].shape), None],
     linear=lambda op: Linear((0,)),
-    work=_vector_work,
+    work=vector_work,
     exact=True,
     reads_part=True,
     indices=1,
