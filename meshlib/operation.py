@@ -200,6 +200,16 @@ class Block:
         return new_array(self.out.shape.sizes, self.out.dtype.storage)
 
 
+def no_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    """Of what is there already, of other names for it, and of copies that no core makes."""
+    return Work(0, 0)
+
+
+def vector_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    """One lane operation per element of the result."""
+    return Work(0, out.shape.size)
+
+
 ShapeRule = Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType | tuple[TensorType, ...]]
 GradRule = Callable[..., Sequence["Tensor | None"]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,16 +33,16 @@ from tests.traits import kinds, numbers, roles, samples
 CHECKS = {**kinds.CHECKS, **numbers.CHECKS, **roles.CHECKS}
 
 
-def faults(record: OpDef, check: str) -> list[str]:
+def faults(record: OpDef, check: str) -> Iterator[str]:
     """What a check finds in a record, on the numbers of its rows."""
     uses = samples.samples("bfloat16" if check == "exact" else "float64").get(record.name, ())
-    return list(dict.fromkeys(CHECKS[check](record, uses)))
+    return CHECKS[check](record, uses)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("record", OPERATIONS.values(), ids=lambda r: r.name)
 def test_traits(record: OpDef, check: str) -> None:
-    assert not faults(record, check)
+    assert not list(dict.fromkeys(faults(record, check)))
 
 
 # ---------------------------------------------------------------- wrong records
@@ -200,8 +200,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("check", "name", "wrong"), WRONG, ids=lambda x: "+".join(x) if isinstance(x, dict) else x)
 def test_a_wrong_trait_is_seen(check: str, name: str, wrong: dict[str, Any]) -> None:
-    assert not faults(OPERATIONS[name], check)
-    assert faults(dataclasses.replace(OPERATIONS[name], **wrong), check)
+    assert any(faults(dataclasses.replace(OPERATIONS[name], **wrong), check))  # test_traits finds none in the right one
 
 
 def test_every_trait_is_made_wrong() -> None:
@@ -216,7 +215,7 @@ def test_every_trait_is_made_wrong() -> None:
 def test_no_excuse_is_idle(excuse: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     name, trait = excuse
     monkeypatch.delitem(samples.EXCUSED, excuse)
-    assert faults(OPERATIONS[name], "linear" if trait == "linear" else "roles")
+    assert any(faults(OPERATIONS[name], "linear" if trait == "linear" else "roles"))
 
 
 # ---------------------------------------------------------------- what linear lets pass

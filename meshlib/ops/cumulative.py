@@ -28,6 +28,7 @@ from meshlib.operation import (
     named_factors,
     operation,
     tensor,
+    vector_work,
 )
 from meshlib.ops.elementwise import equal, where
 from meshlib.ops.index import range as positions
@@ -89,7 +90,7 @@ CUMSUM = operation(
     local=_cumsum_local,
     grad=lambda op, dy: [_cumsum(dy, op.attrs["dim"], op.attrs["exclusive"], not op.attrs["reverse"], None)],
     linear=lambda op: Linear((0,)),
-    work=lambda ins, out, attrs: Work(0, out.shape.size),
+    work=vector_work,
     lower=Summary(
         lambda block, x: (np.add.reduce(x, axis=_axis(block)),),
         _cumsum_finish,

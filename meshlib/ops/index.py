@@ -36,6 +36,7 @@ from meshlib.operation import (
     operation,
     tensor,
     union,
+    vector_work,
 )
 
 _OUT_OF_RANGE = ("error", "zero")
@@ -50,10 +51,6 @@ def _check_indices(block: Block, indices: Array) -> None:
             f"(0 to {dim.size - 1}); it comes from {op.inputs[op.kind.indices or 0]}; out_of_range='zero' makes zeros "
             "of such"
         )
-
-
-def _vector_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size)
 
 
 # ---------------------------------------------------------------- range
@@ -73,7 +70,7 @@ RANGE = operation(
     roles=named_factors,
     local=_range_local,
     grad=lambda op, dy: [],
-    work=_vector_work,
+    work=vector_work,
     remade=True,
 )
 
@@ -115,7 +112,7 @@ ONE_HOT = operation(
     roles=named_factors,
     local=_one_hot_local,
     grad=not_differentiable,
-    work=_vector_work,
+    work=vector_work,
     indices=0,
 )
 
@@ -209,7 +206,7 @@ GATHER = operation(
     local=_gather_local,
     grad=_gather_grad,
     linear=lambda op: NONLINEAR if op.output.dtype is BOOL else Linear((0,)),
-    work=_vector_work,
+    work=vector_work,
     exact=True,
     reads_part=True,
     indices=1,

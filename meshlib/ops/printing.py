@@ -15,11 +15,11 @@ from meshlib.operation import (
     Linear,
     Role,
     Storage,
-    Work,
     build,
     named_factors,
     operation,
     tensor,
+    vector_work,
 )
 
 
@@ -45,7 +45,7 @@ PRINT = operation(
     local=_local,
     grad=lambda op, dy: [dy, *(None for _ in op.inputs[1:])],
     linear=lambda op: Linear((0,)),
-    work=lambda ins, out, attrs: Work(0, out.shape.size),  # one pass over x, which waits for the copies to the host
+    work=vector_work,  # one pass over x, which waits for the copies to the host
     storage=Storage.VIEW,
     exact=True,
     show=_show,

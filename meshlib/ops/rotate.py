@@ -16,11 +16,11 @@ from meshlib.operation import (
     Kind,
     Linear,
     Role,
-    Work,
     build,
     named_factors,
     operation,
     tensor,
+    vector_work,
 )
 from meshlib.ops.elementwise import negative
 
@@ -54,7 +54,7 @@ ROTATE_HALF = operation(
     local=_local,
     grad=lambda op, dy: [negative(rotate_half(dy, op.attrs["dim"]))],
     linear=lambda op: Linear((0,)),
-    work=lambda ins, out, attrs: Work(0, out.shape.size),
+    work=vector_work,
     exact=True,
 )
 

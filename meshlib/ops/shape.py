@@ -25,6 +25,7 @@ from meshlib.operation import (
     as_dims,
     build,
     named_factors,
+    no_work,
     operation,
     tensor,
 )
@@ -35,10 +36,6 @@ _LINEAR = Linear((0,))
 def _copy_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     # One pass of the vector unit over the larger side: a relayout in tiled memory is never free.
     return Work(0, max(ins[0].shape.size, out.shape.size))
-
-
-def _free_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, 0)
 
 
 # ---------------------------------------------------------------- transpose
@@ -92,7 +89,7 @@ RENAME = operation(
     local=lambda block, x: x,
     grad=lambda op, dy: [rename_dimension(dy, op.attrs["new"], op.attrs["old"])],
     linear=lambda op: _LINEAR,
-    work=_free_work,
+    work=no_work,
     storage=Storage.ALIAS,
     exact=True,
 )

@@ -34,8 +34,10 @@ from meshlib.operation import (
     as_dims,
     build_source,
     named_factors,
+    no_work,
     operation,
     tensor,
+    vector_work,
 )
 from meshlib.ops.table import table
 from meshlib.origin import source_line
@@ -45,15 +47,6 @@ STEP = "step"
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     return TensorType(attrs["shape"], attrs["dtype"])
-
-
-def _fill_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size)
-
-
-def _resident_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    # Variables and inputs lie in HBM already; their readers pay for reading them.
-    return Work(0, 0)
 
 
 def _no_local(block: Block) -> Array:
@@ -80,7 +73,7 @@ def _constant_local(block: Block) -> Array:
     return np.broadcast_to(np.asarray(block.attrs["value"], block.out.dtype.storage), block.out.shape.sizes)
 
 
-CONSTANT = _define("constant", Kind.SOURCE, _constant_local, _fill_work, storage=Storage.VIEW, remade=True)
+CONSTANT = _define("constant", Kind.SOURCE, _constant_local, vector_work, storage=Storage.VIEW, remade=True)
 
 
 def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str | None) -> Tensor:
@@ -160,8 +153,8 @@ def ones_like(t: Tensor, name: str | None = None) -> Tensor:
 
 # ---------------------------------------------------------------- inputs and variables
 
-INPUT = _define("input", Kind.RESIDENT, _no_local, _resident_work, unique=True)
-VARIABLE = _define("variable", Kind.RESIDENT, _no_local, _resident_work, unique=True)
+INPUT = _define("input", Kind.RESIDENT, _no_local, no_work, unique=True)
+VARIABLE = _define("variable", Kind.RESIDENT, _no_local, no_work, unique=True)
 
 
 def _check_name(name: object, what: str) -> str:

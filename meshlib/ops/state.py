@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from layouts import LayoutRules
 from meshlib.checks import at
 from meshlib.errors import GraphError, ShapeError, nearest
-from meshlib.graph import UPDATE, Operation, Tensor, TensorType, region
+from meshlib.graph import UPDATE, Operation, Tensor, region
 from meshlib.operation import (
     NONLINEAR,
     Array,
@@ -19,9 +19,9 @@ from meshlib.operation import (
     Linear,
     OpDef,
     Storage,
-    Work,
     build,
     named_factors,
+    no_work,
     not_differentiable,
     operation,
     tensor,
@@ -30,11 +30,6 @@ from meshlib.operation import (
 
 def _pass_on(block: Block, x: Array) -> Array:
     return x
-
-
-def _no_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    # The value is its operand under another name: nothing moves.
-    return Work(0, 0)
 
 
 def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, **traits: Any) -> OpDef:
@@ -46,7 +41,7 @@ def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, *
         local=_pass_on,
         grad=grad,
         linear=lambda op: linear,
-        work=_no_work,
+        work=no_work,
         storage=Storage.ALIAS,
         exact=True,
         **traits,

@@ -17,10 +17,10 @@ from meshlib.operation import (
     Array,
     Block,
     Kind,
-    Work,
     build_source,
     named_factors,
     operation,
+    vector_work,
 )
 
 # A table travels with the program, to every device; what is larger belongs into an input or a variable.
@@ -66,7 +66,7 @@ TABLE = operation(
     roles=named_factors,
     local=_local,
     grad=lambda op, dy: [],
-    work=lambda ins, out, attrs: Work(0, out.shape.size),
+    work=vector_work,
 )
 
 
