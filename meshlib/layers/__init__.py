@@ -6,6 +6,7 @@ softmax take their statistics in float32. Names and arguments follow Mesh Tensor
 
 from meshlib.layers.attention import dot_product_attention, multihead_attention
 from meshlib.layers.embeddings import embedding, embedding_weights
+from meshlib.layers.local_attention import local_attention_1d, local_attention_2d, masked_local_attention_1d
 from meshlib.layers.loss import sigmoid_cross_entropy_with_logits, softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm, rms_norm
 from meshlib.layers.pooling import avg_pool2d, avg_pool3d, max_pool2d, max_pool3d
@@ -26,6 +27,9 @@ __all__ = [
     "feed_forward",
     "layer_norm",
     "learned_positions",
+    "local_attention_1d",
+    "local_attention_2d",
+    "masked_local_attention_1d",
     "max_pool2d",
     "max_pool3d",
     "multihead_attention",
