@@ -419,10 +419,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
         [LINE, r"einsum\(\[x, w\]"],
     ),
     "einsum of nothing": (in_graph(lambda: mtf.einsum([])), mtf.ShapeError, [LINE, "at least one tensor"]),
-    "einsum of integers": (
-        in_graph(lambda: mtf.einsum([ints(name="i"), ints(name="j")])),
+    "einsum of flags": (
+        in_graph(lambda: mtf.einsum([mtf.equal(ints(name="i"), 0), mtf.equal(ints(name="j"), 0)])),
         mtf.ShapeError,
-        ["float operands, got int32", "mtf.cast"],
+        ["needs float operands .or int32", "got bool", "mtf.cast"],
     ),
     "unknown precision of einsum": (
         in_graph(lambda: mtf.einsum([x()], precision="high")),

@@ -403,6 +403,76 @@ def binary(p: dict[str, Array]) -> Array:
     return -t * -np.logaddexp(0, -z) - (1 - t) * -np.logaddexp(0, z)
 
 
+T, R, W, E = Dimension("length", 8), Dimension("height", 6), Dimension("width", 4), Dimension("value_dim", 2)
+NEAR = {"q": ([B, H, T, K], float), "k": ([T, B, K], float), "v": ([B, T, E], float), "ids": ([B, T], 2)}
+
+
+def nearby(w: Keywords, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    return mtf.layers.local_attention_1d(q, k, v, T, K, E, True, 4, 3, ids, 0.75)  # across two blocks of 2
+
+
+@layer("local_attention_1d", NEAR, nearby)
+def near_before(p: dict[str, Array]) -> Array:
+    out, i = np.empty((4, 2, 8, 2)), np.arange(8)
+    for b, h in np.ndindex(4, 2):
+        seen = (i[:, None] - i < 3) & (i <= i[:, None]) & (p["ids"][b][:, None] == p["ids"][b])
+        out[b, h] = ref.head(p["q"][b, h], p["k"][:, b], p["v"][b], mask=seen, scale=0.75)
+    return out
+
+
+@layer(
+    "local_attention_1d both ways",
+    {n: NEAR[n] for n in "qkv"},
+    lambda w, q, k, v: mtf.layers.local_attention_1d(q, k, v, T, K, E, False, 2, 2),
+)
+def near_around(p: dict[str, Array]) -> Array:
+    out, i = np.empty((4, 2, 8, 2)), np.arange(8)
+    apart = i - i[:, None]
+    for b, h in np.ndindex(4, 2):
+        out[b, h] = ref.head(p["q"][b, h], p["k"][:, b], p["v"][b], mask=(apart > -2) & (apart <= 2))
+    return out
+
+
+IMAGE = {"q": ([R, W, E], float), "k": ([W, E, R], float), "v": ([R, W, E], float)}
+
+
+def points(w: Keywords, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return mtf.layers.local_attention_2d(q, k, v, R, W, E, None, causal, (3, 2), 2)  # blocks of 2 x 2
+
+
+def image(p: dict[str, Array], causal: bool) -> Array:
+    out = np.empty((6, 4, 2))
+    keys, values = p["k"].transpose(2, 0, 1).reshape(24, 2), p["v"].reshape(24, 2)
+    rows, columns = np.divmod(np.arange(24), 4)
+    for r, c in np.ndindex(6, 4):
+        seen = (rows - r > -2) & (rows - r <= 2) & (columns - c > -2) & (columns - c <= 2)
+        if causal:
+            seen &= (rows < r) | ((rows == r) & (columns <= c))
+        out[r, c] = ref.head(p["q"][r, c][None], keys, values, mask=seen[None])[0]
+    return out
+
+
+@layer("local_attention_2d", IMAGE, lambda w, **p: points(w, **p, causal=False))
+def image_around(p: dict[str, Array]) -> Array:
+    return image(p, False)
+
+
+@layer("local_attention_2d from above", IMAGE, lambda w, **p: points(w, **p, causal=True))
+def image_above(p: dict[str, Array]) -> Array:
+    return image(p, True)
+
+
+@layer(
+    "masked_local_attention_1d",
+    {"x": ([T, D], float)},
+    lambda w, x: mtf.layers.masked_local_attention_1d(x, E, H, 3, length_per_split=4, **w),
+)
+def near_heads(p: dict[str, Array]) -> Array:
+    q, k, v = (np.einsum("ld,dhe->hle", p["x"], p[f"masked_local_attention_1d/{part}"]) for part in "qkv")
+    made = [ref.head(q[h], k[h], v[h], causal=True, window=3) for h in range(2)]
+    return np.einsum("hle,dhe->ld", made, p["masked_local_attention_1d/o"])
+
+
 @layer("us_einsum", {"x": ([B, H, K], float), "y": ([K, H, F], float)}, lambda w, x, y: mtf.layers.us_einsum([x, y]))
 def unit_scaled(p: dict[str, Array]) -> Array:
     return np.einsum("bhk,khf->bf", p["x"], p["y"]) / 8**0.5
@@ -611,6 +681,15 @@ def self_attention(x: Tensor, **options: Any) -> Tensor:
             lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, x, D, label_smoothing=1.0),
             r"label_smoothing must be in \[0, 1\), got 1.0",
         ),
+        (lambda x: mtf.layers.local_attention_1d(x, x, x, L, D, radius=0), "radius must be at least 1, got 0"),
+        (lambda x: mtf.layers.local_attention_1d(x, x, x, L, D, length_dim_num_splits=3), "has no 3 equal parts"),
+        (lambda x: mtf.layers.local_attention_1d(x, x, x, M, D), "x: f32.* has no dim 'memory_length'"),
+        (
+            lambda x: mtf.layers.local_attention_1d(x, x, x, L, D, sequence_id=mtf.zeros([B], "int32")),
+            "sequence_id must be int32 with length:4, got zeros: i32",
+        ),
+        (lambda x: mtf.layers.local_attention_2d(x, x, x, B, L, D, num_splits=2), "two numbers, of height and width"),
+        (lambda x: mtf.layers.masked_local_attention_1d(x, K, H, 2, 3), "length_per_split 3 does not divide length:4"),
         (lambda x: mtf.layers.clip_activation_gradient(x, 0), "rms_norm must be positive, got 0"),
         (lambda x: mtf.layers.clip_activation_gradient(mtf.cast(x, "int32")), "needs a float tensor, got cast"),
         (lambda x: mtf.layers.us_einsum([mtf.cast(x, "int32")] * 2), "us_einsum .*needs float operands, got int32"),

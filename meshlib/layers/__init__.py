@@ -11,6 +11,9 @@ from meshlib.layers.attention import dot_product_attention as dot_product_attent
 from meshlib.layers.attention import multihead_attention as multihead_attention
 from meshlib.layers.embeddings import embedding as embedding
 from meshlib.layers.embeddings import embedding_weights as embedding_weights
+from meshlib.layers.local_attention import local_attention_1d as local_attention_1d
+from meshlib.layers.local_attention import local_attention_2d as local_attention_2d
+from meshlib.layers.local_attention import masked_local_attention_1d as masked_local_attention_1d
 from meshlib.layers.loss import sigmoid_cross_entropy_with_logits as sigmoid_cross_entropy_with_logits
 from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm as layer_norm

@@ -240,9 +240,10 @@ def einsum(
             raise ShapeError(f"{at('einsum')}: {fault}" + "".join(f"\n  {x}" for x in operands)) from None
     result = operands[0]
     for i, x in enumerate(operands[1:], start=2):
-        later = {d.name for y in operands[i:] for d in y.shape} | set(out.names)
-        both = union([result.shape, x.shape])
-        keep = out if i == len(operands) else Shape([d for d in both if d.name in later])
+        keep = out
+        if i < len(operands):
+            later = {d.name for y in operands[i:] for d in y.shape} | set(out.names)
+            keep = Shape([d for d in union([result.shape, x.shape]) if d.name in later])
         if integers:
             result = _product_of_integers(result, x, keep, name)
         else:
