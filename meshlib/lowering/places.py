@@ -18,6 +18,7 @@ from meshlib.lowering.simplification import Simplified
 from meshlib.ops.index import RANGE
 from meshlib.ops.shape import BROADCAST
 from meshlib.ops.sources import CONSTANT
+from meshlib.program.exchange import busiest_bytes
 from meshlib.program.records import Instruction, Value
 
 # Made anew under whatever sharding is wanted: cheaper than any transfer.
@@ -140,7 +141,7 @@ class Places:
             if i.opcode != "assign" and not any(y in needed for y in i.outputs):
                 continue
             needed.update(i.inputs)
-            total += sum(step.sent_bytes for step in i.steps) + sum(e.sent_bytes for e in i.exchanges)
+            total += sum(step.sent_bytes for step in i.steps) + busiest_bytes((e, 1) for e in i.exchanges)
             if i.body is not None:
                 total += i.trips * i.body.sent_bytes
         return total

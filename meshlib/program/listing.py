@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from meshlib.errors import GraphError
 from meshlib.operation import Kind
+from meshlib.program.exchange import busiest_bytes
 from meshlib.program.records import Collective, Instruction, Program, Value, bytes_text
 
 
@@ -58,7 +59,7 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
         if i.operation.kind.kind is Kind.COPY:
             made += f", copies {bytes_text(i.outputs[0].local_bytes)} {i.opcode.replace('_', ' the ')}"
         if i.exchanges:
-            sent = sum(e.sent_bytes for e in i.exchanges)
+            sent = busiest_bytes((e, 1) for e in i.exchanges)
             made += f", sends {bytes_text(sent)}: " + "; ".join(r.why for r in i.reasons)
     results = " and ".join(f"{names[y]:<{width}} {y.tensor.name}: {y}" for y in i.outputs)
     local = bytes_text(sum(y.local_bytes for y in i.outputs))

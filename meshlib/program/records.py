@@ -16,7 +16,7 @@ from layouts import LayoutRules, Mesh, Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import Work
-from meshlib.program.exchange import Exchange
+from meshlib.program.exchange import Exchange, busiest_bytes
 
 if TYPE_CHECKING:
     from meshlib.program.memory import Memory
@@ -175,11 +175,14 @@ class Program:
 
     @property
     def sent_bytes(self) -> int | float:
-        """Bytes that a device sends in one run of the program, all collectives together.
+        """Bytes that the busiest device sends in one run of the program, all collectives together. Exact.
 
-        Exact but for several instructions with permutes, whose busiest senders may be different devices.
+        Less than those of the collectives add up to where different devices are the busiest: of two blocks that send
+        each other their margins, each sends one.
         """
-        return sum(c.sent_bytes * c.count for c in self.collectives)
+        moving = list(_moving(self.instructions, 1))
+        rings = sum(step.sent_bytes * times for i, times in moving for step in i.steps)
+        return rings + busiest_bytes((e, times) for i, times in moving for e in i.exchanges)
 
     @cached_property
     def to_host_bytes(self) -> int:
@@ -224,6 +227,14 @@ def _copied(program: Program, opcode: str) -> int:
         elif i.body is not None:
             total += i.trips * _copied(i.body, opcode)
     return total
+
+
+def _moving(instructions: tuple[Instruction, ...], times: int) -> Iterator[tuple[Instruction, int]]:
+    """The instructions of a program and of its loops, with how often they run."""
+    for i in instructions:
+        yield i, times
+        if i.body is not None:
+            yield from _moving(i.body.instructions, times * i.trips)
 
 
 def _collectives(instructions: tuple[Instruction, ...], times: int, launches: Iterator[int]) -> Iterator[Collective]:
