@@ -18,7 +18,7 @@ from typing import TypeAlias
 from layouts import LayoutError, Sharding, reshard
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import Factor, Linear, Role
-from meshlib.program.exchange import Exchange, plan_exchanges
+from meshlib.program.exchange import Exchange, busiest_bytes, plan_exchanges
 from meshlib.program.split import derive
 
 Axes: TypeAlias = tuple[str, ...]
@@ -141,7 +141,7 @@ def choose(
         sent, collectives = _operand_cost(operands, c.wanted, c.regroup)
         inside = plan_exchanges(op, factors, c.split, c.wanted, c.out)
         after, more = _home_cost(c.out, home, op.output.dtype.itemsize, later)
-        total = c.work + sent + sum(e.sent_bytes for e in inside) + after
+        total = c.work + sent + busiest_bytes((e, 1) for e in inside) + after
         # At equal cost a shared operand moves rather than the result: its other users may want it there too.
         rank = (total, collectives + len(inside) + more, more if shared else 0, c.order)
         if best is None or rank < best:

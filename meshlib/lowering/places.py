@@ -134,7 +134,7 @@ class Places:
             if not isinstance(i, Commit) and not any(y in needed for y in i.outputs):
                 continue
             needed.update(i.inputs)
-            total += sum(t.sent.sent_bytes for t in i.transfers)
+            total += i.sent_bytes
             if isinstance(i, Loop):
                 total += i.trips * i.body.sent_bytes
         return total

@@ -6,7 +6,7 @@ instruction that says what moves: less than any reshard of its operands would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -21,8 +21,8 @@ Axes = tuple[str, ...]
 class Exchange:
     """One collective inside an instruction. `operand` is -1 for a summary, which is made of all operands.
 
-    Of several permutes in one instruction, each says what the device sends that is busiest with all of them: so they
-    add up to what some device sends.
+    `by_block` is what each device along `axes` sends; `sent_bytes` the most of that. Of several exchanges the busiest
+    device may be neither's: see `busiest_bytes`.
     """
 
     kind: str
@@ -30,7 +30,12 @@ class Exchange:
     dim: str
     operand: int
     payload_bytes: int
-    sent_bytes: int
+    by_block: tuple[int, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the busiest device sends."""
+        return max(self.by_block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +85,34 @@ def plan_exchanges(
     if isinstance(op.kind.lower, Summary):
         types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
         payload = sum(t.shape.size * t.dtype.itemsize for t in op.kind.lower.types(types, op.attrs))
-        return (Exchange("all_gather", over, factor.name, -1, payload, (count - 1) * payload),)
+        return (Exchange("all_gather", over, factor.name, -1, payload, ((count - 1) * payload,) * count),)
     assert isinstance(op.kind.lower, Halo)
     name = factor.outputs[0]
     assert name is not None
     made = op.output.shape.dim(name).size // count
-    sent: dict[int, list[int]] = {}  # per operand, by each block of the dim
+    found = []
     for i, (s, x) in enumerate(zip(operands, op.inputs, strict=True)):
         dim = factor.operands[i]
         if dim is None:
             continue
         size = x.shape.dim(dim).size
         row_bytes = prod(s.local_shape.sizes) // (size // count) * x.dtype.itemsize
-        given = [n * row_bytes for n in _given_away(op, i, made, count, size)]
+        given = tuple(n * row_bytes for n in _given_away(op, i, made, count, size))
         if any(given):
-            sent[i] = given
-    totals = [sum(by_block) for by_block in zip(*sent.values(), strict=True)]
-    busiest = totals.index(max(totals)) if totals else 0
-    return tuple(
-        Exchange("collective_permute", over, str(factor.operands[i]), i, max(given), given[busiest])
-        for i, given in sent.items()
-    )
+            found.append(Exchange("collective_permute", over, dim, i, max(given), given))
+    return tuple(found)
+
+
+def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int:
+    """Bytes sent by the device that sends most in all of them, each given with how often it runs.
+
+    Exact along one set of mesh axes, and along several that have none in common: some device is the busiest on each.
+    """
+    totals: dict[Axes, tuple[int, ...]] = {}
+    for e, times in exchanges:
+        before = totals.get(e.axes, (0,) * len(e.by_block))
+        totals[e.axes] = tuple(a + times * b for a, b in zip(before, e.by_block, strict=True))
+    return sum(map(max, totals.values()))
 
 
 def _given_away(op: Operation, operand: int, made: int, count: int, size: int) -> list[int]:

@@ -14,7 +14,7 @@ from layouts import Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.loop_record import LoopRecord
-from meshlib.program.exchange import Exchange
+from meshlib.program.exchange import Exchange, busiest_bytes
 
 if TYPE_CHECKING:
     from meshlib.program.records import Program
@@ -89,6 +89,11 @@ class Instruction:
         """What devices send each other here."""
         return ()
 
+    @property
+    def sent_bytes(self) -> int | float:
+        """Bytes that the busiest device sends in one run. Exact."""
+        return sum(t.sent.sent_bytes for t in self.transfers)
+
     def with_group(self, group: int) -> Self:
         """The same in a fusion group."""
         return replace(self, group=group)
@@ -119,6 +124,11 @@ class Compute(Instruction):
         """The exchanges; a summary is made of all operands and stands under the first."""
         pairs = zip(self.exchanges, self.reasons, strict=True)
         return [Transfer(e, self.inputs[max(e.operand, 0)], reason) for e, reason in pairs]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the busiest device sends in one run, all exchanges together. Exact."""
+        return busiest_bytes((e, 1) for e in self.exchanges)
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,8 +54,7 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
         if i.operation.kind.kind is Kind.COPY:
             made += f", copies {bytes_text(i.outputs[0].local_bytes)} {i.opcode.replace('_', ' the ')}"
     if i.transfers:
-        sent = sum(t.sent.sent_bytes for t in i.transfers)
-        made += f", sends {bytes_text(sent)}: " + "; ".join(t.reason.why for t in i.transfers)
+        made += f", sends {bytes_text(i.sent_bytes)}: " + "; ".join(t.reason.why for t in i.transfers)
     results = " and ".join(f"{names[y]:<{width}} {y.tensor.name}: {y}" for y in i.outputs)
     local = bytes_text(sum(y.local_bytes for y in i.outputs))
     return f"{results} = {made}  [{local} a core, group {i.group}]  ({i.operation.source})"

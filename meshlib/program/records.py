@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from layouts import LayoutRules, Mesh
 from meshlib.operation import Work
-from meshlib.program.instructions import Instruction, Loop, Value
+from meshlib.program.exchange import busiest_bytes
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 
 if TYPE_CHECKING:
     from meshlib.program.buffers import Buffer
@@ -79,11 +80,14 @@ class Program:
 
     @property
     def sent_bytes(self) -> int | float:
-        """Bytes that a device sends in one run of the program, all collectives together.
+        """Bytes that the busiest device sends in one run of the program, all collectives together. Exact.
 
-        Exact but for several instructions with permutes, whose busiest senders may be different devices.
+        Less than those of the collectives add up to where different devices are the busiest: of two blocks that send
+        each other their margins, each sends one.
         """
-        return sum(c.sent_bytes * c.count for c in self.collectives)
+        rings = sum(times * i.sent_bytes for i, _, times in walk(self) if isinstance(i, Move))
+        computed = [(i, times) for i, _, times in walk(self) if isinstance(i, Compute)]
+        return rings + busiest_bytes((e, times) for i, times in computed for e in i.exchanges)
 
     @cached_property
     def to_host_bytes(self) -> int:
