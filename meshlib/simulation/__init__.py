@@ -11,10 +11,10 @@ import numpy as np
 from hardware.slices import Slice
 from layouts import Sharding
 from meshlib.checks import choice, flag
+from meshlib.engine import Engine
 from meshlib.errors import FeedError, GraphError, NotFiniteError, nearest
 from meshlib.ops.sources import STEP
 from meshlib.program.records import Instruction, Program, Value
-from meshlib.simulation.engine import Engine
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.simulation.state import State, to_storage

@@ -22,13 +22,13 @@ import numpy as np
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
 from meshlib.dtypes import FLOAT32
+from meshlib.engine import Engine
 from meshlib.graph import TensorType
 from meshlib.operation import ON_MXU
 from meshlib.program.checker import instruction_factors
 from meshlib.program.records import Instruction, Program, Value
 from meshlib.simulation.blocks import compute
 from meshlib.simulation.buffers import Buffers, Node
-from meshlib.simulation.engine import Engine
 
 Array = np.ndarray[Any, Any]
 _NONE: Mapping[Value, Array] = MappingProxyType({})

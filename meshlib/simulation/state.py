@@ -10,7 +10,7 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Shape
-from meshlib.dtypes import BFLOAT16, BOOL, DType
+from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
 from meshlib.errors import FeedError, nearest
 from meshlib.graph import Operation
 from meshlib.initializers import make_key
@@ -138,6 +138,4 @@ class State(MutableMapping[str, Array]):
 
     @staticmethod
     def _step_dtype() -> DType:
-        from meshlib.dtypes import INT32
-
         return INT32

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
+from meshlib.engine import Engine
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import ON_MXU, Block, Kind, Role
 from meshlib.program.records import Instruction, Program, Value
-from meshlib.simulation.engine import Engine
 
 Array = np.ndarray[Any, Any]
 
