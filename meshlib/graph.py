@@ -134,6 +134,8 @@ class Tensor:
 class Operation:
     """One step of the program: a record (`kind`), its operands and attributes, and where it was written.
 
+    `name` is its path of scopes, `source` a line of the user's; in a gradient both are those of the operation whose
+    gradient it is, with "/grad" after the name. In the update region `source` is the line that asked for the update.
     `owner` is the variable an update-region operation works for: its values live where that variable's slots do.
     """
 

@@ -12,19 +12,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from layouts import Dimension, Shape
 from meshlib.arrays import new_array
 from meshlib.dtypes import DType
+from meshlib.engine import Engine
 from meshlib.errors import LayoutError, ShapeError
 from meshlib.graph import Graph, Operation, Tensor, TensorType, checked_op_name, innermost
 from meshlib.origin import source_line
-
-if TYPE_CHECKING:
-    from meshlib.simulation.engine import Engine
 
 Array = np.ndarray[Any, Any]
 

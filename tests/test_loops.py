@@ -9,9 +9,9 @@ import pytest
 
 import meshlib as mtf
 from meshlib.arrays import unwritten
+from meshlib.engine import Engine
 from meshlib.program.checker import check_program
 from meshlib.program.instructions import Loop
-from meshlib.simulation.engine import Engine
 from meshlib.simulation.fast import FastExecutor
 
 B, W = mtf.Dimension("batch", 8), mtf.Dimension("d", 16)

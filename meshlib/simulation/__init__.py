@@ -16,7 +16,6 @@ from meshlib.errors import FeedError, GraphError, NotFiniteError, nearest
 from meshlib.ops.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
-from meshlib.simulation.engine import Engine
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.simulation.state import State, to_storage

@@ -9,10 +9,10 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from meshlib.dtypes import BFLOAT16
+from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation, TensorType
 from meshlib.operation import Block
-from meshlib.simulation.engine import Engine
 
 Array = np.ndarray[Any, Any]
 

@@ -15,6 +15,7 @@ from hardware.numerics import ring_reduce, ring_reduce_scatter, round_to_bfloat1
 from layouts import Mesh, Sharding, permute_pairs
 from layouts.plan import Step
 from meshlib.dtypes import BFLOAT16, DType
+from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation
 from meshlib.operation import Block, Factor, Halo, Role, Summary
@@ -24,7 +25,6 @@ from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute, finished
-from meshlib.simulation.engine import Engine
 
 Array = np.ndarray[Any, Any]
 Blocks = list[Array]  # one per device

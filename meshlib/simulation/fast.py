@@ -23,6 +23,7 @@ from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
 from meshlib.arrays import new_array, unwritten
 from meshlib.dtypes import FLOAT32
+from meshlib.engine import Engine
 from meshlib.graph import TensorType
 from meshlib.operation import ON_MXU
 from meshlib.program.checker import instruction_factors
@@ -31,7 +32,6 @@ from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute
 from meshlib.simulation.buffers import Buffers
-from meshlib.simulation.engine import Engine
 
 Array = np.ndarray[Any, Any]
 _NONE: Mapping[Value, Array] = MappingProxyType({})

@@ -16,9 +16,11 @@ from meshlib.estimation.physics import Physics
 from meshlib.estimation.plan import Plan, plan_of
 from meshlib.estimation.scheduling import schedule
 from meshlib.estimation.times import Times
+from meshlib.graph import Graph
 from meshlib.lowering import Balance, lower
-from meshlib.models import PRESETS, TransformerConfig
+from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
 from meshlib.models.layouts import layout as model_layout
+from meshlib.ops.remat import Remat
 from meshlib.program.records import Program
 from meshlib.validation.runs import Run, known_model
 
@@ -63,18 +65,16 @@ def _plan(run: Run, program: Program) -> Plan:
 
 
 def _lowered(run: Run, training: bool) -> Program:
-    import meshlib as mtf
-
     config = config_of(run)
     mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
     balance = Balance(stationary=("tensor",))
-    with mtf.Graph():
+    with Graph():
         if training:
-            outputs, updates = mtf.models.train_step(
+            outputs, updates = train_step(
                 config, run.padded_batch, run.length, "adamw", _remat(run, config), predictions=run.predictions
             )
             return lower(outputs, updates, mesh, layout_of(run, config, mesh), balance=balance)
-        model = mtf.models.transformer(config, run.padded_batch, run.length, predictions=run.predictions)
+        model = transformer(config, run.padded_batch, run.length, predictions=run.predictions)
         return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), balance=balance)
 
 
@@ -134,11 +134,9 @@ def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
 
 
 def _remat(run: Run, config: TransformerConfig) -> Any:
-    import meshlib as mtf
-
     policy = run.policy
     if not (policy.save or policy.offload or policy.carries):
         return "full"
     absent = () if config.gated else ("wi_gate",)
     save, offload = (tuple(n for n in names if n not in absent) for names in (policy.save, policy.offload))
-    return mtf.Remat(save=save, offload=offload, offload_carries=policy.carries)
+    return Remat(save=save, offload=offload, offload_carries=policy.carries)

@@ -10,13 +10,13 @@ import numpy as np
 
 from layouts import LayoutRules, Mesh
 from meshlib.dtypes import INT32
+from meshlib.engine import Engine
 from meshlib.errors import FeedError, LayoutError
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering import lower
 from meshlib.ops.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
-from meshlib.simulation.engine import Engine
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.verification.feeds import draw_feeds, initial_state

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
+from meshlib.engine import Engine
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import ON_MXU, Block, Role
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
-from meshlib.simulation.engine import Engine
 
 Array = np.ndarray[Any, Any]
 

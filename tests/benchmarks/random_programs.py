@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' writer of programs
 
 import meshlib as mtf
+from meshlib.engine import Engine
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering.simplification import simplify
 from meshlib.operation import Array, Block
-from meshlib.simulation.engine import Engine
 from tests import test_property_programs as writer
 
 

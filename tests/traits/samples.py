@@ -15,9 +15,9 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from meshlib.dtypes import BFLOAT16
+from meshlib.engine import Engine
 from meshlib.graph import Operation
 from meshlib.operation import Block, Kind, OpDef
-from meshlib.simulation.engine import Engine
 from tests.cases import CASES, Array
 from tests.test_operations import built, round_to
 
