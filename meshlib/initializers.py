@@ -15,7 +15,7 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
-from meshlib.checks import at, choice, fitting, items
+from meshlib.checks import at, choice, fitting, items, stored
 from meshlib.checks import number as finite
 from meshlib.dtypes import BFLOAT16, BOOL, FLOAT32, FLOAT64, DType
 from meshlib.errors import GraphError
@@ -85,6 +85,8 @@ class _Drawn:
     def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
         if not dtype.is_float:
             raise GraphError(f"random initial values are floats, not {dtype.name}; give a number or an array")
+        for bound in self.law[1:]:
+            fitting(bound, dtype, f"initializers.random_{self.law[0]}")
         return draw(self.law, key, shape.sizes, [0] * len(shape), shape.sizes, dtype)
 
 
@@ -93,7 +95,7 @@ class _Constant:
     value: bool | int | float
 
     def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
-        out = np.full(shape.sizes, self.value, dtype.storage)
+        out = np.full(shape.sizes, fitting(self.value, dtype, "initializers.constant"), dtype.storage)
         return round_to_bfloat16(out) if dtype is BFLOAT16 else out
 
 
@@ -124,8 +126,7 @@ class _Given:
     value: Array
 
     def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
-        out = self.value.astype(dtype.storage)
-        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+        return self.value.copy()
 
 
 def constant(value: float) -> Initializer:
@@ -184,18 +185,18 @@ def _dims(dims: object, what: str) -> list[Dimension]:
     return given
 
 
-def _given(value: Array, name: str, shape: Shape, stored: DType) -> Initializer:
+def _given(value: Array, name: str, shape: Shape, dtype: DType) -> Initializer:
     if value.shape != shape.sizes:
         raise GraphError(
             f"{at('variable')} '{name}': the initial array has shape {list(value.shape)}, but its dims are {shape}"
         )
-    kinds = "biuf" if stored.is_float else "b" if stored is BOOL else "iu"
-    if value.dtype.kind not in kinds and not (stored.is_float and value.dtype == BFLOAT16.public):
+    kinds = "biuf" if dtype.is_float else "b" if dtype is BOOL else "iu"
+    if value.dtype.kind not in kinds and not (dtype.is_float and value.dtype == BFLOAT16.public):
         raise GraphError(
             f"{at('variable')} '{name}': the initial array has dtype {value.dtype}, "
-            f"but the variable stores {stored.name}"
+            f"but the variable stores {dtype.name}"
         )
-    return _Given(value)
+    return _Given(np.array(stored(value, dtype, f"{at('variable')} '{name}', initial array", GraphError)))
 
 
 def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Initializer:

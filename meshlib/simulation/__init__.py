@@ -12,6 +12,7 @@ import numpy as np
 from hardware.slices import Slice
 from layouts import Sharding
 from meshlib.checks import at, choice, flag
+from meshlib.engine import Engine
 from meshlib.errors import FeedError, GraphError, NotFiniteError, nearest
 from meshlib.ops.sources import STEP
 from meshlib.program.instructions import Instruction, Value
