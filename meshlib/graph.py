@@ -374,16 +374,6 @@ def scope(name: str, reuse: bool = False) -> Iterator[None]:
 
     With `reuse` every variable declared inside, and in scopes inside it, is the one that bears its name already.
     Raises: GraphError if `name` is no non-empty string without white space.
-    Example:
-      >>> import meshlib as mtf
-      >>> d = mtf.Dimension("d", 4)
-      >>> with mtf.Graph() as graph:
-      ...     x = mtf.input("x", [d])
-      ...     for shared in (False, True):
-      ...         with mtf.scope("tower", reuse=shared):
-      ...             x = mtf.layers.dense(x, d)
-      >>> print(*graph.variables)
-      tower/dense/kernel tower/dense/bias
     """
     if not isinstance(reuse, bool):
         raise GraphError(f"scope '{name}' ({source_line()}): reuse must be True or False, got {reuse!r:.80}")

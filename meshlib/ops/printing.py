@@ -57,7 +57,7 @@ def Print(x: Tensor, data: Sequence[Tensor], message: str = "", name: str | None
 
     Both executors print each value whole, once a step (in a loop once a trip), whatever the layout. A line is the
     message, the tensor with its type, " = ", and NumPy's text of its value. Nothing is printed of an `x` that nobody
-    needs, nor twice of two equal prints. Its gradient goes by without being printed.
+    needs, nor twice of two equal prints. Its gradient goes by without being printed. `mtf.verify` prints in each run.
 
     Args:
       x: any tensor.
