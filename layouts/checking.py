@@ -70,13 +70,15 @@ def check(
         for axis in rule.axes:
             if axis not in mesh:
                 faults.setdefault(unknown_axis(rule, axis, mesh), [])
-    for label, shape, scope in tensors:
-        shape = shape if isinstance(shape, Shape) else Shape(shape)
-        present.update(dict.fromkeys(shape.names))
-        used_rules.update(rule for name in shape.names for rule in rules.for_dim(name, scope))
-        axes, wrong = place(rules, shape, mesh, scope)
-        used_axes.update(axis for entry in axes for axis in entry)
-        for fault in wrong:
+    seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors are laid out like one before
+    for label, given, scope in tensors:
+        shape = given if isinstance(given, Shape) else Shape(given)
+        if (shape, scope) not in seen:
+            present.update(dict.fromkeys(shape.names))
+            used_rules.update(rule for name in shape.names for rule in rules.for_dim(name, scope))
+            axes, seen[shape, scope] = place(rules, shape, mesh, scope)
+            used_axes.update(axis for entry in axes for axis in entry)
+        for fault in seen[shape, scope]:
             faults.setdefault(fault, []).append(label)
     known = dict.fromkeys([*present, *(known_dims or ())])
     for name in rules.dims:

@@ -51,7 +51,16 @@ from meshlib.errors import (  # noqa: E402
 from meshlib.estimation import Estimate, Physics, estimate  # noqa: E402
 from meshlib.estimation.sweep import Scaling, scaling  # noqa: E402
 from meshlib.graph import Graph, Operation, Tensor, scope  # noqa: E402
-from meshlib.lowering import Balance, Collective, Program, check, collectives_table, explain, lower  # noqa: E402
+from meshlib.lowering import (  # noqa: E402
+    Balance,
+    Collective,
+    Program,
+    Session,
+    check,
+    collectives_table,
+    explain,
+    lower,
+)
 from meshlib.ops.activations import elu, gelu, leaky_relu, selu, silu, softplus, swish  # noqa: E402
 from meshlib.ops.attention import attention  # noqa: E402
 from meshlib.ops.cumulative import cumprod, cumsum  # noqa: E402
@@ -186,6 +195,7 @@ __all__ = [
     "ProgramError",
     "Remat",
     "Scaling",
+    "Session",
     "Shape",
     "ShapeError",
     "Sharding",

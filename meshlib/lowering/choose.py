@@ -15,11 +15,12 @@ from functools import lru_cache
 from itertools import chain, combinations, product
 from typing import TypeAlias
 
-from layouts import LayoutError, Sharding, reshard
-from meshlib.graph import Operation, Tensor, TensorType
+from layouts import Sharding, reshard
+from layouts.sharding import laid
+from meshlib.graph import Tensor
 from meshlib.operation import Factor, Linear, Role
-from meshlib.program.exchange import Exchange, plan_exchanges
-from meshlib.program.split import derive
+from meshlib.program.exchange import Exchange
+from meshlib.program.signature import Assigned, Signature
 
 Axes: TypeAlias = tuple[str, ...]
 
@@ -119,8 +120,20 @@ def route_cost(source: Sharding, target: Sharding, itemsize: int) -> tuple[float
     return plan.sent_bytes, plan.collectives
 
 
+def choice_key(signature: Signature, operands: Sequence[Operand], home: Sharding, later: Sequence[Point]) -> object:
+    """All that a choice depends on, the balance aside."""
+    tensors = [x.tensor for x in operands]
+    return (
+        signature,
+        tuple([(x.instances, x.free, x.coming, x.shared, x.held) for x in operands]),
+        tuple([tensors.index(t) for t in tensors]),
+        home,
+        tuple(later),
+    )
+
+
 def choose(
-    op: Operation,
+    signature: Signature,
     operands: Sequence[Operand],
     home: Sharding,
     later: Sequence[Point],
@@ -131,27 +144,28 @@ def choose(
     `later` are the points further down the linear chain of single uses that starts at the result: a pending result
     may be reduced at any of them.
     """
-    factors = op.kind.roles(op)
     shared = any(x.shared for x in operands)
+    itemsize = signature.op.output.dtype.itemsize
     best: tuple[float, int, int, int] | None = None
-    chosen: Choice | None = None
-    for c in sorted(_candidates(op, factors, operands, home, balance), key=lambda c: (c.at_least, c.order)):
+    chosen: _Candidate | None = None
+    for c in sorted(_candidates(signature, operands, home, balance), key=lambda c: (c.at_least, c.order)):
         if best is not None and c.at_least > best[0]:
             break  # and so are all that follow
-        sent, collectives = _operand_cost(operands, c.wanted, c.regroup)
-        inside = plan_exchanges(op, factors, c.split, c.wanted, c.out)
-        after, more = _home_cost(c.out, home, op.output.dtype.itemsize, later)
+        sent, collectives = _operand_cost(operands, c.of.operands, c.regroup)
+        inside = c.of.exchanges
+        after, more = _home_cost(c.of.out, home, itemsize, later)
         total = c.work + sent + sum(e.sent_bytes for e in inside) + after
         # At equal cost a shared operand moves rather than the result: its other users may want it there too.
         rank = (total, collectives + len(inside) + more, more if shared else 0, c.order)
         if best is None or rank < best:
-            best = rank
-            chosen = Choice({k: v for k, v in c.split.items() if v}, c.wanted, c.out, c.regroup, inside)
+            best, chosen = rank, c
     assert chosen is not None  # the empty assignment is always there
-    return chosen
+    made = chosen.of
+    axes = {k: v for k, v in made.axes.items() if v}
+    return Choice(axes, made.operands, made.out, chosen.regroup, made.exchanges)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Candidate:
     """An assignment, with what it costs at least: its work, and the bytes by which blocks have to grow.
 
@@ -159,9 +173,7 @@ class _Candidate:
     searching for it, and most candidates are never priced.
     """
 
-    split: dict[str, Axes]
-    wanted: tuple[Sharding, ...]
-    out: Sharding
+    of: Assigned
     regroup: bool
     work: float
     at_least: float
@@ -169,33 +181,29 @@ class _Candidate:
 
 
 def _candidates(
-    op: Operation, factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding, balance: Balance
+    signature: Signature, operands: Sequence[Operand], home: Sharding, balance: Balance
 ) -> Iterator[_Candidate]:
-    places = _places(factors, operands, home)
-    shapes = [x.tensor.shape for x in operands]
+    op = signature.op
+    places = _places(signature.factors, operands, home)
     order = 0
-    for passed, regroup in pass_options(op, operands):
+    for passed, regroup in pass_options(signature, operands):
         busy = {a for p in passed for a in p}
         free = {a: places[a] for a in places if a not in busy}
         for split in _assignments(free, operands, home):
             order += 1
-            if busy and any(f.role in (Role.MAX, Role.MIN) and split.get(f.name) for f in factors):
+            if busy and any(split.get(name) for name in signature.extremes):
                 continue
-            try:
-                wanted, out = derive(factors, split, shapes, op.output.shape, home, passed)
-            except LayoutError:  # mixed kinds of pending, or a size that does not divide
+            made = signature.under(home.mesh, split, passed)
+            if made is None:
                 continue
-            done = op.kind.work(
-                tuple(TensorType(s.local_shape, x.tensor.dtype) for s, x in zip(wanted, operands, strict=True)),
-                TensorType(out.local_shape, op.output.dtype),
-                op.attrs,
-            )
+            done = made.work
             work = done.mxu_flops / balance.mxu_flops_per_byte + done.vpu_ops / balance.vpu_ops_per_byte
+            out = made.out
             growth = 0 if out.pending else max(0, home.local_size - out.local_size) * op.output.dtype.itemsize
             if not regroup:
-                needs = {(id(x.tensor), s): x for x, s in zip(operands, wanted, strict=True)}
+                needs = {(x.tensor, s): x for x, s in zip(operands, made.operands, strict=True)}
                 growth += sum(x.growth(s) for (_, s), x in needs.items())
-            yield _Candidate(split, wanted, out, regroup, work, work + growth, order)
+            yield _Candidate(made, regroup, work, work + growth, order)
 
 
 def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> dict[str, list[Factor | None]]:
@@ -204,9 +212,10 @@ def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Shardi
     An axis never wanders to a dim that nobody laid on it: a layout that splits the batch alone reduces gradients,
     even where exchanging activations and cutting another dim would send a little less.
     """
+    laid_on = [(f, _axes_of(f, operands, home)) for f in factors if f.role is not Role.WHOLE]
     found: dict[str, list[Factor | None]] = {}
     for axis in home.mesh.axes:
-        able = [f for f in factors if f.role is not Role.WHOLE and axis in _axes_of(f, operands, home)]
+        able = [f for f, axes in laid_on if axis in axes]
         if able:
             found[axis] = [*able, None]
     return found
@@ -215,10 +224,10 @@ def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Shardi
 def _axes_of(f: Factor, operands: Sequence[Operand], home: Sharding) -> set[str]:
     name = f.outputs[0]
     axes = set(home.of(name)) if name is not None else set()
-    for i, x in enumerate(operands):
-        own = f.operands[i]
+    for x, own in zip(operands, f.operands, strict=True):
         if own is not None:
-            axes.update(a for s in x.instances for a in s.of(own))
+            for s in x.instances:
+                axes.update(s.of(own))
     return axes
 
 
@@ -257,7 +266,7 @@ def _ordered(f: Factor, axes: Axes, operands: Sequence[Operand], home: Sharding)
     return axes
 
 
-def pass_options(op: Operation, operands: Sequence[Operand]) -> Iterator[tuple[tuple[Axes, ...], bool]]:
+def pass_options(signature: Signature, operands: Sequence[Operand]) -> Iterator[tuple[tuple[Axes, ...], bool]]:
     """Which pending axes of which operands may go through; the second value: whether to sum groups first.
 
     Reducing everything first is always an option and comes first, so that ties reduce as early as possible.
@@ -265,8 +274,8 @@ def pass_options(op: Operation, operands: Sequence[Operand]) -> Iterator[tuple[t
     pending = [x.pending if x.instances and x.instances[0].pending[:1] else () for x in operands]
     sums = [tuple(a for a, kind in x.instances[0].pending if kind == "sum") if x.instances else () for x in operands]
     nothing: tuple[Axes, ...] = ((),) * len(operands)
-    linear = op.kind.linear(op)
-    if linear.terms and len(op.inputs) > 1 and len(set(pending)) > 1:
+    linear = signature.linear
+    if linear.terms and len(operands) > 1 and len(set(pending)) > 1:
         yield nothing, True
         return
     yield nothing, False
@@ -299,7 +308,7 @@ def _subsets(axes: Sequence[str]) -> list[Axes]:
 
 def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regroup: bool) -> tuple[float, int]:
     """Bytes and collectives to bring all operands where they are wanted; a value wanted once is paid once."""
-    needs = {(id(x.tensor), s): (x, s) for x, s in zip(operands, wanted, strict=True)}
+    needs = {(x.tensor, s): (x, s) for x, s in zip(operands, wanted, strict=True)}
     groups: set[Axes] = set()
     sent, collectives = 0.0, 0
     for x, s in needs.values():
@@ -330,5 +339,5 @@ def _home_cost(out: Sharding, home: Sharding, itemsize: int, later: Sequence[Poi
 def as_pending(home: Sharding, source: Sharding) -> Sharding:
     """`home` as the value would arrive there if the pending axes of `source` were still to be summed."""
     waiting = set(source.pending_axes)
-    axes = [tuple(a for a in entry if a not in waiting) for entry in home.axes]
-    return Sharding(home.shape, home.mesh, axes, source.pending)
+    axes = tuple(tuple(a for a in entry if a not in waiting) for entry in home.axes)
+    return laid(home.shape, home.mesh, axes, source.pending)

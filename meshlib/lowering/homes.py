@@ -26,15 +26,6 @@ class Homes:
     weights: set[Tensor] = field(default_factory=set)  # what a loop's body takes of variables
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
 
-    def scope_of(self, t: Tensor) -> str:
-        """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
-        op = t.operation
-        if op.kind.name == "variable":
-            return "slots" if op.attrs["slot_of"] else "variables"
-        if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
-            return "slots"
-        return "activations"
-
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
         op = t.operation
@@ -61,18 +52,34 @@ class Homes:
         if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
         try:
-            return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
+            return self.rules.sharding(t.shape, self.mesh, scope_of(t))
         except LayoutError as fault:
             raise LayoutError(f"{op}: {t}\n{fault}") from None
 
 
-def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> Report:
+def scope_of(t: Tensor) -> str:
+    """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
+    op = t.operation
+    if op.kind.name == "variable":
+        return "slots" if op.attrs["slot_of"] else "variables"
+    if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
+        return "slots"
+    return "activations"
+
+
+class Subjects:
+    """What a layout is checked over: the operations that are lowered, and the names that the whole graph knows."""
+
+    def __init__(self, graph: Graph, operations: Iterable[Operation]) -> None:
+        self.operations = list(all_operations(operations))
+        self.names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
+        self.labelled = list(_labelled(self.operations))
+
+
+def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
-    operations = list(all_operations(operations))
-    homes = Homes(graph, mesh, rules)
-    names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
-    report = check(rules, mesh, _labelled(homes, operations), names)
-    bound = [_check_constrained(op, mesh) for op in operations if op.kind.name == "constrain"]
+    report = check(rules, mesh, subjects.labelled, subjects.names)
+    bound = [_check_constrained(op, mesh) for op in subjects.operations if op.kind.name == "constrain"]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
 
@@ -81,11 +88,11 @@ def _check_constrained(op: Operation, mesh: Mesh) -> Report:
     return check(op.attrs["layout"], mesh, [(_label(op, op.output), op.output.shape, "activations")])
 
 
-def refuse_faults(report: Report, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> None:
+def refuse_faults(report: Report, subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> None:
     """Raise one LayoutError that holds all faults, each with the first operation it concerns and the remedy."""
     if report.ok:
         return
-    known = {_label(op, y): op for op in all_operations(operations) for y in op.public_outputs}
+    known = {_label(op, y): op for op in subjects.operations for y in op.public_outputs}
     texts = [_fault_text(fault, labels, known, mesh, rules) for fault, labels in report.found]
     if len(texts) == 1:
         raise LayoutError(texts[0])
@@ -138,10 +145,10 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
             yield from all_operations(op.attrs["body"].operations)
 
 
-def _labelled(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:
+def _labelled(operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:
     for op in operations:
         if op.kind.name in _FOLLOWS_OPERAND or op.kind.name in ("constrain", "assign"):
             continue
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:
-                yield _label(op, y), y.shape, homes.scope_of(y)
+                yield _label(op, y), y.shape, scope_of(y)

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from layouts import LayoutError, Shape, Sharding
+from layouts.sharding import laid
 from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
 from meshlib.program.exchange import plan_exchanges
 from meshlib.program.records import COLLECTIVES, Instruction, Program, Value
+from meshlib.program.signature import Signatures
 from meshlib.program.split import beside, derive
 
 
-def check_program(
-    program: Program, after: str, before: Program | None = None, sound: set[object] | None = None
-) -> Program:
+@dataclass(eq=False)
+class Sound:
+    """What was found sound, by all that the check depends on: it need not be looked at again.
+
+    A layer's computations are those of every other layer, and of this one under another layout that lays them alike.
+    Bodies are whole programs: passes over the program around them leave them alone.
+    """
+
+    signatures: Signatures = field(default_factory=Signatures)
+    computations: set[object] = field(default_factory=set)
+    bodies: set[Program] = field(default_factory=set)
+
+
+def check_program(program: Program, after: str, before: Program | None = None, sound: Sound | None = None) -> Program:
     """`program` itself if it is sound; a pass may not change what the program `before` it takes, returns and writes.
 
-    `sound` collects the computations that were found sound, by all that the check depends on: a layer's are those of
-    every other layer, and what passes leave alone need not be recomputed.
     Raises: ProgramError naming the pass, the instruction and what is wrong with it.
     """
     made: set[Value] = set()
-    known = set() if sound is None else sound
+    known = Sound() if sound is None else sound
     for number, instruction in enumerate(program.instructions):
         try:
             _check_instruction(instruction, made, program, known)
@@ -45,7 +57,7 @@ def _check_same_face(program: Program, before: Program, after: str) -> None:
             raise ProgramError(f"after {after}: {what} changed: {', '.join(changed)}")
 
 
-def _check_instruction(instruction: Instruction, made: set[Value], program: Program, sound: set[object]) -> None:
+def _check_instruction(instruction: Instruction, made: set[Value], program: Program, sound: Sound) -> None:
     for x in instruction.inputs:
         if x not in made:
             raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
@@ -69,24 +81,20 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
     else:
         if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
             raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
-        key = _key(instruction)
-        if key not in sound:
+        key = _key(instruction, sound.signatures)
+        if key not in sound.computations:
             _check_computation(instruction)
-            sound.add(key)
+            sound.computations.add(key)
 
 
-def _key(instruction: Instruction) -> object:
+def _key(instruction: Instruction, signatures: Signatures) -> object:
     """All that the check of a computation depends on."""
-    op = instruction.operation
     tensors = [x.tensor for x in instruction.inputs]
     return (
-        op.kind,
-        tuple(op.attrs.items()),
-        tuple(x.type for x in op.inputs),
-        tuple(y.type for y in op.outputs),
-        tuple(tensors.index(t) for t in tensors),
-        tuple(x.sharding for x in instruction.inputs),
-        tuple(y.sharding for y in instruction.outputs),
+        signatures.of(instruction.operation),
+        tuple([tensors.index(t) for t in tensors]),
+        tuple([x.sharding for x in instruction.inputs]),
+        tuple([y.sharding for y in instruction.outputs]),
         instruction.assignment,
         instruction.exchanges,
     )
@@ -120,26 +128,26 @@ def taken_step(
     if kind in ("all_reduce", "reduce_scatter"):
         if not set(axes) <= set(s.pending_axes):
             raise ProgramError(f"{kind} over {axes}, but pending is {s.pending}")
-        left = [p for p in s.pending if p[0] not in axes]
+        left = tuple(p for p in s.pending if p[0] not in axes)
         if kind == "all_reduce":
-            return Sharding(shape, s.mesh, s.axes, left), 2 * (k - 1) * payload / k
+            return laid(shape, s.mesh, s.axes, left), 2 * (k - 1) * payload / k
         assert dim is not None
         entries[dim] += tuple(axes)
-        return Sharding(shape, s.mesh, list(entries.values()), left), (k - 1) * payload / k
+        return laid(shape, s.mesh, tuple(entries.values()), left), (k - 1) * payload / k
     if kind == "collective_permute":
         return None, payload  # to any order of the same blocks: see _check_reshard
     assert dim is not None
     if kind == "slice":
         entries[dim] += tuple(axes)
-        return Sharding(shape, s.mesh, list(entries.values()), s.pending), 0
+        return laid(shape, s.mesh, tuple(entries.values()), s.pending), 0
     if entries[dim][-len(axes) :] != tuple(axes):
         raise ProgramError(f"{kind} takes the minor-most axes {axes} of '{dim}', which has {entries[dim]}")
     entries[dim] = entries[dim][: -len(axes)]
     if kind == "all_gather":
-        return Sharding(shape, s.mesh, list(entries.values()), s.pending), (k - 1) * payload
+        return laid(shape, s.mesh, tuple(entries.values()), s.pending), (k - 1) * payload
     assert to_dim is not None
     entries[to_dim] += tuple(axes)
-    return Sharding(shape, s.mesh, list(entries.values()), s.pending), (k - 1) * payload / k
+    return laid(shape, s.mesh, tuple(entries.values()), s.pending), (k - 1) * payload / k
 
 
 def _check_assign(instruction: Instruction, program: Program) -> None:
@@ -151,8 +159,10 @@ def _check_assign(instruction: Instruction, program: Program) -> None:
         raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {x}")
 
 
-def _check_loop(instruction: Instruction, body: Program, sound: set[object]) -> None:
-    check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
+def _check_loop(instruction: Instruction, body: Program, sound: Sound) -> None:
+    if body not in sound.bodies:
+        check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
+        sound.bodies.add(body)
     dim = instruction.operation.attrs["dim"]
     if instruction.trips != dim.size:
         raise ProgramError(f"makes {instruction.trips} trips over {dim}")
@@ -200,7 +210,7 @@ def _check_computation(instruction: Instruction) -> None:
         axes,
         [x.tensor.shape for x in instruction.inputs],
         op.output.shape,
-        out.sharding,
+        out.sharding.mesh,
         passed,
     )
     for x, s in zip(instruction.inputs, wanted, strict=True):

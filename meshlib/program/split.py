@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from layouts import Shape, Sharding
+from layouts import Mesh, Shape, Sharding
+from layouts.sharding import laid
 from meshlib.graph import Operation
 from meshlib.operation import Factor
 
@@ -14,25 +15,25 @@ Axes: TypeAlias = tuple[str, ...]
 
 def derive(
     factors: Sequence[Factor],
-    axes: dict[str, Axes],
+    axes: Mapping[str, Axes],
     shapes: Sequence[Shape],
     out_shape: Shape,
-    like: Sharding,
+    mesh: Mesh,
     passed: Sequence[Axes],
 ) -> tuple[tuple[Sharding, ...], Sharding]:
     """The shardings of operands and result that an assignment means. The checker goes by this too."""
-    mesh = like.mesh
+    split = [(f, axes.get(f.name, ())) for f in factors]
     operands = []
     for i, shape in enumerate(shapes):
-        by_dim = {f.operands[i]: axes.get(f.name, ()) for f in factors}
+        by_dim = {f.operands[i]: over for f, over in split}
         pending = tuple((a, "sum") for a in passed[i])
-        operands.append(Sharding(shape, mesh, [by_dim.get(d.name, ()) for d in shape], pending))
-    by_dim = {f.outputs[0]: axes.get(f.name, ()) for f in factors}
+        operands.append(laid(shape, mesh, tuple(by_dim.get(n, ()) for n in shape.names), pending))
+    by_dim = {f.outputs[0]: over for f, over in split}
     kinds = {a: "sum" for p in passed for a in p}
-    for f in factors:
+    for f, over in split:
         if f.role.reduces:
-            kinds.update(dict.fromkeys(axes.get(f.name, ()), f.role.value))
-    out = Sharding(out_shape, mesh, [by_dim.get(d.name, ()) for d in out_shape], kinds)
+            kinds.update(dict.fromkeys(over, f.role.value))
+    out = laid(out_shape, mesh, tuple(by_dim.get(n, ()) for n in out_shape.names), tuple(kinds.items()))
     return tuple(operands), out
 
 
@@ -40,9 +41,10 @@ def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
     """The shardings of all results of an operation, of which `first` is the first's: the same axes split a factor."""
     if len(op.outputs) == 1:
         return (first,)
-    axes = {f.name: first.of(f.outputs[0]) for f in op.kind.roles(op) if f.outputs[0] is not None}
+    factors = op.kind.roles(op)
+    axes = {f.name: first.of(f.outputs[0]) for f in factors if f.outputs[0] is not None}
     found = [first]
     for n, y in enumerate(op.outputs[1:], start=1):
-        by_dim = {f.outputs[n]: axes.get(f.name, ()) for f in op.kind.roles(op)}
-        found.append(Sharding(y.shape, first.mesh, [by_dim.get(d.name, ()) for d in y.shape], first.pending))
+        by_dim = {f.outputs[n]: axes.get(f.name, ()) for f in factors}
+        found.append(laid(y.shape, first.mesh, tuple(by_dim.get(d, ()) for d in y.shape.names), first.pending))
     return tuple(found)
