@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from layouts import LayoutError, Shape, Sharding
+from layouts import LayoutError, Mesh, Shape, Sharding
 from layouts.sharding import laid
 from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
@@ -20,11 +20,12 @@ class Sound:
     """What was found sound, by all that the check depends on: it need not be looked at again.
 
     A layer's computations are those of every other layer, and of this one under another layout that lays them alike.
-    Bodies are whole programs: passes over the program around them leave them alone.
+    Instructions, on one mesh, and whole bodies are those that passes leave alone.
     """
 
     signatures: Signatures = field(default_factory=Signatures)
     computations: set[object] = field(default_factory=set)
+    instructions: set[Instruction] = field(default_factory=set)
     bodies: set[Program] = field(default_factory=set)
 
 
@@ -64,21 +65,29 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
     for y in instruction.outputs:
         if y in made:
             raise ProgramError(f"result {y.tensor.name} {y} is made twice")
-        if y.sharding.mesh != program.mesh:
-            raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {program.mesh}")
-        if y.sharding.shape != y.tensor.shape:
-            raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
-    if instruction.opcode in (*COLLECTIVES, "slice") and instruction.steps:
-        _check_reshard(instruction)
-    elif instruction.opcode == "assign":
+    if instruction.opcode == "assign":
         _check_assign(instruction, program)
-    elif instruction.body is not None:
-        _check_loop(instruction, instruction.body, sound)
     elif instruction.opcode in ("input", "variable"):
         pending = instruction.outputs[0].sharding.pending
         if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
             raise ProgramError("a resident value can't be pending")
-    else:
+    elif instruction.body is not None:
+        _check_loop(instruction, instruction.body, sound)
+    if instruction not in sound.instructions:
+        _check_alone(instruction, program.mesh, sound)
+        sound.instructions.add(instruction)
+
+
+def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
+    """What does not depend on the program around it."""
+    for y in instruction.outputs:
+        if y.sharding.mesh != mesh:
+            raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {mesh}")
+        if y.sharding.shape != y.tensor.shape:
+            raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
+    if instruction.opcode in (*COLLECTIVES, "slice") and instruction.steps:
+        _check_reshard(instruction)
+    elif instruction.opcode not in ("assign", "input", "variable") and instruction.body is None:
         if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
             raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
         key = _key(instruction, sound.signatures)

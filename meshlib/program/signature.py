@@ -8,67 +8,58 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from layouts import LayoutError, Mesh, Sharding
 from meshlib.graph import Operation, TensorType
-from meshlib.operation import Factor, Linear, Role, Work
+from meshlib.operation import Role, Work
 from meshlib.program.exchange import Exchange, plan_exchanges
 from meshlib.program.split import Axes, derive
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Assigned:
-    """An operation under one assignment of axes to its factors: no layout, no home and no price is in it."""
+    """An operation under one assignment of axes to its factors: no layout, no home and no price is in it.
 
-    signature: Signature
+    operands   what each operand must be
+    out        what comes out
+    work       what one device does
+    exchanges  what moves inside the operation
+    """
+
     axes: Mapping[str, Axes]
     operands: tuple[Sharding, ...]
     out: Sharding
-
-    @cached_property
-    def work(self) -> Work:
-        """What one device does."""
-        op = self.signature.op
-        types = (TensorType(s.local_shape, x.dtype) for s, x in zip(self.operands, op.inputs, strict=True))
-        return op.kind.work(tuple(types), TensorType(self.out.local_shape, op.output.dtype), op.attrs)
-
-    @cached_property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """What moves inside the operation."""
-        return plan_exchanges(self.signature.op, self.signature.factors, self.axes, self.operands, self.out)
+    work: Work
+    exchanges: tuple[Exchange, ...]
 
 
-@dataclass(eq=False)
 class Signature:
     """All operations of one kind with equal attributes on operands of equal types; `op` is one of them."""
 
-    op: Operation
-    factors: tuple[Factor, ...]
-    linear: Linear
-    _assigned: dict[object, Assigned | None] = field(default_factory=dict)
-
-    @cached_property
-    def reduces(self) -> bool:
-        """Whether a split of some factor leaves a pending reduction."""
-        return any(f.role.reduces for f in self.factors)
-
-    @cached_property
-    def extremes(self) -> tuple[str, ...]:
-        """The factors over which it takes a maximum or minimum."""
-        return tuple(f.name for f in self.factors if f.role in (Role.MAX, Role.MIN))
+    def __init__(self, op: Operation) -> None:
+        self.op = op
+        self.factors = op.kind.roles(op)
+        self.linear = op.kind.linear(op)
+        self.reduces = any(f.role.reduces for f in self.factors)  # a split may leave a pending reduction
+        self.extremes = tuple(f.name for f in self.factors if f.role in (Role.MAX, Role.MIN))
+        self._assigned: dict[object, Assigned | None] = {}
 
     def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
         """It under an assignment, `passed` pending axes of each operand going through; None where that cannot be."""
         key = (mesh, tuple(axes.items()), passed)
         if key not in self._assigned:
-            op = self.op
-            try:
-                operands, out = derive(self.factors, axes, [x.shape for x in op.inputs], op.output.shape, mesh, passed)
-                self._assigned[key] = Assigned(self, axes, operands, out)
-            except LayoutError:  # mixed kinds of pending, or a size that does not divide
-                self._assigned[key] = None
+            self._assigned[key] = self._under(mesh, axes, passed)
         return self._assigned[key]
+
+    def _under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
+        op = self.op
+        try:
+            operands, out = derive(self.factors, axes, [x.shape for x in op.inputs], op.output.shape, mesh, passed)
+        except LayoutError:  # mixed kinds of pending, or a size that does not divide
+            return None
+        types = tuple([TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True)])
+        work = op.kind.work(types, TensorType(out.local_shape, op.output.dtype), op.attrs)
+        return Assigned(axes, operands, out, work, plan_exchanges(op, self.factors, axes, operands, out))
 
     def forget_assignments(self) -> None:
         """Keep what holds for every mesh only."""
@@ -89,7 +80,7 @@ class Signatures:
             key = (op.kind, tuple(op.attrs.items()), *(t.type for t in op.inputs), None, *(t.type for t in op.outputs))
             found = self._alike.get(key)
             if found is None:
-                found = self._alike[key] = Signature(op, op.kind.roles(op), op.kind.linear(op))
+                found = self._alike[key] = Signature(op)
             self._of[op] = found
         return found
 

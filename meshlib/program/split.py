@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from layouts import Mesh, Shape, Sharding
-from layouts.sharding import laid
+from layouts.sharding import Pending, laid
 from meshlib.graph import Operation
 from meshlib.operation import Factor
 
@@ -22,19 +22,21 @@ def derive(
     passed: Sequence[Axes],
 ) -> tuple[tuple[Sharding, ...], Sharding]:
     """The shardings of operands and result that an assignment means. The checker goes by this too."""
-    split = [(f, axes.get(f.name, ())) for f in factors]
+    split = [(f, axes[f.name]) for f in factors if axes.get(f.name)]
     operands = []
     for i, shape in enumerate(shapes):
         by_dim = {f.operands[i]: over for f, over in split}
-        pending = tuple((a, "sum") for a in passed[i])
-        operands.append(laid(shape, mesh, tuple(by_dim.get(n, ()) for n in shape.names), pending))
-    by_dim = {f.outputs[0]: over for f, over in split}
+        operands.append(_laid(shape, mesh, by_dim, tuple([(a, "sum") for a in passed[i]])))
     kinds = {a: "sum" for p in passed for a in p}
     for f, over in split:
         if f.role.reduces:
             kinds.update(dict.fromkeys(over, f.role.value))
-    out = laid(out_shape, mesh, tuple(by_dim.get(n, ()) for n in out_shape.names), tuple(kinds.items()))
+    out = _laid(out_shape, mesh, {f.outputs[0]: over for f, over in split}, tuple(kinds.items()))
     return tuple(operands), out
+
+
+def _laid(shape: Shape, mesh: Mesh, by_dim: Mapping[str | None, Axes], pending: Pending) -> Sharding:
+    return laid(shape, mesh, tuple([by_dim.get(n, ()) for n in shape.names]), pending)
 
 
 def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
@@ -46,5 +48,5 @@ def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
     found = [first]
     for n, y in enumerate(op.outputs[1:], start=1):
         by_dim = {f.outputs[n]: axes.get(f.name, ()) for f in factors}
-        found.append(laid(y.shape, first.mesh, tuple(by_dim.get(d, ()) for d in y.shape.names), first.pending))
+        found.append(_laid(y.shape, first.mesh, by_dim, first.pending))
     return tuple(found)
