@@ -74,9 +74,11 @@ class Shape(Frozen):
     [hidden:1024, classes:10]
     """
 
-    __slots__ = ("_hash", "_index", "dims", "size")
+    __slots__ = ("_hash", "_index", "dims", "names", "size", "sizes")
 
     dims: tuple[Dimension, ...]
+    names: tuple[str, ...]  # in order
+    sizes: tuple[int, ...]  # in order: the shape of a NumPy array
     size: int
     _index: dict[str, int]
     _hash: int
@@ -89,19 +91,12 @@ class Shape(Frozen):
             sizes = " and ".join(str(d) for d in made if d.name == twice.name)
             raise LayoutError(f"dimension {twice.name!r} occurs twice in one shape: {sizes}; rename one")
         object.__setattr__(self, "dims", made)
-        object.__setattr__(self, "size", prod(d.size for d in made))
+        lengths = tuple(d.size for d in made)
+        object.__setattr__(self, "names", tuple(index))
+        object.__setattr__(self, "sizes", lengths)
+        object.__setattr__(self, "size", prod(lengths))
         object.__setattr__(self, "_index", index)
         object.__setattr__(self, "_hash", hash(made))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names in order."""
-        return tuple(self._index)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes in order: the shape of a NumPy array."""
-        return tuple(d.size for d in self.dims)
 
     @property
     def to_integer_list(self) -> list[int]:

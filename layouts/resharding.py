@@ -70,21 +70,24 @@ def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
     used = {a for splits in (source.axes, target.axes) for entry in splits for a in entry}.union(left)
     usable = tuple((a, n) for a, n in source.mesh.sizes_by_axis.items() if a in used)
     devices = prod(n for _, n in usable)
+    # What of a size the axes can't divide only scales all costs: sizes that divide alike share a search.
+    sizes = tuple(gcd(n, devices) for n in source.shape.sizes)
+    scale = source.shape.size // prod(sizes) * itemsize
     steps: list[Step] = []
     before, total = source, 0
     scatters = bool(left) and kinds[left[0]] == "sum"
     for kind, axes, dim, to_dim, (splits, awaited), cost in _path(
-        source.shape.sizes, source.axes, left, scatters, target.axes, usable
+        sizes, source.axes, left, scatters, target.axes, usable
     ):
         if kind == "collective_permute":
             axes = _moving(before.axes, splits, source.mesh.axes)
         pending = target.pending + tuple((axis, kinds[axis]) for axis in awaited)
         after = laid(source.shape, source.mesh, splits, pending)
-        payload, sent = before.local_size * itemsize, _exact(cost * itemsize, devices)
+        payload, sent = before.local_size * itemsize, _exact(cost * scale, devices)
         steps.append(Step(kind, axes, names[dim], names[to_dim], before, after, payload, sent))
         before, total = after, total + cost
     collectives = sum(step.kind != "slice" for step in steps)
-    return Plan(tuple(steps), _exact(total * itemsize, devices), collectives)
+    return Plan(tuple(steps), _exact(total * scale, devices), collectives)
 
 
 def _exact(numerator: int, denominator: int) -> int | float:
@@ -111,7 +114,7 @@ def _path(
     target: Splits,
     usable: tuple[tuple[str, int], ...],
 ) -> tuple[Move, ...]:
-    """The moves; they depend neither on names and items nor on axes of the mesh that take no part."""
+    """The moves; they depend neither on names of dims and bytes of items nor on axes that take no part."""
     return tuple(_Search(sizes, (source, awaited), scatters, target, dict(usable)).path())
 
 

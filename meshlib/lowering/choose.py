@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, combinations, product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding, reshard
 from layouts.sharding import laid
@@ -64,8 +64,7 @@ class Choice:
 _SHARED = 0.999
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A place further down the linear chain of single uses of a value, where a pending sum could be reduced."""
 
     home: Sharding
@@ -74,8 +73,7 @@ class Point:
     joined: frozenset[tuple[tuple[str, str], ...]] = frozenset()  # what others in this sum are pending over anyway
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One operand as the chooser sees it: the shardings it is to be had in, at what cost a cut elsewhere."""
 
     tensor: Tensor
@@ -89,7 +87,7 @@ class Operand:
         """Bytes and collectives to bring it to `wanted` from where it is nearest; infinite where it must not move."""
         if self.free:
             return 0, 0
-        if any(
+        if self.held and any(
             a in own and a not in to
             for s in self.instances
             for own, to in zip(s.axes, wanted.axes, strict=True)
@@ -165,8 +163,7 @@ def choose(
     return Choice(axes, made.operands, made.out, chosen.regroup, made.exchanges)
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """An assignment, with what it costs at least: its work, and the bytes by which blocks have to grow.
 
     Only gathering makes a block larger, and it sends just what the block grows by; so this bounds any reshard without
@@ -325,7 +322,7 @@ def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regro
 def _home_cost(out: Sharding, home: Sharding, itemsize: int, later: Sequence[Point]) -> tuple[float, int]:
     """Bytes to bring the result home; a pending one may wait for the cheapest point of its linear chain."""
     best = route_cost(out, home, itemsize)
-    if any(kind == "sum" for _, kind in out.pending):
+    if out.pending and out.pending[0][1] == "sum":
         for point in later:
             arriving = as_pending(point.home, out)
             if arriving.pending in point.joined:

@@ -9,7 +9,7 @@ could have shared what later ones did, another sweep follows that knows what thi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from layouts import Dimension, Shape, Sharding
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
@@ -358,7 +358,7 @@ class Partitioner:
                 at = user.output
         for x, user in reversed(chain):
             y, shared = user.output, self.signatures.of(user).linear.together
-            onward = [replace(p, shared=True) if shared else p for p in self._points[y]]
+            onward = [p._replace(shared=True) if shared else p for p in self._points[y]]
             others = zip(self.graph.inputs[user], self.ahead.sums.get(user, ()), strict=False)
             joined = frozenset(pending for other, pending in others if other is not x and pending)
             narrow = min(x.dtype.itemsize, y.dtype.itemsize)  # a cast that widens lets reduce before it

@@ -11,8 +11,10 @@ from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
 from meshlib.program.exchange import plan_exchanges
 from meshlib.program.records import COLLECTIVES, Instruction, Program, Value
-from meshlib.program.signature import Signatures
+from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside, derive
+
+_RESHARDS = (*COLLECTIVES, "slice")
 
 
 @dataclass(eq=False)
@@ -85,14 +87,14 @@ def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
             raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {mesh}")
         if y.sharding.shape != y.tensor.shape:
             raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
-    if instruction.opcode in (*COLLECTIVES, "slice") and instruction.steps:
+    if instruction.opcode in _RESHARDS and instruction.steps:
         _check_reshard(instruction)
     elif instruction.opcode not in ("assign", "input", "variable") and instruction.body is None:
         if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
             raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
         key = _key(instruction, sound.signatures)
         if key not in sound.computations:
-            _check_computation(instruction)
+            _check_computation(instruction, sound.signatures.of(instruction.operation))
             sound.computations.add(key)
 
 
@@ -201,10 +203,12 @@ def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
     return Sharding(Shape([d for d, _ in kept]), s.mesh, [e for _, e in kept], s.pending), x.tensor.dtype
 
 
-def _check_computation(instruction: Instruction) -> None:
+def _check_computation(instruction: Instruction, signature: Signature) -> None:
     op = instruction.operation
     out = instruction.outputs[0]
-    factors, linear = instruction_factors(instruction)
+    factors, linear = signature.factors, signature.linear
+    if linear.terms:
+        factors, linear = instruction_factors(instruction)
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:
         axes[factor] = (*axes.get(factor, ()), axis)
