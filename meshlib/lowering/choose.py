@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, combinations, product
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding, reshard
@@ -20,7 +21,7 @@ from layouts.sharding import laid
 from meshlib.graph import Tensor
 from meshlib.operation import Factor, Linear, Role
 from meshlib.program.exchange import Exchange
-from meshlib.program.signature import Assigned, Signature
+from meshlib.program.signature import Signature
 
 Axes: TypeAlias = tuple[str, ...]
 
@@ -96,12 +97,10 @@ class Operand(NamedTuple):
             return float("inf"), 0
         return min(route_cost(s, wanted, self.tensor.dtype.itemsize) for s in (*self.instances, *self.coming))
 
-    def growth(self, wanted: Sharding) -> int:
-        """Bytes that `cost` is at least."""
-        if self.free:
-            return 0
-        nearest = min(max(0, wanted.local_size - s.local_size) for s in (*self.instances, *self.coming))
-        return nearest * self.tensor.dtype.itemsize
+    @property
+    def largest(self) -> int:
+        """Elements of the largest block it is to be had in: what a larger one has to grow from."""
+        return max([s.local_size for s in (*self.instances, *self.coming)], default=0)
 
     @property
     def pending(self) -> Axes:
@@ -145,22 +144,21 @@ def choose(
     shared = any(x.shared for x in operands)
     itemsize = signature.op.output.dtype.itemsize
     best: tuple[float, int, int, int] | None = None
-    chosen: _Candidate | None = None
+    chosen: Choice | None = None
     for c in sorted(_candidates(signature, operands, home, balance), key=lambda c: (c.at_least, c.order)):
         if best is not None and c.at_least > best[0]:
             break  # and so are all that follow
-        sent, collectives = _operand_cost(operands, c.of.operands, c.regroup)
-        inside = c.of.exchanges
-        after, more = _home_cost(c.of.out, home, itemsize, later)
+        made = signature.under(home.mesh, c.axes, c.passed)
+        sent, collectives = _operand_cost(operands, made.operands, c.regroup)
+        inside = made.exchanges
+        after, more = _home_cost(made.out, home, itemsize, later)
         total = c.work + sent + sum(e.sent_bytes for e in inside) + after
         # At equal cost a shared operand moves rather than the result: its other users may want it there too.
         rank = (total, collectives + len(inside) + more, more if shared else 0, c.order)
         if best is None or rank < best:
-            best, chosen = rank, c
+            best, chosen = rank, Choice(c.axes, made.operands, made.out, c.regroup, inside)
     assert chosen is not None  # the empty assignment is always there
-    made = chosen.of
-    axes = {k: v for k, v in made.axes.items() if v}
-    return Choice(axes, made.operands, made.out, chosen.regroup, made.exchanges)
+    return chosen
 
 
 class _Candidate(NamedTuple):
@@ -170,7 +168,8 @@ class _Candidate(NamedTuple):
     searching for it, and most candidates are never priced.
     """
 
-    of: Assigned
+    axes: dict[str, Axes]
+    passed: tuple[Axes, ...]
     regroup: bool
     work: float
     at_least: float
@@ -180,27 +179,33 @@ class _Candidate(NamedTuple):
 def _candidates(
     signature: Signature, operands: Sequence[Operand], home: Sharding, balance: Balance
 ) -> Iterator[_Candidate]:
-    op = signature.op
     places = _places(signature.factors, operands, home)
+    sizes, itemsize = home.mesh.sizes_by_axis, signature.op.output.dtype.itemsize
+    largest = [x.largest for x in operands]
+    once = len({x.tensor for x in operands}) == len(operands)
     order = 0
     for passed, regroup in pass_options(signature, operands):
         busy = {a for p in passed for a in p}
         free = {a: places[a] for a in places if a not in busy}
         for split in _assignments(free, operands, home):
             order += 1
-            if busy and any(split.get(name) for name in signature.extremes):
+            waiting = {a: kind for name, kind in signature.reducing.items() for a in split.get(name, ())}
+            waiting.update(dict.fromkeys(busy, "sum"))
+            if len(waiting) > 1 and len(set(waiting.values())) > 1:
+                continue  # a maximum of sums is not a sum of maxima
+            counts = [prod([sizes[a] for a in split[n]]) if n in split else 1 for n in signature.names]
+            blocks = signature.cut(tuple(counts))
+            if blocks is None:
                 continue
-            made = signature.under(home.mesh, split, passed)
-            if made is None:
-                continue
-            done = made.work
+            done = blocks.work
             work = done.mxu_flops / balance.mxu_flops_per_byte + done.vpu_ops / balance.vpu_ops_per_byte
-            out = made.out
-            growth = 0 if out.pending else max(0, home.local_size - out.local_size) * op.output.dtype.itemsize
+            pending = any(sizes[a] > 1 for a in waiting)
+            growth = 0 if pending else max(0, home.local_size - blocks.out) * itemsize
             if not regroup:
-                needs = {(x.tensor, s): x for x, s in zip(operands, made.operands, strict=True)}
-                growth += sum(x.growth(s) for (_, s), x in needs.items())
-            yield _Candidate(made, regroup, work, work + growth, order)
+                needs = zip(operands, blocks.operands, largest, strict=True)
+                growing = [max(0, size - most) * x.tensor.dtype.itemsize for x, size, most in needs if not x.free]
+                growth += sum(growing) if once else max(growing, default=0)
+            yield _Candidate(split, passed, regroup, work, work + growth, order)
 
 
 def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> dict[str, list[Factor | None]]:

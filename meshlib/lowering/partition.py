@@ -152,9 +152,8 @@ class Partitioner:
             return
         for x, s in zip(inputs, choice.operands, strict=True):
             makers.update({a: self.places.makers[x][a] for a in s.pending_axes})
-        for f in self.signatures.of(op).factors:
-            if f.role.reduces:
-                makers.update(dict.fromkeys(choice.axes.get(f.name, ()), (op, f.name)))
+        for name in self.signatures.of(op).reducing:
+            makers.update(dict.fromkeys(choice.axes.get(name, ()), (op, name)))
 
     def _settle(self, t: Tensor) -> None:
         """Bring a value home if it is bound there or has several users; a pending one is then reduced, once."""
@@ -337,7 +336,7 @@ class Partitioner:
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)
         signature = self.signatures.of(op)
-        may_be_pending = signature.reduces or any(x.pending for x in operands)
+        may_be_pending = bool(signature.reducing) or any(x.pending for x in operands)
         later = self._later(op.output) if may_be_pending else ()
         key = choice_key(signature, operands, home, later)
         found = self.choices.get(key)

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from layouts import LayoutError, Mesh, Sharding
-from meshlib.graph import Operation, TensorType
-from meshlib.operation import Role, Work
+from layouts import Dimension, Mesh, Shape, Sharding
+from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.operation import Work
 from meshlib.program.exchange import Exchange, plan_exchanges
 from meshlib.program.split import Axes, derive
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Assigned:
-    """An operation under one assignment of axes to its factors: no layout, no home and no price is in it.
+class Blocks(NamedTuple):
+    """An operation whose factors are cut into so many blocks each: what bounds the price of an assignment."""
 
-    operands   what each operand must be
-    out        what comes out
-    work       what one device does
-    exchanges  what moves inside the operation
-    """
-
-    axes: Mapping[str, Axes]
-    operands: tuple[Sharding, ...]
-    out: Sharding
+    operands: tuple[int, ...]  # elements of one device's block
+    out: int
     work: Work
-    exchanges: tuple[Exchange, ...]
+
+
+class Assigned(NamedTuple):
+    """An operation under one assignment of axes to its factors: no layout, no home and no price is in it."""
+
+    operands: tuple[Sharding, ...]  # what each operand must be
+    out: Sharding
+    exchanges: tuple[Exchange, ...]  # what moves inside the operation
 
 
 class Signature:
@@ -40,30 +40,51 @@ class Signature:
         self.op = op
         self.factors = op.kind.roles(op)
         self.linear = op.kind.linear(op)
-        self.reduces = any(f.role.reduces for f in self.factors)  # a split may leave a pending reduction
-        self.extremes = tuple(f.name for f in self.factors if f.role in (Role.MAX, Role.MIN))
-        self._assigned: dict[object, Assigned | None] = {}
+        self.names = tuple(f.name for f in self.factors)
+        self.reducing = {f.name: f.role.value for f in self.factors if f.role.reduces}  # a split leaves it pending
+        self._blocks: dict[tuple[int, ...], Blocks | None] = {}
+        self._assigned: dict[object, Assigned] = {}
 
-    def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
-        """It under an assignment, `passed` pending axes of each operand going through; None where that cannot be."""
-        key = (mesh, tuple(axes.items()), passed)
-        if key not in self._assigned:
-            self._assigned[key] = self._under(mesh, axes, passed)
-        return self._assigned[key]
+    def cut(self, counts: tuple[int, ...]) -> Blocks | None:
+        """It with `counts` blocks along each factor, on whatever mesh; None where a size does not divide."""
+        if counts not in self._blocks:
+            self._blocks[counts] = self._cut(counts)
+        return self._blocks[counts]
 
-    def _under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
+    def _cut(self, counts: tuple[int, ...]) -> Blocks | None:
         op = self.op
-        try:
-            operands, out = derive(self.factors, axes, [x.shape for x in op.inputs], op.output.shape, mesh, passed)
-        except LayoutError:  # mixed kinds of pending, or a size that does not divide
+        cut = [(f, n) for f, n in zip(self.factors, counts, strict=True) if n > 1]
+        types = [_block(x, {f.operands[i]: n for f, n in cut}) for i, x in enumerate(op.inputs)]
+        out = _block(op.output, {f.outputs[0]: n for f, n in cut})
+        operands = tuple(t for t in types if t is not None)
+        if out is None or len(operands) < len(types):
             return None
-        types = tuple([TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True)])
-        work = op.kind.work(types, TensorType(out.local_shape, op.output.dtype), op.attrs)
-        return Assigned(axes, operands, out, work, plan_exchanges(op, self.factors, axes, operands, out))
+        return Blocks(tuple(t.shape.size for t in operands), out.shape.size, op.kind.work(operands, out, op.attrs))
+
+    def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned:
+        """It under an assignment, `passed` pending axes of each operand going through."""
+        key = (mesh, tuple(axes.items()), passed)
+        found = self._assigned.get(key)
+        if found is None:
+            op = self.op
+            operands, out = derive(self.factors, axes, [x.shape for x in op.inputs], op.output.shape, mesh, passed)
+            found = Assigned(operands, out, plan_exchanges(op, self.factors, axes, operands, out))
+            self._assigned[key] = found
+        return found
 
     def forget_assignments(self) -> None:
         """Keep what holds for every mesh only."""
         self._assigned.clear()
+
+
+def _block(t: Tensor, counts: Mapping[str | None, int]) -> TensorType | None:
+    """The type of one device's block."""
+    if not counts:
+        return t.type
+    dims = t.shape.dims
+    if any(d.size % counts.get(d.name, 1) for d in dims):
+        return None
+    return TensorType(Shape([Dimension(d.name, d.size // counts.get(d.name, 1)) for d in dims]), t.dtype)
 
 
 @dataclass(eq=False)
