@@ -132,11 +132,7 @@ class Sharding(Frozen):
         """The shape of one device's block."""
         local = self._local
         if local is None:
-            if all(n == 1 for n in self.block_counts):
-                local = self.shape
-            else:
-                dims = zip(self.shape.dims, self.block_counts, strict=True)
-                local = Shape(d if n == 1 else Dimension(d.name, d.size // n) for d, n in dims)
+            local = block(self.shape, self.block_counts)
             object.__setattr__(self, "_local", local)
         return local
 
@@ -229,6 +225,17 @@ class Sharding(Frozen):
 
     def __reduce__(self) -> tuple[type, tuple[Shape, Mesh, tuple[Axes, ...], Pending]]:
         return Sharding, (self.shape, self.mesh, self.axes, self.pending)
+
+
+@lru_cache(maxsize=1 << 16)
+def block(shape: Shape, counts: tuple[int, ...]) -> Shape:
+    """The shape of one of `counts` equal blocks along each dimension.
+
+    >>> print(block(Shape("batch:512;hidden:1024"), (2, 1)))
+    [batch:256, hidden:1024]
+    """
+    cut = zip(shape.dims, counts, strict=True)
+    return Shape(d if n == 1 else Dimension(d.name, d.size // n) for d, n in cut)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -24,6 +24,7 @@ from meshlib.program.exchange import Exchange
 from meshlib.program.signature import Signature
 
 Axes: TypeAlias = tuple[str, ...]
+Places: TypeAlias = dict[str, list[Factor | None]]  # per axis the factors that may take it, and None
 
 
 @dataclass(frozen=True)
@@ -141,14 +142,20 @@ def choose(
     `later` are the points further down the linear chain of single uses that starts at the result: a pending result
     may be reduced at any of them.
     """
+    places = _places(signature.factors, operands, home)
+    settled = _settled(signature, operands, home, places)
+    if settled is not None:
+        return settled
     shared = any(x.shared for x in operands)
     itemsize = signature.op.output.dtype.itemsize
     best: tuple[float, int, int, int] | None = None
     chosen: Choice | None = None
-    for c in sorted(_candidates(signature, operands, home, balance), key=lambda c: (c.at_least, c.order)):
+    for c in sorted(_candidates(signature, operands, home, places, balance), key=lambda c: (c.at_least, c.order)):
         if best is not None and c.at_least > best[0]:
             break  # and so are all that follow
         made = signature.under(home.mesh, c.axes, c.passed)
+        if made is None:
+            continue
         sent, collectives = _operand_cost(operands, made.operands, c.regroup)
         inside = made.exchanges
         after, more = _home_cost(made.out, home, itemsize, later)
@@ -159,6 +166,25 @@ def choose(
             best, chosen = rank, Choice(c.axes, made.operands, made.out, c.regroup, inside)
     assert chosen is not None  # the empty assignment is always there
     return chosen
+
+
+def _settled(signature: Signature, operands: Sequence[Operand], home: Sharding, places: Places) -> Choice | None:
+    """The choice where there is nothing to choose: every axis stays where it is, and nothing moves.
+
+    An axis that only one factor may take is best left to it if that costs nothing: without it a device does as much
+    or more.
+    """
+    if any(x.pending or x.held for x in operands) or any(len(able) > 2 for able in places.values()):
+        return None
+    split = next(_assignments(places, operands, home), {})
+    if sum(map(len, split.values())) < len(places):
+        return None  # a size does not divide
+    made = signature.under(home.mesh, split, ((),) * len(operands))
+    if made is None or made.exchanges or made.out != home:
+        return None
+    if not all(x.free or s in x.instances for x, s in zip(operands, made.operands, strict=True)):
+        return None
+    return Choice(split, made.operands, made.out, False, ())
 
 
 class _Candidate(NamedTuple):
@@ -177,9 +203,8 @@ class _Candidate(NamedTuple):
 
 
 def _candidates(
-    signature: Signature, operands: Sequence[Operand], home: Sharding, balance: Balance
+    signature: Signature, operands: Sequence[Operand], home: Sharding, places: Places, balance: Balance
 ) -> Iterator[_Candidate]:
-    places = _places(signature.factors, operands, home)
     sizes, itemsize = home.mesh.sizes_by_axis, signature.op.output.dtype.itemsize
     largest = [x.largest for x in operands]
     once = len({x.tensor for x in operands}) == len(operands)
@@ -189,10 +214,7 @@ def _candidates(
         free = {a: places[a] for a in places if a not in busy}
         for split in _assignments(free, operands, home):
             order += 1
-            waiting = {a: kind for name, kind in signature.reducing.items() for a in split.get(name, ())}
-            waiting.update(dict.fromkeys(busy, "sum"))
-            if len(waiting) > 1 and len(set(waiting.values())) > 1:
-                continue  # a maximum of sums is not a sum of maxima
+            waiting = [*busy, *(a for name in signature.reducing for a in split.get(name, ()))]
             counts = [prod([sizes[a] for a in split[n]]) if n in split else 1 for n in signature.names]
             blocks = signature.cut(tuple(counts))
             if blocks is None:
@@ -208,7 +230,7 @@ def _candidates(
             yield _Candidate(split, passed, regroup, work, work + growth, order)
 
 
-def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> dict[str, list[Factor | None]]:
+def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> Places:
     """Per axis, in mesh order, the factors it may split: those whose dim it splits in an operand or in the home.
 
     An axis never wanders to a dim that nobody laid on it: a layout that splits the batch alone reduces gradients,
@@ -233,9 +255,7 @@ def _axes_of(f: Factor, operands: Sequence[Operand], home: Sharding) -> set[str]
     return axes
 
 
-def _assignments(
-    places: dict[str, list[Factor | None]], operands: Sequence[Operand], home: Sharding
-) -> Iterator[dict[str, Axes]]:
+def _assignments(places: Places, operands: Sequence[Operand], home: Sharding) -> Iterator[dict[str, Axes]]:
     """Every way to give each axis to one of its factors or to none; sizes divide."""
     mesh = home.mesh
     for targets in product(*places.values()):

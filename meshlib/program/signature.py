@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from layouts import Dimension, Mesh, Shape, Sharding
+from layouts import LayoutError, Mesh, Sharding
+from layouts.sharding import block
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import Work
 from meshlib.program.exchange import Exchange, plan_exchanges
@@ -41,9 +42,9 @@ class Signature:
         self.factors = op.kind.roles(op)
         self.linear = op.kind.linear(op)
         self.names = tuple(f.name for f in self.factors)
-        self.reducing = {f.name: f.role.value for f in self.factors if f.role.reduces}  # a split leaves it pending
+        self.reducing = tuple(f.name for f in self.factors if f.role.reduces)  # a split leaves the result pending
         self._blocks: dict[tuple[int, ...], Blocks | None] = {}
-        self._assigned: dict[object, Assigned] = {}
+        self._assigned: dict[object, Assigned | None] = {}
 
     def cut(self, counts: tuple[int, ...]) -> Blocks | None:
         """It with `counts` blocks along each factor, on whatever mesh; None where a size does not divide."""
@@ -61,16 +62,20 @@ class Signature:
             return None
         return Blocks(tuple(t.shape.size for t in operands), out.shape.size, op.kind.work(operands, out, op.attrs))
 
-    def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned:
-        """It under an assignment, `passed` pending axes of each operand going through."""
+    def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
+        """It under an assignment, `passed` pending axes of each operand going through; None where that cannot be."""
         key = (mesh, tuple(axes.items()), passed)
-        found = self._assigned.get(key)
-        if found is None:
-            op = self.op
+        if key not in self._assigned:
+            self._assigned[key] = self._under(mesh, axes, passed)
+        return self._assigned[key]
+
+    def _under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
+        op = self.op
+        try:
             operands, out = derive(self.factors, axes, [x.shape for x in op.inputs], op.output.shape, mesh, passed)
-            found = Assigned(operands, out, plan_exchanges(op, self.factors, axes, operands, out))
-            self._assigned[key] = found
-        return found
+        except LayoutError:  # mixed kinds of pending, or a size that does not divide
+            return None
+        return Assigned(operands, out, plan_exchanges(op, self.factors, axes, operands, out))
 
     def forget_assignments(self) -> None:
         """Keep what holds for every mesh only."""
@@ -79,12 +84,10 @@ class Signature:
 
 def _block(t: Tensor, counts: Mapping[str | None, int]) -> TensorType | None:
     """The type of one device's block."""
-    if not counts:
-        return t.type
-    dims = t.shape.dims
-    if any(d.size % counts.get(d.name, 1) for d in dims):
+    along = tuple([counts.get(n, 1) for n in t.shape.names])
+    if any(size % n for size, n in zip(t.shape.sizes, along, strict=True)):
         return None
-    return TensorType(Shape([Dimension(d.name, d.size // counts.get(d.name, 1)) for d in dims]), t.dtype)
+    return TensorType(block(t.shape, along), t.dtype)
 
 
 @dataclass(eq=False)
