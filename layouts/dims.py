@@ -98,9 +98,11 @@ class Shape(Frozen):
     [hidden:1024, classes:10]
     """
 
-    __slots__ = ("_hash", "_index", "dims", "size")
+    __slots__ = ("_hash", "_index", "dims", "names", "size", "sizes")
 
     dims: Dims
+    names: tuple[str, ...]  # in order
+    sizes: tuple[int, ...]  # in order: the shape of a NumPy array
     size: int
     _index: dict[str, int]
     _hash: int
@@ -113,19 +115,12 @@ class Shape(Frozen):
             sizes = " and ".join(str(d) for d in made if d.name == twice.name)
             raise LayoutError(f"dimension {twice.name!r} occurs twice in one shape: {sizes}; rename one")
         object.__setattr__(self, "dims", made if isinstance(made, Dims) else Dims(made))
-        object.__setattr__(self, "size", prod(d.size for d in made))
+        lengths = tuple(d.size for d in made)
+        object.__setattr__(self, "names", tuple(index))
+        object.__setattr__(self, "sizes", lengths)
+        object.__setattr__(self, "size", prod(lengths))
         object.__setattr__(self, "_index", index)
         object.__setattr__(self, "_hash", hash(made))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names in order."""
-        return tuple(self._index)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes in order: the shape of a NumPy array."""
-        return tuple(d.size for d in self.dims)
 
     @property
     def to_integer_list(self) -> list[int]:
@@ -179,8 +174,13 @@ class Shape(Frozen):
         at = self.index(name)
         return Shape((*self.dims[:at], Dimension(self.dims[at].name, size), *self.dims[at + 1 :]))
 
+    @property
+    def dimension_names(self) -> tuple[str, ...]:
+        """`names`, as Mesh TensorFlow calls them."""
+        return self.names
+
     # The names that Mesh TensorFlow gives them.
-    ndims, dimension_names = ndim, names
+    ndims = ndim
     get_dim_by_name, rename_dimension, resize_dimension = dim, rename, resize
 
     def __iter__(self) -> Iterator[Dimension]:

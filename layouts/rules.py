@@ -20,7 +20,7 @@ from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
 from layouts.mesh import Mesh, MeshLike
 from layouts.parsing import is_iterable, pointed, read_pairs
-from layouts.sharding import Axes, Sharding
+from layouts.sharding import Axes, Sharding, laid
 
 # Where each scope looks for the rules of a dim, in order; None is the unscoped rules.
 SCOPES: dict[str, tuple[str | None, ...]] = {
@@ -192,7 +192,7 @@ def _sharding(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Shard
     if faults:
         head = f"{scope[:-1]} {shape} cannot be laid out\n  mesh {mesh}    layout {rules}"
         raise LayoutError("\n  ".join([head, *(fault.text for fault in faults)]))
-    return Sharding(shape, mesh, axes)
+    return laid(shape, mesh, axes)
 
 
 @lru_cache(maxsize=1 << 16)

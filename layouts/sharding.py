@@ -8,7 +8,9 @@ true value is the sum (or max, or min) of the blocks along it, still to be taken
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
+from math import prod
 from typing import NoReturn, TypeAlias
 
 from layouts.dims import Dimension, Shape, ShapeLike
@@ -41,13 +43,17 @@ class Sharding(Frozen):
     (slice(256, 512, None), slice(0, 1024, None))
     """
 
-    __slots__ = ("_hash", "_local", "axes", "block_counts", "mesh", "pending", "shape")
+    __slots__ = (
+        "_hash", "_local", "axes", "block_counts", "local_size", "mesh", "pending", "pending_axes", "shape",
+    )  # fmt: skip
 
     shape: Shape
     mesh: Mesh
     axes: tuple[Axes, ...]
     pending: Pending
+    pending_axes: Axes  # the axes over which a reduction is still to be taken, in mesh order
     block_counts: tuple[int, ...]  # per dim
+    local_size: int  # the number of elements in one device's block
     _local: Shape | None
     _hash: int
 
@@ -96,7 +102,9 @@ class Sharding(Frozen):
         fill(self, "mesh", mesh)
         fill(self, "axes", tuple(kept))
         fill(self, "pending", awaited)
+        fill(self, "pending_axes", tuple(a for a, _ in awaited))
         fill(self, "block_counts", tuple(counts))
+        fill(self, "local_size", shape.size // prod(counts))
         fill(self, "_local", None)
         fill(self, "_hash", hash((shape, mesh, self.axes, awaited)))
 
@@ -115,11 +123,6 @@ class Sharding(Frozen):
         return self.axes[self.shape.index(dim)]
 
     @property
-    def pending_axes(self) -> Axes:
-        """The axes over which a reduction is still to be taken, in mesh order."""
-        return tuple(axis for axis, _ in self.pending)
-
-    @property
     def split_axes(self) -> frozenset[str]:
         """The axes that split some dimension."""
         return frozenset(axis for entry in self.axes for axis in entry)
@@ -129,18 +132,9 @@ class Sharding(Frozen):
         """The shape of one device's block."""
         local = self._local
         if local is None:
-            if all(n == 1 for n in self.block_counts):
-                local = self.shape
-            else:
-                dims = zip(self.shape.dims, self.block_counts, strict=True)
-                local = Shape(d if n == 1 else Dimension(d.name, d.size // n) for d, n in dims)
+            local = block(self.shape, self.block_counts)
             object.__setattr__(self, "_local", local)
         return local
-
-    @property
-    def local_size(self) -> int:
-        """The number of elements in one device's block."""
-        return self.local_shape.size
 
     def block_index(self, coordinate: Coordinate) -> tuple[int, ...]:
         """Which block of each dimension the device at `coordinate` holds.
@@ -231,6 +225,23 @@ class Sharding(Frozen):
 
     def __reduce__(self) -> tuple[type, tuple[Shape, Mesh, tuple[Axes, ...], Pending]]:
         return Sharding, (self.shape, self.mesh, self.axes, self.pending)
+
+
+@lru_cache(maxsize=1 << 16)
+def block(shape: Shape, counts: tuple[int, ...]) -> Shape:
+    """The shape of one of `counts` equal blocks along each dimension.
+
+    >>> print(block(Shape("batch:512;hidden:1024"), (2, 1)))
+    [batch:256, hidden:1024]
+    """
+    cut = zip(shape.dims, counts, strict=True)
+    return Shape(d if n == 1 else Dimension(d.name, d.size // n) for d, n in cut)
+
+
+@lru_cache(maxsize=1 << 16)
+def laid(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending = ()) -> Sharding:
+    """`Sharding` of just these, made once: what is asked for again and again compares by identity."""
+    return Sharding(shape, mesh, axes, pending)
 
 
 def _refuse(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending) -> NoReturn:

@@ -40,6 +40,9 @@ class Built:
     updates: list[Operation]
     feeds: dict[str, Array]
 
+    def __post_init__(self) -> None:
+        self.session = mtf.Session(self.outputs, self.updates)
+
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that the program computes."""
@@ -53,7 +56,7 @@ class Built:
     def lower(self, layout: Layout | None = None, precision: str = "highest") -> Program:
         """The program under a layout, or on one core."""
         mesh, rules = (layout.mesh_text, layout.rules_text) if layout else (UNSHARDED, "")
-        return mtf.lower(self.outputs, self.updates, mesh=mesh, layout=rules, precision=precision)
+        return self.session.lower(mesh, rules, precision)
 
 
 # A sum over this dim gives the operand itself; every part of it is another number, of another sign.

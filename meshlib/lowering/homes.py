@@ -27,16 +27,6 @@ class Homes:
     rules: LayoutRules
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
 
-    def scope_of(self, t: Tensor) -> str:
-        """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
-        t = _outermost(t)
-        op = t.operation
-        if op.kind is VARIABLE:
-            return "slots" if op.attrs["slot_of"] else "variables"
-        if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
-            return "slots"
-        return "activations"
-
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
         op = _outermost(t).operation
@@ -53,7 +43,7 @@ class Homes:
         if not (op.kind.home is Home.OPERAND or op.kind.name in _SAME_VALUE) or t in op.graph.gradient_of:
             return op.kind.home is Home.GIVEN
         new = [d.name for d in t.shape if d not in op.inputs[0].shape]
-        return self.is_constrained(op.inputs[0]) and not any(self.rules.for_dim(n, self.scope_of(t)) for n in new)
+        return self.is_constrained(op.inputs[0]) and not any(self.rules.for_dim(n, scope_of(t)) for n in new)
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
@@ -77,11 +67,22 @@ class Homes:
             before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.kind.roles(op)}
             return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
         if is_inner(t):
-            return self.rules.fitting(t.shape, self.mesh, self.scope_of(t))
+            return self.rules.fitting(t.shape, self.mesh, scope_of(t))
         try:
-            return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
+            return self.rules.sharding(t.shape, self.mesh, scope_of(t))
         except LayoutError as fault:
             raise LayoutError(f"{op}: {t}\n{fault}") from None
+
+
+def scope_of(t: Tensor) -> str:
+    """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
+    t = _outermost(t)
+    op = t.operation
+    if op.kind is VARIABLE:
+        return "slots" if op.attrs["slot_of"] else "variables"
+    if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
+        return "slots"
+    return "activations"
 
 
 def _outermost(t: Tensor) -> Tensor:
@@ -91,15 +92,23 @@ def _outermost(t: Tensor) -> Tensor:
     return t
 
 
-def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> Report:
+class Subjects:
+    """What a layout is checked over: the operations that are lowered, and the names that the whole graph knows."""
+
+    def __init__(self, graph: Graph, operations: Iterable[Operation]) -> None:
+        self.graph = graph
+        self.operations = list(all_operations(operations))
+        self.names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
+        self.judged = [(op, is_inner(y), (_label(op, y), y.shape, scope_of(y))) for op, y in _judged(self.operations)]
+
+
+def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
-    operations = list(all_operations(operations))
-    homes = Homes(graph, mesh, rules)
-    names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
-    tensors = [(is_inner(y), (_label(op, y), y.shape, homes.scope_of(y))) for op, y in _judged(homes, operations)]
-    users, inner = ([entry for own, entry in tensors if own is which] for which in (False, True))
-    report = check(rules, mesh, users, names, inner)
-    bound = [_check_constrained(op, mesh) for op in operations if op.kind.home is Home.GIVEN]
+    homes = Homes(subjects.graph, mesh, rules)
+    bare = [(own, entry) for op, own, entry in subjects.judged if not homes.is_constrained(op.output)]
+    users, inner = ([entry for own, entry in bare if own is which] for which in (False, True))
+    report = check(rules, mesh, users, subjects.names, inner)
+    bound = [_check_constrained(op, mesh) for op in subjects.operations if op.kind.home is Home.GIVEN]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
 
@@ -108,11 +117,11 @@ def _check_constrained(op: Operation, mesh: Mesh) -> Report:
     return check(op.attrs["layout"], mesh, [(_label(op, op.output), op.output.shape, "activations")])
 
 
-def refuse_faults(report: Report, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> None:
+def refuse_faults(report: Report, subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> None:
     """Raise one LayoutError that holds all faults, each with the first operation it concerns and the remedy."""
     if report.ok:
         return
-    known = {_label(op, y): op for op in all_operations(operations) for y in op.public_outputs}
+    known = {_label(op, y): op for op in subjects.operations for y in op.public_outputs}
     texts = [_fault_text(fault, labels, known, mesh, rules) for fault, labels in report.found]
     if len(texts) == 1:
         raise LayoutError(texts[0])
@@ -172,9 +181,9 @@ def is_inner(t: Tensor) -> bool:
     return op in op.graph.inner and not resident and t not in op.graph.gradient_of
 
 
-def _judged(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
+def _judged(operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
     for op in operations:
-        if op.kind.home is not Home.RULES or homes.is_constrained(op.output):
+        if op.kind.home is not Home.RULES:
             continue
         if op.kind.name == "input" and op.graph.parent is not None:
             continue  # stands for what is judged outside

@@ -18,7 +18,7 @@ import numpy as np
 from layouts import LayoutRules, Mesh
 from meshlib.errors import FeedError, GraphError
 from meshlib.graph import Operation
-from meshlib.lowering import _fetched
+from meshlib.lowering.session import fetched_outputs
 from meshlib.lowering.simplification import simplify
 from meshlib.ops.state import assigned
 from meshlib.verification.candidates import legal_layouts
@@ -82,7 +82,7 @@ def verify(
       ['', 'batch:p', 'batch:p;d:p?', 'd:p', 'd:p;batch:p?']
     """
     _check_arguments(inputs, state, precision, executor, steps, seed, rtol)
-    fetched, graph = _fetched(outputs, updates)
+    fetched, graph = fetched_outputs(outputs, updates)
     written = assigned(updates)
     pairs = _given_pairs(layouts, mesh)
     searched = mesh is not None and not pairs

@@ -13,7 +13,7 @@ from meshlib.dtypes import INT32
 from meshlib.engine import Engine
 from meshlib.errors import FeedError, LayoutError
 from meshlib.graph import Graph, Operation, Tensor
-from meshlib.lowering import lower
+from meshlib.lowering.session import Session
 from meshlib.ops.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
@@ -44,8 +44,8 @@ class ReferenceStep:
 class Job:
     """The unsharded program, run; and everything needed to run a layout of it and compare."""
 
-    outputs: dict[str, Tensor]
-    updates: list[Operation]
+    session: Session
+    own: Session | None  # without the gradients that are asked for by nobody but us; None if there are no such
     precision: str
     executor: str
     seed: int
@@ -53,7 +53,6 @@ class Job:
     rtol: float | None
     feeds: dict[str, Array]
     program: Program
-    added: tuple[str, ...] = ()  # outputs that are gradients asked for by nobody but us
     reference: list[ReferenceStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -75,11 +74,13 @@ class Job:
     ) -> Job:
         """Lower the unsharded program (on a mesh with all axes, of size 1, that constraints may name) and run it."""
         alone = ";".join(f"{a}:1" for a in dict.fromkeys(a for m in meshes for a in m.axes))
-        program = lower(outputs, updates, alone, "", precision)
+        session = Session(outputs, updates)
+        own = Session({n: y for n, y in outputs.items() if n not in added}, updates) if added else None
+        program = session.lower(alone, "", precision)
         drawn = [v for n, v in program.inputs.items() if n not in inputs and v.tensor.dtype is INT32]
         for narrow in range(NARROWINGS):
             feeds = draw_feeds(program, graph.inputs, inputs, seed, narrow)
-            job = cls(outputs, updates, precision, executor, seed, steps, rtol, feeds, program, added)
+            job = cls(session, own, precision, executor, seed, steps, rtol, feeds, program)
             arrays = initial_state(program, state, seed)
             try:
                 for number in range(steps):
@@ -189,12 +190,11 @@ class Job:
     def _lowered(self, mesh: Mesh, rules: LayoutRules) -> Program:
         """The program; without the gradients added here where a layout is good for all but them."""
         try:
-            return lower(self.outputs, self.updates, mesh, rules, self.precision)
+            return self.session.lower(mesh, rules, self.precision)
         except LayoutError as fault:
-            own = {n: y for n, y in self.outputs.items() if n not in self.added}
-            if len(own) == len(self.outputs):
+            if self.own is None:
                 raise
-            program = lower(own, self.updates, mesh, rules, self.precision)
+            program = self.own.lower(mesh, rules, self.precision)
             self.notes.append(f"gradients are not compared under {rules}: {str(fault).splitlines()[0]}")
             return program
 
