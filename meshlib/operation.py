@@ -246,7 +246,7 @@ class OpDef:
     indices     the operand that holds indices into the dim of attribute `dim`
     scores      of fused attention, what a pair of query and key takes
     show        (Operation, whole values of all operands but the first) -> None: what the host does with them each time
-                it runs
+                it runs; the result is the first, and without others nothing is done
     """
 
     name: str

@@ -113,6 +113,8 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("kind", "add", {"kind": Kind.CONTRACTION}),
     ("kind", "attention", {"kind": Kind.CONTRACTION}),
     ("kind", "range", {"kind": Kind.ELEMENTWISE}),
+    ("kind", "range", {"kind": Kind.INDEXED}),
+    ("kind", "table", {"kind": Kind.SOURCE}),
     ("kind", "scan", {"kind": Kind.INDEXED}),
     ("kind", "to_host", {"kind": Kind.ELEMENTWISE}),
     # memory
@@ -126,6 +128,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("storage", "identity", {"storage": Storage.VIEW}),
     ("storage", "constant", {"storage": Storage.FRESH}),
     ("storage", "range", {"storage": Storage.VIEW}),
+    ("storage", "print", {"storage": Storage.VIEW}),
     ("overwrites", "add_n", {"overwrites": EVERY}),
     ("overwrites", "add_n", {"overwrites": 0}),
     ("overwrites", "multiply", {"overwrites": 0}),
@@ -140,6 +143,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     # made again, rounded, unique, read
     ("remade", "constant", {"remade": False}),
     ("remade", "broadcast", {"remade": False}),
+    ("remade", "table", {"remade": False}),
     ("remade", "random", {"remade": True}),
     ("remade", "one_hot", {"remade": True}),
     ("repeated", "cast", {"repeated": False}),
@@ -152,6 +156,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("exact", "cast", {"exact": True}),
     ("exact", "relu", {"exact": False}),
     ("exact", "gather", {"exact": False}),
+    ("exact", "table", {"exact": False}),
     ("unique", "random", {"unique": False}),
     ("unique", "variable", {"unique": False}),
     ("unique", "assign", {"unique": False}),
@@ -166,6 +171,10 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("indices", "add", {"indices": 1}),
     ("scores", "attention", {"scores": scores_of("attention", turned=("key_dim",))}),
     ("scores", "attention_grad_query", {"scores": scores_of("attention_grad_query", backward=False)}),
+    ("show", "print", {"show": None}),
+    ("show", "print", {"show": lambda op, data: None}),
+    ("show", "print", {"show": lambda op, data: print(op)}),
+    ("show", "add", {"show": OPERATIONS["print"].show}),
     # roles: too weak, too strong, or of another kind
     ("roles", "slice", {"roles": every(Role.WHOLE, "dim")}),
     ("roles", "shift", {"roles": every(Role.WHOLE, "dim"), "lower": None}),

@@ -17,9 +17,9 @@ from meshlib.operation import (
     Storage,
     build,
     named_factors,
+    no_work,
     operation,
     tensor,
-    vector_work,
 )
 
 
@@ -45,8 +45,8 @@ PRINT = operation(
     local=_local,
     grad=lambda op, dy: [dy, *(None for _ in op.inputs[1:])],
     linear=lambda op: Linear((0,)),
-    work=vector_work,  # one pass over x, which waits for the copies to the host
-    storage=Storage.VIEW,
+    work=no_work,  # x passes by; what the host does is not the core's
+    storage=Storage.ALIAS,
     exact=True,
     show=_show,
 )
@@ -57,7 +57,8 @@ def Print(x: Tensor, data: Sequence[Tensor], message: str = "", name: str | None
 
     Both executors print each value whole, once a step (in a loop once a trip), whatever the layout. A line is the
     message, the tensor with its type, " = ", and NumPy's text of its value. Nothing is printed of an `x` that nobody
-    needs, nor twice of two equal prints. Its gradient goes by without being printed. `mtf.verify` prints in each run.
+    needs, nor twice of two equal prints. Its gradient goes by without being printed, and what is computed again for a
+    gradient is not printed again. `mtf.verify` prints in each run. Estimates count nothing for it but what moves.
 
     Args:
       x: any tensor.

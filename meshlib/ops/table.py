@@ -58,7 +58,8 @@ def _local(block: Block) -> Array:
     return out
 
 
-# Not a source as numbers are: no kernel makes it anew for nothing, its elements are looked up, and it takes memory.
+# Not a source as numbers are: its elements are looked up, which takes memory and a kernel of its own. But the program
+# holds it on every device, so that each cuts out what is wanted there.
 TABLE = operation(
     "table",
     kind=Kind.INDEXED,
@@ -67,6 +68,8 @@ TABLE = operation(
     local=_local,
     grad=lambda op, dy: [],
     work=vector_work,
+    remade=True,
+    exact=True,
 )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from meshlib.graph import Operation
 from meshlib.operation import EVERY, ON_MXU, Home, Kind, OpDef, Storage
+from meshlib.ops.table import FrozenArray
 from tests.cases import Array
 from tests.traits.samples import STRUCTURE, TRIES, Sample, apply, same
 
@@ -59,9 +60,12 @@ def _in_place(record: OpDef, s: Sample) -> bool:
 def check_kind(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """What the numbers and the work say of the engine and of fusion."""
     kind, sources = record.kind, not any(s.op.inputs for s in uses)
-    if (kind in (Kind.SOURCE, Kind.RESIDENT)) != sources:
+    held = sources and all(any(isinstance(v, FrozenArray) for v in s.op.attrs.values()) for s in uses)
+    if (kind in (Kind.SOURCE, Kind.RESIDENT)) != (sources and not held):
         yield f"{record.name}: {kind} with operands, or without"
-    if (kind is Kind.LOOP) != all("body" in s.op.attrs for s in uses):
+    if held and kind is not Kind.INDEXED:
+        yield f"{record.name}: {kind}, but it looks up what an attribute holds"
+    if (kind is Kind.LOOP) != all(s.op.loop is not None for s in uses):
         yield f"{record.name}: {kind} with a body, or without"
         return
     if (kind is Kind.COPY) != all(s.op.output.on_host or any(x.on_host for x in s.op.inputs) for s in uses):
