@@ -13,7 +13,8 @@ from contextvars import ContextVar
 from meshlib.checks import at, items
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor, absolute_scope, innermost, region
-from meshlib.operation import Kind, tensor
+from meshlib.operation import Kind
+from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import add_n
 from meshlib.ops.host import from_host
 from meshlib.ops.shape import broadcast

@@ -48,7 +48,6 @@ FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line
 UP = {
     ("meshlib.graph", "meshlib.operation"): "the type of an operation's record, for its annotation",
     ("meshlib.graph", "meshlib.ops.sources"): "what a loop takes from outside has a stand-in, an input like any other",
-    ("meshlib.operation", "meshlib.ops.sources"): "numbers beside tensors become constants",
 }
 # Methods of the public face that are written in a module of their own, which builds on the class: bound when called.
 METHODS = {

@@ -11,21 +11,9 @@ import pytest
 
 import meshlib as mtf
 from meshlib.graph import Operation
-from meshlib.operation import (
-    EVERY,
-    NONLINEAR,
-    OPERATIONS,
-    Factor,
-    Halo,
-    Home,
-    Kind,
-    Linear,
-    OpDef,
-    Role,
-    Storage,
-    named_factors,
-)
+from meshlib.operation import EVERY, NONLINEAR, OPERATIONS, Factor, Halo, Home, Kind, Linear, OpDef, Role, Storage
 from meshlib.ops.cumulative import linear_recurrence
+from meshlib.ops.rules import named_factors
 from tests.cases import Array
 from tests.oracle import run
 from tests.traits import kinds, numbers, roles, samples

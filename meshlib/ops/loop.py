@@ -25,17 +25,8 @@ from meshlib.graph import (
 )
 from meshlib.loop_record import LoopRecord, Operands, Results
 from meshlib.names import relative_name
-from meshlib.operation import (
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Role,
-    Work,
-    build_source,
-    operation,
-    tensor,
-)
+from meshlib.operation import Array, Block, Factor, Kind, Role, Work, operation
+from meshlib.ops.building import build_source, tensor
 from meshlib.ops.elementwise import add
 from meshlib.ops.host import to_host
 from meshlib.ops.remat import Policy, Remat, checked_policy, kept_values

@@ -7,20 +7,9 @@ from collections.abc import Sequence
 from meshlib.checks import at, items
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import (
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Linear,
-    Role,
-    Storage,
-    build,
-    named_factors,
-    no_work,
-    operation,
-    tensor,
-)
+from meshlib.operation import Array, Block, Factor, Kind, Linear, Role, Storage, operation
+from meshlib.ops.building import build, tensor
+from meshlib.ops.rules import named_factors, no_work
 
 
 def _roles(op: Operation) -> tuple[Factor, ...]:

@@ -24,21 +24,9 @@ from meshlib.graph import (
     scoped_name,
 )
 from meshlib.names import relative_name
-from meshlib.operation import (
-    Array,
-    Block,
-    Kind,
-    OpDef,
-    Storage,
-    Work,
-    as_dims,
-    build_source,
-    named_factors,
-    no_work,
-    operation,
-    tensor,
-    vector_work,
-)
+from meshlib.operation import Array, Block, Kind, OpDef, Storage, Work, operation
+from meshlib.ops.building import as_dims, build_source, tensor
+from meshlib.ops.rules import named_factors, no_work, vector_work
 from meshlib.ops.table import table
 from meshlib.origin import source_line
 

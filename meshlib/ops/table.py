@@ -13,15 +13,9 @@ from meshlib.checks import at
 from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
 from meshlib.errors import ShapeError
 from meshlib.graph import Graph, Tensor, TensorType
-from meshlib.operation import (
-    Array,
-    Block,
-    Kind,
-    build_source,
-    named_factors,
-    operation,
-    vector_work,
-)
+from meshlib.operation import Array, Block, Kind, operation
+from meshlib.ops.building import build_source
+from meshlib.ops.rules import named_factors, vector_work
 
 # A table travels with the program, to every device; what is larger belongs into an input or a variable.
 LARGEST_BYTES = 16 * 2**20

@@ -10,7 +10,7 @@ from meshlib.differentiation import gradients
 from meshlib.dtypes import BOOL, FLOAT32, FLOAT64, INT32
 from meshlib.errors import GraphError
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor, innermost, region
-from meshlib.operation import tensor
+from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import CAST, cast, equal, where
 from meshlib.ops.index import gather, range
 from meshlib.ops.loop import while_loop

@@ -14,7 +14,8 @@ from hardware.numerics import round_to_bfloat16
 from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL
 from meshlib.errors import FeedError
-from meshlib.operation import Home, Kind, OpDef, Storage, align
+from meshlib.operation import Home, Kind, OpDef, Storage
+from meshlib.ops.rules import align
 from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same, stored
 
 # ---------------------------------------------------------------- linear
