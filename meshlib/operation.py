@@ -25,7 +25,8 @@ Array = np.ndarray[Any, Any]
 class Kind(enum.Enum):
     """What an operation is to a core: which engine it runs on, and with what it fuses."""
 
-    RESIDENT = "resident"  # nothing runs: its value is fed, or stays between steps
+    INPUT = "input"  # nothing runs: its value is fed, or what a trip of a loop is given
+    VARIABLE = "variable"  # nothing runs: its value stays between steps
     COMMIT = "commit"  # nothing runs: its operand is what stays after the step
     SOURCE = "source"  # makes a value from nothing but attributes
     ELEMENTWISE = "elementwise"  # each output element from the elements at the same position
@@ -39,6 +40,7 @@ class Kind(enum.Enum):
 
 
 ON_MXU = (Kind.CONTRACTION, Kind.KERNEL)
+RESIDENT = (Kind.INPUT, Kind.VARIABLE)
 
 
 class Storage(enum.Enum):

@@ -103,6 +103,9 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("kind", "range", {"kind": Kind.ELEMENTWISE}),
     ("kind", "range", {"kind": Kind.INDEXED}),
     ("kind", "table", {"kind": Kind.SOURCE}),
+    ("kind", "input", {"kind": Kind.SOURCE}),
+    ("kind", "input", {"kind": Kind.VARIABLE}),
+    ("kind", "variable", {"kind": Kind.INPUT}),
     ("kind", "scan", {"kind": Kind.INDEXED}),
     ("kind", "to_host", {"kind": Kind.ELEMENTWISE}),
     # memory

@@ -16,7 +16,7 @@ from meshlib.lowering.order import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import merge_small_collectives, remove_dead_code
 from meshlib.lowering.simplification import Simplified, simplify
-from meshlib.ops.sources import INPUT
+from meshlib.operation import Kind
 from meshlib.ops.state import assigned
 from meshlib.program.checker import check_program
 from meshlib.program.instructions import Instruction, Value
@@ -166,7 +166,7 @@ class _Lowering:
         kept = [simple.of(t) for t in results]
         bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
         for t, end in bound.items():
-            if t.operation.kind is not INPUT:
+            if t.operation.kind.kind is not Kind.INPUT:
                 homes.bind(t, end)
         simple.taken.update(kept)
         sweep = self._sweep(simple, homes, bound)

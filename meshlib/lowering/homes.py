@@ -11,8 +11,7 @@ from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.operation import Home
-from meshlib.ops.sources import VARIABLE
+from meshlib.operation import Home, Kind
 
 # Same value, other names or order of dims: a constraint goes along.
 _SAME_VALUE = ("rename_dimension", "transpose")
@@ -31,7 +30,7 @@ class Homes:
         """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
         t = _outermost(t)
         op = t.operation
-        if op.kind is VARIABLE:
+        if op.kind.kind is Kind.VARIABLE:
             return "slots" if op.attrs["slot_of"] else "variables"
         if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
             return "slots"
@@ -42,7 +41,7 @@ class Homes:
         op = _outermost(t).operation
         if op.kind.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])
-        return op.kind is VARIABLE and not op.attrs["slot_of"]
+        return op.kind.kind is Kind.VARIABLE and not op.attrs["slot_of"]
 
     def is_constrained(self, t: Tensor) -> bool:
         """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
@@ -168,7 +167,7 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
 def is_inner(t: Tensor) -> bool:
     """Whether the library made a tensor for itself: no variable, no input of the program, nothing that is bound."""
     op = t.operation
-    resident = op.kind.name == "variable" or (op.kind.name == "input" and op.graph.parent is None)
+    resident = op.kind.kind is Kind.VARIABLE or (op.kind.kind is Kind.INPUT and op.graph.parent is None)
     return op in op.graph.inner and not resident and t not in op.graph.gradient_of
 
 
@@ -176,7 +175,7 @@ def _judged(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[Ope
     for op in operations:
         if op.kind.home is not Home.RULES or homes.is_constrained(op.output):
             continue
-        if op.kind.name == "input" and op.graph.parent is not None:
+        if op.kind.kind is Kind.INPUT and op.graph.parent is not None:
             continue  # stands for what is judged outside
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:

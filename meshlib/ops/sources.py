@@ -141,8 +141,8 @@ def ones_like(t: Tensor, name: str | None = None) -> Tensor:
 
 # ---------------------------------------------------------------- inputs and variables
 
-INPUT = _define("input", Kind.RESIDENT, _no_local, no_work, unique=True)
-VARIABLE = _define("variable", Kind.RESIDENT, _no_local, no_work, unique=True)
+INPUT = _define("input", Kind.INPUT, _no_local, no_work, unique=True)
+VARIABLE = _define("variable", Kind.VARIABLE, _no_local, no_work, unique=True)
 
 
 def _check_name(name: object, what: str) -> str:

@@ -14,7 +14,7 @@ from hardware.numerics import round_to_bfloat16
 from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL
 from meshlib.errors import FeedError
-from meshlib.operation import Home, Kind, OpDef, Storage
+from meshlib.operation import RESIDENT, Home, Kind, OpDef, Storage
 from meshlib.ops.rules import align
 from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same, stored
 
@@ -23,7 +23,7 @@ from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same, stored
 
 def check_linear(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """f(a + b) = f(a) + f(b) in the operands that are said to be, and in no others."""
-    for s in uses if record.kind not in (Kind.RESIDENT, Kind.LOOP) else ():
+    for s in uses if record.kind not in (*RESIDENT, Kind.LOOP) else ():
         said, floats = record.linear(s.op), s.floats()
         together = [list(said.operands)] if said.together else [[n] for n in said.operands]
         for operands in together:
@@ -65,7 +65,7 @@ def check_remade(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """A source that is always the same, or a number in every place, needs nothing that lies elsewhere."""
     numbers = [s for s in uses if s.op.inputs and s.op.output.shape.size > 1 and all(not x.shape for x in s.op.inputs)]
     repeats = [all(bool((apply(record, s.op, s.arrays)[0] == x).all()) for x in s.arrays) for s in numbers]
-    source = not any(s.op.inputs for s in uses) and record.kind is not Kind.RESIDENT and not record.unique
+    source = not any(s.op.inputs for s in uses) and record.kind not in RESIDENT and not record.unique
     wanted = source or (bool(numbers) and all(repeats) and record.storage is Storage.VIEW)
     if record.remade != wanted:
         yield f"{record.name}: remade is {record.remade}, should be {wanted}"
@@ -92,7 +92,7 @@ def _is_affine(record: OpDef, s: Sample) -> bool:
 def check_exact(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """Operands in bfloat16, of many magnitudes, make a result that is; `uses` are in bfloat16."""
     rounds = tried = False
-    for s, scale in product(uses if record.kind not in (Kind.RESIDENT, Kind.LOOP) else (), (False, True)):
+    for s, scale in product(uses if record.kind not in (*RESIDENT, Kind.LOOP) else (), (False, True)):
         arrays = list(s.arrays)
         for n in s.floats() if scale else ():
             spread = s.rng.choice([-1.0, 1.0, 1.0], arrays[n].shape) * 2.0 ** s.rng.integers(-8, 9, arrays[n].shape)
@@ -111,7 +111,7 @@ def check_unique(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """Two of them with other names, on the same operands."""
     if record.kind is Kind.LOOP:
         return
-    differ = record.kind in (Kind.RESIDENT, Kind.COMMIT)  # of which the graph holds one by each name
+    differ = record.kind in (*RESIDENT, Kind.COMMIT)  # of which the graph holds one by each name
     for s in uses if not differ else ():
         other = dataclasses.replace(s.op, name=f"{s.op.name}_other")
         differ |= not same(apply(record, s.op, s.arrays), apply(record, other, s.arrays))
