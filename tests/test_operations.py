@@ -14,6 +14,7 @@ import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.errors import LayoutError
 from meshlib.graph import Operation, Tensor
+from meshlib.lowering.homes import is_inner
 from meshlib.operation import ON_MXU, OPERATIONS, RESIDENT, Kind, OpDef, Storage, Work
 from meshlib.program.instructions import Compute, Instruction, Loop
 from meshlib.program.records import Program
@@ -208,6 +209,13 @@ def test_every_layout(case: Case) -> None:
             assert_close(fast, exact, min(tolerance, 1e-12) if not case.tolerance > 1e-9 else tolerance, about)
         check_work(program, about)
     for layout in illegal[:count]:
+        if mtf.check(fed.outputs, fed.updates, layout.mesh_text, layout.rules_text).ok:
+            # Nothing but what the library makes for itself is at fault.
+            assert layout.allows([t.shape for t in fed.tensors if not is_inner(t)]), f"{case} under {layout}"
+            program = fed.lower(layout)
+            assert any("made these tensors itself" in note for note in program.notes)
+            assert_close(run(program, fed.feeds)[0], wanted[id(fed)], tolerance, f"{case} under {layout}")
+            continue
         with pytest.raises(LayoutError):
             fed.lower(layout)
 

@@ -89,6 +89,14 @@ def test_what_is_computed_again_is_not_printed_again(
     np.testing.assert_allclose(out["dx"], np.sin(v) ** 2 + sign * v * np.sin(2 * v), rtol=1e-12)
 
 
+def test_a_constraint_goes_along() -> None:
+    with mtf.Graph():
+        x = mtf.constrain(mtf.sin(mtf.input("x", [A])), "a:p")
+        y = mtf.sin(mtf.reshape(mtf.Print(x, [x]), [mtf.Dimension("n", 4)]))
+    program = mtf.lower({"y": y}, mesh="p:2")
+    assert str(next(i for i in program.instructions if i.operation is y.operation).inputs[0].sharding) == "[n:4@p]"
+
+
 def test_print_takes_neither_memory_nor_time() -> None:
     made = []
     for shown in (False, True):

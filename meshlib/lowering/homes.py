@@ -11,10 +11,7 @@ from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.operation import Home, Kind
-
-# Same value, other names or order of dims: a constraint goes along.
-_SAME_VALUE = ("rename_dimension", "transpose")
+from meshlib.operation import Home, Kind, Role
 
 
 @dataclass(eq=False)
@@ -49,8 +46,10 @@ class Homes:
         A new name for which the layout has a rule is meant to be laid elsewhere.
         """
         op = t.operation
-        if not (op.kind.home is Home.OPERAND or op.kind.name in _SAME_VALUE) or t in op.graph.gradient_of:
-            return op.kind.home is Home.GIVEN
+        if op.kind.home is Home.GIVEN:
+            return True
+        if t in op.graph.gradient_of or not (op.kind.home is Home.OPERAND or _turns(op)):
+            return False
         new = [d.name for d in t.shape if d not in op.inputs[0].shape]
         return self.is_constrained(op.inputs[0]) and not any(self.rules.for_dim(n, self.scope_of(t)) for n in new)
 
@@ -81,6 +80,15 @@ class Homes:
             return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
         except LayoutError as fault:
             raise LayoutError(f"{op}: {t}\n{fault}") from None
+
+
+def _turns(op: Operation) -> bool:
+    """Whether it gives its operand's dims other names, or another order, and does nothing else."""
+    if op.kind.kind is not Kind.VIEW or len(op.inputs[0].shape) != len(op.output.shape):
+        return False
+    x, alone = op.inputs[0].shape, [f for f in op.kind.roles(op) if f.role is Role.PARALLEL]
+    sizes = {f.outputs[0]: x.dim(f.operands[0]).size for f in alone if f.operands[0] is not None}
+    return all(sizes.get(d.name) == d.size for d in op.output.shape)
 
 
 def _outermost(t: Tensor) -> Tensor:

@@ -63,8 +63,9 @@ def check_kind(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     held = sources and all(any(isinstance(v, FrozenArray) for v in s.op.attrs.values()) for s in uses)
     if (kind in (Kind.SOURCE, *RESIDENT)) != (sources and not held):
         yield f"{record.name}: {kind} with operands, or without"
-    if (kind is Kind.VARIABLE) != (sources and all("initializer" in s.op.attrs for s in uses)):
-        yield f"{record.name}: {kind} that stays between steps, or not"
+    for resident, where in ((Kind.INPUT, "inputs"), (Kind.VARIABLE, "variables")):
+        if (kind is resident) != all(s.op in getattr(s.op.graph, where).values() for s in uses):
+            yield f"{record.name}: {kind}, and its graph has it among the {where}, or not"
     if held and kind is not Kind.INDEXED:
         yield f"{record.name}: {kind}, but it looks up what an attribute holds"
     if (kind is Kind.LOOP) != all(s.op.loop is not None for s in uses):
