@@ -276,13 +276,15 @@ def _passes(total: mtf.Tensor, feeds: Mapping[str, Array], wanted: float) -> Non
             assert found["total"] == pytest.approx(wanted, rel=1e-12)
 
 
-def test_a_sum_that_trips_subtract_from_is_reduced_once() -> None:
+@pytest.mark.parametrize("table", [False, True])
+def test_a_sum_that_trips_subtract_from_is_reduced_once(table: bool) -> None:
     """0 - x[0] - x[1] - ..., each x a sum of parts on four cores."""
     parts = np.random.default_rng(2).normal(size=(6, 3, 4))
     with mtf.Graph():
         x = mtf.input("parts", [N, A, PARTS], "float64")
         step: Any = lambda c, s: ((c[0] - mtf.reduce_sum(s[0], reduced_dim=PARTS),), ())  # noqa: E731
-        ((y,), _) = mtf.scan(step, [mtf.zeros([A], "float64")], [x], N)
+        none = mtf.constant(np.zeros(3), [A], "float64") if table else mtf.zeros([A], "float64")
+        ((y,), _) = mtf.scan(step, [none], [x], N)
     program = mtf.lower({"y": y}, mesh="p:4", layout="part:p")
     assert [(c.kind, c.payload_bytes, c.count) for c in program.collectives] == [("all_reduce", 24, 1)]
     for executor in ("exact", "fast"):

@@ -27,7 +27,7 @@ from meshlib.names import relative_name
 from meshlib.operation import Array, Block, Kind, OpDef, Storage, Work, operation
 from meshlib.ops.building import as_dims, build_source, tensor
 from meshlib.ops.rules import named_factors, no_work, vector_work
-from meshlib.ops.table import table
+from meshlib.ops.table import TABLE, table
 from meshlib.origin import source_line
 
 STEP = "step"
@@ -75,6 +75,8 @@ def _beside(x: Tensor) -> Graph:
 
 def is_zero(op: Operation) -> bool:
     """Whether it makes nothing but zeros, which are the same as partial sums and as their total."""
+    if op.kind is TABLE:
+        return not op.attrs["value"].array.any()
     return op.kind is CONSTANT and op.attrs["value"] == 0
 
 
