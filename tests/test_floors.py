@@ -50,7 +50,6 @@ UP = {
     ("meshlib.graph", "meshlib.operation"): "the type of an operation's record, for its annotation",
     ("meshlib.graph", "meshlib.replay"): "the type of a run of operations with a gradient of its own",
     ("meshlib.graph", "meshlib.ops.sources"): "what a loop takes from outside has a stand-in, an input like any other",
-    ("meshlib.operation", "meshlib.ops.sources"): "numbers beside tensors become constants",
 }
 # Methods of the public face that are written in a module of their own, which builds on the class: bound when called.
 METHODS = {

@@ -15,7 +15,7 @@ from layouts import Dimension, Shape
 from meshlib.errors import LayoutError
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.homes import is_inner
-from meshlib.operation import ON_MXU, OPERATIONS, Kind, OpDef, Storage, Work
+from meshlib.operation import ON_MXU, OPERATIONS, RESIDENT, Kind, OpDef, Storage, Work
 from meshlib.program.instructions import Compute, Instruction, Loop
 from meshlib.program.records import Program
 from tests.cases import CASES, Array, Case, dims
@@ -376,7 +376,7 @@ def check_work(program: Program, about: str) -> None:
         else:
             assert local.mxu_flops == 0, text
             assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
-        nothing = op.kind.storage is Storage.ALIAS or op.kind.kind in (Kind.RESIDENT, Kind.COPY)
+        nothing = op.kind.storage is Storage.ALIAS or op.kind.kind in (*RESIDENT, Kind.COPY)
         assert (local == Work(0, 0)) == nothing, text
 
 

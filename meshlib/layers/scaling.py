@@ -10,7 +10,7 @@ from meshlib.checks import at, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor
 from meshlib.layers.norms import widened
-from meshlib.operation import tensor
+from meshlib.ops.building import tensor
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import cast, maximum, multiply, sqrt, square
 from meshlib.ops.reduce import reduce_mean

@@ -11,11 +11,7 @@ from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.operation import Home
-from meshlib.ops.sources import VARIABLE
-
-# Same value, other names or order of dims: a constraint goes along.
-_SAME_VALUE = ("rename_dimension", "transpose")
+from meshlib.operation import Home, Kind, Role
 
 
 @dataclass(eq=False)
@@ -32,7 +28,7 @@ class Homes:
         op = _outermost(t).operation
         if op.kind.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])
-        return op.kind is VARIABLE and not op.attrs["slot_of"]
+        return op.kind.kind is Kind.VARIABLE and not op.attrs["slot_of"]
 
     def is_constrained(self, t: Tensor) -> bool:
         """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
@@ -40,8 +36,10 @@ class Homes:
         A new name for which the layout has a rule is meant to be laid elsewhere.
         """
         op = t.operation
-        if not (op.kind.home is Home.OPERAND or op.kind.name in _SAME_VALUE) or t in op.graph.gradient_of:
-            return op.kind.home is Home.GIVEN
+        if op.kind.home is Home.GIVEN:
+            return True
+        if t in op.graph.gradient_of or not (op.kind.home is Home.OPERAND or _turns(op)):
+            return False
         new = [d.name for d in t.shape if d not in op.inputs[0].shape]
         return self.is_constrained(op.inputs[0]) and not any(self.rules.for_dim(n, scope_of(t)) for n in new)
 
@@ -78,11 +76,20 @@ def scope_of(t: Tensor) -> str:
     """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
     t = _outermost(t)
     op = t.operation
-    if op.kind is VARIABLE:
+    if op.kind.kind is Kind.VARIABLE:
         return "slots" if op.attrs["slot_of"] else "variables"
     if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
         return "slots"
     return "activations"
+
+
+def _turns(op: Operation) -> bool:
+    """Whether it gives its operand's dims other names, or another order, and does nothing else."""
+    if op.kind.kind is not Kind.VIEW or len(op.inputs[0].shape) != len(op.output.shape):
+        return False
+    x, alone = op.inputs[0].shape, [f for f in op.kind.roles(op) if f.role is Role.PARALLEL]
+    sizes = {f.outputs[0]: x.dim(f.operands[0]).size for f in alone if f.operands[0] is not None}
+    return all(sizes.get(d.name) == d.size for d in op.output.shape)
 
 
 def _outermost(t: Tensor) -> Tensor:
@@ -177,7 +184,7 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
 def is_inner(t: Tensor) -> bool:
     """Whether the library made a tensor for itself: no variable, no input of the program, nothing that is bound."""
     op = t.operation
-    resident = op.kind.name == "variable" or (op.kind.name == "input" and op.graph.parent is None)
+    resident = op.kind.kind is Kind.VARIABLE or (op.kind.kind is Kind.INPUT and op.graph.parent is None)
     return op in op.graph.inner and not resident and t not in op.graph.gradient_of
 
 
@@ -185,7 +192,7 @@ def _judged(operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor
     for op in operations:
         if op.kind.home is not Home.RULES:
             continue
-        if op.kind.name == "input" and op.graph.parent is not None:
+        if op.kind.kind is Kind.INPUT and op.graph.parent is not None:
             continue  # stands for what is judged outside
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:

@@ -15,7 +15,7 @@ from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import merge_small_collectives, remove_dead_code
 from meshlib.lowering.places import Foresight
 from meshlib.lowering.simplification import Simplified
-from meshlib.ops.sources import INPUT
+from meshlib.operation import Kind
 from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
@@ -62,7 +62,7 @@ class Lowering:
         kept = [simple.of(t) for t in results]
         bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
         for t, end in bound.items():
-            if t.operation.kind is not INPUT:
+            if t.operation.kind.kind is not Kind.INPUT:
                 homes.bind(t, end)
         sweep = self._sweep(simple, homes, bound)
         placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]

@@ -20,7 +20,7 @@ from meshlib.lowering.places import Foresight, Pending, Places, blockwise
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Home, Kind
-from meshlib.ops.sources import INPUT, is_zero
+from meshlib.ops.sources import is_zero
 from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
 from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
@@ -56,7 +56,7 @@ class Partitioner:
         """Lower every operation, in order."""
         for op in self.graph.operations:
             match op.kind.kind:
-                case Kind.RESIDENT:
+                case Kind.INPUT | Kind.VARIABLE:
                     self.resident(op)
                 case Kind.COMMIT:
                     self._assign(op)
@@ -89,7 +89,7 @@ class Partitioner:
         self.places.instances[op.output] = [(None, value)]
         # What is pending already is a loop's running sum.
         self.places.makers[op.output] = dict.fromkeys(value.sharding.pending_axes, (op, "trips"))
-        (self.inputs if op.kind is INPUT else self.variables)[op.name] = value
+        (self.inputs if op.kind.kind is Kind.INPUT else self.variables)[op.name] = value
         self.places.instructions.append(Resident(op, (), (value,), op.region))
 
     def _assign(self, op: Operation) -> None:

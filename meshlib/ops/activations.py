@@ -10,7 +10,8 @@ import numpy as np
 from meshlib.checks import at, flag, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor
-from meshlib.operation import Array, OpDef, tensor
+from meshlib.operation import Array, OpDef
+from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import (
     TRANSCENDENTAL_OPS,
     Builder,

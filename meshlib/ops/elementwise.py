@@ -14,27 +14,9 @@ from meshlib.checks import at, items
 from meshlib.dtypes import BOOL, DType, as_dtype
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import (
-    EVERY,
-    NONLINEAR,
-    Array,
-    Block,
-    GradRule,
-    Home,
-    Kind,
-    Linear,
-    OpDef,
-    Work,
-    align,
-    as_tensor,
-    build,
-    named_factors,
-    not_differentiable,
-    operation,
-    same_dtype,
-    tensor,
-    union,
-)
+from meshlib.operation import EVERY, NONLINEAR, Array, Block, GradRule, Home, Kind, Linear, OpDef, Work, operation
+from meshlib.ops.building import as_tensor, build, tensor
+from meshlib.ops.rules import align, named_factors, not_differentiable, same_dtype, union
 
 # Lane operations per element. Arithmetic takes one; transcendental functions are short polynomials or
 # table look-ups with refinement in the vector unit. Modelled, not published: see `Work`.

@@ -12,7 +12,7 @@ from layouts import Dimension, Shape
 from meshlib.checks import at, choice, items, whole
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
-from meshlib.operation import tensor
+from meshlib.ops.building import tensor
 from meshlib.ops.reduce import reduce_max, reduce_mean, reduce_min, reduce_sum
 from meshlib.ops.shape import reshape
 

@@ -12,23 +12,9 @@ from layouts import Dimension, Shape
 from meshlib.checks import at
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import (
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Linear,
-    Role,
-    Storage,
-    Work,
-    align,
-    as_dims,
-    build,
-    named_factors,
-    no_work,
-    operation,
-    tensor,
-)
+from meshlib.operation import Array, Block, Factor, Kind, Linear, Role, Storage, Work, operation
+from meshlib.ops.building import as_dims, build, tensor
+from meshlib.ops.rules import align, named_factors, no_work
 
 _LINEAR = Linear((0,))
 

@@ -23,7 +23,7 @@ from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
 from meshlib.errors import GraphError
 from meshlib.face import public
 from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
-from meshlib.operation import tensor
+from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import add_n, cast, equal, maximum, sqrt, square, where
 from meshlib.ops.reduce import reduce_mean, reduce_sum
 from meshlib.ops.shape import broadcast

@@ -15,7 +15,7 @@ from functools import cached_property
 from layouts import Sharding
 from meshlib.errors import GraphError
 from meshlib.graph import BACKWARD, FORWARD, UPDATE, Tensor
-from meshlib.ops.sources import INPUT, VARIABLE
+from meshlib.operation import Kind
 from meshlib.program.instructions import Value
 from meshlib.program.records import Collective, Program, bytes_text, walk
 from meshlib.program.work import local_work
@@ -278,9 +278,9 @@ def _where(s: Sharding) -> str:
 
 def _group(t: Tensor) -> str:
     op = t.operation
-    if op.kind is INPUT:
+    if op.kind.kind is Kind.INPUT:
         return "inputs"
-    if op.kind is VARIABLE:
+    if op.kind.kind is Kind.VARIABLE:
         return "slots" if op.attrs["slot_of"] else "variables"
     return "gradients" if t in op.graph.gradient_of else "activations"
 

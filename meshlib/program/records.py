@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from layouts import LayoutRules, Mesh
-from meshlib.operation import Work
+from meshlib.operation import Kind, Work
 from meshlib.program.exchange import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 
@@ -92,12 +92,12 @@ class Program:
     @cached_property
     def to_host_bytes(self) -> int:
         """Bytes that a device copies to the memory of its host in one run, loops included. Exact."""
-        return self._copied("to_host")
+        return self._copied(to_host=True)
 
     @cached_property
     def from_host_bytes(self) -> int:
         """Bytes that a device copies back from the memory of its host in one run, loops included. Exact."""
-        return self._copied("from_host")
+        return self._copied(to_host=False)
 
     @cached_property
     def last_use(self) -> Mapping[Value, int]:
@@ -129,8 +129,9 @@ class Program:
         done = [(times, local_work(program, i)) for i, program, times in walk(self)]
         return Work(sum(n * w.mxu_flops for n, w in done), sum(n * w.vpu_ops for n, w in done))
 
-    def _copied(self, opcode: str) -> int:
-        return sum(n * i.outputs[0].local_bytes for i, _, n in walk(self) if i.opcode == opcode)
+    def _copied(self, to_host: bool) -> int:
+        done = [(n, i) for i, _, n in walk(self) if isinstance(i, Compute) and i.operation.kind.kind is Kind.COPY]
+        return sum(n * i.outputs[0].local_bytes for n, i in done if i.outputs[0].tensor.on_host == to_host)
 
     def __str__(self) -> str:
         from meshlib.program.listing import listing
