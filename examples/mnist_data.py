@@ -23,11 +23,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
+from operator import methodcaller
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meshlib.files import replace_file
 
 Images = NDArray[np.float32]
 Labels = NDArray[np.int32]
@@ -248,13 +251,7 @@ def _download(cache: Path, opener: Opener) -> None:
         if digest != sha256:
             raise DataError(f"{MIRROR}{name}: expected SHA-256 {sha256}, found {digest}")
         cache.mkdir(parents=True, exist_ok=True)
-        # Rename a complete file, under a name of our own process: no reader ever sees half of one.
-        temporary = cache / f"{name}.{os.getpid()}.part"
-        try:
-            temporary.write_bytes(content)
-            temporary.replace(cache / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(cache / name, methodcaller("write", content), "download", DataError)
 
 
 # ---- drawn digits ----

@@ -45,7 +45,7 @@ def config(size: str, precision: str) -> mtf.models.TransformerConfig:
         vocab=text_data.VOCAB,
         norm="rms",
         position="rotary",
-        activation_dtype=precision,
+        numerics=mtf.Numerics(activation_dtype=precision),
     )
 
 

@@ -20,36 +20,24 @@ Example:
 Every bad argument raises `HardwareError`. Nothing here imports another package of this distribution.
 """
 
-from hardware.chips import CHIPS, Chip, get_chip, load_chip
-from hardware.core import Matmul, Time, Work, time_of
-from hardware.errors import HardwareError
-from hardware.events import Links
-from hardware.mxu import MXU
-from hardware.network import Cost, Demand, best_placement, collective_cost, together_seconds
-from hardware.placement import Placement, placements
-from hardware.slices import Slice, legal_slices
-from hardware.torus import Torus
-
-__all__ = [
-    "CHIPS",
-    "MXU",
-    "Chip",
-    "Cost",
-    "Demand",
-    "HardwareError",
-    "Links",
-    "Matmul",
-    "Placement",
-    "Slice",
-    "Time",
-    "Torus",
-    "Work",
-    "best_placement",
-    "collective_cost",
-    "get_chip",
-    "legal_slices",
-    "load_chip",
-    "placements",
-    "time_of",
-    "together_seconds",
-]
+from hardware.chips import CHIPS as CHIPS
+from hardware.chips import Chip as Chip
+from hardware.chips import get_chip as get_chip
+from hardware.chips import load_chip as load_chip
+from hardware.core import Matmul as Matmul
+from hardware.core import Time as Time
+from hardware.core import Work as Work
+from hardware.core import time_of as time_of
+from hardware.errors import HardwareError as HardwareError
+from hardware.events import Links as Links
+from hardware.mxu import MXU as MXU
+from hardware.network import Cost as Cost
+from hardware.network import Demand as Demand
+from hardware.network import best_placement as best_placement
+from hardware.network import collective_cost as collective_cost
+from hardware.network import together_seconds as together_seconds
+from hardware.placement import Placement as Placement
+from hardware.placement import placements as placements
+from hardware.slices import Slice as Slice
+from hardware.slices import legal_slices as legal_slices
+from hardware.torus import Torus as Torus

@@ -21,59 +21,34 @@ axis and both numbers; nothing is ever silently replicated.
 [batch:512@rows, hidden:1024@cols]
 """
 
-from layouts.checking import Report, check
-from layouts.dims import Dimension, Shape
-from layouts.drawing import draw
-from layouts.errors import LayoutError, MeshlibError, nearest
-from layouts.mesh import Mesh
-from layouts.plan import Plan, Step, permute_pairs
-from layouts.presets import (
-    PRESETS,
-    context_parallel,
-    data_parallel,
-    fully_sharded,
-    joined,
-    model_parallel,
-    preset,
-    sequence_parallel,
-    two_dimensional,
-    zero1,
-)
-from layouts.readers import from_flax, from_haliax, from_partition_specs, to_flax, to_partition_spec
-from layouts.resharding import reshard
-from layouts.rules import LayoutRules, Rule
-from layouts.sharding import Sharding
-
-__all__ = [
-    "PRESETS",
-    "Dimension",
-    "LayoutError",
-    "LayoutRules",
-    "Mesh",
-    "MeshlibError",
-    "Plan",
-    "Report",
-    "Rule",
-    "Shape",
-    "Sharding",
-    "Step",
-    "check",
-    "context_parallel",
-    "data_parallel",
-    "draw",
-    "from_flax",
-    "from_haliax",
-    "from_partition_specs",
-    "fully_sharded",
-    "joined",
-    "model_parallel",
-    "nearest",
-    "permute_pairs",
-    "preset",
-    "reshard",
-    "sequence_parallel",
-    "to_flax",
-    "to_partition_spec",
-    "two_dimensional",
-    "zero1",
-]
+from layouts.checking import Report as Report
+from layouts.checking import check as check
+from layouts.dims import Dimension as Dimension
+from layouts.dims import Shape as Shape
+from layouts.drawing import draw as draw
+from layouts.errors import LayoutError as LayoutError
+from layouts.errors import MeshlibError as MeshlibError
+from layouts.errors import nearest as nearest
+from layouts.mesh import Mesh as Mesh
+from layouts.plan import Plan as Plan
+from layouts.plan import Step as Step
+from layouts.plan import permute_pairs as permute_pairs
+from layouts.presets import PRESETS as PRESETS
+from layouts.presets import context_parallel as context_parallel
+from layouts.presets import data_parallel as data_parallel
+from layouts.presets import fully_sharded as fully_sharded
+from layouts.presets import joined as joined
+from layouts.presets import model_parallel as model_parallel
+from layouts.presets import preset as preset
+from layouts.presets import sequence_parallel as sequence_parallel
+from layouts.presets import two_dimensional as two_dimensional
+from layouts.presets import zero1 as zero1
+from layouts.readers import from_flax as from_flax
+from layouts.readers import from_haliax as from_haliax
+from layouts.readers import from_partition_specs as from_partition_specs
+from layouts.readers import to_flax as to_flax
+from layouts.readers import to_partition_spec as to_partition_spec
+from layouts.resharding import reshard as reshard
+from layouts.rules import LayoutRules as LayoutRules
+from layouts.rules import Rule as Rule
+from layouts.sharding import Sharding as Sharding

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from layouts.dims import Shape, ShapeLike
 from layouts.errors import LayoutError, nearest
@@ -47,6 +48,7 @@ def check(
     mesh: MeshLike,
     tensors: Iterable[tuple[str, ShapeLike, str]],
     known_dims: Iterable[str] | None = None,
+    inner: Iterable[tuple[str, ShapeLike, str]] = (),
 ) -> Report:
     """Look at all tensors under one layout.
 
@@ -55,6 +57,8 @@ def check(
       mesh: the mesh.
       tensors: (label, shape, scope) of each tensor.
       known_dims: names that a rule may have without a tensor here; none by default.
+      inner: such tensors that nobody asked for. What does not fit them is a note, as `LayoutRules.fitting` leaves it
+        out, unless the rule fits no tensor at all.
 
     >>> print(check("vocab:cols", "rows:2;cols:4", [("logits", "batch:6;vocab:10", "activations")]))
     fault: dim 'vocab' does not divide over axis 'cols': 10 % 4 = 2. Pad vocab to 12 (+20.00 %), or remove vocab:cols. In: logits.
@@ -63,6 +67,8 @@ def check(
     rules = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     faults: dict[Fault, list[str]] = {}  # with the labels of the tensors concerned
+    misfits: dict[Fault, list[str]] = {}  # the same of inner tensors
+    followed: set[Rule] = set()  # by some tensor
     present: dict[str, None] = {}  # ordered names of dims
     used_rules: set[Rule] = set()
     used_axes: set[str] = set()
@@ -71,15 +77,21 @@ def check(
             if axis not in mesh:
                 faults.setdefault(unknown_axis(rule, axis, mesh), [])
     seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors are laid out like one before
-    for label, given, scope in tensors:
+    for into, (label, given, scope) in chain(zip(repeat(faults), tensors), zip(repeat(misfits), inner)):
         shape = given if isinstance(given, Shape) else Shape(given)
         if (shape, scope) not in seen:
             present.update(dict.fromkeys(shape.names))
-            used_rules.update(rule for name in shape.names for rule in rules.for_dim(name, scope))
-            axes, seen[shape, scope] = place(rules, shape, mesh, scope)
+            holding = {rule for name in shape.names for rule in rules.for_dim(name, scope)}
+            used_rules |= holding
+            axes, wrong = place(rules, shape, mesh, scope)
             used_axes.update(axis for entry in axes for axis in entry)
+            followed |= holding - {fault.rule for fault in wrong}
+            seen[shape, scope] = wrong
         for fault in seen[shape, scope]:
-            faults.setdefault(fault, []).append(label)
+            into.setdefault(fault, []).append(label)
+    for fault in [f for f in misfits if f in faults or f.rule not in followed]:
+        faults.setdefault(fault, []).extend(misfits.pop(fault))
+    used_axes.update(axis for fault in faults if fault.rule for axis in fault.rule.axes)
     known = dict.fromkeys([*present, *(known_dims or ())])
     for name in rules.dims:
         if name not in known:
@@ -95,6 +107,11 @@ def check(
         f"axis {axis!r} splits nothing: every tensor is held {size} times over"
         for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
         if size > 1 and axis not in used_axes
+    ]
+    notes += [
+        f"{fault.what}: {fault.remedy.partition('. ')[0]}. The library made these tensors itself and splits them as "
+        f"far as it fits: {some(list(dict.fromkeys(labels)))}"
+        for fault, labels in misfits.items()
     ]
     found = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in faults.items())
     return Report(tuple(_with_tensors(*item) for item in found), tuple(notes), found)

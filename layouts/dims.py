@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import TypeAlias, Union, overload
+from typing import SupportsIndex, TypeAlias, Union, overload
 
 from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
@@ -61,6 +61,30 @@ DimensionLike: TypeAlias = Dimension | tuple[str, int]
 ShapeLike: TypeAlias = Union["Shape", str, Mapping[str, int], Iterable[DimensionLike]]
 
 
+class Dims(tuple[Dimension, ...]):
+    """The dims of a shape: a tuple that joins with lists, as code written for Mesh TensorFlow's list expects.
+
+    >>> Shape("batch:8;d_model:4").dims[:-1] + [Dimension("heads", 2)]
+    (Dimension('batch', 8), Dimension('heads', 2))
+    """
+
+    __slots__ = ()
+
+    @overload
+    def __getitem__(self, key: SupportsIndex) -> Dimension: ...
+    @overload
+    def __getitem__(self, key: slice) -> Dims: ...
+    def __getitem__(self, key: SupportsIndex | slice) -> Dimension | Dims:
+        found = tuple.__getitem__(self, key)
+        return Dims(found) if isinstance(key, slice) else found  # type: ignore[arg-type,return-value]
+
+    def __add__(self, other: Iterable[Dimension]) -> Dims:  # type: ignore[override]
+        return Dims((*self, *other))
+
+    def __radd__(self, other: Iterable[Dimension]) -> Dims:
+        return Dims((*other, *self))
+
+
 class Shape(Frozen):
     """An ordered set of dimensions.
 
@@ -76,7 +100,7 @@ class Shape(Frozen):
 
     __slots__ = ("_hash", "_index", "dims", "names", "size", "sizes")
 
-    dims: tuple[Dimension, ...]
+    dims: Dims
     names: tuple[str, ...]  # in order
     sizes: tuple[int, ...]  # in order: the shape of a NumPy array
     size: int
@@ -90,8 +114,8 @@ class Shape(Frozen):
             twice = next(d for i, d in enumerate(made) if index[d.name] != i)
             sizes = " and ".join(str(d) for d in made if d.name == twice.name)
             raise LayoutError(f"dimension {twice.name!r} occurs twice in one shape: {sizes}; rename one")
-        object.__setattr__(self, "dims", made)
         lengths = tuple(d.size for d in made)
+        object.__setattr__(self, "dims", made if isinstance(made, Dims) else Dims(made))
         object.__setattr__(self, "names", tuple(index))
         object.__setattr__(self, "sizes", lengths)
         object.__setattr__(self, "size", prod(lengths))
@@ -102,6 +126,11 @@ class Shape(Frozen):
     def to_integer_list(self) -> list[int]:
         """The sizes as a list, under the name Mesh TensorFlow gives them."""
         return [d.size for d in self.dims]
+
+    @property
+    def to_string(self) -> str:
+        """The dims as text, which makes the same shape: "batch:512;hidden:1024"."""
+        return ";".join(map(str, self.dims))
 
     @property
     def ndim(self) -> int:
@@ -125,7 +154,7 @@ class Shape(Frozen):
 
     def dim(self, name: str) -> Dimension:
         """The dimension of that name."""
-        return self.dims[self.index(name)]
+        return tuple.__getitem__(self.dims, self.index(name))
 
     def rename(self, old: str | Dimension, new: str) -> Shape:
         """This shape with one dimension under another name.
@@ -145,6 +174,11 @@ class Shape(Frozen):
         at = self.index(name)
         return Shape((*self.dims[:at], Dimension(self.dims[at].name, size), *self.dims[at + 1 :]))
 
+    # The names that Mesh TensorFlow gives them.
+    ndims = ndim
+    dimension_names = property(lambda self: self.names)
+    get_dim_by_name, rename_dimension, resize_dimension = dim, rename, resize
+
     def __iter__(self) -> Iterator[Dimension]:
         return iter(self.dims)
 
@@ -156,7 +190,8 @@ class Shape(Frozen):
     @overload
     def __getitem__(self, key: slice) -> Shape: ...
     def __getitem__(self, key: int | slice) -> Dimension | Shape:
-        return Shape(self.dims[key]) if isinstance(key, slice) else self.dims[key]
+        found = tuple.__getitem__(self.dims, key)
+        return Shape(found) if isinstance(key, slice) else found  # type: ignore[arg-type,return-value]
 
     def __contains__(self, dim: object) -> bool:
         """By name, or by name and size when a Dimension is given."""
@@ -213,7 +248,7 @@ class Shape(Frozen):
         return f"[{', '.join(map(str, self.dims))}]"
 
     def __repr__(self) -> str:
-        return f"Shape({';'.join(map(str, self.dims))!r})"
+        return f"Shape({self.to_string!r})"
 
     def __reduce__(self) -> tuple[type, tuple[tuple[Dimension, ...]]]:
         return Shape, (self.dims,)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 from typing import TypeAlias, Union
 
 from layouts.dims import Dimension, Shape, ShapeLike
@@ -55,8 +56,9 @@ class Fault:
     """What is wrong with one tensor under the rules; equal for tensors that share the cause."""
 
     what: str
-    remedy: str = ""  # with the numbers
+    remedy: str = ""  # with the numbers first
     of_rule: bool = False  # the rule is at fault, whatever tensors it meets
+    rule: Rule | None = None  # the one that can't be followed
 
     @property
     def text(self) -> str:
@@ -146,6 +148,14 @@ class LayoutRules(Frozen):
         mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
         return _sharding(self, shape, mesh, scope)
 
+    def fitting(self, shape: Shape, mesh: Mesh, scope: str = "activations") -> Sharding:
+        """As `sharding`, but what does not fit a tensor is left out: taken axes, and those that do not divide.
+
+        >>> print(LayoutRules("d:model+data").fitting(Shape("d:6"), Mesh("model:4;data:2")))
+        [d:6@data]
+        """
+        return _fitting(self, shape, mesh, scope)
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -185,8 +195,13 @@ def _sharding(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Shard
     return laid(shape, mesh, axes)
 
 
+@lru_cache(maxsize=1 << 16)
+def _fitting(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Sharding:
+    return Sharding(shape, mesh, place(rules, shape, mesh, scope)[0])
+
+
 def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tuple[Axes, ...], tuple[Fault, ...]]:
-    """The axes of each dimension of a tensor, and what is wrong with them.
+    """The axes of each dimension of a tensor as far as they fit, and what is wrong with the rest.
 
     >>> place(LayoutRules("a:x;b:x?"), Shape("b:4;a:4"), Mesh("x:2"), "activations")
     (((), ('x',)), ())
@@ -211,10 +226,18 @@ def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tup
         size = shape.dim(rule.dim).size
         if size % mesh.group_size(wanted):
             faults.append(_indivisible(rule, wanted, size, mesh.group_size(wanted)))
-        chosen[rule.dim] = wanted
+        chosen[rule.dim] = wanted = _dividing(size, [axis for axis in wanted if axis not in taken], mesh)
         for axis in wanted:
             owner.setdefault(axis, rule)
     return tuple(chosen.get(name, ()) for name in shape.names), tuple(faults)
+
+
+def _dividing(size: int, axes: Sequence[str], mesh: Mesh) -> Axes:
+    """The axes, or the largest part of them over which `size` divides."""
+    if size % mesh.group_size(axes) == 0:
+        return tuple(axes)
+    parts = (part for n in range(len(axes), -1, -1) for part in combinations(axes, n))
+    return max((p for p in parts if size % mesh.group_size(p) == 0), key=mesh.group_size)
 
 
 def unknown_axis(rule: Rule, axis: str, mesh: Mesh) -> Fault:
@@ -226,6 +249,7 @@ def _clash(first: Rule, second: Rule, axis: str) -> Fault:
     return Fault(
         f"dims {first.dim!r} and {second.dim!r} of one tensor are both split over axis {axis!r}",
         f"an axis splits one dim of a tensor. Make one optional ({second}?), or put it on another axis.",
+        rule=second,
     )
 
 
@@ -236,6 +260,7 @@ def _indivisible(rule: Rule, axes: Axes, size: int, blocks: int) -> Fault:
         f"dim {rule.dim!r} does not divide over {'axis' if len(axes) == 1 else 'axes'} {over}",
         f"{size} % {blocks} = {size % blocks}. "
         f"Pad {rule.dim} to {padded} (+{100 * (padded - size) / size:.2f} %), or remove {rule}.",
+        rule=rule,
     )
 
 

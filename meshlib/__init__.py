@@ -2,9 +2,11 @@
 
 Write a program once in named dimensions; say how the dimensions are laid over a mesh of TPU cores; see what each core
 runs, which collectives were inserted and why, what they cost, and the numbers, computed shard by shard.
+
+Each `import x as x` below makes a name public, for readers and type checkers alike; there is no second list.
 """
 
-from __future__ import annotations
+# ruff: noqa: E402 (the packages below are checked before anything is taken from them)
 
 from pathlib import Path as _Path
 
@@ -26,325 +28,182 @@ def _check_own_packages() -> None:
 
 _check_own_packages()
 
-from layouts import (  # noqa: E402
-    Dimension,
-    LayoutRules,
-    Mesh,
-    Shape,
-    Sharding,
-)
-from meshlib import initializers, layers, models, optimize, testing  # noqa: E402
-from meshlib.batches import Batches  # noqa: E402
-from meshlib.checkpoint import load, save  # noqa: E402
-from meshlib.differentiation import gradients  # noqa: E402
-from meshlib.errors import (  # noqa: E402
-    CheckpointError,
-    FeedError,
-    GraphError,
-    LayoutError,
-    MeshlibError,
-    NotFiniteError,
-    ProgramError,
-    ShapeError,
-    SliceError,
-)
-from meshlib.estimation import Estimate, Physics, estimate  # noqa: E402
-from meshlib.estimation.sweep import Scaling, scaling  # noqa: E402
-from meshlib.graph import Graph, Operation, Tensor, scope  # noqa: E402
-from meshlib.lowering import (  # noqa: E402
-    Balance,
-    Collective,
-    Program,
-    Session,
-    check,
-    collectives_table,
-    explain,
-    lower,
-)
-from meshlib.ops.activations import elu, gelu, leaky_relu, selu, silu, softplus, swish  # noqa: E402
-from meshlib.ops.attention import attention  # noqa: E402
-from meshlib.ops.cumulative import cumprod, cumsum  # noqa: E402
-from meshlib.ops.dims import anonymize, anonymous_shape, combined_dimension, replace_dimensions  # noqa: E402
-from meshlib.ops.einsum import einsum, matmul  # noqa: E402
-from meshlib.ops.elementwise import (  # noqa: E402
-    abs,
-    add,
-    add_n,
-    cast,
-    ceil,
-    clip_by_value,
-    cos,
-    divide,
-    equal,
-    erf,
-    exp,
-    expm1,
-    floor,
-    floordiv,
-    greater,
-    greater_equal,
-    less,
-    less_equal,
-    log,
-    logical_and,
-    logical_not,
-    logical_or,
-    maximum,
-    minimum,
-    mod,
-    multiply,
-    negative,
-    not_equal,
-    pow,
-    reciprocal,
-    relu,
-    round,
-    rsqrt,
-    sigmoid,
-    sign,
-    sin,
-    sqrt,
-    square,
-    squared_difference,
-    sub,
-    subtract,
-    tanh,
-    to_bfloat16,
-    to_float,
-    to_int32,
-    where,
-)
-from meshlib.ops.index import dynamic_shift, gather, one_hot, range, scatter_add  # noqa: E402
-from meshlib.ops.logic import cond, logical_xor  # noqa: E402
-from meshlib.ops.loop import scan, while_loop  # noqa: E402
-from meshlib.ops.pooling import pool  # noqa: E402
-from meshlib.ops.quantized import quantized_einsum  # noqa: E402
-from meshlib.ops.ranking import (  # noqa: E402
-    argmax,
-    argsort,
-    nth_largest_element,
-    nth_smallest_element,
-    sort,
-    top_1,
-    top_k,
-)
-from meshlib.ops.reduce import (  # noqa: E402
-    log_softmax,
-    reduce_all,
-    reduce_any,
-    reduce_logsumexp,
-    reduce_max,
-    reduce_mean,
-    reduce_min,
-    reduce_sum,
-    softmax,
-)
-from meshlib.ops.remat import Remat  # noqa: E402
-from meshlib.ops.rewrite import custom_gradient, recompute_grad  # noqa: E402
-from meshlib.ops.sampling import sample_with_temperature  # noqa: E402
-from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose  # noqa: E402
-from meshlib.ops.sources import (  # noqa: E402
-    constant,
-    dropout,
-    input,
-    ones,
-    ones_like,
-    random_normal,
-    random_uniform,
-    step,
-    variable,
-    zeros,
-    zeros_like,
-)
-from meshlib.ops.stacking import dynamic_slice, stack, unstack, update_slice  # noqa: E402
-from meshlib.ops.state import assign, assign_add, assign_sub, constrain, identity, stop_gradient  # noqa: E402
-from meshlib.ops.window import (  # noqa: E402
-    concat,
-    halo_exchange,
-    left_halo_exchange,
-    pad,
-    shift,
-    slice,
-    split,
-    strided_slice,
-)
-from meshlib.optimize import serialize_training_step  # noqa: E402
-from meshlib.program.comparison import Comparison, compare  # noqa: E402
-from meshlib.simulation import Simulation, simulate  # noqa: E402
-from meshlib.verification import Verification, verify  # noqa: E402
+from layouts import Dimension as Dimension
+from layouts import LayoutRules as LayoutRules
+from layouts import Mesh as Mesh
+from layouts import Shape as Shape
+from layouts import Sharding as Sharding
+from meshlib import initializers as initializers
+from meshlib import layers as layers
+from meshlib import models as models
+from meshlib import optimize as optimize
+from meshlib import testing as testing
+from meshlib.batches import Batches as Batches
+from meshlib.checkpoint import load as load
+from meshlib.checkpoint import save as save
+from meshlib.differentiation import gradients as gradients
+from meshlib.errors import CheckpointError as CheckpointError
+from meshlib.errors import FeedError as FeedError
+from meshlib.errors import GraphError as GraphError
+from meshlib.errors import LayoutError as LayoutError
+from meshlib.errors import MeshlibError as MeshlibError
+from meshlib.errors import NotFiniteError as NotFiniteError
+from meshlib.errors import ProgramError as ProgramError
+from meshlib.errors import ShapeError as ShapeError
+from meshlib.errors import SliceError as SliceError
+from meshlib.estimation import Estimate as Estimate
+from meshlib.estimation import Physics as Physics
+from meshlib.estimation import estimate as estimate
+from meshlib.estimation.sweep import Scaling as Scaling
+from meshlib.estimation.sweep import scaling as scaling
+from meshlib.face import show as _show
+from meshlib.graph import Graph as Graph
+from meshlib.graph import Operation as Operation
+from meshlib.graph import Tensor as Tensor
+from meshlib.graph import scope as scope
+from meshlib.layers.numerics import Numerics as Numerics
+from meshlib.lowering import Balance as Balance
+from meshlib.lowering import Collective as Collective
+from meshlib.lowering import Program as Program
+from meshlib.lowering import Session as Session
+from meshlib.lowering import check as check
+from meshlib.lowering import collectives_table as collectives_table
+from meshlib.lowering import explain as explain
+from meshlib.lowering import lower as lower
+from meshlib.ops.activations import elu as elu
+from meshlib.ops.activations import gelu as gelu
+from meshlib.ops.activations import leaky_relu as leaky_relu
+from meshlib.ops.activations import selu as selu
+from meshlib.ops.activations import silu as silu
+from meshlib.ops.activations import softplus as softplus
+from meshlib.ops.activations import swish as swish
+from meshlib.ops.attention import attention as attention
+from meshlib.ops.cumulative import cumprod as cumprod
+from meshlib.ops.cumulative import cumsum as cumsum
+from meshlib.ops.dims import anonymize as anonymize
+from meshlib.ops.dims import anonymous_shape as anonymous_shape
+from meshlib.ops.dims import combined_dimension as combined_dimension
+from meshlib.ops.dims import replace_dimensions as replace_dimensions
+from meshlib.ops.einsum import einsum as einsum
+from meshlib.ops.einsum import matmul as matmul
+from meshlib.ops.elementwise import abs as abs
+from meshlib.ops.elementwise import add as add
+from meshlib.ops.elementwise import add_n as add_n
+from meshlib.ops.elementwise import cast as cast
+from meshlib.ops.elementwise import ceil as ceil
+from meshlib.ops.elementwise import clip_by_value as clip_by_value
+from meshlib.ops.elementwise import cos as cos
+from meshlib.ops.elementwise import divide as divide
+from meshlib.ops.elementwise import equal as equal
+from meshlib.ops.elementwise import erf as erf
+from meshlib.ops.elementwise import exp as exp
+from meshlib.ops.elementwise import expm1 as expm1
+from meshlib.ops.elementwise import floor as floor
+from meshlib.ops.elementwise import floordiv as floordiv
+from meshlib.ops.elementwise import greater as greater
+from meshlib.ops.elementwise import greater_equal as greater_equal
+from meshlib.ops.elementwise import less as less
+from meshlib.ops.elementwise import less_equal as less_equal
+from meshlib.ops.elementwise import log as log
+from meshlib.ops.elementwise import logical_and as logical_and
+from meshlib.ops.elementwise import logical_not as logical_not
+from meshlib.ops.elementwise import logical_or as logical_or
+from meshlib.ops.elementwise import maximum as maximum
+from meshlib.ops.elementwise import minimum as minimum
+from meshlib.ops.elementwise import mod as mod
+from meshlib.ops.elementwise import multiply as multiply
+from meshlib.ops.elementwise import negative as negative
+from meshlib.ops.elementwise import not_equal as not_equal
+from meshlib.ops.elementwise import pow as pow
+from meshlib.ops.elementwise import reciprocal as reciprocal
+from meshlib.ops.elementwise import relu as relu
+from meshlib.ops.elementwise import round as round
+from meshlib.ops.elementwise import rsqrt as rsqrt
+from meshlib.ops.elementwise import sigmoid as sigmoid
+from meshlib.ops.elementwise import sign as sign
+from meshlib.ops.elementwise import sin as sin
+from meshlib.ops.elementwise import sqrt as sqrt
+from meshlib.ops.elementwise import square as square
+from meshlib.ops.elementwise import squared_difference as squared_difference
+from meshlib.ops.elementwise import sub as sub
+from meshlib.ops.elementwise import subtract as subtract
+from meshlib.ops.elementwise import tanh as tanh
+from meshlib.ops.elementwise import to_bfloat16 as to_bfloat16
+from meshlib.ops.elementwise import to_float as to_float
+from meshlib.ops.elementwise import to_int32 as to_int32
+from meshlib.ops.elementwise import where as where
+from meshlib.ops.index import dynamic_shift as dynamic_shift
+from meshlib.ops.index import gather as gather
+from meshlib.ops.index import one_hot as one_hot
+from meshlib.ops.index import range as range
+from meshlib.ops.index import scatter_add as scatter_add
+from meshlib.ops.logic import cond as cond
+from meshlib.ops.logic import logical_xor as logical_xor
+from meshlib.ops.loop import scan as scan
+from meshlib.ops.loop import while_loop as while_loop
+from meshlib.ops.pooling import pool as pool
+from meshlib.ops.printing import Print as Print
+from meshlib.ops.quantized import quantized_einsum as quantized_einsum
+from meshlib.ops.ranking import argmax as argmax
+from meshlib.ops.ranking import argsort as argsort
+from meshlib.ops.ranking import nth_largest_element as nth_largest_element
+from meshlib.ops.ranking import nth_smallest_element as nth_smallest_element
+from meshlib.ops.ranking import sort as sort
+from meshlib.ops.ranking import top_1 as top_1
+from meshlib.ops.ranking import top_k as top_k
+from meshlib.ops.reduce import log_softmax as log_softmax
+from meshlib.ops.reduce import reduce_all as reduce_all
+from meshlib.ops.reduce import reduce_any as reduce_any
+from meshlib.ops.reduce import reduce_logsumexp as reduce_logsumexp
+from meshlib.ops.reduce import reduce_max as reduce_max
+from meshlib.ops.reduce import reduce_mean as reduce_mean
+from meshlib.ops.reduce import reduce_min as reduce_min
+from meshlib.ops.reduce import reduce_sum as reduce_sum
+from meshlib.ops.reduce import softmax as softmax
+from meshlib.ops.remat import Remat as Remat
+from meshlib.ops.rewrite import custom_gradient as custom_gradient
+from meshlib.ops.rewrite import recompute_grad as recompute_grad
+from meshlib.ops.sampling import sample_with_temperature as sample_with_temperature
+from meshlib.ops.shape import broadcast as broadcast
+from meshlib.ops.shape import rename_dimension as rename_dimension
+from meshlib.ops.shape import reshape as reshape
+from meshlib.ops.shape import transpose as transpose
+from meshlib.ops.slicewise import slicewise as slicewise
+from meshlib.ops.sources import constant as constant
+from meshlib.ops.sources import dropout as dropout
+from meshlib.ops.sources import input as input
+from meshlib.ops.sources import ones as ones
+from meshlib.ops.sources import ones_like as ones_like
+from meshlib.ops.sources import random_normal as random_normal
+from meshlib.ops.sources import random_uniform as random_uniform
+from meshlib.ops.sources import step as step
+from meshlib.ops.sources import variable as variable
+from meshlib.ops.sources import zeros as zeros
+from meshlib.ops.sources import zeros_like as zeros_like
+from meshlib.ops.stacking import dynamic_slice as dynamic_slice
+from meshlib.ops.stacking import stack as stack
+from meshlib.ops.stacking import unstack as unstack
+from meshlib.ops.stacking import update_slice as update_slice
+from meshlib.ops.state import assign as assign
+from meshlib.ops.state import assign_add as assign_add
+from meshlib.ops.state import assign_sub as assign_sub
+from meshlib.ops.state import constrain as constrain
+from meshlib.ops.state import identity as identity
+from meshlib.ops.state import stop_gradient as stop_gradient
+from meshlib.ops.window import concat as concat
+from meshlib.ops.window import halo_exchange as halo_exchange
+from meshlib.ops.window import left_halo_exchange as left_halo_exchange
+from meshlib.ops.window import pad as pad
+from meshlib.ops.window import shift as shift
+from meshlib.ops.window import slice as slice
+from meshlib.ops.window import split as split
+from meshlib.ops.window import strided_slice as strided_slice
+from meshlib.optimize import serialize_training_step as serialize_training_step
+from meshlib.program.comparison import Comparison as Comparison
+from meshlib.program.comparison import compare as compare
+from meshlib.simulation import Simulation as Simulation
+from meshlib.simulation import simulate as simulate
+from meshlib.verification import Verification as Verification
+from meshlib.verification import verify as verify
 
-__all__ = [
-    "Balance",
-    "Batches",
-    "CheckpointError",
-    "Collective",
-    "Comparison",
-    "Dimension",
-    "Estimate",
-    "FeedError",
-    "Graph",
-    "GraphError",
-    "LayoutError",
-    "LayoutRules",
-    "Mesh",
-    "MeshlibError",
-    "NotFiniteError",
-    "Operation",
-    "Physics",
-    "Program",
-    "ProgramError",
-    "Remat",
-    "Scaling",
-    "Session",
-    "Shape",
-    "ShapeError",
-    "Sharding",
-    "Simulation",
-    "SliceError",
-    "Tensor",
-    "Verification",
-    "abs",
-    "add",
-    "add_n",
-    "anonymize",
-    "anonymous_shape",
-    "argmax",
-    "argsort",
-    "assign",
-    "assign_add",
-    "assign_sub",
-    "attention",
-    "broadcast",
-    "cast",
-    "ceil",
-    "check",
-    "clip_by_value",
-    "collectives_table",
-    "combined_dimension",
-    "compare",
-    "concat",
-    "cond",
-    "constant",
-    "constrain",
-    "cos",
-    "cumprod",
-    "cumsum",
-    "custom_gradient",
-    "divide",
-    "dropout",
-    "dynamic_shift",
-    "dynamic_slice",
-    "einsum",
-    "elu",
-    "equal",
-    "erf",
-    "estimate",
-    "exp",
-    "explain",
-    "expm1",
-    "floor",
-    "floordiv",
-    "gather",
-    "gelu",
-    "gradients",
-    "greater",
-    "greater_equal",
-    "halo_exchange",
-    "identity",
-    "initializers",
-    "input",
-    "layers",
-    "leaky_relu",
-    "left_halo_exchange",
-    "less",
-    "less_equal",
-    "load",
-    "log",
-    "log_softmax",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-    "lower",
-    "matmul",
-    "maximum",
-    "minimum",
-    "mod",
-    "models",
-    "multiply",
-    "negative",
-    "not_equal",
-    "nth_largest_element",
-    "nth_smallest_element",
-    "one_hot",
-    "ones",
-    "ones_like",
-    "optimize",
-    "pad",
-    "pool",
-    "pow",
-    "quantized_einsum",
-    "random_normal",
-    "random_uniform",
-    "range",
-    "reciprocal",
-    "recompute_grad",
-    "reduce_all",
-    "reduce_any",
-    "reduce_logsumexp",
-    "reduce_max",
-    "reduce_mean",
-    "reduce_min",
-    "reduce_sum",
-    "relu",
-    "rename_dimension",
-    "replace_dimensions",
-    "reshape",
-    "round",
-    "rsqrt",
-    "sample_with_temperature",
-    "save",
-    "scaling",
-    "scan",
-    "scatter_add",
-    "scope",
-    "selu",
-    "serialize_training_step",
-    "shift",
-    "sigmoid",
-    "sign",
-    "silu",
-    "simulate",
-    "sin",
-    "slice",
-    "softmax",
-    "softplus",
-    "sort",
-    "split",
-    "sqrt",
-    "square",
-    "squared_difference",
-    "stack",
-    "step",
-    "stop_gradient",
-    "strided_slice",
-    "sub",
-    "subtract",
-    "swish",
-    "tanh",
-    "testing",
-    "to_bfloat16",
-    "to_float",
-    "to_int32",
-    "top_1",
-    "top_k",
-    "transpose",
-    "unstack",
-    "update_slice",
-    "variable",
-    "verify",
-    "where",
-    "while_loop",
-    "zeros",
-    "zeros_like",
-]
+_show(globals(), ["meshlib.ops.", "meshlib.differentiation", "meshlib.optimize."])

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from meshlib.errors import MeshlibError
+from meshlib.validation.validating import validate as run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,8 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     validate.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
     args = parser.parse_args(argv)
     try:
-        from meshlib.validation.validating import validate as run
-
         print(run(args.file, args.refit))
     except MeshlibError as fault:
         print(f"meshlib: {fault}", file=sys.stderr)

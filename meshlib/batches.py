@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshlib.checks import is_masked
 from meshlib.errors import FeedError, nearest
 
 __all__ = ["Batches", "Position"]
@@ -266,6 +267,8 @@ def _check(
                 faults.append(f"the names of arrays are text, got {name!r:.80}")
             elif not isinstance(array, np.ndarray):
                 faults.append(f"'{name}' must be a NumPy array, got {type(array).__name__}; use np.asarray")
+            elif is_masked(array):
+                faults.append(f"'{name}' is a masked array; give its elements values, as in array.filled(0)")
             elif not array.ndim:
                 faults.append(f"'{name}' needs a first dim that counts the examples, got a scalar")
             else:

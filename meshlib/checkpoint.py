@@ -32,7 +32,7 @@ import numpy as np
 from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
 from meshlib.errors import CheckpointError, nearest
-from meshlib.files import replace_file
+from meshlib.files import open_file, replace_file
 from meshlib.simulation import Simulation
 
 __all__ = ["CODES", "load", "save"]
@@ -105,7 +105,12 @@ def save(sim: Simulation, path: Path) -> None:
       >>> other.state["w"].tolist(), int(other.state["step"]), other.seed
       ([2.0, 2.0, 2.0, 2.0], 1, 3)
     """
-    target = _checked(sim, path, "save")
+    _check_simulation(sim, "save", "save(sim, path)")
+    with sim.state.lock:
+        _save(sim, path)
+
+
+def _save(sim: Simulation, path: object) -> None:
     arrays = dict(sim.state.arrays)
     if METADATA in arrays:
         raise CheckpointError(f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it")
@@ -133,10 +138,7 @@ def save(sim: Simulation, path: Path) -> None:
         file.seek(0)
         file.write(_header_bytes(entries, {**metadata, **sums}))
 
-    try:
-        replace_file(target, write)
-    except OSError as fault:
-        raise CheckpointError(f"save: {target} can't be written: {_reason(fault)}") from fault
+    replace_file(path, write, "save", CheckpointError)
 
 
 def _header_bytes(entries: Mapping[str, _Entry], metadata: Mapping[str, str]) -> bytes:
@@ -192,23 +194,21 @@ def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str
     Returns: what was left out, name -> why; empty if strict.
     Raises: CheckpointError with everything that does not fit at once, or with the first fault of the file itself.
     """
-    target = _checked(sim, path, "load")
+    _check_simulation(sim, "load", "load(path, sim)")
     patterns = _patterns(only)
-    try:
-        with open(target, "rb") as file:
-            header = _read_header(file, target)
-            fitting, skipped = _match(header, sim, patterns)
-            seed = _seed(header, target) if patterns is None else None
-            if patterns is None and seed is None:
-                skipped[METADATA] = f"no '{SEED}' in it, only {', '.join(header.metadata) or 'nothing'}"
-            if skipped and (strict or not fitting):
-                _refuse(target, skipped, strict)
-            arrays = {name: _read(file, header, name, _type(sim, name), target) for name in fitting}
-    except OSError as fault:
-        raise CheckpointError(f"load: {target} can't be read: {_reason(fault)}") from fault
-    sim.state.arrays.update(arrays)
-    if seed is not None:
-        sim.seed = sim.state.seed = seed
+    with open_file(path, "load", CheckpointError) as (file, target):
+        header = _read_header(file, target)
+        fitting, skipped = _match(header, sim, patterns)
+        seed = _seed(header, target) if patterns is None else None
+        if patterns is None and seed is None:
+            skipped[METADATA] = f"no '{SEED}' in it, only {', '.join(header.metadata) or 'nothing'}"
+        if skipped and (strict or not fitting):
+            _refuse(target, skipped, strict)
+        arrays = {name: _read(file, header, name, _type(sim, name), target) for name in fitting}
+    with sim.state.lock:
+        sim.state.arrays.update(arrays)
+        if seed is not None:
+            sim.seed = sim.state.seed = seed
     return skipped
 
 
@@ -389,16 +389,11 @@ def _seed(header: _Header, target: str) -> int | None:
 # ---------------------------------------------------------------- both
 
 
-def _checked(sim: object, path: object, what: str) -> str:
-    """The path of the file itself, with no link in it."""
+def _check_simulation(sim: object, what: str, call: str) -> None:
     if not isinstance(sim, Simulation):
         raise CheckpointError(
-            f"{what}: expected what mtf.simulate returned, got {type(sim).__name__} {sim!r:.80}; "
-            f"write mtf.{'save(sim, path)' if what == 'save' else 'load(path, sim)'}"
+            f"{what}: expected what mtf.simulate returned, got {type(sim).__name__} {sim!r:.80}; write mtf.{call}"
         )
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
-        raise CheckpointError(f"{what}: the path must be text or a pathlib.Path, got {type(path).__name__} {path!r}")
-    return os.path.realpath(path)
 
 
 def _patterns(only: object) -> list[str] | None:
@@ -422,7 +417,3 @@ def _type(sim: Simulation, name: str) -> tuple[Shape, DType]:
     """Shape and stored dtype of a variable; the step has no slot."""
     slot = sim.state.slots.get(name)
     return (slot.shape, slot.dtype) if slot else (Shape([]), INT32)
-
-
-def _reason(fault: OSError) -> str:
-    return fault.strerror or str(fault)

@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from hardware.numerics import round_to_bfloat16
 from layouts.parsing import is_iterable
-from meshlib.dtypes import BOOL, DType
-from meshlib.errors import GraphError, ShapeError, nearest
-from meshlib.graph import Tensor, source_line
+from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
+from meshlib.errors import GraphError, MeshlibError, ShapeError, nearest
+from meshlib.graph import Tensor
+from meshlib.origin import source_line
+
+Array = np.ndarray[Any, Any]
 
 
 def at(what: str) -> str:
@@ -62,7 +66,7 @@ def choice(value: object, what: str, argument: str, options: tuple[str, ...]) ->
 
 def items(values: object, what: str, argument: str) -> list[Any]:
     """The elements of a list, tuple or the like; a single tensor or a text is none."""
-    if is_iterable(values) and not isinstance(values, Tensor | str | bytes):
+    if not isinstance(values, Tensor | str | bytes) and is_iterable(values):
         return list(values)
     raise ShapeError(f"{at(what)}: {argument} must be a list, got {_shown(values)}")
 
@@ -80,14 +84,55 @@ def fitting(value: object, dtype: DType, what: str) -> bool | int | float:
         raise ShapeError(f"{at(what)}: expected a number, got {_shown(value)}; feed arrays through mtf.input")
     if dtype.is_float:
         try:
-            return float(value)
+            held = float(value)
+            with np.errstate(over="ignore"):
+                fits = not math.isfinite(held) or np.isfinite(dtype.public.type(held))
         except OverflowError:
-            raise ShapeError(f"{at(what)}: the number {value:.3g} does not fit {dtype.name}") from None
+            fits = False
+        if fits:
+            return held
+        raise ShapeError(f"{at(what)}: the number {_text(value)} does not fit {dtype.name}")
     low, high = (0, 1) if dtype is BOOL else (-(2**31), 2**31 - 1)
-    if not math.isfinite(value) or value != int(value) or not low <= value <= high:
-        raise ShapeError(f"{at(what)}: the number {value} does not fit {dtype.name}; use a float dtype, or cast")
+    if not low <= value <= high or value != int(value):
+        raise ShapeError(f"{at(what)}: the number {_text(value)} does not fit {dtype.name}; use a float dtype, or cast")
     return bool(value) if dtype is BOOL else int(value)
 
 
+def stored(array: Array, dtype: DType, what: str, fault: type[MeshlibError]) -> Array:
+    """Numbers of any width as the simulation stores a `dtype`, C-contiguous; only digits may get lost.
+
+    Raises: `fault` for masked elements, and numbers beyond the range of the dtype.
+    """
+    if is_masked(array):
+        raise fault(f"{what}: a masked array has elements without a value; give them one, as in array.filled(0)")
+    if dtype is INT32 and array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
+        raise fault(f"{what}: value {array.max() if array.max() > 2**31 - 1 else array.min()} does not fit int32")
+    if array.dtype == dtype.public:
+        return np.asarray(array, dtype=dtype.storage, order="C")
+    with np.errstate(all="ignore"):
+        out = np.asarray(array, dtype=dtype.storage, order="C")
+        out = round_to_bfloat16(out) if dtype is BFLOAT16 else out
+    if dtype.is_float and np.isinf(out).any():
+        lost = np.argwhere(np.isinf(out) & np.isfinite(array))
+        if len(lost):
+            where = lost[0].tolist()
+            raise fault(f"{what}: the number {array[tuple(where)]:.6g} at index {where} does not fit {dtype.name}")
+    return out
+
+
+def is_masked(value: object) -> bool:
+    """Whether `value` is a masked array, or a list that holds one: NumPy's conversions drop masks silently."""
+    if isinstance(value, list | tuple):
+        return any(map(is_masked, value))
+    return isinstance(value, np.ma.MaskedArray)
+
+
 def _shown(value: object) -> str:
-    return f"{type(value).__name__} {value!r:.80}"
+    return f"{type(value).__name__} {_text(value)}"
+
+
+def _text(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python does not write integers of more than 4,300 digits
+        return "of too many digits to be shown"

@@ -1,24 +1,29 @@
 """Reverse-mode gradients: ordinary operations on the unsharded graph, so that no collective needs one.
 
+What is written for an operation carries its source line, so that backward rows name the forward line they belong to.
 Cotangents of a value meet in one n-ary `add_n`; the lowering groups its operands by what they still have to be
 summed over, so each group is reduced once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Container, Sequence
+from contextvars import ContextVar
 
 from meshlib.checks import at, items
 from meshlib.errors import GraphError, ShapeError
-from meshlib.graph import BACKWARD, Graph, Operation, Rewrite, Tensor, absolute_scope, innermost, region
+from meshlib.graph import BACKWARD, Graph, Operation, Tensor, absolute_scope, innermost, region
 from meshlib.operation import Kind, tensor
 from meshlib.ops.elementwise import add_n
 from meshlib.ops.host import from_host
 from meshlib.ops.shape import broadcast
-from meshlib.ops.sources import _constant
+from meshlib.ops.sources import VARIABLE, _constant
 from meshlib.ops.state import identity
-from meshlib.replay import replay
+from meshlib.origin import written_at
+from meshlib.replay import Rewrite, replay
+
+# What depends on the tensors whose gradients are under way.
+_depending: ContextVar[Container[Tensor]] = ContextVar("depending")
 
 
 def gradients(
@@ -49,9 +54,9 @@ def gradients(
     for t in (*targets, *xs):
         if tensor(t, "gradients").graph is not graph:
             raise GraphError(f"{at('gradients')}: {t} belongs to another graph than {targets[0]}")
-    with region(BACKWARD):
+    with graph, region(BACKWARD):
         cotangents = _seeds(graph, targets, grad_ys)
-        _sweep(graph, cotangents, set(xs))
+        _sweep(graph, graph.operations, cotangents, set(xs))
         return [_gathered(graph, x, cotangents) for x in xs]
 
 
@@ -64,53 +69,67 @@ def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None)
     for i, y in enumerate(ys):
         if not y.dtype.is_float:
             raise GraphError(f"{at('gradients')}: {y} ({y.operation.source}) is no float tensor and has no gradient")
-        seed = grad_ys[i] if grad_ys is not None else _constant(graph, 1, y.shape, y.dtype, "ones")
+        with written_at(y.operation.source):
+            seed = grad_ys[i] if grad_ys is not None else _constant(graph, 1, y.shape, y.dtype, "ones")
         if seed.shape != y.shape or seed.dtype is not y.dtype:
             raise ShapeError(f"{at('gradients')}: the cotangent {seed} does not have the type of {y}")
         cotangents.setdefault(y, []).append(seed)
     return cotangents
 
 
-def _sweep(graph: Graph, cotangents: dict[Tensor, list[Tensor]], wanted: set[Tensor], since: int = 0) -> None:
-    """Pass cotangents back through operations `since` on, the last first."""
-    depends = _depending_on(graph, wanted, since)
-    operations = tuple(graph.operations)
-    rewrites = {r.stop: r for r in graph.rewrites if since <= r.start < r.stop}  # of several, the outermost
-    stop = len(operations)
-    while stop > since:
-        rewrite = rewrites.get(stop)
-        start = stop - 1 if rewrite is None else rewrite.start
-        if rewrite is None:
-            sides = _gradients(operations[start], cotangents, depends)
-        else:
-            sides = _rewritten(graph, rewrite, cotangents, depends)
-        for x, dx in sides:
-            if x in depends and x.dtype.is_float:
-                cotangents.setdefault(x, []).append(dx)
-        stop = start
+def _sweep(
+    graph: Graph, operations: Sequence[Operation], cotangents: dict[Tensor, list[Tensor]], wanted: set[Tensor]
+) -> None:
+    """Pass cotangents back through a run of operations of `graph`, the last first."""
+    operations, swept = tuple(operations), set(operations)
+    rewrites = [r for r in graph.rewrites if r.operations[0] in swept and r.operations[-1] in swept]
+    ends = {r.operations[-1]: r for r in rewrites}  # of several, the outermost
+    depends = _depending_on(operations, rewrites, wanted)
+    passed: set[Operation] = set()
+    token = _depending.set(depends)
+    try:
+        for op in reversed(operations):
+            if op in passed:
+                continue
+            rewrite = ends.get(op)
+            if rewrite is None:
+                sides = _gradients(op, cotangents, depends)
+            else:
+                passed.update(rewrite.operations)
+                sides = _rewritten(graph, rewrite, cotangents, depends)
+            for x, dx in sides:
+                if x in depends and x.dtype.is_float:
+                    cotangents.setdefault(x, []).append(dx)
+    finally:
+        _depending.reset(token)
 
 
 Sides = list[tuple[Tensor, Tensor]]
+
+
+def is_wanted(x: Tensor) -> bool:
+    """Whether the gradients under way ask for a cotangent of `x`, for rules to which it makes a difference."""
+    return x in _depending.get()
 
 
 def _gradients(op: Operation, cotangents: dict[Tensor, list[Tensor]], depends: set[Tensor]) -> Sides:
     """What one operation passes on to its operands."""
     if not any(y in cotangents for y in op.outputs) or not any(x in depends for x in op.inputs):
         return []
-    with absolute_scope(f"{op.name}/grad"):
+    with absolute_scope(f"{op.name}/grad"), written_at(op.source):
         dys = [_total(y, cotangents) for y in op.outputs]
-        rule = partial(op.kind.grad, wanted=depends) if op.kind.kind is Kind.LOOP else op.kind.grad
-        found = zip(op.inputs, rule(op, *dys), strict=True)
+        found = zip(op.inputs, op.kind.grad(op, *dys), strict=True)
         return [(x, dx) for x, dx in found if dx is not None]
 
 
 def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Tensor]], depends: set[Tensor]) -> Sides:
     """What a function with a gradient of its own passes on: its inner values get no cotangents."""
-    operations = graph.operations[rewrite.start : rewrite.stop]
-    results = [y for op in operations if not _is_read(op) for y in op.outputs if y in cotangents]
+    made = (y for op in rewrite.operations if not _is_read(op) for y in op.outputs)
+    results = [y for y in dict.fromkeys((*rewrite.results, *made)) if y in cotangents]
     if not any(y in depends for y in results):
         return []
-    with absolute_scope(f"{results[0].operation.name}/grad"):
+    first = results[0].operation
+    with absolute_scope(f"{first.name}/grad"), written_at(first.source, default=True):
         dys = [add_n(cotangents[y]) for y in results]
         if rewrite.gradient is None:
             return _recomputed(graph, rewrite, results, dys)
@@ -129,23 +148,22 @@ def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Ten
 
 def _is_read(op: Operation) -> bool:
     """Variables and inputs that are declared inside a function are read, not made: copies of it read the same."""
-    return op.kind.name in ("variable", "input")
+    return op.kind.kind is Kind.RESIDENT
 
 
 def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: Sequence[Tensor]) -> Sides:
     """Write the operations again, and pass cotangents through the copies to what they take from outside."""
-    operations = graph.operations[rewrite.start : rewrite.stop]
-    kept = {y: y for op in operations if _is_read(op) for y in op.outputs}
-    made = {y for op in operations for y in op.outputs if y not in kept}
-    outside = list(dict.fromkeys(x for op in operations for x in op.inputs if x not in made))
+    kept = {y: y for op in rewrite.operations if _is_read(op) for y in op.outputs}
+    made = {y for op in rewrite.operations for y in op.outputs if y not in kept}
+    outside = list(dict.fromkeys(x for op in rewrite.operations for x in op.inputs if x not in made))
     known = {y: from_host(where) if where.on_host else where for y, where in rewrite.kept}
-    since = len(graph.operations)
-    again = replay(graph, rewrite.start, rewrite.stop, kept, graph, rewrite)
+    count = len(graph.operations)
+    again = replay(rewrite.operations, graph.rewrites[: graph.rewrites.index(rewrite)], kept, graph)
     graph.known.update((again[y], value) for y, value in known.items())
     cotangents: dict[Tensor, list[Tensor]] = {}
     for y, dy in zip(results, dys, strict=True):
         cotangents.setdefault(again[y], []).append(dy)
-    _sweep(graph, cotangents, set(outside), since)
+    _sweep(graph, graph.operations[count:], cotangents, set(outside))
     return [(x, add_n(cotangents[x])) for x in outside if x in cotangents]
 
 
@@ -157,13 +175,13 @@ def composed_gradient(
     For the gradient rules of operations that are differentiated further as a composition of others.
     """
     graph = innermost([*inputs, *(dy for dy in dys if dy is not None)], "gradients")
-    since = len(graph.operations)
+    count = len(graph.operations)
     made = [identity(x) for x in inputs]  # cotangents must not go on to what the inputs are made of
     cotangents: dict[Tensor, list[Tensor]] = {}
     for y, dy in zip(function(*made), dys, strict=True):
         if dy is not None:
             cotangents.setdefault(y, []).append(dy)
-    _sweep(graph, cotangents, set(made), since)
+    _sweep(graph, graph.operations[count:], cotangents, set(made))
     return [add_n(cotangents[x]) if x in cotangents else None for x in made]
 
 
@@ -175,10 +193,13 @@ def _total(y: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:
     return dy
 
 
-def _depending_on(graph: Graph, xs: set[Tensor], since: int) -> set[Tensor]:
+def _depending_on(operations: Sequence[Operation], rewrites: Sequence[Rewrite], xs: set[Tensor]) -> set[Tensor]:
+    """What depends on `xs`; results of a function with a rule of its own do if one of its inputs does."""
+    ruled = {op: r for r in rewrites if r.gradient is not None for op in r.operations}
     found = set(xs)
-    for op in graph.operations[since:]:
-        if any(x in found for x in op.inputs):
+    for op in operations:
+        taken = ruled[op].inputs if op in ruled and not _is_read(op) else op.inputs
+        if any(x in found for x in taken):
             found.update(op.outputs)
     return found
 
@@ -186,11 +207,11 @@ def _depending_on(graph: Graph, xs: set[Tensor], since: int) -> set[Tensor]:
 def _gathered(graph: Graph, x: Tensor, cotangents: dict[Tensor, list[Tensor]]) -> Tensor | None:
     if x not in cotangents:
         return None
-    with absolute_scope(f"{x.operation.name}/grad"):
+    with absolute_scope(f"{x.operation.name}/grad"), written_at(x.operation.source):
         dx = add_n(cotangents[x])
         if dx.shape != x.shape:
             dx = broadcast(dx, x.shape)
-        if x.operation.kind.name == "variable":
+        if x.operation.kind is VARIABLE:
             dx = _own(graph, dx, x.operation)
     return dx
 

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from meshlib.errors import ShapeError, nearest
+from meshlib.origin import source_line
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,6 @@ def as_dtype(dtype: object) -> DType:
     name = dtype if isinstance(dtype, str) else _numpy_name(dtype)
     found = BY_NAME.get(name)
     if found is None:
-        from meshlib.graph import source_line
-
         raise ShapeError(
             f"unknown dtype {dtype!r:.80} ({source_line()}): use one of {', '.join(BY_NAME)}{nearest(name, BY_NAME)}"
         )

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from layouts.errors import LayoutError, MeshlibError, nearest
-
-__all__ = [
-    "CheckpointError",
-    "FeedError",
-    "GraphError",
-    "LayoutError",
-    "MeshlibError",
-    "NotFiniteError",
-    "ProgramError",
-    "ShapeError",
-    "SliceError",
-    "nearest",
-]
+from layouts.errors import LayoutError as LayoutError
+from layouts.errors import MeshlibError as MeshlibError
+from layouts.errors import nearest as nearest
 
 
 class GraphError(MeshlibError, ValueError):

@@ -1,54 +1,117 @@
-"""Files that are whole or not there: written under a temporary name beside the target, flushed, and renamed."""
+"""Files that are whole or not there: written under a temporary name beside the target, flushed, and renamed.
+
+Only regular files are read or replaced: renaming over a device would remove it for everyone, and a pipe may have
+nobody at its other end. Links are followed, and stay links.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import secrets
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from hashlib import blake2b
 from typing import BinaryIO
 
+_NAME_BYTES = 200  # of the target's name in a temporary one: file systems take 255, and something is added
 
-def replace_file(target: str, write: Callable[[BinaryIO], object]) -> None:
-    """Give the file `target` (an absolute path) new content, or leave it as it was.
+
+def replace_file(path: object, write: Callable[[BinaryIO], object], what: str, error: type[Exception]) -> str:
+    """Give the file `path` new content, or leave it as it was.
 
     Args:
+      path: text or a pathlib.Path; its folder must exist. A link stays a link, and its target is replaced.
       write: writes the content to an open binary file.
-    Raises: OSError as the system does; whatever `write` raises. A killed writer leaves a file beside the target, which
-      the next call removes.
+      what: who asks, as messages begin.
+      error: what to raise.
+    Returns: the path of the file itself, with no link in it.
+    Raises: `error` if the path is none, names something else than a regular file, or can't be written; whatever `write`
+      raises but OSError. A killed writer leaves a file beside the target, which the next call removes.
     """
-    folder, name = os.path.split(target)
-    if os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
-    _remove_stale(folder, name)
-    file, temporary = _temporary(folder, name)
-    try:
-        with file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            if os.name == "nt":
-                file.close()  # Windows renames no open file
-            os.replace(temporary, target)  # else before the lock goes
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    if os.name != "nt":
-        descriptor = os.open(folder, os.O_RDONLY)
+    with _faults(path, what, "written", error) as target:
+        folder, name = os.path.split(target)
+        _remove_stale(folder, name)
+        file, temporary = _temporary(folder, name)
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            with file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+                if os.name == "nt":
+                    file.close()  # Windows renames no open file
+                os.replace(temporary, target)  # else before the lock goes
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if os.name != "nt":
+            with suppress(PermissionError):  # a folder that may be written, not read
+                descriptor = os.open(folder, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+    return target
+
+
+@contextlib.contextmanager
+def open_file(path: object, what: str, error: type[Exception]) -> Iterator[tuple[BinaryIO, str]]:
+    """The file `path`, open for reading, and its own path with no link in it. Arguments and faults as above."""
+    with _faults(path, what, "read", error) as target, open(target, "rb") as file:
+        yield file, target
+
+
+@contextlib.contextmanager
+def _faults(path: object, what: str, done: str, error: type[Exception]) -> Iterator[str]:
+    """The path of the file itself; a fault of the system in what follows is one of `error`."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        raise error(f"{what}: the path must be text or a pathlib.Path, got {type(path).__name__} {path!r:.80}")
+    try:
+        nameable = "\0" not in text and os.fsencode(text)
+    except UnicodeEncodeError:
+        nameable = False
+    if not nameable:
+        raise error(f"{what}: no file can be named {text!r:.80}")
+    target = text
+    try:
+        _check_regular(text)
+        target = os.path.realpath(text)
+        yield target
+    except OSError as fault:
+        raise error(f"{what}: {target:.200} can't be {done}: {fault.strerror or fault}") from fault
+
+
+def _check_regular(path: str) -> None:
+    """Raise OSError if there is something at the path, or at the end of its links, that is no regular file."""
+    if not os.path.basename(path):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
+    if not stat.S_ISREG(mode):
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
+
+
+def _stem(name: str) -> str:
+    """What stands for the target in the names of its temporary files, which are longer than its own."""
+    raw = os.fsencode(name)
+    return name if len(raw) <= _NAME_BYTES else blake2b(raw, digest_size=16).hexdigest()
 
 
 def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
     """A new locked file beside the target, and its path."""
     while True:
-        path = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.saving")
+        path = os.path.join(folder, f".{_stem(name)}.{secrets.token_hex(4)}.saving")
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         except FileExistsError:
@@ -62,8 +125,12 @@ def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
 
 def _remove_stale(folder: str, name: str) -> None:
     """Remove what killed writers of the same target left: temporary files that no one has locked."""
-    pattern = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{8}\.saving")
-    for found in os.listdir(folder):
+    pattern = re.compile(re.escape(f".{_stem(name)}.") + r"[0-9a-f]{8}\.saving")
+    try:
+        there = os.listdir(folder)
+    except PermissionError:  # a folder that may be written, not read
+        return
+    for found in there:
         if not pattern.fullmatch(found):
             continue
         path = os.path.join(folder, found)

@@ -1,32 +1,34 @@
 """Graph, Tensor, Operation: the program as written, plain data without layouts or numbers.
 
 Operations are appended in the order in which the user's code runs, so the list is already a topological order.
-Each carries the name scope and the source line of the user's code, and the region (forward, backward, update) it
+Each carries the name scope, the source line (`meshlib.origin` says whose) and the region (forward, backward, update) it
 belongs to: the lowering and every message need them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from layouts import Dimension, Shape
 from meshlib.dtypes import DType
 from meshlib.errors import GraphError, nearest
+from meshlib.face import record
+from meshlib.origin import source_line
 
 if TYPE_CHECKING:
+    from meshlib.loop_record import LoopRecord
     from meshlib.operation import OpDef
+    from meshlib.replay import Rewrite
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-_PACKAGE = str(Path(__file__).parent)
 
 _graphs: ContextVar[tuple[Graph, ...]] = ContextVar("graphs", default=())
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())
+_reuse: ContextVar[bool] = ContextVar("reuse", default=False)
 _region: ContextVar[tuple[str, Operation | None]] = ContextVar("region", default=(FORWARD, None))
 
 
@@ -68,8 +70,11 @@ class Tensor:
     @property
     def on_host(self) -> bool:
         """Whether the value lies in host memory: what `mtf.Remat(offload=...)` keeps for a gradient."""
-        held = self.operation.attrs.get("on_host", ())
-        return bool(held) and self.operation.outputs.index(self) in held
+        loop = self.operation.loop
+        if loop is None:
+            return bool(self.operation.attrs.get("on_host"))
+        number = self.operation.outputs.index(self) - loop.carries
+        return number >= 0 and loop.stacked[number].on_host
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}{self.shape}"
@@ -129,6 +134,8 @@ class Tensor:
 class Operation:
     """One step of the program: a record (`kind`), its operands and attributes, and where it was written.
 
+    `name` is its path of scopes, `source` a line of the user's; in a gradient both are those of the operation whose
+    gradient it is, with "/grad" after the name. In the update region `source` is the line that asked for the update.
     `owner` is the variable an update-region operation works for: its values live where that variable's slots do.
     """
 
@@ -148,9 +155,14 @@ class Operation:
         return self.outputs[0]
 
     @property
+    def loop(self) -> LoopRecord | None:
+        """What is repeated, if this is a loop."""
+        return self.attrs.get("loop")
+
+    @property
     def public_outputs(self) -> tuple[Tensor, ...]:
         """The outputs that the user knows of: not what a loop stacks up for its gradient."""
-        return self.outputs[: len(self.attrs["results"])] if "body" in self.attrs else self.outputs
+        return self.outputs if self.loop is None else self.outputs[: len(self.loop.results)]
 
     @property
     def needs(self) -> Sequence[int]:
@@ -158,27 +170,23 @@ class Operation:
 
         The others matter to gradients: they led to what the body is given.
         """
-        needs: Sequence[int] = self.attrs.get("needs", range(len(self.inputs)))
-        return needs
+        return range(len(self.inputs)) if self.loop is None else self.loop.needs
+
+    # A copy of one operation is a copy of its graph, which holds them in a row: chains of operands may be too long to
+    # be followed one call within another.
+    def __getstate__(self) -> Graph:
+        return self.graph
+
+    def __setstate__(self, graph: Graph) -> None:
+        """Nothing to do: `Graph.__setstate__` fills its operations in."""
+
+    def __copy__(self) -> Operation:
+        return self
 
     def __str__(self) -> str:
         return f"{self.kind.name} '{self.name}' ({self.source})"
 
     __repr__ = __str__
-
-
-@dataclass(frozen=True, eq=False)
-class Rewrite:
-    """Operations [start, stop) of a graph, whose gradient is `gradient(inputs, results, cotangents)`.
-
-    With None they are computed again for it, except for the values `kept`, each with where it is kept.
-    """
-
-    start: int
-    stop: int
-    inputs: tuple[Tensor, ...]
-    gradient: Callable[..., Any] | None
-    kept: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 @dataclass(eq=False)
@@ -199,9 +207,13 @@ class Graph:
     # of a loop's body: the graph around it, and what the body takes from there, each with its stand-in inside
     parent: Graph | None = None
     captured: dict[Tensor, Tensor] = field(default_factory=dict)
+    # of a loop's body: what each stand-in of a tensor from outside, or of its slices, stands for
+    outside: dict[Tensor, Tensor] = field(default_factory=dict)
     # results of operations that were written again, of which the value is there already: what to take in their place.
     # Gradients pass through the copies; the lowering drops those that nobody needs any more.
     known: dict[Tensor, Tensor] = field(default_factory=dict)
+    # operations whose results the user never sees: see `meshlib.face`
+    inner: set[Operation] = field(default_factory=set)
     # runs of operations with a gradient of their own; inner ones come before those around them
     rewrites: list[Rewrite] = field(default_factory=list)
     # of a loop's body: the scope that names its operations, and the one around the loop, which variables made in the
@@ -222,6 +234,20 @@ class Graph:
     def __exit__(self, *exc: object) -> None:
         _graphs.reset(self._tokens.pop())
 
+    def __getstate__(self) -> dict[str, Any]:
+        rows = [[getattr(op, f.name) for f in fields(Operation)] for op in self.operations]
+        # Whoever loads it is not inside its `with`.
+        return {**vars(self), "_tokens": [], "rows": rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for op, row in zip(state["operations"], state.pop("rows"), strict=True):
+            for f, value in zip(fields(Operation), row, strict=True):
+                object.__setattr__(op, f.name, value)
+        vars(self).update(state)
+
+    def __copy__(self) -> Graph:
+        raise GraphError("a graph can't share its operations with a copy; use copy.deepcopy")
+
     @property
     def trainable_variables(self) -> tuple[Tensor, ...]:
         """The stored values of all trainable variables, in the order in which they were declared."""
@@ -233,9 +259,9 @@ class Graph:
         return self if self.parent is None else self.parent.root
 
     @property
-    def depth(self) -> int:
-        """0 for a program, 1 for the body of a loop in it, ..."""
-        return 0 if self.parent is None else 1 + self.parent.depth
+    def around(self) -> tuple[Graph, ...]:
+        """This graph, and those of the loops around it."""
+        return (self,) if self.parent is None else (self, *self.parent.around)
 
     @property
     def stacking(self) -> tuple[Dimension, ...]:
@@ -251,18 +277,23 @@ class Graph:
         if outer not in self.captured:
             from meshlib.ops.sources import INPUT
 
-            attrs = {"shape": x.shape, "dtype": x.dtype, "on_host": (0,) if x.on_host else ()}
+            attrs = {"shape": x.shape, "dtype": x.dtype, "on_host": x.on_host}
             full = name or self.unique_name(f"outer/{x.name}")
             op = self.inputs[full] = self.add(INPUT, (), (x.type,), attrs, exact_name=full)
             self.captured[outer] = op.output
+            self.outside[op.output] = outer
         return self.captured[outer]
 
     def unique_name(self, base: str) -> str:
-        """`base` inside the current scope, numbered from the second use on."""
+        """`base` inside the current scope, from the second use on with the first number that nobody took."""
         scoped = "/".join((*_scopes.get(), base))
-        n = self._counts.get(scoped, 0)
+        name, n = scoped, self._counts.get(scoped, 0)
+        if n:
+            while (name := f"{scoped}_{n}") in self._counts:
+                n += 1
+            self._counts[name] = 1
         self._counts[scoped] = n + 1
-        return scoped if n == 0 else self.unique_name(f"{base}_{n}")
+        return name
 
     def add(
         self,
@@ -284,6 +315,7 @@ class Graph:
         outputs = tuple(Tensor(n, t.shape, t.dtype, op) for n, t in zip(names, types, strict=True))
         object.__setattr__(op, "outputs", outputs)
         self.operations.append(op)
+        record(op)
         return op
 
 
@@ -304,20 +336,20 @@ def current_graph(what: str) -> Graph:
 
 
 def innermost(xs: Sequence[Tensor], what: str) -> Graph:
-    """The graph of an operation on `xs`: the deepest loop body among theirs, which must lie in one another."""
-    deepest = max((x.graph for x in xs), key=lambda g: g.depth)
-    around, graph = {deepest}, deepest.parent
-    while graph is not None:
-        around.add(graph)
-        graph = graph.parent
+    """The graph of an operation on `xs`: the deepest loop body among theirs, which must lie in one another.
+
+    In the function that writes a body it is that body, even if all of them come from outside.
+    """
+    deepest = max((x.graph for x in xs), key=lambda g: len(g.around))
     for x in xs:
-        if x.graph not in around:
+        if x.graph not in deepest.around:
             kept = next(y for y in xs if y.graph is deepest)
             raise GraphError(
                 f"{what} ({source_line()}): operand {x} ({x.operation.source}) belongs to another graph than "
                 f"{kept} ({kept.operation.source}); build both in one `with mtf.Graph()`"
             )
-    return deepest
+    writing = _graphs.get()[-1] if _graphs.get() else deepest
+    return writing if deepest in writing.around else deepest
 
 
 def current_scope() -> tuple[str, ...]:
@@ -337,18 +369,27 @@ def scoped_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def scope(name: str) -> Iterator[None]:
+def scope(name: str, reuse: bool = False) -> Iterator[None]:
     """Prefix the names of operations and variables made inside: `with mtf.scope("layer_0"):`.
 
+    With `reuse` every variable declared inside, and in scopes inside it, is the one that bears its name already.
     Raises: GraphError if `name` is no non-empty string without white space.
     """
+    if not isinstance(reuse, bool):
+        raise GraphError(f"scope '{name}' ({source_line()}): reuse must be True or False, got {reuse!r:.80}")
     if not isinstance(name, str) or not name.strip("/") or any(c.isspace() for c in name):
         raise GraphError(f"scope name must be a non-empty string without white space, got {name!r}")
-    token = _scopes.set((*_scopes.get(), name.strip("/")))
+    token, reused = _scopes.set((*_scopes.get(), name.strip("/"))), _reuse.set(reuse or _reuse.get())
     try:
         yield
     finally:
         _scopes.reset(token)
+        _reuse.reset(reused)
+
+
+def reusing() -> bool:
+    """Whether a scope around says that variables are those that are there already."""
+    return _reuse.get()
 
 
 @contextlib.contextmanager
@@ -369,19 +410,6 @@ def region(name: str, owner: Operation | None = None) -> Iterator[None]:
         yield
     finally:
         _region.reset(token)
-
-
-def source_line() -> str:
-    """`file.py:line` of the innermost frame of the user's code: not this package, nor what Python puts in between."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_between(frame.f_code.co_filename, frame.f_code.co_name):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _is_between(file: str, function: str) -> bool:
-    # Context managers run through contextlib, dataclasses through an __init__ made from a string.
-    return file.startswith(_PACKAGE) or file == contextlib.__file__ or (file, function) == ("<string>", "__init__")
 
 
 def find_dim(x: Tensor, dim: Dimension | str, what: str) -> Dimension:

@@ -1,9 +1,13 @@
-"""Initial values, and the laws random numbers are drawn from: functions of a key and global positions alone."""
+"""Initial values, and the laws random numbers are drawn from: functions of a key and global positions alone.
+
+Initializers are plain data that can be called, so that programs can be compared, copied and sent elsewhere.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any
 
@@ -11,9 +15,9 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
-from meshlib.checks import at, fitting, items
+from meshlib.checks import at, choice, fitting, items, stored
 from meshlib.checks import number as finite
-from meshlib.dtypes import BFLOAT16, BOOL, DType
+from meshlib.dtypes import BFLOAT16, BOOL, FLOAT32, FLOAT64, DType
 from meshlib.errors import GraphError
 from meshlib.threefry import threefry2x32
 
@@ -72,25 +76,62 @@ def _limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.gener
     return dtype.storage.type(first), dtype.storage.type(last)
 
 
-def _drawn(law: tuple[str, float, float]) -> Initializer:
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
+@dataclass(frozen=True)
+class _Drawn:
+    """Numbers drawn independently of each other; `law` as `draw` takes it."""
+
+    law: tuple[str, float, float]
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
         if not dtype.is_float:
             raise GraphError(f"random initial values are floats, not {dtype.name}; give a number or an array")
-        return draw(law, key, shape.sizes, [0] * len(shape), shape.sizes, dtype)
+        for bound in self.law[1:]:
+            fitting(bound, dtype, f"initializers.random_{self.law[0]}")
+        return draw(self.law, key, shape.sizes, [0] * len(shape), shape.sizes, dtype)
 
-    return initialize
+
+@dataclass(frozen=True)
+class _Constant:
+    value: bool | int | float
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        out = np.full(shape.sizes, fitting(self.value, dtype, "initializers.constant"), dtype.storage)
+        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+
+
+@dataclass(frozen=True)
+class _Glorot:
+    input_dims: tuple[Dimension, ...] | None
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        ins = shape.sizes[:-1] if self.input_dims is None else [d.size for d in shape if d in self.input_dims]
+        fan_in = prod(ins)
+        limit = sqrt(6 / (fan_in + max(1, shape.size // max(1, fan_in))))
+        return random_uniform(-limit, limit)(key, shape, dtype)
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    each: Initializer
+    dims: int
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        inner = Shape(shape.dims[self.dims :])
+        count = prod(shape.sizes[: self.dims])
+        return np.stack([self.each(make_key(*key, n), inner, dtype) for n in range(count)]).reshape(shape.sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    value: Array
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        return self.value.copy()
 
 
 def constant(value: float) -> Initializer:
     """The same number everywhere."""
-    if not isinstance(value, bool):
-        value = finite(value, "initializers.constant", "value")
-
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
-        out = np.full(shape.sizes, value, dtype.storage)
-        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
-
-    return initialize
+    return _Constant(value if isinstance(value, bool) else finite(value, "initializers.constant", "value"))
 
 
 def zeros() -> Initializer:
@@ -106,13 +147,13 @@ def ones() -> Initializer:
 def random_uniform(minval: float = -0.05, maxval: float = 0.05) -> Initializer:
     """Uniform in [minval, maxval)."""
     what = "initializers.random_uniform"
-    return _drawn(("uniform", finite(minval, what, "minval"), finite(maxval, what, "maxval")))
+    return _Drawn(("uniform", finite(minval, what, "minval"), finite(maxval, what, "maxval")))
 
 
 def random_normal(mean: float = 0.0, stddev: float = 0.05) -> Initializer:
     """Normal."""
     what = "initializers.random_normal"
-    return _drawn(("normal", finite(mean, what, "mean"), finite(stddev, what, "stddev")))
+    return _Drawn(("normal", finite(mean, what, "mean"), finite(stddev, what, "stddev")))
 
 
 def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer:
@@ -120,15 +161,7 @@ def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer
 
     Source: Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010.
     """
-    chosen = None if input_dims is None else _dims(input_dims, "initializers.glorot_uniform")
-
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
-        ins = [d.size for d in shape if d in chosen] if chosen is not None else shape.sizes[:-1]
-        fan_in = prod(ins)
-        limit = sqrt(6 / (fan_in + max(1, shape.size // max(1, fan_in))))
-        return random_uniform(-limit, limit)(key, shape, dtype)
-
-    return initialize
+    return _Glorot(None if input_dims is None else tuple(_dims(input_dims, "initializers.glorot_uniform")))
 
 
 def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initializer:
@@ -141,13 +174,7 @@ def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initia
 
 def stacked(each: Initializer, dims: int) -> Initializer:
     """Values drawn apart for each index of the first `dims` dims, as if each were a variable of its own."""
-
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
-        inner = Shape(shape.dims[dims:])
-        count = prod(shape.sizes[:dims])
-        return np.stack([each(make_key(*key, n), inner, dtype) for n in range(count)]).reshape(shape.sizes)
-
-    return initialize
+    return _Stacked(each, dims)
 
 
 def _dims(dims: object, what: str) -> list[Dimension]:
@@ -158,23 +185,18 @@ def _dims(dims: object, what: str) -> list[Dimension]:
     return given
 
 
-def _given(value: Array, name: str, shape: Shape, stored: DType) -> Initializer:
+def _given(value: Array, name: str, shape: Shape, dtype: DType) -> Initializer:
     if value.shape != shape.sizes:
         raise GraphError(
             f"{at('variable')} '{name}': the initial array has shape {list(value.shape)}, but its dims are {shape}"
         )
-    kinds = "biuf" if stored.is_float else "b" if stored is BOOL else "iu"
-    if value.dtype.kind not in kinds and not (stored.is_float and value.dtype == BFLOAT16.public):
+    kinds = "biuf" if dtype.is_float else "b" if dtype is BOOL else "iu"
+    if value.dtype.kind not in kinds and not (dtype.is_float and value.dtype == BFLOAT16.public):
         raise GraphError(
             f"{at('variable')} '{name}': the initial array has dtype {value.dtype}, "
-            f"but the variable stores {stored.name}"
+            f"but the variable stores {dtype.name}"
         )
-
-    def initialize(key: Key, shape: Shape, dtype: DType) -> Array:
-        out = value.astype(dtype.storage)
-        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
-
-    return initialize
+    return _Given(np.array(stored(value, dtype, f"{at('variable')} '{name}', initial array", GraphError)))
 
 
 def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Initializer:
@@ -193,3 +215,86 @@ def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Ini
         f"{at('variable')} '{name}': expected an initializer, a number or an array, got {type(value).__name__} "
         f"{value!r:.80}"
     )
+
+
+# A normal number beyond this many standard deviations is drawn again; what is left has this standard deviation.
+_CUT, _CUT_STDDEV = 2.0, 0.8796256610342398
+
+
+@dataclass(frozen=True)
+class _TruncatedNormal:
+    mean: float
+    stddev: float
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        def drawn(key: Key) -> Array:
+            return random_normal(0.0, 1.0)(key, shape, dtype if dtype is FLOAT64 else FLOAT32)
+
+        found, tries = drawn(key), 0
+        while (far := np.abs(found) > _CUT).any():
+            tries += 1
+            found = np.where(far, drawn(make_key(*key, tries)), found)
+        out = np.asarray(self.mean + self.stddev * found, dtype.storage)
+        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+
+
+@dataclass(frozen=True)
+class _VarianceScaling:
+    scale: float
+    mode: str
+    distribution: str
+    input_dims: tuple[Dimension, ...] | None
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        ins = shape.sizes[:-1] if self.input_dims is None else [d.size for d in shape if d in self.input_dims]
+        fan_in = prod(ins)
+        fan_out = shape.size // fan_in
+        fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[self.mode]
+        stddev = sqrt(self.scale / fan)
+        law = {
+            "normal": truncated_normal(0.0, stddev / _CUT_STDDEV),
+            "untruncated_normal": random_normal(0.0, stddev),
+            "uniform": random_uniform(-sqrt(3) * stddev, sqrt(3) * stddev),
+        }
+        return law[self.distribution](key, shape, dtype)
+
+
+def truncated_normal(mean: float = 0.0, stddev: float = 1.0) -> Initializer:
+    """Normal, but values further than 2 `stddev` from `mean` are drawn again: in all 0.88 times as wide."""
+    what = "initializers.truncated_normal"
+    return _TruncatedNormal(finite(mean, what, "mean"), finite(stddev, what, "stddev"))
+
+
+def variance_scaling(
+    scale: float = 1.0,
+    mode: str = "fan_in",
+    distribution: str = "normal",
+    input_dims: Sequence[Dimension] | None = None,
+) -> Initializer:
+    """Variance scale / n, where n is the number of inputs or outputs of a product with the variable, or their mean.
+
+    Args:
+      scale: positive; 2 for ReLU.
+      mode: n is "fan_in", the product of `input_dims`; "fan_out", that of all others; or "fan_avg", their mean.
+      distribution: "normal" (cut off at 2 standard deviations and widened by what that takes), "untruncated_normal" or
+        "uniform".
+      input_dims: all dims but the last unless given.
+    Raises: GraphError for other words or a scale that is not positive.
+    Example:
+      >>> import meshlib as mtf
+      >>> rows, cols = mtf.Dimension("rows", 4), mtf.Dimension("cols", 400)
+      >>> start = mtf.initializers.variance_scaling(2.0, "fan_out", "uniform", [rows])
+      >>> with mtf.Graph():
+      ...     program = mtf.lower({"w": mtf.variable("w", [rows, cols], start)})
+      >>> round(float(mtf.simulate(program).state["w"].std()), 3)  # sqrt(2 / 400) = 0.071
+      0.072
+
+    Source: He et al., arXiv:1502.01852; names as in Mesh TensorFlow's and TensorFlow's.
+    """
+    what = "initializers.variance_scaling"
+    if finite(scale, what, "scale") <= 0:
+        raise GraphError(f"{at(what)}: scale must be positive, got {scale}")
+    choice(mode, what, "mode", ("fan_in", "fan_out", "fan_avg"))
+    choice(distribution, what, "distribution", ("normal", "untruncated_normal", "uniform"))
+    dims = None if input_dims is None else tuple(_dims(input_dims, what))
+    return _VarianceScaling(float(scale), mode, distribution, dims)

@@ -8,39 +8,59 @@ dimensions are the factors.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from layouts import Dimension, Shape
+from meshlib.arrays import new_array
 from meshlib.dtypes import DType
+from meshlib.engine import Engine
 from meshlib.errors import LayoutError, ShapeError
-from meshlib.graph import Graph, Operation, Tensor, TensorType, checked_op_name, innermost, source_line
-
-if TYPE_CHECKING:
-    from meshlib.simulation.engine import Engine
+from meshlib.graph import Graph, Operation, Tensor, TensorType, checked_op_name, innermost
+from meshlib.origin import source_line
 
 Array = np.ndarray[Any, Any]
 
 
 class Kind(enum.Enum):
-    """How an operation uses memory and engines: what fusion and buffer reuse go by."""
+    """What an operation is to a core: which engine it runs on, and with what it fuses."""
 
-    SOURCE = "source"  # makes a value from nothing but attributes, state or feeds
+    RESIDENT = "resident"  # nothing runs: its value is fed, or stays between steps
+    COMMIT = "commit"  # nothing runs: its operand is what stays after the step
+    SOURCE = "source"  # makes a value from nothing but attributes
     ELEMENTWISE = "elementwise"  # each output element from the elements at the same position
     CONTRACTION = "contraction"  # runs on the MXU
     KERNEL = "kernel"  # runs on the MXU as a kernel of its own: nothing fuses with it
     REDUCTION = "reduction"  # runs on the VPU, smaller output
-    VIEW = "view"  # same elements, other names or order: the result may share memory with operand 0
+    VIEW = "view"  # elements of operand 0, of either sign, under other names or in another order
     INDEXED = "indexed"  # addresses elements by value
     COPY = "copy"  # between the memories of device and host
     LOOP = "loop"  # holds a body of its own
 
 
 ON_MXU = (Kind.CONTRACTION, Kind.KERNEL)
+
+
+class Storage(enum.Enum):
+    """Which memory holds a result."""
+
+    FRESH = "fresh"  # memory of its own
+    VIEW = "view"  # NumPy shows elements of operand 0, or one number, where they are; a core moves them
+    RESHAPED = "reshaped"  # a view in the same row-major order: a core moves nothing where tiles stay as they are
+    ALIAS = "alias"  # operand 0's, under another name: nothing runs
+
+
+class Home(enum.Enum):
+    """What says where a result lies when nothing else asks for it."""
+
+    RULES = "rules"  # the layout's rules about its dims
+    OPERAND = "operand"  # it lies where operand 0 does: the same value, which another type or memory must not move
+    GIVEN = "given"  # its own attribute `layout`, which binds it
 
 
 class Role(enum.Enum):
@@ -86,6 +106,7 @@ class Linear:
 
 
 NONLINEAR = Linear(())
+EVERY = sys.maxsize  # operands, of `overwrites`
 
 
 @dataclass(frozen=True)
@@ -117,12 +138,35 @@ class Summary:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What a kernel of fused attention does per pair of query and key, in matrix products over dims of one head.
+
+    contracted  attributes that name the dims which products contract over, making scores or their cotangents
+    turned      attributes that name the dims of products which scores, or their cotangents, go into
+    repeated    how many of all these products the forward pass has made already
+    backward    whether it is a gradient, whose lane operations are others
+    spared      whether a chip whose kernels make both gradients at once contracts nothing here
+    """
+
+    contracted: tuple[str, ...]
+    turned: tuple[str, ...]
+    repeated: int = 0
+    backward: bool = False
+    spared: bool = False
+
+
+@dataclass(frozen=True)
 class Work:
-    """What one device does: multiply-adds count two flops; `vpu_ops` are lane operations; `hbm_bytes` unfused."""
+    """What one device does: multiply-adds count two flops; `vpu_ops` are lane operations."""
 
     mxu_flops: int
     vpu_ops: int
-    hbm_bytes: int
+
+    @staticmethod
+    def total(parts: Iterable[Work], times: int = 1) -> Work:
+        """All of these, so many times."""
+        parts = tuple(parts)
+        return Work(times * sum(w.mxu_flops for w in parts), times * sum(w.vpu_ops for w in parts))
 
 
 @dataclass(frozen=True)
@@ -151,7 +195,17 @@ class Block:
         """The array to write the result into: C-contiguous, of the local output shape."""
         if self.buffer is not None:
             return self.buffer
-        return np.empty(self.out.shape.sizes, self.out.dtype.storage)
+        return new_array(self.out.shape.sizes, self.out.dtype.storage)
+
+
+def no_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    """Of what is there already, of other names for it, and of copies that no core makes."""
+    return Work(0, 0)
+
+
+def vector_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    """One lane operation per element of the result."""
+    return Work(0, out.shape.size)
 
 
 ShapeRule = Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType | tuple[TensorType, ...]]
@@ -165,19 +219,34 @@ def not_differentiable(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
 
 @dataclass(frozen=True, eq=False)
 class OpDef:
-    """The record. Every field is required.
+    """The record. What has no default is required; the defaults of the traits promise nothing.
 
     name    the operation's name in listings
-    kind    how it uses memory and engines
+    kind    which engine it runs on, and with what it fuses
     shape   (operand types, attrs) -> output type, or a tuple of types, of which the first has every dim that may be
             split; raises ShapeError with names and sizes
     roles   Operation -> its factors, each with what a split does; every dim of every operand is in one
     local   (Block, *arrays) -> array: NumPy on one device's blocks
     grad    (Operation, cotangent of each output) -> a cotangent or None per operand, as operations on the unsharded
             graph
-    linear  Operation -> Linear
     work    (operand types, output type, attrs) -> Work, all local
-    lower   how it runs along dims of role HALO or SUMMARY; None for all others
+
+    Traits, each of which `tests/test_traits.py` tries on the numbers of `local`, as it does `kind` and `roles`:
+
+    linear      Operation -> Linear
+    lower       how it runs along dims of role HALO or SUMMARY
+    storage     which memory holds the result
+    overwrites  how many of the first operands the result may be written over, each element over that at its position
+    home        what says where the result lies
+    remade      whether it is made anew under whatever sharding is wanted, if its operands are single numbers
+    repeated    whether each kernel that reads the result makes it anew, if an operand is no wider
+    exact       whether it rounds nothing: operands in bfloat16 make a result that is
+    unique      whether two of them with the same operands and attributes differ
+    reads_part  whether it reads of operand 0 only what goes into the result
+    indices     the operand that holds indices into the dim of attribute `dim`
+    scores      of fused attention, what a pair of query and key takes
+    show        (Operation, whole values of all operands but the first) -> None: what the host does with them each time
+                it runs
     """
 
     name: str
@@ -186,9 +255,27 @@ class OpDef:
     roles: Callable[[Operation], tuple[Factor, ...]]
     local: Callable[..., Array]
     grad: GradRule
-    linear: Callable[[Operation], Linear]
     work: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Work]
-    lower: Halo | Summary | None
+    linear: Callable[[Operation], Linear] = lambda op: NONLINEAR
+    lower: Halo | Summary | None = None
+    storage: Storage = Storage.FRESH
+    overwrites: int = 0
+    home: Home = Home.RULES
+    remade: bool = False
+    repeated: bool = False
+    exact: bool = False
+    unique: bool = False
+    reads_part: bool = False
+    indices: int | None = None
+    scores: Scores | None = None
+    show: Callable[[Operation, Sequence[Array]], None] | None = None
+
+    @property
+    def cheap(self) -> bool:
+        """Whether making the result again from its operand is as good as keeping it: a cast, or a view."""
+        if self.kind is Kind.VIEW:
+            return self.home is not Home.GIVEN
+        return self.kind is Kind.ELEMENTWISE and self.home is Home.OPERAND
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         # There is one record of each name: copies of a program refer to the same.
@@ -203,8 +290,8 @@ def _record(name: str) -> OpDef:
 
 
 def operation(name: str, **fields: Any) -> OpDef:
-    """Define and register an operation; every field of `OpDef` must be given, but `lower` where there is none."""
-    record = OpDef(name=name, **{"lower": None, **fields})
+    """Define and register an operation: the fields of `OpDef`."""
+    record = OpDef(name=name, **fields)
     if name in OPERATIONS:
         raise ValueError(f"operation {name!r} is defined twice")
     OPERATIONS[name] = record
@@ -272,8 +359,10 @@ def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
         for d in dims:
             if not isinstance(d, Dimension):
                 raise ShapeError(f"{what} ({source_line()}): expected Dimensions, got {type(d).__name__} {d!r:.80}")
+        # A set has no order of its own that would be the same in the next run.
+        ordered = dims if isinstance(dims, Sequence) else sorted(dims, key=lambda d: d.name)
         try:
-            return tuple(Shape(tuple(dims)))
+            return tuple(Shape(tuple(ordered)))
         except LayoutError as fault:
             raise ShapeError(f"{what} ({source_line()}): {fault}") from None
     raise ShapeError(
@@ -334,16 +423,6 @@ def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> t
         )
         for n, size in sizes.items()
     )
-
-
-def type_bytes(t: TensorType) -> int:
-    """Bytes of an array of this type, without padding."""
-    return t.shape.size * t.dtype.itemsize
-
-
-def traffic_bytes(ins: Sequence[TensorType], out: TensorType) -> int:
-    """HBM bytes of an operation that reads its operands and writes its result, unfused."""
-    return sum(type_bytes(t) for t in ins) + type_bytes(out)
 
 
 def align(x: Array, names: Sequence[str], to: Sequence[str]) -> Array:

@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from meshlib.graph import Graph, Operation, Rewrite, Tensor
+from meshlib.graph import Graph, Operation, Tensor
+from meshlib.origin import written_at
+
+
+@dataclass(frozen=True, eq=False)
+class Rewrite:
+    """Operations of a graph, in its order, whose gradient is `gradient(inputs, results, cotangents)`.
+
+    With None they are computed again for it, except for the values `kept`, each with where it is kept.
+    """
+
+    operations: tuple[Operation, ...]
+    inputs: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    gradient: Callable[..., Any] | None
+    kept: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def replay(
-    source: Graph, start: int, stop: int, given: Mapping[Tensor, Tensor], graph: Graph, of: Rewrite | None = None
+    operations: Sequence[Operation], rewrites: Iterable[Rewrite], given: Mapping[Tensor, Tensor], graph: Graph
 ) -> dict[Tensor, Tensor]:
-    """Add copies of `source.operations[start:stop]` to `graph`, in the current region: `of` a rewrite, or of a body.
+    """Add copies of `operations` to `graph`, in the current region, and of those `rewrites` that are all among them.
 
-    Copies keep their names, so that random numbers stay the same, their gradient rules, and what is known of them.
+    Copies keep their names, so that random numbers stay the same, their source lines, their gradient rules, and what is
+    known of them.
     Tensors in `given` are replaced; others that the operations do not make stay as they are.
     Returns: what stands for each tensor.
     """
     made = dict(given)
-    places: dict[int, int] = {}  # position in source -> position of the copy
-    for n in range(start, stop):
-        op = source.operations[n]
-        places[n] = len(graph.operations)
+    copies: dict[Operation, Operation] = {}
+    for op in operations:
         if op.outputs and op.outputs[0] in made:
             continue
         inputs = [graph.adopt(made.get(x, x)) for x in op.inputs]
-        places[n] = len(graph.operations)
-        copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
+        with written_at(op.source):
+            copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
+        copies[op] = copy
         made.update(zip(op.outputs, copy.outputs, strict=True))
+        known = op.graph.known
         for y in op.outputs:
-            if y in source.known:
-                graph.known[made[y]] = graph.adopt(made.get(source.known[y], source.known[y]))
-    places[stop] = len(graph.operations)
-    inner = source.rewrites[: source.rewrites.index(of)] if of is not None else source.rewrites
-    for rewrite in tuple(inner):
-        if start <= rewrite.start and rewrite.stop <= stop:
+            if y in known:
+                graph.known[made[y]] = graph.adopt(made.get(known[y], known[y]))
+    among = set(operations)
+    for rewrite in tuple(rewrites):
+        run = tuple(copies[op] for op in rewrite.operations if op in copies)
+        if run and among.issuperset(rewrite.operations):
             inputs = [graph.adopt(made.get(x, x)) for x in rewrite.inputs]
-            first, last = places[rewrite.start], places[rewrite.stop]
+            results = [made.get(y, y) for y in rewrite.results]
             kept = tuple((made.get(y, y), made.get(where, where)) for y, where in rewrite.kept)
-            graph.rewrites.append(Rewrite(first, last, tuple(inputs), rewrite.gradient, kept))
+            graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(results), rewrite.gradient, kept))
     return made
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
-from meshlib.program.records import COLLECTIVES, Collective, Instruction, Program, Value, bytes_text
+from meshlib.program.instructions import COLLECTIVES, Instruction, Move, Value
+from meshlib.program.records import Collective, Program, bytes_text, walk
 from meshlib.slices import slice_for
 from meshlib.verification import Verification, verify
 
@@ -182,14 +183,7 @@ def _found(program: Program) -> list[_Found]:
 
 def _values(program: Program) -> list[Value]:
     """The operands of all collectives, in the order of `program.collectives`."""
-    found: list[Value] = []
-    for i in program.instructions:
-        if i.body is not None:
-            found += _values(i.body)
-        found += [i.inputs[max(e.operand, 0)] for e in i.exchanges]
-        if i.is_collective:
-            found += i.inputs
-    return found
+    return [t.value for i, _, _ in walk(program) for t in i.transfers]
 
 
 def _names(program: Program, value: Value) -> tuple[str, ...]:
@@ -205,16 +199,12 @@ def _names(program: Program, value: Value) -> tuple[str, ...]:
 
 
 def _users(program: Program, t: Tensor) -> list[Instruction]:
-    return [
-        i
-        for i in program.instructions
-        if not i.is_reshard and len(i.outputs) == 1 and any(x.tensor is t for x in i.inputs) and i.region == "backward"
-    ]
+    backward = [i for i in program.instructions if i.region == "backward" and not isinstance(i, Move)]
+    return [i for i in backward if len(i.outputs) == 1 and any(x.tensor is t for x in i.inputs)]
 
 
 def _tensor_names(program: Program) -> list[str]:
-    names = [y.tensor.name for i in program.instructions for y in i.outputs]
-    return names + [n for i in program.instructions if i.body is not None for n in _tensor_names(i.body)]
+    return [y.tensor.name for i, _, _ in walk(program) for y in i.outputs]
 
 
 # ---------------------------------------------------------------- the other three

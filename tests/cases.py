@@ -533,7 +533,7 @@ row(
     lambda x: x[:, :6] * x[:, 6:],
     "x",
 )
-for _variant, _before, _after, _value in (("zeros", 2, 4, 0.0), ("value", 4, 0, -1.5), ("after", 0, 6, 0.0)):
+for _variant, _before, _after, _value in (("zeros", 2, 4, 0.0), ("value", 4, 0, -1.3), ("after", 0, 6, 0.0)):
     row(
         "pad",
         _variant,
@@ -652,13 +652,47 @@ def _network_reference(x: Array, w: Array, v: Array, i: Array) -> Array:
 
 # ---------------------------------------------------------------- by index
 
+row(
+    "reduce_sum",
+    "einsum of integers",
+    {"x": whole("a:4;b:6;e:2"), "y": whole("b:6;c:2"), "z": whole("d:4;a:4")},
+    lambda f, x, y, z: mtf.einsum([x, y, z], output_shape=dims("c:2;a:4")),
+    lambda x, y, z: np.einsum("abe,bc,da->ca", x, y, z),
+)
+row(
+    "multiply",
+    "einsum of integers",
+    {"x": whole("a:4;b:6"), "y": whole("c:2;a:4")},
+    lambda f, x, y: mtf.einsum([x, y], output_shape=dims("b:6;c:2;a:4")),
+    lambda x, y: np.einsum("ab,ca->bca", x, y),
+)
+for _variant, _dtype, _held in (
+    ("whole numbers", "int32", np.arange(24).reshape(4, 6) * 7 % 24 - 5),
+    ("flags", "bool", np.arange(24).reshape(4, 6) % 5 < 2),
+):
+    row(
+        "table",
+        _variant,
+        {},
+        lambda f, held=_held, dtype=_dtype: mtf.constant(held, dims("a:4;b:6"), dtype),
+        lambda held=_held: held,
+        bitwise=True,
+    )
+row(
+    "table",
+    "beside others",
+    {"x": signed("b:6;c:2")},
+    lambda f, x: mtf.einsum([x, mtf.constant(np.arange(24.0).reshape(4, 6) / 8, dims("a:4;b:6"), f)]),
+    lambda x: np.einsum("bc,ab->ca", x, np.arange(24.0).reshape(4, 6) / 8),
+    "x",
+)
 row("range", "int32", {}, lambda f: mtf.range(dims("n:12")[0]), lambda: np.arange(12), bitwise=True)
 row(
     "range",
     "float",
-    {"x": signed("n:12;a:4")},
-    lambda f, x: x * mtf.range(dims("n:12")[0], f),
-    lambda x: x * np.arange(12)[:, None],
+    {"x": signed("n:300")},
+    lambda f, x: x * mtf.range(dims("n:300")[0], f),
+    lambda x: x * np.arange(300),
     "x",
 )
 row(
@@ -672,8 +706,8 @@ row(
     "one_hot",
     "values",
     {"i": index("a:4;b:6", 8)},
-    lambda f, i: mtf.one_hot(i, dims("n:8")[0], 0.75, -0.5, dtype=f),
-    lambda i: np.where(np.eye(8)[i] > 0, 0.75, -0.5),
+    lambda f, i: mtf.one_hot(i, dims("n:8")[0], 0.7, -0.3, dtype=f),
+    lambda i: np.where(np.eye(8)[i] > 0, 0.7, -0.3),
 )
 row(
     "one_hot",
@@ -731,6 +765,49 @@ row(
     lambda w, i: w[i],
 )
 row(
+    "gather",
+    "flags",
+    {"w": flags("n:12;k:6"), "i": index("a:4", 12)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:12")[0]),
+    lambda w, i: w[i],
+)
+
+
+def _outside(x: Array, i: Array) -> Array:
+    return np.where(((i < 0) | (i >= len(x))).reshape(i.shape + (1,) * (x.ndim - 1)), 0, x[i.clip(0, len(x) - 1)])
+
+
+row(
+    "gather",
+    "zeros out of range",
+    {"w": signed("n:6;k:4"), "i": whole("a:8;b:2", -3, 9)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:6")[0], out_of_range="zero"),
+    _outside,
+    "w",
+)
+row(
+    "gather",
+    "no flag out of range",
+    {"w": flags("n:6"), "i": whole("a:8", -3, 9)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:6")[0], out_of_range="zero"),
+    _outside,
+)
+row(
+    "one_hot",
+    "off out of range",
+    {"i": whole("a:12", -3, 9)},
+    lambda f, i: mtf.one_hot(i, dims("n:6")[0], 0.75, -0.5, f, out_of_range="zero"),
+    lambda i: np.where(i[:, None] == np.arange(6), 0.75, -0.5),
+)
+row(
+    "scatter_add",
+    "nowhere out of range",
+    {"x": signed("a:12;k:4"), "i": whole("a:12", -3, 9)},
+    lambda f, x, i: mtf.scatter_add(x, i, dims("n:6")[0], Shape("n:6;k:4"), out_of_range="zero"),
+    lambda x, i: (i[:, None] == np.arange(6)).T.astype(float) @ x,
+    "x",
+)
+row(
     "scatter_add",
     "rows, repeated",
     {"x": signed("a:8;k:6"), "i": index("a:8", 4)},
@@ -772,14 +849,62 @@ row(
 )
 
 
+# ---------------------------------------------------------------- functions of the user's own
+
+
+def _rows_by_their_largest(x: Array, y: Array) -> Array:
+    return x * np.max(y, axis=-1, keepdims=True)
+
+
+def _its_gradient(op: Operation, dys: Sequence[Tensor]) -> list[Tensor | None]:
+    return [dys[0] * mtf.reduce_max(op.inputs[1], reduced_dim=dims("c:2")[0]), None]
+
+
+row(
+    "slicewise",
+    "rows",
+    {"x": signed("a:4;b:6"), "y": distinct("a:4;c:2")},
+    lambda f, x, y: mtf.slicewise(
+        _rows_by_their_largest, [x, y], splittable_dims=dims("a:4"), grad_function=_its_gradient
+    ),
+    _rows_by_their_largest,
+    "x",
+)
+row(
+    "slicewise",
+    "another type",
+    {"x": signed("a:4;b:6;c:2")},
+    lambda f, x: mtf.slicewise(lambda x: np.argsort(x, axis=1).sum(axis=2), [x], dims("a:4;b:6"), "int32", dims("a:4")),
+    lambda x: np.argsort(x, axis=1).sum(axis=2),
+)
+row(
+    "slicewise",
+    "whole",
+    {"x": signed("a:4;b:6")},
+    lambda f, x: mtf.slicewise(lambda x: np.cumsum(x.T.ravel())[::2], [x], dims("n:12")),
+    lambda x: np.cumsum(x.T.ravel())[::2],
+    has_gradient=False,
+)
+
+
+row(
+    "print",
+    "beside others",
+    {"x": signed("a:4;b:6"), "y": signed("b:6;c:2"), "i": whole("a:4")},
+    lambda f, x, y, i: mtf.Print(x, [y, i, x], "now: "),
+    lambda x, y, i: x,
+    "x",
+)
+
+
 # ---------------------------------------------------------------- sources and state
 
 row(
     "constant",
     "several",
     {"x": signed("a:4")},
-    lambda f, x: (x * mtf.constant(0.75, dims("b:6"), f) + mtf.ones(dims("b:6"), f)) - mtf.zeros(dims("a:4"), f),
-    lambda x: np.repeat(x[:, None] * 0.75 + 1, 6, axis=1),
+    lambda f, x: (x * mtf.constant(0.7, dims("b:6"), f) + mtf.ones(dims("b:6"), f)) - mtf.zeros(dims("a:4"), f),
+    lambda x: np.repeat(x[:, None] * 0.7 + 1, 6, axis=1),
     "x",
 )
 row(

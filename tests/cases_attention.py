@@ -109,11 +109,16 @@ for _name, _options in OPTIONS.items():
         plain(None, **_options),
         "qkv",
     )
-for _which, _x in enumerate("qkv"):
-    _options = OPTIONS["causal window"]
+for _which, _x, _variant in (
+    (0, "q", "causal window"),
+    (1, "k", "causal window"),
+    (2, "v", "causal window"),
+    (1, "k", "all"),
+):
+    _options = OPTIONS[_variant]
     row(
         NAMES[_which],
-        f"of {_x}",
+        f"of {_x}" if _variant != "all" else f"of {_x}, all seen",
         {**PLAIN, "c": signed("b:2;h:2;i:4;e:5")},
         lambda f, q, k, v, c, x=_which, o=_options: gradient(
             mtf.attention(q, k, v, "i", "j", "d", "e", **o), (q, k, v)[x], c

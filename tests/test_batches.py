@@ -377,3 +377,8 @@ def test_wrong_arguments(arrays: Any, size: Any, more: dict[str, Any], message: 
 
 def test_a_mask_named_like_an_array_is_fine_where_there_is_none() -> None:
     assert set(next(mtf.Batches({"mask": X}, 2))) == {"mask"}
+
+
+def test_masks_are_not_dropped() -> None:
+    with pytest.raises(mtf.FeedError, match=r"'x' is a masked array; .*filled"):
+        mtf.Batches({"x": np.ma.array(np.arange(8.0))}, 2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import stat
 import subprocess
 import sys
 import zlib
@@ -265,7 +267,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         mtf.save(sim, tmp_path / "absent" / "x")
     with pytest.raises(mtf.CheckpointError, match="it is a folder"):
         mtf.save(sim, tmp_path)
-    with pytest.raises(mtf.CheckpointError, match="can't be read: Is a directory"):
+    with pytest.raises(mtf.CheckpointError, match="can't be read: it is a folder"):
         mtf.load(tmp_path, sim)
 
 
@@ -601,3 +603,141 @@ def test_a_writer_killed_at_random_moments_leaves_a_whole_checkpoint(tmp_path: P
     assert kills == 100
     assert midway >= 10  # killed while a temporary file was there
     assert saves >= 20
+
+
+# ---------------------------------------------------------------- paths that are no regular file
+
+
+def special(folder: Path, kind: str) -> Path:
+    """Something that is no regular file; devices are nodes of this folder alone."""
+    path = folder / "special"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(str(path))
+        made.close()
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # the numbers of /dev/null
+        except OSError:
+            pytest.skip("may not make device nodes")
+    else:
+        path.mkdir()
+    return path
+
+
+def traced() -> mtf.Estimate:
+    with mtf.Graph():
+        x = mtf.input("x", [A])
+        return mtf.estimate(mtf.lower({"y": mtf.relu(x)}), "v5e-1")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="files of Unix")
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder"])
+def test_only_regular_files_are_read_or_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, linked: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket has 108 bytes at most
+    path, sim = special(Path(), kind), variables()
+    before = os.lstat(path)
+    if linked:
+        path = Path("link")
+        path.symlink_to("special")
+    for error, use in (
+        (mtf.CheckpointError, lambda: mtf.save(sim, path)),
+        (mtf.CheckpointError, lambda: mtf.load(path, sim)),
+        (mtf.GraphError, lambda: traced().save_trace(path)),
+    ):
+        with pytest.raises(error, match=f"{path} can't be .*: it is a {kind}"):
+            use()
+    after = os.lstat("special")
+    assert (before.st_mode, before.st_ino, before.st_rdev) == (after.st_mode, after.st_ino, after.st_rdev)
+    assert sorted(os.listdir()) == ["link"] * linked + ["special"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("a\0b", r"no file can be named 'a\\x00b'"),
+        ("a\ud800", r"no file can be named 'a\\ud800'"),
+        ("x" * 256, "File name too long"),
+        ("x/" * 2500 + "x", "File name too long"),
+        ("ends/", "it is a folder"),
+        ("file/below", "Not a directory"),
+        ("loop", "Too many levels of symbolic links"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="messages of Linux")
+def test_paths_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_bytes(b"mine")
+    Path("loop").symlink_to("loop")
+    sim, estimate = variables(), traced()
+    for error, use in (
+        (mtf.CheckpointError, lambda: mtf.save(sim, path)),
+        (mtf.CheckpointError, lambda: mtf.load(path, sim)),
+        (mtf.GraphError, lambda: estimate.save_trace(path)),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+    assert Path("file").read_bytes() == b"mine"
+    assert sorted(os.listdir()) == ["file", "loop"]
+
+
+def test_every_legal_name_can_be_written(tmp_path: Path) -> None:
+    sim = variables(seed=4)
+    for name in ("x" * 255, "ü" * 127, "x" * 200, "name with spaces\n", ".hidden"):
+        path = tmp_path / name
+        (tmp_path / f".{files._stem(name)}.0123abcd.saving").write_bytes(b"left by a writer that was killed")
+        mtf.save(sim, path)
+        mtf.save(sim, path)
+        found = variables()
+        assert mtf.load(path, found) == {}
+        assert bits(found) == bits(sim)
+        assert os.listdir(tmp_path) == [name]
+        path.unlink()
+
+
+def test_links_to_links_and_to_nothing(tmp_path: Path) -> None:
+    sim, first, second = variables(), tmp_path / "first", tmp_path / "second"
+    first.symlink_to(second)
+    second.symlink_to("later")
+    mtf.save(sim, first)
+    assert first.is_symlink()
+    assert second.is_symlink()
+    assert (tmp_path / "later").is_file()
+    assert mtf.load(first, sim) == {}
+    traced().save_trace(first)
+    assert first.is_symlink()
+    assert (tmp_path / "later").read_bytes().startswith(b"{")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is closed to root")
+def test_a_folder_that_may_not_be_written_and_one_that_may_not_be_read(tmp_path: Path) -> None:
+    sim = variables()
+    tmp_path.chmod(0o500)
+    with pytest.raises(mtf.CheckpointError, match="can't be written: Permission denied"):
+        mtf.save(sim, tmp_path / "x")
+    tmp_path.chmod(0o300)
+    mtf.save(sim, tmp_path / "x")
+    tmp_path.chmod(0o700)
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_folder_closed_to_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    sim = variables()
+    monkeypatch.setattr(os, "listdir", closed)
+    mtf.save(sim, tmp_path / "x")  # what was left by others stays
+    monkeypatch.setattr(os, "open", closed)
+    with pytest.raises(mtf.CheckpointError, match="x can't be written: Permission denied"):
+        mtf.save(sim, tmp_path / "x")
+    monkeypatch.undo()
+    assert mtf.load(tmp_path / "x", sim) == {}
+    assert os.listdir(tmp_path) == ["x"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,10 +12,56 @@ from pathlib import Path
 
 import pytest
 
+import hardware
+import layouts
+import meshlib
+from tests.public import public_names
+
 ROOT = Path(__file__).resolve().parent.parent
 OWN = ("meshlib", "layouts", "hardware")
 BELOW = {"meshlib": {"layouts", "hardware"}, "layouts": set(), "hardware": set()}
 REQUIRED = {"numpy", "ml_dtypes", "einops"}
+# The floors inside meshlib, the highest first, by the first part of a module's name. A module imports from lower lines
+# and from its own package; operations and gradients are written in one another.
+HOUSE = """
+__main__
+meshlib
+testing
+verification validation checkpoint
+simulation estimation models
+slices lowering optimize layers
+program
+ops+differentiation
+replay
+operation
+engine
+initializers
+batches
+checks
+graph+face+loop_record
+dtypes
+origin
+files
+arrays names threefry special errors
+"""
+FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line.split() for unit in p.split("+")}
+# What points up all the same: (module, what it imports) -> why. Each is bound when it runs, or for its type alone.
+UP = {
+    ("meshlib.graph", "meshlib.operation"): "the type of an operation's record, for its annotation",
+    ("meshlib.graph", "meshlib.replay"): "the type of a run of operations with a gradient of its own",
+    ("meshlib.graph", "meshlib.ops.sources"): "what a loop takes from outside has a stand-in, an input like any other",
+    ("meshlib.operation", "meshlib.ops.sources"): "numbers beside tensors become constants",
+}
+# Methods of the public face that are written in a module of their own, which builds on the class: bound when called.
+METHODS = {
+    ("meshlib.program.records", "meshlib.program.buffers"): "Program.buffers",
+    ("meshlib.program.records", "meshlib.program.memory"): "Program.memory",
+    ("meshlib.program.records", "meshlib.program.work"): "Program.work",
+    ("meshlib.program.records", "meshlib.program.listing"): "str(program)",
+    ("meshlib.estimation.result", "meshlib.estimation.trace"): "Estimate.save_trace",
+    ("meshlib.models.config", "meshlib.models.counts"): "TransformerConfig.parameters, .flops_per_token",
+    ("meshlib.validation.validating", "meshlib.validation.report"): "str(validation)",
+}
 FILES = [path for floor in OWN for path in sorted((ROOT / floor).rglob("*.py"))]
 
 
@@ -56,6 +104,95 @@ def test_imports_point_down(path):
     for name, line in imported(at_module_level(tree)):
         fine = name in {*sys.stdlib_module_names, *REQUIRED, *OWN}
         assert fine, f"{path}:{line}: {name} is no requirement of the core; import it where it is used"
+
+
+# ---------------------------------------------------------------- floors inside meshlib
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def own_imports(module: str) -> Iterator[tuple[str, int, str]]:
+    """The modules of meshlib that one imports, each with its line and when: "at once", "called", or for "types"."""
+    tree = ast.parse(MODULES[module].read_text())
+    at_once = set(map(id, at_module_level(tree)))
+    called = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # `from package import x` is the module x where there is one, else it is the package's.
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else str(node.module) for name in inside]
+        for name in names:
+            if name.partition(".")[0] == "meshlib":
+                when = "at once" if id(node) in at_once else "called" if id(node) in called else "types"
+                yield name, getattr(node, "lineno", 0), when
+
+
+def unit(module: str) -> str:
+    """`meshlib.ops.loop` -> `ops`; the package itself is the public face."""
+    return module.split(".")[1] if "." in module else module
+
+
+def points_up(module: str, name: str) -> bool:
+    """Whether an import goes to a higher floor, or to a neighbour on the same."""
+    (own, package), (other, other_package) = FLOORS[unit(module)], FLOORS[unit(name)]
+    return package != other_package and other <= own
+
+
+INSIDE = [name for name in MODULES if name.partition(".")[0] == "meshlib"]
+
+
+def test_every_module_has_its_floor():
+    assert {unit(m) for m in INSIDE} == set(FLOORS)
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_imports_inside_meshlib_point_down(module):
+    for name, line, when in own_imports(module):
+        where = f"{MODULES[module]}:{line}: {module} imports {name}"
+        if points_up(module, name):
+            assert when != "at once", f"{where}, which lies on a higher floor or beside it"
+            assert (module, name) in UP, f"{where}, which lies on a higher floor or beside it, if only for {when}"
+        elif when == "called" and not unit(module) == unit(name) == "ops":  # rules of gradients
+            assert (module, name) in UP | METHODS, f"{where} in a function; import it at the top of the file"
+
+
+def test_every_exception_is_needed():
+    made = {(module, name) for module in INSIDE for name, _, when in own_imports(module) if when != "at once"}
+    assert (UP | METHODS).keys() <= made
+
+
+def test_the_inner_floors_are_seen():
+    assert points_up("meshlib.program.records", "meshlib.lowering")
+    assert points_up("meshlib.simulation.fast", "meshlib.estimation.plan")
+    assert points_up("meshlib.layers.norms", "meshlib")
+    assert not points_up("meshlib.ops.loop_gradient", "meshlib.differentiation")
+    assert not points_up("meshlib.differentiation", "meshlib.ops.elementwise")
+    assert not points_up("meshlib.simulation.fast", "meshlib.simulation.buffers")
+    assert not points_up("meshlib", "meshlib.testing")
+    assert {(name, when) for name, _, when in own_imports("meshlib.graph")} >= {
+        ("meshlib.ops.sources", "called"), ("meshlib.operation", "types"), ("meshlib.origin", "at once"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("package", OWN)
+def test_no_module_is_shadowed_by_a_name_of_its_package(package):
+    """`import meshlib.lowering.choose` gives the module, whatever the packages export."""
+    root = importlib.import_module(package)
+    for found in pkgutil.walk_packages(root.__path__, f"{package}."):
+        parent, _, name = found.name.rpartition(".")
+        module = importlib.import_module(found.name)
+        assert getattr(sys.modules[parent], name) is module, (
+            f"{found.name} is hidden by {getattr(sys.modules[parent], name)}"
+        )
 
 
 def test_the_walk_sees_what_it_should():
@@ -104,3 +241,10 @@ def test_importing_meshlib_brings_nothing_heavy(tmp_path):
     heavy = ("jax", "torch", "tensorflow", "matplotlib", "scipy", "pandas")
     done = run(f"import meshlib, sys\nprint([m for m in {heavy} if m in sys.modules])", tmp_path, ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+@pytest.mark.parametrize("package", [meshlib, meshlib.layers, meshlib.models, meshlib.optimize, layouts, hardware])
+def test_public_names_are_listed_once_and_there(package):
+    names = public_names(package)
+    assert len(names) > 8
+    assert all(hasattr(package, name) for name in names)

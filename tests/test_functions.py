@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -332,3 +333,107 @@ def test_results_of_several_operations_have_the_name_that_was_given() -> None:
             mtf.reduce_logsumexp(x, d, name="y5"),
         ]
     assert [y.name for y in made] == ["y1", "y2", "y3", "y4", "y5"]
+
+
+def test_a_number_that_a_name_already_has_is_passed_over() -> None:
+    with mtf.Graph() as graph:
+        names = [mtf.ones([], name=name).operation.name for name in ("a", "a_1", "a", "a", "b", "b", "b_1", "a_1")]
+    assert names == ["a", "a_1", "a_2", "a_3", "b", "b_1", "b_1_1", "a_1_1"]
+    assert len({op.name for op in graph.operations}) == len(graph.operations)
+
+
+def test_einsum_of_integers_wraps_around_at_32_bits_under_every_layout() -> None:
+    rng = np.random.default_rng(5)
+    x, y = (rng.integers(-(2**31), 2**31, shape).astype(np.int32) for shape in ((4, 8), (8, 4)))
+    rows, inner, cols = dims("rows:4;inner:8;cols:4")
+    with mtf.Graph():
+        a, b = mtf.input("a", [rows, inner], "int32"), mtf.input("b", [inner, cols], "int32")
+        c = mtf.einsum([a, b], output_shape=[rows, cols], name="product")
+    assert (c.name, c.dtype.name) == ("product", "int32")
+    exact = np.array([[sum(int(p) * int(q) for p, q in zip(r, k, strict=True)) for k in y.T] for r in x], object)
+    wanted = ((exact + 2**31) % 2**32 - 2**31).astype(np.int32)
+    for layout in ("", "rows:p", "inner:p+q", "rows:q;inner:p", "cols:p;inner:q"):
+        program = mtf.lower({"c": c}, mesh="p:2;q:2", layout=layout)
+        for executor in ("exact", "fast"):
+            (out,) = run(program, {"a": x, "b": y}, executor)
+            np.testing.assert_array_equal(out["c"], wanted)
+        assert program.work.mxu_flops == 0
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda i, w: mtf.einsum([i, w]), r"dtypes int32 and float32"),
+        (lambda i, w: mtf.einsum([i, i], precision="int8"), r"\(or int32 without a precision\), got int32"),
+        (lambda i, w: mtf.einsum([i > 0, i > 0]), r"got bool; cast them"),
+        (lambda i, w: mtf.einsum([i, i], [N]), r"einsum \(test_.*:\d+\): output dim 'n' is in no operand(.|\n)*i: i32"),
+        (lambda i, w: mtf.gather(w, i, N, out_of_range="zeros"), r"must be 'error' or 'zero'.*did you mean 'zero'"),
+        (lambda i, w: mtf.one_hot(i, N, out_of_range=0), r"one_hot .*out_of_range must be 'error' or 'zero', got 0"),
+        (lambda i, w: mtf.scatter_add(w, i, A, N, out_of_range=""), r"scatter_add .*out_of_range must be"),
+    ],
+)  # fmt: skip
+def test_what_integers_and_indices_are_refused(build: Callable[[Tensor, Tensor], Tensor], words: str) -> None:
+    with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=words):
+        build(mtf.input("i", [A], "int32"), mtf.input("w", [N]))
+
+
+def test_an_index_out_of_range_is_an_error_unless_zeros_are_asked_for() -> None:
+    with mtf.Graph():
+        i, w = mtf.input("i", [A], "int32"), mtf.input("w", [N, B])
+        plain = mtf.layers.embedding(i, N, B, weights=w)
+        zeros = mtf.layers.embedding(i, N, B, weights=w, out_of_range="zero")
+    feeds = {"i": [0, -1, 12, 11], "w": np.arange(72.0).reshape(12, 6) + 1}
+    for layout in ("", "n:p"):
+        with pytest.raises(mtf.FeedError, match=r"index -1 is out of range for dim n:12 .*out_of_range='zero'"):
+            run(mtf.lower({"y": plain}, mesh="p:4", layout=layout), feeds)
+        (out,) = run(mtf.lower({"y": zeros}, mesh="p:4", layout=layout), feeds)
+        assert out["y"].sum(axis=1).tolist() == [21.0, 0.0, 0.0, 417.0]
+
+
+# ---------------------------------------------------------------- constants that are arrays
+
+
+def test_an_array_is_a_constant_under_every_layout_and_takes_memory() -> None:
+    held = np.random.default_rng(3).normal(size=(12, 6)).astype(np.float32)
+    with mtf.Graph() as graph:
+        c = mtf.constant(held, [N, B], name="weights")
+        again = mtf.constant(held.copy(), [N, B])
+        narrow = mtf.constant(held, [N, B], "bfloat16")
+        y = mtf.reduce_sum(c * again, reduced_dim=N)
+    wanted = (held.astype(float) ** 2).sum(axis=0)
+    held[:] = 0  # what was given is copied
+    for layout in ("", "n:p", "b:q;n:p", "n:q+p"):
+        program = mtf.lower({"y": y, "narrow": narrow}, mesh="p:2;q:3", layout=layout)
+        assert [i.operation.name for i in program.instructions if i.opcode == "table"] == ["weights", "constant_1"]
+        for executor in ("exact", "fast"):
+            (out,) = run(program, {}, executor)
+            np.testing.assert_allclose(out["y"], wanted, rtol=1e-6)
+        parts = {"": 1, "n:p": 2}.get(layout, 6)
+        assert any((v.name, v.bytes) == ("weights", 288 // parts) for v in program.memory.live), program.memory
+    assert graph.operations[0].attrs["value"] == graph.operations[1].attrs["value"]
+    assert graph.operations[0].attrs["value"] != graph.operations[2].attrs["value"]
+    copied = pickle.loads(pickle.dumps(graph.operations[0].attrs["value"]))
+    assert (copied, hash(copied)) == (graph.operations[0].attrs["value"], hash(graph.operations[0].attrs["value"]))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "words"),
+    [
+        (np.zeros(4), "float32", r"the array has shape \[4\], but its dims are \[b:6\]"),
+        (np.full(6, 1e300), "float32", r"the number 1e\+300 of the array does not fit float32"),
+        (np.full(6, 2**40), "int32", r"the number 1099511627776 of the array does not fit int32"),
+        (np.zeros(6), "int32", r"int32 can't hold the array of float64; convert it first"),
+        (np.arange(6), "bool", r"bool can't hold the array of int64"),
+        (np.array(["x"] * 6), "float32", r"float32 can't hold the array of <U1"),
+        (np.ma.masked_array(np.zeros(6), [True] * 6), "float32", r"can't hold the masked array of float64"),
+    ],
+)  # fmt: skip
+def test_arrays_that_are_no_constants(value: Array, dtype: str, words: str) -> None:
+    with mtf.Graph(), pytest.raises(mtf.ShapeError, match=rf"constant \(test_functions.py:\d+\): .*{words}"):
+        mtf.constant(value, [B], dtype)
+
+
+def test_a_large_array_is_no_constant() -> None:
+    rows = mtf.Dimension("rows", 2**22 + 1)
+    with mtf.Graph(), pytest.raises(mtf.ShapeError, match="takes 16777220 bytes, more than the 16777216 of a constant"):
+        mtf.constant(np.zeros(2**22 + 1, np.float32), rows)

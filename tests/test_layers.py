@@ -18,8 +18,10 @@ import meshlib as mtf
 import tests.layers_reference as ref
 from layouts import Dimension, Shape
 from meshlib.graph import Tensor
+from meshlib.layers import Scores
 from meshlib.program.records import Program
 from tests.oracle import UNSHARDED, Array, Layout, assert_close, draw_layout, needed, numeric_gradient, run, uniform
+from tests.public import public_names
 
 LAYOUTS = 30
 
@@ -33,6 +35,7 @@ H, G, K, F, V = (
     Dimension("d_ff", 6),
     Dimension("vocab", 12),
 )
+OTHER = Dimension("d_model", 6)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Layer:
     """A layer as a test takes it.
 
     inputs     name -> dims and dtype (float: that of the test; an integer n: int32 below n; bool)
-    build      (variable dtype as a keyword, **tensors) -> result; the variables it makes are drawn, too
+    build      (numerics as a keyword, **tensors) -> result; the variables it makes are drawn, too
     reference  (values by name, inputs and variables) -> array
     """
 
@@ -72,7 +75,8 @@ class Built:
                 dtype = self.dtype if dtype is float else "bool" if dtype is bool else dtype
                 given[name] = mtf.input(name, dims, dtype)
                 self.feeds[name] = drawn(rng, Shape(dims).sizes, kind)
-            y = self.layer.build({"variable_dtype": "float64" if self.dtype == "float64" else "float32"}, **given)
+            numerics = mtf.Numerics("float64" if self.dtype == "float64" else "float32", activation_dtype=self.dtype)
+            y = self.layer.build({"numerics": numerics}, **given)
             c = mtf.input("cotangent", y.shape, y.dtype)
             self.feeds["cotangent"] = drawn(rng, y.shape.sizes, float)
             self.state = {n: drawn(rng, v.output.shape.sizes, float) for n, v in graph.variables.items()}
@@ -145,6 +149,16 @@ def dense(p: dict[str, Array]) -> Array:
     return np.tanh(np.einsum("bhk,khfg->bfg", p["x"], p["dense/kernel"]) + p["dense/bias"])
 
 
+@layer("dense onto itself", {"x": ([B, H, K], float)}, lambda w, x: mtf.layers.dense(x, [K, H], [H, K], **w))
+def dense_onto_itself(p: dict[str, Array]) -> Array:
+    return np.einsum("bhk,hklg->blg", p["x"], p["dense/kernel"]) + p["dense/bias"]
+
+
+@layer("dense of another size", X, lambda w, x: mtf.layers.dense(x, OTHER, use_bias=False, activation=mtf.tanh, **w))
+def dense_of_another_size(p: dict[str, Array]) -> Array:
+    return np.tanh(p["x"] @ p["dense/kernel"])
+
+
 @layer("dense_relu_dense", X, lambda w, x: mtf.layers.dense_relu_dense(x, F, 0.25, [L], **w))
 def dense_relu_dense(p: dict[str, Array]) -> Array:
     h = np.maximum(p["x"] @ p["dense_relu_dense/wi/kernel"], 0)
@@ -210,7 +224,7 @@ def rotary_at(p: dict[str, Array]) -> Array:
 
 
 def positioned(w: Keywords, x: Tensor) -> Tensor:
-    learned = mtf.layers.learned_positions(L, D, 8, activation_dtype=x.dtype, **w)
+    learned = mtf.layers.learned_positions(L, D, 8, **w)
     return x * learned + mtf.layers.sinusoidal_positions(L, D, x.dtype)
 
 
@@ -222,7 +236,7 @@ def positions(p: dict[str, Array]) -> Array:
 @layer(
     "relative_position_bias",
     {"x": ([H, L, M], float)},
-    lambda w, x: x * mtf.layers.relative_position_bias(L, M, H, 8, 5, activation_dtype=x.dtype, **w),
+    lambda w, x: x * mtf.layers.relative_position_bias(L, M, H, 8, 5, **w),
 )
 def relative(p: dict[str, Array]) -> Array:
     out = np.empty((2, 4, 6))
@@ -293,7 +307,15 @@ def projected(p: dict[str, Array], part: str, source: Array, biased: bool = Fals
     "multihead_attention grouped",
     X,
     lambda w, x: mtf.layers.multihead_attention(
-        x, None, None, K, H, G, causal=True, window=3, rotary_base=5.0, qk_norm=True, use_bias=True, **w
+        x,
+        None,
+        None,
+        K,
+        [G, H],
+        memory_heads=H,
+        scores=Scores(causal=True, window=3, rotary_base=5.0, qk_norm=True),
+        use_bias=True,
+        **w,
     ),
 )
 def grouped(p: dict[str, Array]) -> Array:
@@ -309,7 +331,9 @@ def grouped(p: dict[str, Array]) -> Array:
 
 
 def crossed(w: Keywords, x: Tensor, memory: Tensor, mask: Tensor, kernel: str, bias: Tensor | None = None) -> Tensor:
-    return mtf.layers.multihead_attention(x, memory, mask, K, H, multi_query=True, bias=bias, kernel=kernel, **w)
+    return mtf.layers.multihead_attention(
+        x, memory, mask, K, H, memory_heads=[], scores=Scores(bias=bias, kernel=kernel), **w
+    )
 
 
 CROSS = {**X, "memory": ([B, M, F], float), "mask": ([B, M], bool)}
@@ -331,7 +355,9 @@ def multi_query(p: dict[str, Array]) -> Array:
 
 
 def alone(w: Keywords, x: Tensor, mask: Tensor, kernel: str) -> Tensor:
-    return mtf.layers.multihead_attention(x, None, mask, K, H, rotary_base=100.0, kernel=kernel, causal=True, **w)
+    return mtf.layers.multihead_attention(
+        x, None, mask, K, H, scores=Scores(causal=True, rotary_base=100.0, kernel=kernel), **w
+    )
 
 
 ALONE = {**X, "mask": ([B, L, Dimension("memory_length", 4)], bool)}
@@ -352,7 +378,9 @@ def one_sequence(p: dict[str, Array]) -> Array:
 @layer(
     "multihead_attention with shared keys and values",
     X,
-    lambda w, x: mtf.layers.multihead_attention(x, None, None, K, H, share_kv=True, qk_norm=True, scale=0.3, **w),
+    lambda w, x: mtf.layers.multihead_attention(
+        x, None, None, K, H, share_kv=True, scores=Scores(qk_norm=True, scale=0.3), **w
+    ),
 )
 def shared(p: dict[str, Array]) -> Array:
     q, v = (projected(p, part, p["x"]) for part in "qk")
@@ -365,6 +393,91 @@ def shared(p: dict[str, Array]) -> Array:
     return out
 
 
+def far_out(w: Keywords, x: Tensor, t: Tensor) -> Tensor:
+    return mtf.layers.sigmoid_cross_entropy_with_logits(x * 30.0, t)  # far out: no exponential overflows
+
+
+@layer("sigmoid_cross_entropy_with_logits", {"x": ([B, V], float), "t": ([V, B], float)}, far_out)
+def binary(p: dict[str, Array]) -> Array:
+    z, t = p["x"] * 30.0, p["t"].T
+    return -t * -np.logaddexp(0, -z) - (1 - t) * -np.logaddexp(0, z)
+
+
+T, R, W, E = Dimension("length", 8), Dimension("height", 6), Dimension("width", 4), Dimension("value_dim", 2)
+NEAR = {"q": ([B, H, T, K], float), "k": ([T, B, K], float), "v": ([B, T, E], float), "ids": ([B, T], 2)}
+
+
+def nearby(w: Keywords, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    return mtf.layers.local_attention_1d(q, k, v, T, K, E, True, 4, 3, ids, 0.75)  # across two blocks of 2
+
+
+@layer("local_attention_1d", NEAR, nearby)
+def near_before(p: dict[str, Array]) -> Array:
+    out, i = np.empty((4, 2, 8, 2)), np.arange(8)
+    for b, h in np.ndindex(4, 2):
+        seen = (i[:, None] - i < 3) & (i <= i[:, None]) & (p["ids"][b][:, None] == p["ids"][b])
+        out[b, h] = ref.head(p["q"][b, h], p["k"][:, b], p["v"][b], mask=seen, scale=0.75)
+    return out
+
+
+@layer(
+    "local_attention_1d both ways",
+    {n: NEAR[n] for n in "qkv"},
+    lambda w, q, k, v: mtf.layers.local_attention_1d(q, k, v, T, K, E, False, 2, 2),
+)
+def near_around(p: dict[str, Array]) -> Array:
+    out, i = np.empty((4, 2, 8, 2)), np.arange(8)
+    apart = i - i[:, None]
+    for b, h in np.ndindex(4, 2):
+        out[b, h] = ref.head(p["q"][b, h], p["k"][:, b], p["v"][b], mask=(apart > -2) & (apart <= 2))
+    return out
+
+
+IMAGE = {"q": ([R, W, E], float), "k": ([W, E, R], float), "v": ([R, W, E], float)}
+
+
+def points(w: Keywords, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return mtf.layers.local_attention_2d(q, k, v, R, W, E, None, causal, (3, 2), 2)  # blocks of 2 x 2
+
+
+def image(p: dict[str, Array], causal: bool) -> Array:
+    out = np.empty((6, 4, 2))
+    keys, values = p["k"].transpose(2, 0, 1).reshape(24, 2), p["v"].reshape(24, 2)
+    rows, columns = np.divmod(np.arange(24), 4)
+    for r, c in np.ndindex(6, 4):
+        seen = (rows - r > -2) & (rows - r <= 2) & (columns - c > -2) & (columns - c <= 2)
+        if causal:
+            seen &= (rows < r) | ((rows == r) & (columns <= c))
+        out[r, c] = ref.head(p["q"][r, c][None], keys, values, mask=seen[None])[0]
+    return out
+
+
+@layer("local_attention_2d", IMAGE, lambda w, **p: points(w, **p, causal=False))
+def image_around(p: dict[str, Array]) -> Array:
+    return image(p, False)
+
+
+@layer("local_attention_2d from above", IMAGE, lambda w, **p: points(w, **p, causal=True))
+def image_above(p: dict[str, Array]) -> Array:
+    return image(p, True)
+
+
+@layer(
+    "masked_local_attention_1d",
+    {"x": ([T, D], float)},
+    lambda w, x: mtf.layers.masked_local_attention_1d(x, E, H, 3, length_per_split=4, **w),
+)
+def near_heads(p: dict[str, Array]) -> Array:
+    q, k, v = (np.einsum("ld,dhe->hle", p["x"], p[f"masked_local_attention_1d/{part}"]) for part in "qkv")
+    made = [ref.head(q[h], k[h], v[h], causal=True, window=3) for h in range(2)]
+    return np.einsum("hle,dhe->ld", made, p["masked_local_attention_1d/o"])
+
+
+@layer("us_einsum", {"x": ([B, H, K], float), "y": ([K, H, F], float)}, lambda w, x, y: mtf.layers.us_einsum([x, y]))
+def unit_scaled(p: dict[str, Array]) -> Array:
+    return np.einsum("bhk,khf->bf", p["x"], p["y"]) / 8**0.5
+
+
 # ---------------------------------------------------------------- the tests
 
 each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)
@@ -373,8 +486,8 @@ each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)
 def test_every_layer_is_here() -> None:
     pools = {"max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d"}  # tests/test_functions.py
     names = " ".join(one.name for one in LAYERS) + " softmax_cross_entropy_with_logits embedding_weights "
-    names += "learned_positions sinusoidal_positions"
-    assert {n for n in mtf.layers.__all__ if n not in names} == pools
+    names += "learned_positions sinusoidal_positions clip_activation_gradient"
+    assert {n for n in public_names(mtf.layers) if n not in names} == {*pools, "Scores"}
 
 
 @each_layer
@@ -418,7 +531,7 @@ def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
             x[...] = x.astype(mtf.dtypes.BFLOAT16.public).astype(np.float64)
     wide.feeds, wide.state = b.feeds, b.state
     found, wanted = b.run(b.lower(precision="default")), wide.run(wide.lower())
-    in_float32 = ("cross entropy", "embedding", "positions", "relative")
+    in_float32 = ("cross entropy", "sigmoid_cross", "embedding", "positions", "relative")
     assert b.outputs["y"].dtype.name == "bfloat16" or one.name.startswith(in_float32)
     assert_close(found, wanted, 0.06, one)
 
@@ -429,7 +542,8 @@ def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
 def block(x: Tensor, kernel: str) -> Tensor:
     """One layer of a Transformer."""
     h = mtf.layers.rms_norm(x, D, name="before_attention")
-    x = x + mtf.layers.multihead_attention(h, None, None, K, H, G, causal=True, rotary_base=50.0, kernel=kernel)
+    scores = Scores(causal=True, rotary_base=50.0, kernel=kernel)
+    x = x + mtf.layers.multihead_attention(h, None, None, K, [G, H], memory_heads=H, scores=scores)
     h = mtf.layers.layer_norm(x, D, name="before_feed_forward")
     return x + mtf.layers.feed_forward(h, F, "silu", gated=True)
 
@@ -478,6 +592,19 @@ def test_scanned_layers_are_those_one_after_the_other(kernel: str, mesh: str, la
     assert_close(loop, plain, 2e-5, (kernel, layout))
 
 
+def test_a_dim_that_meets_itself_has_a_name_for_rules() -> None:
+    """Columns of the kernel over q: no sum over devices, and the result is where rules for d_model say."""
+    with mtf.Graph() as graph:
+        x = mtf.input("x", [B, D])
+        y = mtf.layers.dense(x, D, use_bias=False, name="out")
+    assert (y.name, y.shape) == ("out", x.shape)
+    assert graph.variables["out/kernel"].output.shape == Shape("d_model:8;d_model_out:8")
+    program = mtf.lower({"y": y}, mesh="p:2;q:2", layout="batch:p;d_model_out:q")
+    assert [c.kind for c in program.collectives] == ["all_gather"]
+    program = mtf.lower({"y": y}, mesh="q:2", layout="d_model:q")
+    assert [c.kind for c in program.collectives] == ["reduce_scatter"]
+
+
 @pytest.mark.parametrize("kernel", ["flash", "materialised"])
 def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> None:
     with mtf.Graph() as graph:
@@ -498,7 +625,8 @@ def test_values_bear_the_names_that_rematerialisation_goes_by(kernel: str) -> No
     assert [ends.count(part) for part in ("wi", "wi_gate", "wo")] == [1, 1, 1]
 
 
-OTHER = Dimension("d_model", 6)
+def self_attention(x: Tensor, **options: Any) -> Tensor:
+    return mtf.layers.multihead_attention(x, None, None, K, H, **options)
 
 
 @pytest.mark.parametrize(
@@ -509,7 +637,11 @@ OTHER = Dimension("d_model", 6)
         (lambda x: mtf.layers.rms_norm(x, D, -1.0), "epsilon must not be negative, got -1.0"),
         (lambda x: mtf.layers.layer_norm(mtf.cast(x, "int32"), D), "needs a float tensor"),
         (lambda x: mtf.layers.feed_forward(x, F, "sigmoid"), "activation must be 'gelu' or .* got 'sigmoid'"),
-        (lambda x: mtf.layers.feed_forward(x, OTHER), "new_dims d_model:6 are in .* already; rename one side"),
+        (lambda x: mtf.layers.feed_forward(x, L), "new_dims length:4 are in .* already; rename one side"),
+        (
+            lambda x: mtf.layers.dense(mtf.rename_dimension(x, "length", "d_model_out"), D),
+            "new_dims d_model_out:8 are in .* already",
+        ),
         (lambda x: mtf.layers.feed_forward(x, F, dropout=0.5, dropout_broadcast_dims=[V]), "vocab:12 are not in"),
         (lambda x: mtf.layers.rotary(x, L, Dimension("d_model", 7)), "size 8 in x.*but 7 was given"),
         (lambda x: mtf.layers.rotary(mtf.slice(x, 0, 7, "d_model"), L, "d_model"), "d_model:7 has no two halves"),
@@ -517,10 +649,16 @@ OTHER = Dimension("d_model", 6)
         (lambda x: mtf.layers.learned_positions(L, D, 3), "the variable has 3 positions, but length:4 needs 4"),
         (lambda x: mtf.layers.embedding(x, V, F), r"indices must be int32, got float32(.|\n)*x: f32"),
         (lambda x: mtf.layers.multihead_attention(x, None, None, K, Dimension("batch", 2)), "batch:2 are in x"),
-        (lambda x: mtf.layers.multihead_attention(x, None, None, K, H, G, multi_query=True), "group, not both"),
-        (lambda x: mtf.layers.multihead_attention(x, None, None, K, H, kernel="flush"), "did you mean 'flash'"),
+        (lambda x: self_attention(x, memory_heads=[G]), r"group:2 are not in heads \[heads:2\]"),
+        (lambda x: self_attention(x, scores=Scores(kernel="flush")), "did you mean 'flash'"),
+        (lambda x: self_attention(x, scores="flash"), "layers.Scores.*got str 'flash'"),
+        (lambda x: Scores(bias=x), r"kernel='flash' never has the scores(.|\n)*bias(.|\n)*use 'materialised'"),
+        (lambda x: mtf.layers.dense(x, F, numerics="bfloat16"), "must be an mtf.Numerics .*got str 'bfloat16'"),
+        (lambda x: mtf.Numerics("int32"), "variable_dtype must be a float dtype, got int32"),
+        (lambda x: mtf.Numerics("float31"), "unknown dtype 'float31'.*did you mean 'float32'"),
+        (lambda x: mtf.Numerics(precision="int4"), "'int8' or 'fp8', got 'int4'"),
         (
-            lambda x: mtf.layers.multihead_attention(x, None, None, K, H, dropout=0.1),
+            lambda x: self_attention(x, dropout=0.1),
             "never has the scores and can't take dropout 0.1 of the weights; use 'materialised'",
         ),
         (
@@ -528,7 +666,7 @@ OTHER = Dimension("d_model", 6)
             "the mask must be bool, got float32",
         ),
         (
-            lambda x: mtf.layers.multihead_attention(x, None, None, K, H, bias=mtf.ones([H, V]), kernel="materialised"),
+            lambda x: self_attention(x, scores=Scores(bias=mtf.ones([H, V]), kernel="materialised")),
             "the bias has vocab:12, which q and k lack",
         ),
         (
@@ -543,12 +681,92 @@ OTHER = Dimension("d_model", 6)
             lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, x, D, label_smoothing=1.0),
             r"label_smoothing must be in \[0, 1\), got 1.0",
         ),
+        (lambda x: mtf.layers.local_attention_1d(x, x, x, L, D, radius=0), "radius must be at least 1, got 0"),
+        (lambda x: mtf.layers.local_attention_1d(x, x, x, L, D, length_dim_num_splits=3), "has no 3 equal parts"),
+        (lambda x: mtf.layers.local_attention_1d(x, x, x, M, D), "x: f32.* has no dim 'memory_length'"),
+        (
+            lambda x: mtf.layers.local_attention_1d(x, x, x, L, D, sequence_id=mtf.zeros([B], "int32")),
+            "sequence_id must be int32 with length:4, got zeros: i32",
+        ),
+        (lambda x: mtf.layers.local_attention_2d(x, x, x, B, L, D, num_splits=2), "two numbers, of height and width"),
+        (lambda x: mtf.layers.masked_local_attention_1d(x, K, H, 2, 3), "length_per_split 3 does not divide length:4"),
+        (lambda x: mtf.layers.clip_activation_gradient(x, 0), "rms_norm must be positive, got 0"),
+        (lambda x: mtf.layers.clip_activation_gradient(mtf.cast(x, "int32")), "needs a float tensor, got cast"),
+        (lambda x: mtf.layers.us_einsum([mtf.cast(x, "int32")] * 2), "us_einsum .*needs float operands, got int32"),
+        (
+            lambda x: mtf.layers.sigmoid_cross_entropy_with_logits(x, mtf.zeros([B, D])),
+            r"floats of the same dims and dtype(.|\n)*x: f32\[batch:4, length:4, d_model:8\](.|\n)*zeros: f32",
+        ),
     ],
 )  # fmt: skip
 def test_messages(build: Callable[[Tensor], Tensor], words: str) -> None:
     with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=words) as caught:
         build(mtf.input("x", [B, L, D]))
     assert "test_layers.py:" in str(caught.value)
+
+
+WEIGHTED = [x for x in LAYERS if x.name.startswith(("dense", "feed", "layer_norm", "rms_norm", "multihead"))]
+
+
+@pytest.mark.parametrize(("given", "made"), [(None, "float32"), ("bfloat16", "bfloat16"), ("float64", "float64")])
+@pytest.mark.parametrize("precision", ["default", "highest", "int8"])
+@pytest.mark.parametrize("one", WEIGHTED, ids=str)
+def test_numerics_reach_variables_results_and_products(one: Layer, given: str, made: str, precision: str) -> None:
+    """Whatever the dtype of the inputs: a layer with variables computes in what its numerics say."""
+    numerics = mtf.Numerics("float32", "bfloat16", given, precision)
+    with mtf.Graph() as graph:
+        inputs = {
+            name: mtf.input(name, dims, {float: "float32", bool: "bool"}.get(kind, "int32"))
+            for name, (dims, kind) in one.inputs.items()
+        }
+        y = one.build({"numerics": numerics}, **inputs)
+    for variable in graph.variables.values():
+        assert (variable.attrs["public_dtype"].name, variable.output.dtype.name) == ("float32", "bfloat16")
+    assert y.dtype.name == made
+    products = [op for op in graph.operations if op.kind.name in ("einsum", "quantized_einsum")]
+    weights = [op for op in products if "/kernel" in op.inputs[1].name]
+    assert len(weights) == sum(name.endswith("kernel") for name in graph.variables)
+    assert {op.attrs["precision"] for op in weights} <= {precision}
+    assert {op.attrs["precision"] for op in products if op not in weights} <= {"default"}
+
+
+def test_tables_are_of_the_activations_dtype_or_of_their_slices() -> None:
+    with mtf.Graph():
+        for given, made in ((None, "bfloat16"), ("float32", "float32")):
+            numerics = mtf.Numerics("float32", "bfloat16", given)
+            with mtf.scope(made):
+                tables = [
+                    mtf.layers.embedding_weights(V, D, numerics),
+                    mtf.layers.learned_positions(L, D, 8, numerics),
+                    mtf.layers.relative_position_bias(L, M, H, 8, 5, numerics=numerics),
+                ]
+            assert [t.dtype.name for t in tables] == 3 * [made]
+
+
+def test_numerics_of_names_and_of_types_are_equal() -> None:
+    assert mtf.Numerics(np.float64, activation_dtype=np.dtype("float32")) == mtf.Numerics("float64", None, "float32")
+
+
+@pytest.mark.parametrize("layout", ["", "batch:p", "d_model:q", "batch:q;length:p"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("bfloat16", 0.01)])
+def test_the_gradient_of_an_activation_is_clipped_by_its_root_mean_square(
+    dtype: str, tolerance: float, layout: str
+) -> None:
+    with mtf.Graph():
+        x, c = mtf.input("x", [B, L, D], dtype), mtf.input("c", [B, L, D], dtype)
+        y = mtf.layers.clip_activation_gradient(mtf.square(x), 0.5, name="y")
+        assert y.name == "y"
+        (dx,) = mtf.gradients([y], [x], [c])
+        program = mtf.lower({"y": y, "dx": dx}, mesh="p:2;q:2", layout=layout)
+    rng = np.random.default_rng(2)
+    for scale in (0.25, 4.0, 0.0):  # below the limit nothing changes
+        fed = {"x": rng.normal(size=(4, 4, 8)), "c": rng.normal(size=(4, 4, 8)) * scale}
+        for executor in ("exact", "fast"):
+            (out,) = run(program, fed, executor)
+            dy = fed["c"]
+            wanted = dy * 0.5 / max(0.5, np.sqrt(np.mean(dy**2))) * 2 * fed["x"]
+            assert_close({"y": np.float64(out["y"])}, {"y": fed["x"] ** 2}, tolerance, layout)
+            assert_close({"dx": np.float64(out["dx"])}, {"dx": wanted}, 2 * tolerance, (scale, layout))
 
 
 def test_a_label_out_of_range_is_named() -> None:
@@ -559,7 +777,9 @@ def test_a_label_out_of_range_is_named() -> None:
         mtf.simulate(program).step(x=np.zeros((4, 12)), labels=[0, 1, 12, 3])
 
 
-@pytest.mark.parametrize("options", [{"qk_norm": True}, {"share_kv": True}, {"rotary_base": 100.0}, {}])
+@pytest.mark.parametrize(
+    "options", [{"scores": Scores(qk_norm=True)}, {"share_kv": True}, {"scores": Scores(rotary_base=100.0)}, {}]
+)
 def test_what_attention_takes_and_makes_has_names(options):
     x, memory = (mtf.Dimension("channels", 4), mtf.Dimension("length", 3)), mtf.Dimension("keys", 5)
     with mtf.Graph() as graph:

@@ -14,8 +14,10 @@ import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.errors import LayoutError
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import ON_MXU, OPERATIONS, OpDef, Work
-from meshlib.program.records import Instruction, Program
+from meshlib.lowering.homes import is_inner
+from meshlib.operation import ON_MXU, OPERATIONS, Kind, OpDef, Storage, Work
+from meshlib.program.instructions import Compute, Instruction, Loop
+from meshlib.program.records import Program
 from tests.cases import CASES, Array, Case, dims
 from tests.oracle import UNSHARDED, Layout, assert_close, draw_layout, needed, numeric_gradient, run
 
@@ -115,11 +117,8 @@ def test_table_covers_every_operation() -> None:
 @pytest.mark.parametrize("record", OPERATIONS.values(), ids=lambda r: r.name)
 def test_record_is_complete(record: OpDef) -> None:
     for field in dataclasses.fields(OpDef):
-        value = getattr(record, field.name)
-        if field.name != "lower":  # which most operations do not need
-            assert value is not None
-            assert field.name in ("name", "kind") or callable(value)
-        assert field.default is dataclasses.MISSING  # required: adding an operation means thinking of each
+        if field.default is dataclasses.MISSING:  # the others are traits: see test_traits
+            assert field.name in ("name", "kind") or callable(getattr(record, field.name))
     assert OPERATIONS[record.name] is record
 
 
@@ -213,6 +212,13 @@ def test_every_layout(case: Case) -> None:
             assert_close(fast, exact, min(tolerance, 1e-12) if not case.tolerance > 1e-9 else tolerance, about)
         check_work(program, about)
     for layout in illegal[:count]:
+        if mtf.check(fed.outputs, fed.updates, layout.mesh_text, layout.rules_text).ok:
+            # Nothing but what the library makes for itself is at fault.
+            assert layout.allows([t.shape for t in fed.tensors if not is_inner(t)]), f"{case} under {layout}"
+            program = fed.lower(layout)
+            assert any("made these tensors itself" in note for note in program.notes)
+            assert_close(run(program, fed.feeds)[0], wanted[id(fed)], tolerance, f"{case} under {layout}")
+            continue
         with pytest.raises(LayoutError):
             fed.lower(layout)
 
@@ -306,21 +312,17 @@ def test_float64_agrees_far_beyond_float32() -> None:
     assert any(not np.array_equal(split[n], whole[n]) for n in whole)
 
 
-@pytest.mark.parametrize("name", ["reduce_sum", "reduce_max", "reduce_min", "gather", "scatter_add"])
+@pytest.mark.parametrize("name", ["reduce_sum", "reduce_max", "reduce_min", "scatter_add"])
 def test_what_leaves_a_pending_value_refuses_bool(name: str) -> None:
     (a,), (n,) = dims("a:4"), dims("n:6")
     with mtf.Graph():
         x, i = mtf.input("x", [a], "bool"), mtf.input("i", dims("b:4"), "int32")
-        more = {"gather": (i, a), "scatter_add": (i, n, Shape([n, a]))}.get(name, ())
+        more = {"scatter_add": (i, n, Shape([n, a]))}.get(name, ())
         with pytest.raises(mtf.ShapeError, match=r"needs numbers, got bool(.|\n)*x: bool\[a:4\]"):
             getattr(mtf, name)(x, *more)
 
 
 # ---------------------------------------------------------------- work
-
-# What costs nothing: other names of values that are there anyway.
-COPIES = {"to_host", "from_host"}  # one end in HBM
-FREE = {"rename_dimension", "identity", "stop_gradient", "constrain", "assign", "input", "variable"}
 
 
 def idle_factors(i: Instruction) -> set[str]:
@@ -345,10 +347,9 @@ def check_work(program: Program, about: str) -> None:
     """Local work times devices is the unsharded work, times the size of each axis that divides none of it."""
     mesh = program.mesh
     for i in program.instructions:
-        if i.is_reshard or i.opcode == "assign":
-            continue
-        if i.body is not None:
+        if isinstance(i, Loop):
             check_work(i.body, about)
+        if not isinstance(i, Compute):
             continue
         op, out = i.operation, i.outputs[0]
         local = op.kind.work(tuple(x.local for x in i.inputs), out.local, op.attrs)
@@ -375,20 +376,14 @@ def check_work(program: Program, about: str) -> None:
         else:
             assert local.mxu_flops == 0, text
             assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
-        if op.kind.name in FREE:
-            assert local == Work(0, 0, 0), text
-        elif op.kind.name in COPIES:
-            assert local == Work(0, 0, out.local_bytes), text
-        else:
-            assert local.vpu_ops + local.mxu_flops > 0, text
-            assert local.hbm_bytes == sum(v.local_bytes for v in (*i.inputs, *i.outputs)), text
+        nothing = op.kind.storage is Storage.ALIAS or op.kind.kind in (Kind.RESIDENT, Kind.COPY)
+        assert (local == Work(0, 0)) == nothing, text
 
 
 def assert_at_least(local: Work, whole: Work, devices: int, text: str) -> None:
     """No work is lost by splitting it."""
     assert local.mxu_flops * devices >= whole.mxu_flops, text
     assert local.vpu_ops * devices >= whole.vpu_ops, text
-    assert local.hbm_bytes * devices >= whole.hbm_bytes, text
 
 
 def einsum_flops(i: Instruction) -> int:
@@ -470,6 +465,9 @@ INITIALIZERS = {
     "normal": mtf.initializers.random_normal(1, 2),
     "glorot": mtf.initializers.glorot_uniform(dims("i:12")),
     "scaled": mtf.initializers.scaled_normal(dims("i:12"), 2.0),
+    "truncated": mtf.initializers.truncated_normal(1, 2),
+    "fan_out_scaled": mtf.initializers.variance_scaling(2.0, "fan_out"),
+    "fan_averaged": mtf.initializers.variance_scaling(2.0, "fan_avg", "uniform", dims("i:12")),
 }
 
 

@@ -181,6 +181,14 @@ RULES: dict[str, tuple[Callable[[], opt.Optimizer], Callable[..., Array], Callab
         adafactor(decay=lambda t: 0.75),
         lambda t: 0.05,
     ),
+    "adafactor, some absolute": (
+        lambda: opt.AdafactorOptimizer(
+            True, 0.05, 0.75, min_dim_size_to_factor=4, exclude_from_parameter_scale=["^t", "ias$"]
+        ),
+        # of w, the one other matrix; t has three dims
+        lambda w, g, s, t, lr: adafactor(w.ndim == 2, lambda t: 0.75)(w, g, s, t, lr),
+        lambda t: 0.05,
+    ),
     "adafactor, momentum": (
         lambda: opt.AdafactorOptimizer(False, 0.05, 0.5, 0.7, None, min_dim_size_to_factor=4),
         adafactor(False, lambda t: 0.5, 0.7, None),
@@ -197,6 +205,13 @@ SCHEDULED = {  # rates are float32, so these agree to float32's rounding only
         lambda: opt.AdafactorOptimizer(min_dim_size_to_factor=4),
         adafactor(),
         lambda t: min(t**-0.5, 0.01),
+    ),
+    "adafactor, offset": (
+        lambda: opt.AdafactorOptimizer(
+            learning_rate=0.05, decay_rate=opt.adafactor_decay_rate_pow(0.6, 3), min_dim_size_to_factor=4
+        ),
+        adafactor(decay=lambda t: 1 - max(t - 3, 1) ** -0.6),
+        lambda t: 0.05,
     ),
     "adafactor, absolute": (
         lambda: opt.AdafactorOptimizer(False, decay_rate=opt.adafactor_decay_rate_adam(0.95), min_dim_size_to_factor=4),
@@ -262,6 +277,8 @@ def test_adafactor_slots_lie_as_rules_under_slots_say() -> None:
 SCHEDULES: dict[str, tuple[opt.Optimizer | Any, Callable[[int], float]]] = {
     "constant": (opt.constant(0.3), lambda t: 0.3),
     "linear_warmup": (opt.linear_warmup(0.5, 10), lambda t: 0.5 * min(1, (t + 1) / 10)),
+    "linear_decay": (opt.linear_decay(0.5, 50), lambda t: 0.5 * max(0, 1 - t / 50)),
+    "linear_decay from an offset": (opt.linear_decay(0.5, 50, 10), lambda t: 0.5 * min(1, max(0, (50 - t) / 40))),
     "exponential": (opt.exponential_decay(0.5, 20, 0.9), lambda t: 0.5 * 0.9 ** (t / 20)),
     "staircase": (opt.exponential_decay(0.5, 20, 0.9, staircase=True), lambda t: 0.5 * 0.9 ** (t // 20)),
     "cosine": (
@@ -717,6 +734,12 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "factor": (lambda: opt.DynamicLossScale(factor=1.0), r"factor must be larger than 1, got 1.0"),
     "warm-up": (lambda: opt.linear_warmup(1.0, 0), r"linear_warmup .*warmup_steps must be at least 1, got 0"),
     "decay steps": (lambda: opt.cosine_decay(1.0, 2.5), r"decay_steps must be an integer, got float 2.5"),
+    "decay offset": (lambda: opt.linear_decay(1.0, 5, 5), r"at least 0 and below total_steps, got 5 and 5"),
+    "adafactor offset": (lambda: opt.adafactor_decay_rate_pow(0.8, -1), r"offset must not be negative, got -1"),
+    "adafactor pattern": (
+        lambda: opt.AdafactorOptimizer(exclude_from_parameter_scale="w"),
+        r"exclude_from_parameter_scale must be a list",
+    ),
     "decay rate": (lambda: opt.exponential_decay(1.0, 5, 0.0), r"decay_rate must be positive, got 0"),
     "pieces": (lambda: opt.piecewise([5], [1.0]), r"got 1 values for 1 boundaries"),
     "boundaries": (lambda: opt.piecewise([5, 5], [1, 2, 3]), r"must be positive and increase, got \[5, 5\]"),
@@ -736,7 +759,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"does not depend on 'w' \(test_optimize.py:\d+\); declare .* trainable=False",
     ),
     "reduction": (lambda: split(reduction="max"), r"reduction must be 'mean' or 'sum', got 'max'"),
-    "in a loop": (in_a_loop, r"feature 'x', .*, is inside a loop; call it outside"),
+    "in a loop": (in_a_loop, r"feature 'x', .*, is used inside a loop; call it outside"),
     "microbatch taken": (
         lambda: split({"x": mtf.input("z", [BATCH, D("microbatch", 2)])}),
         r"feature 'x', z: .* has a dim 'microbatch'; rename it",

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.graph import Operation, Tensor
+from meshlib.program.instructions import Move
 from meshlib.program.records import Program
 from tests.oracle import AXES, MAX_DEVICES, Array, assert_close, needed, run
 
@@ -541,7 +542,7 @@ def check_program_ends(program: Program) -> None:
     assert not any(v.sharding.pending for v in ends)
     used = ends | {x for i in program.instructions for x in i.inputs}
     for i in program.instructions:
-        if i.is_reshard:
+        if isinstance(i, Move):
             assert all(y in used for y in i.outputs), i
     homes = program.layout.rules or any(i.opcode == "constrain" for i in program.instructions)
     assert homes or not program.collectives

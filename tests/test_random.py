@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from math import erf, sqrt
+from math import erf, exp, pi, sqrt
 
 import numpy as np
 import pytest
 
 import meshlib as mtf
-from layouts import Shape
+from layouts import Dimension, Shape
 from meshlib.dtypes import as_dtype
 from meshlib.initializers import draw, make_key
 from meshlib.threefry import threefry2x32
@@ -189,3 +189,56 @@ def test_dropout_keeps_the_mean() -> None:
         x = mtf.ones(Shape("a:4"))
         assert mtf.dropout(x, False, keep_prob=0.5) is x
         assert mtf.dropout(x, True, rate=0.0) is x
+
+
+# ---------------------------------------------------------------- initial values
+
+
+def initial(start: mtf.initializers.Initializer, dtype: str = "float32") -> np.ndarray:
+    with mtf.Graph():
+        program = mtf.lower({"w": mtf.variable("w", [Dimension("i", 60), Dimension("j", 300)], start, dtype)})
+    return np.asarray(mtf.simulate(program).state["w"], np.float64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_truncated_normal_is_a_normal_without_its_ends(dtype: str) -> None:
+    found = (initial(mtf.initializers.truncated_normal(3.0, 0.5), dtype) - 3) / 0.5
+    assert np.abs(found).max() <= (2.01 if dtype == "bfloat16" else 2 + 1e-6)
+    # Mean square of a standard normal within 2: 1 - 4 pdf(2) / P(|z| < 2).
+    pdf, inside = exp(-2) / sqrt(2 * pi), erf(sqrt(2))
+    assert abs(found.mean()) < 0.03
+    assert abs((found**2).mean() - (1 - 4 * pdf / inside)) < 0.02
+    for bound in (0.5, 1.0, 1.5):  # the law in between
+        assert abs((np.abs(found) < bound).mean() - erf(bound / sqrt(2)) / inside) < 0.015
+    # What was not drawn again is what random_normal draws.
+    plain = (initial(mtf.initializers.random_normal(3.0, 0.5), dtype) - 3) / 0.5
+    kept = np.isclose(plain, found, atol=0.02)
+    assert 0.95 < kept.mean() < 0.96
+    assert np.abs(plain[~kept]).min() > 1.98
+
+
+@pytest.mark.parametrize("distribution", ["normal", "untruncated_normal", "uniform"])
+@pytest.mark.parametrize(("mode", "n"), [("fan_in", 60), ("fan_out", 300), ("fan_avg", 180)])
+def test_variance_scaling(mode: str, n: int, distribution: str) -> None:
+    found = initial(mtf.initializers.variance_scaling(2.0, mode, distribution))
+    assert abs(found.var() * n / 2 - 1) < 0.03
+    assert abs(found.mean()) < 0.03 * found.std()
+    other = {"fan_in": 300, "fan_out": 60, "fan_avg": 180}[mode]
+    turned = initial(mtf.initializers.variance_scaling(2.0, mode, distribution, [Dimension("j", 300)]))
+    assert abs(turned.var() * other / 2 - 1) < 0.03
+    furthest = {"normal": 2 / 0.8796, "untruncated_normal": 6, "uniform": sqrt(3)}[distribution]
+    assert np.abs(found).max() <= furthest * sqrt(2 / n) * 1.0001
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0.0,), "scale must be positive, got 0.0"),
+        ((1.0, "fan_average"), "mode must be 'fan_in' or .*; did you mean 'fan_avg'"),
+        ((1.0, "fan_in", "gauss"), "distribution must be 'normal' or"),
+        ((1.0, "fan_in", "normal", ["i"]), "expected Dimensions, got str 'i'"),
+    ],
+)
+def test_bad_arguments_of_variance_scaling(arguments: tuple, words: str) -> None:
+    with pytest.raises(mtf.GraphError, match=rf"variance_scaling \(test_random.py:\d+\).*{words}"):
+        mtf.initializers.variance_scaling(*arguments)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+from meshlib.program.instructions import Loop
 
 D = mtf.Dimension
 LAYERS, BATCH, LENGTH, MEMORY = D("layers", 3), D("batch", 4), D("length", 4), D("memory_length", 4)
@@ -177,7 +178,7 @@ def test_less_kept_is_less_memory() -> None:
 
 def kept_types(program: mtf.Program) -> list[tuple[tuple[str, ...], str]]:
     """Dims and dtypes of what the forward's loop stacks after its one carry."""
-    (forward,) = (i for i in program.instructions if i.body is not None and i.region == "forward")
+    (forward,) = (i for i in program.instructions if isinstance(i, Loop) and i.region == "forward")
     return [(y.tensor.shape.names, y.tensor.dtype.name) for y in forward.outputs[1:]]
 
 

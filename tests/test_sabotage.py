@@ -21,7 +21,8 @@ from layouts import Mesh, Sharding
 from meshlib.lowering import passes
 from meshlib.operation import OPERATIONS, Linear, OpDef, Role
 from meshlib.program.checker import check_program
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Commit, Instruction, Move, Value
+from meshlib.program.records import Program
 
 exact = importlib.import_module("meshlib.simulation.exact")
 lowering = importlib.import_module("meshlib.lowering.layout")
@@ -130,7 +131,7 @@ def test_without_sabotage_nothing_is_noticed(case):
 
 
 def test_the_programs_hold_every_kind_of_move():
-    kinds = {i.opcode for case in CASES for i in sound(case).instructions if i.is_reshard}
+    kinds = {i.opcode for case in CASES for i in sound(case).instructions if isinstance(i, Move)}
     assert kinds == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "slice"}
 
 
@@ -165,13 +166,13 @@ def renamed(program: Program, values: dict[Value, Value]) -> Program:
 def moves(program: Program, *kinds: str) -> Iterator[tuple[Instruction, int]]:
     """Every reshard step of the given kinds: its instruction and its place in it."""
     for i in program.instructions:
-        if i.is_reshard and i.opcode in kinds:
+        if isinstance(i, Move) and i.opcode in kinds:
             yield from ((i, n) for n in range(len(i.steps)))
 
 
 def computations(program: Program, *names: str) -> Iterator[Instruction]:
     for i in program.instructions:
-        if not i.is_reshard and i.inputs and i.opcode != "assign" and (not names or i.opcode in names):
+        if not isinstance(i, Move | Commit) and i.inputs and (not names or i.opcode in names):
             yield i
 
 
@@ -180,9 +181,9 @@ def without(items: tuple, n: int) -> tuple:
 
 
 def with_step(program: Program, i: Instruction, n: int, **fields) -> Program:
-    """`program` with fields of one step replaced, and the opcode after its kind."""
+    """`program` with fields of one step replaced."""
     step = replace(i.steps[n], **fields)
-    return changed(program, i, replace(i, opcode=step.kind, steps=(*i.steps[:n], step, *i.steps[n + 1 :])))
+    return changed(program, i, replace(i, steps=(*i.steps[:n], step, *i.steps[n + 1 :])))
 
 
 # ---------------------------------------------------------------- sabotages
@@ -274,7 +275,7 @@ def an_assignment_in_another_order(program: Program) -> Iterator[Program]:
             steps = {
                 u: replace(u, steps=tuple(replace(s, before=other.sharding) if x is other else s
                                           for x, s in zip(u.inputs, u.steps, strict=True)))
-                for u in lie.instructions if u.is_reshard and other in u.inputs
+                for u in lie.instructions if isinstance(u, Move) and other in u.inputs
             }  # fmt: skip
             if steps and all(u.opcode == "collective_permute" for u in steps):
                 mine = replace(mine, assignment=i.assignment[::-1])
@@ -311,8 +312,8 @@ def an_operand_from_before_its_reshard(program: Program) -> Iterator[Program]:
 def an_update_dropped(program: Program) -> Iterator[Program]:
     """The variable keeps its old value, though the program says it is written."""
     for i in program.instructions:
-        if i.opcode == "assign":
-            name = i.operation.attrs["variable"]
+        if isinstance(i, Commit):
+            name = i.variable
             smaller = changed(program, i)
             yield replace(smaller, updates={n: v for n, v in program.updates.items() if n != name} | {})
 
@@ -390,7 +391,7 @@ def test_a_pass_that_drops_an_update(monkeypatch):
 
 def test_a_pass_that_forgets_the_write_alone(monkeypatch):
     for i in sound("two axes").instructions:
-        if i.opcode == "assign":
+        if isinstance(i, Commit):
             with pytest.raises(mtf.ProgramError, match="are written"):
                 check_program(changed(sound("two axes"), i), "sabotage")
 
@@ -400,7 +401,7 @@ def test_a_pass_that_moves_a_use_before_its_definition():
     made = {y: n for n, i in enumerate(program.instructions) for y in i.outputs}
     tried = 0
     for n, i in enumerate(program.instructions):
-        if i.is_reshard or i.opcode in ("add", "sigmoid"):
+        if isinstance(i, Move) or i.opcode in ("add", "sigmoid"):
             first = min(made[x] for x in i.inputs)
             order = [u for u in program.instructions if u is not i]
             order.insert(first, i)

@@ -385,3 +385,182 @@ def test_a_variable_declared_inside_counts_once(how: str) -> None:
     found, wanted = shared_variable(how), shared_variable("written out")
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-12, err_msg=name)
+
+
+# ---------------------------------------------------------------- a rule of one's own always applies
+
+
+def ruled(function: Callable, rule: Callable, n: int = 1, looped: bool = False) -> dict[str, np.ndarray]:
+    """Gradients of sum(weights * function(*xs)) with a rule, alone or in every trip of a loop over 3."""
+    d = D("d", 4)
+    names = [f"x{k}" for k in range(n)]
+    with mtf.Graph():
+        xs = [mtf.input(name, [d], "float64") for name in names]
+
+        def loss(*inputs: mtf.Tensor) -> mtf.Tensor:
+            made = mtf.custom_gradient(function, rule, list(inputs))
+            results = [made] if isinstance(made, mtf.Tensor) else made
+            return mtf.add_n([mtf.reduce_sum(y) * (k + 2.0) for k, y in enumerate(results)])
+
+        if looped:
+            total = mtf.constant(0.0, dtype="float64")
+            (y,), _ = mtf.scan(lambda c, s: ([c[0] + loss(*xs)], []), [total], [mtf.zeros([LAYERS])], LAYERS)
+        else:
+            y = loss(*xs)
+        found = mtf.gradients([y], xs)
+        assert all(dx is not None for dx in found)
+        used = mtf.add_n([mtf.reduce_sum(x) for x in xs])
+        program = mtf.lower({**dict(zip(names, found, strict=True)), "used": used}, mesh="m:2", layout="d:m")
+    made = {}
+    for executor in ("exact", "fast"):
+        made = mtf.simulate(program, executor=executor).step({name: np.arange(1.0, 5.0) for name in names})
+        del made["used"]
+    return made
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_a_rule_applies_whatever_its_function_does(looped: bool) -> None:
+    d, times, data = D("d", 4), 3 if looped else 1, np.arange(1.0, 5.0)
+
+    def check(found: dict[str, np.ndarray], *wanted: object) -> None:
+        for dx, w in zip(found.values(), wanted, strict=True):
+            np.testing.assert_allclose(dx, np.broadcast_to(np.multiply(times, w), 4), rtol=1e-12)
+
+    # Gradient reversal: the function is the identity, the rule is not. The cotangent is 2.
+    check(ruled(lambda v: v, lambda xs, ys, dys: [dys[0] * -1.0], looped=looped), -2)
+    # A result that the input has no part in.
+    check(ruled(lambda v: mtf.ones([d], "float64"), lambda xs, ys, dys: [dys[0] * xs[0]], looped=looped), 2 * data)
+    # One input comes back, the other makes something; in the order in which they are returned.
+    swapped = ruled(lambda a, b: (mtf.sin(b), a), lambda xs, ys, dys: [dys[0] * 10.0, dys[1] * xs[0]], 2, looped=looped)
+    check(swapped, 20, 3 * data)
+    # The same result twice: each place has its own cotangent, 2 and 3.
+    twice = ruled(lambda v: [mtf.sin(v)] * 2, lambda xs, ys, dys: [dys[0] * 10.0 + dys[1] * 7.0], looped=looped)
+    check(twice, 41)
+    # An input twice.
+    check(ruled(lambda v: (v, v), lambda xs, ys, dys: [dys[0] * 10.0 - dys[1]], looped=looped), 17)
+
+    # Results are made in another order than they are returned in.
+    def late_first(v: mtf.Tensor) -> tuple[mtf.Tensor, mtf.Tensor]:
+        first = mtf.sin(v)
+        return mtf.cos(first), first
+
+    check(ruled(late_first, lambda xs, ys, dys: [dys[0] * 10.0 - dys[1]], looped=looped), 17)
+
+
+def test_a_rule_holds_for_what_it_is_given_alone() -> None:
+    """A value from outside that the function uses without naming it gets no gradient; a variable read in it, none."""
+    d = D("d", 4)
+    with mtf.Graph():
+        x, w = mtf.input("x", [d]), mtf.variable("w", [d])
+        y = mtf.custom_gradient(lambda v: v * w, lambda xs, ys, dys: [dys[0] * 5.0], [x])
+        z = mtf.custom_gradient(lambda v: w, lambda xs, ys, dys: [dys[0] * 7.0], [x])
+        dx, dw = mtf.gradients([mtf.reduce_sum(y) + mtf.reduce_sum(z)], [x, w])
+        assert dw is None
+        program = mtf.lower({"dx": dx})
+    np.testing.assert_array_equal(mtf.simulate(program).step()["dx"], np.full(4, 12.0))
+
+
+def test_reversal_under_recomputation_and_in_a_second_derivative() -> None:
+    """d = -cos(x) x after the rule; its own derivative goes through the rule's operations."""
+    d, data = D("d", 4), np.arange(1.0, 5.0)
+
+    def reverse(v: mtf.Tensor) -> mtf.Tensor:
+        made = mtf.custom_gradient(lambda u: u, lambda xs, ys, dys: [mtf.negative(dys[0])], [v])
+        return mtf.sin(made)
+
+    with mtf.Graph():
+        x = mtf.input("x", [d], "float64")
+        y = mtf.recompute_grad(reverse, [x])
+        (first,) = mtf.gradients([mtf.reduce_sum(y)], [x])
+        (second,) = mtf.gradients([mtf.reduce_sum(first)], [x])
+        r = mtf.simulate(mtf.lower({"first": first, "second": second})).step(x=data)
+    np.testing.assert_allclose(r["first"], -np.cos(data), rtol=1e-12)
+    np.testing.assert_allclose(r["second"], -np.sin(data), rtol=1e-12)  # reversed once more
+
+
+# ---------------------------------------------------------------- outer tensors that have the loop's dim
+
+
+def table_loss(x: np.ndarray, table: np.ndarray, s: np.ndarray) -> float:
+    """sum of c after c <- tanh(c + s[t] sum over time of sin(table c) + table[t])."""
+    for t in range(4):
+        x = np.tanh(x + s[t] * np.sum(np.sin(table * x), axis=0) + table[t])
+    return float(x.sum())
+
+
+def table_scan(second: bool) -> dict[str, mtf.Tensor]:
+    time, c = D("time", 4), D("c", 8)
+    x, table = mtf.input("x", [c], "float64"), mtf.input("table", [time, c], "float64")
+    s = mtf.input("s", [time], "float64")
+
+    def body(carries: tuple, parts: tuple) -> tuple:
+        added = mtf.reduce_sum(mtf.sin(table * carries[0]), reduced_dim=time) * parts[0] + parts[1]
+        return [mtf.tanh(carries[0] + added)], []
+
+    (y,), _ = mtf.scan(body, [x], [s, table], time)
+    grads = mtf.gradients([mtf.reduce_sum(y)], [x, table, s])
+    if second:
+        weights = mtf.input("weights", [time, c], "float64")
+        grads = mtf.gradients([mtf.reduce_sum(grads[1] * weights)], [x, table, s])
+    return dict(zip(("x", "table", "s"), grads, strict=True))
+
+
+@pytest.mark.parametrize("executor", ["exact", "fast"])
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [("m:1", ""), ("m:2;n:2", "time:m;c:n"), ("m:4", "c:m"), ("m:4", "time:m")]
+)
+def test_gradient_of_an_outer_tensor_with_the_dim_of_the_loop(mesh: str, layout: str, executor: str) -> None:
+    rng = np.random.default_rng(8)
+    feeds = {"x": rng.normal(size=8), "table": 0.5 * rng.normal(size=(4, 8)), "s": rng.normal(size=4)}
+    weights = rng.normal(size=(4, 8))
+
+    def numeric(of: Callable[[dict[str, np.ndarray]], float], name: str) -> np.ndarray:
+        found = np.zeros_like(feeds[name])
+        for at in np.ndindex(found.shape):
+            step = np.zeros_like(found)
+            step[at] = 1e-6
+            above, below = ({**feeds, name: feeds[name] + way * step} for way in (1, -1))
+            found[at] = (of(above) - of(below)) / 2e-6
+        return found
+
+    with mtf.Graph():
+        program = mtf.lower(table_scan(False), mesh=mesh, layout=layout)
+    first = mtf.simulate(program, executor=executor)
+    for name, dx in first.step(feeds).items():
+        np.testing.assert_allclose(dx, numeric(lambda f: table_loss(**f), name), rtol=1e-6, atol=1e-8)
+    with mtf.Graph():
+        program = mtf.lower(table_scan(True), mesh=mesh, layout=layout)
+    found = mtf.simulate(program, executor=executor).step({**feeds, "weights": weights})
+    for name in ("s", "x"):
+        wanted = numeric(lambda f: float((first.step(f)["table"] * weights).sum()), name)
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("executor", ["exact", "fast"])
+def test_a_carry_that_has_the_dim_of_the_loop(executor: str) -> None:
+    """c <- c * x[t] over time, where c has time itself: the product of all x in every place."""
+    time = D("time", 3)
+    with mtf.Graph():
+        c, x = mtf.input("c", [time], "float64"), mtf.input("x", [time], "float64")
+        (y,), _ = mtf.scan(lambda carries, parts: ([mtf.sin(carries[0]) * parts[0]], []), [c], [x], time)
+        dc, dx = mtf.gradients([mtf.reduce_sum(y)], [c, x])
+        (ddx,) = mtf.gradients([mtf.reduce_sum(dx)], [c])
+        program = mtf.lower({"y": y, "dc": dc, "dx": dx, "ddx": ddx}, mesh="m:3", layout="time:m")
+
+    def wanted(start: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        before = [start]
+        for part in x:
+            before.append(np.sin(before[-1]) * part)
+        up, dx = np.ones(3), np.zeros(3)
+        for t in reversed(range(3)):
+            dx[t] = np.sum(up * np.sin(before[t]))
+            up = up * np.cos(before[t]) * x[t]
+        return before[-1], up, dx
+
+    c0, x0 = np.array([0.3, 0.7, 1.1]), np.array([0.9, 1.3, 0.8])
+    found = mtf.simulate(program, executor=executor).step(c=c0, x=x0)
+    for name, value in zip(("y", "dc", "dx"), wanted(c0, x0), strict=True):
+        np.testing.assert_allclose(found[name], value, rtol=1e-12)
+    step = 1e-6 * np.eye(3)
+    slope = [(wanted(c0 + e, x0)[2].sum() - wanted(c0 - e, x0)[2].sum()) / 2e-6 for e in step]
+    np.testing.assert_allclose(found["ddx"], slope, rtol=1e-7)

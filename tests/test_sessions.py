@@ -16,7 +16,8 @@ from meshlib.graph import Operation, Tensor
 from meshlib.lowering import memos, partition
 from meshlib.lowering.simplification import simplify
 from meshlib.ops.state import assigned
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Instruction, Value
+from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
 from meshlib.verification import legal_layouts
 from tests.test_property_programs import Written, programs

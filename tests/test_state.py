@@ -71,6 +71,130 @@ def test_dtypes_of_a_variable(dtype, slice_dtype, activation_dtype, public, valu
     assert sim.step()["w"].dtype == w.dtype.public
 
 
+ODD = {  # arrays of the numbers 1 to 4, as they may come
+    "big-endian": np.array([1, 2, 3, 4], ">f4"),
+    "backwards": np.array([4, 3, 2, 1], np.float32)[::-1],
+    "every other": np.arange(2, 10, dtype=np.float64)[::2] / 2,
+    "repeated": np.broadcast_to(np.float32(1), 4) * [1, 2, 3, 4],
+    "half": np.array([1, 2, 3, 4], np.float16),
+    "long": np.array([1, 2, 3, 4], np.longdouble),
+    "bfloat16": np.array([1, 2, 3, 4], ml_dtypes.bfloat16),
+    "record": np.rec.array(np.array([1, 2, 3, 4], np.float32)),
+    "read-only": np.frombuffer(np.array([1, 2, 3, 4], np.float32).tobytes(), np.float32),
+    "unaligned": np.frombuffer(b"x" + np.array([1, 2, 3, 4], np.float32).tobytes(), np.float32, offset=1),
+}
+LARGE = 1e300
+BAD = {  # and what no element may hold
+    "masked": (np.ma.array([1.0, 2, 3, 4], mask=[0, 1, 0, 0]), "masked array"),
+    "masked without a mask": (np.ma.array([1.0, 2, 3, 4]), "masked array"),
+    "too large": (np.array([1, -LARGE, 3, 4]), r"-1e\+300 at index \[1\] does not fit"),
+    "objects": (np.array([1, 2, None, 4]), "object"),
+    "huge integers": (np.array([1, 2, 10**30, 4]), "object"),
+    "complex": (np.array([1, 2, 3, 4j]), "complex128"),
+    "structured": (np.zeros(4, [("a", "f4")]), "'a', '<f4'"),
+    "dates": (np.zeros(4, "M8[s]"), "datetime64"),
+    "spans": (np.zeros(4, "m8[s]"), "timedelta64"),
+    "texts": (np.array(["1"] * 4), "<U1"),
+    "bytes": (np.array([b"1"] * 4), "S1"),
+    "nothing": (np.zeros(0, np.float32), r"\[0\]"),
+    "no dims": (np.float32(1), r"\[\]|float32"),
+}
+
+
+def doors(dtype="float32"):
+    """Where arrays come in: each gives what arrives for [a:4]."""
+    with mtf.Graph():
+        x, w = mtf.input("x", [A], dtype), mtf.variable("w", [A], 0, dtype)
+        program = mtf.lower({"x": x, "w": w})
+    sim = mtf.simulate(program)
+
+    def assigned(value):
+        sim.state["w"] = value
+        return sim.state["w"]
+
+    def declared(value):
+        with mtf.Graph():
+            return mtf.simulate(mtf.lower({"w": mtf.variable("w", [A], value, dtype)})).state["w"]
+
+    return {
+        "feed": lambda value: sim.step(x=value)["x"],
+        "state": assigned,
+        "initial array": declared,
+        "initializer": lambda value: declared(lambda key, shape, dtype: value),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("odd", ODD)
+def test_arrays_of_any_form_arrive(odd, dtype):
+    for door in doors(dtype).values():
+        assert door(ODD[odd]).astype(float).tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_no_element_can_hold_is_one_error(bad):
+    value, message = BAD[bad]
+    for name, door in doors().items():
+        if bad == "no dims" and name == "initial array":
+            continue  # a number for all
+        with pytest.raises(mtf.MeshlibError, match=message) as caught:
+            door(value)
+        assert "\n" not in str(caught.value)
+        assert caught.value.__cause__ is None
+
+
+def test_numbers_beyond_the_range_of_a_dtype():
+    for dtype, most, over in (("float32", 3.4e38, 3.5e38), ("bfloat16", 3.38e38, 3.4e38)):
+        for door in doors(dtype).values():
+            assert np.isfinite(door(np.full(4, most)).astype(float)).all()
+            assert np.isinf(door(np.full(4, np.inf)).astype(float)).all()
+            with pytest.raises(mtf.MeshlibError, match=rf"{over / 1e38:g}e\+38 at index \[0\] does not fit {dtype}"):
+                door(np.full(4, over))
+    for door in doors("int32").values():
+        with pytest.raises(mtf.MeshlibError, match="1099511627776 does not fit int32"):
+            door(np.full(4, 2**40, np.uint64))
+    sim = doors()
+    for value in ([1.0, LARGE, 3.0, 4.0], (1.0, np.ma.array(2.0), 3.0, 4.0), [np.ma.masked, 1.0, 2.0, 3.0]):
+        with pytest.raises(mtf.FeedError, match=r"does not fit|masked"):
+            sim["feed"](value)
+
+
+@pytest.mark.parametrize("number", [LARGE, -LARGE, 10**400, 10**5000], ids=["large", "small", "400", "5000"])
+def test_constants_beyond_the_range_of_a_dtype(number):
+    with mtf.Graph():
+        x = mtf.input("x", [A])
+        for build in (
+            lambda: mtf.constant(number),
+            lambda: x * number,
+            lambda: mtf.variable("v", [A], number),
+            lambda: mtf.constant(number, dtype="int32"),
+        ):
+            with pytest.raises(mtf.GraphError, match=r"the number .* does not fit"):
+                build()
+        assert mtf.constant(float("inf")).dtype.name == "float32"
+        with pytest.raises(mtf.GraphError, match="finite number, got int"):
+            mtf.initializers.random_normal(10**5000)
+
+
+def test_initializers_beyond_the_range_of_a_dtype():
+    for start in (mtf.initializers.constant(LARGE), mtf.initializers.random_normal(0, LARGE)):
+        with mtf.Graph():
+            program = mtf.lower({"w": mtf.variable("w", [A], start)})
+        with pytest.raises(mtf.FeedError, match=r"variable 'w'.*1e\+300 does not fit float32"):
+            mtf.simulate(program)
+
+
+def test_a_fed_array_does_not_become_the_state():
+    with mtf.Graph():
+        x, w = mtf.input("x", [A]), mtf.variable("w", [A], 0.0)
+        program = mtf.lower(updates=[mtf.assign(w, x)])
+    for executor in EXECUTORS:
+        sim, mine = mtf.simulate(program, executor=executor), np.ones(4, np.float32)
+        sim.step(x=mine)
+        mine[:] = 9
+        assert sim.state["w"].tolist() == [1] * 4
+
+
 def test_updates_of_a_narrow_variable_are_rounded():
     with mtf.Graph():
         w = mtf.variable("w", [A], 1.0, "float32", slice_dtype="bfloat16")

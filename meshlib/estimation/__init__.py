@@ -88,7 +88,7 @@ def estimate(
         _check_placement(program, slice_, placement)
     try:
         network = Network(program, slice_, placement)
-        plan = plan_of(program, network, early=overlap != "none")
+        plan = plan_of(program, network)
         made = schedule(plan, Times(slice_.chip, physics, alone=plan.kernels == 1), overlap)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None

@@ -1,10 +1,10 @@
 """Memory of one device over time, in whole tiles, whether it fits, and what would help where it does not.
 
-The liveness is that of `meshlib.program.memory` over the same order; here each buffer takes the tiles that its block
-fills. Both figures are given: without padding exact, with padding exact for dims in their named order (a compiler
-may choose a denser order).
+The buffers are those of the program (`meshlib.program.buffers`); here each takes the tiles that its block fills. Both
+figures are given: without padding exact, with padding exact for dims in their named order (a compiler may choose a
+denser order).
 
-Sources: `hardware.memory` for tiles; `meshlib.program.memory` for who is live when.
+Source: `hardware.memory` for tiles.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hardware.slices import Slice
 from meshlib.checks import at, whole
 from meshlib.errors import GraphError
 from meshlib.estimation.kernels import padded_value_bytes
-from meshlib.estimation.remedies import Remedy, Size, remedies
+from meshlib.estimation.remedies import Remedy, remedies
 from meshlib.estimation.table import grid
-from meshlib.program.memory import KINDS, Live, Liveness
-from meshlib.program.records import Program, Value, bytes_text
+from meshlib.program.memory import KINDS, Live, kinds_after, measure
+from meshlib.program.records import Program, bytes_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,110 +129,23 @@ class DeviceMemory:
 
 def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
     """The memory of one device of `slice_` that runs `program`."""
-    walk = _PaddedWalk(program, padded_value_bytes)
-    walk.trace()
-    live = tuple(sorted((walk.shown(*pair) for pair in walk.peak_live), key=lambda v: (-v.bytes, v.name)))
-    inside = walk.peak - sum(v.bytes for v in live)
-    if inside:
-        live = (*live, Live(walk.at, "inside the loop", "temporaries", inside, walk.at))
-    by_kind = {k: sum(v.bytes for v in live if v.kind == k) for k in KINDS}
+    padded = measure(program, padded_value_bytes)
+    kinds = kinds_after(program, padded_value_bytes)
     return DeviceMemory(
         slice_.name,
         slice_.hbm_bytes_per_device,
-        walk.peak,
-        walk.exact_peak,
-        by_kind,
-        live,
-        walk.at,
-        program.memory.host_bytes,
-        tuple(walk.timeline),
-        tuple(walk.by_kind_timeline),
+        padded.peak_bytes,
+        program.memory.peak_bytes,
+        padded.by_kind,
+        tuple(
+            sorted(
+                padded.live, key=lambda v: (v.kind == "temporaries" and v.type == "inside the loop", -v.bytes, v.name)
+            )
+        ),
+        padded.at,
+        padded.host_bytes,
+        padded.timeline_bytes,
+        tuple(zip(*kinds.values(), strict=True)),
         tuple(f"{i.opcode} {i.operation.name}" for i in program.instructions),
-        lambda: remedies(program, [v for _, v in walk.peak_live], walk.kind, lambda size: _peak(program, size)),
+        lambda: remedies(program),
     )
-
-
-def _peak(program: Program, size: Size) -> int:
-    walk = _PaddedWalk(program, size)
-    walk.trace()
-    return walk.peak
-
-
-class _PaddedWalk(Liveness):
-    """The walk of the liveness with buffers of other sizes, and what is live by kind after each instruction."""
-
-    def __init__(self, program: Program, size: Size) -> None:
-        super().__init__(program)
-        self.size = size
-        self.padded = 0
-        self.kinds: dict[Value, int] = {}  # owner -> index of the kind that it counts as
-        self.sums = [0] * len(KINDS)
-        self.peak = self.exact_peak = 0
-        self.at = "the start"
-        self.peak_live: list[tuple[Value, Value]] = []
-        self.timeline: list[int] = []
-        self.by_kind_timeline: list[tuple[int, ...]] = []
-
-    def trace(self) -> None:
-        """As `run`, with padding."""
-        for v in self.resident:
-            self._allocate(v)
-        self._note("the start", 0, 0)
-        for n, i in enumerate(self.program.instructions):
-            if i.opcode not in ("input", "variable"):
-                for k, y in enumerate(i.outputs):
-                    if y not in self.inside and not y.tensor.on_host:
-                        self._place(n, i, y, i.inputs[k] if i.is_collective else None)
-            inner = exact_inner = 0
-            if i.body is not None:
-                body = _PaddedWalk(i.body, self.size)
-                body.trace()
-                taken = {v for v in i.body.inputs.values() if not v.tensor.on_host}
-                inner = body.peak - sum(self.size(v) for v in taken)
-                exact_inner = body.exact_peak - sum(v.local_bytes for v in taken)
-            self._note(f"{i.opcode} '{i.operation.name}' ({i.operation.source})", inner, exact_inner)
-            self.timeline.append(self.padded + inner)
-            sums = list(self.sums)
-            sums[KINDS.index("temporaries")] += inner
-            self.by_kind_timeline.append(tuple(sums))
-            for v in self.ends.get(n, ()):
-                self._release(v)
-
-    def kind(self, v: Value) -> str:
-        """Of a value of this program; nothing for one inside a loop."""
-        return self._kind(v) if v in self.made_by or v in self.resident else ""
-
-    def shown(self, owner: Value, value: Value) -> Live:
-        """A buffer as a user sees it, with the tiles that it takes."""
-        found = self._live(owner, value)
-        return Live(found.name, found.type, found.kind, self.size(owner), found.source)
-
-    def _note(self, at: str, inner: int, exact_inner: int) -> None:
-        self.exact_peak = max(self.exact_peak, self.now + exact_inner)
-        if self.padded + inner > self.peak:
-            self.peak, self.at, self.peak_live = self.padded + inner, at, list(self.owned.items())
-
-    def _allocate(self, v: Value) -> None:
-        super()._allocate(v)
-        self.padded += self.size(v)
-        self._count(v, v)
-
-    def _share(self, v: Value, owner: Value) -> None:
-        super()._share(v, owner)
-        if self.owned.get(owner) is v:
-            self._count(owner, v)
-
-    def _release(self, v: Value) -> None:
-        owner = self.buffer.get(v)
-        super()._release(v)
-        if owner is not None and owner not in self.owned and owner in self.kinds:
-            size = self.size(owner)
-            self.padded -= size
-            self.sums[self.kinds.pop(owner)] -= size
-
-    def _count(self, owner: Value, shown: Value) -> None:
-        size, kind = self.size(owner), KINDS.index(self._kind(shown))
-        if owner in self.kinds:
-            self.sums[self.kinds[owner]] -= size
-        self.kinds[owner] = kind
-        self.sums[kind] += size

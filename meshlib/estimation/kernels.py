@@ -1,7 +1,7 @@
 """Fusion groups as work of one device: matrix products, vector operations, bytes at the boundary. No time yet.
 
 Counts are exact and without padding; `padded_bytes` and `padded_vpu_ops` are what tiles of (8, 128) make of them.
-A value that is made and used inside one group takes no bytes; groups are those of `meshlib.estimation.groups`. One that
+A value that is made and used inside one group takes no bytes; groups are those of the program. One that
 follows by a cast or a scaling from a value no wider is never stored: its readers read that and do it again. An
 operation that looks only at a part of an operand (gather, slice) reads that part.
 """
@@ -12,25 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import TypeGuard
 
 from hardware.core import Matmul
 from hardware.memory import padded_bytes
 from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
 from meshlib.graph import FORWARD, Tensor
-from meshlib.operation import Kind
+from meshlib.operation import Kind, Scores, Storage
 from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.records import Program, walk
 from meshlib.program.work import local_work
 
 _RESIDENT = ("input", "variable", "assign")
-_ALIASES = ("identity", "stop_gradient", "constrain", "rename_dimension")
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
-_READS_PART = ("gather", "slice")
-_REPEATED = ("cast", "negative", "multiply", "add", "subtract", "divide")
-# Of the products of each kernel of fused attention, the share that is no repetition of the forward pass: one of two,
-# two of three (dP, dQ), two of four (dV, dK).
-ATTENTION = {"attention": 1.0, "attention_grad_query": 2 / 3, "attention_grad_memory": 1 / 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +33,12 @@ class Attention:
     """What a kernel of fused attention computes on one device.
 
     Attributes:
-      kind: its opcode: "attention", "attention_grad_query" or "attention_grad_memory".
+      of: what its record says.
       scores: pairs of query and key in the tiles that it computes, all heads and sequences; key, value: sizes of the
         dims of one head; passes: runs through the MXU.
     """
 
-    kind: str
+    of: Scores
     scores: int
     key: int
     value: int
@@ -54,12 +49,15 @@ class Attention:
 
         `together`: scores and their cotangents, which both gradients need, are computed with the keys' gradient only.
         """
-        if self.kind == "attention":
-            return (self.key,), (self.value,)
-        again = (self.key, self.value)
-        if self.kind == "attention_grad_query":
-            return () if together else again, (self.key,)
-        return again, (self.key, self.value)
+        sizes = {"key_dim": self.key, "value_dim": self.value}
+        contracted = () if together and self.of.spared else self.of.contracted
+        return tuple(sizes[d] for d in contracted), tuple(sizes[d] for d in self.of.turned)
+
+    @property
+    def useful(self) -> float:
+        """The share of its products that is no repetition of the forward pass."""
+        products = len(self.of.contracted) + len(self.of.turned)
+        return (products - self.of.repeated) / products
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def kernel_of(
     large = (i for i in reversed(members) if any(y.sharding.local_size > 1 for y in i.outputs))
     main = next((i for i in members if _is_matmul(i)), None) or next(large, members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
-    attention = attention_of(program, main) if main.opcode in ATTENTION else None
+    attention = attention_of(program, main) if main.operation.kind.scores and isinstance(main, Compute) else None
     for i in members:
         work = local_work(program, i)
         flops += work.mxu_flops
@@ -128,8 +126,8 @@ def kernel_of(
             product = matmul_of(program, i)
             matmuls.append((product, 1 if product.dtype in EIGHT_BIT else i.inputs[0].tensor.dtype.itemsize))
             useful += product.flops * _share_useful(program, i, forward)
-    if attention is not None:
-        useful += flops / attention.passes * ATTENTION[attention.kind] * _share_useful(program, main, forward)
+    if attention is not None and isinstance(main, Compute):
+        useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
     boundary = _boundary(members, fused, held)
     free = all(_is_free(i) for i in members)
     return Kernel(
@@ -151,7 +149,7 @@ def kernel_of(
     )
 
 
-def _share_useful(program: Program, i: Instruction, forward: frozenset[str]) -> float:
+def _share_useful(program: Program, i: Compute, forward: frozenset[str]) -> float:
     """Of an instruction's flops on one device, those that no other repeats and no earlier pass has made already."""
     again = i.operation.region != FORWARD and i.operation.name in forward
     return 0.0 if again else 1 / duplication(program, i)
@@ -159,16 +157,10 @@ def _share_useful(program: Program, i: Instruction, forward: frozenset[str]) -> 
 
 def forward_names(program: Program) -> frozenset[str]:
     """Names of the operations of the forward pass, those in loops included."""
-    found: set[str] = set()
-    for i in program.instructions:
-        if i.operation.region == FORWARD:
-            found.add(i.operation.name)
-            if i.body is not None:
-                found |= forward_names(i.body)
-    return frozenset(found)
+    return frozenset(i.operation.name for i, _, _ in walk(program) if i.operation.region == FORWARD)
 
 
-def duplication(program: Program, instruction: Instruction) -> int:
+def duplication(program: Program, instruction: Compute) -> int:
     """On how many devices the same part of an operation runs: the mesh over the axes that split it."""
     split = program.mesh.group_size(tuple(dict.fromkeys(axis for axis, _ in instruction.assignment)))
     return program.mesh.size // split
@@ -195,10 +187,12 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
     share = attrs["share"]
     points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
     scores = points * share.numerator // share.denominator
-    contracted, turned = Attention(instruction.opcode, scores, key, value, 1).products(together=False)
+    of = instruction.operation.kind.scores
+    assert of is not None
+    contracted, turned = Attention(of, scores, key, value, 1).products(together=False)
     once = 2 * scores * (sum(contracted) + sum(turned))
     passes = max(1, local_work(program, instruction).mxu_flops // max(1, once))
-    return Attention(instruction.opcode, scores, key, value, passes)
+    return Attention(of, scores, key, value, passes)
 
 
 def padded_value_bytes(v: Value) -> int:
@@ -212,17 +206,22 @@ def padded_block_bytes(sizes: tuple[int, ...], itemsize: int) -> int:
     return padded_bytes(sizes, itemsize) if sizes else itemsize
 
 
-def _is_matmul(i: Instruction) -> bool:
-    return i.operation.kind.kind is Kind.CONTRACTION and not i.is_reshard
+def _is_matmul(i: Instruction) -> TypeGuard[Compute]:
+    return isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION
 
 
 def _is_free(i: Instruction) -> bool:
-    if i.opcode in _RESIDENT or (i.opcode in _ALIASES and not i.is_reshard):
+    kind = i.operation.kind
+    if isinstance(i, Resident | Commit):
         return True
-    if i.opcode in ("constant", "broadcast"):
+    if not isinstance(i, Compute):
+        return False
+    if kind.storage is Storage.ALIAS:
+        return True
+    if kind.remade:
         return all(y.local_bytes <= 8 for y in i.outputs)
-    if i.opcode == "reshape" or (
-        i.opcode in _REDUCTIONS and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
+    if kind.storage is Storage.RESHAPED or (
+        kind.kind is Kind.REDUCTION and i.inputs[0].sharding.local_size == i.outputs[0].sharding.local_size
     ):
         # Tiles stay as they are where the two minor dims do; one element of each is its own sum.
         return i.inputs[0].local.shape.sizes[-2:] == i.outputs[0].local.shape.sizes[-2:]
@@ -252,7 +251,7 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
     read: dict[object, tuple[int, int, bool]] = {}
     written: dict[object, tuple[int, int, bool]] = {}
     for i in members:
-        if i.opcode in _RESIDENT:
+        if isinstance(i, Resident | Commit):
             continue
         for n, x in enumerate(i.inputs):
             if x not in inside:
@@ -269,7 +268,7 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
 
 def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
     whole = _sizes(x)
-    if n == 0 and i.opcode in _READS_PART:
+    if n == 0 and (i.operation.kind.reads_part or isinstance(i, Move)):  # a cut, if it is a move
         return min(whole, _sizes(i.outputs[0]))
     return whole
 
@@ -289,7 +288,7 @@ def _stored(t: Tensor) -> Tensor:
     Compilers put such work into every kernel that reads the result.
     """
     op = t.operation
-    if op.kind.name not in _REPEATED:
+    if not op.kind.repeated:
         return t
     sources = [x for x in op.inputs if not _is_small(x, t)]
     if len(sources) != 1 or sources[0].shape != t.shape or sources[0].dtype.itemsize > t.dtype.itemsize:
@@ -299,8 +298,8 @@ def _stored(t: Tensor) -> Tensor:
 
 def _is_small(x: Tensor, beside: Tensor) -> bool:
     """Whether an operand costs its readers next to nothing: it is made anew, or repeated over what is beside it."""
-    source = x.operation.kind.kind is Kind.SOURCE
-    return source and (x.operation.kind.name not in _RESIDENT or x.shape.size < beside.shape.size)
+    kind = x.operation.kind.kind
+    return kind is Kind.SOURCE or (kind is Kind.RESIDENT and x.shape.size < beside.shape.size)
 
 
 def resident_values(program: Program) -> set[Value]:
@@ -311,5 +310,5 @@ def resident_values(program: Program) -> set[Value]:
         *program.outputs.values(),
         *program.updates.values(),
     )
-    loops = [v for i in program.instructions if i.body is not None for v in (*i.inputs, *i.outputs)]
+    loops = [v for i in program.instructions if isinstance(i, Loop) for v in (*i.inputs, *i.outputs)]
     return {*inside, *loops}

@@ -16,7 +16,9 @@ from functools import lru_cache
 from hardware.network import Cost, Demand, best_placement, collective_cost
 from hardware.placement import DCN, Placement, placements
 from hardware.slices import Slice
-from meshlib.program.records import Instruction, Program
+from layouts import Mesh
+from meshlib.program.instructions import Instruction, Transfer
+from meshlib.program.records import Program, walk
 
 # Three and more mesh axes on a large torus can lie in thousands of ways. Each cut of a torus axis makes groups share
 # links, so where there are more ways than these, only those with at most one cut more than needed are priced.
@@ -46,33 +48,29 @@ class Move:
 
 def moves_of(program: Program, instruction: Instruction) -> tuple[Move, ...]:
     """The collectives that an instruction starts, in order; none for a computation without exchanges."""
-    mesh = program.mesh
-    if instruction.is_collective:
-        first = instruction.steps[0]
-        payload = sum(s.payload_bytes for s in instruction.steps)
-        sent = sum(s.sent_bytes for s in instruction.steps)
-        name = instruction.inputs[0].tensor.name
-        if len(instruction.inputs) > 1:
-            name += f" and {len(instruction.inputs) - 1} more"
-        why = instruction.reasons[0].why
-        return (_move(first.kind, first.axes, mesh.group_size(first.axes), payload, sent, name, why),)
-    return tuple(
-        _move(e.kind, e.axes, mesh.group_size(e.axes), e.payload_bytes, e.sent_bytes, instruction.operation.name, r.why)
-        for e, r in zip(instruction.exchanges, instruction.reasons if instruction.exchanges else (), strict=True)
-    )
+    mesh, transfers = program.mesh, instruction.transfers
+    if not instruction.is_collective:
+        return tuple(_move(mesh, (t,), instruction.operation.name) for t in transfers)
+    name = instruction.inputs[0].tensor.name
+    if len(transfers) > 1:
+        name += f" and {len(transfers) - 1} more"
+    return (_move(mesh, transfers, name),)
 
 
-def _move(kind: str, axes: Sequence[str], group: int, payload: int, sent: float, name: str, why: str) -> Move:
-    larger = payload * group if kind == "all_gather" else payload
-    return Move(kind, tuple(axes), group, payload, sent, larger, name, why)
+def _move(mesh: Mesh, transfers: Sequence[Transfer], name: str) -> Move:
+    """What goes in one launch."""
+    first = transfers[0].sent
+    group = mesh.group_size(first.axes)
+    payload = sum(t.sent.payload_bytes for t in transfers)
+    larger = payload * group if first.kind == "all_gather" else payload
+    sent = sum(t.sent.sent_bytes for t in transfers)
+    return Move(first.kind, first.axes, group, payload, sent, larger, name, transfers[0].reason.why)
 
 
-def all_moves(program: Program, times: int = 1) -> Iterator[tuple[Move, int]]:
+def all_moves(program: Program) -> Iterator[tuple[Move, int]]:
     """Every collective of a program and of its loops, with how often it runs in a step."""
-    for i in program.instructions:
-        if i.body is not None:
-            yield from all_moves(i.body, times * i.trips)
-        for move in moves_of(program, i):
+    for i, holder, times in walk(program):
+        for move in moves_of(holder, i):
             yield move, times
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from hardware.network import Cost
-from meshlib.estimation.groups import kept_inside, kernel_groups
 from meshlib.estimation.kernels import Kernel, forward_names, kernel_of, resident_values
 from meshlib.estimation.moves import Move, Network, moves_of
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.buffers import fused_values
+from meshlib.program.instructions import Instruction, Loop, Value
+from meshlib.program.instructions import Move as Reshard
+from meshlib.program.records import Program
 
 HOST_COPIES = ("to_host", "from_host")
 
@@ -22,7 +25,7 @@ class Unit:
     """A fusion group, collective, copy to or from the host, or loop.
 
     Attributes:
-      number: of its first instruction.
+      number: of its first instruction, which is that of the fusion group.
       inputs, outputs: numbers of the values that it reads from outside and makes.
       moves: what it sends, with the price of each; of a collective exactly one.
       kernel: of a fusion group; body, trips: of a loop; host_bytes: of a copy to or from the host, by its direction.
@@ -65,51 +68,22 @@ class Plan:
         return inside + sum(u.kernel is not None and not u.kernel.free for u in self.units)
 
 
-def plan_of(program: Program, network: Network, early: bool = True, forward: frozenset[str] | None = None) -> Plan:
-    """The plan of a program, or of a loop's body with the `forward` names of the program around it.
-
-    `early`: whether collectives may be issued before products that they do not depend on.
-    """
-    units = _Planner(program, network, early, forward_names(program) if forward is None else forward).ordered()
+def plan_of(program: Program, network: Network, forward: frozenset[str] | None = None) -> Plan:
+    """The plan of a program, or of a loop's body with the `forward` names of the program around it."""
+    planner = _Planner(program, network, forward_names(program) if forward is None else forward)
+    units = [planner.unit(n, [*members]) for n, members in groupby(program.instructions, key=lambda i: i.group)]
     _note_chains(units)
     return Plan(tuple(units))
 
 
 class _Planner:
-    def __init__(self, program: Program, network: Network, early: bool, forward: frozenset[str]) -> None:
-        self.program, self.network, self.early, self.forward = program, network, early, forward
+    def __init__(self, program: Program, network: Network, forward: frozenset[str]) -> None:
+        self.program, self.network, self.forward = program, network, forward
         self.numbers: dict[Value, int] = {}
-        self.groups = kernel_groups(program)
-        self.fused = kept_inside(program, self.groups)
+        self.fused = fused_values(program)
         self.held = resident_values(program)
 
-    def ordered(self) -> list[Unit]:
-        """Groups in the program's order, but collectives before the last product that they do not depend on.
-
-        What only prepares such a collective, a cast of weights, goes with it.
-        """
-        units: list[Unit] = []
-        made: dict[int, int] = {}  # value -> how many products came before it or made it
-        waiting: list[Unit] = []  # what has come since the last product, that product first
-        products = 0
-        number = {i: n for n, i in enumerate(self.program.instructions)}
-        for members in self.groups:
-            unit = self._unit(number[members[0]], members)
-            depth = max((made.get(x, 0) for x in unit.inputs), default=0)
-            if unit.product or unit.body is not None:
-                units += waiting
-                waiting = []
-                products += 1
-                depth = products
-            if members[0].is_collective and depth < products and self.early:
-                unit.early = True
-                units += [*_taken(waiting, unit.inputs), unit]
-            else:
-                waiting.append(unit)
-            made.update(dict.fromkeys(unit.outputs, depth))
-        return units + waiting
-
-    def _unit(self, number: int, members: Sequence[Instruction]) -> Unit:
+    def unit(self, number: int, members: Sequence[Instruction]) -> Unit:
         first = members[0]
         inside = {y for i in members for y in i.outputs}
         operands = dict.fromkeys(x for i in members for x in i.inputs if x not in inside)
@@ -121,13 +95,14 @@ class _Planner:
             tuple(self._number(x) for x in operands),
             tuple(self._number(y) for i in members for y in i.outputs),
         )
-        if not first.is_collective and first.body is not None:
-            unit.body = plan_of(first.body, self.network, self.early, self.forward)
+        if isinstance(first, Loop):
+            unit.body = plan_of(first.body, self.network, self.forward)
             unit.trips = first.trips
             return unit
         if first.opcode in HOST_COPIES:
             unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
             return unit
+        unit.early = isinstance(first, Reshard) and first.early
         unit.moves = tuple((m, self.network.cost(m)) for i in members for m in moves_of(self.program, i))
         if not first.is_collective:
             unit.kernel = kernel_of(self.program, members, self.fused, self.held, self.forward)
@@ -155,16 +130,3 @@ def _note_chains(units: Sequence[Unit]) -> None:
         needs.update(dict.fromkeys(unit.outputs, behind))
     for n in since:
         units[n].chained = True
-
-
-def _taken(waiting: list[Unit], wanted: Sequence[int]) -> list[Unit]:
-    """Takes out of `waiting` the units that make the wanted values, and what these need, in order."""
-    needed = set(wanted)
-    chosen = set()
-    for place in reversed(range(len(waiting))):
-        if needed & set(waiting[place].outputs):
-            needed |= set(waiting[place].inputs)
-            chosen.add(place)
-    taken = [unit for place, unit in enumerate(waiting) if place in chosen]
-    waiting[:] = [unit for place, unit in enumerate(waiting) if place not in chosen]
-    return taken

@@ -1,22 +1,21 @@
 """What would lower the peak of a device's memory, and by how much.
 
-Each remedy is a change of what some buffers take. The walk over the program's order is repeated with that, so a gain
+Each remedy is a change of what some buffers take. The program's buffers are added up again with that, so a gain
 counts that the peak moves elsewhere. It is exact for this order; a changed program may have another, and buffers that
 this one does not have, such as gathered weights or what is computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshlib.estimation.kernels import padded_block_bytes, padded_value_bytes
 from meshlib.graph import FORWARD
-from meshlib.operation import Kind
-from meshlib.program.memory import Liveness
-from meshlib.program.records import Program, Value, bytes_text
+from meshlib.program.instructions import Loop, Resident, Value
+from meshlib.program.memory import Size, bytes_after, kind_of, live_buffers
+from meshlib.program.records import Program, bytes_text
 
-Size = Callable[[Value], int]  # bytes that a buffer takes
 Change = Callable[[Value], int | None]  # bytes that it would take instead; None: as many
 
 _WORTH = 0.01  # of the peak: what saves less is not worth a line
@@ -34,23 +33,16 @@ class Remedy:
         return f"{self.what}: saves about {bytes_text(self.gain_bytes)}"
 
 
-def remedies(
-    program: Program,
-    live: list[Value],
-    kind: Callable[[Value], str],
-    peak_with: Callable[[Size], int],
-) -> tuple[Remedy, ...]:
-    """The best remedies, best first.
-
-    Args:
-      live: what lies in memory at the peak; kind: of a value.
-      peak_with: the peak if buffers took other sizes.
-    """
-
-    peak = peak_with(padded_value_bytes)
-    changes = [*(_more_devices(program) or _new_axis(program, live)), *_rules(program, live, kind)]
+def remedies(program: Program) -> tuple[Remedy, ...]:
+    """The best remedies, best first."""
+    usage = bytes_after(program, padded_value_bytes)
+    peak = max(usage)
+    n = usage.index(peak) - 1
+    live = [b.at(n)[1] for b in live_buffers(program, n)]
+    kinds = {b.owner: kind_of(program, b.owner, b.begin) for b in program.buffers}
+    changes = [*(_more_devices(program) or _new_axis(program, live)), *_rules(program, live, kinds)]
     changes += _recomputed(program, live)
-    found = [Remedy(what, peak - peak_with(_changed(change))) for what, change in changes]
+    found = [Remedy(what, peak - max(bytes_after(program, _changed(change)))) for what, change in changes]
     worth = sorted((r for r in found if r.gain_bytes >= _WORTH * peak), key=lambda r: -r.gain_bytes)
     return tuple(worth[:_MOST])
 
@@ -98,14 +90,14 @@ def _new_axis(program: Program, live: list[Value]) -> list[tuple[str, Change]]:
     return [(f"twice the devices, a new mesh axis 'new' of 2 with rule '{dim}:new'", halved(dim)) for dim in dims]
 
 
-def _rules(program: Program, live: list[Value], kind: Callable[[Value], str]) -> Iterator[tuple[str, Change]]:
+def _rules(program: Program, live: list[Value], kinds: Mapping[Value, str]) -> Iterator[tuple[str, Change]]:
     """For each axis the best layout rule that splits a dim wherever the axis is free, and the best for slots alone."""
     dims = _free_dims(program, live)
     for axis in program.mesh.axes:
         what = f"(split wherever {axis} is free)"
         whole = [(f"layout rule '{dim}:{axis}?' {what}", _split(program, dim, axis)) for dim in dims]
         slots = [
-            (f"layout rule 'slots/{dim}:{axis}' (ZeRO-1: slots and gradients split)", _of_slots(change, kind))
+            (f"layout rule 'slots/{dim}:{axis}' (ZeRO-1: slots and gradients split)", _of_slots(change, kinds))
             for dim, (_, change) in zip(dims, whole, strict=True)
         ]
         for rules in (whole, slots):
@@ -117,7 +109,7 @@ def _rules(program: Program, live: list[Value], kind: Callable[[Value], str]) ->
 def _free_dims(program: Program, live: list[Value]) -> list[str]:
     """Dims of what is live that no rule splits and no loop goes over."""
     taken = {rule.dim for rule in program.layout.rules}
-    taken |= {i.operation.attrs["dim"].name for i in program.instructions if i.body is not None}
+    taken |= {i.record.dim.name for i in program.instructions if isinstance(i, Loop)}
     return sorted({d.name for v in live for d in v.local.shape} - taken)
 
 
@@ -133,24 +125,24 @@ def _split(program: Program, dim: str, axis: str) -> Change:
     return change
 
 
-def _of_slots(change: Change, kind: Callable[[Value], str]) -> Change:
-    return lambda v: change(v) if kind(v) in ("slots", "gradients") else None
+def _of_slots(change: Change, kinds: Mapping[Value, str]) -> Change:
+    """The same for slots and gradients alone; not for what is inside loops."""
+    return lambda v: change(v) if kinds.get(v) in ("slots", "gradients") else None
 
 
 def _recomputed(program: Program, live: list[Value]) -> Iterator[tuple[str, Change]]:
     """What the forward pass keeps for the backward pass: computed again, or on the host."""
-    last = Liveness(program).last
     regions = [i.region for i in program.instructions]
     stacked, carries, values = set(), set(), set()
     for i in program.instructions:
-        for n, y in enumerate(i.outputs):
-            if i.operation.kind.kind is Kind.LOOP and not i.is_reshard:
-                first = len(i.operation.attrs["results"])
-                after = first + len(i.operation.attrs["carried"])
-                carries |= {y} if first <= n < after else set()
-                stacked |= {y} if n >= after else set()
-            elif i.region == FORWARD and i.opcode not in ("input", "variable"):
-                end = last.get(y, 0)
+        if isinstance(i, Loop):
+            *_, befores, saved = i.record.outputs(i.operation.outputs)
+            carries |= {y for y in i.outputs if y.tensor in befores}
+            stacked |= {y for y in i.outputs if y.tensor in saved}
+            continue
+        for y in i.outputs:
+            if i.region == FORWARD and not isinstance(i, Resident):
+                end = program.last_use.get(y, 0)
                 if end < len(regions) and regions[end] != FORWARD:
                     values.add(y)
     kept = [v for v in live if v in values]

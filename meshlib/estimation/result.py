@@ -15,6 +15,7 @@ from meshlib.estimation.fitting import DeviceMemory, memory_on
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.rows import BOUNDS, Row, rows_of
 from meshlib.estimation.scheduling import Schedule
+from meshlib.estimation.table import comparison, table
 from meshlib.program.records import Program
 
 
@@ -164,7 +165,7 @@ class Estimate:
     @property
     def hbm_bytes(self) -> int:
         """Bytes that fusion groups of one device read and write at their boundaries, without padding. Exact, given the
-        groups: `meshlib.estimation.groups` says which, `meshlib.estimation.kernels` what is stored."""
+        program's groups: `meshlib.estimation.kernels` says what is stored."""
         return sum(r.hbm_bytes * r.count for r in self.rows)
 
     @property
@@ -238,14 +239,10 @@ class Estimate:
 
         Every figure says whether it is exact or modelled.
         """
-        from meshlib.estimation.table import table
-
         return table(self, rows)
 
     def compare(self, other: Estimate) -> str:
         """Two estimates side by side as text, and what changed by how much."""
-        from meshlib.estimation.table import comparison
-
         if not isinstance(other, Estimate):
             raise GraphError(
                 f"{at('Estimate.compare')}: expected an Estimate, got {type(other).__name__} {other!r:.80}"

@@ -10,13 +10,10 @@ order, and holds up only the first group that uses its result. Policies:
                         kernel makes, run in as many pieces as there are devices in the group: the first piece of one
                         starts the other, the last ends it
 
-What can be sent early is sent one product early: a collective that does not depend on the product before it is issued
-when the core reaches that product (weights of the next layer arrive while this one computes), and no earlier. The
-result that waits meanwhile is not in the memory figure, which is that of the program's order.
-
-A group without a product that reads what is still on its way lets others go first. A collective is chained if the
-first product after it needs its result, or if there is none; only these are cut in pieces. Others run beside the core.
-Overlap is not free: of these the core loses a share of the time for which links are busy (`Physics.early_exposed`).
+Nothing is reordered here. A collective that the program issues early starts when the core reaches the product before
+which it stands. A collective is chained if the first product after it needs its result, or if there is none; only
+these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of the time
+for which links are busy (`Physics.early_exposed`).
 
 Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
 but a program, or a trip, lasts at least as long as its copies take in either direction.
@@ -109,19 +106,10 @@ class _Run:
         self.core = 0.0  # when the core is free
         self.ready: dict[int, float] = {}
         self.free: dict[int, float] = {}  # place -> when it is free
-        self.put_off: list[Unit] = []
-        self.late: set[int] = set()  # what these make
         self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
 
     def run(self) -> Schedule:
         for unit in self.plan.units:
-            if self._can_wait(unit):
-                self.put_off.append(unit)
-                self.late.update(unit.outputs)
-            else:
-                self._catch_up(unit)
-                self._place(unit)
-        for unit in self.put_off:
             self._place(unit)
         made = self.made
         made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
@@ -144,24 +132,6 @@ class _Run:
             self._copy(unit, *unit.host_bytes)
         else:
             self._collective(unit)
-
-    def _can_wait(self, unit: Unit) -> bool:
-        """Whether a group without a product reads what is still on its way, and so lets others go first."""
-        if unit.kernel is None or unit.product or self.overlap == "none":
-            return False
-        return any(self.ready.get(x, 0.0) > self.core or x in self.late for x in unit.inputs)
-
-    def _catch_up(self, unit: Unit) -> None:
-        """Place what was put off and is needed now, or has got what it waited for."""
-        needed = set(unit.inputs)
-        for other in reversed(self.put_off):
-            if needed.intersection(other.outputs):
-                needed.update(other.inputs)
-        for other in list(self.put_off):
-            if needed.intersection(other.outputs) or not self._can_wait(other):
-                self.put_off.remove(other)
-                self.late.difference_update(other.outputs)
-                self._place(other)
 
     def _copy(self, unit: Unit, way: str, size: int) -> None:
         seconds = pcie_seconds(self.times.chip, size)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hardware.errors import HardwareError
 from hardware.slices import Slice
@@ -15,6 +14,7 @@ from meshlib.errors import GraphError, SliceError
 from meshlib.estimation import Estimate, estimate
 from meshlib.estimation.rows import BOUNDS
 from meshlib.estimation.table import grid, seconds_text, usd_text
+from meshlib.files import replace_file
 from meshlib.program.records import Program, bytes_text
 
 
@@ -63,8 +63,6 @@ class Scaling:
           path: the file; its ending says the format, such as .png, .svg or .pdf.
         Raises: GraphError where matplotlib is not installed, or the file cannot be written.
         """
-        if not isinstance(path, str | os.PathLike):
-            raise GraphError(f"Scaling.plot: expected a path, got {type(path).__name__} {path!r:.80}")
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -79,10 +77,14 @@ class Scaling:
             axes.set_xlabel("slice, devices")
             axes.set_xlim(-0.6, len(self.estimates) - 0.4)
             axes.spines[["top", "right"]].set_visible(False)
-        try:
-            figure.savefig(path, dpi=150)
-        except (OSError, ValueError) as fault:
-            raise GraphError(f"Scaling.plot: cannot write {path}: {fault}") from None
+
+        def write(file: BinaryIO) -> None:
+            try:
+                figure.savefig(file, dpi=150, format=Path(path).suffix[1:] or None)
+            except ValueError as fault:  # an ending that matplotlib does not know
+                raise GraphError(f"Scaling.plot: {path} can't be written: {fault}") from None
+
+        replace_file(path, write, "Scaling.plot", GraphError)
 
     @staticmethod
     def _tick(e: Estimate) -> str:

@@ -123,8 +123,8 @@ class Times:
         contracted, turned = work.products(together)
         padded = sum(-(-size // chip.mxu_rows) * chip.mxu_rows for size in contracted)
         mxu = work.passes * work.scores * 2 * (padded + sum(turned)) / peak
-        backward = {"attention": 1.0, "attention_grad_query": 0.0 if together else physics.score_backward_ops / 2}
-        factor = backward.get(work.kind, physics.score_backward_ops / (1 if together else 2))
+        half = physics.score_backward_ops / 2
+        factor = 1.0 if not work.of.backward else half if not together else 0.0 if work.of.spared else 2 * half
         vpu = vpu_seconds(chip, work.scores * physics.score_vpu_ops * factor)
         bare = (1 - physics.attention_overlap) * min(mxu, vpu)
         traffic = kernel.padded_bytes

@@ -19,7 +19,6 @@ Source: "Trace Event Format", the Chromium project, 2016; perfetto.dev docs on J
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -243,16 +242,10 @@ def _counted(at: int, held: Sequence[int], shown: Sequence[int]) -> dict[str, An
 
 def save_trace(est: Estimate, path: str | Path) -> None:
     """`Estimate.save_trace`."""
-    if not isinstance(path, str | os.PathLike):
-        raise GraphError(f"save_trace: expected a path, got {type(path).__name__} {path!r:.80}")
-    target = Path(path)
     about = {
         "slice": str(est.slice), "mesh": str(est.program.mesh), "layout": str(est.program.layout),
         "overlap": est.overlap, "figures": "bytes and counts exact, times modelled",
     }  # fmt: skip
     trace = {"traceEvents": trace_events(est), "displayTimeUnit": "ns", "otherData": about}
     text = json.dumps(trace)
-    try:
-        replace_file(os.path.abspath(target), lambda file: file.write(text.encode()))
-    except OSError as fault:
-        raise GraphError(f"save_trace: cannot write {target}: {fault.strerror or fault}") from None
+    replace_file(path, lambda file: file.write(text.encode()), "save_trace", GraphError)

@@ -1,35 +1,35 @@
 """Layers, written in operations alone.
 
-They compute in the dtype of their input (bfloat16, as a rule) with variables of `variable_dtype` (float32); norms and
-softmax take their statistics in float32. Names and arguments follow Mesh TensorFlow where it has the layer.
+They compute in the dtype of their input (bfloat16, as a rule) with variables of float32, unless `numerics` says
+otherwise; norms and softmax take their statistics in float32. Names and arguments follow Mesh TensorFlow where it has
+the layer.
 """
 
-from meshlib.layers.attention import dot_product_attention, multihead_attention
-from meshlib.layers.embeddings import embedding, embedding_weights
-from meshlib.layers.loss import softmax_cross_entropy_with_logits
-from meshlib.layers.norms import layer_norm, rms_norm
-from meshlib.layers.pooling import avg_pool2d, avg_pool3d, max_pool2d, max_pool3d
-from meshlib.layers.positions import learned_positions, rotary, sinusoidal_positions
-from meshlib.layers.projection import dense, dense_relu_dense, feed_forward
-from meshlib.layers.relative import relative_position_bias
+from meshlib.face import show as _show
+from meshlib.layers.attention import Scores as Scores
+from meshlib.layers.attention import dot_product_attention as dot_product_attention
+from meshlib.layers.attention import multihead_attention as multihead_attention
+from meshlib.layers.embeddings import embedding as embedding
+from meshlib.layers.embeddings import embedding_weights as embedding_weights
+from meshlib.layers.local_attention import local_attention_1d as local_attention_1d
+from meshlib.layers.local_attention import local_attention_2d as local_attention_2d
+from meshlib.layers.local_attention import masked_local_attention_1d as masked_local_attention_1d
+from meshlib.layers.loss import sigmoid_cross_entropy_with_logits as sigmoid_cross_entropy_with_logits
+from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
+from meshlib.layers.norms import layer_norm as layer_norm
+from meshlib.layers.norms import rms_norm as rms_norm
+from meshlib.layers.pooling import avg_pool2d as avg_pool2d
+from meshlib.layers.pooling import avg_pool3d as avg_pool3d
+from meshlib.layers.pooling import max_pool2d as max_pool2d
+from meshlib.layers.pooling import max_pool3d as max_pool3d
+from meshlib.layers.positions import learned_positions as learned_positions
+from meshlib.layers.positions import rotary as rotary
+from meshlib.layers.positions import sinusoidal_positions as sinusoidal_positions
+from meshlib.layers.projection import dense as dense
+from meshlib.layers.projection import dense_relu_dense as dense_relu_dense
+from meshlib.layers.projection import feed_forward as feed_forward
+from meshlib.layers.relative import relative_position_bias as relative_position_bias
+from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
+from meshlib.layers.scaling import us_einsum as us_einsum
 
-__all__ = [
-    "avg_pool2d",
-    "avg_pool3d",
-    "dense",
-    "dense_relu_dense",
-    "dot_product_attention",
-    "embedding",
-    "embedding_weights",
-    "feed_forward",
-    "layer_norm",
-    "learned_positions",
-    "max_pool2d",
-    "max_pool3d",
-    "multihead_attention",
-    "relative_position_bias",
-    "rms_norm",
-    "rotary",
-    "sinusoidal_positions",
-    "softmax_cross_entropy_with_logits",
-]
+_show(globals(), ["meshlib.layers."])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from layouts import Dimension, Shape
 from meshlib import initializers
-from meshlib.checks import at, choice, flag, number
+from meshlib.checks import at, choice, flag, number, whole
 from meshlib.dtypes import as_dtype
-from meshlib.errors import LayoutError, ShapeError
+from meshlib.errors import GraphError, LayoutError, ShapeError
 from meshlib.graph import Tensor, scope
 from meshlib.layers.norms import rms_norm, widened
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.positions import rotary
 from meshlib.layers.projection import drop, projection
-from meshlib.operation import as_dim, tensor
+from meshlib.operation import as_dim, as_dims, tensor
 from meshlib.ops.attention import arguments, attention, attention_type, visible
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import cast, where
@@ -86,29 +88,63 @@ def dot_product_attention(
     return einsum([weights, v], output_shape=made.shape, name=name)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How attention scores keys, which of them a query sees, and by which kernel.
+
+    Args:
+      causal, window, scale: as of `mtf.attention`.
+      bias: added to the scores, as `relative_position_bias` makes it; the materialised kernel alone takes it.
+      rotary_base: turns queries and keys by their positions, see `rotary`; None: does not.
+      qk_norm: RMS norm of queries and keys over their elements, before they are turned.
+      kernel: "flash", one fused operation, or "materialised", see `dot_product_attention`.
+    Raises: GraphError for a value of the wrong kind, ShapeError for a bias where there are no scores to add it to.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    scale: float | None = None
+    bias: Tensor | None = None
+    rotary_base: float | None = None
+    qk_norm: bool = False
+    kernel: str = "flash"
+
+    def __post_init__(self) -> None:
+        what = "Scores"
+        flag(self.causal, what, "causal"), flag(self.qk_norm, what, "qk_norm")
+        choice(self.kernel, what, "kernel", ("flash", "materialised"))
+        if self.window is not None:
+            whole(self.window, what, "window")
+        for name in ("scale", "rotary_base"):
+            if getattr(self, name) is not None:
+                number(getattr(self, name), what, name)
+        if self.bias is not None:
+            self.check_materialised(what, f"a bias of the scores, {tensor(self.bias, what)}")
+
+    def check_materialised(self, what: str, given: str) -> None:
+        """Raise ShapeError unless the kernel has the scores."""
+        if self.kernel == "flash":
+            raise ShapeError(
+                f"{at(what)}: kernel='flash' never has the scores and can't take {given}; use 'materialised'"
+            )
+
+
+ALL = Scores()
+
+
 def multihead_attention(
     query_antecedent: Tensor,
     memory_antecedent: Tensor | None,
     mask: Tensor | None,
     kv_channels: Dimension,
-    heads: Dimension,
-    group: Dimension | None = None,
-    multi_query: bool = False,
-    share_kv: bool = False,
-    causal: bool = False,
-    window: int | None = None,
-    scale: float | None = None,
-    bias: Tensor | None = None,
-    rotary_base: float | None = None,
-    qk_norm: bool = False,
-    use_bias: bool = False,
+    heads: Dimension | Sequence[Dimension],
     dropout: float = 0.0,
     dropout_broadcast_dims: Sequence[Dimension] | None = None,
-    kernel: str = "flash",
-    softmax_dtype: object = "float32",
-    matmul_dtype: str | None = None,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    memory_heads: Dimension | Sequence[Dimension] | None = None,
+    share_kv: bool = False,
+    scores: Scores = ALL,
+    use_bias: bool = False,
+    numerics: Numerics = DEFAULT,
     name: str = "multihead_attention",
 ) -> Tensor:
     """Attention of `query_antecedent` to `memory_antecedent`, or to itself, in several heads.
@@ -121,30 +157,26 @@ def multihead_attention(
       mask: bool, of dims batch, length, memory_length (and heads): False hides a key; None: nothing hidden so. Of
         padded sequences: `mtf.rename_dimension(mtf.not_equal(ids, 0), "length", "memory_length")`.
       kv_channels: the dim of the elements of one head of queries, keys and values.
-      heads: heads of keys and values; queries have as many, or `group` times as many.
-      group: queries' heads that share a head of keys and values (grouped-query attention).
-      multi_query: one head of keys and values for all `heads` of queries.
-      share_kv: values are what keys are before norm and rotation; then there is no `v/kernel`.
-      causal, window, scale: as of `mtf.attention`.
-      bias: added to the scores, as `relative_position_bias` makes it; the materialised kernel alone takes it.
-      rotary_base: turns queries and keys by their positions, see `rotary`; None: does not.
-      qk_norm: RMS norm of queries and keys over their elements, before they are turned.
-      use_bias: whether the four products add biases.
+      heads: dim or dims of the heads of queries.
       dropout, dropout_broadcast_dims: of the weights; the materialised kernel alone has it.
-      kernel: "flash", one fused operation, or "materialised", see `dot_product_attention`.
-      softmax_dtype: as of `dot_product_attention`; the fused kernel's is float32.
-      matmul_dtype: "int8" or "fp8" for quantised products with variables, as of `dense`; not those of the kernel.
-      variable_dtype, slice_dtype: of the variables; they are used in the dtype of query_antecedent.
+      memory_heads: which of `heads` keys and values have, all unless given: of [group, heads] only heads is
+        grouped-query attention; [] is one head of keys and values for all (multi-query).
+      share_kv: values are what keys are before norm and rotation; then there is no `v/kernel`.
+      scores: causal or not, window, scale, bias, rotation, norm, kernel: see `Scores`.
+      use_bias: whether the four products add biases.
+      numerics: dtypes of the variables and of what is computed, precision of the products with them; not of the
+        kernel's, which follow that of `mtf.lower`.
       name: scope of the variables `q/kernel`, `k/kernel`, `v/kernel`, `out/kernel`.
-    Returns: the type of query_antecedent. Within the scope the values are called q, k, v (as the kernel takes them),
-      context (what it makes) and out.
+    Returns: the type of query_antecedent, in the dtype of `numerics` if it has one. Within the scope the values are
+      called q, k, v (as the kernel takes them), context (what it makes) and out.
     Raises: ShapeError for dims that clash or do not fit.
     Example:
       >>> import meshlib as mtf
       >>> D = mtf.Dimension
+      >>> head, group, heads = D("head_dim", 4), D("group", 2), D("heads", 2)
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [D("batch", 2), D("length", 8), D("d_model", 16)])
-      ...     y = mtf.layers.multihead_attention(x, None, None, D("head_dim", 4), D("heads", 2), D("group", 2))
+      ...     y = mtf.layers.multihead_attention(x, None, None, head, [group, heads], memory_heads=heads)
       >>> print(y.shape, graph.variables["multihead_attention/k/kernel"].output.shape)
       [batch:2, length:8, d_model:16] [d_model:16, heads:2, head_dim:4]
 
@@ -152,69 +184,65 @@ def multihead_attention(
       Shazeer, arXiv:1911.02150.
     """
     what = "multihead_attention"
-    x = tensor(query_antecedent, what)
-    memory = x if memory_antecedent is None else tensor(memory_antecedent, what)
-    _check_arguments(x, memory, kernel, bias, dropout, what)
-    (length, d_model), memory_length = x.shape[-2:], memory.shape[-2]
-    heads, channels = as_dim(heads, what), as_dim(kv_channels, what)
-    shared = flag(multi_query, what, "multi_query")
-    if shared and group is not None:
-        raise ShapeError(f"{at(what)}: give multi_query or group, not both; group is {group}")
-    of_queries = [*([] if group is None else [as_dim(group, what)]), heads, channels]
-    of_memory = [channels] if shared else [heads, channels]
-    renamed = memory_length.name if memory_length.name != length.name else f"memory_{length.name}"
+    x = as_numerics(numerics, what).cast(tensor(query_antecedent, what))
+    memory = x if memory_antecedent is None else numerics.cast(tensor(memory_antecedent, what))
+    _check_arguments(x, memory, scores, dropout, what)
+    channels = as_dim(kv_channels, what)
+    of_queries, of_memory = ([*dims, channels] for dims in _head_dims(heads, memory_heads, what))
+    length, own = x.shape[-2].name, memory.shape[-2].name
+    renamed = own if own != length else f"memory_{length}"
 
     def projected(source: Tensor, dims: list[Dimension], part: str, last: str) -> Tensor:
-        channels = [source.shape[-1]]
-        return projection(source, dims, channels, use_bias, variable_dtype, slice_dtype, None, matmul_dtype, part, last)
+        return projection(source, dims, [source.shape[-1]], use_bias, None, numerics, part, last)
 
     def made(source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:
         """q, k or v as the kernel takes it; the last operation bears its name."""
-        final, own = length.name if part == "q" else renamed, source.shape[-2]
-        normed, base = (flag(qk_norm, what, "qk_norm"), rotary_base) if part != "v" else (False, None)
-        last = part if not normed and base is None and final == own.name else f"{part}/projected"
+        before, after = (length, length) if part == "q" else (own, renamed)
+        normed, base = (scores.qk_norm, scores.rotary_base) if part != "v" else (False, None)
+        last = part if not normed and base is None and before == after else f"{part}/projected"
         y = projected(source, dims, part, last) if given is None else given
         if normed:
-            y = rms_norm(y, channels, variable_dtype=variable_dtype, slice_dtype=slice_dtype, name=f"{part}_norm")
+            y = rms_norm(y, channels, numerics=numerics, name=f"{part}_norm")
         if base is not None:
-            y = rotary(y, own, channels, base, name=part if final == own.name else f"{part}/turned")
-        if final != own.name:
-            return rename_dimension(y, own.name, final, part)
+            y = rotary(y, before, channels, base, name=part if before == after else f"{part}/turned")
+        if before != after:
+            return rename_dimension(y, before, after, part)
         return y if base is not None or (given is None and not normed) else identity(y, part)
 
     with scope(name):
         same = projected(memory, of_memory, "k", "k/projected") if flag(share_kv, what, "share_kv") else None
         q, k, v = made(x, of_queries, "q"), made(memory, of_memory, "k", same), made(memory, of_memory, "v", same)
         dims = length, renamed, channels
-        if kernel == "flash":
-            context = attention(q, k, v, *dims, None, causal, window, scale, mask, "context")
+        if scores.kernel == "flash":
+            context = attention(q, k, v, *dims, None, scores.causal, scores.window, scores.scale, mask, "context")
         else:
             context = dot_product_attention(
-                q,
-                k,
-                v,
-                *dims,
-                mask=mask,
-                bias=bias,
-                dropout=dropout,
-                dropout_broadcast_dims=dropout_broadcast_dims,
-                causal=causal,
-                window=window,
-                scale=scale,
-                softmax_dtype=softmax_dtype,
-                name="context",
-            )
+                q, k, v, *dims, None, mask, scores.bias, dropout, dropout_broadcast_dims, None,
+                scores.causal, scores.window, scores.scale, numerics.softmax_dtype, "context",
+            )  # fmt: skip
         start = initializers.scaled_normal(of_queries)
-        return projection(
-            context, d_model, of_queries, use_bias, variable_dtype, slice_dtype, start, matmul_dtype, "out", "out"
-        )
+        return projection(context, x.shape[-1], of_queries, use_bias, start, numerics, "out", "out")
 
 
-def _check_arguments(x: Tensor, memory: Tensor, kernel: str, bias: object, dropout: float, what: str) -> None:
+def _head_dims(
+    heads: Dimension | Sequence[Dimension], memory_heads: Dimension | Sequence[Dimension] | None, what: str
+) -> tuple[tuple[Dimension, ...], tuple[Dimension, ...]]:
+    """Dims of the heads of queries, and of keys and values."""
+    of_queries = as_dims(heads, f"{what} heads")
+    of_memory = of_queries if memory_heads is None else as_dims(memory_heads, f"{what} memory_heads")
+    strange = [str(d) for d in of_memory if d not in of_queries]
+    if strange:
+        raise ShapeError(f"{at(what)}: memory_heads {', '.join(strange)} are not in heads {Shape(of_queries)}")
+    return of_queries, of_memory
+
+
+def _check_arguments(x: Tensor, memory: Tensor, scores: object, dropout: float, what: str) -> None:
     for t in (x, memory):
         if len(t.shape) < 2:
             raise ShapeError(f"{at(what)}: needs [..., length, channels], got {t}")
-    choice(kernel, what, "kernel", ("flash", "materialised"))
-    if kernel == "flash" and (bias is not None or number(dropout, what, "dropout")):
-        given = "a bias of the scores" if bias is not None else f"dropout {dropout} of the weights"
-        raise ShapeError(f"{at(what)}: kernel='flash' never has the scores and can't take {given}; use 'materialised'")
+    if not isinstance(scores, Scores):
+        raise GraphError(
+            f"{at(what)}: scores must be mtf.layers.Scores(...), got {type(scores).__name__} {scores!r:.80}"
+        )
+    if number(dropout, what, "dropout"):
+        scores.check_materialised(what, f"dropout {dropout} of the weights")

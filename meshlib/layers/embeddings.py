@@ -5,17 +5,15 @@ from __future__ import annotations
 from layouts import Dimension
 from meshlib import initializers
 from meshlib.graph import Tensor, find_dim
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.operation import as_dim, tensor
 from meshlib.ops.index import gather
-from meshlib.ops.sources import variable
 
 
 def embedding_weights(
     vocab_dim: Dimension,
     output_dim: Dimension,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
-    activation_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     initializer: initializers.Initializer | float | None = None,
     name: str = "embedding",
 ) -> Tensor:
@@ -24,7 +22,7 @@ def embedding_weights(
 
     Args:
       vocab_dim, output_dim: dims of the table.
-      variable_dtype, slice_dtype, activation_dtype: as of `mtf.variable`.
+      numerics: dtypes of the table.
       initializer: normal with standard deviation 1 unless given, as Mesh TensorFlow has it.
       name: of the variable.
     Returns: [vocab_dim, output_dim].
@@ -39,21 +37,21 @@ def embedding_weights(
       >>> print(x.shape, logits.shape)
       [length:4, d_model:8] [length:4, vocab:100]
     """
-    dims = [as_dim(vocab_dim, "embedding_weights"), as_dim(output_dim, "embedding_weights")]
+    what = "embedding_weights"
+    dims = [as_dim(vocab_dim, what), as_dim(output_dim, what)]
     start = initializers.random_normal(0.0, 1.0) if initializer is None else initializer
-    return variable(name, dims, start, variable_dtype, slice_dtype, activation_dtype)
+    return as_numerics(numerics, what).variable(name, dims, start)
 
 
 def embedding(
     indices: Tensor,
     vocab_dim: Dimension,
     output_dim: Dimension,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
-    activation_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     initializer: initializers.Initializer | float | None = None,
     weights: Tensor | None = None,
     name: str = "embedding",
+    out_of_range: str = "error",
 ) -> Tensor:
     """The row of a table [vocab_dim, output_dim] for each index.
 
@@ -62,17 +60,17 @@ def embedding(
     Args:
       indices: int32, without `vocab_dim` and `output_dim`.
       vocab_dim, output_dim: dims of the table.
-      variable_dtype to initializer: of a new table, as of `embedding_weights`.
+      numerics, initializer: of a new table, as of `embedding_weights`.
       weights: the table, if it is shared.
       name: of the variable, and scope of the `lookup`.
+      out_of_range: what an index that is none gives: an "error", or "zero"s as in Mesh TensorFlow.
     Returns: [dims of indices, output_dim] in the dtype of the table.
     Raises: ShapeError for indices that are no int32; FeedError at run time for an index out of range.
     """
     what = "embedding"
     tensor(indices, what)
     if weights is None:
-        weights = embedding_weights(
-            vocab_dim, output_dim, variable_dtype, slice_dtype, activation_dtype, initializer, name
-        )
+        weights = embedding_weights(vocab_dim, output_dim, numerics, initializer, name)
     find_dim(tensor(weights, what), output_dim, what)
-    return gather(weights, indices, find_dim(weights, vocab_dim, what), name=f"{name}/lookup")
+    vocab = find_dim(weights, vocab_dim, what)
+    return gather(weights, indices, vocab, name=f"{name}/lookup", out_of_range=out_of_range)

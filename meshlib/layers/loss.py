@@ -9,7 +9,8 @@ from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
 from meshlib.layers.norms import widened
 from meshlib.operation import tensor
-from meshlib.ops.elementwise import square
+from meshlib.ops.activations import softplus
+from meshlib.ops.elementwise import square, subtract
 from meshlib.ops.index import gather
 from meshlib.ops.reduce import reduce_logsumexp, reduce_mean, reduce_sum
 
@@ -72,3 +73,29 @@ def softmax_cross_entropy_with_logits(
         even = widened(targets) * (1 - smoothing) + smoothing / vocab.size if smoothing else widened(targets)
         loss = reduce_sum((log_z - wide) * even, reduced_dim=vocab)
     return loss + square(log_z) * z_loss if z_loss else loss
+
+
+def sigmoid_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """-targets * log(sigmoid(logits)) - (1 - targets) * log(1 - sigmoid(logits)), each element by itself.
+
+    Computed as log(1 + exp(logits)) - logits * targets, which no logit lets overflow.
+
+    Args:
+      logits: float.
+      targets: the wanted probabilities, same dims and dtype.
+    Returns: the loss of each element: the dims of logits; float32 if the logits are bfloat16.
+    Raises: ShapeError if dims or dtypes differ.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     loss = mtf.layers.sigmoid_cross_entropy_with_logits(mtf.constant(0.0), mtf.constant(1.0))
+      >>> round(float(mtf.simulate(mtf.lower({"loss": loss})).step()["loss"]), 4)  # log 2
+      0.6931
+    """
+    what = "sigmoid_cross_entropy_with_logits"
+    same = set(tensor(logits, what).shape) == set(tensor(targets, what).shape)
+    if not same or not logits.dtype.is_float or targets.dtype is not logits.dtype:
+        rule = "logits and targets must be floats of the same dims and dtype"
+        raise ShapeError(f"{at(what)}: {rule}\n  {logits}\n  {targets}")
+    wide = widened(logits)
+    return subtract(softplus(wide), wide * widened(targets), logits.shape)

@@ -8,10 +8,10 @@ from meshlib.checks import at, flag, number
 from meshlib.dtypes import FLOAT32, FLOAT64
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim, scope
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.operation import tensor
 from meshlib.ops.elementwise import add, cast, multiply, rsqrt, square
 from meshlib.ops.reduce import reduce_mean
-from meshlib.ops.sources import variable
 
 
 def widened(x: Tensor) -> Tensor:
@@ -19,13 +19,15 @@ def widened(x: Tensor) -> Tensor:
     return cast(x, FLOAT64 if x.dtype is FLOAT64 else FLOAT32)
 
 
-def _checked(x: Tensor, dim: Dimension, epsilon: float, what: str) -> tuple[Dimension, float]:
+def _checked(
+    x: Tensor, dim: Dimension, epsilon: float, numerics: Numerics, what: str
+) -> tuple[Tensor, Dimension, float]:
     found = find_dim(tensor(x, what), dim, what)
     if not x.dtype.is_float:
         raise ShapeError(f"{at(what)}: needs a float tensor, got {x}; cast it with mtf.cast")
     if number(epsilon, what, "epsilon") < 0:
         raise ShapeError(f"{at(what)}: epsilon must not be negative, got {epsilon}")
-    return found, float(epsilon)
+    return as_numerics(numerics, what).cast(x), found, float(epsilon)
 
 
 def layer_norm(
@@ -33,8 +35,7 @@ def layer_norm(
     dim: Dimension,
     epsilon: float = 1e-6,
     use_bias: bool = True,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     name: str = "layer_norm",
 ) -> Tensor:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias; mean and variance over `dim`.
@@ -44,20 +45,20 @@ def layer_norm(
       dim: what is normalised; where it is split, its two sums are reduced over the devices.
       epsilon: added to the variance.
       use_bias: whether there is a bias.
-      variable_dtype, slice_dtype: of the variables.
+      numerics: dtypes of the variables and of the result.
       name: scope of `scale`, ones at first, and `bias`, zeros.
-    Returns: the type of x; all arithmetic is float32.
+    Returns: the type of x, or that of `numerics`; all arithmetic is float32.
     Raises: GraphError if x lacks `dim`.
     Source: Ba et al., arXiv:1607.06450.
     """
-    d, epsilon = _checked(x, dim, epsilon, "layer_norm")
+    x, d, epsilon = _checked(x, dim, epsilon, numerics, "layer_norm")
     wide = widened(x)
     with scope(name):
         centred = wide - reduce_mean(wide, reduced_dim=d)
         y = centred * rsqrt(reduce_mean(square(centred), reduced_dim=d) + epsilon)
-        y = multiply(y, variable("scale", [d], initializers.ones(), variable_dtype, slice_dtype, wide.dtype), x.shape)
+        y = multiply(y, numerics.variable("scale", [d], initializers.ones(), wide.dtype), x.shape)
         if flag(use_bias, "layer_norm", "use_bias"):
-            y = add(y, variable("bias", [d], initializers.zeros(), variable_dtype, slice_dtype, wide.dtype))
+            y = add(y, numerics.variable("bias", [d], initializers.zeros(), wide.dtype))
         return cast(y, x.dtype)
 
 
@@ -65,17 +66,16 @@ def rms_norm(
     x: Tensor,
     dim: Dimension,
     epsilon: float = 1e-6,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     name: str = "rms_norm",
 ) -> Tensor:
     """x / sqrt(mean of x^2 over `dim` + epsilon) * scale.
 
     Arguments, result and errors as of `layer_norm`. Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    d, epsilon = _checked(x, dim, epsilon, "rms_norm")
+    x, d, epsilon = _checked(x, dim, epsilon, numerics, "rms_norm")
     wide = widened(x)
     with scope(name):
         y = wide * rsqrt(reduce_mean(square(wide), reduced_dim=d) + epsilon)
-        y = multiply(y, variable("scale", [d], initializers.ones(), variable_dtype, slice_dtype, wide.dtype), x.shape)
+        y = multiply(y, numerics.variable("scale", [d], initializers.ones(), wide.dtype), x.shape)
         return cast(y, x.dtype)

@@ -9,14 +9,14 @@ from meshlib import initializers
 from meshlib.checks import at, number
 from meshlib.dtypes import as_dtype
 from meshlib.errors import ShapeError
-from meshlib.graph import Tensor, find_dim
+from meshlib.graph import Tensor, find_dim, innermost
 from meshlib.layers.norms import widened
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.operation import as_dim, tensor
 from meshlib.ops.elementwise import add, cast, cos, exp, less, mod, multiply, sin, where
 from meshlib.ops.index import range as positions_of
 from meshlib.ops.rotate import rotate_half
 from meshlib.ops.shape import rename_dimension
-from meshlib.ops.sources import variable
 from meshlib.ops.window import slice as part_of
 
 
@@ -68,7 +68,7 @@ def rotary(
     rows, d = find_dim(tensor(x, what), length, what), find_dim(x, dim, what)
     base = _checked_base(base, d, what)
     wide = widened(x)
-    with x.graph:
+    with innermost([x], what):
         at_rows = positions_of(rows) if positions is None else tensor(positions, what)
         angles = _angles(at_rows, d, base, wide.dtype)
     straight, turned = wide * cos(angles), rotate_half(wide, d) * sin(angles)
@@ -98,9 +98,7 @@ def learned_positions(
     length: Dimension,
     output_dim: Dimension,
     max_length: int | None = None,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
-    activation_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     initializer: initializers.Initializer | float | None = None,
     name: str = "positions",
 ) -> Tensor:
@@ -109,7 +107,7 @@ def learned_positions(
     Args:
       length, output_dim: dims of the result.
       max_length: positions that the variable has; those of `length` unless given.
-      variable_dtype, slice_dtype, activation_dtype: as of `mtf.variable`.
+      numerics: dtypes of the variable and of the result.
       initializer: normal with standard deviation 0.02 unless given.
       name: of the variable.
     Returns: [length, output_dim].
@@ -121,7 +119,7 @@ def learned_positions(
     if rows.size > known.size:
         raise ShapeError(f"{at(what)}: the variable has {known.size} positions, but {rows} needs {rows.size}")
     start = initializers.random_normal(0.0, 0.02) if initializer is None else initializer
-    table = variable(name, [known, d], start, variable_dtype, slice_dtype, activation_dtype)
+    table = as_numerics(numerics, what).variable(name, [known, d], start)
     if rows.size < known.size:
         table = part_of(table, 0, rows.size, known.name)
     return rename_dimension(table, known.name, rows.name)

@@ -9,13 +9,12 @@ from meshlib import initializers
 from meshlib.checks import at, choice, flag, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.operation import as_dim, as_dims, tensor
 from meshlib.ops.activations import gelu, silu
-from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import add, multiply, relu
-from meshlib.ops.quantized import quantized_einsum
+from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import dropout as dropped
-from meshlib.ops.sources import variable
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -34,26 +33,24 @@ def dense(
     reduced_dims: Sequence[Dimension] | None = None,
     use_bias: bool = True,
     activation: Activation | None = None,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     kernel_initializer: initializers.Initializer | None = None,
-    matmul_dtype: str | None = None,
     name: str = "dense",
 ) -> Tensor:
     """activation(x W + b).
 
     Args:
       x: [..., reduced_dims], float.
-      new_dims: dims of the result in place of `reduced_dims`.
+      new_dims: dims of the result in place of `reduced_dims`; one that bears the name of a reduced one is called
+        `d_model_out` (say) in W, b and the sum, names that layout rules may name, and gets its name in the result.
       reduced_dims: dims of x to contract; its last one unless given.
       use_bias: whether to add b, of dims `new_dims`, zeros at first.
       activation: applied to the result.
-      variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
+      numerics: dtypes of the variables and of what is computed, precision of the product.
       kernel_initializer: of W; normal with variance 1 / (size of reduced_dims) unless given.
-      matmul_dtype: "int8" or "fp8": the product and those of its gradient are quantised, see `quantized_einsum`.
       name: scope of the variables `kernel` and `bias`, and name of x W + b.
-    Returns: [..., new_dims], dtype of x.
-    Raises: ShapeError if a new dim is in x already or a reduced one is not.
+    Returns: [..., new_dims] in the dtype of x, or that of `numerics`.
+    Raises: ShapeError if a new dim is in x already and stays, or a reduced one is not in x.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -64,9 +61,7 @@ def dense(
     """
     if activation is not None and not callable(activation):
         raise ShapeError(f"{at('dense')}: activation must be a function such as mtf.relu, got {activation!r:.80}")
-    y = projection(
-        x, new_dims, reduced_dims, use_bias, variable_dtype, slice_dtype, kernel_initializer, matmul_dtype, name, name
-    )
+    y = projection(x, new_dims, reduced_dims, use_bias, kernel_initializer, numerics, name, name)
     return y if activation is None else activation(y)
 
 
@@ -75,15 +70,13 @@ def projection(
     new_dims: Dimension | Sequence[Dimension],
     reduced_dims: Sequence[Dimension] | None,
     use_bias: bool,
-    variable_dtype: object,
-    slice_dtype: object | None,
     kernel_initializer: initializers.Initializer | None,
-    matmul_dtype: str | None,
+    numerics: Numerics,
     name: str,
     result: str,
 ) -> Tensor:
     """x W + b as `dense` makes it; `result` is the name of the sum."""
-    tensor(x, "dense")
+    x = as_numerics(numerics, "dense").cast(tensor(x, "dense"))
     new = as_dims(new_dims, "dense new_dims")
     if reduced_dims is None:
         if not len(x.shape):
@@ -94,21 +87,24 @@ def projection(
     missing = [str(d) for d in reduced if d not in x.shape]
     if missing:
         raise ShapeError(f"{at('dense')} '{name}': reduced_dims {', '.join(missing)} are not in {x}")
+    contracted = {d.name for d in reduced}
+    own = {d.name: f"{d.name}_out" for d in new if d.name in contracted}  # a dim that meets itself
+    new = tuple(Dimension(own.get(d.name, d.name), d.size) for d in new)
     clashing = [str(d) for d in new if d.name in x.shape]
     if clashing:
         raise ShapeError(f"{at('dense')} '{name}': new_dims {', '.join(clashing)} are in {x} already; rename one side")
     biased = flag(use_bias, "dense", "use_bias")
     with scope(name):
         init = initializers.scaled_normal(reduced) if kernel_initializer is None else kernel_initializer
-        kernel = variable("kernel", [*reduced, *new], init, variable_dtype, slice_dtype, x.dtype)
-        bias = variable("bias", new, initializers.zeros(), variable_dtype, slice_dtype, x.dtype) if biased else None
+        kernel = numerics.variable("kernel", [*reduced, *new], init, x.dtype)
+        bias = numerics.variable("bias", new, initializers.zeros(), x.dtype) if biased else None
     made = Shape([*(d for d in x.shape if d not in reduced), *new])
-    called = result if bias is None else f"{name}/product"
-    if matmul_dtype is None:
-        y = einsum([x, kernel], output_shape=made, name=called)
-    else:
-        y = quantized_einsum([x, kernel], made, matmul_dtype, called)
-    return y if bias is None else add(y, bias, name=result)
+    final = f"{name}/sum" if own else result
+    y = numerics.product(x, kernel, made, final if bias is None else f"{name}/product")
+    y = y if bias is None else add(y, bias, name=final)
+    for n, (wanted, there) in enumerate(own.items(), start=1):
+        y = rename_dimension(y, there, wanted, result if n == len(own) else f"{name}/renamed")
+    return y
 
 
 def feed_forward(
@@ -119,9 +115,7 @@ def feed_forward(
     use_bias: bool = False,
     dropout: float = 0.0,
     dropout_broadcast_dims: Sequence[Dimension] | None = None,
-    matmul_dtype: str | None = None,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     name: str = "feed_forward",
 ) -> Tensor:
     """activation(x Wi) Wo; gated: (activation(x Wgate) * (x Wi)) Wo.
@@ -134,11 +128,10 @@ def feed_forward(
       use_bias: whether each product adds a bias.
       dropout: probability with which an element in between is dropped; 0 for evaluation.
       dropout_broadcast_dims: dims along which one draw serves all elements.
-      matmul_dtype: "int8" or "fp8" for quantised products, as of `dense`.
-      variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
+      numerics: dtypes of the variables and of what is computed, precision of the products.
       name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
-    Returns: the type of x.
-    Raises: ShapeError if `hidden_channels` is in x.
+    Returns: the type of x, in the dtype of `numerics` if it has one.
+    Raises: ShapeError if `hidden_channels` is one of the dims of x that stay.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph() as graph:
@@ -150,7 +143,8 @@ def feed_forward(
     Source: Vaswani et al., arXiv:1706.03762, section 3.3; gated: Shazeer, arXiv:2002.05202.
     """
     what = "feed_forward"
-    if not len(tensor(x, what).shape):
+    x = as_numerics(numerics, what).cast(tensor(x, what))
+    if not len(x.shape):
         raise ShapeError(f"{at(what)}: {x} has no dim to contract")
     act = (
         activation if callable(activation) else ACTIVATIONS[choice(activation, what, "activation", tuple(ACTIVATIONS))]
@@ -158,7 +152,7 @@ def feed_forward(
     hidden, channels = [as_dim(hidden_channels, what)], [x.shape[-1]]
 
     def product(x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], part: str) -> Tensor:
-        return projection(x, new, reduced, use_bias, variable_dtype, slice_dtype, None, matmul_dtype, part, part)
+        return projection(x, new, reduced, use_bias, None, numerics, part, part)
 
     with scope(name):
         if flag(gated, what, "gated"):
@@ -186,21 +180,8 @@ def dense_relu_dense(
     hidden_channels: Dimension,
     dropout: float = 0.0,
     dropout_broadcast_dims: Sequence[Dimension] | None = None,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     name: str = "dense_relu_dense",
 ) -> Tensor:
     """relu(x Wi) Wo, without biases: `feed_forward` as Mesh TensorFlow has it."""
-    return feed_forward(
-        x,
-        hidden_channels,
-        "relu",
-        False,
-        False,
-        dropout,
-        dropout_broadcast_dims,
-        None,
-        variable_dtype,
-        slice_dtype,
-        name,
-    )
+    return feed_forward(x, hidden_channels, "relu", False, False, dropout, dropout_broadcast_dims, numerics, name)

@@ -8,15 +8,18 @@ from math import ceil
 from layouts import Dimension
 from meshlib import initializers
 from meshlib.checks import at, flag, whole
+from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
-from meshlib.operation import as_dim, as_dims
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
+from meshlib.operation import as_dim, as_dims, tensor
 from meshlib.ops.elementwise import abs as absolute
 from meshlib.ops.elementwise import add_n, cast, greater, greater_equal, maximum, minimum, negative, subtract
 from meshlib.ops.index import gather
 from meshlib.ops.index import range as positions_of
 from meshlib.ops.shape import transpose
-from meshlib.ops.sources import variable
+
+_WHAT = "relative_position_bias"
 
 
 def relative_position_bias(
@@ -26,10 +29,10 @@ def relative_position_bias(
     buckets: int = 32,
     max_distance: int = 128,
     causal: bool = False,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
-    activation_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     name: str = "relative_position_bias",
+    positions: Tensor | int | None = None,
+    memory_positions: Tensor | None = None,
 ) -> Tensor:
     """What to add to the scores of a query and a key so far apart: one learned number per head and bucket of distances.
 
@@ -37,14 +40,18 @@ def relative_position_bias(
     one also all beyond. Unless `causal`, half of all buckets are for keys behind the query.
 
     Args:
-      length, memory_length: dims of queries and keys, both counted from 0.
+      length, memory_length: dims of queries and keys, both counted from 0 unless positions are given.
       heads: dim of the heads of queries; or two, of the groups of them and of the heads of keys.
       buckets, max_distance: see above; buckets is even, unless `causal`, and each half has at least 2 of them.
       causal: whether keys behind a query are hidden anyway.
-      variable_dtype, slice_dtype, activation_dtype: as of `mtf.variable`.
+      numerics: dtypes of the variable and of the result.
       name: of the variable [heads, buckets], zeros at first.
-    Returns: [heads, length, memory_length]: `bias` of `multihead_attention`.
-    Raises: ShapeError for buckets that are too few.
+      positions: of the queries: the offset of the first one among the keys, an int or an int32 tensor without `length`
+        (a token that is decoded against a cache of keys); or int32 with `length` (sequences packed into one).
+      memory_positions: of the keys, int32 with `memory_length`.
+    Returns: [heads, length, memory_length], or with the batch dims of the positions between heads and length: `bias`
+      of `multihead_attention`.
+    Raises: ShapeError for buckets that are too few, and for positions of other dtypes or with dims of the heads.
     Example:
       >>> import meshlib as mtf
       >>> D = mtf.Dimension
@@ -55,7 +62,7 @@ def relative_position_bias(
 
     Source: Raffel et al., arXiv:1910.10683, section 2.1; google-research/text-to-text-transfer-transformer.
     """
-    what = "relative_position_bias"
+    what = _WHAT
     rows, keys, of_queries = as_dim(length, what), as_dim(memory_length, what), as_dims(heads, f"{what} heads")
     one_way = flag(causal, what, "causal")
     each = whole(buckets, what, "buckets") // (1 if one_way else 2)
@@ -65,14 +72,27 @@ def relative_position_bias(
             f"{each // 2}, got {buckets} and {max_distance}"
         )
     kinds = Dimension("buckets", buckets)
-    table = variable(name, [*of_queries, kinds], initializers.zeros(), variable_dtype, slice_dtype, activation_dtype)
+    table = as_numerics(numerics, what).variable(name, [*of_queries, kinds], initializers.zeros())
     with scope(name):
-        ahead = subtract(positions_of(keys), positions_of(rows), [rows, keys])
+        ahead = _ahead(rows, keys, positions, memory_positions)
         distance = maximum(negative(ahead), 0) if one_way else absolute(ahead)
         bucket = add_n([minimum(distance, each // 2), *(_reached(distance, d) for d in _bounds(each, max_distance))])
         if not one_way:
             bucket = bucket + cast(greater(ahead, 0), "int32") * each
-        return transpose(gather(table, bucket, kinds), [*of_queries, rows, keys])
+        return transpose(gather(table, bucket, kinds), [*of_queries, *bucket.shape])
+
+
+def _ahead(rows: Dimension, keys: Dimension, positions: Tensor | int | None, memory_positions: Tensor | None) -> Tensor:
+    """How many positions each key is after each query: int32 [batch dims of the positions, rows, keys]."""
+    i, j = positions_of(rows), positions_of(keys) if memory_positions is None else memory_positions
+    if positions is not None:
+        given = isinstance(positions, Tensor) and rows in positions.shape
+        i = positions if given else i + positions  # type: ignore[assignment]
+    for x, own, other in ((i, rows, keys), (j, keys, rows)):
+        if tensor(x, _WHAT).dtype is not INT32 or own not in x.shape or other.name in x.shape:
+            raise ShapeError(f"{at(_WHAT)}: positions of '{own}' must be int32 with it and without '{other}', got {x}")
+    batch = [d for x in (i, j) for d in x.shape if d not in (rows, keys)]
+    return subtract(j, i, [*dict.fromkeys(batch), rows, keys])
 
 
 def _bounds(buckets: int, max_distance: int) -> list[int]:

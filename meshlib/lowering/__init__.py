@@ -9,8 +9,9 @@ from layouts import Report
 from meshlib.graph import Operation
 from meshlib.lowering.choose import Balance
 from meshlib.lowering.session import Outputs, Session
+from meshlib.program.instructions import Instruction, Value
 from meshlib.program.listing import collectives_table, explain
-from meshlib.program.records import Collective, Instruction, Program, Value
+from meshlib.program.records import Collective, Program
 
 __all__ = [
     "Balance",

@@ -20,7 +20,7 @@ from layouts import Sharding, reshard
 from layouts.sharding import laid
 from meshlib.graph import Tensor
 from meshlib.operation import Factor, Linear, Role
-from meshlib.program.exchange import Exchange
+from meshlib.program.exchange import Exchange, busiest_bytes
 from meshlib.program.signature import Signature
 
 Axes: TypeAlias = tuple[str, ...]
@@ -159,7 +159,7 @@ def choose(
         sent, collectives = _operand_cost(operands, made.operands, c.regroup)
         inside = made.exchanges
         after, more = _home_cost(made.out, home, itemsize, later)
-        total = c.work + sent + sum(e.sent_bytes for e in inside) + after
+        total = c.work + sent + busiest_bytes((e, 1) for e in inside) + after
         # At equal cost a shared operand moves rather than the result: its other users may want it there too.
         rank = (total, collectives + len(inside) + more, more if shared else 0, c.order)
         if best is None or rank < best:

@@ -3,16 +3,24 @@
 A group runs as one kernel: at most one matmul with element-wise work before and after it, or element-wise work that
 ends in a reduction. Going backwards, an instruction joins the group of its users if they are all in one group; it then
 runs directly before them, which no dependency can forbid.
+
+Such a group ends in a reduction, because somebody may need all of its result first. But what a softmax or a norm makes
+of one row depends on that row alone, and rows fit VMEM. So when the order is known, element-wise groups and reductions
+over minor dims, of which one reads what another makes, are joined: what passes between them never reaches HBM either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from meshlib.operation import Kind
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Compute, Instruction, Move, Value
+from meshlib.program.records import Program
 
 _FUSIBLE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
+_BY_ROW = (*_FUSIBLE, Kind.REDUCTION)
 
 
 @dataclass(eq=False)
@@ -47,16 +55,11 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
 
 def _kind(instruction: Instruction) -> Kind | None:
     """The kind of a computation, a local cut counting as a view; None for what is no kernel of its own."""
-    if instruction.opcode == "slice" and instruction.steps:
+    if isinstance(instruction, Move) and not instruction.is_collective:
         return Kind.VIEW
-    if (
-        instruction.is_collective
-        or instruction.body is not None
-        or instruction.exchanges
-        or instruction.opcode in ("assign", "input", "variable")
-    ):
-        return None
-    return instruction.operation.kind.kind
+    if isinstance(instruction, Compute) and not instruction.exchanges:
+        return instruction.operation.kind.kind
+    return None
 
 
 def _opens(instruction: Instruction) -> bool:
@@ -82,3 +85,84 @@ def _joinable(
     if kind is Kind.CONTRACTION and group.matmuls == group.reductions == 0:
         return number
     return None
+
+
+def groups_of(program: Program) -> list[list[Instruction]]:
+    """The fusion groups of an ordered program."""
+    return [list(members) for _, members in groupby(program.instructions, key=lambda i: i.group)]
+
+
+def numbered(groups: Sequence[Sequence[Instruction]]) -> list[Instruction]:
+    """The instructions of groups in their order, each group with the number of its first instruction."""
+    order: list[Instruction] = []
+    for group in groups:
+        number = len(order)
+        order += [i.with_group(number) for i in group]
+    return order
+
+
+def join_rows(program: Program) -> Program:
+    """Groups that run row by row together, as one; they stand where the first of them does."""
+    return program.with_instructions(numbered(_RowJoiner(program).run()))
+
+
+class _RowJoiner:
+    def __init__(self, program: Program) -> None:
+        self.groups = groups_of(program)
+        self.joined: list[list[Instruction]] = []
+        self.open: list[bool] = []  # whether others may join
+        self.maker: dict[Value, tuple[int, Instruction]] = {}
+        self.sources: dict[Value, list[Instruction]] = {}  # groups of nothing but sources, by what they make
+
+    def run(self) -> list[list[Instruction]]:
+        for group in self.groups:
+            if all(_kind(i) is Kind.SOURCE and not i.inputs for i in group):
+                # They hold nobody up: they run as soon as somebody needs them.
+                self.sources.update((y, group) for i in group for y in i.outputs)
+                continue
+            by_row = all(isinstance(i, Compute) and _kind(i) in _BY_ROW for i in group)
+            place = self._place(group) if by_row else None
+            if place is None:
+                place = len(self.joined)
+                self.joined.append([])
+                self.open.append(by_row)
+            self.joined[place] += group
+            self.maker.update({y: (place, i) for i in group for y in i.outputs})
+        return list(self._with_sources())
+
+    def _place(self, group: list[Instruction]) -> int | None:
+        """The group that makes the last of what this one reads, if they can run row by row together."""
+        read = [self.maker[x] for i in group for x in i.inputs if x in self.maker]
+        last = max((place for place, _ in read), default=-1)
+        if last < 0 or not self.open[last]:
+            return None
+        whole = any(place == last and not _keeps_rows(i) for place, i in read)
+        return None if whole else last
+
+    def _with_sources(self) -> Iterator[list[Instruction]]:
+        """The groups, each of nothing but sources before the first that uses it; others at the end."""
+        waiting = dict(self.sources)
+        for group in self.joined:
+            for source in [waiting[x] for i in group for x in i.inputs if x in waiting]:
+                if source[0].outputs[0] in waiting:
+                    yield self._taken(source, waiting)
+            yield group
+        for source in [*waiting.values()]:
+            if source[0].outputs[0] in waiting:
+                yield self._taken(source, waiting)
+
+    @staticmethod
+    def _taken(source: list[Instruction], waiting: dict[Value, list[Instruction]]) -> list[Instruction]:
+        for i in source:
+            for y in i.outputs:
+                del waiting[y]
+        return source
+
+
+def _keeps_rows(i: Instruction) -> bool:
+    """Whether each row of the result needs one row of the operands: no reduction, or one over minor dims."""
+    if i.operation.kind.kind is not Kind.REDUCTION:
+        return True
+    names = i.inputs[0].tensor.shape.names
+    kept = [n for n in names if n in i.outputs[0].tensor.shape]
+    return list(names[: len(kept)]) == kept

@@ -11,9 +11,11 @@ from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
+from meshlib.operation import Home
+from meshlib.ops.sources import VARIABLE
 
-# Same value, same dims: bound to lie where the operand lies, so that gathers move the narrow type.
-_FOLLOWS_OPERAND = ("cast", "identity", "stop_gradient", "to_host", "from_host")
+# Same value, other names or order of dims: a constraint goes along.
+_SAME_VALUE = ("rename_dimension", "transpose")
 
 
 @dataclass(eq=False)
@@ -23,15 +25,14 @@ class Homes:
     graph: Graph
     mesh: Mesh
     rules: LayoutRules
-    weights: set[Tensor] = field(default_factory=set)  # what a loop's body takes of variables
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
 
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
-        op = t.operation
-        if op.kind.name in _FOLLOWS_OPERAND:
+        op = _outermost(t).operation
+        if op.kind.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])
-        return t in self.weights or (op.kind.name == "variable" and not op.attrs["slot_of"])
+        return op.kind is VARIABLE and not op.attrs["slot_of"]
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
@@ -46,11 +47,16 @@ class Homes:
 
     def _make(self, t: Tensor) -> Sharding:
         op = t.operation
-        if op.kind.name == "constrain":
+        if op.kind.home is Home.GIVEN:
             rules: LayoutRules = op.attrs["layout"]
             return rules.sharding(t.shape, self.mesh, "activations")
-        if op.kind.name in _FOLLOWS_OPERAND and t not in op.graph.gradient_of:
+        if op.kind.home is Home.OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
+        if is_constrained(t, self.rules):
+            before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.kind.roles(op)}
+            return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
+        if is_inner(t):
+            return self.rules.fitting(t.shape, self.mesh, scope_of(t))
         try:
             return self.rules.sharding(t.shape, self.mesh, scope_of(t))
         except LayoutError as fault:
@@ -59,12 +65,32 @@ class Homes:
 
 def scope_of(t: Tensor) -> str:
     """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
+    t = _outermost(t)
     op = t.operation
-    if op.kind.name == "variable":
+    if op.kind is VARIABLE:
         return "slots" if op.attrs["slot_of"] else "variables"
     if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
         return "slots"
     return "activations"
+
+
+def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
+    """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
+
+    A new name for which the layout has a rule is meant to be laid elsewhere.
+    """
+    op = t.operation
+    if not (op.kind.home is Home.OPERAND or op.kind.name in _SAME_VALUE) or t in op.graph.gradient_of:
+        return op.kind.home is Home.GIVEN
+    new = [d.name for d in t.shape if d not in op.inputs[0].shape]
+    return is_constrained(op.inputs[0], rules) and not any(rules.for_dim(n, scope_of(t)) for n in new)
+
+
+def _outermost(t: Tensor) -> Tensor:
+    """`t`, or what it stands for in a loop's body: a tensor from outside, or its slices."""
+    while t in t.graph.outside:
+        t = t.graph.outside[t]
+    return t
 
 
 class Subjects:
@@ -73,13 +99,29 @@ class Subjects:
     def __init__(self, graph: Graph, operations: Iterable[Operation]) -> None:
         self.operations = list(all_operations(operations))
         self.names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
-        self.labelled = list(_labelled(self.operations))
+        self._judged = [
+            ((_label(op, y), y.shape, scope_of(y)), is_inner(y), op.output if self._follows(op) else None)
+            for op, y in _judged(self.operations)
+        ]
+
+    @staticmethod
+    def _follows(op: Operation) -> bool:
+        """Whether a constraint goes along to its result, unless a rule has the new name of a dim."""
+        return is_constrained(op.output, LayoutRules())
+
+    def judged(self, rules: LayoutRules, inner: bool) -> list[tuple[str, Shape, str]]:
+        """Label, shape and scope of what the rules lay out: of the library's own tensors, or of the user's."""
+        return [
+            entry
+            for entry, own, follows in self._judged
+            if own is inner and not (follows is not None and is_constrained(follows, rules))
+        ]
 
 
 def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
-    report = check(rules, mesh, subjects.labelled, subjects.names)
-    bound = [_check_constrained(op, mesh) for op in subjects.operations if op.kind.name == "constrain"]
+    report = check(rules, mesh, subjects.judged(rules, False), subjects.names, subjects.judged(rules, True))
+    bound = [_check_constrained(op, mesh) for op in subjects.operations if op.kind.home is Home.GIVEN]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
 
@@ -104,7 +146,7 @@ def _fault_text(
     fault: Fault, labels: tuple[str, ...], known: Mapping[str, Operation], mesh: Mesh, rules: LayoutRules
 ) -> str:
     first = known[labels[0]] if labels else None
-    bound = first is not None and first.kind.name == "constrain"
+    bound = first is not None and first.kind.home is Home.GIVEN
     place = f"mesh {mesh}   layout {(first.attrs['layout'] if first and bound else rules) or '(none)'}"
     if first is None or (fault.of_rule and not bound):
         return f"{fault.what}\n  {place}"
@@ -141,14 +183,23 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
     """The operations and those of the loop bodies among them."""
     for op in operations:
         yield op
-        if "body" in op.attrs:
-            yield from all_operations(op.attrs["body"].operations)
+        if op.loop is not None:
+            yield from all_operations(op.loop.body.operations)
 
 
-def _labelled(operations: Iterable[Operation]) -> Iterator[tuple[str, Shape, str]]:
+def is_inner(t: Tensor) -> bool:
+    """Whether the library made a tensor for itself: no variable, no input of the program, nothing that is bound."""
+    op = t.operation
+    resident = op.kind.name == "variable" or (op.kind.name == "input" and op.graph.parent is None)
+    return op in op.graph.inner and not resident and t not in op.graph.gradient_of
+
+
+def _judged(operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
     for op in operations:
-        if op.kind.name in _FOLLOWS_OPERAND or op.kind.name in ("constrain", "assign"):
+        if op.kind.home is not Home.RULES:
             continue
+        if op.kind.name == "input" and op.graph.parent is not None:
+            continue  # stands for what is judged outside
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:
-                yield _label(op, y), y.shape, scope_of(y)
+                yield op, y

@@ -17,7 +17,8 @@ from meshlib.lowering.places import Foresight
 from meshlib.lowering.simplification import Simplified
 from meshlib.ops.sources import INPUT
 from meshlib.program.checker import Sound, check_program
-from meshlib.program.records import Program, Value
+from meshlib.program.instructions import Value
+from meshlib.program.records import Program
 
 MORE_SWEEPS = 3  # each knows what the one before it did
 PASSES = (remove_dead_code, merge_small_collectives, order_and_fuse)

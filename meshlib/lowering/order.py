@@ -1,18 +1,24 @@
 """The order: fusion groups scheduled so that what frees memory runs as soon as it can.
 
-What uses a value that is still on its way waits for a product, if there is one, that hides the way. This is *the*
-order: the executors, the liveness and the estimate all use it.
+What uses a value that is still on its way waits for a product, if there is one, that hides the way. Then groups that
+run row by row are joined, and collectives are issued one product early where they do not depend on it (the weights of
+the next layer arrive while this one computes), and no earlier, because what arrives takes memory. This is *the* order:
+the executors, the buffers and the estimate all use it.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from meshlib.lowering.fuse import fusion_groups
+from meshlib.lowering.fuse import fusion_groups, groups_of, join_rows, numbered
 from meshlib.operation import Kind
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.records import Program
+
+Group: TypeAlias = Sequence[Instruction]
 
 _FIRST, _NEXT, _LAST = range(3)
 
@@ -25,7 +31,7 @@ class _Scheduler:
     """
 
     program: Program
-    groups: Sequence[Sequence[Instruction]]
+    groups: Sequence[Group]
 
     def run(self) -> list[Instruction]:
         self._analyse()
@@ -35,16 +41,15 @@ class _Scheduler:
         done = [False] * len(self.groups)
         for g, count in enumerate(self.unmet):
             if count == 0:
-                there = self.groups[g][0].opcode in ("input", "variable")  # lies in memory already: nobody waits for it
+                there = isinstance(self.groups[g][0], Resident)  # lies in memory already: nobody waits for it
                 heapq.heappush(ready, (_FIRST if there else self._when(g, late=False), g))
-        order: list[Instruction] = []
+        order: list[Group] = []
         while ready:
             _, g = heapq.heappop(ready)
             if done[g]:
                 continue
             done[g] = True
-            number = len(order)
-            order += [i.with_group(number) for i in self.groups[g]]
+            order.append(self.groups[g])
             sent.update(y for i in self.groups[g] if i.is_collective for y in i.outputs)
             touched = self._finish(g)
             if any(_hides(i) for i in self.groups[g]):
@@ -56,8 +61,8 @@ class _Scheduler:
                     heapq.heappush(ready, (self._when(user, late), user))
                     if late:
                         waiting.append(user)
-        assert len(order) == len(self.program.instructions)
-        return order
+        assert len(order) == len(self.groups)
+        return numbered(order)
 
     def _when(self, g: int, late: bool) -> int:
         """When a group should run; `late`: something that it uses is still on its way."""
@@ -96,7 +101,7 @@ class _Scheduler:
         taken = 0
         for i in self.groups[g]:
             for y in i.outputs:
-                if not (self.users.get(y) or y in self.lasting) or i.opcode in ("input", "variable"):
+                if not (self.users.get(y) or y in self.lasting) or isinstance(i, Resident):
                     continue
                 old = self.replaces.get(y)
                 in_place = old is not None and self.left.get(old, 0) == (old in self.inputs[g])
@@ -124,9 +129,43 @@ def _device_bytes(v: Value) -> int:
 
 def _hides(i: Instruction) -> bool:
     """Whether it computes for long enough to hide what is being sent."""
-    return not i.is_reshard and (i.body is not None or i.operation.kind.kind is Kind.CONTRACTION)
+    return isinstance(i, Loop) or (isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION)
 
 
 def order_and_fuse(program: Program) -> Program:
     """The program in its final order, every instruction with its fusion group."""
-    return program.with_instructions(_Scheduler(program, fusion_groups(program)).run())
+    ordered = program.with_instructions(_Scheduler(program, fusion_groups(program)).run())
+    return issue_early(join_rows(ordered))
+
+
+def issue_early(program: Program) -> Program:
+    """Collectives before the last product that they do not depend on, with what only prepares them: casts."""
+    order: list[Group] = []
+    depth: dict[Value, int] = {}  # how many products came before a value, or made it
+    waiting: list[Group] = []  # what has come since the last product, that product first
+    products = 0
+    for group in groups_of(program):
+        behind = max((depth.get(x, 0) for i in group for x in i.inputs), default=0)
+        if any(_hides(i) for i in group):
+            order += waiting
+            waiting = []
+            products += 1
+            behind = products
+        first = group[0]
+        if isinstance(first, Move) and first.is_collective and behind < products:
+            order += [*_taken(waiting, first.inputs), [replace(first, early=True)]]
+        else:
+            waiting.append(group)
+        depth.update((y, behind) for i in group for y in i.outputs)
+    return program.with_instructions(numbered([*order, *waiting]))
+
+
+def _taken(waiting: list[Group], wanted: Sequence[Value]) -> list[Group]:
+    """Takes out of `waiting` the groups that make the wanted values, and what these need, in order."""
+    needed, chosen = set(wanted), []
+    for group in reversed(waiting):
+        if any(y in needed for i in group for y in i.outputs):
+            needed.update(x for i in group for x in i.inputs)
+            chosen.append(group)
+    waiting[:] = [group for group in waiting if not any(group is other for other in chosen)]
+    return chosen[::-1]

@@ -13,18 +13,19 @@ from dataclasses import dataclass, field
 
 from layouts import Dimension, Shape, Sharding
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
+from meshlib.loop_record import LoopRecord
 from meshlib.lowering.choose import Balance, Choice, Operand, Point, choice_key, choose
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.places import Foresight, Pending, Places, blockwise
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import Kind
-from meshlib.ops.loop import LOOP
-from meshlib.ops.sources import CONSTANT, INPUT, VARIABLE
-from meshlib.ops.state import ASSIGN
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.operation import Home, Kind
+from meshlib.ops.sources import INPUT, is_zero
+from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
+from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
+from meshlib.replay import needed
 
 
 @dataclass(eq=False)
@@ -54,16 +55,17 @@ class Partitioner:
     def run(self) -> None:
         """Lower every operation, in order."""
         for op in self.graph.operations:
-            if op.kind is INPUT or op.kind is VARIABLE:
-                self.resident(op)
-            elif op.kind is ASSIGN:
-                self._assign(op)
-            elif op.kind is LOOP:
-                self._loop(op)
-            elif op.kind.kind is Kind.COPY:
-                self._copy(op)
-            else:
-                self._compute(op)
+            match op.kind.kind:
+                case Kind.RESIDENT:
+                    self.resident(op)
+                case Kind.COMMIT:
+                    self._assign(op)
+                case Kind.LOOP:
+                    self._loop(op)
+                case Kind.COPY:
+                    self._copy(op)
+                case _:
+                    self._compute(op)
 
     def at_home(self, t: Tensor) -> Value:
         """The value of `t` at its home, brought there if need be: what fetches return."""
@@ -88,7 +90,7 @@ class Partitioner:
         # What is pending already is a loop's running sum.
         self.places.makers[op.output] = dict.fromkeys(value.sharding.pending_axes, (op, "trips"))
         (self.inputs if op.kind is INPUT else self.variables)[op.name] = value
-        self.places.instructions.append(Instruction(op.kind.name, op, (), (value,), op.region))
+        self.places.instructions.append(Resident(op, (), (value,), op.region))
 
     def _assign(self, op: Operation) -> None:
         (x,) = self.graph.inputs[op]
@@ -97,7 +99,7 @@ class Partitioner:
             self.resident(self.homes.graph.variables[name])
         value = self.places.bring(x, self.variables[name].sharding, UPDATE, op)
         self.updates[name] = value
-        self.places.instructions.append(Instruction("assign", op, (value,), (), UPDATE))
+        self.places.instructions.append(Commit(op, (value,), (), UPDATE))
 
     def _copy(self, op: Operation) -> None:
         """Between the memories of device and host: every block as it lies."""
@@ -105,7 +107,7 @@ class Partitioner:
         value = self.as_it_lies(x)
         made = Value(op.output, value.sharding)
         split = blockwise(value.sharding)
-        self.places.instructions.append(Instruction(op.kind.name, op, (value,), (made,), op.region, split))
+        self.places.instructions.append(Compute(op, (value,), (made,), op.region, split))
         self.places.instances[op.output] = [(None, made)]
         self._settle(op.output)
 
@@ -122,15 +124,14 @@ class Partitioner:
         made = tuple(Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True))
         self._note_makers(op, inputs, choice)
         self.places.instructions.append(
-            Instruction(
-                op.kind.name,
+            Compute(
                 op,
                 tuple(values),
                 made,
                 op.region,
                 choice.assignment,
-                reasons=tuple(explain_exchange(e, op, self.homes) for e in choice.exchanges),
-                exchanges=choice.exchanges,
+                choice.exchanges,
+                tuple(explain_exchange(e, op, self.homes) for e in choice.exchanges),
             )
         )
         for y, value in zip(op.outputs, made, strict=True):
@@ -158,13 +159,13 @@ class Partitioner:
     def _settle(self, t: Tensor) -> None:
         """Bring a value home if it is bound there or has several users; a pending one is then reduced, once."""
         uses = self.graph.uses.get(t, [])
-        bound = t in self.fetched or t in self.homes.graph.gradient_of or t.operation.kind.name == "constrain"
+        constrained = t.operation.kind.home is Home.GIVEN
+        bound = t in self.fetched or t in self.homes.graph.gradient_of or constrained
         if bound or len(uses) > 1:
             home = self.places.bring(t, self.homes.of(t), t.operation.region, None)
             (_, made), *passed = self.places.instances[t]
             self.places.instances[t] = [(None, home), *(x for x in passed if x[1] is not home)]
             # A constrained value is to be had at its home alone: its users must not go round the constraint.
-            constrained = t.operation.kind.name == "constrain"
             if made is not home and not made.sharding.pending and not constrained:
                 # As it was made it serves other regions too, unless keeping it would take more memory than the home.
                 small = made.local_bytes <= home.local_bytes
@@ -192,114 +193,107 @@ class Partitioner:
             names = [tuple(axes.get(d.name, ())) for d in op.output.shape]
             total = Value(op.output, Sharding(op.output.shape, wanted.mesh, names, pending))
             assignment = tuple((a, f) for f, entry in axes.items() for a in entry)
-            added = Instruction(op.kind.name, op, tuple(values), (total,), op.region, assignment)
+            added = Compute(op, tuple(values), (total,), op.region, assignment)
             self.places.instructions.append(added)
             self.places.makers[op.output] = self.places.makers[members[0]]
             result.append(self.places.walk(total, wanted, op)[-1])
         return result
 
     def _body_homes(
-        self, op: Operation, inner: Sequence[Tensor], sums: Mapping[int, Sharding]
+        self, op: Operation, loop: LoopRecord, inner: Sequence[Tensor], sums: Mapping[int, Sharding]
     ) -> tuple[Homes, list[Sharding]]:
         """Homes inside the body of a loop, and where each operand has to be; `sums` says where some carries lie."""
-        body: Graph = op.attrs["body"]
-        dim = op.attrs["dim"]
-        count, stop = len(op.attrs["carried"]), len(op.attrs["carried"]) + len(op.attrs["sliced"])
-        homes = Homes(body, self.homes.mesh, self.homes.rules)
+        homes = Homes(loop.body, self.homes.mesh, self.homes.rules)
         wanted = []
-        for n, y in zip(op.needs, inner, strict=True):
+        for n, y in zip(loop.needs, inner, strict=True):
             x = self.graph.inputs[op][n]
-            if n < count:
+            if y in loop.given.inits:
                 home = sums.get(n) or homes.of(y)
                 homes.bind(y, home)
-            elif n < stop:
-                home = without_axes(self.homes.of(x), dim)
-                homes.bind(y, without_dim(home, dim))
+            elif y in loop.given.slices:
+                home = without_axes(self.homes.of(x), loop.dim)
+                homes.bind(y, without_dim(home, loop.dim))
             else:
                 home = self.homes.of(x)
                 homes.bind(y, home)
             wanted.append(home)
-            if self.homes.is_weight(x):
-                homes.weights.add(y)
         for n, sharding in sums.items():
-            homes.bind(op.attrs["results"][n], sharding)
+            homes.bind(loop.made.finals[n], sharding)
         return homes, wanted
 
     def _accumulators(
-        self, op: Operation, homes: Homes, inner: Sequence[Tensor]
+        self, op: Operation, loop: LoopRecord, homes: Homes
     ) -> tuple[dict[int, Sharding], dict[int, dict[str, tuple[Operation, str]]]]:
         """Carries that only add something up, from zero: they lie as what is added does, pending sums included.
 
         So a gradient that every trip adds to is reduced once, after the loop. Found by lowering the body once as if
         there were none. Returned with who leaves each sum pending.
         """
-        body: Graph = op.attrs["body"]
-        results = op.attrs["results"]
+        results = loop.results
+        operations = needed(loop.body.known.get(y, y).operation for y in results)
+        befores = loop.outputs(op.outputs).befores
         found: dict[int, Tensor] = {}
-        for n in range(len(op.attrs["carried"])):
-            first, add = self.graph.inputs[op][n].operation, results[n].operation
-            zero = first.kind is CONSTANT and first.attrs["value"] == 0
-            others = [x for x in add.inputs if x is not inner[n]]
-            uses = sum(x is inner[n] for other in body.operations for x in other.inputs) + results.count(inner[n])
+        for n, (carry, end) in enumerate(zip(loop.given.inits, loop.made.finals, strict=True)):
+            first, add = self.graph.inputs[op][n].operation, end.operation
+            others = [x for x in add.inputs if x is not carry]
+            uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
             # The carry before each trip is asked for by a gradient alone; then it has to be whole.
-            stacked = self.graph.uses.get(op.outputs[len(results) + n])
-            sums = add.kind.name == "add" or add.kind.linear(add).terms
-            alone = results.count(results[n]) == 1 and not any(results[n] in x.inputs for x in body.operations)
-            one = len(others) == 1 == len(add.inputs) - 1 and others[0].shape == results[n].shape
-            if zero and sums and uses == 1 and alone and not stacked and one:
+            stacked = self.graph.uses.get(befores[n])
+            linear = add.kind.linear(add)
+            adds = linear.together and linear.operands == (0, 1)
+            alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
+            one = len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape
+            if is_zero(first) and adds and uses == 1 and alone and not stacked and one:
                 found[n] = others[0]
         if not found:
             return {}, {}
-        trial = self.sweep_body(body, homes, results)
+        trial = self.sweep_body(loop.body, homes, results)
         terms = {n: trial.graph.of(t) for n, t in found.items()}
         lies = {n: trial.places.made(t).sharding for n, t in terms.items()}
         sums = {
-            n: s for n, s in lies.items() if s != homes.of(inner[n]) and all(kind == "sum" for _, kind in s.pending)
+            n: s
+            for n, s in lies.items()
+            if s != homes.of(loop.given.inits[n]) and all(kind == "sum" for _, kind in s.pending)
         }
         return sums, {n: trial.places.makers.get(terms[n], {}) for n in sums}
 
     def _loop(self, op: Operation) -> None:
         """Lower the body by itself: carries at home, slices where the stacked tensors lie, the rest where it lies."""
-        body: Graph = op.attrs["body"]
-        dim = op.attrs["dim"]
-        operands = [self.graph.inputs[op][n] for n in op.needs]
-        carried, sliced, results = op.attrs["carried"], op.attrs["sliced"], op.attrs["results"]
-        given = [body.inputs[name].output for name in (*carried, *sliced)] + list(body.captured.values())
-        inner = [given[n] for n in op.needs]
-        homes, wanted = self._body_homes(op, inner, {})
-        sums, makers = self._accumulators(op, homes, inner)
+        loop = op.loop
+        assert loop is not None
+        operands = [self.graph.inputs[op][n] for n in loop.needs]
+        inner = [loop.stand_ins[n] for n in loop.needs]
+        homes, wanted = self._body_homes(op, loop, inner, {})
+        sums, makers = self._accumulators(op, loop, homes)
         if sums:
-            homes, wanted = self._body_homes(op, inner, sums)
+            homes, wanted = self._body_homes(op, loop, inner, sums)
         values = [self.places.use(x, s, op) for x, s in zip(operands, wanted, strict=True)]
         # Finals always; of what could be stacked (results, and carries before each trip) only what is used.
-        finals, others = op.outputs[: len(carried)], op.outputs[len(carried) :]
-        inside = [*results[len(carried) :], *op.attrs["stacked"]]
-        used = [(y, t) for y, t in zip(others, inside, strict=True) if self._is_used(y)]
-        bound: list[Sharding | None] = [*wanted[: len(carried)]]
+        finals, others = op.outputs[: loop.carries], op.outputs[loop.carries :]
+        used = [(y, t) for y, t in zip(others, loop.stacked, strict=True) if self._is_used(y)]
+        bound: list[Sharding | None] = [*wanted[: loop.carries]]
         for y, _ in used:
             public = y in op.public_outputs
-            bound.append(without_dim(without_axes(self._stack_home(y), dim), dim) if public else None)
-        program = self.lower_body(
-            body, homes, [*results[: len(carried)], *(t for _, t in used)], bound, [x.operation.name for x in inner]
-        )
+            bound.append(without_dim(without_axes(self._stack_home(y), loop.dim), loop.dim) if public else None)
+        made_inside = [*loop.made.finals, *(t for _, t in used)]
+        program = self.lower_body(loop.body, homes, made_inside, bound, [x.operation.name for x in inner])
         names = list(program.outputs)
         made = [Value(y, s) for y, s in zip(finals, wanted, strict=False)]
-        for (y, _), name in zip(used, names[len(carried) :], strict=True):
+        for (y, _), name in zip(used, names[loop.carries :], strict=True):
             made.append(Value(y, with_dim(program.outputs[name].sharding, y.shape)))
             if y not in op.public_outputs:
                 self.homes.bind(y, made[-1].sharding)
         self.places.instructions.append(
-            Instruction(
-                op.kind.name,
+            Loop(
                 op,
                 tuple(values),
                 tuple(made),
                 op.region,
                 body=program,
-                trips=dim.size,
-                carries=tuple(zip(carried, names, strict=False)),
-                slices=tuple(name for name in sliced if name in program.inputs),
-                stacks=tuple(names[len(carried) :]),
+                trips=loop.dim.size,
+                carries=tuple((t.operation.name, name) for t, name in zip(loop.given.inits, names, strict=False)),
+                slices=tuple(t.operation.name for t in loop.given.slices if t.operation.name in program.inputs),
+                stacks=tuple(names[loop.carries :]),
             )
         )
         for n, inside_makers in makers.items():
@@ -316,7 +310,7 @@ class Partitioner:
         end, gradients = t, self.homes.graph.gradient_of
         while end not in gradients:
             uses = self.graph.uses.get(end, [])
-            if len(uses) != 1 or end in self.fetched or uses[0][0].kind.name not in ("cast", "transpose"):
+            if len(uses) != 1 or end in self.fetched or not _same_elements(uses[0][0]):
                 return self.homes.of(t)
             end = uses[0][0].output
         home = self.homes.of(end)
@@ -372,6 +366,12 @@ class Partitioner:
             return None
         op, index = uses[0]
         return op if index in self.signatures.of(op).linear.operands else None
+
+
+def _same_elements(op: Operation) -> bool:
+    """Whether it only casts its operand, or puts its dims in another order."""
+    (x, *others), y = op.inputs, op.output
+    return op.kind.cheap and not others and set(x.shape) == set(y.shape)
 
 
 def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Commit, Instruction, Move, Resident, Value
+from meshlib.program.records import Program
 
 # A collective below this size is all latency: at 70 GB/s, 64 KiB take the time of one hop (about 1 us).
 SMALL_PAYLOAD_BYTES = 64 * 1024
@@ -15,7 +16,7 @@ def remove_dead_code(program: Program) -> Program:
     needed: set[Value] = {*program.outputs.values(), *program.updates.values()}
     kept: list[Instruction] = []
     for instruction in reversed(program.instructions):
-        resident = instruction.opcode in ("input", "variable", "assign")
+        resident = isinstance(instruction, Resident | Commit)
         if resident or any(y in needed for y in instruction.outputs):
             kept.append(instruction)
             needed.update(instruction.inputs)
@@ -29,7 +30,7 @@ def merge_small_collectives(program: Program) -> Program:
     other. Bytes do not change, only the number of launches.
     """
     merged: list[Instruction] = []
-    waiting: dict[object, list[Instruction]] = {}
+    waiting: dict[object, list[Move]] = {}
     makers: dict[Value, object] = {}
     fetched = {*program.outputs.values(), *program.updates.values()}
     for instruction in program.instructions:
@@ -40,6 +41,7 @@ def merge_small_collectives(program: Program) -> Program:
         if key is None:
             merged.append(instruction)
             continue
+        assert isinstance(instruction, Move)
         waiting.setdefault(key, []).append(instruction)
         makers[instruction.outputs[0]] = key
     _flush(merged, waiting, makers, list(waiting))
@@ -48,7 +50,9 @@ def merge_small_collectives(program: Program) -> Program:
 
 
 def _merge_key(instruction: Instruction) -> object | None:
-    if instruction.opcode != "all_reduce" or instruction.inputs[0].local_bytes > SMALL_PAYLOAD_BYTES:
+    if not isinstance(instruction, Move) or instruction.opcode != "all_reduce":
+        return None
+    if instruction.inputs[0].local_bytes > SMALL_PAYLOAD_BYTES:
         return None
     (x,), (step,) = instruction.inputs, instruction.steps
     return (step.axes, x.sharding.pending, x.tensor.dtype, instruction.region)
@@ -56,7 +60,7 @@ def _merge_key(instruction: Instruction) -> object | None:
 
 def _flush(
     merged: list[Instruction],
-    waiting: dict[object, list[Instruction]],
+    waiting: dict[object, list[Move]],
     makers: dict[Value, object],
     keys: Iterable[object],
 ) -> None:
@@ -66,13 +70,11 @@ def _flush(
             continue
         first = members[0]
         merged.append(
-            Instruction(
-                first.opcode,
+            Move(
                 first.operation,
                 tuple(m.inputs[0] for m in members),
                 tuple(m.outputs[0] for m in members),
                 first.region,
-                (),
                 tuple(m.steps[0] for m in members),
                 tuple(m.reasons[0] for m in members),
             )

@@ -15,13 +15,7 @@ from meshlib.graph import Operation, Tensor
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.reasons import explain_step
 from meshlib.lowering.simplification import Simplified
-from meshlib.ops.index import RANGE
-from meshlib.ops.shape import BROADCAST
-from meshlib.ops.sources import CONSTANT
-from meshlib.program.records import Instruction, Value
-
-# Made anew under whatever sharding is wanted: cheaper than any transfer.
-_REMADE = (CONSTANT, RANGE)
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Value
 
 Pending = tuple[tuple[str, str], ...]
 
@@ -72,14 +66,17 @@ class Places:
 
     def remade(self, t: Tensor, region: str) -> bool:
         """Whether a value is made anew wherever a region needs it: constants, ranges, numbers in every place."""
-        op = t.operation
-        return op.kind in _REMADE or (op.kind is BROADCAST and self._number(op, region) is not None)
+        return t.operation.kind.remade and self._numbers(t.operation, region) is not None
 
-    def _number(self, op: Operation, region: str) -> Value | None:
-        """The number that `op` puts in every place; None if it has dims or waits for its sum."""
-        (x,) = self.graph.inputs[op]
-        found = [] if x.shape else [v for v in self.known(x, region) if not v.sharding.pending]
-        return found[0] if found else None
+    def _numbers(self, op: Operation, region: str) -> tuple[Value, ...] | None:
+        """The operands of `op`, if they are single numbers; None if one has dims or waits for its sum."""
+        found = []
+        for x in self.graph.inputs[op]:
+            whole = [] if x.shape else [v for v in self.known(x, region) if not v.sharding.pending]
+            if not whole:
+                return None
+            found.append(whole[0])
+        return tuple(found)
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
         """The value of `t` under `wanted`, for an operation."""
@@ -112,9 +109,8 @@ class Places:
 
     def _remake(self, t: Tensor, wanted: Sharding, region: str) -> Value:
         op, value = t.operation, Value(t, wanted)
-        number = self._number(op, region) if op.inputs else None
-        taken = () if number is None else (number,)
-        self.instructions.append(Instruction(op.kind.name, op, taken, (value,), region, blockwise(wanted)))
+        taken = self._numbers(op, region) or ()
+        self.instructions.append(Compute(op, taken, (value,), region, blockwise(wanted)))
         return value
 
     def walk(self, value: Value, wanted: Sharding, user: Operation | None) -> list[Value]:
@@ -126,9 +122,7 @@ class Places:
             reason = explain_step(step, t, makers, user, self.homes)
             after = Value(t, step.after)
             op = user or t.operation
-            self.instructions.append(
-                Instruction(step.kind, op, (values[-1],), (after,), reason.phase, (), (step,), (reason,))
-            )
+            self.instructions.append(Move(op, (values[-1],), (after,), reason.phase, (step,), (reason,)))
             values.append(after)
         return values
 
@@ -137,11 +131,11 @@ class Places:
         needed = {self.made(t) for t in kept}
         total = 0.0
         for i in reversed(self.instructions):
-            if i.opcode != "assign" and not any(y in needed for y in i.outputs):
+            if not isinstance(i, Commit) and not any(y in needed for y in i.outputs):
                 continue
             needed.update(i.inputs)
-            total += sum(step.sent_bytes for step in i.steps) + sum(e.sent_bytes for e in i.exchanges)
-            if i.body is not None:
+            total += i.sent_bytes
+            if isinstance(i, Loop):
                 total += i.trips * i.body.sent_bytes
         return total
 

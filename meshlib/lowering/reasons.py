@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from layouts import Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor
+from meshlib.operation import Kind
 from meshlib.program.exchange import Exchange
-from meshlib.program.records import Reason
+from meshlib.program.instructions import Reason
 
 if TYPE_CHECKING:
     from meshlib.lowering.homes import Homes
@@ -76,7 +77,7 @@ def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], h
 
 
 def _who(op: Operation) -> str:
-    if op.kind.name == "assign":
+    if op.kind.kind is Kind.COMMIT:
         return f"the update of '{op.attrs['variable']}'"
     return f"{op.kind.name} '{op.name}'"
 

@@ -87,7 +87,7 @@ class Session:
 
 def _graphs(graph: Graph) -> list[Graph]:
     """A graph and those of the loop bodies in it."""
-    bodies = [op.attrs["body"] for op in graph.operations if "body" in op.attrs]
+    bodies = [op.loop.body for op in graph.operations if op.loop is not None]
     return [graph, *(g for body in bodies for g in _graphs(body))]
 
 

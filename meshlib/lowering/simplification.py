@@ -12,13 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshlib.graph import Graph, Operation, Tensor
-from meshlib.ops.host import TO_HOST
-from meshlib.ops.sources import INPUT, RANDOM, VARIABLE
-from meshlib.ops.state import ASSIGN, IDENTITY, STOP_GRADIENT
+from meshlib.operation import Home, Kind, Storage
 from meshlib.replay import needed
-
-_UNIQUE = (INPUT, VARIABLE, RANDOM, ASSIGN)
-_ALIASES = (IDENTITY, STOP_GRADIENT)  # say something to the gradient, nothing to a core
 
 
 @dataclass(eq=False)
@@ -55,10 +50,11 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
         if op not in live:
             continue
         inputs = tuple(result.of(x) for x in op.inputs)
-        if op.kind in _ALIASES and not any(y in graph.gradient_of for y in op.outputs):
+        alone = op.kind.unique or any(y in graph.gradient_of for y in op.outputs)
+        if not alone and op.kind.storage is Storage.ALIAS and op.kind.home is Home.OPERAND:
             result.same[op.output] = inputs[0]
             continue
-        if op.kind not in _UNIQUE and not any(y in graph.gradient_of for y in op.outputs):
+        if not alone:
             key = (op.kind, inputs, tuple(op.attrs.items()), op.region, op.owner)
             first = seen.setdefault(key, op)
             if first is not op:
@@ -68,7 +64,7 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
         result.inputs[op] = inputs
     # A representative may have become dead only together with all its users, so one more sweep is not needed.
     for op in result.operations:
-        if op.kind is TO_HOST:
+        if op.kind.kind is Kind.COPY and op.output.on_host:
             result.taken.update(result.inputs[op])
             continue
         for i in op.needs:

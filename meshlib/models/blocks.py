@@ -13,11 +13,12 @@ from meshlib.ops.elementwise import add
 from meshlib.ops.sources import dropout
 
 
-def head_dims(heads: Heads) -> tuple[Dimension, Dimension | None]:
-    """`heads` and `group` of `mtf.layers.multihead_attention`; one head of keys for all is no dim of them."""
-    one = heads.memory == 1
-    group = None if one or heads.group == 1 else Dimension("group", heads.group)
-    return Dimension("heads", heads.query if one else heads.memory), group
+def head_dims(heads: Heads) -> tuple[list[Dimension], list[Dimension]]:
+    """`heads` and `memory_heads` of `mtf.layers.multihead_attention`; one head of keys for all is no dim of them."""
+    if heads.memory == 1 < heads.query:
+        return [Dimension("heads", heads.query)], []
+    shared = [Dimension("heads", heads.memory)]
+    return [*([Dimension("group", heads.group)] if heads.group > 1 else []), *shared], shared
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Blocks:
         c = self.config
         d_model = x.shape.dim("d_model")
         if c.norm == "rms":
-            return layers.rms_norm(x, d_model, c.norm_epsilon, variable_dtype=c.variable_dtype, name=name)
-        return layers.layer_norm(x, d_model, c.norm_epsilon, c.bias, variable_dtype=c.variable_dtype, name=name)
+            return layers.rms_norm(x, d_model, c.norm_epsilon, c.numerics, name)
+        return layers.layer_norm(x, d_model, c.norm_epsilon, c.bias, c.numerics, name)
 
     # ------------------------------------------------------------ inside
 
@@ -73,56 +74,33 @@ class Blocks:
         if c.position == "rotary":
             local = window is not None and c.local_rope_theta is not None
             base = c.local_rope_theta if local else c.rope_theta
-        return self._attend(x, None, window, self.causal, self.bias, base, "attention")
+        scores = layers.Scores(self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, c.attention)
+        return self._attend(x, None, window, scores, "attention")
 
     def _cross_attention(self, x: Tensor) -> Tensor:
-        return self._attend(x, self.memory, None, False, None, None, "cross_attention")
+        c = self.config
+        scores = layers.Scores(scale=c.attention_scale, qk_norm=c.qk_norm, kernel=c.attention)
+        return self._attend(x, self.memory, None, scores, "cross_attention")
 
-    def _attend(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        window: int | None,
-        causal: bool,
-        bias: Tensor | None,
-        rotary_base: float | None,
-        name: str,
-    ) -> Tensor:
+    def _attend(self, x: Tensor, memory: Tensor | None, window: int | None, scores: layers.Scores, name: str) -> Tensor:
         c = self.config
         heads = c.attention_of(window)
-        dim, group = head_dims(heads)
+        dims, memory_dims = head_dims(heads)
         return layers.multihead_attention(
             x,
             memory,
             None,
             Dimension("head_dim", heads.dim),
-            dim,
-            group,
-            multi_query=heads.memory == 1 < heads.query,
-            share_kv=heads.shared,
-            causal=causal,
-            window=window,
-            scale=c.attention_scale,
-            bias=bias,
-            rotary_base=rotary_base,
-            qk_norm=c.qk_norm,
-            use_bias=c.has_attention_bias,
+            dims,
             dropout=c.dropout if self.training and c.attention == "materialised" else 0.0,
-            kernel=c.attention,
-            softmax_dtype=c.softmax_dtype,
-            matmul_dtype=c.matmul_dtype,
-            variable_dtype=c.variable_dtype,
+            memory_heads=memory_dims,
+            share_kv=heads.shared,
+            scores=scores,
+            use_bias=c.has_attention_bias,
+            numerics=c.numerics,
             name=name,
         )
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         c = self.config
-        return layers.feed_forward(
-            x,
-            Dimension("d_ff", c.d_ff),
-            c.activation,
-            c.gated,
-            c.bias,
-            matmul_dtype=c.matmul_dtype,
-            variable_dtype=c.variable_dtype,
-        )
+        return layers.feed_forward(x, Dimension("d_ff", c.d_ff), c.activation, c.gated, c.bias, numerics=c.numerics)

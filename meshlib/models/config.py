@@ -1,13 +1,14 @@
-"""One frozen record that says what a Transformer is: its dimensions, its parts and its precision."""
+"""One frozen record that says what a Transformer is: its dimensions, its parts and its numerics."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import groupby
 
 from meshlib.checks import at, choice, flag, number, whole
-from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError, nearest
+from meshlib.layers.numerics import MIXED, Numerics, as_numerics
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
@@ -20,11 +21,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("flash", "materialised"),
     "head": ("linear", "transform"),
 }
-_SIZES = ("layers", "d_model", "heads", "head_dim", "d_ff", "vocab", "relative_buckets", "relative_max_distance")
-_OPTIONAL_SIZES = ("kv_heads", "max_length", "global_head_dim", "global_kv_heads")
-_COUNTS = ("encoder_layers", "segments")
-_NUMBERS = ("dropout", "label_smoothing", "z_loss", "rope_theta", "logit_cap", "norm_epsilon")
-_OPTIONAL_NUMBERS = ("attention_scale", "local_rope_theta")
+_KINDS: dict[str, Callable[[object, str, str], object]] = {"int": whole, "float": number, "bool": flag}
+_COUNTS = ("encoder_layers", "segments")  # may be 0, unlike other integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,8 @@ class TransformerConfig:
     Head: tied: logits by the embedding table. head: "transform" puts dense, activation, norm and a bias around them
       (BERT). scale_embedding, scale_logits: by d_model ** 0.5 and d_model ** -0.5. logit_cap: cap * tanh(x / cap).
     Training: dropout (of the weights of attention only where they are materialised), label_smoothing, z_loss.
-    Precision: variable_dtype of what optimizers update, activation_dtype of what is computed, softmax_dtype of the
-      softmax of materialised scores, matmul_dtype None, "int8" or "fp8" of the products.
+    Numerics: float32 variables, computed in bfloat16, unless given; precision int8 or fp8 is of all but
+      the head.
 
     Raises: GraphError with all that is wrong at once.
     Example:
@@ -109,10 +107,7 @@ class TransformerConfig:
     dropout: float = 0.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    variable_dtype: str = "float32"
-    activation_dtype: str = "bfloat16"
-    softmax_dtype: str = "float32"
-    matmul_dtype: str | None = None
+    numerics: Numerics = MIXED
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -243,34 +238,22 @@ class TransformerConfig:
             raise GraphError(f"{at(what)}: name must be a non-empty string, got {self.name!r:.80}")
         for name, allowed in _CHOICES.items():
             choice(getattr(self, name), what, name, allowed)
-        for name in (*_SIZES, *_COUNTS):
-            whole(getattr(self, name), what, name)
-        for name in _OPTIONAL_SIZES:
-            if getattr(self, name) is not None:
-                whole(getattr(self, name), what, name)
-        for name in _NUMBERS:
-            number(getattr(self, name), what, name)
-        for name in _OPTIONAL_NUMBERS:
-            if getattr(self, name) is not None:
-                number(getattr(self, name), what, name)
         for f in fields(self):
-            if f.type == "bool" or (f.type == "bool | None" and getattr(self, f.name) is not None):
-                flag(getattr(self, f.name), what, f.name)
+            kind, _, optional = str(f.type).partition(" | ")
+            if kind in _KINDS and not (optional and getattr(self, f.name) is None):
+                _KINDS[kind](getattr(self, f.name), what, f.name)
         if not isinstance(self.windows, tuple) or not self.windows:
             raise GraphError(f"{at(what)}: windows must be a tuple such as (1024, None), got {self.windows!r:.80}")
         for window in self.windows:
             if window is not None:
                 whole(window, what, "windows")
-        for name in ("variable_dtype", "activation_dtype", "softmax_dtype"):
-            if not as_dtype(getattr(self, name)).is_float:
-                raise GraphError(f"{at(what)}: {name} must be a float dtype, got {getattr(self, name)}")
+        as_numerics(self.numerics, what)
 
     def _size_faults(self) -> list[str]:
-        sizes = [(name, getattr(self, name), 1) for name in _SIZES]
-        sizes += [(name, getattr(self, name), 1) for name in _OPTIONAL_SIZES if getattr(self, name) is not None]
-        sizes += [(name, getattr(self, name), 0) for name in _COUNTS]
-        sizes += [("windows", window, 1) for window in self.windows if window is not None]
-        return [f"{name} must be at least {least}, got {size}" for name, size, least in sizes if size < least]
+        whole_numbers = {f.name: getattr(self, f.name) for f in fields(self) if str(f.type).startswith("int")}
+        sizes = [(name, size, name not in _COUNTS) for name, size in whole_numbers.items() if size is not None]
+        sizes += [("windows", window, True) for window in self.windows if window is not None]
+        return [f"{name} must be at least {int(one)}, got {size}" for name, size, one in sizes if size < one]
 
     def _faults(self) -> list[str]:
         """What does not go together, and numbers out of range."""
@@ -284,8 +267,6 @@ class TransformerConfig:
             faults.append("parallel blocks read one norm before them: they need norm_position='pre' and one stack")
         if self.post_norms and (self.parallel or self.norm_position == "post"):
             faults.append("post_norms come on top of a norm before each block: norm_position='pre', parallel=False")
-        if self.matmul_dtype not in (None, "int8", "fp8"):
-            faults.append(f"matmul_dtype must be None, 'int8' or 'fp8', got {self.matmul_dtype!r}")
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 faults.append(f"{name} must be in [0, 1), got {getattr(self, name)}")

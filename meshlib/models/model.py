@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
 from types import MappingProxyType
 
-from layouts import Dimension
+from layouts import Dimension, Shape
 from meshlib import initializers, layers
 from meshlib.checks import at, flag, whole
 from meshlib.errors import GraphError
@@ -18,7 +18,6 @@ from meshlib.initializers import Initializer
 from meshlib.layers.projection import ACTIVATIONS
 from meshlib.models.blocks import Blocks, head_dims
 from meshlib.models.config import TransformerConfig
-from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import tanh
 from meshlib.ops.index import gather
 from meshlib.ops.loop import scan
@@ -26,7 +25,7 @@ from meshlib.ops.reduce import reduce_mean
 from meshlib.ops.remat import Policy
 from meshlib.ops.rewrite import recompute_grad
 from meshlib.ops.shape import rename_dimension
-from meshlib.ops.sources import input, variable
+from meshlib.ops.sources import input
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,7 @@ class _Builder:
     def build(self, length: int, encoder_length: int, predictions: int | None) -> Transformer:
         """Inputs, stacks, head and loss."""
         c = self.config
-        table = layers.embedding_weights(
-            Dimension("vocab", c.vocab), self._d_model, c.variable_dtype, None, c.activation_dtype, self._start()
-        )
+        table = layers.embedding_weights(Dimension("vocab", c.vocab), self._d_model, c.numerics, self._start())
         if c.encoder_decoder:
             with scope("encoder"):
                 sources = self._input("sources", Dimension("length", encoder_length))
@@ -174,11 +171,11 @@ class _Builder:
             bias = layers.relative_position_bias(
                 length,
                 Dimension("memory_length", length.size),
-                [dim for dim in reversed(head_dims(c.attention_of(None))) if dim is not None],
+                head_dims(c.attention_of(None))[0],
                 c.relative_buckets,
                 c.relative_max_distance,
                 causal,
-                c.variable_dtype,
+                replace(c.numerics, activation_dtype=None),  # the scores it is added to are wider than activations
             )
         blocks = Blocks(c, causal, self.training, bias, memory)
         x = self._embedded(table, tokens, blocks)
@@ -213,22 +210,13 @@ class _Builder:
         if c.scale_embedding:
             x = x * sqrt(c.d_model)
         if c.position == "learned":
-            x = x + layers.learned_positions(
-                length, self._d_model, c.max_length, c.variable_dtype, None, c.activation_dtype
-            )
+            x = x + layers.learned_positions(length, self._d_model, c.max_length, c.numerics)
         if c.position == "sinusoidal":
-            x = x + layers.sinusoidal_positions(length, self._d_model, c.activation_dtype)
+            x = x + layers.sinusoidal_positions(length, self._d_model, x.dtype)
         if c.segments:
             kinds = Dimension("segments", c.segments)
-            x = x + layers.embedding(
-                self._input("segments", length),
-                kinds,
-                self._d_model,
-                c.variable_dtype,
-                None,
-                c.activation_dtype,
-                name="segment_embedding",
-            )
+            segments = self._input("segments", length)
+            x = x + layers.embedding(segments, kinds, self._d_model, c.numerics, name="segment_embedding")
         if c.embedding_norm:
             x = blocks.norm(x, "embedding_norm")
         return blocks.dropped(x)
@@ -245,17 +233,17 @@ class _Builder:
             weights = table
             if not c.tied:
                 start = initializers.scaled_normal([self._d_model])
-                weights = variable("kernel", [self._d_model, vocab], start, c.variable_dtype, None, c.activation_dtype)
-            logits = einsum([x, weights], output_shape=[*x.shape[:-1], vocab], name="logits")
+                weights = c.numerics.variable("kernel", [self._d_model, vocab], start)
+            logits = c.numerics.unquantised.product(x, weights, Shape([*x.shape[:-1], vocab]), "logits")
             if transformed:
-                logits = logits + variable("bias", [vocab], 0.0, c.variable_dtype, None, c.activation_dtype)
+                logits = logits + c.numerics.variable("bias", [vocab], 0.0)
             return tanh(logits * (1 / c.logit_cap)) * c.logit_cap if c.logit_cap else logits
 
     def _transformed(self, x: Tensor) -> Tensor:
         """BERT's dense layer before the logits."""
         c = self.config
         renamed = Dimension("d_model_out", c.d_model)
-        x = layers.dense(x, renamed, [self._d_model], variable_dtype=c.variable_dtype, name="transform")
+        x = layers.dense(x, renamed, [self._d_model], numerics=c.numerics.unquantised, name="transform")
         x = rename_dimension(ACTIVATIONS[c.activation](x), renamed.name, "d_model")
         return Blocks(c, False, self.training).norm(x, "norm")
 

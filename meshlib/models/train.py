@@ -44,8 +44,8 @@ def train_step(
       optimizer: an `mtf.optimize.Optimizer`, or the name of one: "adamw", "adam", "adafactor", "lion", "sgd".
       learning_rate: of an optimizer given by name: a number, a tensor, or a schedule.
       max_norm: clip all gradients together to this norm.
-    Returns: the outputs, with the "loss", and the updates: what `mtf.lower` takes. Variables of config.variable_dtype
-      are updated in float32; products take and make config.activation_dtype.
+    Returns: the outputs, with the "loss", and the updates: what `mtf.lower` takes. Variables are
+      updated in float32 whatever config.numerics keeps them in.
     Raises: GraphError for an optimizer that is none, and as `transformer`.
     Example:
       >>> import meshlib as mtf

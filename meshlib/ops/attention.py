@@ -24,10 +24,11 @@ from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import (
-    NONLINEAR,
     Factor,
     Kind,
+    Linear,
     Role,
+    Scores,
     Work,
     build,
     build_all,
@@ -35,8 +36,6 @@ from meshlib.operation import (
     operation,
     same_dtype,
     tensor,
-    traffic_bytes,
-    type_bytes,
     union,
 )
 from meshlib.ops.attention_kernel import local_grad_memory, local_grad_query, local_result, seen_keys
@@ -146,16 +145,15 @@ def _work(ins: Sequence[TensorType], attrs: Mapping[str, Any], products: tuple[i
 
 
 def _result_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(*_work(ins, attrs, (1, 1), _OPS), traffic_bytes(ins, out))
+    return Work(*_work(ins, attrs, (1, 1), _OPS))
 
 
 def _query_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(*_work(ins, attrs, (2, 1), _GRAD_OPS), traffic_bytes(ins, out))
+    return Work(*_work(ins, attrs, (2, 1), _GRAD_OPS))
 
 
 def _memory_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    # `out` is the keys' cotangent; that of the values has their type.
-    return Work(*_work(ins, attrs, (2, 2), _GRAD_OPS), traffic_bytes(ins, out) + type_bytes(ins[2]))
+    return Work(*_work(ins, attrs, (2, 2), _GRAD_OPS))
 
 
 # ---------------------------------------------------------------- gradients
@@ -212,6 +210,8 @@ def _second(op: Operation, which: slice, dys: Sequence[Tensor | None]) -> list[T
     return [*sides, *(None for _ in mask)]
 
 
+_BOTH = ("key_dim", "value_dim")  # scores again, and their cotangents
+
 ATTENTION = operation(
     "attention",
     kind=Kind.KERNEL,
@@ -219,8 +219,9 @@ ATTENTION = operation(
     roles=lambda op: named_factors(op, _whole(op)),
     local=local_result,
     grad=_grad,
-    linear=lambda op: NONLINEAR,
+    linear=lambda op: Linear((2,)),
     work=_result_work,
+    scores=Scores(contracted=("key_dim",), turned=("value_dim",)),
 )
 GRAD_QUERY = operation(
     "attention_grad_query",
@@ -229,8 +230,9 @@ GRAD_QUERY = operation(
     roles=lambda op: named_factors(op, _whole(op)),
     local=local_grad_query,
     grad=lambda op, dz: _second(op, slice(0, 1), [dz]),
-    linear=lambda op: NONLINEAR,
+    linear=lambda op: Linear((2, 3)),
     work=_query_work,
+    scores=Scores(_BOTH, turned=("key_dim",), repeated=1, backward=True, spared=True),
 )
 GRAD_MEMORY = operation(
     "attention_grad_memory",
@@ -239,8 +241,9 @@ GRAD_MEMORY = operation(
     roles=_memory_roles,
     local=local_grad_memory,
     grad=lambda op, dk, dv: _second(op, slice(1, 3), [dk, dv]),
-    linear=lambda op: NONLINEAR,
+    linear=lambda op: Linear((3,)),
     work=_memory_work,
+    scores=Scores(_BOTH, turned=_BOTH, repeated=2, backward=True),
 )
 
 

@@ -16,7 +16,6 @@ from meshlib.checks import flag
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Factor,
@@ -29,7 +28,7 @@ from meshlib.operation import (
     named_factors,
     operation,
     tensor,
-    traffic_bytes,
+    vector_work,
 )
 from meshlib.ops.elementwise import equal, where
 from meshlib.ops.index import range as positions
@@ -91,7 +90,7 @@ CUMSUM = operation(
     local=_cumsum_local,
     grad=lambda op, dy: [_cumsum(dy, op.attrs["dim"], op.attrs["exclusive"], not op.attrs["reverse"], None)],
     linear=lambda op: Linear((0,)),
-    work=lambda ins, out, attrs: Work(0, out.shape.size, traffic_bytes(ins, out)),
+    work=vector_work,
     lower=Summary(
         lambda block, x: (np.add.reduce(x, axis=_axis(block)),),
         _cumsum_finish,
@@ -164,8 +163,8 @@ RECURRENCE = operation(
     roles=_roles,
     local=lambda block, a, x: _recur(block, a, x, None),
     grad=_recurrence_grad,
-    linear=lambda op: NONLINEAR,
-    work=lambda ins, out, attrs: Work(0, 2 * out.shape.size, traffic_bytes(ins, out)),
+    linear=lambda op: Linear((1,)),
+    work=lambda ins, out, attrs: Work(0, 2 * out.shape.size),
     lower=Summary(
         _recurrence_summary,
         _recurrence_finish,

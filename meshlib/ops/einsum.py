@@ -13,9 +13,11 @@ import numpy as np
 from hardware.eight_bit import round_to_eight_bits
 from layouts import Dimension, Shape
 from meshlib.checks import at, choice, items
+from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import (
+    NONLINEAR,
     Array,
     Block,
     Factor,
@@ -29,7 +31,6 @@ from meshlib.operation import (
     operation,
     same_dtype,
     tensor,
-    traffic_bytes,
     union,
 )
 
@@ -113,9 +114,15 @@ def product_of_blocks(block: Block, a: Array, b: Array) -> Array:
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     dtype = same_dtype(types)
     if not dtype.is_float:
-        raise ShapeError(f"needs float operands, got {dtype.name}; cast them with mtf.cast")
+        raise ShapeError(
+            f"needs float operands (or int32 without a precision), got {dtype.name}; cast them with mtf.cast"
+        )
+    _check_dims(types, attrs["shape"])
+    return TensorType(attrs["shape"], dtype)
+
+
+def _check_dims(types: Sequence[TensorType], out: Shape) -> None:
     everything = union([t.shape for t in types])
-    out: Shape = attrs["shape"]
     for d in out:
         if d.name not in everything:
             raise ShapeError(
@@ -125,7 +132,6 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
             raise ShapeError(
                 f"output dim '{d.name}' has size {d.size}, but {everything.dim(d.name).size} in the operands"
             )
-    return TensorType(out, dtype)
 
 
 def _roles(op: Operation) -> tuple[Factor, ...]:
@@ -166,7 +172,7 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
         (b, {*b.names} - {*a.names} - {*out.shape.names}),
     ):
         summed += t.size if names else 0
-    return Work(2 * out.shape.size * contracted * passes, summed, traffic_bytes(ins, out))
+    return Work(2 * out.shape.size * contracted * passes, summed)
 
 
 EINSUM = operation(
@@ -176,7 +182,7 @@ EINSUM = operation(
     roles=_roles,
     local=_local,
     grad=_grad,
-    linear=lambda op: Linear((0, 1)),
+    linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # parts lie on no grid
     work=_work,
 )
 
@@ -194,7 +200,7 @@ def einsum(
     A[b, k], B[k, c]  ->  C[b, c] = sum over k of A[b, k] * B[k, c]
 
     Args:
-      xs: one or more tensors of one float dtype. More than two are multiplied pairwise from the left.
+      xs: one or more tensors of one float dtype, or int32. More than two are multiplied pairwise from the left.
       output_shape: dims of the result, in order; or
       reduced_dims: dims to sum over, the rest stays in order of appearance; without either, dims that several
         operands share are summed.
@@ -202,8 +208,9 @@ def einsum(
         and "fp8" (e4m3) say that the operands hold numbers of these grids, and round what does not. To quantise them
         as well, see `quantized_einsum`.
       name: of the operation, in listings.
-    Returns: a tensor of the operands' dtype; products are exact, sums float32.
-    Cost: 2 x (product of all dims) MXU flops for two operands.
+    Returns: a tensor of the operands' dtype; products are exact, sums float32. Of int32 both are exact modulo 2^32.
+    Cost: 2 x (product of all dims) MXU flops for two operands. The MXU takes no int32: its products are made and
+      summed on the vector unit, one operation each.
     Raises: ShapeError where sizes clash, an output dim is in no operand, dtypes differ.
     Example:
       >>> import meshlib as mtf
@@ -225,15 +232,33 @@ def einsum(
         from meshlib.ops.reduce import reduce_sum
 
         return reduce_sum(operands[0], output_shape=out, name=name)
+    integers = all(x.dtype is INT32 for x in operands) and precision not in EIGHT_BIT
+    if integers:
+        try:
+            _check_dims([x.type for x in operands], out)
+        except ShapeError as fault:
+            raise ShapeError(f"{at('einsum')}: {fault}" + "".join(f"\n  {x}" for x in operands)) from None
     result = operands[0]
     for i, x in enumerate(operands[1:], start=2):
-        if i == len(operands):
-            return build(EINSUM, [result, x], {"shape": out, "precision": precision}, name)
-        later = {d.name for y in operands[i:] for d in y.shape} | set(out.names)
-        both = union([result.shape, x.shape])
-        keep = Shape([d for d in both if d.name in later])
-        result = build(EINSUM, [result, x], {"shape": keep, "precision": precision}, name)
+        keep = out
+        if i < len(operands):
+            later = {d.name for y in operands[i:] for d in y.shape} | set(out.names)
+            keep = Shape([d for d in union([result.shape, x.shape]) if d.name in later])
+        if integers:
+            result = _product_of_integers(result, x, keep, name)
+        else:
+            result = build(EINSUM, [result, x], {"shape": keep, "precision": precision}, name)
     return result
+
+
+def _product_of_integers(a: Tensor, b: Tensor, shape: Shape, name: str | None) -> Tensor:
+    from meshlib.ops.elementwise import multiply
+    from meshlib.ops.reduce import reduce_sum
+
+    a, b = (reduce_sum(x, output_shape=[d for d in x.shape if d in z.shape or d in shape]) for x, z in ((a, b), (b, a)))
+    if set(a.shape) | set(b.shape) == set(shape):
+        return multiply(a, b, shape, name)
+    return reduce_sum(multiply(a, b), output_shape=shape, name=name)
 
 
 def _output_shape(

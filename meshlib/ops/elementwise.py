@@ -15,10 +15,12 @@ from meshlib.dtypes import BOOL, DType, as_dtype
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import (
+    EVERY,
     NONLINEAR,
     Array,
     Block,
     GradRule,
+    Home,
     Kind,
     Linear,
     OpDef,
@@ -31,7 +33,6 @@ from meshlib.operation import (
     operation,
     same_dtype,
     tensor,
-    traffic_bytes,
     union,
 )
 
@@ -44,7 +45,7 @@ Builder = Callable[..., Tensor]
 
 def _work(ops_per_element: int) -> Callable[..., Work]:
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-        return Work(0, ops_per_element * max(1, len(ins) - 1) * out.shape.size, traffic_bytes(ins, out))
+        return Work(0, ops_per_element * max(1, len(ins) - 1) * out.shape.size)
 
     return work
 
@@ -70,6 +71,7 @@ def define_unary(
     linear: Linear = NONLINEAR,
     dtypes: str = "float",
     out_dtype: DType | None = None,
+    **traits: Any,
 ) -> OpDef:
     def shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
         (x,) = types
@@ -91,6 +93,8 @@ def define_unary(
         grad=grad,
         linear=lambda op: linear,
         work=_work(ops),
+        overwrites=EVERY,
+        **traits,
     )
 
 
@@ -120,7 +124,15 @@ def unary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
     return function
 
 
-_NEGATIVE = define_unary("negative", np.negative, lambda op, dy: [negative(dy)], linear=Linear((0,)), dtypes="number")
+_NEGATIVE = define_unary(
+    "negative",
+    np.negative,
+    lambda op, dy: [negative(dy)],
+    linear=Linear((0,)),
+    dtypes="number",
+    repeated=True,
+    exact=True,
+)
 _EXP = define_unary("exp", np.exp, lambda op, dy: [dy * op.output], ops=TRANSCENDENTAL_OPS)
 _LOG = define_unary("log", np.log, lambda op, dy: [dy / op.inputs[0]], ops=TRANSCENDENTAL_OPS)
 _SQRT = define_unary("sqrt", np.sqrt, lambda op, dy: [dy * 0.5 / op.output], ops=TRANSCENDENTAL_OPS)
@@ -135,7 +147,7 @@ _TANH = define_unary("tanh", np.tanh, lambda op, dy: [dy * (1.0 - op.output * op
 _SIGMOID = define_unary(
     "sigmoid", _sigmoid, lambda op, dy: [dy * op.output * (1.0 - op.output)], ops=TRANSCENDENTAL_OPS
 )
-_RELU = define_unary("relu", _relu, lambda op, dy: [build(_RELU_GRAD, [dy, op.output], {})])
+_RELU = define_unary("relu", _relu, lambda op, dy: [build(_RELU_GRAD, [dy, op.output], {})], exact=True)
 _EXPM1 = define_unary("expm1", np.expm1, lambda op, dy: [dy * (op.output + 1.0)], ops=TRANSCENDENTAL_OPS)
 _ERF = define_unary(
     "erf",
@@ -143,11 +155,11 @@ _ERF = define_unary(
     lambda op, dy: [dy * (2 / math.sqrt(math.pi)) * exp(negative(square(op.inputs[0])))],
     ops=2 * TRANSCENDENTAL_OPS,  # two polynomials and a division
 )
-_FLOOR = define_unary("floor", np.floor, not_differentiable)
-_CEIL = define_unary("ceil", np.ceil, not_differentiable)
-_ROUND = define_unary("round", np.rint, not_differentiable)
-_ABS = define_unary("abs", np.absolute, lambda op, dy: [dy * sign(op.inputs[0])], dtypes="number")
-_SIGN = define_unary("sign", np.sign, not_differentiable, dtypes="number")
+_FLOOR = define_unary("floor", np.floor, not_differentiable, exact=True)
+_CEIL = define_unary("ceil", np.ceil, not_differentiable, exact=True)
+_ROUND = define_unary("round", np.rint, not_differentiable, exact=True)
+_ABS = define_unary("abs", np.absolute, lambda op, dy: [dy * sign(op.inputs[0])], dtypes="number", exact=True)
+_SIGN = define_unary("sign", np.sign, not_differentiable, dtypes="number", exact=True)
 _SIN = define_unary("sin", np.sin, lambda op, dy: [dy * cos(op.inputs[0])], ops=TRANSCENDENTAL_OPS)
 _COS = define_unary("cos", np.cos, lambda op, dy: [negative(dy * sin(op.inputs[0]))], ops=TRANSCENDENTAL_OPS)
 _NOT = define_unary("logical_not", np.logical_not, not_differentiable, dtypes="bool")
@@ -206,6 +218,7 @@ def _define_binary(
     ops: int = 1,
     linear: Linear = NONLINEAR,
     shape: Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType] = _arithmetic_shape,
+    **traits: Any,
 ) -> OpDef:
     def local(block: Block, x: Array, y: Array) -> Array:
         x, y = _aligned(block, (x, y))
@@ -222,6 +235,8 @@ def _define_binary(
         grad=grad,
         linear=lambda op: linear,
         work=_work(ops),
+        overwrites=EVERY,
+        **traits,
     )
 
 
@@ -268,18 +283,21 @@ _ADD = _define_binary(
     np.add,
     _grad_sides(lambda op, dy, x, y: dy, lambda op, dy, x, y: dy),
     linear=Linear((0, 1), together=True),
+    repeated=True,
 )
 _SUBTRACT = _define_binary(
     "subtract",
     np.subtract,
     _grad_sides(lambda op, dy, x, y: dy, lambda op, dy, x, y: negative(dy)),
     linear=Linear((0, 1), together=True),
+    repeated=True,
 )
 _MULTIPLY = _define_binary(
     "multiply",
     np.multiply,
     _grad_sides(lambda op, dy, x, y: dy * y, lambda op, dy, x, y: dy * x),
     linear=Linear((0, 1)),
+    repeated=True,
 )
 _DIVIDE = _define_binary(
     "divide",
@@ -288,6 +306,7 @@ _DIVIDE = _define_binary(
     ops=TRANSCENDENTAL_OPS,
     linear=Linear((0,)),
     shape=_float_shape,
+    repeated=True,
 )
 _MAXIMUM = _define_binary(
     "maximum",
@@ -296,6 +315,7 @@ _MAXIMUM = _define_binary(
         lambda op, dy, x, y: _zero_where(greater_equal(x, y), dy, True),
         lambda op, dy, x, y: _zero_where(greater_equal(x, y), dy, False),
     ),
+    exact=True,
 )
 _MINIMUM = _define_binary(
     "minimum",
@@ -304,6 +324,7 @@ _MINIMUM = _define_binary(
         lambda op, dy, x, y: _zero_where(less_equal(x, y), dy, True),
         lambda op, dy, x, y: _zero_where(less_equal(x, y), dy, False),
     ),
+    exact=True,
 )
 _POW = _define_binary(
     "pow",
@@ -380,6 +401,9 @@ _RELU_GRAD: OpDef = operation(
     grad=lambda op, dz: [build(_RELU_GRAD, [dz, op.inputs[1]], {}), None],
     linear=lambda op: Linear((0,)),
     work=_work(2),
+    overwrites=EVERY,
+    repeated=True,
+    exact=True,
 )
 
 
@@ -415,6 +439,8 @@ _WHERE = operation(
     grad=_where_grad,
     linear=lambda op: Linear((1, 2), together=True),
     work=_work(1),
+    overwrites=EVERY,
+    exact=True,
 )
 
 
@@ -454,7 +480,7 @@ def _cast_linear(op: Operation) -> Linear:
     return Linear((0,)) if old.is_float and new.is_float and new.itemsize >= old.itemsize else NONLINEAR
 
 
-_CAST = operation(
+CAST = operation(
     "cast",
     kind=Kind.ELEMENTWISE,
     shape=lambda types, attrs: TensorType(types[0].shape, attrs["dtype"]),
@@ -463,13 +489,16 @@ _CAST = operation(
     grad=lambda op, dy: [cast(dy, op.inputs[0].dtype) if op.inputs[0].dtype.is_float else None],
     linear=_cast_linear,
     work=_work(1),
+    overwrites=EVERY,
+    home=Home.OPERAND,  # so that gathers move the narrow type
+    repeated=True,
 )
 
 
 def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     """`x` as another dtype: float32 to bfloat16 rounds to nearest even, float to int32 cuts towards zero."""
     new = as_dtype(dtype)
-    return x if tensor(x, "cast").dtype is new else build(_CAST, [x], {"dtype": new}, name)
+    return x if tensor(x, "cast").dtype is new else build(CAST, [x], {"dtype": new}, name)
 
 
 def to_float(x: Tensor, name: str | None = None) -> Tensor:
@@ -505,6 +534,7 @@ _ADD_N = operation(
     grad=lambda op, dy: [reduce_to(dy, x.shape) for x in op.inputs],
     linear=lambda op: Linear(tuple(range(len(op.inputs))), together=True, terms=True),
     work=_work(1),
+    overwrites=2,  # the others are read after the first sum is written
 )
 
 

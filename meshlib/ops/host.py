@@ -6,17 +6,10 @@ moved between devices there: it only comes back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
-from meshlib.graph import Operation, Tensor, TensorType, absolute_scope
-from meshlib.operation import Array, Block, Kind, Linear, OpDef, Work, build, named_factors, operation, type_bytes
-
-
-def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, 0, type_bytes(out))  # HBM is read or written; the other end is the host's memory
+from meshlib.graph import Operation, Tensor, absolute_scope
+from meshlib.operation import Array, Block, Home, Kind, Linear, OpDef, build, named_factors, no_work, operation
 
 
 def _local(block: Block, x: Array) -> Array:
@@ -34,7 +27,9 @@ def _define(name: str) -> OpDef:
         local=_local,
         grad=_grad,
         linear=lambda op: Linear((0,)),
-        work=_work,
+        work=no_work,
+        home=Home.OPERAND,
+        exact=True,
     )
 
 
@@ -48,7 +43,7 @@ TO_HOST, FROM_HOST = _define("to_host"), _define("from_host")
 def to_host(x: Tensor) -> Tensor:
     """`x` in the memory of the host."""
     with absolute_scope(x.operation.name):
-        return build(TO_HOST, [x], {"on_host": (0,)})
+        return build(TO_HOST, [x], {"on_host": True})
 
 
 def from_host(x: Tensor) -> Tensor:

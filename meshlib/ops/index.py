@@ -1,7 +1,8 @@
 """Operations that address elements by index: range, one_hot, gather and its transpose, scatter_add.
 
 Along a split dim each device serves the indices that fall into its own block: one_hot compares with its block's
-global indices, gather looks up what it holds and leaves zeros elsewhere, so that the parts are a pending sum.
+global indices, gather looks up what it holds and leaves zeros elsewhere, so that the parts are a pending sum (of
+flags a pending maximum).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, fitting, flag
+from meshlib.checks import at, choice, fitting, flag
 from meshlib.dtypes import BOOL, INT32, as_dtype
 from meshlib.errors import FeedError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, current_graph, find_dim
@@ -34,22 +35,22 @@ from meshlib.operation import (
     not_differentiable,
     operation,
     tensor,
-    traffic_bytes,
     union,
+    vector_work,
 )
 
+_OUT_OF_RANGE = ("error", "zero")
 
-def _check_indices(block: Block, indices: Array, dim: Dimension, what: str) -> None:
-    if indices.size and (indices.min() < 0 or indices.max() >= dim.size):
+
+def _check_indices(block: Block, indices: Array) -> None:
+    op, dim = block.operation, block.attrs["dim"]
+    if block.attrs["out_of_range"] == "error" and indices.size and (indices.min() < 0 or indices.max() >= dim.size):
         bad = indices[(indices < 0) | (indices >= dim.size)][0]
         raise FeedError(
-            f"{what} {block.operation.name!r} ({block.operation.source}): index {bad} is out of range for "
-            f"dim {dim} (0 to {dim.size - 1}); it comes from {block.operation.inputs[-1 if what != 'one_hot' else 0]}"
+            f"{op.kind.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} "
+            f"(0 to {dim.size - 1}); it comes from {op.inputs[op.kind.indices or 0]}; out_of_range='zero' makes zeros "
+            "of such"
         )
-
-
-def _vector_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size, traffic_bytes(ins, out))
 
 
 # ---------------------------------------------------------------- range
@@ -57,8 +58,9 @@ def _vector_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[st
 
 def _range_local(block: Block) -> Array:
     (d,) = block.out.shape
-    start = block.offsets[d.name]
-    return np.arange(start, start + d.size).astype(block.out.dtype.storage)
+    start, out = block.offsets[d.name], block.result()
+    np.copyto(out, np.arange(start, start + d.size), casting="unsafe")
+    return out
 
 
 RANGE = operation(
@@ -68,8 +70,8 @@ RANGE = operation(
     roles=named_factors,
     local=_range_local,
     grad=lambda op, dy: [],
-    linear=lambda op: NONLINEAR,
-    work=_vector_work,
+    work=vector_work,
+    remade=True,
 )
 
 
@@ -95,7 +97,7 @@ def _one_hot_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 def _one_hot_local(block: Block, indices: Array) -> Array:
     dim: Dimension = block.attrs["dim"]
-    _check_indices(block, indices, dim, "one_hot")
+    _check_indices(block, indices)
     out = block.result()
     start = block.offsets[dim.name]
     hit = indices[..., None] == np.arange(start, start + out.shape[-1], dtype=indices.dtype)
@@ -110,8 +112,8 @@ ONE_HOT = operation(
     roles=named_factors,
     local=_one_hot_local,
     grad=not_differentiable,
-    linear=lambda op: NONLINEAR,
-    work=_vector_work,
+    work=vector_work,
+    indices=0,
 )
 
 
@@ -122,32 +124,28 @@ def one_hot(
     off_value: float = 0.0,
     dtype: object = "float32",
     name: str | None = None,
+    out_of_range: str = "error",
 ) -> Tensor:
     """`on_value` where the index along the new last dim `output_dim` equals `indices` (int32), else `off_value`.
 
+    `out_of_range`: of an index that is none, "error" raises; "zero" gives `off_value` everywhere, as Mesh TensorFlow.
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
     """
+    choice(out_of_range, "one_hot", "out_of_range", _OUT_OF_RANGE)
     if not isinstance(output_dim, Dimension):
         raise ShapeError(f"{at('one_hot')}: expected a Dimension, got {output_dim!r:.80}")
     made = as_dtype(dtype)
     on, off = fitting(on_value, made, "one_hot on_value"), fitting(off_value, made, "one_hot off_value")
-    attrs = {"dim": output_dim, "on": on, "off": off, "dtype": made}
+    attrs = {"dim": output_dim, "on": on, "off": off, "dtype": made, "out_of_range": out_of_range}
     return build(ONE_HOT, [tensor(indices, "one_hot")], attrs, name)
 
 
 # ---------------------------------------------------------------- gather and scatter_add
 
 
-def _check_numbers(values: TensorType) -> None:
-    # Along a split dim the parts are a sum, which truth values do not have.
-    if values.dtype is BOOL:
-        raise ShapeError("needs numbers, got bool; cast first, as in mtf.cast(x, 'int32')")
-
-
 def _gather_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     weights, indices = types
     dim: Dimension = attrs["dim"]
-    _check_numbers(weights)
     if indices.dtype is not INT32:
         raise ShapeError(f"indices must be int32, got {indices.dtype.name}; cast them with mtf.cast")
     if dim.name in indices.shape:
@@ -160,8 +158,8 @@ def _gather_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Te
 def _block_indices(block: Block, indices: Array, rows: int) -> tuple[Array, Array | None]:
     """Indices into this block, and the mask of those that fall into it (None if all do)."""
     dim: Dimension = block.attrs["dim"]
-    _check_indices(block, indices, dim, block.operation.kind.name)
-    if rows == dim.size:
+    _check_indices(block, indices)
+    if rows == dim.size and block.attrs["out_of_range"] == "error":
         return indices, None
     local = indices - block.offsets[dim.name]
     hit = (local >= 0) & (local < rows)
@@ -191,7 +189,13 @@ def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
 
 
 def _gather_roles(op: Operation) -> tuple[Factor, ...]:
-    return named_factors(op, {op.attrs["dim"].name: Role.SUM})
+    # False < True, so flags that other devices hold come through a maximum.
+    return named_factors(op, {op.attrs["dim"].name: Role.MAX if op.output.dtype is BOOL else Role.SUM})
+
+
+def _gather_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    x, indices = op.inputs
+    return [scatter_add(dy, indices, op.attrs["dim"], x.shape, out_of_range=op.attrs["out_of_range"]), None]
 
 
 GATHER = operation(
@@ -200,9 +204,12 @@ GATHER = operation(
     shape=_gather_shape,
     roles=_gather_roles,
     local=_gather_local,
-    grad=lambda op, dy: [scatter_add(dy, op.inputs[1], op.attrs["dim"], op.inputs[0].shape), None],
-    linear=lambda op: Linear((0,)),
-    work=_vector_work,
+    grad=_gather_grad,
+    linear=lambda op: NONLINEAR if op.output.dtype is BOOL else Linear((0,)),
+    work=vector_work,
+    exact=True,
+    reads_part=True,
+    indices=1,
 )
 
 
@@ -212,20 +219,24 @@ def gather(
     dim: Dimension,
     output_shape: Shape | Sequence[Dimension] | None = None,
     name: str | None = None,
+    out_of_range: str = "error",
 ) -> Tensor:
     """weights[..., indices, ...] along `dim`: dims of `indices`, then the rest of `weights`, or `output_shape`.
 
     Dims that `weights` and `indices` share are matched, as everywhere; `indices` may be one number. Along a split
     `dim` each device looks up what it holds; the parts are a pending sum.
+    `out_of_range`: of an index that is none, "error" raises; "zero" gives zeros (False), as Mesh TensorFlow.
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
     """
     from meshlib.ops.shape import broadcast
     from meshlib.ops.sources import constant_like
 
+    choice(out_of_range, "gather", "out_of_range", _OUT_OF_RANGE)
     found = find_dim(tensor(weights, "gather"), dim, "gather")
     if isinstance(indices, int | np.integer) and not isinstance(indices, bool):
         indices = constant_like(fitting(indices, INT32, "gather indices"), weights, INT32)
-    y = build(GATHER, [weights, tensor(indices, "gather")], {"dim": found}, name)
+    attrs = {"dim": found, "out_of_range": out_of_range}
+    y = build(GATHER, [weights, tensor(indices, "gather")], attrs, name)
     return y if output_shape is None else broadcast(y, output_shape)
 
 
@@ -233,7 +244,8 @@ def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
     updates, indices = types
     dim: Dimension = attrs["dim"]
     shape: Shape = attrs["shape"]
-    _check_numbers(updates)
+    if updates.dtype is BOOL:
+        raise ShapeError("needs numbers, got bool; cast first, as in mtf.cast(x, 'int32')")
     if indices.dtype is not INT32:
         raise ShapeError(f"indices must be int32, got {indices.dtype.name}; cast them with mtf.cast")
     if dim not in shape or dim.name in updates.shape or dim.name in indices.shape:
@@ -290,7 +302,7 @@ def _scatter_roles(op: Operation) -> tuple[Factor, ...]:
 
 
 def _scatter_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, ins[0].shape.size, traffic_bytes(ins, out))
+    return Work(0, ins[0].shape.size)
 
 
 SCATTER_ADD = operation(
@@ -299,19 +311,18 @@ SCATTER_ADD = operation(
     shape=_scatter_shape,
     roles=_scatter_roles,
     local=_scatter_local,
-    grad=lambda op, dy: [
-        _gather_back(dy, op.inputs[1], op.attrs["dim"], op.inputs[0].shape),
-        None,
-    ],
+    grad=lambda op, dy: [_gather_back(op, dy), None],
     linear=lambda op: Linear((0,)),
     work=_scatter_work,
+    indices=1,
 )
 
 
-def _gather_back(dy: Tensor, indices: Tensor, dim: Dimension, shape: Shape) -> Tensor:
+def _gather_back(op: Operation, dy: Tensor) -> Tensor:
     from meshlib.ops.shape import broadcast
 
-    y = gather(dy, indices, dim)
+    shape = op.inputs[0].shape
+    y = gather(dy, op.inputs[1], op.attrs["dim"], out_of_range=op.attrs["out_of_range"])
     missing = [d for d in y.shape if d not in shape]
     if missing:
         from meshlib.ops.reduce import reduce_sum
@@ -321,15 +332,23 @@ def _gather_back(dy: Tensor, indices: Tensor, dim: Dimension, shape: Shape) -> T
 
 
 def scatter_add(
-    updates: Tensor, indices: Tensor, dim: Dimension, output_shape: Shape, name: str | None = None
+    updates: Tensor,
+    indices: Tensor,
+    dim: Dimension,
+    output_shape: Shape,
+    name: str | None = None,
+    out_of_range: str = "error",
 ) -> Tensor:
     """Zeros of `output_shape`, to which each element of `updates` is added at its index along `dim`.
 
-    The transpose of `gather`: dims of the operands that are not in the output are summed over.
+    The transpose of `gather`: dims of the operands that are not in the output are summed over, and with
+    `out_of_range="zero"` what has an index that is none goes nowhere.
     """
+    choice(out_of_range, "scatter_add", "out_of_range", _OUT_OF_RANGE)
     if not isinstance(dim, Dimension):
         raise ShapeError(f"{at('scatter_add')}: expected a Dimension, got {dim!r:.80}")
-    attrs = {"dim": dim, "shape": Shape(as_dims(output_shape, "scatter_add output_shape"))}
+    shape = Shape(as_dims(output_shape, "scatter_add output_shape"))
+    attrs = {"dim": dim, "shape": shape, "out_of_range": out_of_range}
     return build(SCATTER_ADD, [tensor(updates, "scatter_add"), tensor(indices, "scatter_add")], attrs, name)
 
 

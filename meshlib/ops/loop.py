@@ -7,7 +7,7 @@ are asked for, and computes the rest of each trip's body again to differentiate 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layouts import Dimension, Shape
@@ -23,9 +23,9 @@ from meshlib.graph import (
     current_scope,
     innermost,
 )
+from meshlib.loop_record import LoopRecord, Operands, Results
 from meshlib.names import relative_name
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Factor,
@@ -39,6 +39,7 @@ from meshlib.operation import (
 from meshlib.ops.elementwise import add
 from meshlib.ops.host import to_host
 from meshlib.ops.remat import Policy, Remat, checked_policy, kept_values
+from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import INPUT, VARIABLE, _constant
 from meshlib.replay import needed
 
@@ -64,17 +65,15 @@ def _local(block: Block, *arrays: Array) -> Array:
 
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    total = [0, 0, 0]
-    for op in attrs["body"].operations:
-        w = op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs)
-        total = [a + b for a, b in zip(total, (w.mxu_flops, w.vpu_ops, w.hbm_bytes), strict=True)]
-    return Work(*(attrs["dim"].size * n for n in total))
+    loop: LoopRecord = attrs["loop"]
+    once = (op.kind.work(tuple(x.type for x in op.inputs), op.output.type, op.attrs) for op in loop.body.operations)
+    return Work.total(once, times=loop.dim.size)
 
 
-def _grad(op: Operation, *dys: Tensor | None, wanted: Container[Tensor] | None = None) -> Sequence[Tensor | None]:
+def _grad(op: Operation, *dys: Tensor | None) -> Sequence[Tensor | None]:
     from meshlib.ops.loop_gradient import loop_gradient
 
-    return loop_gradient(op, *dys, wanted=op.inputs if wanted is None else wanted)
+    return loop_gradient(op, *dys)
 
 
 LOOP = operation(
@@ -84,7 +83,6 @@ LOOP = operation(
     roles=_roles,
     local=_local,
     grad=_grad,
-    linear=lambda op: NONLINEAR,
     work=_work,
 )
 
@@ -105,7 +103,8 @@ def scan(
       body: takes a tuple of carries and a tuple of slices (each of `xs` at this index, without `dim`); returns new
         carries of the same types, and a tuple of tensors to stack. It may use tensors from outside; random numbers in
         it differ from trip to trip.
-      carries: the values before the first trip.
+      carries: the values before the first trip. Where one has `dim` itself, what a second derivative takes of it names
+        that `carried_<dim>`.
       xs: tensors that have `dim`: weights of stacked layers, steps of a sequence. `dim` is made whole on every device.
       dim: what to go over.
       reverse: from the last index to the first.
@@ -206,6 +205,7 @@ def make_loop(
             _placeholder(inside, label, TensorType(_without(x.shape, dim), x.dtype), x.on_host)
             for label, x in zip(_slice_names(full, xs), xs, strict=True)
         ]
+        inside.outside.update(zip(sliced, xs, strict=True))
         made = body(tuple(carried), tuple(sliced))
     ends, ys = _returned(made, what, full)
     if flag(has_accumulators, "while_loop", "has_accumulators"):
@@ -217,39 +217,37 @@ def make_loop(
                 ends[n] = add(carried[n], y)
     _check_ends(carries, ends, f"{at(what)} '{full}'")
     xs, sliced = [*xs, *inside.stacked], [*sliced, *inside.stacked.values()]
-    results = [inside.adopt(y) for y in (*ends, *ys)]
+    results = tuple(inside.adopt(y) for y in (*ends, *ys))
     live = needed(inside.known.get(y, y).operation for y in results)
-    given = [*carried, *sliced, *inside.captured.values()]
+    given = Operands(tuple(carried), tuple(sliced), tuple(inside.captured.values()))
     with inside, absolute_scope(full):
         kept = _kept(inside, live, dim, remat, f"{what} '{full}'")
         # For the gradient: the carries before each trip, and what the policy keeps.
         host = isinstance(remat, Remat) and remat.offload_carries
-        stacked = [*(to_host(t) if host else t for t in carried), *(where for _, where in kept)]
-    attrs = {
-        "dim": dim,
-        "reverse": reverse,
-        "body": inside,
-        "carried": tuple(t.operation.name for t in carried),
-        "sliced": tuple(t.operation.name for t in sliced),
-        "results": tuple(results),
-        "needs": tuple(n for n, t in enumerate(given) if n < len(carried) or t.operation in live),
-        "stacked": tuple(stacked),
-        "kept": tuple(y for y, _ in kept),
-        "on_host": tuple(n for n, t in enumerate(stacked, start=len(results)) if t.on_host),
-    }
-    types = [x.type for x in carries]
-    types += [_stacked(y.type, dim, what, full) for y in (*results[len(carries) :], *stacked)]
+        before = [_stackable(t, dim) for t in carried]
+        befores = tuple(to_host(t) if host else t for t in before)
+    record = LoopRecord(
+        dim,
+        reverse,
+        inside,
+        given,
+        Results(results[: len(carries)], results[len(carries) :], befores, tuple(where for _, where in kept)),
+        tuple(y for y, _ in kept),
+        tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
+    )
+    types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
     # as in "layers/scan:feed_forward/wi"
     named = [t.name.removeprefix(f"{full}/") for t in (*carried, *(y for y, _ in kept))]
     op = outer.add(
         LOOP,
         [outer.adopt(x) for x in (*carries, *xs, *inside.captured)],
         types,
-        attrs,
+        {"loop": record},
         exact_name=full,
         last_outputs=named,
     )
-    return op.outputs[: len(carries)], op.outputs[len(carries) : len(results)]
+    made = record.outputs(op.outputs)
+    return tuple(made.finals), tuple(made.stacks)
 
 
 def _returned(made: object, what: str, full: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -287,6 +285,16 @@ def _kept(body: Graph, live: set[Operation], dim: Dimension, remat: Policy, what
     return kept if isinstance(remat, Remat) else [(y, x) for y, x in kept if dim.name not in y.shape]
 
 
+def _stackable(carry: Tensor, dim: Dimension) -> Tensor:
+    """`carry`, of which a dim that has the loop's name has another: the values before each trip are stacked."""
+    if dim.name not in carry.shape:
+        return carry
+    name = f"carried_{dim.name}"
+    while name in carry.shape:
+        name += "_"
+    return rename_dimension(carry, dim.name, name)
+
+
 def _tensors(part: object, what: str) -> list[Tensor]:
     if isinstance(part, Tensor):
         return [part]
@@ -304,7 +312,7 @@ def _stacked(t: TensorType, dim: Dimension, what: str, full: str) -> TensorType:
 
 
 def _placeholder(graph: Graph, name: str, t: TensorType, on_host: bool = False) -> Tensor:
-    attrs = {"shape": t.shape, "dtype": t.dtype, "on_host": (0,) if on_host else ()}
+    attrs = {"shape": t.shape, "dtype": t.dtype, "on_host": on_host}
     op = build_source(graph, INPUT, attrs, exact_name=name)
     graph.inputs[name] = op
     return op.output

@@ -7,22 +7,23 @@ stacked.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from meshlib.differentiation import gradients
+from meshlib.differentiation import gradients, is_wanted
 from meshlib.graph import Graph, Operation, Tensor
+from meshlib.loop_record import LoopRecord
 from meshlib.ops.host import from_host
 from meshlib.ops.loop import make_loop
-from meshlib.ops.remat import is_cheap
+from meshlib.ops.shape import rename_dimension, transpose
 from meshlib.ops.sources import constant_full
 from meshlib.replay import needed, replay
 
 
-def loop_gradient(op: Operation, *dys: Tensor | None, wanted: Container[Tensor]) -> list[Tensor | None]:
-    """A cotangent per operand of a loop, for those that are `wanted`; carries have theirs in any case."""
-    return _Backwards(op, dys, wanted).run()
+def loop_gradient(op: Operation, *dys: Tensor | None) -> list[Tensor | None]:
+    """A cotangent per operand of a loop, for those that are wanted; carries have theirs in any case."""
+    return _Backwards(op, dys).run()
 
 
 @dataclass(eq=False)
@@ -31,20 +32,20 @@ class _Backwards:
 
     op: Operation
     dys: Sequence[Tensor | None]
-    wanted: Container[Tensor]
+    loop: LoopRecord = field(init=False)
     with_gradient: list[int] = field(default_factory=list)  # of the loop's xs, those that the body gives one
 
     def __post_init__(self) -> None:
-        attrs = self.op.attrs
-        count, stop, made = len(attrs["carried"]), len(attrs["carried"]) + len(attrs["sliced"]), len(attrs["results"])
-        self.body: Graph = attrs["body"]
-        self.inits, self.xs, self.outer = self.op.inputs[:count], self.op.inputs[count:stop], self.op.inputs[stop:]
-        self.befores, self.saved = self.op.outputs[made : made + count], self.op.outputs[made + count :]
+        assert self.op.loop is not None
+        self.loop = self.op.loop
+        self.inits, self.xs, self.outer = self.loop.operands(self.op.inputs)
+        _, _, self.befores, self.saved = self.loop.outputs(self.op.outputs)
+        dys = self.loop.outputs(self.dys)
         self.floats = [x for x in self.inits if x.dtype.is_float]
-        self.sums = [x for x in self.outer if x.dtype.is_float and x in self.wanted]
-        self.stacked = [(n, dy) for n, dy in enumerate(self.dys[count:made]) if dy is not None]
+        self.sums = [x for x in self.outer if x.dtype.is_float and is_wanted(x)]
+        self.stacked = [(n, dy) for n, dy in enumerate(dys.stacks) if dy is not None]
         # At second order the carries before each trip have cotangents too: each joins that of its trip's carry.
-        joined = [dy for x, dy in zip(self.inits, self.dys[made : made + count], strict=True) if x.dtype.is_float]
+        joined = [dy for x, dy in zip(self.inits, dys.befores, strict=True) if x.dtype.is_float]
         self.joining = {n: dy for n, dy in enumerate(joined) if dy is not None}
 
     def run(self) -> list[Tensor | None]:
@@ -53,8 +54,7 @@ class _Backwards:
         begin = [constant_full(0, x) if dy is None else dy for x, dy in dys if x.dtype.is_float]
         begin += [constant_full(0, x) for x in self.sums]
         slices = [*self.befores, *self.xs, *self.saved, *(dy for _, dy in self.stacked), *self.joining.values()]
-        attrs = self.op.attrs
-        finals, dxs = make_loop("scan", self._step, begin, slices, attrs["dim"], not attrs["reverse"], None)
+        finals, dxs = make_loop("scan", self._step, begin, slices, self.loop.dim, not self.loop.reverse, None)
         found = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
         carried = iter(finals[: len(self.floats)])
         sides: list[Tensor | None] = [next(carried) if x.dtype.is_float else None for x in self.inits]
@@ -67,19 +67,18 @@ class _Backwards:
         befores, xs, saved, dys, joining = (
             list(islice(rest, len(part))) for part in (self.befores, self.xs, self.saved, self.stacked, self.joining)
         )
-        befores = [from_host(t) if t.on_host else t for t in befores]
+        befores = [_as_carried(from_host(t) if t.on_host else t, x) for t, x in zip(befores, self.inits, strict=True)]
         results = self._again(graph, befores, xs, saved)
-        ends = [results[y] for y in self.op.attrs["results"]]
-        count = len(self.inits)
-        ys = [y for y in ends[:count] if y.dtype.is_float] + [ends[count + n] for n, _ in self.stacked]
+        ends, stacks = self.loop.made.finals, self.loop.made.stacks
+        ys = [results[y] for y in (*(y for y in ends if y.dtype.is_float), *(stacks[n] for n, _ in self.stacked))]
         seeds = [*carries[: len(self.floats)], *dys]
         before = [t for t in befores if t.dtype.is_float]
-        sliced = [(n, xs[n]) for n, x in enumerate(self.xs) if x.dtype.is_float and x in self.wanted]
+        sliced = [(n, xs[n]) for n, x in enumerate(self.xs) if x.dtype.is_float and is_wanted(x)]
         taken = [graph.adopt(x) for x in self.sums]
         found = gradients(ys, [*before, *(t for _, t in sliced), *taken], seeds)
         filled = [constant_full(0, t) if g is None else g for g, t in zip(found, before, strict=False)]
         for n, dy in zip(self.joining, joining, strict=True):
-            filled[n] = filled[n] + dy
+            filled[n] = filled[n] + _as_carried(dy, filled[n])
         stop = len(before) + len(sliced)
         dxs = {n: g for (n, _), g in zip(sliced, found[len(before) : stop], strict=True) if g is not None}
         self.with_gradient = list(dxs)
@@ -91,15 +90,14 @@ class _Backwards:
         self, graph: Graph, befores: Sequence[Tensor], xs: Sequence[Tensor], saved: Sequence[Tensor]
     ) -> Mapping[Tensor, Tensor]:
         """One trip's body written again, of which what was saved is known."""
-        body, attrs = self.body, self.op.attrs
-        names: Iterator[tuple[str, Tensor]] = zip((*attrs["carried"], *attrs["sliced"]), (*befores, *xs), strict=True)
-        inside = {body.inputs[name].output: t for name, t in names}
-        inside |= {t: graph.adopt(x) for x, t in zip(self.outer, body.captured.values(), strict=True)}
+        body = self.loop.body
+        given = (*befores, *xs, *(graph.adopt(x) for x in self.outer))
+        inside = dict(zip(self.loop.stand_ins, given, strict=True))
         # Before the copies that take it.
         kept = [
-            (y, from_host(t) if t.on_host and not y.on_host else t) for y, t in zip(attrs["kept"], saved, strict=True)
+            (y, from_host(t) if t.on_host and not y.on_host else t) for y, t in zip(self.loop.kept, saved, strict=True)
         ]
-        results = replay(body, 0, len(body.operations), inside, graph)
+        results = replay(body.operations, body.rewrites, inside, graph)
         graph.known.update((results[y], value) for y, value in kept)
         return results
 
@@ -108,13 +106,18 @@ def _drop_cheap(graph: Graph, results: Sequence[Tensor]) -> None:
     """Forget kept casts and views of what is kept as well, and used: they are made again from it."""
     live = needed(graph.known.get(y, y).operation for y in results)
     for y, value in tuple(graph.known.items()):
-        operand = y.operation.inputs[0] if is_cheap(y.operation) else None
+        operand = y.operation.inputs[0] if y.operation.kind.cheap else None
         source = graph.known.get(operand) if operand is not None else None
         if value.operation in live and source is not None and source.operation in live:
             del graph.known[y]
 
 
-def _like(dx: Tensor, x: Tensor) -> Tensor:
-    from meshlib.ops.shape import transpose
+def _as_carried(before: Tensor, carry: Tensor) -> Tensor:
+    """What was stacked of a carry, or its cotangent, with the names of the carry's dims: one may be the loop's."""
+    for stacked, own in zip(before.shape.names, carry.shape.names, strict=True):
+        before = rename_dimension(before, stacked, own)
+    return before
 
+
+def _like(dx: Tensor, x: Tensor) -> Tensor:
     return transpose(dx, x.shape)

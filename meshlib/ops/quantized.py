@@ -19,7 +19,6 @@ from meshlib.dtypes import BFLOAT16, FLOAT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Factor,
@@ -32,7 +31,6 @@ from meshlib.operation import (
     named_factors,
     operation,
     tensor,
-    traffic_bytes,
 )
 from meshlib.ops.einsum import EIGHT_BIT, EINSUM, product_of_blocks, sides_of
 from meshlib.ops.elementwise import abs as magnitude
@@ -73,7 +71,7 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
     product = EINSUM.work(ins[:2], out, attrs)
     # Of each operand's elements division, rounding and limits; of the result's two factors.
     quantising = 3 * sum(t.shape.size for t in ins[:2]) + 2 * out.shape.size
-    return Work(product.mxu_flops, product.vpu_ops + quantising, traffic_bytes(ins, out))
+    return Work(product.mxu_flops, product.vpu_ops + quantising)
 
 
 QUANTIZED = operation(
@@ -83,7 +81,6 @@ QUANTIZED = operation(
     roles=_roles,
     local=_local,
     grad=_grad,
-    linear=lambda op: NONLINEAR,
     work=_work,
 )
 

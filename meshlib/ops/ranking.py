@@ -18,7 +18,6 @@ from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Factor,
@@ -32,8 +31,6 @@ from meshlib.operation import (
     not_differentiable,
     operation,
     tensor,
-    traffic_bytes,
-    type_bytes,
 )
 from meshlib.ops.elementwise import negative
 from meshlib.ops.index import gather, scatter_add
@@ -108,12 +105,7 @@ def _sort_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str,
     # A bitonic network over the whole dim has log2(n)^2 / 2 stages, of which each compares every element; modelled, not
     # published.
     depth = ceil(log2(max(2, attrs["size"])))
-    return Work(0, max(1, depth * depth // 2) * ins[0].shape.size, traffic_bytes(ins, out))
-
-
-def _top_k_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    work = _sort_work(ins, out, attrs)
-    return Work(0, work.vpu_ops, work.hbm_bytes + type_bytes(TensorType(out.shape, INT32)))
+    return Work(0, max(1, depth * depth // 2) * ins[0].shape.size)
 
 
 TOP_K = operation(
@@ -123,9 +115,9 @@ TOP_K = operation(
     roles=_top_k_roles,
     local=_candidates,
     grad=lambda op, dy, _: [_top_k_grad(op, dy)],
-    linear=lambda op: NONLINEAR,
-    work=_top_k_work,
+    work=_sort_work,
     lower=Summary(_candidates, _top_k_finish, _top_k_types),
+    exact=True,
 )
 
 
@@ -199,7 +191,6 @@ ARGSORT = operation(
     roles=lambda op: named_factors(op, {op.attrs["dim"]: Role.WHOLE}),
     local=_argsort_local,
     grad=not_differentiable,
-    linear=lambda op: NONLINEAR,
     work=_sort_work,
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from meshlib.operation import (
     operation,
     size_of,
     tensor,
-    traffic_bytes,
 )
 from meshlib.ops.elementwise import add, cast, equal, exp, log, multiply, subtract
 from meshlib.ops.state import stop_gradient
@@ -65,6 +64,7 @@ def _define(
     linear: Linear,
     grad: Callable[..., Any],
     shape: Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType] = _number_shape,
+    exact: bool = True,
 ) -> OpDef:
     def local(block: Block, x: Array) -> Array:
         names, out_names = block.inputs[0].shape.names, block.out.shape.names
@@ -81,7 +81,7 @@ def _define(
         return named_factors(op, {d.name: role for d in op.inputs[0].shape if d.name not in op.output.shape})
 
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-        return Work(0, ins[0].shape.size, traffic_bytes(ins, out))
+        return Work(0, ins[0].shape.size)
 
     return operation(
         name,
@@ -92,6 +92,7 @@ def _define(
         grad=grad,
         linear=lambda op: linear,
         work=work,
+        exact=exact,
     )
 
 
@@ -108,7 +109,7 @@ def _extreme_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     return [chosen * (dy / reduce_sum(chosen, output_shape=y.shape))]
 
 
-_SUM = _define("reduce_sum", np.add, Role.SUM, Linear((0,)), _sum_grad)
+_SUM = _define("reduce_sum", np.add, Role.SUM, Linear((0,)), _sum_grad, exact=False)
 _MAX = _define("reduce_max", np.maximum, Role.MAX, NONLINEAR, _extreme_grad)
 _MIN = _define("reduce_min", np.minimum, Role.MIN, NONLINEAR, _extreme_grad)
 # False < True: over a split dim the parts of "all" are a pending minimum, those of "any" a maximum, of a byte per flag.
@@ -144,67 +145,46 @@ def _reduce(
     return build(kind, [x], {"shape": out}, name)
 
 
-def reduce_sum(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
+class Reduction(Protocol):
+    """A public reduction."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        disable_positional_args: None = None,
+        output_shape: Shape | Sequence[Dimension] | None = None,
+        reduced_dim: Dimension | Sequence[Dimension] | None = None,
+        name: str | None = None,
+    ) -> Tensor: ...
+
+
+def _public(kind: OpDef, doc: str) -> Reduction:
+    def function(
+        x: Tensor,
+        disable_positional_args: None = None,
+        output_shape: Shape | Sequence[Dimension] | None = None,
+        reduced_dim: Dimension | Sequence[Dimension] | None = None,
+        name: str | None = None,
+    ) -> Tensor:
+        _named_only(kind.name, disable_positional_args)
+        return _reduce(kind, x, output_shape, reduced_dim, name)
+
+    function.__name__ = function.__qualname__ = kind.name
+    function.__doc__ = doc
+    return function
+
+
+reduce_sum = _public(
+    _SUM,
     """Sum over `reduced_dim`, or over all dims that are not in `output_shape`; over all dims without either.
 
     `disable_positional_args` must stay None: as in Mesh TensorFlow it makes the two ways be named.
-    """
-    _named_only("reduce_sum", disable_positional_args)
-    return _reduce(_SUM, x, output_shape, reduced_dim, name)
-
-
-def reduce_max(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """Maximum over dims, chosen as in `reduce_sum`; ties share the gradient equally."""
-    _named_only("reduce_max", disable_positional_args)
-    return _reduce(_MAX, x, output_shape, reduced_dim, name)
-
-
-def reduce_min(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """Minimum over dims, chosen as in `reduce_sum`; ties share the gradient equally."""
-    _named_only("reduce_min", disable_positional_args)
-    return _reduce(_MIN, x, output_shape, reduced_dim, name)
-
-
-def reduce_all(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """Whether all elements hold, over dims chosen as in `reduce_sum`; bool."""
-    _named_only("reduce_all", disable_positional_args)
-    return _reduce(_ALL, x, output_shape, reduced_dim, name)
-
-
-def reduce_any(
-    x: Tensor,
-    disable_positional_args: None = None,
-    output_shape: Shape | Sequence[Dimension] | None = None,
-    reduced_dim: Dimension | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """Whether some element holds, over dims chosen as in `reduce_sum`; bool."""
-    _named_only("reduce_any", disable_positional_args)
-    return _reduce(_ANY, x, output_shape, reduced_dim, name)
+    """,
+)
+reduce_max = _public(_MAX, "Maximum over dims, chosen as in `reduce_sum`; ties share the gradient equally.")
+reduce_min = _public(_MIN, "Minimum over dims, chosen as in `reduce_sum`; ties share the gradient equally.")
+reduce_all = _public(_ALL, "Whether all elements hold, over dims chosen as in `reduce_sum`; bool.")
+reduce_any = _public(_ANY, "Whether some element holds, over dims chosen as in `reduce_sum`; bool.")
 
 
 def reduce_mean(

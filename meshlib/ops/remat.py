@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshlib.checks import at, choice, flag, items
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import Kind
+from meshlib.operation import Home, Kind
 from meshlib.ops.host import to_host
 
 POLICIES = ("full", "none", "matmuls")
@@ -91,7 +91,7 @@ def kept_values(operations: Sequence[Operation], remat: Policy, what: str) -> li
 def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[tuple[Tensor, Tensor]]:
     named: dict[str, list[Operation]] = {}
     for op in operations:
-        if op.kind.name in ("input", "variable"):
+        if op.kind.kind is Kind.RESIDENT:
             continue  # is there anyway
         last = op.name.rpartition("/")[2]
         for name in dict.fromkeys((last, re.sub(r"_\d+$", "", last))):
@@ -117,7 +117,7 @@ class _Settled:
     def of(self, y: Tensor) -> Tensor:
         """`y`, or what it becomes by being constrained."""
         users = self.users.get(y, [])
-        return self.of(users[0].output) if len(users) == 1 and users[0].kind.name == "constrain" else y
+        return self.of(users[0].output) if len(users) == 1 and users[0].kind.home is Home.GIVEN else y
 
 
 def _dear(operations: Sequence[Operation]) -> list[Tensor]:
@@ -130,20 +130,15 @@ def _dear(operations: Sequence[Operation]) -> list[Tensor]:
     constant: set[Tensor] = set()
     found: list[Tensor] = []
     for op in operations:
-        if op.kind.kind is Kind.SOURCE and op.kind.name in ("input", "variable"):
+        if op.kind.kind is Kind.RESIDENT:
             free.update(op.outputs)
-        elif op.kind.name != "random" and all(x in constant for x in op.inputs):
+        elif not op.kind.unique and all(x in constant for x in op.inputs):
             constant.update(op.outputs)
-        elif is_cheap(op) and op.inputs[0] in free:
+        elif op.kind.cheap and op.inputs[0] in free:
             free.update(op.outputs)
-        elif not (is_cheap(op) and _size(op.inputs[0]) <= _size(op.output)):
+        elif not (op.kind.cheap and _size(op.inputs[0]) <= _size(op.output)):
             found += op.outputs
     return found
-
-
-def is_cheap(op: Operation) -> bool:
-    """Whether making the result again from its operand is as good as keeping it: a cast, or a view in place."""
-    return op.kind.name == "cast" or (op.kind.kind is Kind.VIEW and op.kind.name not in ("constrain", "assign"))
 
 
 def _size(x: Tensor) -> int:

@@ -7,9 +7,11 @@ from typing import Any
 
 from meshlib.checks import at, items
 from meshlib.errors import GraphError
-from meshlib.graph import Rewrite, Tensor, innermost
+from meshlib.graph import Operation, Tensor, innermost
 from meshlib.operation import tensor
 from meshlib.ops.remat import Policy, checked_policy, kept_values
+from meshlib.ops.state import identity
+from meshlib.replay import Rewrite
 
 Function = Callable[..., Any]
 
@@ -34,9 +36,18 @@ def custom_gradient(function: Function, gradient: Function, explicit_inputs: Seq
 
     Args:
       function: takes the inputs, returns a tensor, or a list or tuple of them.
-      gradient: takes a list of the inputs, a list of the results that are used and a list of their cotangents; returns
-        a cotangent, or None, per input.
+      gradient: takes a list of the inputs, a list of the results that are used, in the order in which they are
+        returned, and a list of their cotangents; returns a cotangent, or None, per input. It applies whatever the
+        function does: to a result that is an input itself, or does not depend on any.
       explicit_inputs: where gradients go; what the function takes from outside gets none.
+    Example: gradient reversal.
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
+      ...     y = mtf.custom_gradient(lambda v: v, lambda inputs, outputs, dys: [mtf.negative(dys[0])], [x])
+      ...     (dx,) = mtf.gradients(mtf.reduce_sum(mtf.square(y)), [x])
+      >>> mtf.simulate(mtf.lower({"dx": dx})).step(x=[1.0, 2.0])["dx"].tolist()
+      [-2.0, -4.0]
     """
     if not callable(gradient):
         raise GraphError(f"{at('custom_gradient')}: gradient must be a function, got {gradient!r:.80}")
@@ -53,12 +64,27 @@ def _with_gradient(
         raise GraphError(f"{at(what)}: explicit_inputs must be a non-empty list of tensors, got []")
     graph = innermost(inputs, what)
     inputs = [graph.adopt(x) for x in inputs]
-    start = len(graph.operations)
+    count = len(graph.operations)
     made = function(*inputs)
     results = [made] if isinstance(made, Tensor) else items(made, what, "what the function returns")
     for y in results:
-        if tensor(y, what).graph is not graph:
+        if tensor(y, what).graph not in graph.around:
             raise GraphError(f"{at(what)}: the function must return tensors of the graph of its inputs, got {y}")
-    kept = tuple(kept_values(graph.operations[start:], remat, what))
-    graph.rewrites.append(Rewrite(start, len(graph.operations), tuple(inputs), gradient, kept))
-    return made
+    kept = tuple(kept_values(graph.operations[count:], remat, what))
+    own = [] if gradient is None else _own(results, graph.operations[count:])
+    run = tuple(graph.operations[count:])
+    if run:
+        graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(own), gradient, kept))
+    if gradient is None:
+        return made
+    return own[0] if isinstance(made, Tensor) else tuple(own) if isinstance(made, tuple) else own
+
+
+def _own(results: Sequence[Tensor], run: Sequence[Operation]) -> list[Tensor]:
+    """The results, each a tensor for itself that the function makes: its inputs, say, get another name."""
+    reads = ("variable", "input")
+    made = {y for op in run if op.kind.name not in reads for y in op.outputs}
+    own: list[Tensor] = []
+    for y in results:
+        own.append(y if y in made and y not in own else identity(y))
+    return own

@@ -16,12 +16,11 @@ from meshlib.operation import (
     Kind,
     Linear,
     Role,
-    Work,
     build,
     named_factors,
     operation,
     tensor,
-    traffic_bytes,
+    vector_work,
 )
 from meshlib.ops.elementwise import negative
 
@@ -41,7 +40,7 @@ def _local(block: Block, x: Array) -> Array:
     half = x.shape[axis] // 2
     before = (np.s_[:],) * axis
     first, second = (*before, np.s_[:half]), (*before, np.s_[half:])
-    out = np.empty(x.shape, x.dtype)
+    out = block.result()
     np.negative(x[second], out=out[first])
     np.copyto(out[second], x[first])
     return out
@@ -55,7 +54,8 @@ ROTATE_HALF = operation(
     local=_local,
     grad=lambda op, dy: [negative(rotate_half(dy, op.attrs["dim"]))],
     linear=lambda op: Linear((0,)),
-    work=lambda ins, out, attrs: Work(0, out.shape.size, traffic_bytes(ins, out)),
+    work=vector_work,
+    exact=True,
 )
 
 

@@ -19,14 +19,15 @@ from meshlib.operation import (
     Kind,
     Linear,
     Role,
+    Storage,
     Work,
     align,
     as_dims,
     build,
     named_factors,
+    no_work,
     operation,
     tensor,
-    traffic_bytes,
 )
 
 _LINEAR = Linear((0,))
@@ -34,11 +35,7 @@ _LINEAR = Linear((0,))
 
 def _copy_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     # One pass of the vector unit over the larger side: a relayout in tiled memory is never free.
-    return Work(0, max(ins[0].shape.size, out.shape.size), traffic_bytes(ins, out))
-
-
-def _free_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, 0, 0)
+    return Work(0, max(ins[0].shape.size, out.shape.size))
 
 
 # ---------------------------------------------------------------- transpose
@@ -65,6 +62,8 @@ TRANSPOSE = operation(
     grad=lambda op, dy: [transpose(dy, op.inputs[0].shape)],
     linear=lambda op: _LINEAR,
     work=_copy_work,
+    storage=Storage.VIEW,
+    exact=True,
 )
 
 
@@ -90,7 +89,9 @@ RENAME = operation(
     local=lambda block, x: x,
     grad=lambda op, dy: [rename_dimension(dy, op.attrs["new"], op.attrs["old"])],
     linear=lambda op: _LINEAR,
-    work=_free_work,
+    work=no_work,
+    storage=Storage.ALIAS,
+    exact=True,
 )
 
 
@@ -166,6 +167,8 @@ RESHAPE = operation(
     grad=lambda op, dy: [reshape(dy, op.inputs[0].shape)],
     linear=lambda op: _LINEAR,
     work=_copy_work,
+    storage=Storage.RESHAPED,
+    exact=True,
 )
 
 
@@ -209,6 +212,9 @@ BROADCAST = operation(
     grad=_broadcast_grad,
     linear=lambda op: _LINEAR,
     work=_copy_work,
+    storage=Storage.VIEW,
+    remade=True,
+    exact=True,
 )
 
 

@@ -11,31 +11,36 @@ from layouts import Dimension, Shape
 from meshlib import initializers
 from meshlib.checks import at, fitting, flag, number
 from meshlib.dtypes import DType, as_dtype
-from meshlib.errors import GraphError, ShapeError
+from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import (
     Graph,
+    Operation,
     Tensor,
     TensorType,
     absolute_scope,
     current_graph,
+    innermost,
+    reusing,
     scoped_name,
-    source_line,
 )
 from meshlib.names import relative_name
 from meshlib.operation import (
-    NONLINEAR,
     Array,
     Block,
     Kind,
     OpDef,
+    Storage,
     Work,
     as_dims,
     build_source,
     named_factors,
+    no_work,
     operation,
     tensor,
-    type_bytes,
+    vector_work,
 )
+from meshlib.ops.table import table
+from meshlib.origin import source_line
 
 STEP = "step"
 
@@ -44,29 +49,20 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
     return TensorType(attrs["shape"], attrs["dtype"])
 
 
-def _fill_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size, type_bytes(out))
-
-
-def _resident_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    # Variables and inputs lie in HBM already; their readers pay for reading them.
-    return Work(0, 0, 0)
-
-
 def _no_local(block: Block) -> Array:
     raise AssertionError(f"{block.operation.kind.name} values come from the state or the feeds")
 
 
-def _define(name: str, local: Callable[..., Array], work: Callable[..., Work]) -> OpDef:
+def _define(name: str, kind: Kind, local: Callable[..., Array], work: Callable[..., Work], **traits: Any) -> OpDef:
     return operation(
         name,
-        kind=Kind.SOURCE,
+        kind=kind,
         shape=_shape,
         roles=named_factors,
         local=local,
         grad=lambda op, dy: [],
-        linear=lambda op: NONLINEAR,
         work=work,
+        **traits,
     )
 
 
@@ -77,36 +73,58 @@ def _constant_local(block: Block) -> Array:
     return np.broadcast_to(np.asarray(block.attrs["value"], block.out.dtype.storage), block.out.shape.sizes)
 
 
-CONSTANT = _define("constant", _constant_local, _fill_work)
+CONSTANT = _define("constant", Kind.SOURCE, _constant_local, vector_work, storage=Storage.VIEW, remade=True)
 
 
 def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str | None) -> Tensor:
     return build_source(graph, CONSTANT, {"value": value, "shape": shape, "dtype": dtype}, name).output
 
 
+def _beside(x: Tensor) -> Graph:
+    """The graph in which `x` is used here: a source does not come into a loop from outside where it need not."""
+    return innermost([x], "constant")
+
+
+def is_zero(op: Operation) -> bool:
+    """Whether it makes nothing but zeros, which are the same as partial sums and as their total."""
+    return op.kind is CONSTANT and op.attrs["value"] == 0
+
+
 def scalar(value: object, like: Tensor) -> Tensor:
     """A number as a tensor without dims, of the graph and dtype of its neighbour."""
-    return _constant(like.graph, fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
+    return _constant(_beside(like), fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
 
 
 def constant_full(value: float, like: Tensor) -> Tensor:
     """A tensor of the neighbour's graph and type that holds the same number everywhere."""
-    return _constant(like.graph, value, like.shape, like.dtype, None)
+    return _constant(_beside(like), value, like.shape, like.dtype, None)
 
 
 def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
     """A number as a tensor without dims, of the neighbour's graph and a given dtype."""
-    return _constant(like.graph, value, Shape([]), as_dtype(dtype), None)
+    return _constant(_beside(like), value, Shape([]), as_dtype(dtype), None)
 
 
 def constant(
-    value: float,
+    value: float | Array,
     shape: Shape | Sequence[Dimension] | Dimension = (),
     dtype: object = "float32",
     name: str | None = None,
 ) -> Tensor:
-    """A tensor that holds the same number everywhere."""
+    """A tensor that holds the same number everywhere; or an array, whose axes are the dims `shape`.
+
+    Numbers are made where they are used. An array is part of the program, up to 16 MiB, and takes memory on devices.
+    Raises: ShapeError for numbers that do not fit the dtype, and for an array of other sizes than `shape`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     y = mtf.constant(np.array([2.0, 3.0, 5.0]), mtf.Dimension("primes", 3)) * 2
+      >>> mtf.simulate(mtf.lower({"y": y})).step()["y"].tolist()
+      [4.0, 6.0, 10.0]
+    """
     made = as_dtype(dtype)
+    if isinstance(value, np.ndarray):
+        return table(current_graph("constant"), value, Shape(as_dims(shape, "constant")), made, name)
     held = fitting(value, made, "constant")
     return _constant(current_graph("constant"), held, Shape(as_dims(shape, "constant")), made, name)
 
@@ -124,19 +142,19 @@ def ones(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float3
 def zeros_like(t: Tensor, name: str | None = None) -> Tensor:
     """Zeros of the shape and dtype of `t`."""
     held = fitting(0, tensor(t, "zeros_like").dtype, "zeros_like")
-    return _constant(t.graph, held, t.shape, t.dtype, "zeros" if name is None else name)
+    return _constant(_beside(t), held, t.shape, t.dtype, "zeros" if name is None else name)
 
 
 def ones_like(t: Tensor, name: str | None = None) -> Tensor:
     """Ones of the shape and dtype of `t`."""
     held = fitting(1, tensor(t, "ones_like").dtype, "ones_like")
-    return _constant(t.graph, held, t.shape, t.dtype, "ones" if name is None else name)
+    return _constant(_beside(t), held, t.shape, t.dtype, "ones" if name is None else name)
 
 
 # ---------------------------------------------------------------- inputs and variables
 
-INPUT = _define("input", _no_local, _resident_work)
-VARIABLE = _define("variable", _no_local, _resident_work)
+INPUT = _define("input", Kind.RESIDENT, _no_local, no_work, unique=True)
+VARIABLE = _define("variable", Kind.RESIDENT, _no_local, no_work, unique=True)
 
 
 def _check_name(name: object, what: str) -> str:
@@ -189,17 +207,33 @@ def variable(
       activation_dtype: what the returned tensor has, by a cast; `slice_dtype` unless given.
       trainable: whether optimizers update it.
     Returns: the variable's value.
-    Raises: GraphError if the name is taken (names both lines).
+    Raises: GraphError if the name is taken (names both lines). Inside `mtf.scope(..., reuse=True)` it must be taken, by
+      a variable of the same dims and dtypes, which is returned; its own initializer and `trainable` hold.
     """
-    return make_variable(
-        name,
-        Shape(as_dims(shape, f"variable '{name}'")),
-        initializer,
-        dtype,
-        slice_dtype,
-        activation_dtype,
-        trainable,
-    )
+    dims = Shape(as_dims(shape, f"variable '{name}'"))
+    if not reusing():
+        return make_variable(name, dims, initializer, dtype, slice_dtype, activation_dtype, trainable)
+    value = _reused(name, dims, dtype, slice_dtype)
+    return value if activation_dtype is None else _activation(value, name, activation_dtype)
+
+
+def _reused(name: str, shape: Shape, dtype: object, slice_dtype: object | None) -> Tensor:
+    inside = current_graph("variable")
+    full, known = _check_name(name, "variable"), inside.root.variables
+    if full not in known:
+        raise GraphError(f"{at('variable')}: there is no '{full}' to reuse{nearest(full, known)}")
+    op = known[full]
+    public = as_dtype(dtype)
+    stored = public if slice_dtype is None else as_dtype(slice_dtype)
+    stacked = op.output.shape == Shape([*inside.stacking, *shape])
+    same = (op.attrs["public_dtype"], op.output.dtype) == (public, stored)
+    if not same or not (stacked or op.output.shape == shape):
+        there = f"{op.output.dtype}{op.output.shape}, read as {op.attrs['public_dtype']}"
+        raise GraphError(
+            f"{at('variable')}: '{full}' can't be reused as {stored}{shape}, read as {public}: it was declared at "
+            f"{op.source} as {there}"
+        )
+    return _slice_for(inside, op.output) if stacked else op.output
 
 
 def make_variable(
@@ -241,11 +275,14 @@ def make_variable(
     op = build_source(graph, VARIABLE, attrs, exact_name=full)
     graph.variables[full] = op
     value = _slice_for(inside, op.output)
-    if activation_dtype is not None:
-        from meshlib.ops.elementwise import cast
+    return value if activation_dtype is None else _activation(value, name, activation_dtype)
 
-        return cast(value, activation_dtype, f"{name}/cast")
-    return value
+
+def _activation(value: Tensor, name: str, dtype: object) -> Tensor:
+    from meshlib.ops.elementwise import cast
+
+    with value.graph:  # beside the variable, not in each trip of a loop
+        return cast(value, dtype, f"{name}/cast")
 
 
 def _slice_for(graph: Graph, value: Tensor) -> Tensor:
@@ -253,8 +290,8 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     if graph.parent is None:
         return value
     outer = _slice_for(graph.parent, value)
-    if graph.stacks is None:
-        return outer
+    if graph.stacks is None or outer in graph.stacked:
+        return graph.stacked.get(outer, outer)
     shape = Shape([d for d in outer.shape if d != graph.stacks])
     inside = "/".join(graph.scope)
     with absolute_scope(inside):
@@ -262,6 +299,7 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     op = build_source(graph, INPUT, {"shape": shape, "dtype": value.dtype}, exact_name=name)
     graph.inputs[name] = op
     graph.stacked[outer] = op.output
+    graph.outside[op.output] = outer
     return op.output
 
 
@@ -296,10 +334,10 @@ def _random_local(block: Block) -> Array:
 
 # Threefry-2x32 takes 20 rounds of 4 lane operations; half of them per value, since a block yields two words.
 def _random_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, 80 * out.shape.size, type_bytes(out))
+    return Work(0, 80 * out.shape.size)
 
 
-RANDOM = _define("random", _random_local, _random_work)
+RANDOM = _define("random", Kind.SOURCE, _random_local, _random_work, exact=True, unique=True)
 
 
 def _random(shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str) -> Tensor:
@@ -374,5 +412,5 @@ def dropout(
     if strange:
         raise ShapeError(f"{at('dropout')}: noise_shape dims {', '.join(strange)} are not in {x}")
     attrs = {"shape": noise, "dtype": as_dtype("float32"), "law": ("uniform", 0.0, 1.0)}
-    drawn = build_source(x.graph, RANDOM, attrs, "dropout" if name is None else name).output
+    drawn = build_source(_beside(x), RANDOM, attrs, "dropout" if name is None else name).output
     return x * (cast(less(drawn, keep), x.dtype) * (1 / keep))

@@ -16,14 +16,13 @@ from meshlib.operation import (
     Block,
     Kind,
     Linear,
-    Work,
     as_tensor,
     build,
     named_factors,
     operation,
     same_dtype,
     tensor,
-    traffic_bytes,
+    vector_work,
 )
 from meshlib.ops.elementwise import greater_equal, less, logical_and, maximum, minimum, where
 from meshlib.ops.index import gather
@@ -61,7 +60,8 @@ STACK = operation(
     local=_stack_local,
     grad=lambda op, dy: list(unstack(dy, op.attrs["dim"])),
     linear=lambda op: Linear(tuple(np.arange(len(op.inputs)).tolist()), together=True),
-    work=lambda ins, out, attrs: Work(0, out.shape.size, traffic_bytes(ins, out)),
+    work=vector_work,
+    exact=True,
 )
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from layouts import LayoutRules
 from meshlib.checks import at
 from meshlib.errors import GraphError, ShapeError, nearest
-from meshlib.graph import UPDATE, Operation, Tensor, TensorType, region
+from meshlib.graph import UPDATE, Operation, Tensor, region
 from meshlib.operation import (
     NONLINEAR,
     Array,
     Block,
     GradRule,
+    Home,
     Kind,
     Linear,
     OpDef,
-    Work,
+    Storage,
     build,
     named_factors,
+    no_work,
     not_differentiable,
     operation,
     tensor,
@@ -30,28 +32,27 @@ def _pass_on(block: Block, x: Array) -> Array:
     return x
 
 
-def _no_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    # The value is its operand under another name: nothing moves.
-    return Work(0, 0, 0)
-
-
-def _define(name: str, grad: GradRule, linear: Linear) -> OpDef:
+def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, **traits: Any) -> OpDef:
     return operation(
         name,
-        kind=Kind.VIEW,
+        kind=kind,
         shape=lambda types, attrs: types[0],
         roles=named_factors,
         local=_pass_on,
         grad=grad,
         linear=lambda op: linear,
-        work=_no_work,
+        work=no_work,
+        storage=Storage.ALIAS,
+        exact=True,
+        **traits,
     )
 
 
-IDENTITY = _define("identity", lambda op, dy: [dy], Linear((0,)))
-STOP_GRADIENT = _define("stop_gradient", not_differentiable, Linear((0,)))
-CONSTRAIN: OpDef = _define("constrain", lambda op, dy: [build(CONSTRAIN, [dy], op.attrs)], NONLINEAR)
-ASSIGN = _define("assign", not_differentiable, NONLINEAR)
+# These say something to the gradient, nothing to a core.
+IDENTITY = _define("identity", lambda op, dy: [dy], Linear((0,)), home=Home.OPERAND)
+STOP_GRADIENT = _define("stop_gradient", not_differentiable, Linear((0,)), home=Home.OPERAND)
+CONSTRAIN: OpDef = _define("constrain", lambda op, dy: [build(CONSTRAIN, [dy], op.attrs)], NONLINEAR, home=Home.GIVEN)
+ASSIGN = _define("assign", not_differentiable, NONLINEAR, Kind.COMMIT, home=Home.OPERAND, unique=True)
 
 
 def identity(x: Tensor, name: str | None = None) -> Tensor:
@@ -138,9 +139,12 @@ def _assign_changed(
 def stored(variable: Tensor) -> Operation:
     """The `variable` operation behind a variable's value, which may be a cast of what is stored."""
     op = tensor(variable, "variable").operation
-    while op.kind.name == "cast" and op.inputs[0].operation.kind.name in ("cast", "variable"):
+    from meshlib.ops.elementwise import CAST
+    from meshlib.ops.sources import VARIABLE
+
+    while op.kind is CAST and op.inputs[0].operation.kind in (CAST, VARIABLE):
         op = op.inputs[0].operation
-    if op.kind.name != "variable":
+    if op.kind is not VARIABLE:
         raise GraphError(
             f"{at('expected a variable')}: {variable} ({op.source}) is none; pass what mtf.variable returned"
         )

@@ -24,13 +24,13 @@ from meshlib.operation import (
     Kind,
     Linear,
     Role,
-    Work,
+    Storage,
     build,
     named_factors,
     operation,
     same_dtype,
     tensor,
-    traffic_bytes,
+    vector_work,
 )
 from meshlib.ops.shape import reshape
 
@@ -39,10 +39,6 @@ _LINEAR = Linear((0,))
 
 def _roles(op: Operation) -> tuple[Factor, ...]:
     return named_factors(op, {op.attrs["dim"]: Role.HALO})
-
-
-def _copy_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, out.shape.size, traffic_bytes(ins, out))
 
 
 def _run(axis: int, begin: int, end: int) -> tuple[Any, ...]:
@@ -90,7 +86,10 @@ SLICE = operation(
     local=_slice_local,
     grad=_slice_grad,
     linear=lambda op: _LINEAR,
-    work=_copy_work,
+    work=vector_work,
+    storage=Storage.VIEW,
+    exact=True,
+    reads_part=True,
     lower=Halo(lambda op, i, start, stop: (start + op.attrs["begin"], stop + op.attrs["begin"])),
 )
 
@@ -175,7 +174,7 @@ PAD = operation(
     local=_pad_local,
     grad=lambda op, dy: [slice(dy, op.attrs["before"], op.inputs[0].shape.dim(op.attrs["dim"]).size, op.attrs["dim"])],
     linear=lambda op: _LINEAR if op.attrs["value"] == 0 else Linear(()),
-    work=_copy_work,
+    work=vector_work,
     lower=Halo(lambda op, i, start, stop: (start - op.attrs["before"], stop - op.attrs["before"])),
 )
 
@@ -218,7 +217,8 @@ SHIFT = operation(
     local=_shift_local,
     grad=lambda op, dy: [shift(dy, -op.attrs["offset"], op.attrs["dim"], op.attrs["wrap"])],
     linear=lambda op: _LINEAR,
-    work=_copy_work,
+    work=vector_work,
+    exact=True,
     lower=Halo(
         lambda op, i, start, stop: (start - op.attrs["offset"], stop - op.attrs["offset"]),
         wrap=lambda op: bool(op.attrs["wrap"]),
@@ -280,8 +280,9 @@ CONCAT = operation(
     local=_concat_local,
     grad=_concat_grad,
     linear=lambda op: Linear(tuple(range(len(op.inputs))), together=True),
-    work=_copy_work,
+    work=vector_work,
     lower=Halo(_concat_needs),
+    exact=True,
 )
 
 

@@ -1,53 +1,26 @@
 """Optimizers, learning rates, clipping, microbatches and loss scaling, written in operations alone."""
 
-from __future__ import annotations
-
-from meshlib.optimize.adafactor import AdafactorOptimizer, adafactor_decay_rate_adam, adafactor_decay_rate_pow
-from meshlib.optimize.base import Optimizer, Update, clip_by_global_norm
-from meshlib.optimize.loss_scale import DynamicLossScale
-from meshlib.optimize.microbatch import serialize_training_step
-from meshlib.optimize.rules import (
-    AdamOptimizer,
-    AdamWeightDecayOptimizer,
-    AdamWOptimizer,
-    LarsOptimizer,
-    LionOptimizer,
-    MomentumOptimizer,
-    SgdOptimizer,
-)
-from meshlib.optimize.schedules import (
-    constant,
-    cosine_decay,
-    exponential_decay,
-    inverse_square_root,
-    linear_warmup,
-    piecewise,
-    product,
-    warmup_then_decay,
-)
-
-__all__ = [
-    "AdafactorOptimizer",
-    "AdamOptimizer",
-    "AdamWOptimizer",
-    "AdamWeightDecayOptimizer",
-    "DynamicLossScale",
-    "LarsOptimizer",
-    "LionOptimizer",
-    "MomentumOptimizer",
-    "Optimizer",
-    "SgdOptimizer",
-    "Update",
-    "adafactor_decay_rate_adam",
-    "adafactor_decay_rate_pow",
-    "clip_by_global_norm",
-    "constant",
-    "cosine_decay",
-    "exponential_decay",
-    "inverse_square_root",
-    "linear_warmup",
-    "piecewise",
-    "product",
-    "serialize_training_step",
-    "warmup_then_decay",
-]
+from meshlib.optimize.adafactor import AdafactorOptimizer as AdafactorOptimizer
+from meshlib.optimize.adafactor import adafactor_decay_rate_adam as adafactor_decay_rate_adam
+from meshlib.optimize.adafactor import adafactor_decay_rate_pow as adafactor_decay_rate_pow
+from meshlib.optimize.base import Optimizer as Optimizer
+from meshlib.optimize.base import Update as Update
+from meshlib.optimize.base import clip_by_global_norm as clip_by_global_norm
+from meshlib.optimize.loss_scale import DynamicLossScale as DynamicLossScale
+from meshlib.optimize.microbatch import serialize_training_step as serialize_training_step
+from meshlib.optimize.rules import AdamOptimizer as AdamOptimizer
+from meshlib.optimize.rules import AdamWeightDecayOptimizer as AdamWeightDecayOptimizer
+from meshlib.optimize.rules import AdamWOptimizer as AdamWOptimizer
+from meshlib.optimize.rules import LarsOptimizer as LarsOptimizer
+from meshlib.optimize.rules import LionOptimizer as LionOptimizer
+from meshlib.optimize.rules import MomentumOptimizer as MomentumOptimizer
+from meshlib.optimize.rules import SgdOptimizer as SgdOptimizer
+from meshlib.optimize.schedules import constant as constant
+from meshlib.optimize.schedules import cosine_decay as cosine_decay
+from meshlib.optimize.schedules import exponential_decay as exponential_decay
+from meshlib.optimize.schedules import inverse_square_root as inverse_square_root
+from meshlib.optimize.schedules import linear_decay as linear_decay
+from meshlib.optimize.schedules import linear_warmup as linear_warmup
+from meshlib.optimize.schedules import piecewise as piecewise
+from meshlib.optimize.schedules import product as product
+from meshlib.optimize.schedules import warmup_then_decay as warmup_then_decay

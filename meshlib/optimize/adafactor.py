@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from layouts import Dimension, Shape
 from meshlib.checks import at, flag, number, whole
 from meshlib.dtypes import DType
@@ -10,7 +12,7 @@ from meshlib.graph import Tensor
 from meshlib.ops.elementwise import cast, maximum, minimum, pow, rsqrt, square
 from meshlib.ops.reduce import reduce_mean
 from meshlib.optimize.base import LearningRate, Optimizer, Scalars, Update, reduce_rms
-from meshlib.optimize.rules import _fraction
+from meshlib.optimize.rules import _fraction, _patterns
 from meshlib.optimize.schedules import Schedule
 
 
@@ -28,10 +30,17 @@ def adafactor_decay_rate_adam(beta2: float) -> Schedule:
     return rate
 
 
-def adafactor_decay_rate_pow(exponent: float) -> Schedule:
-    """1 - t^-exponent at update t, from 1: the memory grows with the number of updates."""
-    exponent = number(exponent, "adafactor_decay_rate_pow", "exponent")
-    return lambda done: 1 - pow(cast(done, "float32") + 1, -exponent)
+def adafactor_decay_rate_pow(exponent: float, offset: int = 0) -> Schedule:
+    """1 - (t - offset)^-exponent at update t, from 1: the memory grows with the number of updates.
+
+    Up to update offset + 1 it is 0: what fine-tuning begins with at that update of a checkpoint forgets all before.
+    Raises: GraphError if offset is negative.
+    """
+    what = "adafactor_decay_rate_pow"
+    exponent, first = number(exponent, what, "exponent"), whole(offset, what, "offset")
+    if first < 0:
+        raise GraphError(f"{at(what)}: offset must not be negative, got {first}")
+    return lambda done: 1 - pow(cast(maximum(done - (first - 1), 1), "float32"), -exponent)
 
 
 class AdafactorOptimizer(Optimizer):
@@ -54,6 +63,8 @@ class AdafactorOptimizer(Optimizer):
       epsilon1: added to g^2.
       epsilon2: the least scale of the weights.
       min_dim_size_to_factor: of the second largest dim, in elements.
+      exclude_from_parameter_scale: regular expressions; a variable in whose name one is found takes steps that are not
+        relative to rms(w), at the same learning rate.
     Slots: `slot_vr` (dims of the variable without d0) and `slot_vc` (without d1), or `slot_v`; `slot_m` with beta1.
       They keep the names of the dims, so rules under `slots/` reach them.
     Where a variable is split, its means and root mean squares cost reductions of rows, columns and numbers.
@@ -81,6 +92,7 @@ class AdafactorOptimizer(Optimizer):
         epsilon1: float = 1e-30,
         epsilon2: float = 1e-3,
         min_dim_size_to_factor: int = 128,
+        exclude_from_parameter_scale: Sequence[str] | None = None,
     ) -> None:
         what = type(self).__name__
         if not isinstance(multiply_by_parameter_scale, bool):
@@ -103,6 +115,7 @@ class AdafactorOptimizer(Optimizer):
         self.epsilon1 = self._positive(epsilon1, "epsilon1")
         self.epsilon2 = self._positive(epsilon2, "epsilon2")
         self.min_dim_size = whole(min_dim_size_to_factor, what, "min_dim_size_to_factor")
+        self.absolute = _patterns(exclude_from_parameter_scale, what, "exclude_from_parameter_scale")
 
     def _positive(self, value: object, argument: str) -> float:
         found = number(value, type(self).__name__, argument)
@@ -127,7 +140,8 @@ class AdafactorOptimizer(Optimizer):
         along = self._normalised(u)
         if self.clipping_threshold is not None:
             along = along / maximum(reduce_rms(along) * (1 / self.clipping_threshold), 1.0)
-        rate = maximum(reduce_rms(u.value), self.epsilon2) * u.lr if self.relative else u.lr
+        relative = self.relative and not u.matches(self.absolute)
+        rate = maximum(reduce_rms(u.value), self.epsilon2) * u.lr if relative else u.lr
         along = along * rate
         if self.beta1:
             m = u.slot("slot_m")

@@ -21,6 +21,7 @@ from meshlib.checks import at, items, number
 from meshlib.differentiation import gradients
 from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
 from meshlib.errors import GraphError
+from meshlib.face import public
 from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
 from meshlib.operation import tensor
 from meshlib.ops.elementwise import add_n, cast, equal, maximum, sqrt, square, where
@@ -117,6 +118,7 @@ class Optimizer(abc.ABC):
 
     # ------------------------------------------------------------ what users call
 
+    @public
     def minimize(
         self,
         loss: Tensor,
@@ -154,6 +156,7 @@ class Optimizer(abc.ABC):
             )
         return self._apply(pairs, max_norm, scaling)
 
+    @public
     def apply_grads(self, grads: Sequence[Tensor | None], variables: Sequence[Tensor]) -> list[Operation]:
         """The updates of `variables` for given gradients; a variable whose gradient is None stays as it is."""
         grads, variables = items(grads, "apply_grads", "grads"), items(variables, "apply_grads", "variables")
@@ -236,6 +239,7 @@ class Optimizer(abc.ABC):
             return u.writes
 
 
+@public
 def clip_by_global_norm(grads: Sequence[Tensor | None], max_norm: float | Tensor) -> tuple[list[Tensor | None], Tensor]:
     """Scale gradients together so that their common norm is at most `max_norm`.
 

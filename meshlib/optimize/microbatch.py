@@ -9,13 +9,13 @@ from meshlib.checks import at, whole
 from meshlib.differentiation import gradients
 from meshlib.dtypes import BOOL, FLOAT32, FLOAT64, INT32
 from meshlib.errors import GraphError
-from meshlib.graph import BACKWARD, Graph, Operation, Tensor, region
+from meshlib.graph import BACKWARD, Graph, Operation, Tensor, innermost, region
 from meshlib.operation import tensor
-from meshlib.ops.elementwise import cast, equal, where
+from meshlib.ops.elementwise import CAST, cast, equal, where
 from meshlib.ops.index import gather, range
 from meshlib.ops.loop import while_loop
 from meshlib.ops.shape import broadcast, reshape
-from meshlib.ops.sources import _constant, scalar
+from meshlib.ops.sources import VARIABLE, _constant, scalar
 
 MICROBATCH = "microbatch"
 
@@ -75,8 +75,8 @@ def _cut(features: Mapping[str, Tensor], batch_dim: Dimension, num_splits: int) 
     for name, x in features.items():
         if not isinstance(x, Tensor):
             raise GraphError(f"{at(what)}: feature {name!r} must be a tensor, got {type(x).__name__} {x!r:.80}")
-        if x.graph.parent is not None:
-            raise GraphError(f"{at(what)}: feature {name!r}, {x}, is inside a loop; call it outside")
+        if innermost([x], what).parent is not None:
+            raise GraphError(f"{at(what)}: feature {name!r}, {x}, is used inside a loop; call it outside")
     if not isinstance(batch_dim, Dimension):
         raise GraphError(f"{at(what)}: batch_dim must be a Dimension, got {batch_dim!r:.80}")
     if not any(batch_dim in x.shape for x in features.values()):
@@ -183,7 +183,7 @@ class _Step:
         roots = []
         for outer, total in zip(self.sources, totals, strict=True):
             root = _uncast(outer)
-            if root.operation.kind.name == "variable":
+            if root.operation.kind is VARIABLE:
                 self._lay_like_slots(loop, total, root.operation)
             roots.append(root)
         trainable = graph.trainable_variables
@@ -200,11 +200,10 @@ class _Step:
 
     def _lay_like_slots(self, loop: Operation, total: Tensor, variable: Operation) -> None:
         """A gradient that is summed up lies where the variable's slots do, in the loop and after it."""
-        body: Graph = loop.attrs["body"]
+        assert loop.loop is not None
         number = loop.outputs.index(total)
-        carry = body.inputs[loop.attrs["carried"][number]].output
-        for graph, t in ((body, carry), (body, loop.attrs["results"][number]), (loop.graph, total)):
-            graph.gradient_of[t] = variable
+        for t in (loop.loop.given.inits[number], loop.loop.made.finals[number], total):
+            t.graph.gradient_of[t] = variable
 
 
 def _checked_outputs(made: object, body: Graph) -> Tensors:
@@ -230,6 +229,6 @@ def _wide(x: Tensor) -> Tensor:
 
 def _uncast(x: Tensor) -> Tensor:
     """The float tensor that `x` is a cast of: sums need not be rounded to the narrow type on their way back."""
-    while x.operation.kind.name == "cast" and x.operation.inputs[0].dtype.is_float:
+    while x.operation.kind is CAST and x.operation.inputs[0].dtype.is_float:
         x = x.operation.inputs[0]
     return x

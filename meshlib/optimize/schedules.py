@@ -35,6 +35,22 @@ def linear_warmup(peak: float, warmup_steps: int) -> Schedule:
     return lambda t: minimum(_float(t + 1) / steps, 1.0) * peak
 
 
+def linear_decay(lr: float, total_steps: int, offset: int = 0) -> Schedule:
+    """lr * (total_steps - t) / (total_steps - offset), at most lr and at least 0: constant up to `offset`, then linear.
+
+    Args:
+      lr: the rate of the first updates.
+      total_steps: of updates, after which the rate is 0.
+      offset: updates before the decay begins; for fine-tuning, those of the checkpoint.
+    Raises: GraphError unless 0 <= offset < total_steps.
+    """
+    what = "linear_decay"
+    lr, start, end = number(lr, what, "lr"), whole(offset, what, "offset"), whole(total_steps, what, "total_steps")
+    if not 0 <= start < end:
+        raise GraphError(f"{at(what)}: offset must be at least 0 and below total_steps, got {start} and {end}")
+    return lambda t: minimum(maximum(_float(end - t) / (end - start), 0.0), 1.0) * lr
+
+
 def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> Schedule:
     """lr * decay_rate^(t / decay_steps); with `staircase` the exponent is rounded down.
 

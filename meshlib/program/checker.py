@@ -9,12 +9,12 @@ from layouts import LayoutError, Mesh, Shape, Sharding
 from layouts.sharding import laid
 from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
+from meshlib.ops.sources import is_zero
 from meshlib.program.exchange import plan_exchanges
-from meshlib.program.records import COLLECTIVES, Instruction, Program, Value
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside, derive
-
-_RESHARDS = (*COLLECTIVES, "slice")
 
 
 @dataclass(eq=False)
@@ -67,14 +67,15 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
     for y in instruction.outputs:
         if y in made:
             raise ProgramError(f"result {y.tensor.name} {y} is made twice")
-    if instruction.opcode == "assign":
-        _check_assign(instruction, program)
-    elif instruction.opcode in ("input", "variable"):
-        pending = instruction.outputs[0].sharding.pending
-        if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
-            raise ProgramError("a resident value can't be pending")
-    elif instruction.body is not None:
-        _check_loop(instruction, instruction.body, sound)
+    match instruction:
+        case Commit():
+            _check_commit(instruction, program)
+        case Loop():
+            _check_loop(instruction, sound)
+        case Resident():
+            pending = instruction.outputs[0].sharding.pending
+            if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
+                raise ProgramError("a resident value can't be pending")
     if instruction not in sound.instructions:
         _check_alone(instruction, program.mesh, sound)
         sound.instructions.add(instruction)
@@ -87,18 +88,19 @@ def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
             raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {mesh}")
         if y.sharding.shape != y.tensor.shape:
             raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
-    if instruction.opcode in _RESHARDS and instruction.steps:
-        _check_reshard(instruction)
-    elif instruction.opcode not in ("assign", "input", "variable") and instruction.body is None:
-        if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
-            raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
-        key = _key(instruction, sound.signatures)
-        if key not in sound.computations:
-            _check_computation(instruction, sound.signatures.of(instruction.operation))
-            sound.computations.add(key)
+    match instruction:
+        case Move():
+            _check_reshard(instruction)
+        case Compute():
+            if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
+                raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
+            key = _key(instruction, sound.signatures)
+            if key not in sound.computations:
+                _check_computation(instruction, sound.signatures.of(instruction.operation))
+                sound.computations.add(key)
 
 
-def _key(instruction: Instruction, signatures: Signatures) -> object:
+def _key(instruction: Compute, signatures: Signatures) -> object:
     """All that the check of a computation depends on."""
     tensors = [x.tensor for x in instruction.inputs]
     return (
@@ -111,7 +113,7 @@ def _key(instruction: Instruction, signatures: Signatures) -> object:
     )
 
 
-def _check_reshard(instruction: Instruction) -> None:
+def _check_reshard(instruction: Move) -> None:
     for x, y, step in zip(instruction.inputs, instruction.outputs, instruction.steps, strict=True):
         if x.tensor is not y.tensor:
             raise ProgramError(f"moves {x.tensor.name} into {y.tensor.name}")
@@ -161,8 +163,8 @@ def taken_step(
     return laid(shape, s.mesh, tuple(entries.values()), s.pending), (k - 1) * payload / k
 
 
-def _check_assign(instruction: Instruction, program: Program) -> None:
-    name = instruction.operation.attrs["variable"]
+def _check_commit(instruction: Commit, program: Program) -> None:
+    name = instruction.variable
     (x,) = instruction.inputs
     if program.updates.get(name) is not x:
         raise ProgramError(f"variable '{name}' is not updated with {x}")
@@ -170,11 +172,14 @@ def _check_assign(instruction: Instruction, program: Program) -> None:
         raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {x}")
 
 
-def _check_loop(instruction: Instruction, body: Program, sound: Sound) -> None:
+def _check_loop(instruction: Loop, sound: Sound) -> None:
+    body = instruction.body
     if body not in sound.bodies:
         check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
         sound.bodies.add(body)
-    dim = instruction.operation.attrs["dim"]
+    loop = instruction.operation.loop
+    assert loop is not None
+    dim = loop.dim
     if instruction.trips != dim.size:
         raise ProgramError(f"makes {instruction.trips} trips over {dim}")
     for x, (name, y) in zip(instruction.inputs, body.inputs.items(), strict=True):
@@ -203,7 +208,7 @@ def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
     return Sharding(Shape([d for d, _ in kept]), s.mesh, [e for _, e in kept], s.pending), x.tensor.dtype
 
 
-def _check_computation(instruction: Instruction, signature: Signature) -> None:
+def _check_computation(instruction: Compute, signature: Signature) -> None:
     op = instruction.operation
     out = instruction.outputs[0]
     factors, linear = signature.factors, signature.linear
@@ -232,7 +237,7 @@ def _check_computation(instruction: Instruction, signature: Signature) -> None:
     for y, s in zip(instruction.outputs, beside(op, out.sharding), strict=True):
         if y.sharding != s:
             raise ProgramError(f"makes {y} beside {out}; the same axes split both")
-    if op.kind.name == "constant" and op.attrs["value"] == 0:
+    if is_zero(op):
         result = result.with_pending(out.sharding.pending)  # nothing on every core sums to nothing
     exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()
     if instruction.exchanges != exchanges:
@@ -286,6 +291,6 @@ def _check_ends(program: Program, made: Iterable[Value], after: str) -> None:
                 raise ProgramError(f"after {after}: {what} '{name}' is never made")
             if v.sharding.pending and not program.is_body:
                 raise ProgramError(f"after {after}: {what} '{name}' is still {v}")
-    written = [i.operation.attrs["variable"] for i in program.instructions if i.opcode == "assign"]
+    written = [i.variable for i in program.instructions if isinstance(i, Commit)]
     if sorted(written) != sorted(program.updates):
         raise ProgramError(f"after {after}: updates {sorted(program.updates)}, but {sorted(written)} are written")

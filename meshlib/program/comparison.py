@@ -15,7 +15,9 @@ from functools import cached_property
 from layouts import Sharding
 from meshlib.errors import GraphError
 from meshlib.graph import BACKWARD, FORWARD, UPDATE, Tensor
-from meshlib.program.records import Collective, Instruction, Program, Value, bytes_text
+from meshlib.ops.sources import INPUT, VARIABLE
+from meshlib.program.instructions import Value
+from meshlib.program.records import Collective, Program, bytes_text, walk
 from meshlib.program.work import local_work
 
 __all__ = ["Comparison", "Laid", "Pair", "Work", "compare"]
@@ -248,13 +250,6 @@ def compare(program_a: Program, program_b: Program) -> Comparison:
 # ---------------------------------------------------------------- what lies where
 
 
-def _instructions(program: Program) -> Iterator[Instruction]:
-    for i in program.instructions:
-        yield i
-        if i.body is not None:
-            yield from _instructions(i.body)
-
-
 def _tensors(a: Program, b: Program) -> Iterator[Laid]:
     left, right = _lying(a), _lying(b)
     for name in dict.fromkeys([*left, *right]):
@@ -269,7 +264,7 @@ def _tensors(a: Program, b: Program) -> Iterator[Laid]:
 def _lying(program: Program) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
     """Per tensor the shardings it takes, each once, in order."""
     found: dict[str, tuple[Tensor, dict[str, None]]] = {}
-    for i in _instructions(program):
+    for i, _, _ in walk(program):
         for y in i.outputs:
             found.setdefault(y.tensor.name, (y.tensor, {}))[1][_where(y.sharding)] = None
     return {name: (t, tuple(seen)) for name, (t, seen) in found.items()}
@@ -283,9 +278,9 @@ def _where(s: Sharding) -> str:
 
 def _group(t: Tensor) -> str:
     op = t.operation
-    if op.kind.name == "input":
+    if op.kind is INPUT:
         return "inputs"
-    if op.kind.name == "variable":
+    if op.kind is VARIABLE:
         return "slots" if op.attrs["slot_of"] else "variables"
     return "gradients" if t in op.graph.gradient_of else "activations"
 
@@ -392,7 +387,7 @@ def _because(reason: str) -> str:
 
 def _work(program: Program) -> Work:
     one, every = program.work, [0, 0]
-    for holder, i, times in _computations(program, 1):
+    for i, holder, times in walk(program):
         whole = local_work(holder, replace(i, inputs=_replicated(i.inputs), outputs=_replicated(i.outputs)))
         every = [every[0] + times * whole.mxu_flops, every[1] + times * whole.vpu_ops]
     size = program.mesh.size
@@ -402,15 +397,6 @@ def _work(program: Program) -> Work:
 
 def _replicated(values: Sequence[Value]) -> tuple[Value, ...]:
     return tuple(Value(v.tensor, Sharding.replicated(v.tensor.shape, v.sharding.mesh)) for v in values)
-
-
-def _computations(program: Program, times: int) -> Iterator[tuple[Program, Instruction, int]]:
-    """Instructions that are no loops, each with the program or body that holds it, and how often it runs."""
-    for i in program.instructions:
-        if i.body is not None:
-            yield from _computations(i.body, times * i.trips)
-        else:
-            yield program, i, times
 
 
 # ---------------------------------------------------------------- text

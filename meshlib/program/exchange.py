@@ -6,7 +6,7 @@ instruction that says what moves: less than any reshard of its operands would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,14 +19,23 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One collective inside an instruction. `operand` is -1 for a summary, which is made of all operands."""
+    """One collective inside an instruction. `operand` is -1 for a summary, which is made of all operands.
+
+    `by_block` is what each device along `axes` sends; `sent_bytes` the most of that. Of several exchanges the busiest
+    device may be neither's: see `busiest_bytes`.
+    """
 
     kind: str
     axes: Axes
     dim: str
     operand: int
     payload_bytes: int
-    sent_bytes: int
+    by_block: tuple[int, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the busiest device sends."""
+        return max(self.by_block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,7 @@ def plan_exchanges(
     if isinstance(op.kind.lower, Summary):
         types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
         payload = sum(t.shape.size * t.dtype.itemsize for t in op.kind.lower.types(types, op.attrs))
-        return (Exchange("all_gather", over, factor.name, -1, payload, (count - 1) * payload),)
+        return (Exchange("all_gather", over, factor.name, -1, payload, ((count - 1) * payload,) * count),)
     assert isinstance(op.kind.lower, Halo)
     name = factor.outputs[0]
     assert name is not None
@@ -87,14 +96,26 @@ def plan_exchanges(
             continue
         size = x.shape.dim(dim).size
         row_bytes = prod(s.local_shape.sizes) // (size // count) * x.dtype.itemsize
-        busiest = _busiest(op, i, made, count, size) * row_bytes
-        if busiest:
-            found.append(Exchange("collective_permute", over, dim, i, busiest, busiest))
+        given = tuple(n * row_bytes for n in _given_away(op, i, made, count, size))
+        if any(given):
+            found.append(Exchange("collective_permute", over, dim, i, max(given), given))
     return tuple(found)
 
 
-def _busiest(op: Operation, operand: int, made: int, count: int, size: int) -> int:
-    """Indices that the busiest sender gives away."""
+def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int:
+    """Bytes sent by the device that sends most in all of them, each given with how often it runs.
+
+    Exact along one set of mesh axes, and along several that have none in common: some device is the busiest on each.
+    """
+    totals: dict[Axes, tuple[int, ...]] = {}
+    for e, times in exchanges:
+        before = totals.get(e.axes, (0,) * len(e.by_block))
+        totals[e.axes] = tuple(a + times * b for a, b in zip(before, e.by_block, strict=True))
+    return sum(map(max, totals.values()))
+
+
+def _given_away(op: Operation, operand: int, made: int, count: int, size: int) -> list[int]:
+    """How many indices each block gives to others."""
     assert isinstance(op.kind.lower, Halo)
     block, wrap = size // count, op.kind.lower.wrap(op)
     sent = [0] * count
@@ -103,4 +124,4 @@ def _busiest(op: Operation, operand: int, made: int, count: int, size: int) -> i
         for run in runs(begin, end, size, block, wrap):
             if run.source != j:
                 sent[run.source] += run.end - run.begin
-    return max(sent)
+    return sent

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from meshlib.errors import GraphError
 from meshlib.operation import Kind
-from meshlib.program.records import Collective, Instruction, Program, Value, bytes_text
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.records import Collective, Program, bytes_text
 
 
 def listing(program: Program) -> str:
@@ -30,7 +31,7 @@ def _instructions(program: Program) -> list[str]:
             region = i.region
             lines.append(f"{region}:")
         lines.append("  " + _line(i, names, width))
-        if i.body is not None:
+        if isinstance(i, Loop):
             lines += ["    " + line for line in _instructions(i.body)]
     fetched = ", ".join(f"{k} = {names[v]}" for k, v in program.outputs.items())
     lines.append(f"returns {fetched or 'nothing'}")
@@ -39,27 +40,21 @@ def _instructions(program: Program) -> list[str]:
 
 def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
     operands = ", ".join(f"{names[x]} {x.tensor.name}" for x in i.inputs)
-    if i.opcode == "assign":
-        return f"{i.operation.attrs['variable']} <- {operands}  ({i.operation.source})"
-    if i.is_reshard:
-        over = "+".join(i.steps[0].axes)
+    if isinstance(i, Commit):
+        return f"{i.variable} <- {operands}  ({i.operation.source})"
+    made = i.opcode if isinstance(i, Resident) else f"{i.opcode}({operands})"
+    if isinstance(i, Move):
         where = "".join(f" {s.dim}" + (f" to {s.to_dim}" if s.to_dim else "") for s in i.steps[:1] if s.dim)
-        made = f"{i.opcode}({operands}) over {over}{where}"
-        if i.is_collective:
-            sent = sum(s.sent_bytes for s in i.steps)
-            made += f", sends {bytes_text(sent)}: " + "; ".join(r.why for r in i.reasons)
-    elif i.opcode in ("input", "variable"):
-        made = i.opcode
-    elif i.body is not None:
-        made = f"{i.opcode}({operands}), {i.trips} trips of the body below"
-    else:
+        made += f" over {'+'.join(i.steps[0].axes)}{where}"
+    elif isinstance(i, Loop):
+        made += f", {i.trips} trips of the body below"
+    elif isinstance(i, Compute):
         split = ", ".join(f"{f}@{a}" for a, f in i.assignment)
-        made = f"{i.opcode}({operands})" + (f" split {split}" if split else "")
+        made += f" split {split}" if split else ""
         if i.operation.kind.kind is Kind.COPY:
             made += f", copies {bytes_text(i.outputs[0].local_bytes)} {i.opcode.replace('_', ' the ')}"
-        if i.exchanges:
-            sent = sum(e.sent_bytes for e in i.exchanges)
-            made += f", sends {bytes_text(sent)}: " + "; ".join(r.why for r in i.reasons)
+    if i.transfers:
+        made += f", sends {bytes_text(i.sent_bytes)}: " + "; ".join(t.reason.why for t in i.transfers)
     results = " and ".join(f"{names[y]:<{width}} {y.tensor.name}: {y}" for y in i.outputs)
     local = bytes_text(sum(y.local_bytes for y in i.outputs))
     return f"{results} = {made}  [{local} a core, group {i.group}]  ({i.operation.source})"

@@ -1,119 +1,24 @@
 """Program: what one core runs. Instructions on local shapes, in their final order, collectives explicit.
 
 A `Program` is plain data. Every pass returns a new one, and `meshlib.program.checker` recomputes every type and
-sharding of it. One device's instructions are every device's instructions: only offsets differ.
+sharding of it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from layouts import LayoutRules, Mesh, Sharding
-from layouts.plan import Step
-from meshlib.graph import Operation, Tensor, TensorType
+from layouts import LayoutRules, Mesh
 from meshlib.operation import Work
-from meshlib.program.exchange import Exchange
+from meshlib.program.exchange import busiest_bytes
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 
 if TYPE_CHECKING:
+    from meshlib.program.buffers import Buffer
     from meshlib.program.memory import Memory
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Value:
-    """A tensor under one sharding: what an instruction makes. Compared by identity."""
-
-    tensor: Tensor
-    sharding: Sharding
-
-    @property
-    def local(self) -> TensorType:
-        """Shape and dtype of one device's block."""
-        return TensorType(self.sharding.local_shape, self.tensor.dtype)
-
-    @property
-    def local_bytes(self) -> int:
-        """Bytes of one device's block, without padding. Exact."""
-        return self.sharding.local_size * self.tensor.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.tensor.dtype}{self.sharding}"
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why data moves: on whose behalf, because of which dim, and how it could be avoided."""
-
-    op: str
-    dim: str | None
-    why: str
-    avoid: str
-    source: str
-    phase: str
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Instruction:
-    """One step of the program.
-
-    opcode      the operation's name, or that of a collective, or "slice" for a local cut by a reshard
-                "to_host" and "from_host" copy their operand's block between the device and its host's memory:
-                `outputs[0].local_bytes` over PCIe, sums of which are `Program.to_host_bytes` and `from_host_bytes`
-    operation   what it computes, or on whose behalf it moves data
-    assignment  computations: (axis, factor) for each mesh axis that splits the work
-    steps       reshards: one per operand (a merged collective has several), with one Reason each
-    exchanges   what moves inside a computation along a split dim, with one Reason each
-    group       fusion group: values used inside one group only never reach HBM
-    body        a Program run `trips` times on the operands; `carries` are (body input, body output) names: after
-                each trip the output becomes the input; `slices` are body inputs that take one index of the loop's dim
-                of their operand, `stacks` body outputs that are stacked along it; `body.inputs` has the operands' order
-    """
-
-    opcode: str
-    operation: Operation
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    region: str
-    assignment: tuple[tuple[str, str], ...] = ()
-    steps: tuple[Step, ...] = ()
-    reasons: tuple[Reason, ...] = ()
-    group: int = -1
-    body: Program | None = None
-    trips: int = 1
-    carries: tuple[tuple[str, str], ...] = ()
-    slices: tuple[str, ...] = ()
-    stacks: tuple[str, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
-
-    @property
-    def trip_order(self) -> range:
-        """The indices of the loop's dim in the order of the trips."""
-        return range(self.trips)[:: -1 if self.operation.attrs["reverse"] else 1]
-
-    def slice_axis(self, name: str) -> int:
-        """Where the loop's dim stands in the operand that the body input `name` takes slices of."""
-        assert self.body is not None
-        operand = self.inputs[list(self.body.inputs).index(name)]
-        return operand.tensor.shape.index(self.operation.attrs["dim"].name)
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether devices talk to each other here."""
-        return self.opcode in COLLECTIVES
-
-    @property
-    def is_reshard(self) -> bool:
-        """Whether this moves or cuts a value instead of computing one."""
-        return bool(self.steps)
-
-    def with_group(self, group: int) -> Instruction:
-        """The same in a fusion group."""
-        return replace(self, group=group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,29 +69,50 @@ class Program:
     notes: tuple[str, ...] = ()
     is_body: bool = False  # of a loop: its carries may be pending sums
 
-    def with_instructions(self, instructions: list[Instruction]) -> Program:
+    def with_instructions(self, instructions: Sequence[Instruction]) -> Program:
         """The same program with other instructions: what a pass returns."""
         return replace(self, instructions=tuple(instructions))
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective, in order, with its bytes and its reason."""
-        return tuple(_collectives(self.instructions, 1, itertools.count()))
+        return tuple(_collectives(self))
 
     @property
     def sent_bytes(self) -> int | float:
-        """Bytes that a device sends in one run of the program, all collectives together. Exact."""
-        return sum(c.sent_bytes * c.count for c in self.collectives)
+        """Bytes that the busiest device sends in one run of the program, all collectives together. Exact.
+
+        Less than those of the collectives add up to where different devices are the busiest: of two blocks that send
+        each other their margins, each sends one.
+        """
+        rings = sum(times * i.sent_bytes for i, _, times in walk(self) if isinstance(i, Move))
+        computed = [(i, times) for i, _, times in walk(self) if isinstance(i, Compute)]
+        return rings + busiest_bytes((e, times) for i, times in computed for e in i.exchanges)
 
     @cached_property
     def to_host_bytes(self) -> int:
         """Bytes that a device copies to the memory of its host in one run, loops included. Exact."""
-        return _copied(self, "to_host")
+        return self._copied("to_host")
 
     @cached_property
     def from_host_bytes(self) -> int:
         """Bytes that a device copies back from the memory of its host in one run, loops included. Exact."""
-        return _copied(self, "from_host")
+        return self._copied("from_host")
+
+    @cached_property
+    def last_use(self) -> Mapping[Value, int]:
+        """The number of the last instruction that uses each value; of what is fetched or written back, one more than
+        there are. Values that nobody uses are not there."""
+        last = {x: n for n, i in enumerate(self.instructions) for x in i.inputs}
+        kept = (*self.outputs.values(), *self.updates.values())
+        return last | dict.fromkeys(kept, len(self.instructions))
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Which values share memory, and from when to when."""
+        from meshlib.program.buffers import plan_buffers
+
+        return plan_buffers(self)
 
     @cached_property
     def memory(self) -> Memory:
@@ -200,12 +126,11 @@ class Program:
         """What one core does in one run of the program, duplicates included. Exact."""
         from meshlib.program.work import local_work
 
-        all_work = [local_work(self, i) for i in self.instructions]
-        return Work(
-            sum(w.mxu_flops for w in all_work),
-            sum(w.vpu_ops for w in all_work),
-            sum(w.hbm_bytes for w in all_work),
-        )
+        done = [(times, local_work(program, i)) for i, program, times in walk(self)]
+        return Work(sum(n * w.mxu_flops for n, w in done), sum(n * w.vpu_ops for n, w in done))
+
+    def _copied(self, opcode: str) -> int:
+        return sum(n * i.outputs[0].local_bytes for i, _, n in walk(self) if i.opcode == opcode)
 
     def __str__(self) -> str:
         from meshlib.program.listing import listing
@@ -213,49 +138,44 @@ class Program:
         return listing(self)
 
 
-def _copied(program: Program, opcode: str) -> int:
-    total = 0
-    for i in program.instructions:
-        if i.opcode == opcode:
-            total += i.outputs[0].local_bytes
-        elif i.body is not None:
-            total += i.trips * _copied(i.body, opcode)
-    return total
+class Visit(NamedTuple):
+    """An instruction, the program or body that holds it, and how often it runs in a step."""
+
+    instruction: Instruction
+    program: Program
+    times: int
 
 
-def _collectives(instructions: tuple[Instruction, ...], times: int, launches: Iterator[int]) -> Iterator[Collective]:
-    for instruction in instructions:
-        if instruction.body is not None:
-            yield from _collectives(instruction.body.instructions, times * instruction.trips, launches)
-        for exchange, reason in zip(
-            instruction.exchanges, instruction.reasons if instruction.exchanges else (), strict=True
-        ):
-            x = instruction.inputs[max(exchange.operand, 0)]
-            yield _collective(exchange, reason, x, times, next(launches))
-        if not instruction.is_collective:
-            continue
-        launch = next(launches)
-        for value, step, reason in zip(instruction.inputs, instruction.steps, instruction.reasons, strict=True):
-            yield _collective(step, reason, value, times, launch)
+def walk(program: Program, times: int = 1) -> Iterator[Visit]:
+    """Every instruction in order; those of a loop's body follow the loop, with the runs of all trips."""
+    for instruction in program.instructions:
+        yield Visit(instruction, program, times)
+        if isinstance(instruction, Loop):
+            yield from walk(instruction.body, times * instruction.trips)
 
 
-def _collective(moved: Step | Exchange, reason: Reason, x: Value, times: int, launch: int) -> Collective:
-    return Collective(
-        moved.kind,
-        moved.axes,
-        reason.dim,
-        moved.payload_bytes,
-        moved.sent_bytes,
-        times,
-        reason.phase,
-        reason.op,
-        x.tensor.name,
-        x.tensor.dtype.name,
-        reason.source,
-        reason.why,
-        reason.avoid,
-        launch,
-    )
+def _collectives(program: Program) -> Iterator[Collective]:
+    launch = 0
+    for instruction, _, times in walk(program):
+        for moved, x, reason in instruction.transfers:
+            yield Collective(
+                moved.kind,
+                moved.axes,
+                reason.dim,
+                moved.payload_bytes,
+                moved.sent_bytes,
+                times,
+                reason.phase,
+                reason.op,
+                x.tensor.name,
+                x.tensor.dtype.name,
+                reason.source,
+                reason.why,
+                reason.avoid,
+                launch,
+            )
+            launch += not instruction.is_collective
+        launch += instruction.is_collective
 
 
 def bytes_text(n: int | float) -> str:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from meshlib.operation import ON_MXU, Work
 from meshlib.ops.einsum import EIGHT_BIT
-from meshlib.program.records import Instruction, Program
+from meshlib.program.instructions import Compute, Instruction
+from meshlib.program.records import Program
 
 
 def local_work(program: Program, instruction: Instruction) -> Work:
-    """The work of one instruction on one core, in one step: a loop's body counts once for each trip. Exact.
+    """The work of one run of an instruction on one core, without that of a loop's body. Exact.
 
     Moves do none; what they send is in `Program.collectives`.
     """
-    if instruction.body is not None:
-        inner = [local_work(instruction.body, i) for i in instruction.body.instructions]
-        trips = instruction.trips
-        return Work(
-            trips * sum(w.mxu_flops for w in inner),
-            trips * sum(w.vpu_ops for w in inner),
-            trips * sum(w.hbm_bytes for w in inner),
-        )
-    if instruction.is_reshard or instruction.opcode == "assign":
-        return Work(0, 0, 0)
+    if not isinstance(instruction, Compute):
+        return Work(0, 0)
     op = instruction.operation
     attrs = dict(op.attrs)
     if op.kind.kind in ON_MXU and program.precision == "highest" and attrs.get("precision") not in EIGHT_BIT:

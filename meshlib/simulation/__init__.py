@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
 
 from hardware.slices import Slice
 from layouts import Sharding
-from meshlib.checks import choice, flag
+from meshlib.checks import at, choice, flag
+from meshlib.engine import Engine
 from meshlib.errors import FeedError, GraphError, NotFiniteError, nearest
 from meshlib.ops.sources import STEP
-from meshlib.program.records import Instruction, Program, Value
-from meshlib.simulation.engine import Engine
+from meshlib.program.instructions import Instruction, Value
+from meshlib.program.records import Program
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.simulation.state import State, to_storage
@@ -62,7 +64,9 @@ def simulate(
 class Simulation:
     """The variables of a program on simulated cores.
 
-    `state` maps names to global arrays; `slice` is the named slice or None.
+    `state` maps names to global arrays; `slice` is the named slice or None. Threads may share a simulation: each step,
+    save or assignment waits until the one that runs has ended. A copy (of the module `copy`, or a pickle) is a
+    simulation of its own that goes on from the same state, bit for bit.
     """
 
     def __init__(self, program: Program, slice: Slice | None, seed: int, executor: str, check_nan: bool) -> None:
@@ -73,7 +77,12 @@ class Simulation:
         self.check_nan = check_nan
         self.state = State(seed)
         self._ready: OrderedDict[int, FastExecutor] = OrderedDict()  # by id of the program, which each holds
+        self._stepping = False
         self._declare(program)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Buffers are no state: a copy plans its own.
+        return {**vars(self), "state": copy(self.state), "_ready": OrderedDict(), "_stepping": False}
 
     def step(self, feeds: Mapping[str, Any] | None = None, /, **named: Any) -> dict[str, Array]:
         """Run the program once: feeds by name, fetched outputs back, updates committed together.
@@ -84,30 +93,28 @@ class Simulation:
         return self.run(self.program, feeds, **named)
 
     def run(self, program: Program, feeds: Mapping[str, Any] | None = None, /, **named: Any) -> dict[str, Array]:
-        """Run another program once on the same variables: it may have its own batch size, mesh and layout."""
+        """Run another program once on the same variables: it may have its own batch size, mesh and layout.
+
+        Raises: as `step`; GraphError if a step of this simulation calls it, as an initializer could.
+        """
         if not isinstance(program, Program):
             raise GraphError(f"run: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
-        if program is not self.program:
-            self._declare(program)
         if feeds is not None and not isinstance(feeds, Mapping):
             raise FeedError(
                 f"feeds are a dict of names to arrays, or named as in step(x=array); got {type(feeds).__name__}"
             )
-        fed = _feeds(program, {**(feeds or {}), **named})
-        engine = Engine(
-            self.seed, int(self.state.arrays[STEP]), program.precision == "highest", self.executor == "exact"
-        )
-        with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
-            outputs, updates = self._execute(program, fed, engine)
-            if self.check_nan:
-                self._check_nan(program, fed, engine, outputs, updates)
-        results = {
-            name: np.array(y, dtype=program.outputs[name].tensor.dtype.public, copy=True) for name, y in outputs.items()
-        }
-        self.state.arrays.update(updates)
-        if program.counts_steps:
-            self.state.arrays[STEP] = self.state.arrays[STEP] + np.int32(1)
-        return results
+        given = {**(feeds or {}), **named}
+        with self.state.lock:
+            if self._stepping:  # by this thread, which has the lock
+                raise GraphError(
+                    f"{at('run')}: called from within a step of the same simulation; call it when that step has ended, "
+                    "or run a copy, copy.copy(sim)"
+                )
+            self._stepping = True
+            try:
+                return self._run(program, given)
+            finally:
+                self._stepping = False
 
     def shard(self, name: str, coordinate: Mapping[str, int] | tuple[int, ...]) -> Array:
         """The block of variable `name` that the core at `coordinate` holds under the program's layout.
@@ -119,6 +126,23 @@ class Simulation:
         return whole if sharding is None else whole[sharding.slices(coordinate)]
 
     # ------------------------------------------------------------ inside
+
+    def _run(self, program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
+        if program is not self.program:
+            self._declare(program)
+        fed = _feeds(program, given)
+        step = self.state.arrays[STEP]
+        engine = Engine(self.seed, int(step), program.precision == "highest", self.executor == "exact")
+        with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
+            outputs, updates = self._execute(program, fed, engine)
+            if self.check_nan:
+                self._check_nan(program, fed, engine, outputs, updates)
+        results = {
+            name: np.array(y, dtype=program.outputs[name].tensor.dtype.public, copy=True) for name, y in outputs.items()
+        }
+        counted = {STEP: step + np.int32(1)} if program.counts_steps else {}
+        self.state.arrays.update({**updates, **counted})  # at once: an interrupt finds all of it, or nothing
+        return results
 
     def _declare(self, program: Program) -> None:
         variables = {name: v.tensor.operation for name, v in program.variables.items() if name != STEP}
@@ -134,7 +158,7 @@ class Simulation:
         self._ready.move_to_end(id(program))
         while len(self._ready) > READY_PROGRAMS:
             self._ready.popitem(last=False)
-        return self._ready[id(program)].run(self.state.arrays, feeds, engine)
+        return self._ready[id(program)].step(self.state.arrays, feeds, engine)
 
     def _check_nan(
         self,

@@ -9,15 +9,12 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from meshlib.dtypes import BFLOAT16
+from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation, TensorType
-from meshlib.operation import Block, Kind
-from meshlib.simulation.engine import Engine
+from meshlib.operation import Block
 
 Array = np.ndarray[Any, Any]
-
-# Results that are bfloat16 already when their operands are.
-_EXACT_IN_BFLOAT16 = ("relu", "negative", "maximum", "minimum", "where", "abs", "sign", "relu_grad")
 
 
 def compute(
@@ -45,6 +42,6 @@ def finished(op: Operation, outs: tuple[TensorType, ...], made: Array | tuple[Ar
 def _finished(op: Operation, out: TensorType, y: Array) -> Array:
     if y.shape != out.shape.sizes or y.dtype != out.dtype.storage:
         raise ProgramError(f"{op} made {y.dtype}{list(y.shape)}, not the declared {out}")
-    if out.dtype is BFLOAT16 and op.kind.kind is not Kind.VIEW and op.kind.name not in _EXACT_IN_BFLOAT16:
+    if out.dtype is BFLOAT16 and not op.kind.exact:
         return round_to_bfloat16(y, out=y if y.flags.writeable else None)
     return y

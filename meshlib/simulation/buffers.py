@@ -1,100 +1,72 @@
 """Buffers of the fast executor: which array each value is written to, planned once by liveness.
 
-A node that computes writes into a buffer; nodes that only look at their operand differently share its buffer, which
-therefore lives until the last of them is used. A buffer is free again after that, and element-wise nodes write over
-an operand that dies there. New values of variables get two arrays that take turns with the state's.
+A computation writes into a buffer; what only looks at its operand differently shares its buffer, which therefore lives
+until the last of them is used. A buffer is free again after that, and element-wise work writes over an operand that
+dies there. New values of variables get two arrays that take turns with the state's.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from meshlib.operation import Kind
-from meshlib.program.checker import instruction_factors
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.arrays import new_array, unwritten
+from meshlib.operation import EVERY, Storage
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.records import Program
 
 Array = np.ndarray[Any, Any]
 
-# Operands that `local` may read after it began to write: writing over them would be wrong.
-_READ_LATE = {"add_n": 2}
 
-
-@dataclass(eq=False)
-class Node:
-    """One step of the fast executor: compute, reduce, round, loop, or alias (another name of the same array)."""
-
-    kind: str
-    instruction: Instruction
-    inputs: tuple[Value, ...]
-    output: Value
-    zero_offsets: dict[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        factors = instruction_factors(self.instruction)[0] if self.kind == "compute" else ()
-        self.zero_offsets = {f.name: 0 for f in factors}
-
-    @property
-    def shares(self) -> bool:
-        """Whether the output may show its first operand's memory."""
-        return self.kind == "alias" or (
-            self.kind == "compute" and self.instruction.operation.kind.kind is Kind.VIEW and bool(self.inputs)
-        )
-
-    @property
-    def writes(self) -> bool:
-        """Whether the node writes into a buffer given to it."""
-        if self.kind == "round":
-            return True
-        op = self.instruction.operation
-        one = len(self.instruction.outputs) == 1
-        return (
-            one
-            and self.kind == "compute"
-            and op.kind.kind is not Kind.VIEW
-            and op.kind.name not in ("constant", "range")
-        )
+def _writes(i: Instruction) -> bool:
+    """Whether an instruction writes its result into a buffer given to it."""
+    if isinstance(i, Resident | Move | Loop | Commit) or len(i.outputs) != 1:
+        return False
+    return not isinstance(i, Compute) or i.operation.kind.storage is Storage.FRESH
 
 
 class Buffers:
     """The plan, and the arrays it stands for."""
 
-    def __init__(
-        self, program: Program, nodes: Sequence[Node], stored_shape: Callable[[Value], tuple[int, ...]]
-    ) -> None:
+    def __init__(self, program: Program, stored_shape: Callable[[Value], tuple[int, ...]]) -> None:
         self.shape = stored_shape
-        self.owner: dict[Value, Value] = {}
-        for v in (*program.inputs.values(), *program.variables.values()):
-            self.owner[v] = v
-        for node in nodes:
-            x = node.inputs[0] if node.shares else node.output
-            self.owner[node.output] = self.owner.get(x, x)
-            # Loops, and operations with several results, make their own arrays.
-            if len(node.instruction.outputs) > 1 and node.kind in ("loop", "compute"):
-                self.owner.update((y, y) for y in node.instruction.outputs)
-        self.last = self._last_uses(program, nodes)
         self.resident = {*program.inputs.values(), *program.variables.values()}
+        self.owner: dict[Value, Value] = {v: v for v in self.resident}
+        for i in program.instructions:
+            self.owner.update(self._owners(i))
+        self.last = self._last_uses(program)
         self.sizes: list[int] = []
         self.places: dict[Value, int] = {}
-        self._assign(nodes)
+        self._assign(program)
         self.memory = [np.empty(size, np.uint8) for size in self.sizes]
         self.double = self._doubled(program)
         self.fixed = {v: self._view(self.memory[b], v) for v, b in self.places.items() if v not in self.double}
         # Two arrays each, so that a new value never lands on the state it was made from.
-        self.turns = {v: [np.empty(self.shape(v), v.tensor.dtype.storage) for _ in range(2)] for v in self.double}
+        self.turns = {v: [new_array(self.shape(v), v.tensor.dtype.storage) for _ in range(2)] for v in self.double}
+
+    def _owners(self, i: Instruction) -> Iterator[tuple[Value, Value]]:
+        """Per result the value whose memory it shows. Loops, and operations with several results, make their own."""
+        fresh = not isinstance(i, Compute) or i.operation.kind.storage is Storage.FRESH
+        view = not fresh and len(i.outputs) == 1
+        for n, y in enumerate(i.outputs):
+            x = i.inputs[n] if i.inputs and (view or isinstance(i, Move)) else y
+            # A move that adds up what stayed apart makes an array of its own.
+            same = view or self.shape(x) == self.shape(y)
+            yield y, self.owner.get(x, x) if same else y
 
     def begin(self, taken: Iterable[Array]) -> dict[Value, Array]:
         """The arrays to write into during the next step: none that the state has `taken`."""
         state = {id(_memory_of(a)) for a in taken}
+        for memory in self.memory:
+            unwritten(memory)
         arrays = dict(self.fixed)
         for v, pair in self.turns.items():
             free = [a for a in pair if id(a) not in state]
-            arrays[v] = free[0] if free else np.empty_like(pair[0])
+            arrays[v] = unwritten(free[0] if free else np.empty_like(pair[0]))
         return arrays
 
     @property
@@ -106,14 +78,13 @@ class Buffers:
         shape, dtype = self.shape(v), v.tensor.dtype.storage
         return memory[: prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
-    def _last_uses(self, program: Program, nodes: Sequence[Node]) -> dict[Value, int]:
-        """Per owner, the last node that needs its memory."""
+    def _last_uses(self, program: Program) -> dict[Value, int]:
+        """Per owner, the last instruction that needs its memory."""
         last: dict[Value, int] = {}
-        for n, node in enumerate(nodes):
-            for v in (*node.inputs, node.output):
-                last[self.owner[v]] = n
-        for v in (*program.outputs.values(), *program.updates.values()):
-            last[self.owner[v]] = len(nodes)
+        for n, i in enumerate(program.instructions):
+            for y in i.outputs:
+                owner = self.owner[y]
+                last[owner] = max(last.get(owner, n), program.last_use.get(y, n))
         return last
 
     def _doubled(self, program: Program) -> set[Value]:
@@ -123,14 +94,14 @@ class Buffers:
             del self.places[v]
         return found
 
-    def _assign(self, nodes: Sequence[Node]) -> None:
+    def _assign(self, program: Program) -> None:
         free: list[tuple[int, int]] = []  # (bytes, buffer), sorted
         ends: dict[int, list[Value]] = {}
         holders: dict[int, int] = {}  # per buffer the values that are in it: several where one was written over
-        for n, node in enumerate(nodes):
-            y = node.output
-            if node.writes:
-                place = self._over_operand(n, node)
+        for n, i in enumerate(program.instructions):
+            if _writes(i):
+                (y,) = i.outputs
+                place = self._over_operand(n, i, y)
                 if place is None:
                     place = self._take(free, prod(self.shape(y)) * y.tensor.dtype.storage.itemsize)
                 self.places[y] = place
@@ -142,17 +113,13 @@ class Buffers:
                 if not holders[place]:
                     insort(free, (self.sizes[place], place))
 
-    def _over_operand(self, n: int, node: Node) -> int | None:
-        kind = node.instruction.operation.kind
-        if node.kind == "compute" and kind.kind is not Kind.ELEMENTWISE:
-            return None
-        y = node.output
-        candidates = node.inputs[: _READ_LATE.get(kind.name, len(node.inputs))]
+    def _over_operand(self, n: int, i: Instruction, y: Value) -> int | None:
+        candidates = i.inputs[: i.operation.kind.overwrites if isinstance(i, Compute) else EVERY]
         for x in candidates:
             owner = self.owner[x]
             same = (self.shape(owner), owner.tensor.shape) == (self.shape(y), y.tensor.shape)
             same = same and x.tensor.shape == y.tensor.shape and owner.tensor.dtype.storage == y.tensor.dtype.storage
-            late = node.inputs[len(candidates) :]
+            late = i.inputs[len(candidates) :]
             same = same and all(self.owner[other] is not owner for other in late)
             if same and self.last[owner] == n and owner in self.places and owner not in self.resident:
                 return self.places[owner]

@@ -15,14 +15,16 @@ from hardware.numerics import ring_reduce, ring_reduce_scatter, round_to_bfloat1
 from layouts import Mesh, Sharding, permute_pairs
 from layouts.plan import Step
 from meshlib.dtypes import BFLOAT16, DType
+from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation
 from meshlib.operation import Block, Factor, Halo, Role, Summary
 from meshlib.program.checker import instruction_factors
 from meshlib.program.exchange import runs, split_factor
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.interpreter import Interpreter
+from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute, finished
-from meshlib.simulation.engine import Engine
 
 Array = np.ndarray[Any, Any]
 Blocks = list[Array]  # one per device
@@ -42,7 +44,7 @@ def run_exact(
     """
     given = {v: cut(feeds[name], v.sharding) for name, v in program.inputs.items()}
     given |= {v: cut(state[name], v.sharding) for name, v in program.variables.items()}
-    values = _run(program, given, engine, watch)
+    values = _Exact(watch).run(program, given, engine)
     outputs = {name: together(v, values[v], name) for name, v in program.outputs.items()}
     for name, v in program.updates.items():
         # State is kept as global arrays, which would hide that a core writes another block than it holds.
@@ -52,54 +54,39 @@ def run_exact(
     return outputs, updates
 
 
-def _run(program: Program, given: Mapping[Value, Blocks], engine: Engine, watch: Watch | None) -> dict[Value, Blocks]:
-    """Run the instructions on the blocks of inputs and variables; the results hold what is fetched or written back."""
-    values: dict[Value, Blocks] = dict(given)
-    last = {x: n for n, i in enumerate(program.instructions) for x in i.inputs}
-    kept = {*program.outputs.values(), *program.updates.values()}
-    for n, instruction in enumerate(program.instructions):
-        inputs = [values[x] for x in instruction.inputs]
-        if instruction.is_reshard:
-            for blocks, y, step in zip(inputs, instruction.outputs, instruction.steps, strict=True):
-                values[y] = _checked(move(step, blocks, y.tensor.dtype), y, instruction)
-        elif instruction.body is not None:
-            made = _loop(instruction, instruction.body, inputs, engine, watch)
-            values.update(zip(instruction.outputs, made, strict=True))
-        elif instruction.opcode not in ("input", "variable", "assign"):
-            computed = _compute(program, instruction, inputs, engine)
-            values.update(zip(instruction.outputs, computed, strict=True))
-        if watch is not None:
-            for y in instruction.outputs:
-                watch(instruction, y, values[y])
-        for x in instruction.inputs:
-            if last[x] == n and x not in kept:
-                values.pop(x, None)
-    return values
+class _Exact(Interpreter[Blocks, Engine]):
+    """Values are the blocks of all devices."""
+
+    def __init__(self, watch: Watch | None) -> None:
+        self.watch = watch
+
+    def compute(self, program: Program, i: Compute, inputs: Sequence[Blocks], context: Engine) -> list[Blocks]:
+        if (show := i.operation.kind.show) is not None:
+            data = list(zip(i.inputs, inputs, strict=True))[1:]
+            show(i.operation, [together(v, blocks, v.tensor.name) for v, blocks in data])
+        return _compute(program, i, inputs, context)
+
+    def move(self, i: Move, inputs: Sequence[Blocks]) -> list[Blocks]:
+        parts = zip(i.steps, inputs, i.outputs, strict=True)
+        return [_checked(move(step, blocks, y.tensor.dtype), y, i) for step, blocks, y in parts]
+
+    def sliced(self, x: Blocks, trip: int, axis: int) -> Blocks:
+        return [np.take(block, trip, axis=axis) for block in x]
+
+    def stacked(self, i: Loop, n: int, parts: Sequence[Blocks]) -> Blocks:
+        return [np.stack(blocks) for blocks in zip(*parts, strict=True)]
+
+    def made(self, i: Instruction, y: Value, value: Blocks) -> None:
+        if self.watch is not None:
+            self.watch(i, y, value)
 
 
-def _checked(blocks: Blocks, y: Value, instruction: Instruction) -> Blocks:
+def _checked(blocks: Blocks, y: Value, instruction: Move) -> Blocks:
     for block in blocks:
         if block.shape != y.sharding.local_shape.sizes:
             what = f"{instruction.opcode} for {instruction.operation}"
             raise ProgramError(f"{what} made a block of shape {list(block.shape)}, not the declared {y.local} of {y}")
     return blocks
-
-
-def _loop(
-    instruction: Instruction, body: Program, inputs: list[Blocks], engine: Engine, watch: Watch | None
-) -> list[Blocks]:
-    given = dict(zip(body.inputs.values(), inputs, strict=True))
-    whole = {body.inputs[name]: (given[body.inputs[name]], instruction.slice_axis(name)) for name in instruction.slices}
-    stacks: dict[str, list[Blocks]] = {name: [[]] * instruction.trips for name in instruction.stacks}
-    for trip in instruction.trip_order:
-        for v, (blocks, axis) in whole.items():
-            given[v] = [np.take(block, trip, axis=axis) for block in blocks]
-        values = _run(body, given, engine.in_trip(trip), watch)
-        for name, made in stacks.items():
-            made[trip] = values[body.outputs[name]]
-        given.update({body.inputs[begin]: values[body.outputs[end]] for begin, end in instruction.carries})
-    finals = [given[body.inputs[begin]] for begin, _ in instruction.carries]
-    return finals + [[np.stack(parts) for parts in zip(*made, strict=True)] for made in stacks.values()]
 
 
 def cut(array: Array, sharding: Sharding) -> Blocks:
@@ -125,7 +112,7 @@ def together(value: Value, blocks: Blocks, name: str) -> Array:
     return out
 
 
-def _compute(program: Program, instruction: Instruction, inputs: list[Blocks], engine: Engine) -> list[Blocks]:
+def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], engine: Engine) -> list[Blocks]:
     """Run a computation on every device: per output its blocks."""
     op = instruction.operation
     factors, _ = instruction_factors(instruction)
@@ -174,7 +161,7 @@ class _Place:
 
 
 def _with_halo(
-    instruction: Instruction, factor: Factor, over: tuple[str, ...], device: int, inputs: list[Blocks]
+    instruction: Compute, factor: Factor, over: tuple[str, ...], device: int, inputs: Sequence[Blocks]
 ) -> tuple[list[Array], tuple[int, ...]]:
     """Each operand's run of the split dim that this device needs, and where the runs start.
 
@@ -212,11 +199,11 @@ def _with_halo(
 
 
 def _summarised(
-    instruction: Instruction,
+    instruction: Compute,
     factor: Factor,
     over: tuple[str, ...],
     places: list[_Place],
-    inputs: list[Blocks],
+    inputs: Sequence[Blocks],
     engine: Engine,
 ) -> list[tuple[Array, ...]]:
     """Every block's summary to every device of its group, then the rest of the work."""

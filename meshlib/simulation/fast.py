@@ -11,8 +11,8 @@ changes is the order of addition, which the exact executor keeps; the instructio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -21,14 +21,17 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
+from meshlib.arrays import new_array, unwritten
 from meshlib.dtypes import FLOAT32
+from meshlib.engine import Engine
 from meshlib.graph import TensorType
 from meshlib.operation import ON_MXU
 from meshlib.program.checker import instruction_factors
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.interpreter import Interpreter
+from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute
-from meshlib.simulation.buffers import Buffers, Node
-from meshlib.simulation.engine import Engine
+from meshlib.simulation.buffers import Buffers
 
 Array = np.ndarray[Any, Any]
 _NONE: Mapping[Value, Array] = MappingProxyType({})
@@ -40,7 +43,7 @@ def unfolded_axes(program: Program, fold: bool = True) -> dict[Value, tuple[str,
         # Sums that stay pending through a loop are folded in any case: what begins as nothing has no parts.
         through = {a for v in (*program.inputs.values(), *program.outputs.values()) for a in v.sharding.pending_axes}
         for i in program.instructions:
-            if i.body is not None:
+            if isinstance(i, Loop):
                 through |= {a for v in (*i.inputs, *i.outputs) for a in v.sharding.pending_axes}
         found = {y: y.sharding.pending_axes for i in program.instructions for y in i.outputs if y.sharding.pending}
         kept = {y: tuple(a for a in axes if a not in through) for y, axes in found.items()}
@@ -48,7 +51,7 @@ def unfolded_axes(program: Program, fold: bool = True) -> dict[Value, tuple[str,
     users: dict[Value, list[tuple[Instruction, Value]]] = {}
     for i in program.instructions:
         for n, x in enumerate(i.inputs if i.outputs else ()):
-            users.setdefault(x, []).append((i, i.outputs[n if i.is_reshard else 0]))
+            users.setdefault(x, []).append((i, i.outputs[n if isinstance(i, Move) else 0]))
     apart: dict[Value, tuple[str, ...]] = {}
     for i in reversed(program.instructions):
         for y in i.outputs:
@@ -62,72 +65,65 @@ def unfolded_axes(program: Program, fold: bool = True) -> dict[Value, tuple[str,
             )
             if stuck:
                 apart[y] = stuck
-        if any(y in apart for y in i.outputs[1:]) and not i.is_reshard and i.body is None:
+        if any(y in apart for y in i.outputs[1:]) and isinstance(i, Compute):
             # Results of one computation come apart together: it runs once per block.
             together = {a for y in i.outputs for a in apart.get(y, ())}
             apart.update((y, tuple(a for a in y.sharding.pending_axes if a in together)) for y in i.outputs)
     return apart
 
 
+@dataclass(frozen=True, eq=False)
+class Round(Instruction):
+    """A float32 operand of the MXU rounded to bfloat16, once for all products that read it."""
+
+
 @dataclass(eq=False)
-class FastExecutor:
+class FastExecutor(Interpreter[Array, Engine]):
     """A program made ready to run many steps: buffers planned once by liveness, arrays reused."""
 
     program: Program
     fold: bool = True
-    nodes: list[Node] = field(default_factory=list)
-    bodies: dict[Instruction, FastExecutor] = field(default_factory=dict)
+    bodies: dict[Loop, FastExecutor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.apart = unfolded_axes(self.program, self.fold)
-        self._rounded: dict[Value, Value] = {}
-        self._stacks: dict[Instruction, list[tuple[Value, Array]]] = {}
-        self._plan_nodes()
-        self.buffers = Buffers(self.program, self.nodes, self._stored_shape)
+        self.bodies = {i: FastExecutor(i.body, self.fold) for i in self.program.instructions if isinstance(i, Loop)}
+        self.ready = self.program.with_instructions(self._rounding())
+        self.buffers = Buffers(self.ready, self._stored_shape)
+        self.zero_offsets = {
+            i: {f.name: 0 for f in instruction_factors(i)[0]} for i in self.ready.instructions if isinstance(i, Compute)
+        }
+        self._targets: Mapping[Value, Array] = _NONE  # where the run that is on writes
+        self._stacks: dict[Loop, list[Array]] = {}
 
     # ------------------------------------------------------------ planning
 
     def _stored_shape(self, v: Value) -> tuple[int, ...]:
         return (*(self.program.mesh.axis_size(a) for a in self.apart.get(v, ())), *v.tensor.shape.sizes)
 
-    def _plan_nodes(self) -> None:
-        """One node per computation and per reduction of what stayed apart; moves are other names of their operand."""
+    def _rounding(self) -> list[Instruction]:
+        """The instructions, with operands of products rounded before the first product that reads them."""
+        found: list[Instruction] = []
+        rounded: dict[Value, Value] = {}
         for i in self.program.instructions:
-            if i.opcode in ("input", "variable", "assign"):
-                continue
-            if i.is_reshard:
-                for x, y in zip(i.inputs, i.outputs, strict=True):
-                    summed = [a for a in self.apart.get(x, ()) if a not in self.apart.get(y, ())]
-                    self.nodes.append(Node("reduce" if summed else "alias", i, (x,), y))
-                continue
-            if i.body is not None:
-                self.nodes.append(Node("loop", i, i.inputs, i.outputs[0]))
-                self.bodies[i] = FastExecutor(i.body, self.fold)
-                continue
-            self.nodes.append(Node("compute", i, self._mxu_inputs(i), i.outputs[0]))
+            if isinstance(i, Compute) and self._rounds(i):
+                for x in i.inputs:
+                    if x.tensor.dtype is FLOAT32 and x not in rounded:
+                        rounded[x] = y = Value(x.tensor, x.sharding)
+                        if x in self.apart:
+                            self.apart[y] = self.apart[x]
+                        found.append(Round(i.operation, (x,), (y,), i.region))
+                i = replace(i, inputs=tuple(rounded.get(x, x) for x in i.inputs))
+            found.append(i)
+        return found
 
-    def _mxu_inputs(self, i: Instruction) -> tuple[Value, ...]:
-        """Operands of a matmul rounded to bfloat16 once, however many matmuls read them."""
-        op = i.operation
-        precise = self.program.precision == "highest" or op.attrs.get("precision", "default") != "default"
-        if op.kind.kind not in ON_MXU or precise:
-            return i.inputs
-        taken = []
-        for x in i.inputs:
-            if x.tensor.dtype is not FLOAT32:
-                taken.append(x)
-                continue
-            if x not in self._rounded:
-                self._rounded[x] = y = Value(x.tensor, x.sharding)
-                if x in self.apart:
-                    self.apart[y] = self.apart[x]
-                self.nodes.append(Node("round", i, (x,), y))
-            taken.append(self._rounded[x])
-        return tuple(taken)
+    def _rounds(self, i: Compute) -> bool:
+        precise = self.program.precision == "highest" or i.operation.attrs.get("precision", "default") != "default"
+        return i.operation.kind.kind in ON_MXU and not precise
 
     # ------------------------------------------------------------ running
 
-    def run(
+    def step(
         self, state: Mapping[str, Array], feeds: Mapping[str, Array], engine: Engine
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Run one step: global outputs and new values of the updated variables.
@@ -138,7 +134,8 @@ class FastExecutor:
         engine = Engine(engine.seed, engine.step, engine.highest, in_order=False, rounded=True, shared={})
         given = {v: feeds[name] for name, v in self.program.inputs.items()}
         given |= {v: state[name] for name, v in self.program.variables.items()}
-        arrays = self._run_nodes(given, state.values(), engine)
+        self._targets = self.buffers.begin(state.values())
+        arrays = self.run(self.ready, given, engine)
         outputs = {name: arrays[v] for name, v in self.program.outputs.items()}
         owned = self.buffers.double
         updates = {
@@ -147,101 +144,90 @@ class FastExecutor:
         }
         return outputs, updates
 
-    def _run_nodes(
-        self, given: Mapping[Value, Array], taken: Iterable[Array], engine: Engine, into: Mapping[Value, Array] = _NONE
-    ) -> dict[Value, Array]:
-        """All nodes in order; `into` has arrays to write some values to instead of their buffers."""
-        arrays = self.buffers.begin(taken)
-        arrays.update(into)
-        arrays.update(given)
-        for node in self.nodes:
-            if node.kind == "loop":
-                self._run_loop(node.instruction, arrays, engine)
-            else:
-                self._run_node(node, arrays, engine)
-        return arrays
+    def results(
+        self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Engine
+    ) -> Iterable[Array]:
+        """As everywhere; operands of products are rounded besides."""
+        if isinstance(i, Round):
+            return [round_to_bfloat16(inputs[0], out=self._targets.get(i.outputs[0]))]
+        return super().results(program, i, inputs, values, context)
 
-    def _run_loop(self, i: Instruction, arrays: dict[Value, Array], engine: Engine) -> None:
-        body, inside = i.body, self.bodies[i]
-        assert body is not None
-        given = {v: arrays[x] for v, x in zip(body.inputs.values(), i.inputs, strict=True)}
-        whole = {body.inputs[name]: (given[body.inputs[name]], i.slice_axis(name)) for name in i.slices}
-        stacks = self._stacks_of(i)
-        for trip in i.trip_order:
-            for v, (array, axis) in whole.items():
-                given[v] = np.take(array, trip, axis=axis) if axis else array[trip, ...]
-            # What is stacked is made where it belongs, if it has a buffer of its own.
-            into = {v: stack[trip, ...] for v, stack in stacks if v in inside.buffers.fixed}
-            made = inside._run_nodes(given, (), engine.in_trip(trip), into)
-            for v, stack in stacks:
-                if made[v] is not into.get(v):
-                    stack[trip] = made[v]
-            # Copied, because the next trip writes into the same buffers.
-            given.update({body.inputs[begin]: made[body.outputs[end]].copy() for begin, end in i.carries})
-        arrays.update({y: given[body.inputs[begin]] for y, (begin, _) in zip(i.outputs, i.carries, strict=False)})
-        arrays.update({y: stack for y, (_, stack) in zip(i.outputs[len(i.carries) :], stacks, strict=True)})
+    def loop(self, i: Loop, inputs: Sequence[Array], context: Engine) -> list[Array]:
+        """As everywhere, into arrays that serve every step."""
+        for stack in self._stacks_of(i):
+            unwritten(stack)
+        return super().loop(i, inputs, context)
 
-    def _stacks_of(self, i: Instruction) -> list[tuple[Value, Array]]:
-        """Per stacked output the body's value and the array of all trips, which serves every step."""
-        assert i.body is not None
+    def trip(self, i: Loop, trip: int, given: Mapping[Value, Array], context: Engine) -> Mapping[Value, Array]:
+        """One run of a loop's body, which writes what is stacked where it belongs, if it has a buffer of its own."""
+        inside = self.bodies[i]
+        stacked = [i.body.outputs[name] for name in i.stacks]
+        places = [stack[trip, ...] for stack in self._stacks_of(i)]
+        into = {v: place for v, place in zip(stacked, places, strict=True) if v in inside.buffers.fixed}
+        inside._targets = {**inside.buffers.begin(()), **into}
+        made = inside.run(inside.ready, given, context)
+        for v, place in zip(stacked, places, strict=True):
+            if made[v] is not place:
+                place[...] = made[v]
+        # Copied, because the next trip writes into the same buffers.
+        return made | {i.body.outputs[end]: made[i.body.outputs[end]].copy() for _, end in i.carries}
+
+    def sliced(self, x: Array, trip: int, axis: int) -> Array:
+        """A view where the loop's dim comes first."""
+        return np.asarray(np.take(x, trip, axis=axis) if axis else x[trip, ...])
+
+    def stacked(self, i: Loop, n: int, parts: Sequence[Array]) -> Array:
+        """The array of all trips, into which each has written."""
+        return self._stacks_of(i)[n]
+
+    def _stacks_of(self, i: Loop) -> list[Array]:
+        """The arrays of all trips, which serve every step."""
         if i not in self._stacks:
-            values = [i.body.outputs[name] for name in i.stacks]
             outputs = i.outputs[len(i.carries) :]
-            self._stacks[i] = [
-                (v, np.empty(y.tensor.shape.sizes, y.tensor.dtype.storage))
-                for v, y in zip(values, outputs, strict=True)
-            ]
+            self._stacks[i] = [new_array(y.tensor.shape.sizes, y.tensor.dtype.storage) for y in outputs]
         return self._stacks[i]
 
-    def _run_node(self, node: Node, arrays: dict[Value, Array], engine: Engine) -> None:
-        (first, *_) = node.inputs or (None,)
-        if node.kind == "compute":
-            taken = [arrays[x] for x in node.inputs]
-            made = self._compute(node, taken, engine, arrays.get(node.output))
-            arrays.update(zip(node.instruction.outputs, made, strict=True))
-            return
-        assert first is not None
-        x = arrays[first]
-        if node.kind == "alias":
-            arrays[node.output] = x
-        elif node.kind == "round":
-            out = arrays.get(node.output)
-            arrays[node.output] = round_to_bfloat16(x, out=out)
-        else:
-            arrays[node.output] = self._reduce(node, first, x)
+    def move(self, i: Move, inputs: Sequence[Array]) -> list[Array]:
+        """Other names of the operands, and the sums of what stayed apart."""
+        parts = zip(i.inputs, i.outputs, inputs, strict=True)
+        return [self._reduce(x, y, array) for x, y, array in parts]
 
-    def _reduce(self, node: Node, before: Value, x: Array) -> Array:
-        mine = self.apart[before]
-        left = self.apart.get(node.output, ())
+    def _reduce(self, before: Value, after: Value, x: Array) -> Array:
+        mine, left = self.apart.get(before, ()), self.apart.get(after, ())
         axes = tuple(n for n, a in enumerate(mine) if a not in left)
+        if not axes:
+            return x
         kind = before.sharding.pending[0][1]
         ufunc = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kind]
         y: Array = ufunc.reduce(x, axis=axes, dtype=x.dtype)  # NumPy would widen int32
         return round_to_bfloat16(y) if before.tensor.dtype.name == "bfloat16" else y
 
-    def _compute(self, node: Node, taken: list[Array], engine: Engine, buffer: Array | None) -> tuple[Array, ...]:
-        i = node.instruction
+    def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Engine) -> tuple[Array, ...]:
+        """All blocks at once, or those of each coordinate of the axes that stay apart."""
+        if (show := i.operation.kind.show) is not None:
+            show(i.operation, inputs[1:])
         looped = self._looped_axes(i)
-        if not looped:
-            types = tuple(x.tensor.type for x in i.inputs)
-            outs = tuple(y.tensor.type for y in i.outputs)
-            return compute(i.operation, types, outs, taken, node.zero_offsets, engine, buffer)
-        return self._compute_apart(i, taken, engine, looped)
+        if looped:
+            return self._compute_apart(i, inputs, context, looped)
+        types = tuple(x.tensor.type for x in i.inputs)
+        outs = tuple(y.tensor.type for y in i.outputs)
+        buffer = self._targets.get(i.outputs[0])
+        return compute(i.operation, types, outs, inputs, self.zero_offsets[i], context, buffer)
 
-    def _looped_axes(self, i: Instruction) -> tuple[str, ...]:
+    def _looped_axes(self, i: Compute) -> tuple[str, ...]:
         axes = set(self.apart.get(i.outputs[0], ()))
         for x in i.inputs:
             axes |= set(self.apart.get(x, ()))
         return tuple(a for a in self.program.mesh.axes if a in axes)
 
     def _compute_apart(
-        self, i: Instruction, taken: list[Array], engine: Engine, looped: tuple[str, ...]
+        self, i: Compute, taken: Sequence[Array], engine: Engine, looped: tuple[str, ...]
     ) -> tuple[Array, ...]:
         """Run once per coordinate of the axes that stay apart, each time on the blocks at that coordinate."""
         mesh = self.program.mesh
         factors, _ = instruction_factors(i)
         split = {f.name: tuple(a for a, name in i.assignment if name == f.name and a in looped) for f in factors}
-        results = tuple(np.empty(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
+        results = tuple(new_array(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
         for point in product(*(range(mesh.axis_size(a)) for a in looped)):
             at = dict(zip(looped, point, strict=True))
             offsets, counts = {}, {}

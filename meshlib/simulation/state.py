@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import numpy as np
 
-from hardware.numerics import round_to_bfloat16
 from layouts import Shape
-from meshlib.dtypes import BFLOAT16, BOOL, DType
+from meshlib.checks import is_masked, stored
+from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
 from meshlib.errors import FeedError, nearest
 from meshlib.graph import Operation
 from meshlib.initializers import make_key
@@ -24,9 +25,9 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
 
     Floats of any width are taken for a float dtype, integers for int32 if they fit; lists of Python numbers for
     either. Nothing else is converted.
-    Raises: FeedError with both shapes or dtypes.
+    Raises: FeedError with both shapes or dtypes, or for what `stored` refuses.
     """
-    if isinstance(array, list | tuple | bool | int | float):
+    if isinstance(array, list | tuple | bool | int | float) and not is_masked(array):
         try:
             array = np.asarray(array)
             if dtype.is_float and array.dtype.kind in "iu":
@@ -36,8 +37,9 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
                 f"{what}: the nested list is no array of shape {list(shape.sizes)}; its rows differ"
             ) from None
     if not isinstance(array, np.ndarray | np.generic):
-        raise FeedError(f"{what}: expected a NumPy array of {dtype.name}{shape}, got {type(array).__name__}")
-    array = np.asarray(array)
+        masked = " that holds a masked array" if is_masked(array) else ""
+        raise FeedError(f"{what}: expected a NumPy array of {dtype.name}{shape}, got {type(array).__name__}{masked}")
+    array = np.asanyarray(array)
     if array.shape != shape.sizes:
         raise FeedError(f"{what}: expected shape {list(shape.sizes)} for {shape}, got {list(array.shape)}")
     kind = "float" if array.dtype.kind == "f" or array.dtype == BFLOAT16.public else array.dtype.kind
@@ -49,10 +51,7 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
             f"{what}: expected {dtype.name}, got {array.dtype}; convert it yourself, as in "
             f"array.astype(np.{'float32' if dtype.is_float else dtype.name})"
         )
-    if wanted == "i" and array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
-        raise FeedError(f"{what}: value {array.max() if array.max() > 2**31 - 1 else array.min()} does not fit int32")
-    out = np.asarray(array, dtype=dtype.storage, order="C")
-    return round_to_bfloat16(out) if dtype is BFLOAT16 and array.dtype != BFLOAT16.public else out
+    return stored(array, dtype, what, FeedError)
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,16 @@ class State(MutableMapping[str, Array]):
         self.seed = seed
         self.arrays: dict[str, Array] = {STEP: np.zeros((), np.int32)}
         self.slots: dict[str, Slot] = {}
+        # Held while a step runs: it writes over arrays that it gave to the state two steps before.
+        self.lock = RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            arrays = {name: array.copy(order="K") for name, array in self.arrays.items()}
+        return {"seed": self.seed, "arrays": arrays, "slots": dict(self.slots)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=RLock())
 
     def declare(self, variables: Mapping[str, Operation]) -> None:
         """Make the variables of a program known; new ones take their initial value from seed and name."""
@@ -96,7 +105,7 @@ class State(MutableMapping[str, Array]):
                 if name not in self.arrays:
                     made = self._initial(name, slot, op)
                     what = f"initial value of variable '{name}' ({op.source})"
-                    self.arrays[name] = to_storage(np.asarray(made), slot.shape, slot.dtype, what)
+                    self.arrays[name] = to_storage(np.asanyarray(made), slot.shape, slot.dtype, what)
 
     def _initial(self, name: str, slot: Slot, op: Operation) -> object:
         try:
@@ -112,13 +121,16 @@ class State(MutableMapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         self._check_name(name)
         public = self.slots[name].public.public if name in self.slots else np.dtype(np.int32)
-        return self.arrays[name].astype(public)
+        with self.lock:
+            return self.arrays[name].astype(public)
 
     def __setitem__(self, name: str, value: Array) -> None:
         self._check_name(name)
         slot = self.slots.get(name)
-        shape, dtype = (slot.shape, slot.dtype) if slot else (Shape([]), self._step_dtype())
-        self.arrays[name] = to_storage(value, shape, dtype, f"state['{name}']").copy()
+        shape, dtype = (slot.shape, slot.dtype) if slot else (Shape([]), INT32)
+        made = to_storage(value, shape, dtype, f"state['{name}']").copy()
+        with self.lock:
+            self.arrays[name] = made
 
     def __delitem__(self, name: str) -> None:
         raise FeedError(f"variable '{name}' can't be deleted; a program needs it")
@@ -135,9 +147,3 @@ class State(MutableMapping[str, Array]):
     def _check_name(self, name: str) -> None:
         if not isinstance(name, str) or name not in self.arrays:
             raise FeedError(f"no variable '{name}'{nearest(str(name), self.arrays)}; known: {', '.join(self.arrays)}")
-
-    @staticmethod
-    def _step_dtype() -> DType:
-        from meshlib.dtypes import INT32
-
-        return INT32

@@ -15,7 +15,14 @@ from hardware.slices import Slice, legal_slices
 from layouts import Dimension
 from meshlib.estimation import Estimate, estimate
 from meshlib.graph import Graph, Tensor
-from meshlib.ops.einsum import EIGHT_BIT
+from meshlib.lowering import lower
+from meshlib.ops.einsum import EIGHT_BIT, einsum
+from meshlib.ops.elementwise import relu
+from meshlib.ops.reduce import reduce_sum
+from meshlib.ops.sources import input as input_
+from meshlib.ops.sources import zeros
+from meshlib.ops.state import constrain
+from meshlib.ops.window import shift
 from meshlib.validation.machine import shape_of
 from meshlib.validation.policies import NotExpressed
 
@@ -119,20 +126,12 @@ def _measured(measured: Mapping[str, Any], chip: Chip, flops: float, moved_bytes
 
 
 def _product(m: int, k: int, n: int, dtype: str, precision: str) -> Tensor:
-    from meshlib.ops.einsum import einsum
-    from meshlib.ops.sources import input as input_
-
     rows, depth, columns = Dimension("rows", m), Dimension("depth", k), Dimension("columns", n)
     return einsum([input_("x", [rows, depth], dtype), input_("y", [depth, columns], dtype)], precision=precision)
 
 
 def _streamed(stream: str, size_bytes: int) -> Tensor:
     """Copy y = x, read y = sum x, write y = 0, add y = a + b, or triad y = a + 3 b, over arrays of that size."""
-    from meshlib.ops.elementwise import relu
-    from meshlib.ops.reduce import reduce_sum
-    from meshlib.ops.sources import input as input_
-    from meshlib.ops.sources import zeros
-
     rows = max(1, size_bytes // 4096)
     dims = [Dimension("rows", rows), Dimension("columns", max(1, size_bytes // rows // 4))]
     if stream == "write":
@@ -146,16 +145,12 @@ def _streamed(stream: str, size_bytes: int) -> Tensor:
 
 def _alone(chip: str, made: Tensor) -> Estimate:
     """Every device of the smallest slice does the same."""
-    from meshlib.lowering import lower
-
     name = legal_slices(chip)[0]
     return estimate(lower({"y": made}, mesh=f"copies:{Slice(name).devices}"), name)
 
 
 def _collective(row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: str, dtype: str) -> Estimate:
     """A collective over a group of devices of one slice, one of each chip where it has as many as chips."""
-    from meshlib.lowering import lower
-
     where = row.get("slice")
     text = str(where.get("topology", "") if isinstance(where, Mapping) else where or "")
     shape = "x".join(map(str, shape_of(where)))
@@ -197,11 +192,6 @@ def _larger_bytes(model: Mapping[str, Any], kind: str, group: int, itemsize: int
 
 def _moved(kind: str, elements: int, group: int, dtype: str) -> tuple[Tensor, str]:
     """A tensor that takes one collective to make, and the layout under which it does."""
-    from meshlib.ops.reduce import reduce_sum
-    from meshlib.ops.sources import input as input_
-    from meshlib.ops.state import constrain
-    from meshlib.ops.window import shift
-
     rows, columns = Dimension("rows", max(1, elements // 1024)), Dimension("columns", 1024)
     if kind == "collective_permute":
         x = input_("x", [Dimension("rows", rows.size * group), columns], dtype)

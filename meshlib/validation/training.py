@@ -6,7 +6,7 @@ A run's programs are built, lowered and planned once; `Prepared.seconds` schedul
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hardware.chips import Chip
@@ -16,9 +16,11 @@ from meshlib.estimation.physics import Physics
 from meshlib.estimation.plan import Plan, plan_of
 from meshlib.estimation.scheduling import schedule
 from meshlib.estimation.times import Times
+from meshlib.graph import Graph
 from meshlib.lowering import Balance, lower
-from meshlib.models import PRESETS, TransformerConfig
+from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
 from meshlib.models.layouts import layout as model_layout
+from meshlib.ops.remat import Remat
 from meshlib.program.records import Program
 from meshlib.validation.runs import Run, known_model
 
@@ -63,18 +65,16 @@ def _plan(run: Run, program: Program) -> Plan:
 
 
 def _lowered(run: Run, training: bool) -> Program:
-    import meshlib as mtf
-
     config = config_of(run)
     mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
     balance = Balance(stationary=("tensor",))
-    with mtf.Graph():
+    with Graph():
         if training:
-            outputs, updates = mtf.models.train_step(
+            outputs, updates = train_step(
                 config, run.padded_batch, run.length, "adamw", _remat(run, config), predictions=run.predictions
             )
             return lower(outputs, updates, mesh, layout_of(run, config, mesh), balance=balance)
-        model = mtf.models.transformer(config, run.padded_batch, run.length, predictions=run.predictions)
+        model = transformer(config, run.padded_batch, run.length, predictions=run.predictions)
         return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), balance=balance)
 
 
@@ -101,10 +101,13 @@ def config_of(run: Run) -> TransformerConfig:
         "tied": bool(m.get("tied_embedding", base.tied)),
         "attention": run.attention,
         # Published runs of encoders are TensorFlow's, whose softmax is in the policy's dtype (Keras mixed_bfloat16).
-        "softmax_dtype": "bfloat16" if run.encoder else base.softmax_dtype,
+        "numerics": replace(
+            base.numerics,
+            activation_dtype="float32" if run.precision == "float32" else "bfloat16",
+            precision=run.precision if run.eight_bit else "default",
+            softmax_dtype="bfloat16" if run.encoder else base.numerics.softmax_dtype,
+        ),
         "dropout": 0.0,
-        "matmul_dtype": run.precision if run.eight_bit else None,
-        "activation_dtype": "float32" if run.precision == "float32" else "bfloat16",
     }
     if m.get("local_window"):
         changes["windows"] = (*(m["local_window"],) * run.locals, None)
@@ -131,11 +134,9 @@ def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
 
 
 def _remat(run: Run, config: TransformerConfig) -> Any:
-    import meshlib as mtf
-
     policy = run.policy
     if not (policy.save or policy.offload or policy.carries):
         return "full"
     absent = () if config.gated else ("wi_gate",)
     save, offload = (tuple(n for n in names if n not in absent) for names in (policy.save, policy.offload))
-    return mtf.Remat(save=save, offload=offload, offload_carries=policy.carries)
+    return Remat(save=save, offload=offload, offload_carries=policy.carries)

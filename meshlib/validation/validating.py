@@ -30,6 +30,7 @@ from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.published import ROWS
 from meshlib.validation.runs import Run, run_of
+from meshlib.validation.training import Prepared, prepare
 
 # What figures of rows can make of programs: a row that cannot be read must not hide the others.
 _UNREADABLE = (MeshlibError, HardwareError, ArithmeticError, AttributeError, TypeError, ValueError, LookupError)
@@ -165,8 +166,6 @@ def check_row(row: Mapping[str, Any]) -> Checked:
 
 def _with_runs(checked: Sequence[Checked], refit: bool) -> Validation:
     """Fill in the times of training runs."""
-    from meshlib.validation.training import Prepared, prepare
-
     prepared: dict[int, Prepared] = {}
     rows = list(checked)
     for n, row in enumerate(rows):

@@ -13,8 +13,10 @@ from meshlib.errors import FeedError, GraphError, nearest
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor
 from meshlib.lowering.homes import all_operations
 from meshlib.lowering.simplification import simplify
-from meshlib.ops.sources import STEP
+from meshlib.operation import Kind
+from meshlib.ops.sources import STEP, VARIABLE
 from meshlib.ops.sources import input as declare_input
+from meshlib.program.instructions import Move
 from meshlib.program.records import Program
 from meshlib.simulation.state import State, to_storage
 
@@ -31,7 +33,7 @@ def draw_feeds(
     unknown = [f"unknown input '{n}'{nearest(n, own)}" for n in given if n not in own]
     if unknown:
         raise FeedError(f"verify: {'; '.join(unknown)}; the graph's inputs: {', '.join(own) or 'none'}")
-    operations = [i.operation for i in program.instructions if not i.is_reshard]
+    operations = [i.operation for i in program.instructions if not isinstance(i, Move)]
     fed = {}
     for n, (name, v) in enumerate(sorted(program.inputs.items())):
         op, t = v.tensor.operation, v.tensor
@@ -71,19 +73,13 @@ def _index_bound(x: Tensor, operations: Sequence[Operation]) -> int | None:
     """The smallest dim in which an integer, or what is made of it, is looked up."""
     reached, bounds = {x}, []
     for op in all_operations(operations):
-        if "body" in op.attrs:
-            body: Graph = op.attrs["body"]
-            inner = [body.inputs[n].output for n in (*op.attrs["carried"], *op.attrs["sliced"])]
-            inner += body.captured.values()
-            reached |= {b for a, b in zip(op.inputs, inner, strict=False) if a in reached}
-        elif any(y in reached for y in op.inputs[_LOOKED_UP.get(op.kind.name, len(op.inputs)) :]):
+        if op.loop is not None:
+            reached |= {b for a, b in zip(op.inputs, op.loop.stand_ins, strict=True) if a in reached}
+        elif op.kind.indices is not None and op.inputs[op.kind.indices] in reached:
             bounds.append(op.attrs["dim"].size)
         elif any(y in reached for y in op.inputs):
             reached |= {y for y in op.outputs if not y.dtype.is_float and y.dtype is not BOOL}
     return min(bounds, default=None)
-
-
-_LOOKED_UP = {"one_hot": 0, "gather": 1, "scatter_add": 1}  # from which operand on the operands are indices
 
 
 class Borrowed:
@@ -98,7 +94,7 @@ class Borrowed:
     def __enter__(self) -> None:
         g = self.graph
         self.lists = [(held, len(held)) for held in (g.operations, g.rewrites)]
-        tables = (g.gradient_of, g.inputs, g.variables, g.captured, g._counts)
+        tables = (g.gradient_of, g.inputs, g.variables, g.captured, g.outside, g._counts)
         self.tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(held, dict(held)) for held in tables]
 
     def __exit__(self, *exc: object) -> None:
@@ -115,7 +111,7 @@ def all_gradients(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str])
     xs = [
         op.output
         for op in simplify(graph, ys, ()).operations
-        if op.kind.name in ("input", "variable") and op.output.dtype.is_float and op.attrs.get("trainable", True)
+        if op.kind.kind is Kind.RESIDENT and op.output.dtype.is_float and op.attrs.get("trainable", True)
     ]
     if not xs:
         return {}
@@ -131,5 +127,5 @@ def _gradients(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> dict
         # Ones would hide much: the rows of a softmax sum to one whatever it does.
         seeds = [declare_input(f"{COTANGENT}{n}", y.shape, y.dtype) for n, y in enumerate(ys)]
         found = gradients(ys, xs, seeds)
-    order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind.name != "variable")
+    order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind is not VARIABLE)
     return {f"d {x.operation.name}": dx for x, dx in order if dx is not None}

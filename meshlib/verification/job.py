@@ -10,12 +10,13 @@ import numpy as np
 
 from layouts import LayoutRules, Mesh
 from meshlib.dtypes import INT32
+from meshlib.engine import Engine
 from meshlib.errors import FeedError, LayoutError
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering.session import Session
 from meshlib.ops.sources import STEP
-from meshlib.program.records import Instruction, Program, Value
-from meshlib.simulation.engine import Engine
+from meshlib.program.instructions import Instruction, Value
+from meshlib.program.records import Program
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.verification.feeds import draw_feeds, initial_state
@@ -203,7 +204,7 @@ class Job:
         fast = FastExecutor(program)
 
         def run(step: ReferenceStep) -> tuple[dict[str, Array], dict[str, Array]]:
-            outputs, updates = fast.run(step.state, self.feeds, self.engine(step.state, False))
+            outputs, updates = fast.step(step.state, self.feeds, self.engine(step.state, False))
             return {n: y.copy() for n, y in outputs.items()}, updates
 
         return run

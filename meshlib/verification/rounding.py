@@ -26,10 +26,12 @@ from typing import Any
 import numpy as np
 
 from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
+from meshlib.engine import Engine
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import ON_MXU, Block, Kind, Role
-from meshlib.program.records import Instruction, Program, Value
-from meshlib.simulation.engine import Engine
+from meshlib.operation import ON_MXU, Block, Role
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.interpreter import Interpreter
+from meshlib.program.records import Program
 
 Array = np.ndarray[Any, Any]
 
@@ -80,7 +82,7 @@ def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
 
 
 @dataclass(eq=False)
-class Wide:
+class Wide(Interpreter[Array, Engine]):
     """The unsharded program in float64; with `rng`, every operand changed by as much as its rounding may amount to."""
 
     highest: bool
@@ -89,37 +91,27 @@ class Wide:
     counted: Counted = field(default_factory=Counted)
     values: dict[Key, Array] = field(default_factory=dict)
 
-    def run(self, program: Program, given: Mapping[Value, Array], engine: Engine) -> dict[Value, Array]:
-        arrays = {v: self._widened(x, v.tensor.dtype) for v, x in given.items()}
-        for i in program.instructions:
-            inputs = [arrays[x] for x in i.inputs]
-            if i.is_reshard:
-                arrays.update(zip(i.outputs, inputs, strict=True))
-            elif i.body is not None:
-                arrays.update(zip(i.outputs, self._loop(i, i.body, inputs, engine), strict=True))
-            elif i.opcode not in ("input", "variable", "assign"):
-                arrays.update(zip(i.outputs, self._compute(i, inputs, engine), strict=True))
-            for y in i.outputs:
-                self.values.setdefault((y.tensor, self.counted.next(y)), arrays[y])
-        return arrays
+    def run(self, program: Program, given: Mapping[Value, Array], context: Engine) -> dict[Value, Array]:
+        """As everywhere, in float64."""
+        return super().run(program, {v: self._widened(x, v.tensor.dtype) for v, x in given.items()}, context)
 
-    def _loop(self, i: Instruction, body: Program, inputs: list[Array], engine: Engine) -> list[Array]:
-        given = dict(zip(body.inputs.values(), inputs, strict=True))
-        sliced = {body.inputs[n]: (given[body.inputs[n]], i.slice_axis(n)) for n in i.slices}
-        stacks: dict[str, list[Array]] = {n: [np.empty(0)] * i.trips for n in i.stacks}
-        for trip in i.trip_order:
-            given.update({v: np.take(x, trip, axis=axis) for v, (x, axis) in sliced.items()})
-            made = self.run(body, given, engine.in_trip(trip))
-            for n, parts in stacks.items():
-                parts[trip] = made[body.outputs[n]]
-            given.update({body.inputs[begin]: made[body.outputs[end]] for begin, end in i.carries})
-        return [*(given[body.inputs[begin]] for begin, _ in i.carries), *map(np.stack, stacks.values())]
+    def made(self, i: Instruction, y: Value, value: Array) -> None:
+        self.values.setdefault((y.tensor, self.counted.next(y)), value)
 
-    def _compute(self, i: Instruction, inputs: list[Array], engine: Engine) -> list[Array]:
+    def move(self, i: Move, inputs: Sequence[Array]) -> Sequence[Array]:
+        return inputs
+
+    def sliced(self, x: Array, trip: int, axis: int) -> Array:
+        return np.asarray(np.take(x, trip, axis=axis))
+
+    def stacked(self, i: Loop, n: int, parts: Sequence[Array]) -> Array:
+        return np.stack(parts)
+
+    def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Engine) -> list[Array]:
         op = i.operation
         types = tuple(_wide_type(v.tensor) for v in i.inputs)
         zeros = {f.name: 0 for f in op.kind.roles(op)}
-        block = Block(op, types, _wide_type(op.output), zeros, engine, None, (0,) * len(types))
+        block = Block(op, types, _wide_type(op.output), zeros, context, None, (0,) * len(types))
 
         def local(arrays: Sequence[Array]) -> list[Array]:
             with np.errstate(all="ignore"):
@@ -128,7 +120,7 @@ class Wide:
             return [self._widened(np.asarray(y), t.dtype) for y, t in zip(made, op.outputs, strict=True)]
 
         plain = local(inputs)
-        if self.rng is None or op.kind.kind is Kind.VIEW:
+        if self.rng is None or op.kind.exact:
             return plain
         changed = local([self._changed(x, self._by(op, v.tensor.dtype)) for v, x in zip(i.inputs, inputs, strict=True)])
         units = [_unit(v.tensor.dtype) for v in i.inputs if v.tensor.dtype.is_float]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from meshlib.errors import MeshlibError
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.records import Program
 from meshlib.simulation.exact import Blocks
 from meshlib.verification.report import Divergence
 from meshlib.verification.rounding import Counted, Key, difference
@@ -44,7 +45,7 @@ class Search:
         """What `run_exact` calls with every value made."""
         trip = self.counted.next(value)
         known = self._expected(instruction, value, trip)
-        if known is None or instruction.opcode in ("input", "variable"):
+        if known is None or isinstance(instruction, Resident):
             return
         wanted, limit = known
         sharding = value.sharding
@@ -66,7 +67,7 @@ class Search:
         if value not in self.partial:
             key = (value.tensor, trip)
             return (self.values[key], self.allowed[key]) if key in self.values else None
-        if instruction.is_reshard:
+        if isinstance(instruction, Move):
             x = instruction.inputs[instruction.outputs.index(value)]
             self.parts[value] = self.parts[x]
             return self.parts[value]
@@ -94,10 +95,11 @@ class Search:
         summed = sharding.pending_axes
         start = sharding.offsets(coordinate)
         what = str(op)
-        if instruction.is_reshard:
+        if isinstance(instruction, Move):
             made, over = value.tensor.operation, "+".join(a for s in instruction.steps[:1] for a in s.axes)
             what = f"{instruction.opcode} of {made} over {over}"
             what, op = (what if made is op else f"{what}, for {op}"), made
+        split = instruction.assignment if isinstance(instruction, Compute) else ()
         return Divergence(
             op.name,
             instruction.opcode,
@@ -105,7 +107,7 @@ class Search:
             instruction.region,
             value.tensor.name,
             str(value),
-            ", ".join(f"{f}@{a}" for a, f in instruction.assignment),
+            ", ".join(f"{f}@{a}" for a, f in split),
             what,
             str(mesh),
             str(self.program.layout),
@@ -123,9 +125,9 @@ def _partial_sums(program: Program) -> Iterator[Value]:
     """Values that carry an n-ary sum's tensor but hold some of its operands only: the sum itself takes them up."""
     found: set[Value] = set()
     for i in reversed(program.instructions):
-        if i.body is not None:
+        if isinstance(i, Loop):
             yield from _partial_sums(i.body)
-        elif i.is_reshard:
+        elif isinstance(i, Move):
             found.update(x for x, y in zip(i.inputs, i.outputs, strict=True) if y in found)
         elif i.outputs:
             found.update(x for x in i.inputs if x.tensor is i.outputs[0].tensor)

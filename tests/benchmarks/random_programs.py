@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' writer of programs
 
 import meshlib as mtf
+from meshlib.engine import Engine
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering.simplification import simplify
 from meshlib.operation import Array, Block
-from meshlib.simulation.engine import Engine
 from tests import test_property_programs as writer
 
 
@@ -52,26 +52,22 @@ def evaluate(operations: list[Operation], inputs: Mapping[Tensor, Array], same: 
 
 def loop(op: Operation, xs: list[Array], engine: Engine) -> list[Array]:
     """The trips of a scan, one after the other."""
-    body: Graph = op.attrs["body"]
-    carried, sliced, results = op.attrs["carried"], op.attrs["sliced"], op.attrs["results"]
-    inner = [body.inputs[n].output for n in (*carried, *sliced)] + list(body.captured.values())
-    carries, slices, rest = xs[: len(carried)], xs[len(carried) : len(carried) + len(sliced)], xs[len(carried) :]
-    rest = rest[len(sliced) :]
-    axes = [x.shape.index(op.attrs["dim"].name) for x in op.inputs[len(carried) : len(carried) + len(sliced)]]
-    trips = op.attrs["dim"].size
-    stacks: list[list[Array]] = [[np.empty(0)] * trips for _ in op.outputs[len(carried) :]]
-    for t in reversed(range(trips)) if op.attrs["reverse"] else range(trips):
+    record = op.loop
+    assert record is not None
+    carries, slices, rest = record.operands(xs)
+    axes = [x.shape.index(record.dim.name) for x in record.operands(op.inputs).slices]
+    stacks: list[list[Array]] = [[np.empty(0)] * record.dim.size for _ in record.stacked]
+    for t in record.trip_order:
         cut = [np.take(x, t, axis=a) for x, a in zip(slices, axes, strict=True)]
-        before = carries
         values = evaluate(
-            body.operations,
-            dict(zip(inner, [*carries, *cut, *rest], strict=True)),
+            record.body.operations,
+            dict(zip(record.stand_ins, [*carries, *cut, *rest], strict=True)),
             lambda x: x,
             engine.in_trip(t),
         )
-        carries = [values[y] for y in results[: len(carried)]]
-        for stack, y in zip(stacks, [*(values[y] for y in results[len(carried) :]), *before], strict=True):
-            stack[t] = y
+        carries = [values[y] for y in record.made.finals]
+        for stack, y in zip(stacks, record.stacked, strict=True):
+            stack[t] = values[y]
     return [*carries, *(np.stack(s) for s in stacks)]
 
 

@@ -41,7 +41,7 @@ def config() -> mtf.models.TransformerConfig:
         d_ff=SIZES.d_ff,
         vocab=SIZES.vocab,
         max_length=SIZES.length,
-        activation_dtype="float32",
+        numerics=mtf.Numerics(),
     )
 
 

@@ -52,7 +52,7 @@ def test_bad_arguments(tmp_path, monkeypatch):
     with pytest.raises(mtf.SliceError, match="32 devices"):
         mtf.scaling(lambda s: build(Slice("v3-8")), ["v3-32"])
     made = mtf.scaling(build, ["v3-8"])
-    with pytest.raises(mtf.GraphError, match="expected a path, got int 3"):
+    with pytest.raises(mtf.GraphError, match=r"the path must be text.*got int 3"):
         made.plot(3)
     real = builtins.__import__
 
@@ -85,7 +85,7 @@ def test_plot(tmp_path):
     ):
         assert f"<!-- {word}" in text, word
     for name in ("nowhere/scaling.png", "scaling.nosuchformat"):
-        with pytest.raises(mtf.GraphError, match="cannot write"):
+        with pytest.raises(mtf.GraphError, match="can't be written"):
             made.plot(tmp_path / name)
 
 

@@ -87,13 +87,13 @@ def test_trace_is_whole_or_not_there(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["otherData"]["layout"] == "batch:data;in:model"
     assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
     est.save_trace(str(path))
-    with pytest.raises(mtf.GraphError, match=r"cannot write .*nowhere"):
+    with pytest.raises(mtf.GraphError, match=r"nowhere.* can't be written"):
         est.save_trace(tmp_path / "nowhere" / "step.json")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(mtf.GraphError, match="cannot write"):
+    with pytest.raises(mtf.GraphError, match="can't be written"):
         est.save_trace(tmp_path / "folder")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "step.json"]
-    with pytest.raises(mtf.GraphError, match="expected a path, got int 3"):
+    with pytest.raises(mtf.GraphError, match=r"the path must be text.*got int 3"):
         est.save_trace(3)  # type: ignore[arg-type]
 
 

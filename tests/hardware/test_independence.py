@@ -32,7 +32,3 @@ def test_one_idea_per_file(file):
     lines = file.read_text().splitlines()
     assert len(lines) <= 400
     assert ast.get_docstring(ast.parse(file.read_text()))
-
-
-def test_public_names_exist():
-    assert all(hasattr(hardware, name) for name in hardware.__all__)

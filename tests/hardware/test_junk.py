@@ -14,6 +14,7 @@ import pytest
 import hardware
 from hardware import CHIPS, Chip, Demand, HardwareError, Links, Matmul, Placement, Slice, Torus, Work
 from hardware.placement import Factor, placements
+from tests.public import public_names
 
 JUNK: list[Callable[[], object]] = [
     lambda: None, lambda: "", lambda: "x", lambda: "xy", lambda: "v3", lambda: "v3-8", lambda: "v3-٨",
@@ -47,7 +48,7 @@ OWN: dict[tuple[str, str], Callable[[], object]] = {
     **{("Chip", name): (lambda name=name: getattr(CHIPS["v5e"], name)) for name in inspect.signature(Chip).parameters},
 }  # fmt: skip
 PUBLIC = {
-    name: getattr(hardware, name) for name in hardware.__all__
+    name: getattr(hardware, name) for name in public_names(hardware)
     if callable(getattr(hardware, name)) and name != "HardwareError"
 }  # fmt: skip
 

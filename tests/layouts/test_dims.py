@@ -105,6 +105,25 @@ def test_indexing():
         shape.dim("bb")
 
 
+def test_what_code_for_mesh_tensorflow_does_with_shapes():
+    shape, d, e = Shape("a:2;b:3;c:4"), Dimension("d", 5), Dimension("e", 6)
+    assert Shape(shape.dims[:-1] + [d]) == Shape("a:2;b:3;d:5")  # noqa: RUF005
+    assert Shape([d] + shape.dims[1:] + [e]) == Shape("d:5;b:3;c:4;e:6")  # noqa: RUF005
+    assert shape[:-1] + [d] == Shape("a:2;b:3;d:5")  # noqa: RUF005
+    assert shape - shape[1] == Shape("a:2;c:4")
+    assert (shape.dims[0], shape.dims[-1], len(shape.dims)) == (Dimension("a", 2), Dimension("c", 4), 3)
+    assert (shape.ndims, shape.dimension_names) == (3, ("a", "b", "c"))
+    assert shape.get_dim_by_name("b") == Dimension("b", 3)
+    assert shape.rename_dimension("b", "z") == Shape("a:2;z:3;c:4")
+    assert shape.resize_dimension("b", 9) == Shape("a:2;b:9;c:4")
+    assert shape.to_string == "a:2;b:3;c:4"
+    assert Shape(shape.to_string) == shape
+    with pytest.raises(LayoutError, match="'a' occurs twice in one shape: a:2 and a:2"):
+        Shape(shape.dims + [Dimension("a", 2)])  # noqa: RUF005 - unlike the union of shapes
+    with pytest.raises(LayoutError, match="no dimension 'bb'"):
+        shape.get_dim_by_name("bb")
+
+
 def test_algebra():
     a, b, c = Dimension("a", 2), Dimension("b", 3), Dimension("c", 4)
     one, two = [a], [b]  # lists on either side, as Mesh TensorFlow's users write them

@@ -21,7 +21,7 @@ BATCH, LENGTH = 2, 6
 
 def small(name: str, periods: int = 2) -> TransformerConfig:
     """A reduced preset in float32, without dropout."""
-    return preset(name).reduced(periods).replace(activation_dtype="float32", dropout=0.0)
+    return preset(name).reduced(periods).replace(numerics=mtf.Numerics(), dropout=0.0)
 
 
 def feeds(config: TransformerConfig, inputs: Any, seed: int = 0) -> dict[str, Array]:

@@ -234,7 +234,7 @@ def step(dtype: str, scan: bool, remat: str) -> tuple[mtf.models.TransformerConf
     """The model of the issue, its outputs and updates."""
     config = mtf.models.TransformerConfig(
         name="two layers", layers=LAYERS, d_model=D_MODEL, heads=8, head_dim=32, d_ff=D_FF, vocab=VOCAB,
-        max_length=LENGTH, bias=True, activation_dtype=dtype,
+        max_length=LENGTH, bias=True, numerics=mtf.Numerics(activation_dtype=dtype),
     )  # fmt: skip
     with mtf.Graph():
         return config, *mtf.models.train_step(config, BATCH, LENGTH, remat=remat, scan=scan)

@@ -199,7 +199,7 @@ def test_an_encoder_decoder_counts_both_stacks():
         ({"position": "rotary", "head_dim": 15}, "even, got 15"),
         ({"share_kv": True}, "windows of both kinds"),
         ({"layers": 0, "vocab": -1}, "layers must be at least 1, got 0\n  vocab must be at least 1, got -1"),
-        ({"matmul_dtype": "int4"}, "'int8' or 'fp8', got 'int4'"),
+        ({"numerics": "bfloat16"}, "numerics must be an mtf.Numerics .*got str 'bfloat16'"),
         ({"activation": "glu"}, "activation must be"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"windows": (8, "x")}, "windows must be an integer"),

@@ -95,12 +95,12 @@ def test_values_have_the_names_that_policies_keep(name, changes):
     names = ["q", "k", "v", "context", "out", "wi", "wo", "residual", *(["wi_gate"] if config.gated else [])]
     with mtf.Graph() as graph:
         transformer(config, BATCH, LENGTH, remat=mtf.Remat(save=names))
-    assert all(op.attrs["kept"] for op in graph.operations if "body" in op.attrs)
+    assert all(op.loop.kept for op in graph.operations if op.loop is not None)
 
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_gradients_of_gradients_are_their_slopes(scan):
-    config = small("llama3.1-405b").replace(variable_dtype="float64", activation_dtype="float64")
+    config = small("llama3.1-405b").replace(numerics=mtf.Numerics("float64"))
     with mtf.Graph() as graph:
         model = transformer(config, BATCH, LENGTH, remat="matmuls", scan=scan)
         wanted = graph.trainable_variables
@@ -124,10 +124,10 @@ def test_gradients_of_gradients_are_their_slopes(scan):
 def test_angles_of_positions_are_not_kept():
     with mtf.Graph() as graph:
         transformer(small("llama3.1-405b"), BATCH, LENGTH, remat="none")
-    loop = next(op for op in graph.operations if "body" in op.attrs)
-    kept = [y for y in loop.attrs["kept"] if "batch" not in y.shape]
+    loop = next(op.loop for op in graph.operations if op.loop is not None)
+    kept = [y for y in loop.kept if "batch" not in y.shape]
     assert all(set(y.shape.names) <= {"d_model", "d_ff", "heads", "group", "head_dim"} for y in kept), kept
-    assert any(y.name.endswith("/wo") for y in loop.attrs["kept"])
+    assert any(y.name.endswith("/wo") for y in loop.kept)
 
 
 def test_a_pattern_that_does_not_fill_the_last_trip_goes_on_unrolled():
@@ -197,8 +197,8 @@ def test_products_are_bfloat16_and_statistics_float32():
     with mtf.Graph() as graph:
         model = transformer(preset("llama3.1-405b").reduced(), BATCH, LENGTH)
     assert {op.output.dtype.name for op in graph.variables.values()} == {"float32"}
-    loop = next(op for op in graph.operations if "body" in op.attrs)
-    kinds = {(op.kind.name, op.output.dtype.name) for op in loop.attrs["body"].operations}
+    loop = next(op.loop for op in graph.operations if op.loop is not None)
+    kinds = {(op.kind.name, op.output.dtype.name) for op in loop.body.operations}
     assert {dtype for kind, dtype in kinds if kind in ("einsum", "attention")} == {"bfloat16"}
     assert {dtype for kind, dtype in kinds if kind in ("rsqrt", "reduce_sum")} == {"float32"}
     assert (model.logits.dtype.name, model.loss.dtype.name) == ("bfloat16", "float32")

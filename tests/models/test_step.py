@@ -45,9 +45,7 @@ def test_more_layers_are_no_more_operations(name):
     def operations(periods):
         with mtf.Graph() as graph:
             train_step(preset(name).reduced(periods), batch=8, length=8)
-        return [
-            len(g.operations) for g in (graph, *(op.attrs["body"] for op in graph.operations if "body" in op.attrs))
-        ]
+        return [len(g.operations) for g in (graph, *(op.loop.body for op in graph.operations if op.loop is not None))]
 
     assert operations(2) == operations(50)
 
@@ -157,21 +155,21 @@ def test_an_unknown_optimizer_is_refused():
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_products_of_eight_bits_are_close_and_are_those_of_layers_alone(dtype):
     config = small("llama2-70b", 1)
-    eight = config.replace(matmul_dtype=dtype)
+    eight = config.replace(numerics=mtf.Numerics(precision=dtype))
     graph, sim, (loss,) = trained(eight, 1, held=(held := values(trained(config, 0)[0])), optimizer="sgd")
     _, exact, (wanted,) = trained(config, 1, held=held, optimizer="sgd")
     assert loss == pytest.approx(wanted, rel=0.05)
     assert loss != wanted
     change = [np.concatenate([(s.state[n] - held[n]).ravel() for n in held]) for s in (sim, exact)]
     assert np.corrcoef(change[0], change[1])[0, 1] > 0.95
-    loop = next(op for op in graph.operations if "body" in op.attrs)
-    kinds = [op.kind.name for op in loop.attrs["body"].operations]
+    loop = next(op.loop for op in graph.operations if op.loop is not None)
+    kinds = [op.kind.name for op in loop.body.operations]
     assert kinds.count("quantized_einsum") == 7  # q, k, v, out, wi_gate, wi, wo
     assert "einsum" not in kinds
 
 
 def test_eight_bits_under_a_layout():
-    config = small("llama2-70b", 1).replace(matmul_dtype="int8")
+    config = small("llama2-70b", 1).replace(numerics=mtf.Numerics(precision="int8"))
     with mtf.Graph():
         model = transformer(config, batch=4, length=8)
         pairs = [("fsdp:2;tensor:2", layout("fsdp+tensor", config, "fsdp:2;tensor:2"))]
@@ -179,7 +177,7 @@ def test_eight_bits_under_a_layout():
 
 
 def test_collectives_are_of_values_that_listings_name():
-    config = small("llama2-70b").replace(activation_dtype="bfloat16")
+    config = small("llama2-70b").replace(numerics=mtf.Numerics(activation_dtype="bfloat16"))
     mesh = "fsdp:2;tensor:2"
     with mtf.Graph():
         outputs, updates = train_step(config, 4, LENGTH, optimizer="sgd")

@@ -139,7 +139,7 @@ def test_batches():
 
 def test_float32_is_no_quantisation():
     run = run_of({**ROW, "precision": "float32 weights & activations"})
-    assert (run.precision, run.eight_bit, config_of(run).activation_dtype) == ("float32", False, "float32")
+    assert (run.precision, run.eight_bit, config_of(run).numerics.activation_dtype) == ("float32", False, "float32")
     assert run_of({**ROW, "precision": "bf16 (fp32 weights)"}).precision == "bf16"
 
 

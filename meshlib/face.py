@@ -1,0 +1,73 @@
+"""Whose a tensor is: what a public function returns is the user's, what it makes on the way is the library's own.
+
+The user answers for the layout of the first. The second (softmax's maximum, the product of two of three factors, a
+gradient's slices) he has never seen: it is laid out by what fits it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from inspect import isfunction
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from meshlib.origin import is_users
+
+if TYPE_CHECKING:
+    from meshlib.graph import Operation
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` as users call it: operations that it adds to a graph and does not return are marked as inner ones."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        made: list[Operation] = []  # filled by `record`, which finds it in this frame
+        result = function(*args, **kwargs)
+        if made:
+            returned = set(_operations(result))
+            for op in made:
+                if op not in returned:
+                    op.graph.inner.add(op)
+        return result
+
+    return called
+
+
+_FACE: CodeType = public(lambda: None).__code__  # all wrappers share it
+
+
+def show(namespace: dict[str, Any], makers: Sequence[str]) -> None:
+    """Make public the functions that a package exports from the modules whose names begin with one of `makers`."""
+    shown: dict[object, object] = {}  # a function may have two names
+    for name, f in list(namespace.items()):
+        if isfunction(f) and f.__module__.startswith(tuple(makers)):
+            if f not in shown:
+                shown[f] = called = public(f)
+                called.__module__ = namespace["__name__"]  # where pickle finds it
+            namespace[name] = shown[f]
+
+
+def record(op: Operation) -> None:
+    """Tell the public function that makes `op`, if the library's code calls it and not the user's, called by it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame):
+        if frame.f_code is _FACE:
+            frame.f_locals["made"].append(op)
+            return
+        frame = frame.f_back
+
+
+def _operations(result: object) -> Iterator[Any]:
+    if isinstance(result, list | tuple):
+        for part in result:
+            yield from _operations(part)
+    elif isinstance(result, dict):
+        yield from _operations(list(result.values()))
+    else:
+        yield getattr(result, "operation", result)

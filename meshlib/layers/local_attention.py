@@ -1,0 +1,257 @@
+"""Attention to a neighbourhood, in blocks: work and memory grow with the length, not with its square.
+
+The sequence is cut into blocks; the keys of a block get those of its neighbours beside them (a halo exchange), and each
+block runs attention by itself. Where the sequence is split over devices, blocks lie as the sequence does, and devices
+exchange the margins alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layouts import Dimension, Shape
+from meshlib import initializers
+from meshlib.checks import at, flag, whole
+from meshlib.dtypes import INT32
+from meshlib.errors import ShapeError
+from meshlib.graph import Tensor, find_dim, scope
+from meshlib.operation import as_dim, size_of, tensor
+from meshlib.ops.attention import attention
+from meshlib.ops.dims import replace_dimensions
+from meshlib.ops.einsum import einsum
+from meshlib.ops.elementwise import equal, greater, greater_equal, less, less_equal, logical_and, logical_or
+from meshlib.ops.index import range as positions_of
+from meshlib.ops.shape import rename_dimension, transpose
+from meshlib.ops.sources import variable
+from meshlib.ops.window import halo_exchange, left_halo_exchange
+
+QUERIES, KEYS = "query_block_length", "memory_block_length"
+
+
+class _Blocks:
+    """One dim of positions cut into blocks: of queries, and of keys with their margins."""
+
+    def __init__(self, dim: Dimension, block: int, radius: int, causal: bool) -> None:
+        self.dim = dim
+        # Of the same name, so that blocks are split as the dim is.
+        self.blocks = Dimension(dim.name, dim.size // block)
+        self.radius, self.causal = radius, causal
+        self.left = radius - 1 if causal else radius
+        self.rows = Dimension(f"query_{dim.name}", block)
+        self.narrow = Dimension(f"memory_{dim.name}", block)
+        self.keys = Dimension(self.narrow.name, block + self.left + (0 if causal else radius))
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return replace_dimensions(x, self.dim, [self.blocks, self.rows])
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        x = replace_dimensions(x, self.dim, [self.blocks, self.narrow])
+        return (left_halo_exchange if self.causal else halo_exchange)(x, self.blocks, self.narrow, self.left)
+
+    def distance(self) -> Tensor:
+        """How many positions a key is after a query: [rows, keys]."""
+        return positions_of(self.keys) - self.left - positions_of(self.rows)
+
+    def near(self) -> Tensor:
+        """Whether a key is there at all and within the radius: [blocks, rows, keys]."""
+        apart = self.distance()
+        near = logical_and(greater(apart, -self.radius), less_equal(apart, 0 if self.causal else self.radius))
+        place = positions_of(self.blocks) * self.rows.size + (positions_of(self.keys) - self.left)
+        return logical_and(near, logical_and(greater_equal(place, 0), less(place, self.dim.size)))
+
+
+def local_attention_1d(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length_dim: Dimension,
+    key_dim: Dimension,
+    value_dim: Dimension | None = None,
+    fully_autoregressive: bool = True,
+    length_dim_num_splits: int = 1,
+    radius: int = 128,
+    sequence_id: Tensor | None = None,
+    scale: float | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Attention of position p to the positions in (p - radius, p], or in (p - radius, p + radius].
+
+    Args:
+      q, k, v: [..., length_dim, key_dim or value_dim], float, as of `mtf.attention` but with one name for the length.
+      length_dim, key_dim, value_dim: their dims; `value_dim` is `key_dim` unless given.
+      fully_autoregressive: whether positions after p are hidden.
+      length_dim_num_splits: of how many parts blocks must not cross the bounds: how often a layout splits the length.
+      radius: see above. Blocks are as long as the greatest divisor of a part that is at most max(radius, 128).
+      sequence_id: int32 with `length_dim`: positions of other sequences, packed into this one, are hidden.
+      scale: of the scores; 1 / sqrt(size of key_dim) unless given.
+      name: of the kernel.
+    Returns: the dims of q with `value_dim` in place of `key_dim`.
+    Cost: that of `mtf.attention` for keys as many as a block and its margins.
+    Raises: ShapeError for dims that do not fit.
+    Example:
+      >>> import meshlib as mtf
+      >>> length, d = mtf.Dimension("length", 512), mtf.Dimension("d", 4)
+      >>> with mtf.Graph():
+      ...     q, k, v = (mtf.input(n, [length, d]) for n in "qkv")
+      ...     y = mtf.layers.local_attention_1d(q, k, v, length, d, length_dim_num_splits=2, radius=32)
+      >>> program = mtf.lower({"y": y}, mesh="p:2", layout="length:p")
+      >>> [(c.kind, c.payload_bytes) for c in program.collectives]  # of k and v, 31 positions of 4 floats
+      [('collective_permute', 496), ('collective_permute', 496)]
+
+    Source: tensorflow/mesh: mesh_tensorflow/transformer/attention.py, `local_attention_1d`.
+    """
+    what = "local_attention_1d"
+    length = find_dim(tensor(q, what), length_dim, what)
+    causal = flag(fully_autoregressive, what, "fully_autoregressive")
+    cut = _cut(length, length_dim_num_splits, radius, causal, 128, what)
+    with q.graph:
+        seen = cut.near()
+        if sequence_id is not None:
+            if tensor(sequence_id, what).dtype is not INT32 or length not in sequence_id.shape:
+                raise ShapeError(f"{at(what)}: sequence_id must be int32 with {length}, got {sequence_id}")
+            seen = logical_and(seen, equal(cut.of_queries(sequence_id), cut.of_keys(sequence_id)))
+    return _attend(q, k, v, [cut], seen, key_dim, value_dim, scale, name)
+
+
+def local_attention_2d(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    height_dim: Dimension,
+    width_dim: Dimension,
+    key_dim: Dimension,
+    value_dim: Dimension | None = None,
+    fully_autoregressive: bool = False,
+    num_splits: tuple[int, int] = (1, 1),
+    radius: int = 8,
+    scale: float | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Attention of each point of an image to the points less than `radius` before it, and at most so many after it,
+    along both dims; with `fully_autoregressive` to rows above and, of its own row, to points up to itself.
+
+    Args:
+      q, k, v: [..., height_dim, width_dim, key_dim or value_dim], float; the dims may come in any order.
+      num_splits: how often a layout splits the two dims, as `length_dim_num_splits` of `local_attention_1d`.
+      radius: see above; blocks have about 16 points to a side, or `radius` if it is more.
+      fully_autoregressive, scale, name and the dims: as of `local_attention_1d`.
+    Returns: the dims of q with `value_dim` in place of `key_dim`.
+    Raises: ShapeError for dims that do not fit.
+    Example:
+      >>> import meshlib as mtf
+      >>> h, w, d = mtf.Dimension("height", 32), mtf.Dimension("width", 48), mtf.Dimension("d", 4)
+      >>> with mtf.Graph():
+      ...     q, k, v = (mtf.ones([h, w, d]) for _ in "qkv")
+      ...     y = mtf.layers.local_attention_2d(q, k, v, h, w, d, radius=3)
+      >>> print(y.shape)
+      [height:32, width:48, d:4]
+    """
+    what = "local_attention_2d"
+    height, width = find_dim(tensor(q, what), height_dim, what), find_dim(q, width_dim, what)
+    causal = flag(fully_autoregressive, what, "fully_autoregressive")
+    if not isinstance(num_splits, tuple | list) or len(num_splits) != 2:
+        raise ShapeError(f"{at(what)}: num_splits must be two numbers, of height and width, got {num_splits!r:.80}")
+    rows = _cut(height, num_splits[0], radius, causal, 16, what)
+    columns = _cut(width, num_splits[1], radius, False, 16, what)
+    with q.graph:
+        seen = logical_and(rows.near(), columns.near())
+        if causal:
+            above, up_to_itself = less(rows.distance(), 0), less_equal(columns.distance(), 0)
+            seen = logical_and(seen, logical_or(above, up_to_itself))
+    return _attend(q, k, v, [rows, columns], seen, key_dim, value_dim, scale, name)
+
+
+def _cut(dim: Dimension, splits: int, radius: int, causal: bool, least: int, what: str) -> _Blocks:
+    if whole(radius, what, "radius") < 1:
+        raise ShapeError(f"{at(what)}: radius must be at least 1, got {radius}")
+    if whole(splits, what, "the number of splits") < 1 or dim.size % splits:
+        raise ShapeError(f"{at(what)}: {dim} has no {splits} equal parts")
+    part = dim.size // splits
+    block = max(n for n in range(1, min(part, max(radius, least)) + 1) if part % n == 0)
+    return _Blocks(dim, block, radius, causal)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cuts: Sequence[_Blocks],
+    seen: Tensor,
+    key_dim: Dimension,
+    value_dim: Dimension | None,
+    scale: float | None,
+    name: str | None,
+) -> Tensor:
+    """Attention within blocks, whose inner dims are merged into one for it."""
+    made = q.shape if value_dim is None else Shape([value_dim if d == key_dim else d for d in q.shape])
+    rows, keys = [c.rows for c in cuts], [c.keys for c in cuts]
+    for c in cuts:
+        q, k, v = c.of_queries(q), c.of_keys(k), c.of_keys(v)
+    q, k, v = (_merged(x, inner, to) for x, inner, to in ((q, rows, QUERIES), (k, keys, KEYS), (v, keys, KEYS)))
+    seen = _merged(_merged(seen, rows, QUERIES), keys, KEYS)
+    y = attention(q, k, v, QUERIES, KEYS, key_dim, value_dim, scale=scale, mask=seen, name=name)
+    if len(cuts) == 1:
+        y = rename_dimension(y, QUERIES, rows[0].name)
+    else:
+        y = replace_dimensions(y, Dimension(QUERIES, size_of(rows)), rows)
+    for c in cuts:
+        rest = [d for d in y.shape if d != c.rows]
+        place = rest.index(c.blocks) + 1
+        y = replace_dimensions(transpose(y, [*rest[:place], c.rows, *rest[place:]]), [c.blocks, c.rows], c.dim)
+    return transpose(y, made)
+
+
+def _merged(x: Tensor, inner: Sequence[Dimension], name: str) -> Tensor:
+    """`x` with the inner dims of its blocks as one dim."""
+    if len(inner) == 1:
+        return rename_dimension(x, inner[0].name, name)
+    stop = x.shape.index(inner[-1]) + 1
+    before, after = (tuple(d for d in dims if d not in inner) for dims in (x.shape[:stop], x.shape[stop:]))
+    return replace_dimensions(transpose(x, [*before, *inner, *after]), inner, Dimension(name, size_of(inner)))
+
+
+def masked_local_attention_1d(
+    x: Tensor,
+    kv_channels: Dimension,
+    heads: Dimension,
+    window_size: int = 128,
+    length_per_split: int | None = None,
+    sequence_id: Tensor | None = None,
+    variable_dtype: object = "float32",
+    slice_dtype: object | None = None,
+    name: str = "masked_local_attention_1d",
+) -> Tensor:
+    """Attention of a sequence to itself in several heads: position p sees the positions in (p - window_size, p].
+
+    Args:
+      x: [..., length, channels], float.
+      kv_channels: the dim of the elements of one head.
+      heads: the dim of the heads.
+      window_size: see above.
+      length_per_split: positions on one device, where a layout splits the length.
+      sequence_id: as of `local_attention_1d`.
+      variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
+      name: scope of the variables `q`, `k`, `v` [channels, heads, kv_channels] and `o`.
+    Returns: the type of x.
+    Raises: ShapeError for dims that clash or do not fit.
+    """
+    what = "masked_local_attention_1d"
+    if len(tensor(x, what).shape) < 2:
+        raise ShapeError(f"{at(what)}: needs [..., length, channels], got {x}")
+    *batch, length, channels = x.shape
+    head = [as_dim(heads, what), as_dim(kv_channels, what)]
+    if length_per_split is not None and (
+        whole(length_per_split, what, "length_per_split") < 1 or length.size % length_per_split
+    ):
+        raise ShapeError(f"{at(what)}: length_per_split {length_per_split} does not divide {length}")
+    splits = 1 if length_per_split is None else length.size // length_per_split
+
+    def weights(part: str, inputs: Sequence[Dimension]) -> Tensor:
+        start = initializers.scaled_normal(inputs)
+        return variable(part, [channels, *head], start, variable_dtype, slice_dtype, x.dtype)
+
+    with scope(name):
+        made = [*batch, head[0], length, head[1]]
+        q, k, v = (einsum([x, weights(part, [channels])], output_shape=made, name=f"{part}/product") for part in "qkv")
+        y = local_attention_1d(q, k, v, length, head[1], None, True, splits, window_size, sequence_id, name="context")
+        return einsum([y, weights("o", head)], output_shape=x.shape, name="out")

@@ -1,0 +1,99 @@
+"""The arithmetic of layers, as one record: dtypes of variables and of what is computed, and how products are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from layouts import Dimension, Shape
+from meshlib.checks import at, choice
+from meshlib.dtypes import as_dtype
+from meshlib.errors import GraphError
+from meshlib.graph import Tensor
+from meshlib.initializers import Initializer
+from meshlib.ops.einsum import EIGHT_BIT, PRECISIONS, einsum
+from meshlib.ops.elementwise import cast
+from meshlib.ops.quantized import quantized_einsum
+from meshlib.ops.sources import variable
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What layers keep their variables in, what they compute in, and how they multiply.
+
+    Every layer with variables takes it as `numerics`; unless given it is `mtf.Numerics()`. The first three are Mesh
+    TensorFlow's `VariableDType(master_dtype, slice_dtype, activation_dtype)`. Norms and softmax take their statistics
+    in float32 whatever it says.
+
+    Args:
+      variable_dtype: of the variables, as `sim.state` and checkpoints have them.
+      slice_dtype: of what the devices store; `variable_dtype` unless given.
+      activation_dtype: of what a layer computes and returns: its input is cast to it, and its variables are where they
+        are used. None: the dtype of the input, and of a table that is looked up in, that of its slices.
+      precision: of products with variables: "default" or "highest" as of `mtf.einsum`; "int8" or "fp8" for quantised
+        ones, those of the gradient too, see `mtf.quantized_einsum`.
+      softmax_dtype: in which materialised attention computes its softmax and keeps it for the gradient, if it is wider
+        than the operands: float32, or "bfloat16" as TensorFlow's is under its policy of that name.
+    Raises: GraphError for a dtype that is no float, or another precision.
+    Example:
+      >>> import meshlib as mtf
+      >>> mixed = mtf.Numerics(slice_dtype="bfloat16", activation_dtype="bfloat16")
+      >>> with mtf.Graph() as graph:
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("inner", 4)])
+      ...     y = mtf.layers.dense(x, mtf.Dimension("outer", 2), numerics=mixed)
+      >>> print(y.type, graph.variables["dense/kernel"].output.type)
+      bf16[batch:8, outer:2] bf16[inner:4, outer:2]
+    """
+
+    variable_dtype: str = "float32"
+    slice_dtype: str | None = None
+    activation_dtype: str | None = None
+    precision: str = "default"
+    softmax_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("variable_dtype", "slice_dtype", "activation_dtype", "softmax_dtype"):
+            given = getattr(self, name)
+            if given is None and name in ("slice_dtype", "activation_dtype"):
+                continue
+            dtype = as_dtype(given)
+            if not dtype.is_float:
+                raise GraphError(f"{at('Numerics')}: {name} must be a float dtype, got {dtype.name}")
+            object.__setattr__(self, name, dtype.name)
+        choice(self.precision, "Numerics", "precision", PRECISIONS)
+
+    @property
+    def unquantised(self) -> Numerics:
+        """The same, with products that are not rounded to eight bits."""
+        return replace(self, precision="default") if self.precision in EIGHT_BIT else self
+
+    def cast(self, x: Tensor) -> Tensor:
+        """`x` in `activation_dtype`; as it is where there is none, and where it is no float."""
+        return x if self.activation_dtype is None or not x.dtype.is_float else cast(x, self.activation_dtype)
+
+    def variable(
+        self, name: str, shape: Sequence[Dimension], initializer: Initializer | float, dtype: object | None = None
+    ) -> Tensor:
+        """A trained variable, used in `dtype`; `activation_dtype` unless given."""
+        used = self.activation_dtype if dtype is None else dtype
+        return variable(name, shape, initializer, self.variable_dtype, self.slice_dtype, used)
+
+    def product(self, x: Tensor, weights: Tensor, output_shape: Shape, name: str | None = None) -> Tensor:
+        """`x` times a variable, in `precision`."""
+        if self.precision in EIGHT_BIT:
+            return quantized_einsum([x, weights], output_shape, self.precision, name)
+        return einsum([x, weights], output_shape=output_shape, precision=self.precision, name=name)
+
+
+DEFAULT = Numerics()
+MIXED = Numerics(activation_dtype="bfloat16")
+
+
+def as_numerics(value: object, what: str) -> Numerics:
+    """`value`, which must be a `Numerics`: of one dtype alone it would be a guess what is meant."""
+    if isinstance(value, Numerics):
+        return value
+    raise GraphError(
+        f"{at(what)}: numerics must be an mtf.Numerics such as mtf.Numerics(activation_dtype='bfloat16'), "
+        f"got {type(value).__name__} {value!r:.80}"
+    )

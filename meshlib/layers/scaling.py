@@ -1,0 +1,85 @@
+"""Keeping activations and their gradients in scale: products of unit scale, clipped gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from layouts import Dimension, Shape
+from meshlib.checks import at, number
+from meshlib.errors import ShapeError
+from meshlib.graph import Tensor
+from meshlib.layers.norms import widened
+from meshlib.operation import tensor
+from meshlib.ops.einsum import einsum
+from meshlib.ops.elementwise import cast, maximum, multiply, sqrt, square
+from meshlib.ops.reduce import reduce_mean
+from meshlib.ops.rewrite import custom_gradient
+from meshlib.ops.state import identity
+
+
+def us_einsum(
+    xs: Sequence[Tensor],
+    output_shape: Shape | Sequence[Dimension] | None = None,
+    reduced_dims: Sequence[Dimension] | None = None,
+    *,
+    precision: str = "default",
+    name: str | None = None,
+) -> Tensor:
+    """`mtf.einsum` over the root of the number of products that it sums: of operands of unit scale it has unit scale.
+
+    The gradients are divided alike. In Mesh TensorFlow this holds where its unit-scaling convention is switched on.
+
+    Args:
+      xs, output_shape, reduced_dims, precision, name: as of `mtf.einsum`; float.
+    Returns: the einsum / sqrt(product of the dims summed over).
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x, w = mtf.ones([mtf.Dimension("d", 16)]), mtf.ones([mtf.Dimension("d", 16), mtf.Dimension("k", 2)])
+      ...     y = mtf.layers.us_einsum([x, w])
+      >>> mtf.simulate(mtf.lower({"y": y})).step()["y"].tolist()  # 16 / sqrt(16)
+      [4.0, 4.0]
+    """
+    inner = None if name is None else f"{name}/sum"
+    y = einsum(xs, output_shape, reduced_dims, precision=precision, name=inner)
+    if not y.dtype.is_float:
+        raise ShapeError(f"{at('us_einsum')}: needs float operands, got {y.dtype.name}; cast them with mtf.cast")
+    everything = {d for x in xs for d in x.shape}
+    summed = Shape([d for d in everything if d not in y.shape])
+    return multiply(y, summed.size**-0.5, name=name)
+
+
+def clip_activation_gradient(x: Tensor, rms_norm: float = 1.0, name: str | None = None) -> Tensor:
+    """`x`, whose gradient is scaled down to a root mean square of at most `rms_norm`.
+
+    dx = dy * rms_norm / max(rms(dy), rms_norm)
+
+    Args:
+      x: float.
+      rms_norm: positive; the mean is over all elements, whatever devices they lie on, and is computed in float32.
+      name: of the result.
+    Returns: x.
+    Raises: ShapeError for an x that is no float or an rms_norm that is not positive.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
+      ...     (dx,) = mtf.gradients([mtf.layers.clip_activation_gradient(x, 0.5) * 3.0], [x])
+      >>> mtf.simulate(mtf.lower({"dx": dx})).step()["dx"].tolist()
+      [0.5, 0.5]
+    """
+    what = "clip_activation_gradient"
+    if not tensor(x, what).dtype.is_float:
+        raise ShapeError(f"{at(what)}: needs a float tensor, got {x}; cast it with mtf.cast")
+    limit = number(rms_norm, what, "rms_norm")
+    if limit <= 0:
+        raise ShapeError(f"{at(what)}: rms_norm must be positive, got {rms_norm}")
+
+    def clipped(inputs: Any, results: Any, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        (dy,) = cotangents
+        rms = sqrt(reduce_mean(square(widened(dy)), output_shape=[]))
+        return [multiply(dy, cast(limit / maximum(rms, limit), dy.dtype), dy.shape)]
+
+    made: Tensor = custom_gradient(lambda v: identity(v, name), clipped, [x])
+    return made

@@ -1,0 +1,97 @@
+"""Constants that are arrays: tables that are part of the program."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from hardware.numerics import round_to_bfloat16
+from layouts import Shape
+from meshlib.checks import at
+from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
+from meshlib.errors import ShapeError
+from meshlib.graph import Graph, Tensor, TensorType
+from meshlib.operation import (
+    Array,
+    Block,
+    Kind,
+    build_source,
+    named_factors,
+    operation,
+    vector_work,
+)
+
+# A table travels with the program, to every device; what is larger belongs into an input or a variable.
+LARGEST_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenArray:
+    """An array that can be compared and hashed by its contents, as attributes of operations are."""
+
+    array: Array
+    digest: bytes
+
+    @classmethod
+    def of(cls, array: Array) -> FrozenArray:
+        """A read-only copy."""
+        held = np.array(array, order="C")
+        held.flags.writeable = False
+        about = f"{held.dtype} {held.shape}".encode()
+        return cls(held, hashlib.blake2b(about + held.tobytes(), digest_size=16).digest())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FrozenArray) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"FrozenArray({self.array.dtype}{list(self.array.shape)})"
+
+
+def _local(block: Block) -> Array:
+    starts, out = (block.offsets[d.name] for d in block.out.shape), block.result()
+    np.copyto(out, block.attrs["value"].array[tuple(np.s_[n : n + k] for n, k in zip(starts, out.shape, strict=True))])
+    return out
+
+
+# Not a source as numbers are: no kernel makes it anew for nothing, its elements are looked up, and it takes memory.
+TABLE = operation(
+    "table",
+    kind=Kind.INDEXED,
+    shape=lambda types, attrs: TensorType(attrs["shape"], attrs["dtype"]),
+    roles=named_factors,
+    local=_local,
+    grad=lambda op, dy: [],
+    work=vector_work,
+)
+
+
+def table(graph: Graph, value: Array, shape: Shape, dtype: DType, name: str | None) -> Tensor:
+    """A constant array, checked to fit its dims and dtype."""
+    if value.shape != shape.sizes:
+        raise ShapeError(f"{at('constant')}: the array has shape {list(value.shape)}, but its dims are {shape}")
+    count = shape.size * dtype.itemsize
+    if count > LARGEST_BYTES:
+        raise ShapeError(
+            f"{at('constant')}: the array {dtype}{shape} takes {count} bytes, more than the {LARGEST_BYTES} of a "
+            "constant; feed it through mtf.input, or give it to mtf.variable as its initial value"
+        )
+    attrs = {"value": FrozenArray.of(_stored(value, dtype)), "shape": shape, "dtype": dtype}
+    return build_source(graph, TABLE, attrs, "constant" if name is None else name).output
+
+
+def _stored(value: Array, dtype: DType) -> Array:
+    kinds = {BOOL: "b", INT32: "iu"}.get(dtype, "iuf")
+    if (value.dtype.kind not in kinds and value.dtype != BFLOAT16.public) or isinstance(value, np.ma.MaskedArray):
+        what = "masked array" if isinstance(value, np.ma.MaskedArray) else "array"
+        raise ShapeError(f"{at('constant')}: {dtype.name} can't hold the {what} of {value.dtype}; convert it first")
+    with np.errstate(over="ignore"):
+        stored = value.astype(dtype.storage)
+        lost = value.astype(np.float64) != stored if dtype is INT32 else np.isinf(stored) & np.isfinite(value)
+    if lost.any():
+        raise ShapeError(f"{at('constant')}: the number {value[lost].flat[0]} of the array does not fit {dtype.name}")
+    return round_to_bfloat16(stored) if dtype is BFLOAT16 else stored

@@ -1,0 +1,204 @@
+"""The instructions of a lowered program: what is resident, computed, moved, looped, committed.
+
+One device's instructions are every device's instructions: only offsets differ. A computation names its operation, a
+move the operation on whose behalf it runs. What any of them sends is in `transfers`, whatever its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from layouts import Sharding
+from layouts.plan import Step
+from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.loop_record import LoopRecord
+from meshlib.program.exchange import Exchange, busiest_bytes
+
+if TYPE_CHECKING:
+    from meshlib.program.records import Program
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """A tensor under one sharding: what an instruction makes. Compared by identity."""
+
+    tensor: Tensor
+    sharding: Sharding
+
+    @property
+    def local(self) -> TensorType:
+        """Shape and dtype of one device's block."""
+        return TensorType(self.sharding.local_shape, self.tensor.dtype)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of one device's block, without padding. Exact."""
+        return self.sharding.local_size * self.tensor.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.tensor.dtype}{self.sharding}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why data moves: on whose behalf, because of which dim, and how it could be avoided."""
+
+    op: str
+    dim: str | None
+    why: str
+    avoid: str
+    source: str
+    phase: str
+
+
+class Transfer(NamedTuple):
+    """One value's part in what an instruction sends: the figures, whose data, and why."""
+
+    sent: Step | Exchange
+    value: Value
+    reason: Reason
+
+
+@dataclass(frozen=True, eq=False)
+class Instruction:
+    """One step of the program. `group` is its fusion group: values used inside one group only never reach HBM."""
+
+    operation: Operation
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    region: str
+    group: int = field(default=-1, kw_only=True)
+
+    @property
+    def opcode(self) -> str:
+        """The operation's name, or that of a collective, or "slice" for a local cut by a reshard."""
+        return self.operation.kind.name
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether this is nothing but what devices send each other; computations may send something on the way."""
+        return False
+
+    @property
+    def transfers(self) -> Sequence[Transfer]:
+        """What devices send each other here."""
+        return ()
+
+    @property
+    def sent_bytes(self) -> int | float:
+        """Bytes that the busiest device sends in one run. Exact."""
+        return sum(t.sent.sent_bytes for t in self.transfers)
+
+    def with_group(self, group: int) -> Self:
+        """The same in a fusion group."""
+        return replace(self, group=group)
+
+
+@dataclass(frozen=True, eq=False)
+class Resident(Instruction):
+    """A value that is there before the first instruction: an input or a variable."""
+
+
+@dataclass(frozen=True, eq=False)
+class Compute(Instruction):
+    """An operation on local blocks.
+
+    assignment  (axis, factor) for each mesh axis that splits the work
+    exchanges   what moves inside it along a split dim, with one Reason each
+
+    "to_host" and "from_host" copy their operand's block between the device and its host's memory:
+    `outputs[0].local_bytes` over PCIe, sums of which are `Program.to_host_bytes` and `from_host_bytes`.
+    """
+
+    assignment: tuple[tuple[str, str], ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def transfers(self) -> Sequence[Transfer]:
+        """The exchanges; a summary is made of all operands and stands under the first."""
+        pairs = zip(self.exchanges, self.reasons, strict=True)
+        return [Transfer(e, self.inputs[max(e.operand, 0)], reason) for e, reason in pairs]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the busiest device sends in one run, all exchanges together. Exact."""
+        return busiest_bytes((e, 1) for e in self.exchanges)
+
+
+@dataclass(frozen=True, eq=False)
+class Move(Instruction):
+    """A step of a reshard: a collective or a local cut, one step and one Reason for each operand.
+
+    A merged collective has several operands. `early`: it is issued one product before it would be its turn, so that it
+    is on its way while that computes.
+    """
+
+    steps: tuple[Step, ...]
+    reasons: tuple[Reason, ...]
+    early: bool = field(default=False, kw_only=True)
+
+    @property
+    def opcode(self) -> str:
+        """The kind of the steps."""
+        return self.steps[0].kind
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether devices talk to each other, instead of each cutting its own block."""
+        return self.opcode != "slice"
+
+    @property
+    def transfers(self) -> Sequence[Transfer]:
+        """One for each operand of a collective."""
+        if not self.is_collective:
+            return ()
+        return [Transfer(*part) for part in zip(self.steps, self.inputs, self.reasons, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop(Instruction):
+    """A Program run `trips` times on the operands; `body.inputs` has their order.
+
+    carries  (body input, body output) names: after each trip the output becomes the input
+    slices   body inputs that take one index of the loop's dim of their operand
+    stacks   body outputs that are stacked along it
+    """
+
+    body: Program
+    trips: int
+    carries: tuple[tuple[str, str], ...]
+    slices: tuple[str, ...]
+    stacks: tuple[str, ...]
+
+    @property
+    def record(self) -> LoopRecord:
+        """What the loop is to the graph."""
+        assert self.operation.loop is not None
+        return self.operation.loop
+
+    @property
+    def trip_order(self) -> range:
+        """The indices of the loop's dim in the order of the trips."""
+        return range(self.trips)[:: -1 if self.record.reverse else 1]
+
+    def slice_axis(self, name: str) -> int:
+        """Where the loop's dim stands in the operand that the body input `name` takes slices of."""
+        operand = self.inputs[list(self.body.inputs).index(name)]
+        return operand.tensor.shape.index(self.record.dim.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Commit(Instruction):
+    """The new value of a variable, which the state takes at the end of the step."""
+
+    @property
+    def variable(self) -> str:
+        """The name of the variable that is written."""
+        name: str = self.operation.attrs["variable"]
+        return name

@@ -1,0 +1,101 @@
+"""The one shape of an interpreter: a program run instruction by instruction, on values of any kind.
+
+Whoever runs programs (the exact executor on blocks of every device, the fast one on whole arrays, `verify` in float64)
+says what a computation and a move make of their operands. The order, the trips of a loop and who lives how long are
+here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, Protocol, Self, TypeVar
+
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.records import Program
+
+T = TypeVar("T")
+
+
+class Context(Protocol):
+    """What a run hands down to computations; inside a loop it knows the trip."""
+
+    def in_trip(self, trip: int) -> Self:
+        """The same inside one trip of a loop."""
+        ...
+
+
+C = TypeVar("C", bound=Context)
+
+
+class Interpreter(ABC, Generic[T, C]):
+    """Runs programs on values of type `T` in a context of type `C`."""
+
+    @abstractmethod
+    def compute(self, program: Program, i: Compute, inputs: Sequence[T], context: C) -> Iterable[T]:
+        """The results of a computation."""
+
+    @abstractmethod
+    def move(self, i: Move, inputs: Sequence[T]) -> Iterable[T]:
+        """What each step of a move makes of its operand."""
+
+    @abstractmethod
+    def sliced(self, x: T, trip: int, axis: int) -> T:
+        """One index of a loop's operand along the loop's dim, which stands at `axis`."""
+
+    @abstractmethod
+    def stacked(self, i: Loop, n: int, parts: Sequence[T]) -> T:
+        """What the body stacks in the `n`-th place: the values of all trips, along a new first dim."""
+
+    def made(self, i: Instruction, y: Value, value: T) -> None:
+        """Called with every value, when it is there."""
+
+    def run(self, program: Program, given: Mapping[Value, T], context: C) -> dict[Value, T]:
+        """Run the instructions on the values of inputs and variables.
+
+        The results hold what is fetched or written back; others are dropped after their last use.
+        """
+        values = dict(given)
+        last = program.last_use
+        for n, i in enumerate(program.instructions):
+            inputs = [values[x] for x in i.inputs]
+            values.update(zip(i.outputs, self.results(program, i, inputs, values, context), strict=True))
+            for y in i.outputs:
+                self.made(i, y, values[y])
+            for x in i.inputs:
+                if last[x] == n:
+                    values.pop(x, None)
+        return values
+
+    def results(
+        self, program: Program, i: Instruction, inputs: Sequence[T], values: Mapping[Value, T], context: C
+    ) -> Iterable[T]:
+        """What an instruction makes; what is resident is there."""
+        match i:
+            case Compute():
+                return self.compute(program, i, inputs, context)
+            case Move():
+                return self.move(i, inputs)
+            case Loop():
+                return self.loop(i, inputs, context)
+        return [values[y] for y in i.outputs]
+
+    def loop(self, i: Loop, inputs: Sequence[T], context: C) -> list[T]:
+        """All trips: the last carries, then what was stacked."""
+        body = i.body
+        given = dict(zip(body.inputs.values(), inputs, strict=True))
+        whole = {body.inputs[name]: (given[body.inputs[name]], i.slice_axis(name)) for name in i.slices}
+        trips: list[list[T]] = [[] for _ in i.stacks]
+        for trip in i.trip_order:
+            given.update({v: self.sliced(x, trip, axis) for v, (x, axis) in whole.items()})
+            values = self.trip(i, trip, given, context.in_trip(trip))
+            for parts, name in zip(trips, i.stacks, strict=True):
+                parts.append(values[body.outputs[name]])
+            given.update({body.inputs[begin]: values[body.outputs[end]] for begin, end in i.carries})
+        in_order = trips if i.trip_order.step > 0 else [parts[::-1] for parts in trips]
+        finals = [given[body.inputs[begin]] for begin, _ in i.carries]
+        return finals + [self.stacked(i, n, parts) for n, parts in enumerate(in_order)]
+
+    def trip(self, i: Loop, trip: int, given: Mapping[Value, T], context: C) -> Mapping[Value, T]:
+        """One run of a loop's body."""
+        return self.run(i.body, given, context)

@@ -1,0 +1,302 @@
+"""A wrong trait is seen: every record against the numbers of its operation, and the checks against wrong records."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.graph import Operation
+from meshlib.operation import (
+    EVERY,
+    NONLINEAR,
+    OPERATIONS,
+    Factor,
+    Halo,
+    Home,
+    Kind,
+    Linear,
+    OpDef,
+    Role,
+    Storage,
+    named_factors,
+)
+from meshlib.ops.cumulative import linear_recurrence
+from tests.cases import Array
+from tests.oracle import run
+from tests.traits import kinds, numbers, roles, samples
+
+CHECKS = {**kinds.CHECKS, **numbers.CHECKS, **roles.CHECKS}
+
+
+def faults(record: OpDef, check: str) -> Iterator[str]:
+    """What a check finds in a record, on the numbers of its rows."""
+    uses = samples.samples("bfloat16" if check == "exact" else "float64").get(record.name, ())
+    return CHECKS[check](record, uses)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("record", OPERATIONS.values(), ids=lambda r: r.name)
+def test_traits(record: OpDef, check: str) -> None:
+    assert not list(dict.fromkeys(faults(record, check)))
+
+
+# ---------------------------------------------------------------- wrong records
+
+
+def every(role: Role, *attributes: str) -> Any:
+    """Roles by name, those of the dims that these attributes name all wrong."""
+
+    def wrong(op: Operation) -> tuple[Factor, ...]:
+        named = {getattr(op.attrs[a], "name", op.attrs[a]): role for a in attributes}
+        return named_factors(op, named)
+
+    return wrong
+
+
+def reducing(role: Role) -> Any:
+    """Roles by name, those of dims that the result lacks all wrong."""
+    return lambda op: named_factors(op, {d.name: role for x in op.inputs for d in x.shape if d not in op.output.shape})
+
+
+def linear(*operands: int, **how: bool) -> Any:
+    """A linearity that does not depend on the operation."""
+    return lambda op: Linear(operands, **how)
+
+
+def scores_of(name: str, **changes: Any) -> Any:
+    """The scores of a record, changed."""
+    scores = OPERATIONS[name].scores
+    assert scores is not None
+    return dataclasses.replace(scores, **changes)
+
+
+SLICE, SHIFT = (OPERATIONS[name].lower for name in ("slice", "shift"))
+WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    # linear: forgotten, or said without cause
+    ("linear", "linear_recurrence", {"linear": lambda op: NONLINEAR}),
+    ("linear", "linear_recurrence", {"linear": linear(0, 1)}),
+    ("linear", "attention", {"linear": lambda op: NONLINEAR}),
+    ("linear", "attention", {"linear": linear(1, 2)}),
+    ("linear", "attention_grad_query", {"linear": linear(3)}),
+    ("linear", "attention_grad_memory", {"linear": linear(2, 3)}),
+    ("linear", "relu", {"linear": linear(0)}),
+    ("linear", "relu_grad", {"linear": lambda op: NONLINEAR}),
+    ("linear", "add", {"linear": linear(0, 1)}),
+    ("linear", "multiply", {"linear": linear(0, 1, together=True)}),
+    ("linear", "where", {"linear": linear(1, 2)}),
+    ("linear", "subtract", {"linear": linear(0, 1, together=True, terms=True)}),
+    ("linear", "concat", {"linear": lambda op: NONLINEAR}),
+    ("linear", "pad", {"linear": linear(0)}),
+    ("linear", "cast", {"linear": linear(0)}),
+    ("linear", "einsum", {"linear": linear(0, 1)}),  # in eight bits it rounds
+    ("linear", "reduce_max", {"linear": linear(0)}),
+    ("linear", "to_host", {"linear": lambda op: NONLINEAR}),
+    # kind
+    ("kind", "relu", {"kind": Kind.VIEW}),
+    ("kind", "exp", {"kind": Kind.INDEXED}),
+    ("kind", "cumsum", {"kind": Kind.ELEMENTWISE}),
+    ("kind", "transpose", {"kind": Kind.ELEMENTWISE}),
+    ("kind", "transpose", {"kind": Kind.INDEXED}),
+    ("kind", "shift", {"kind": Kind.VIEW}),
+    ("kind", "shift", {"kind": Kind.ELEMENTWISE}),
+    ("kind", "rotate_half", {"kind": Kind.ELEMENTWISE}),
+    ("kind", "reduce_sum", {"kind": Kind.ELEMENTWISE}),
+    ("kind", "reduce_sum", {"kind": Kind.INDEXED}),
+    ("kind", "gather", {"kind": Kind.REDUCTION}),
+    ("kind", "einsum", {"kind": Kind.INDEXED}),
+    ("kind", "einsum", {"kind": Kind.KERNEL}),
+    ("kind", "add", {"kind": Kind.CONTRACTION}),
+    ("kind", "attention", {"kind": Kind.CONTRACTION}),
+    ("kind", "range", {"kind": Kind.ELEMENTWISE}),
+    ("kind", "scan", {"kind": Kind.INDEXED}),
+    ("kind", "to_host", {"kind": Kind.ELEMENTWISE}),
+    # memory
+    ("storage", "relu", {"storage": Storage.VIEW}),
+    ("storage", "transpose", {"storage": Storage.FRESH}),
+    ("storage", "transpose", {"storage": Storage.RESHAPED}),
+    ("storage", "slice", {"storage": Storage.ALIAS}),
+    ("storage", "reshape", {"storage": Storage.ALIAS}),
+    ("storage", "reshape", {"storage": Storage.VIEW}),
+    ("storage", "rename_dimension", {"storage": Storage.FRESH}),
+    ("storage", "identity", {"storage": Storage.VIEW}),
+    ("storage", "constant", {"storage": Storage.FRESH}),
+    ("storage", "range", {"storage": Storage.VIEW}),
+    ("overwrites", "add_n", {"overwrites": EVERY}),
+    ("overwrites", "add_n", {"overwrites": 0}),
+    ("overwrites", "multiply", {"overwrites": 0}),
+    ("overwrites", "shift", {"overwrites": 1}),
+    ("overwrites", "rotate_half", {"overwrites": 1}),
+    ("home", "cast", {"home": Home.RULES}),
+    ("home", "relu", {"home": Home.OPERAND}),
+    ("home", "to_host", {"home": Home.RULES}),
+    ("home", "rename_dimension", {"home": Home.OPERAND}),
+    ("home", "constrain", {"home": Home.OPERAND}),
+    ("home", "identity", {"home": Home.GIVEN}),
+    # made again, rounded, unique, read
+    ("remade", "constant", {"remade": False}),
+    ("remade", "broadcast", {"remade": False}),
+    ("remade", "random", {"remade": True}),
+    ("remade", "one_hot", {"remade": True}),
+    ("repeated", "cast", {"repeated": False}),
+    ("repeated", "multiply", {"repeated": False}),
+    ("repeated", "exp", {"repeated": True}),
+    ("repeated", "add_n", {"repeated": True}),
+    ("exact", "exp", {"exact": True}),
+    ("exact", "pad", {"exact": True}),
+    ("exact", "reduce_sum", {"exact": True}),
+    ("exact", "cast", {"exact": True}),
+    ("exact", "relu", {"exact": False}),
+    ("exact", "gather", {"exact": False}),
+    ("unique", "random", {"unique": False}),
+    ("unique", "variable", {"unique": False}),
+    ("unique", "assign", {"unique": False}),
+    ("unique", "exp", {"unique": True}),
+    ("reads_part", "slice", {"reads_part": False}),
+    ("reads_part", "gather", {"reads_part": False}),
+    ("reads_part", "reduce_max", {"reads_part": True}),
+    ("reads_part", "top_k", {"reads_part": True}),
+    ("indices", "gather", {"indices": None}),
+    ("indices", "gather", {"indices": 0}),
+    ("indices", "one_hot", {"indices": None}),
+    ("indices", "add", {"indices": 1}),
+    ("scores", "attention", {"scores": scores_of("attention", turned=("key_dim",))}),
+    ("scores", "attention_grad_query", {"scores": scores_of("attention_grad_query", backward=False)}),
+    # roles: too weak, too strong, or of another kind
+    ("roles", "slice", {"roles": every(Role.WHOLE, "dim")}),
+    ("roles", "shift", {"roles": every(Role.WHOLE, "dim"), "lower": None}),
+    ("roles", "concat", {"roles": named_factors, "lower": None}),
+    ("roles", "cumsum", {"roles": every(Role.WHOLE, "dim")}),
+    ("roles", "cumsum", {"roles": named_factors, "lower": None}),
+    ("roles", "exp", {"roles": lambda op: named_factors(op, dict.fromkeys(op.output.shape.names, Role.WHOLE))}),
+    ("roles", "exp", {"roles": lambda op: named_factors(op)[1:]}),
+    ("roles", "reduce_sum", {"roles": reducing(Role.MAX)}),
+    ("roles", "reduce_sum", {"roles": reducing(Role.WHOLE)}),
+    ("roles", "reduce_max", {"roles": reducing(Role.SUM)}),
+    ("roles", "reduce_min", {"roles": reducing(Role.MAX)}),
+    ("roles", "einsum", {"roles": named_factors}),
+    ("roles", "gather", {"roles": every(Role.WHOLE, "dim")}),
+    ("roles", "gather", {"roles": every(Role.PARALLEL, "dim")}),
+    ("roles", "one_hot", {"roles": every(Role.WHOLE, "dim")}),
+    ("roles", "stack", {"roles": every(Role.WHOLE, "dim")}),
+    ("roles", "argsort", {"roles": every(Role.PARALLEL, "dim")}),
+    ("roles", "rotate_half", {"roles": every(Role.PARALLEL, "dim")}),
+    ("roles", "attention", {"roles": every(Role.WHOLE, "memory_length", "key_dim", "value_dim", "length")}),
+    ("roles", "attention", {"roles": every(Role.WHOLE, "memory_length", "value_dim")}),
+    ("roles", "attention_grad_memory", {"roles": every(Role.WHOLE, "memory_length", "key_dim", "value_dim")}),
+    ("roles", "random", {"roles": lambda op: named_factors(op, dict.fromkeys(op.output.shape.names, Role.WHOLE))}),
+    ("split", "slice", {"lower": SHIFT}),
+    ("split", "slice", {"lower": Halo(lambda op, i, start, stop: (start, stop))}),
+    ("split", "shift", {"lower": SLICE}),
+    ("split", "cumsum", {"lower": OPERATIONS["linear_recurrence"].lower}),
+    ("split", "linear_recurrence", {"lower": OPERATIONS["cumsum"].lower}),
+    ("split", "top_k", {"lower": OPERATIONS["cumsum"].lower}),
+)
+
+
+@pytest.mark.parametrize(("check", "name", "wrong"), WRONG, ids=lambda x: "+".join(x) if isinstance(x, dict) else x)
+def test_a_wrong_trait_is_seen(check: str, name: str, wrong: dict[str, Any]) -> None:
+    assert any(faults(dataclasses.replace(OPERATIONS[name], **wrong), check))  # test_traits finds none in the right one
+
+
+def test_every_trait_is_made_wrong() -> None:
+    """A new field of the record needs a check, and a wrong value of it here."""
+    seen = {field for _, _, wrong in WRONG for field in wrong}
+    elsewhere = {"name", "shape", "local", "grad", "work"}  # values, gradients and work: see test_operations
+    assert {f.name for f in dataclasses.fields(OpDef)} == seen | elsewhere
+    assert {check for check, _, _ in WRONG} == set(CHECKS)
+
+
+@pytest.mark.parametrize("excuse", samples.EXCUSED, ids="-".join)
+def test_no_excuse_is_idle(excuse: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, trait = excuse
+    monkeypatch.delitem(samples.EXCUSED, excuse)
+    assert any(faults(OPERATIONS[name], "linear" if trait == "linear" else "roles"))
+
+
+# ---------------------------------------------------------------- what linear lets pass
+
+PARTS, N, A = (mtf.Dimension(name, size) for name, size in (("part", 4), ("n", 6), ("a", 3)))
+
+
+def test_a_pending_sum_passes_a_recurrence() -> None:
+    """h = m h + x, x a sum of parts on four cores: what is reduced is one number, not x."""
+    rng = np.random.default_rng(0)
+    m, parts = rng.normal(size=(3, 6)), rng.normal(size=(3, 6, 4))
+    with mtf.Graph():
+        x = mtf.reduce_sum(mtf.input("parts", [A, N, PARTS], "float64"), reduced_dim=PARTS)
+        y = linear_recurrence(mtf.input("m", [A, N], "float64"), x, N)
+        total = mtf.reduce_sum(y)
+    h, wanted = np.zeros(3), 0.0
+    for n in range(6):
+        h = m[:, n] * h + parts.sum(2)[:, n]
+        wanted += h.sum()
+    _passes(total, {"m": m, "parts": parts}, wanted)
+
+
+@pytest.mark.parametrize("which", ["v", "q of dy", "k of dy", "kv of dy", "q of v"])
+def test_a_pending_sum_passes_attention(which: str) -> None:
+    """Attention in v, its gradients in the cotangent, that for the queries in v, too."""
+    i, j, d, e = (mtf.Dimension(name, size) for name, size in (("i", 4), ("j", 5), ("d", 3), ("e", 2)))
+    shapes = {"q": [i, d], "k": [j, d], "v": [j, e], "dy": [i, e]}
+    pending = which.rpartition(" ")[2]
+    rng = np.random.default_rng(1)
+    feeds = {name: rng.normal(size=[x.size for x in shape]) for name, shape in shapes.items()}
+    feeds[pending] = rng.normal(size=(*feeds[pending].shape, 4))
+    with mtf.Graph():
+        given = {
+            name: mtf.input(name, [*shape, PARTS] if name == pending else shape, "float64")
+            for name, shape in shapes.items()
+        }
+        given[pending] = mtf.reduce_sum(given[pending], reduced_dim=PARTS)
+        y = mtf.attention(given["q"], given["k"], given["v"], i, j, d, e)
+        sides = [given[name] for name in which.partition(" ")[0]]
+        made = mtf.gradients([y], sides, [given["dy"]]) if " " in which else [y]
+        total = mtf.add_n([mtf.reduce_sum(x * mtf.reduce_sum(given["k"])) for x in made if x is not None])
+    whole = {**feeds, pending: feeds[pending].sum(-1)}
+    q, k, v, dy = (whole[name] for name in shapes)
+    p = np.exp(q @ k.T / np.sqrt(3))
+    p /= p.sum(1, keepdims=True)
+    ds = p * (dy @ v.T - (dy * (p @ v)).sum(1, keepdims=True)) / np.sqrt(3)
+    dq, dk, dv = ds @ k, ds.T @ q, p.T @ dy
+    results = {"v": [p @ v], "q of dy": [dq], "k of dy": [dk], "kv of dy": [dk, dv], "q of v": [dq]}
+    _passes(total, feeds, sum(x.sum() for x in results[which]) * k.sum())
+
+
+def _passes(total: mtf.Tensor, feeds: Mapping[str, Array], wanted: float) -> None:
+    program = mtf.lower({"total": total}, mesh="p:4", layout="part:p", precision="highest")
+    assert [(c.kind, c.payload_bytes) for c in program.collectives] == [("all_reduce", 8)]
+    for executor in ("exact", "fast"):
+        for fold in (True, False):
+            (found,) = run(program, feeds, executor, fold)
+            assert found["total"] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_sum_that_trips_subtract_from_is_reduced_once() -> None:
+    """0 - x[0] - x[1] - ..., each x a sum of parts on four cores."""
+    parts = np.random.default_rng(2).normal(size=(6, 3, 4))
+    with mtf.Graph():
+        x = mtf.input("parts", [N, A, PARTS], "float64")
+        step: Any = lambda c, s: ((c[0] - mtf.reduce_sum(s[0], reduced_dim=PARTS),), ())  # noqa: E731
+        ((y,), _) = mtf.scan(step, [mtf.zeros([A], "float64")], [x], N)
+    program = mtf.lower({"y": y}, mesh="p:4", layout="part:p")
+    assert [(c.kind, c.payload_bytes, c.count) for c in program.collectives] == [("all_reduce", 24, 1)]
+    for executor in ("exact", "fast"):
+        (found,) = run(program, {"parts": parts}, executor)
+        np.testing.assert_allclose(found["y"], -parts.sum((0, 2)), rtol=1e-12)
+
+
+def test_a_product_in_eight_bits_waits_for_its_operands_sum() -> None:
+    """Two halves are 1 on the grid, but each of them rounds to 0."""
+    halves = np.full((3, 6, 2), 0.5)
+    with mtf.Graph():
+        two = mtf.Dimension("part", 2)
+        x = mtf.reduce_sum(mtf.input("x", [A, N, two], "float64"), reduced_dim=two)
+        y = mtf.reduce_sum(mtf.einsum([x, mtf.ones([N], "float64")], [A], precision="int8"))
+    for layout in ("", "part:p"):
+        (found,) = run(mtf.lower({"y": y}, mesh="p:2", layout=layout), {"x": halves})
+        assert found["y"] == 18

@@ -1,0 +1,185 @@
+"""What a record says of the function that its operation is: linear, exact, made again, what of operands is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+
+from hardware.numerics import round_to_bfloat16
+from layouts import Shape
+from meshlib.dtypes import BFLOAT16, BOOL
+from meshlib.errors import FeedError
+from meshlib.operation import Home, Kind, OpDef, Storage, align
+from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same, stored
+
+# ---------------------------------------------------------------- linear
+
+
+def check_linear(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """f(a + b) = f(a) + f(b) in the operands that are said to be, and in no others."""
+    for s in uses if record.kind not in (Kind.RESIDENT, Kind.LOOP) else ():
+        said, floats = record.linear(s.op), s.floats()
+        together = [list(said.operands)] if said.together else [[n] for n in said.operands]
+        for operands in together:
+            if set(operands) <= set(floats) and operands and not _is_linear(record, s, operands):
+                yield f"{s}: not linear in {operands}"
+        if said.terms and not _is_sum(record, s):
+            yield f"{s}: not the sum of its operands"
+        if (record.name, "linear") in EXCUSED:
+            continue  # what is not whole is not found out
+        forgotten = [[n] for n in floats if n not in said.operands]
+        forgotten += [floats] if len(floats) > 1 and not said.operands else []
+        for operands in forgotten:
+            if _is_linear(record, s, operands):
+                yield f"{s}: linear in {operands}, and does not say so"
+
+
+def _is_linear(record: OpDef, s: Sample, operands: Sequence[int]) -> bool:
+    rng = s.rng
+    a, b = ({n: rng.normal(size=s.arrays[n].shape).astype(s.arrays[n].dtype) for n in operands} for _ in range(2))
+    at = [[parts.get(n, x) for n, x in enumerate(s.arrays)] for parts in (a, b, {n: a[n] + b[n] for n in operands})]
+    first, second, both = (stored(s.op, apply(record, s.op, arrays)) for arrays in at)
+    if not all(np.issubdtype(y.dtype, np.floating) for y in both):
+        return False
+    narrow = any(s.arrays[n].dtype == np.float32 for n in operands) and s.op.output.dtype is not BFLOAT16
+    return same([x + y for x, y in zip(first, second, strict=True)], both, 1e-6 if narrow else 1e-11)
+
+
+def _is_sum(record: OpDef, s: Sample) -> bool:
+    to = s.op.output.shape.names
+    terms = [align(x, t.shape.names, to) for x, t in zip(s.arrays, s.op.inputs, strict=True)]
+    total = np.broadcast_to(sum(terms[1:], terms[0]), s.op.output.shape.sizes)
+    return same([total], apply(record, s.op, s.arrays), 1e-6)
+
+
+# ---------------------------------------------------------------- made again, rounded, unique
+
+
+def check_remade(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """A source that is always the same, or a number in every place, needs nothing that lies elsewhere."""
+    numbers = [s for s in uses if s.op.inputs and s.op.output.shape.size > 1 and all(not x.shape for x in s.op.inputs)]
+    repeats = [all(bool((apply(record, s.op, s.arrays)[0] == x).all()) for x in s.arrays) for s in numbers]
+    source = record.kind is Kind.SOURCE and not record.unique
+    wanted = source or (bool(numbers) and all(repeats) and record.storage is Storage.VIEW)
+    if record.remade != wanted:
+        yield f"{record.name}: remade is {record.remade}, should be {wanted}"
+
+
+def check_repeated(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """Casts, scalings and shifts: of one operand or two, affine in the first."""
+    simple = record.kind is Kind.ELEMENTWISE and all(len(s.op.inputs) <= 2 for s in uses)
+    wanted = simple and (record.home is Home.OPERAND or all(_is_affine(record, s) for s in uses))
+    if record.repeated != wanted:
+        yield f"{record.name}: repeated is {record.repeated}, should be {wanted}"
+
+
+def _is_affine(record: OpDef, s: Sample) -> bool:
+    if not s.op.output.dtype.is_float:
+        return all(x.dtype is not BOOL for x in (*s.op.inputs, s.op.output))  # its float rows tell
+    if 0 not in s.floats():
+        return False
+    a, b = (s.rng.normal(size=s.arrays[0].shape) * scale for scale in (1.0, -3.0))
+    first, second, middle = (apply(record, s.op, [x, *s.arrays[1:]])[0] for x in (a, b, (a + b) / 2))
+    return same([(first + second) / 2], [middle], 1e-11)
+
+
+def check_exact(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """Operands in bfloat16, of many magnitudes, make a result that is; `uses` are in bfloat16."""
+    rounds = tried = False
+    for s, scale in product(uses if record.kind not in (Kind.RESIDENT, Kind.LOOP) else (), (False, True)):
+        arrays = list(s.arrays)
+        for n in s.floats() if scale else ():
+            spread = s.rng.choice([-1.0, 1.0, 1.0], arrays[n].shape) * 2.0 ** s.rng.integers(-8, 9, arrays[n].shape)
+            arrays[n] = np.asarray(arrays[n] * spread, arrays[n].dtype)
+        if any(x.dtype.is_float and x.dtype is not BFLOAT16 for x in s.op.inputs):
+            arrays = [np.asarray(x, x.dtype) for x in arrays]  # a narrowing cast: of operands that are wider
+        for t, y in zip(s.op.outputs, apply(record, s.op, arrays), strict=True):
+            if t.dtype is BFLOAT16:
+                tried = True
+                rounds |= not np.array_equal(round_to_bfloat16(y), y, equal_nan=True)
+    if tried and record.exact == rounds:
+        yield f"{record.name}: exact is {record.exact}, and it {'rounds' if rounds else 'rounds nothing'}"
+
+
+def check_unique(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """Two of them with other names, on the same operands."""
+    if record.kind is Kind.LOOP:
+        return
+    differ = record.kind in (Kind.RESIDENT, Kind.COMMIT)  # of which the graph holds one by each name
+    for s in uses if not differ else ():
+        other = dataclasses.replace(s.op, name=f"{s.op.name}_other")
+        differ |= not same(apply(record, s.op, s.arrays), apply(record, other, s.arrays))
+    if record.unique != differ:
+        yield f"{record.name}: unique is {record.unique}, and two of them {'differ' if differ else 'are the same'}"
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def check_reads_part(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """Whether elements of operand 0 that may be anything are left out of smaller results."""
+    smaller = [s for s in uses if 0 in s.floats() and s.op.output.shape.size < s.arrays[0].size]
+    if record.kind in STRUCTURE:
+        smaller = []
+    unread = [any(_is_unread(record, s, at) for at in np.ndindex(s.arrays[0].shape)) for s in smaller]
+    wanted = bool(unread) and all(unread)
+    if record.reads_part != wanted:
+        yield f"{record.name}: reads_part is {record.reads_part}, should be {wanted}"
+
+
+def _is_unread(record: OpDef, s: Sample, at: tuple[int, ...]) -> bool:
+    whole = apply(record, s.op, s.arrays)
+    for value in (np.nan, 1e30, -1e30):
+        x = s.arrays[0].copy()
+        x[at] = value
+        if not same(apply(record, s.op, [x, *s.arrays[1:]]), whole):
+            return False
+    return True
+
+
+def check_indices(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """An index far outside is refused, in the operand that holds indices and in no other."""
+    for s in uses if record.kind not in STRUCTURE else ():
+        for n, x in enumerate(s.arrays):
+            if x.dtype.kind != "i" or not x.size:
+                continue
+            far = x.copy()
+            far.flat[0] = 10**6
+            try:
+                apply(record, s.op, [*s.arrays[:n], far, *s.arrays[n + 1 :]])
+                refused = False
+            except FeedError:
+                refused = True
+            if refused != (record.indices == n):
+                yield f"{s}: indices is {record.indices}, and operand {n} is {'looked up' if refused else 'a number'}"
+    if record.indices is not None and not all(s.op.inputs[record.indices].dtype.name == "int32" for s in uses):
+        yield f"{record.name}: operand {record.indices} holds no indices"
+
+
+def check_scores(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """The products of a pair of query and key make up the flops."""
+    for s in uses if record.scores else ():
+        assert record.scores is not None
+        q, k, v = (x.shape for x in s.op.inputs[:3])
+        sizes = {"key_dim": q.dim(s.op.attrs["key_dim"]).size, "value_dim": v.dim(s.op.attrs["value_dim"]).size}
+        pairs = Shape([d for d in q if d.name != s.op.attrs["key_dim"]]).size * k.dim(s.op.attrs["memory_length"]).size
+        work = record.work(tuple(x.type for x in s.op.inputs), s.op.output.type, s.op.attrs)
+        if work.mxu_flops != 2 * pairs * sum(sizes[d] for d in (*record.scores.contracted, *record.scores.turned)):
+            yield f"{s}: {work.mxu_flops} flops are not those of its products"
+        if record.scores.backward != (len(s.floats()) > 3):  # the cotangent of the result, too
+            yield f"{s}: backward is {record.scores.backward}"
+
+
+CHECKS = {
+    "linear": check_linear,
+    "remade": check_remade,
+    "repeated": check_repeated,
+    "exact": check_exact,
+    "unique": check_unique,
+    "reads_part": check_reads_part,
+    "indices": check_indices,
+    "scores": check_scores,
+}

@@ -1,0 +1,182 @@
+"""What a record says splitting a dim does, tried on blocks: see `tests/traits/samples.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+import meshlib as mtf
+from layouts import Shape
+from meshlib.graph import Operation, TensorType
+from meshlib.operation import Factor, Halo, OpDef, Role, Summary
+from tests.cases import Array
+from tests.oracle import run
+from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same
+
+TOGETHER = (Role.HALO, Role.SUMMARY)  # blocks need each other
+ALONE = (Role.PARALLEL, Role.SUM, Role.MAX, Role.MIN)
+TOLERANCE = 1e-10
+
+
+def check_roles(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """Every dim has one role; blocks make up the whole as it says, and no weaker role would do."""
+    kept: dict[str, list[bool]] = {}  # what must be necessary somewhere: by attribute or role, whether it is
+    for s in uses if record.kind not in STRUCTURE else ():
+        factors = record.roles(s.op)
+        yield from _incomplete(s, factors)
+        for f in factors:
+            count = next((n for n in range(2, f.size + 1) if f.size % n == 0), 1)
+            if count == 1:
+                continue
+            if f.role in ALONE:
+                if not _works(record, s, f, f.role, count):
+                    yield f"{s}: blocks of {f.name} do not make up the whole as {f.role}"
+                continue
+            needed = not any(_works(record, s, f, role, count) for role in ALONE)
+            if f.role is Role.WHOLE:
+                needed = needed and not _needs_a_run(record, s, f)
+                dim = _attributes(s.op, f)
+                if (record.name, dim) not in EXCUSED:
+                    kept.setdefault(f"{f.role} of {dim or 'a dim'}", []).append(needed)
+            else:
+                kept.setdefault(str(f.role), []).append(needed)
+    for what, needed_at in kept.items():
+        if not any(needed_at):
+            yield f"{record.name}: {what} is never necessary"
+    wanted = {Halo: Role.HALO, Summary: Role.SUMMARY}.get(type(record.lower))  # type: ignore[arg-type]
+    found = {f.role for s in uses for f in record.roles(s.op) if f.role in TOGETHER}
+    if uses and found != ({wanted} if wanted else set()):
+        yield f"{record.name}: its roles {found} do not go with how it runs along a split dim"
+
+
+def _incomplete(s: Sample, factors: Sequence[Factor]) -> Iterator[str]:
+    for n, x in enumerate(s.op.inputs):
+        if sorted(name for f in factors if (name := f.operands[n]) is not None) != sorted(x.shape.names):
+            yield f"{s}: a dim of operand {n} has no role, or two"
+    for n, y in enumerate(s.op.outputs):
+        if sorted(name for f in factors if (name := f.outputs[n]) is not None) != sorted(y.shape.names):
+            yield f"{s}: a dim of result {n} has no role, or two"
+
+
+def _attributes(op: Operation, f: Factor) -> str:
+    """The attributes that name a dim, which tell what the dim is to the operation."""
+    return "+".join(key for key, value in op.attrs.items() if isinstance(value, str) and value == f.name)
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def _cut(t: TensorType, dim: str | None, count: int) -> TensorType:
+    return t if dim is None else TensorType(t.shape.resize(dim, t.shape.dim(dim).size // count), t.dtype)
+
+
+def _block(x: Array, shape: Shape, dim: str | None, index: int, count: int) -> Array:
+    return x if dim is None else np.split(x, count, axis=shape.index(dim))[index]
+
+
+def _blocks(record: OpDef, s: Sample, f: Factor, count: int, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+    """The results of `local` on each block of a factor, nothing else split."""
+    made = []
+    for index in range(count):
+        types = [_cut(x.type, f.operands[n], count) for n, x in enumerate(s.op.inputs)]
+        xs = [_block(x, s.op.inputs[n].shape, f.operands[n], index, count) for n, x in enumerate(arrays)]
+        offsets = {g.name: 0 for g in record.roles(s.op)} | {f.name: index * (f.size // count)}
+        outs = [_cut(y.type, f.outputs[n], count) for n, y in enumerate(s.op.outputs)]
+        ys = apply(record, s.op, xs, inputs=tuple(types), out=outs[0], offsets=offsets)
+        assert [y.shape for y in ys] == [t.shape.sizes for t in outs]
+        made.append(ys)
+    return made
+
+
+def _works(record: OpDef, s: Sample, f: Factor, role: Role, count: int) -> bool:
+    """Whether blocks, each run alone, make up the whole in a role."""
+    if any(name and y.shape.dim(name).size % count for name, y in zip(f.outputs, s.op.outputs, strict=True)):
+        return False
+    try:
+        made = _blocks(record, s, f, count, s.arrays)
+    except Exception:  # what was never meant to run on a block may fail in any way
+        return False
+    whole = apply(record, s.op, s.arrays)
+    joined = []
+    for n, y in enumerate(s.op.outputs):
+        parts, dim = [ys[n] for ys in made], f.outputs[n]
+        if role.reduces:
+            if dim is not None:
+                return False
+            joined.append({Role.SUM: np.add, Role.MAX: np.maximum, Role.MIN: np.minimum}[role].reduce(parts))
+        elif dim is not None:
+            joined.append(np.concatenate(parts, axis=y.shape.index(dim)))
+        elif all(same([a], [b], TOLERANCE) for a, b in pairwise(parts)):
+            joined.append(parts[0])
+        else:
+            return False
+    return same(joined, whole, TOLERANCE)
+
+
+def _needs_a_run(record: OpDef, s: Sample, f: Factor) -> bool:
+    """Whether some of the smallest blocks of the results are the same whatever some block of the operands holds."""
+    if not any(f.operands) or not all(f.outputs):
+        return False
+    whole, count = apply(record, s.op, s.arrays), f.size
+    blocks = range(count)
+    for index in blocks:
+        arrays = [x.copy() for x in s.arrays]
+        for n, x in enumerate(arrays):
+            part = _block(x, s.op.inputs[n].shape, f.operands[n], index, count)
+            if f.operands[n] is not None and x.dtype != bool:
+                part[...] = s.rng.permutation(part.ravel()).reshape(part.shape)
+                part += np.asarray(s.rng.integers(-30, 30, part.shape), part.dtype)
+        changed = apply(record, s.op, arrays)
+        for n, y in enumerate(s.op.outputs):
+            pairs = [[_block(z, y.shape, f.outputs[n], i, count) for z in (whole[n], changed[n])] for i in blocks]
+            if any(same([a], [b]) for a, b in pairs):
+                return True
+    return False
+
+
+# ---------------------------------------------------------------- through the exact executor
+
+
+def check_split(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """What runs along a split dim gives the same numbers, with what moves inside and nothing else."""
+    ran = wanted = False
+    for s in uses if record.kind not in STRUCTURE else ():
+        for f in record.roles(s.op):
+            if f.role not in TOGETHER:
+                continue
+            wanted = True
+            named = {*f.operands, *f.outputs}
+            sizes = [d.size for x in (*s.op.inputs, *s.op.outputs) for d in x.shape if d.name in named]
+            for count in (2, 3, 4):
+                if not any(n % count for n in sizes):
+                    ran = True
+                    if fault := _split(record, s, f, count):
+                        yield f"{s}: {f.name} over {count}: {fault}"
+    if wanted and not ran:
+        yield f"{record.name}: no row can be split along the dim that {record.lower} is about"
+
+
+def _split(record: OpDef, s: Sample, f: Factor, count: int) -> str:
+    with mtf.Graph() as graph:
+        xs = [mtf.input(f"x{n}", x.shape, x.dtype) for n, x in enumerate(s.op.inputs)]
+        made = graph.add(record, xs, [y.type for y in s.op.outputs], s.op.attrs)
+    feeds = {f"x{n}": x for n, x in enumerate(s.arrays)}
+    dims = "".join(dict.fromkeys(f"{d}:p;" for d in f.operands if d is not None))
+    outputs = {f"y{n}": y for n, y in enumerate(made.outputs)}
+    try:
+        program = mtf.lower(outputs, mesh=f"p:{count}", layout=dims[:-1], precision="highest")
+        (found,) = run(program, feeds)
+    except Exception as fault:  # a wrong record may fail in any way
+        return f"{type(fault).__name__} {fault}"
+    (instruction,) = (i for i in program.instructions if i.operation is made and not i.is_reshard)
+    if dict(instruction.assignment).get("p") != f.name:
+        return "it was not split there"
+    if any(i.is_collective for i in program.instructions if i.operation is made):
+        return "its operands moved"
+    whole = [np.asarray(y, np.float64) for y in apply(record, s.op, s.arrays)]
+    return "" if same([np.asarray(found[n], np.float64) for n in outputs], whole, TOLERANCE) else "other numbers"
+
+
+CHECKS = {"roles": check_roles, "split": check_split}
