@@ -76,8 +76,7 @@ def check(
         for axis in rule.axes:
             if axis not in mesh:
                 faults.setdefault(unknown_axis(rule, axis, mesh), [])
-    # Most tensors are laid out like one before.
-    seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}
+    seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors are laid out like one before
     for into, (label, given, scope) in chain(zip(repeat(faults), tensors), zip(repeat(misfits), inner)):
         shape = given if isinstance(given, Shape) else Shape(given)
         if (shape, scope) not in seen:
@@ -87,7 +86,7 @@ def check(
             axes, wrong = place(rules, shape, mesh, scope)
             used_axes.update(axis for entry in axes for axis in entry)
             followed |= holding - {fault.rule for fault in wrong}
-            seen[shape, scope] = tuple(wrong)
+            seen[shape, scope] = wrong
         for fault in seen[shape, scope]:
             into.setdefault(fault, []).append(label)
     for fault in [f for f in misfits if f in faults or f.rule not in followed]:

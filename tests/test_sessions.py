@@ -16,7 +16,8 @@ from meshlib.graph import Operation, Tensor
 from meshlib.lowering import memos, partition
 from meshlib.lowering.simplification import simplify
 from meshlib.ops.state import assigned
-from meshlib.program.records import Instruction, Program, Value
+from meshlib.program.instructions import Instruction, Value
+from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
 from meshlib.verification import legal_layouts
 from tests.test_property_programs import Written, programs
@@ -137,8 +138,9 @@ def without(part: int) -> Callable[..., object]:
 
 def kinds() -> tuple[dict[str, Tensor], list[Way]]:
     """A sum and a maximum of values that lie alike, with homes that lie alike."""
-    x = mtf.input("x", [D("a", 8), D("b", 8)])
-    return {"sum": mtf.reduce_sum(x, reduced_dim="b"), "most": mtf.reduce_max(x, reduced_dim="b")}, [way("b:p")]
+    a, b = D("a", 8), D("b", 8)
+    x = mtf.input("x", [a, b])
+    return {"sum": mtf.reduce_sum(x, reduced_dim=b), "most": mtf.reduce_max(x, reduced_dim=b)}, [way("b:p")]
 
 
 def places() -> tuple[dict[str, Tensor], list[Way]]:
@@ -154,17 +156,16 @@ def squares() -> tuple[dict[str, Tensor], list[Way]]:
 
 
 def homes() -> tuple[dict[str, Tensor], list[Way]]:
-    """The same operand on its way to two homes."""
-    x = mtf.variable("x", [D("a", 8), D("b", 8)])
-    return {"y": mtf.tanh(x)}, [way("variables/a:p"), way("variables/a:p;activations/b:p"), way("a:p")]
+    """A value of no operands at three homes."""
+    return {"y": mtf.random_uniform([D("a", 8), D("b", 8)])}, [way("a:p"), way("b:p"), way("")]
 
 
 def chains() -> tuple[dict[str, Tensor], list[Way]]:
-    """A sum that is fetched, and one that is wanted as a single number only."""
+    """A product that is fetched, so that its operands rather move, and one that is wanted as a single number only."""
     a, b, c = D("a", 512), D("b", 2), D("c", 64)
-    v, w = (mtf.variable(name, [b, a, c]) for name in "vw")
-    sums = [mtf.reduce_sum(x, output_shape=[a, c]) for x in (v, w)]
-    return {"whole": sums[0], "number": mtf.reduce_sum(sums[1])}, [way("b:p;activations/a:p")]
+    (u, v), (w, x) = ([mtf.variable(f"{d.name}{n}", [b, d]) for d in (a, c)] for n in range(2))
+    whole, product = mtf.einsum([u, v], [a, c]), mtf.einsum([w, x], [a, c])
+    return {"whole": whole, "number": mtf.reduce_sum(product)}, [way("b:p")]
 
 
 def way(layout: str) -> Way:
@@ -193,12 +194,12 @@ class OneForAll(dict):
 
 
 def test_a_balance_must_not_share_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b, c = D("a", 8), D("b", 64), D("c", 64)
+    a, b, c = D("a", 8), D("b", 8), D("c", 64)
     with mtf.Graph():
         x, w = mtf.variable("x", [a, b]), mtf.variable("w", [b, c])
         outputs = {"y": mtf.einsum([x, w], [a, c])}
-    stay, gather = (mtf.Balance(mxu_flops_per_byte=f) for f in (1e-3, 1e6))
-    wanted = alone(outputs, [], [("p:2", "b:p", "default", balance) for balance in (stay, gather)])
+    split, gather = (mtf.Balance(mxu_flops_per_byte=f) for f in (1.0, 1e6))
+    wanted = alone(outputs, [], [("p:2", "variables/a:p", "default", balance) for balance in (split, gather)])
     assert_nothing_shows(outputs, [], wanted)
     monkeypatch.setattr(memos.Memos, "trim", lambda self: setattr(self, "choices", OneForAll(self.choices)))
     with pytest.raises(AssertionError):

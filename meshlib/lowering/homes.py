@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from layouts import LayoutRules, Mesh, Report, Sharding, check
+from layouts import LayoutRules, Mesh, Report, Shape, Sharding, check
 from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
@@ -30,19 +30,6 @@ class Homes:
             return self.is_weight(op.inputs[0])
         return op.kind.kind is Kind.VARIABLE and not op.attrs["slot_of"]
 
-    def is_constrained(self, t: Tensor) -> bool:
-        """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
-
-        A new name for which the layout has a rule is meant to be laid elsewhere.
-        """
-        op = t.operation
-        if op.kind.home is Home.GIVEN:
-            return True
-        if t in op.graph.gradient_of or not (op.kind.home is Home.OPERAND or _turns(op)):
-            return False
-        new = [d.name for d in t.shape if d not in op.inputs[0].shape]
-        return self.is_constrained(op.inputs[0]) and not any(self.rules.for_dim(n, scope_of(t)) for n in new)
-
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
         self._made[t] = sharding
@@ -61,7 +48,7 @@ class Homes:
             return rules.sharding(t.shape, self.mesh, "activations")
         if op.kind.home is Home.OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
-        if self.is_constrained(t):
+        if is_constrained(t, self.rules):
             before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.kind.roles(op)}
             return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
         if is_inner(t):
@@ -81,6 +68,20 @@ def scope_of(t: Tensor) -> str:
     if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
         return "slots"
     return "activations"
+
+
+def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
+    """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
+
+    A new name for which the layout has a rule is meant to be laid elsewhere.
+    """
+    op = t.operation
+    if op.kind.home is Home.GIVEN:
+        return True
+    if t in op.graph.gradient_of or not (op.kind.home is Home.OPERAND or _turns(op)):
+        return False
+    new = [d.name for d in t.shape if d not in op.inputs[0].shape]
+    return is_constrained(op.inputs[0], rules) and not any(rules.for_dim(n, scope_of(t)) for n in new)
 
 
 def _turns(op: Operation) -> bool:
@@ -103,18 +104,30 @@ class Subjects:
     """What a layout is checked over: the operations that are lowered, and the names that the whole graph knows."""
 
     def __init__(self, graph: Graph, operations: Iterable[Operation]) -> None:
-        self.graph = graph
         self.operations = list(all_operations(operations))
         self.names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
-        self.judged = [(op, is_inner(y), (_label(op, y), y.shape, scope_of(y))) for op, y in _judged(self.operations)]
+        self._judged = [
+            ((_label(op, y), y.shape, scope_of(y)), is_inner(y), op.output if self._follows(op) else None)
+            for op, y in _judged(self.operations)
+        ]
+
+    @staticmethod
+    def _follows(op: Operation) -> bool:
+        """Whether a constraint goes along to its result, unless a rule has the new name of a dim."""
+        return is_constrained(op.output, LayoutRules())
+
+    def judged(self, rules: LayoutRules, inner: bool) -> list[tuple[str, Shape, str]]:
+        """Label, shape and scope of what the rules lay out: of the library's own tensors, or of the user's."""
+        return [
+            entry
+            for entry, own, follows in self._judged
+            if own is inner and not (follows is not None and is_constrained(follows, rules))
+        ]
 
 
 def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
-    homes = Homes(subjects.graph, mesh, rules)
-    bare = [(own, entry) for op, own, entry in subjects.judged if not homes.is_constrained(op.output)]
-    users, inner = ([entry for own, entry in bare if own is which] for which in (False, True))
-    report = check(rules, mesh, users, subjects.names, inner)
+    report = check(rules, mesh, subjects.judged(rules, False), subjects.names, subjects.judged(rules, True))
     bound = [_check_constrained(op, mesh) for op in subjects.operations if op.kind.home is Home.GIVEN]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))

@@ -88,15 +88,16 @@ def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
             raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {mesh}")
         if y.sharding.shape != y.tensor.shape:
             raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
-    if isinstance(instruction, Move):
-        _check_reshard(instruction)
-    elif isinstance(instruction, Compute):
-        if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
-            raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
-        key = _key(instruction, sound.signatures)
-        if key not in sound.computations:
-            _check_computation(instruction, sound.signatures.of(instruction.operation))
-            sound.computations.add(key)
+    match instruction:
+        case Move():
+            _check_reshard(instruction)
+        case Compute():
+            if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
+                raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
+            key = _key(instruction, sound.signatures)
+            if key not in sound.computations:
+                _check_computation(instruction, sound.signatures.of(instruction.operation))
+                sound.computations.add(key)
 
 
 def _key(instruction: Compute, signatures: Signatures) -> object:
@@ -172,10 +173,13 @@ def _check_commit(instruction: Commit, program: Program) -> None:
 
 
 def _check_loop(instruction: Loop, sound: Sound) -> None:
-    body, dim = instruction.body, instruction.record.dim
+    body = instruction.body
     if body not in sound.bodies:
         check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
         sound.bodies.add(body)
+    loop = instruction.operation.loop
+    assert loop is not None
+    dim = loop.dim
     if instruction.trips != dim.size:
         raise ProgramError(f"makes {instruction.trips} trips over {dim}")
     for x, (name, y) in zip(instruction.inputs, body.inputs.items(), strict=True):
