@@ -41,7 +41,7 @@ graph
 dtypes
 origin
 files batches
-names threefry special errors
+names threefry special errors text
 """
 FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line.split() for unit in p.split("+")}
 # What points up all the same: (module, what it imports) -> why. Each is bound when it runs, or for its type alone.
