@@ -94,25 +94,13 @@ def verify(
             simple = simplify(graph, compared.values(), written.values())
             number = None if layouts == "all" else layouts
             pairs = [(Mesh(mesh), rules) for rules in legal_layouts(simple.operations, Mesh(mesh), number, seed)]
-        job = Job.prepare(
-            graph,
-            compared,
-            tuple(extra),
-            list(written.values()),
-            [m for m, _ in pairs],
-            inputs or {},
-            state or {},
-            steps or (2 if written else 1),
-            precision,
-            executor,
-            seed,
-            rtol,
-        )
+        job = Job(graph, compared, extra, list(written.values()), precision, executor, seed, rtol)
+        job.prepare([m for m, _ in pairs], inputs or {}, state or {}, steps or (2 if written else 1))
         found = [job.row(one, rules, searched) for one, rules in pairs]
     rows = tuple(r for r in found if isinstance(r, Row))
     refused = tuple(r for r in found if isinstance(r, str))
     notes += [*job.notes, *job.weaknesses()]
-    return Verification(rows, job.names, precision, executor, seed, job.steps, tuple(notes), refused)
+    return Verification(rows, job.names, precision, executor, seed, len(job.reference), tuple(notes), refused)
 
 
 def _check_arguments(
