@@ -24,37 +24,21 @@ class Dimension(Frozen):
     batch:512
     """
 
-    __slots__ = ("_hash", "name", "size")
+    __slots__ = ("name", "size")
 
     name: str
     size: int
-    _hash: int
 
     def __init__(self, name: str, size: int) -> None:
         name = checked_name(name, "dimension")
         size = checked_size(size, name, "dimension")
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "size", size)
-        object.__setattr__(self, "_hash", hash((name, size)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Dimension):
-            return NotImplemented
-        return self.name == other.name and self.size == other.size
+        self._fill(name, size, name=name, size=size)
 
     def __repr__(self) -> str:
         return f"Dimension({self.name!r}, {self.size})"
 
     def __str__(self) -> str:
         return f"{self.name}:{self.size}"
-
-    def __reduce__(self) -> tuple[type, tuple[str, int]]:
-        return Dimension, (self.name, self.size)  # the hash of a str is another in another process
 
 
 DimensionLike: TypeAlias = Dimension | tuple[str, int]
@@ -98,14 +82,13 @@ class Shape(Frozen):
     [hidden:1024, classes:10]
     """
 
-    __slots__ = ("_hash", "_index", "dims", "names", "size", "sizes")
+    __slots__ = ("_index", "dims", "names", "size", "sizes")
 
     dims: Dims
     names: tuple[str, ...]  # in order
     sizes: tuple[int, ...]  # in order: the shape of a NumPy array
     size: int
     _index: dict[str, int]
-    _hash: int
 
     def __init__(self, dims: ShapeLike = ()) -> None:
         made = _dimensions(dims)
@@ -114,13 +97,9 @@ class Shape(Frozen):
             twice = next(d for i, d in enumerate(made) if index[d.name] != i)
             sizes = " and ".join(str(d) for d in made if d.name == twice.name)
             raise LayoutError(f"dimension {twice.name!r} occurs twice in one shape: {sizes}; rename one")
-        lengths = tuple(d.size for d in made)
-        object.__setattr__(self, "dims", made if isinstance(made, Dims) else Dims(made))
-        object.__setattr__(self, "names", tuple(index))
-        object.__setattr__(self, "sizes", lengths)
-        object.__setattr__(self, "size", prod(lengths))
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_hash", hash(made))
+        made = made if isinstance(made, Dims) else Dims(made)
+        sizes = tuple(d.size for d in made)
+        self._fill(made, dims=made, names=tuple(index), sizes=sizes, size=prod(sizes), _index=index)
 
     @property
     def to_integer_list(self) -> list[int]:
@@ -238,24 +217,11 @@ class Shape(Frozen):
             )
         return True
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Shape):
-            return NotImplemented
-        return self._hash == other._hash and self.dims == other.dims
-
     def __str__(self) -> str:
         return f"[{', '.join(map(str, self.dims))}]"
 
     def __repr__(self) -> str:
         return f"Shape({self.to_string!r})"
-
-    def __reduce__(self) -> tuple[type, tuple[tuple[Dimension, ...]]]:
-        return Shape, (self.dims,)
 
 
 def _dimensions(source: ShapeLike) -> tuple[Dimension, ...]:

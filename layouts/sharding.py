@@ -44,7 +44,7 @@ class Sharding(Frozen):
     """
 
     __slots__ = (
-        "_hash", "_local", "axes", "block_counts", "local_size", "mesh", "pending", "pending_axes", "shape",
+        "_local", "axes", "block_counts", "local_size", "mesh", "pending", "pending_axes", "shape",
     )  # fmt: skip
 
     shape: Shape
@@ -55,7 +55,6 @@ class Sharding(Frozen):
     block_counts: tuple[int, ...]  # per dim
     local_size: int  # the number of elements in one device's block
     _local: Shape | None
-    _hash: int
 
     def __init__(
         self,
@@ -97,16 +96,11 @@ class Sharding(Frozen):
         if awaited:
             kinds = dict(awaited)
             awaited = tuple((a, kinds[a]) for a in mesh.axes if a in kinds and mesh.axis_size(a) > 1)
-        fill = object.__setattr__
-        fill(self, "shape", shape)
-        fill(self, "mesh", mesh)
-        fill(self, "axes", tuple(kept))
-        fill(self, "pending", awaited)
-        fill(self, "pending_axes", tuple(a for a, _ in awaited))
-        fill(self, "block_counts", tuple(counts))
-        fill(self, "local_size", shape.size // prod(counts))
-        fill(self, "_local", None)
-        fill(self, "_hash", hash((shape, mesh, self.axes, awaited)))
+        key = shape, mesh, tuple(kept), awaited
+        self._fill(
+            *key, shape=shape, mesh=mesh, axes=key[2], pending=awaited, pending_axes=tuple(a for a, _ in awaited),
+            block_counts=tuple(counts), local_size=shape.size // prod(counts), _local=None,
+        )  # fmt: skip
 
     @classmethod
     def replicated(cls, shape: ShapeLike, mesh: MeshLike) -> Sharding:
@@ -195,22 +189,6 @@ class Sharding(Frozen):
         gone = self.pending_axes if axes is None else tuple(axes)
         return self.with_pending(pair for pair in self.pending if pair[0] not in gone)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Sharding):
-            return NotImplemented
-        return (
-            self._hash == other._hash
-            and self.axes == other.axes
-            and self.pending == other.pending
-            and self.shape == other.shape
-            and self.mesh == other.mesh
-        )
-
     def __str__(self) -> str:
         entries = zip(self.shape.dims, self.axes, strict=True)
         text = ", ".join(f"{dim}@{'+'.join(axes)}" if axes else str(dim) for dim, axes in entries)
@@ -222,9 +200,6 @@ class Sharding(Frozen):
 
     def __repr__(self) -> str:
         return f"Sharding({str(self)!r} on {self.mesh})"
-
-    def __reduce__(self) -> tuple[type, tuple[Shape, Mesh, tuple[Axes, ...], Pending]]:
-        return Sharding, (self.shape, self.mesh, self.axes, self.pending)
 
 
 @lru_cache(maxsize=1 << 16)

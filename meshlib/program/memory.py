@@ -15,7 +15,8 @@ from meshlib.graph import FORWARD
 from meshlib.operation import Kind
 from meshlib.program.buffers import START, Buffer
 from meshlib.program.instructions import Instruction, Loop, Value
-from meshlib.program.records import Program, bytes_text
+from meshlib.program.records import Program
+from meshlib.text import bytes_text
 
 KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
 

@@ -15,6 +15,7 @@ from layouts import LayoutRules, Mesh
 from meshlib.operation import Kind, Work
 from meshlib.program.exchange import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.text import bytes_text
 
 if TYPE_CHECKING:
     from meshlib.program.buffers import Buffer
@@ -68,6 +69,11 @@ class Program:
     counts_steps: bool = False
     notes: tuple[str, ...] = ()
     is_body: bool = False  # of a loop: its carries may be pending sums
+
+    @property
+    def headline(self) -> str:
+        """Mesh and layout, in a line."""
+        return f"mesh {self.mesh} ({self.mesh.size} cores), layout {self.layout or '(none)'}"
 
     def with_instructions(self, instructions: Sequence[Instruction]) -> Program:
         """The same program with other instructions: what a pass returns."""
@@ -177,17 +183,3 @@ def _collectives(program: Program) -> Iterator[Collective]:
             )
             launch += not instruction.is_collective
         launch += instruction.is_collective
-
-
-def bytes_text(n: int | float) -> str:
-    """Bytes for people: 1536 -> '1.5 KiB'.
-
-    >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**20)
-    ('512 B', '1.5 KiB', '3 MiB')
-    """
-    size = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")

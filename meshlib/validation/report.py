@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from meshlib.estimation.table import grid, seconds_text
+from meshlib.text import grid, seconds_text
 from meshlib.validation.validating import Checked, Validation, absolute, percentile
 
 MISS = 0.1  # errors beyond this get a line that says what is not modelled
