@@ -98,8 +98,8 @@ class Shape(Frozen):
             sizes = " and ".join(str(d) for d in made if d.name == twice.name)
             raise LayoutError(f"dimension {twice.name!r} occurs twice in one shape: {sizes}; rename one")
         made = made if isinstance(made, Dims) else Dims(made)
-        sizes = tuple(d.size for d in made)
-        self._fill(made, dims=made, names=tuple(index), sizes=sizes, size=prod(sizes), _index=index)
+        lengths = tuple(d.size for d in made)
+        self._fill(made, dims=made, names=tuple(index), sizes=lengths, size=prod(lengths), _index=index)
 
     @property
     def to_integer_list(self) -> list[int]:

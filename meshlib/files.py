@@ -89,15 +89,13 @@ def _faults(path: object, what: str, done: str, error: type[Exception]) -> Itera
 
 def _check_regular(path: str) -> None:
     """Raise OSError if there is something at the path, or at the end of its links, that is no regular file."""
-    if not os.path.basename(path):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        return
-    if stat.S_ISDIR(mode):
+        mode = None
+    if not os.path.basename(path) or (mode is not None and stat.S_ISDIR(mode)):
         raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file in it")
-    if not stat.S_ISREG(mode):
+    if mode is not None and not stat.S_ISREG(mode):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
 

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from layouts import Dimension, Shape
 from meshlib.dtypes import DType
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from meshlib.loop_record import LoopRecord
     from meshlib.operation import OpDef
     from meshlib.replay import Rewrite
+
+T = TypeVar("T")
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
@@ -369,6 +371,15 @@ def scoped_name(name: str) -> str:
 
 
 @contextlib.contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def scope(name: str, reuse: bool = False) -> Iterator[None]:
     """Prefix the names of operations and variables made inside: `with mtf.scope("layer_0"):`.
 
@@ -379,12 +390,8 @@ def scope(name: str, reuse: bool = False) -> Iterator[None]:
         raise GraphError(f"scope '{name}' ({source_line()}): reuse must be True or False, got {reuse!r:.80}")
     if not isinstance(name, str) or not name.strip("/") or any(c.isspace() for c in name):
         raise GraphError(f"scope name must be a non-empty string without white space, got {name!r}")
-    token, reused = _scopes.set((*_scopes.get(), name.strip("/"))), _reuse.set(reuse or _reuse.get())
-    try:
+    with _set(_scopes, (*_scopes.get(), name.strip("/"))), _set(_reuse, reuse or _reuse.get()):
         yield
-    finally:
-        _scopes.reset(token)
-        _reuse.reset(reused)
 
 
 def reusing() -> bool:
@@ -392,24 +399,14 @@ def reusing() -> bool:
     return _reuse.get()
 
 
-@contextlib.contextmanager
-def absolute_scope(path: str) -> Iterator[None]:
+def absolute_scope(path: str) -> contextlib.AbstractContextManager[None]:
     """Replace the whole scope: gradients and slots take the names of what they belong to, not of the caller."""
-    token = _scopes.set(tuple(p for p in path.split("/") if p))
-    try:
-        yield
-    finally:
-        _scopes.reset(token)
+    return _set(_scopes, tuple(p for p in path.split("/") if p))
 
 
-@contextlib.contextmanager
-def region(name: str, owner: Operation | None = None) -> Iterator[None]:
+def region(name: str, owner: Operation | None = None) -> contextlib.AbstractContextManager[None]:
     """Operations made inside belong to the region `name` (and work for the variable `owner`)."""
-    token = _region.set((name, owner))
-    try:
-        yield
-    finally:
-        _region.reset(token)
+    return _set(_region, (name, owner))
 
 
 def find_dim(x: Tensor, dim: Dimension | str, what: str) -> Dimension:

@@ -100,17 +100,6 @@ class _Constant:
 
 
 @dataclass(frozen=True)
-class _Glorot:
-    input_dims: tuple[Dimension, ...] | None
-
-    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
-        ins = shape.sizes[:-1] if self.input_dims is None else [d.size for d in shape if d in self.input_dims]
-        fan_in = prod(ins)
-        limit = sqrt(6 / (fan_in + max(1, shape.size // max(1, fan_in))))
-        return random_uniform(-limit, limit)(key, shape, dtype)
-
-
-@dataclass(frozen=True)
 class _Stacked:
     each: Initializer
     dims: int
@@ -161,7 +150,8 @@ def glorot_uniform(input_dims: Sequence[Dimension] | None = None) -> Initializer
 
     Source: Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010.
     """
-    return _Glorot(None if input_dims is None else tuple(_dims(input_dims, "initializers.glorot_uniform")))
+    dims = None if input_dims is None else tuple(_dims(input_dims, "initializers.glorot_uniform"))
+    return _VarianceScaling(1.0, "fan_avg", "uniform", dims)
 
 
 def scaled_normal(input_dims: Sequence[Dimension], scale: float = 1.0) -> Initializer:
@@ -250,11 +240,11 @@ class _VarianceScaling:
         fan_in = prod(ins)
         fan_out = shape.size // fan_in
         fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[self.mode]
-        stddev = sqrt(self.scale / fan)
+        stddev, limit = sqrt(self.scale / fan), sqrt(3 * self.scale / fan)
         law = {
             "normal": truncated_normal(0.0, stddev / _CUT_STDDEV),
             "untruncated_normal": random_normal(0.0, stddev),
-            "uniform": random_uniform(-sqrt(3) * stddev, sqrt(3) * stddev),
+            "uniform": random_uniform(-limit, limit),
         }
         return law[self.distribution](key, shape, dtype)
 

@@ -15,15 +15,14 @@ from meshlib.checks import at, flag, whole
 from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim, scope
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.attention import attention
 from meshlib.ops.building import as_dim, tensor
 from meshlib.ops.dims import replace_dimensions
-from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import equal, greater, greater_equal, less, less_equal, logical_and, logical_or
 from meshlib.ops.index import range as positions_of
 from meshlib.ops.rules import size_of
 from meshlib.ops.shape import rename_dimension, transpose
-from meshlib.ops.sources import variable
 from meshlib.ops.window import halo_exchange, left_halo_exchange
 
 QUERIES, KEYS = "query_block_length", "memory_block_length"
@@ -218,8 +217,7 @@ def masked_local_attention_1d(
     window_size: int = 128,
     length_per_split: int | None = None,
     sequence_id: Tensor | None = None,
-    variable_dtype: object = "float32",
-    slice_dtype: object | None = None,
+    numerics: Numerics = DEFAULT,
     name: str = "masked_local_attention_1d",
 ) -> Tensor:
     """Attention of a sequence to itself in several heads: position p sees the positions in (p - window_size, p].
@@ -231,13 +229,14 @@ def masked_local_attention_1d(
       window_size: see above.
       length_per_split: positions on one device, where a layout splits the length.
       sequence_id: as of `local_attention_1d`.
-      variable_dtype, slice_dtype: of the variables; they are used in the dtype of x.
+      numerics: dtypes of the variables and of what is computed, precision of the products with them.
       name: scope of the variables `q`, `k`, `v` [channels, heads, kv_channels] and `o`.
-    Returns: the type of x.
+    Returns: the type of x, in the dtype of `numerics` if it has one.
     Raises: ShapeError for dims that clash or do not fit.
     """
     what = "masked_local_attention_1d"
-    if len(tensor(x, what).shape) < 2:
+    x = as_numerics(numerics, what).cast(tensor(x, what))
+    if len(x.shape) < 2:
         raise ShapeError(f"{at(what)}: needs [..., length, channels], got {x}")
     *batch, length, channels = x.shape
     head = [as_dim(heads, what), as_dim(kv_channels, what)]
@@ -247,12 +246,12 @@ def masked_local_attention_1d(
         raise ShapeError(f"{at(what)}: length_per_split {length_per_split} does not divide {length}")
     splits = 1 if length_per_split is None else length.size // length_per_split
 
-    def weights(part: str, inputs: Sequence[Dimension]) -> Tensor:
-        start = initializers.scaled_normal(inputs)
-        return variable(part, [channels, *head], start, variable_dtype, slice_dtype, x.dtype)
+    def product(x: Tensor, part: str, reduced: Sequence[Dimension], made: Shape, result: str) -> Tensor:
+        weights = numerics.variable(part, [channels, *head], initializers.scaled_normal(reduced), x.dtype)
+        return numerics.product(x, weights, made, result)
 
     with scope(name):
-        made = [*batch, head[0], length, head[1]]
-        q, k, v = (einsum([x, weights(part, [channels])], output_shape=made, name=f"{part}/product") for part in "qkv")
+        made = Shape([*batch, head[0], length, head[1]])
+        q, k, v = (product(x, part, [channels], made, f"{part}/product") for part in "qkv")
         y = local_attention_1d(q, k, v, length, head[1], None, True, splits, window_size, sequence_id, name="context")
-        return einsum([y, weights("o", head)], output_shape=x.shape, name="out")
+        return product(y, "o", head, x.shape, "out")

@@ -20,7 +20,7 @@ def parameter_counts(config: TransformerConfig) -> dict[str, int]:
     "embedding" (the table of the vocabulary), "head" (logits, unless tied, and BERT's transform), "attention",
     "feed_forward" hold matrices; "positions" (learned, relative, segments), "biases" and "norms" the rest.
     """
-    encoder, decoder = _stack_layers(config)
+    encoder, decoder = config.encoder_layers, config.layers
     return {
         "embedding": config.vocab * config.d_model,
         "head": _head(config) - (config.vocab * config.d_model if config.tied else 0),
@@ -37,7 +37,7 @@ def matmul_parameters(config: TransformerConfig) -> tuple[int, int]:
 
     The cross-attention's keys and values are made of the encoder's tokens.
     """
-    encoder, decoder = _stack_layers(config)
+    encoder, decoder = config.encoder_layers, config.layers
     attention = _attention(config, config.attention_of(None))
     cross = decoder * attention // 2 if encoder else 0
     own = encoder * (attention + _feed_forward(config)) + cross
@@ -90,11 +90,6 @@ def _seen(length: int, window: int | None, causal: bool) -> float:
     return length * length if window is None else min(2 * window, length) * length
 
 
-def _stack_layers(config: TransformerConfig) -> tuple[int, int]:
-    """Layers of the encoder beside a decoder, and of the decoder or the only stack."""
-    return config.encoder_layers, config.layers
-
-
 def _attention(config: TransformerConfig, heads: Heads) -> int:
     sides = 1 if heads.shared else 2
     return config.d_model * heads.dim * (2 * heads.query + sides * heads.memory)
@@ -122,7 +117,7 @@ def _positions(config: TransformerConfig) -> int:
 
 
 def _biases(config: TransformerConfig) -> int:
-    encoder, decoder = _stack_layers(config)
+    encoder, decoder = config.encoder_layers, config.layers
     total = 0
     if config.has_attention_bias:
         for window in (*(None,) * encoder, *config.pattern, *((None,) * decoder if encoder else ())):
@@ -135,7 +130,7 @@ def _biases(config: TransformerConfig) -> int:
 
 
 def _norms(config: TransformerConfig) -> int:
-    encoder, decoder = _stack_layers(config)
+    encoder, decoder = config.encoder_layers, config.layers
     each = config.d_model * (2 if config.norm == "layer" and config.bias else 1)
     blocks = 2 * encoder + (3 if encoder else 1 if config.parallel else 2) * decoder
     if config.post_norms:

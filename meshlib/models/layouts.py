@@ -133,14 +133,6 @@ def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
     return dims
 
 
-def _tensor(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
-    return model_parallel(_tensor_dims(config, axis, size), axis)
-
-
-def _sequence(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
-    return sequence_parallel(_tensor_dims(config, axis, size), axis=axis)
-
-
 def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
     """d_model, which all matrices have, then what else has biases, where it divides."""
     if config.d_model % size:
@@ -153,19 +145,11 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
     return ["d_model", *(dim for dim, held in others.items() if held % size == 0)]
 
 
-def _fsdp(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
-    return fully_sharded(dims=_weight_dims(config, axis, size), axis=axis)
-
-
-def _zero1(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
-    return zero1(dims=_weight_dims(config, axis, size), axis=axis)
-
-
 _RULES: dict[str, Callable[[TransformerConfig, str, int], LayoutRules]] = {
     "data": lambda config, axis, size: data_parallel(axis=axis),
-    "fsdp": _fsdp,
-    "zero1": _zero1,
-    "tensor": _tensor,
-    "sequence": _sequence,
+    "fsdp": lambda config, axis, size: fully_sharded(dims=_weight_dims(config, axis, size), axis=axis),
+    "zero1": lambda config, axis, size: zero1(dims=_weight_dims(config, axis, size), axis=axis),
+    "tensor": lambda config, axis, size: model_parallel(_tensor_dims(config, axis, size), axis),
+    "sequence": lambda config, axis, size: sequence_parallel(_tensor_dims(config, axis, size), axis=axis),
     "context": lambda config, axis, size: context_parallel(axis=axis),
 }

@@ -10,22 +10,9 @@ import numpy as np
 from meshlib.checks import at, flag, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor
-from meshlib.operation import Array, OpDef
+from meshlib.operation import Array
 from meshlib.ops.building import tensor
-from meshlib.ops.elementwise import (
-    TRANSCENDENTAL_OPS,
-    Builder,
-    add,
-    define_unary,
-    erf,
-    expm1,
-    minimum,
-    multiply,
-    relu,
-    sigmoid,
-    tanh,
-    unary_builder,
-)
+from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, add, erf, expm1, minimum, multiply, relu, sigmoid, tanh, unary
 
 # Source: Klambauer et al., "Self-normalizing neural networks" (arXiv:1706.02515), to float64: mean 0 and variance 1
 # are then a fixed point.
@@ -38,10 +25,13 @@ def _softplus(x: Array, out: Array) -> None:
 
 
 # A record of its own, because relu(x) + log(1 + exp(-|x|)) loses the slope at 0.
-_SOFTPLUS: OpDef = define_unary(
-    "softplus", _softplus, lambda op, dy: [dy * sigmoid(op.inputs[0])], ops=2 * TRANSCENDENTAL_OPS
+softplus = unary(
+    "softplus",
+    "log(1 + exp(x)), without overflow",
+    _softplus,
+    lambda x, y, dy: dy * sigmoid(x),
+    ops=2 * TRANSCENDENTAL_OPS,
 )
-softplus: Builder = unary_builder(_SOFTPLUS, "log(1 + exp(x)), without overflow; float dtypes.")
 
 
 def _floats(x: Any, what: str) -> Tensor:

@@ -11,7 +11,7 @@ cotangents too, before they meet values, keys and queries; scores, sums and soft
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
@@ -117,31 +117,23 @@ def _memory_roles(op: Operation) -> tuple[Factor, ...]:
     return named_factors(op, {**{d.name: Role.SUM for d in q if d.name not in k}, **_whole(op)})
 
 
-def _work(ins: Sequence[TensorType], attrs: Mapping[str, Any], products: tuple[int, int], ops: int) -> tuple[int, int]:
-    """MXU flops and lane operations; `products` are the matrix products over the key dim and over the value dim.
+def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
+    """The work of so many matrix products over the key dim and over the value dim, and lane operations per score.
 
     With `causal` or a window, the share of tiles that the whole kernel computes: where `length` is split, devices
     then differ, and this is their mean, which kernels reach that deal out the rows evenly.
     """
-    q, k, v = (t.shape for t in ins[:3])
-    key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
-    share: Fraction = attrs["share"]
-    points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
-    computed = points * share.numerator // share.denominator
-    passes = 6 if attrs.get("precision") == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as of einsum
-    return 2 * computed * (products[0] * key + products[1] * value) * passes, computed * ops
 
+    def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+        q, k, v = (t.shape for t in ins[:3])
+        key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
+        share: Fraction = attrs["share"]
+        points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
+        computed = points * share.numerator // share.denominator
+        passes = 6 if attrs.get("precision") == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as of einsum
+        return Work(2 * computed * (over_key * key + over_value * value) * passes, computed * ops)
 
-def _result_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(*_work(ins, attrs, (1, 1), _OPS))
-
-
-def _query_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(*_work(ins, attrs, (2, 1), _GRAD_OPS))
-
-
-def _memory_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(*_work(ins, attrs, (2, 2), _GRAD_OPS))
+    return work
 
 
 # ---------------------------------------------------------------- gradients
@@ -208,7 +200,7 @@ ATTENTION = operation(
     local=local_result,
     grad=_grad,
     linear=lambda op: Linear((2,)),
-    work=_result_work,
+    work=_work(1, 1, _OPS),
     scores=Scores(contracted=("key_dim",), turned=("value_dim",)),
 )
 GRAD_QUERY = operation(
@@ -219,7 +211,7 @@ GRAD_QUERY = operation(
     local=local_grad_query,
     grad=lambda op, dz: _second(op, slice(0, 1), [dz]),
     linear=lambda op: Linear((2, 3)),
-    work=_query_work,
+    work=_work(2, 1, _GRAD_OPS),
     scores=Scores(_BOTH, turned=("key_dim",), repeated=1, backward=True, spared=True),
 )
 GRAD_MEMORY = operation(
@@ -230,7 +222,7 @@ GRAD_MEMORY = operation(
     local=local_grad_memory,
     grad=lambda op, dk, dv: _second(op, slice(1, 3), [dk, dv]),
     linear=lambda op: Linear((3,)),
-    work=_memory_work,
+    work=_work(2, 2, _GRAD_OPS),
     scores=Scores(_BOTH, turned=_BOTH, repeated=2, backward=True),
 )
 

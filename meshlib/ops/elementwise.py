@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,7 +15,20 @@ from meshlib.checks import at, items
 from meshlib.dtypes import BOOL, DType, as_dtype
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import EVERY, NONLINEAR, Array, Block, GradRule, Home, Kind, Linear, OpDef, Work, operation
+from meshlib.operation import (
+    EVERY,
+    NONLINEAR,
+    Array,
+    Block,
+    GradRule,
+    Home,
+    Kind,
+    Linear,
+    OpDef,
+    ShapeRule,
+    Work,
+    operation,
+)
 from meshlib.ops.building import as_tensor, build, tensor
 from meshlib.ops.rules import align, named_factors, not_differentiable, same_dtype, union
 
@@ -22,19 +36,23 @@ from meshlib.ops.rules import align, named_factors, not_differentiable, same_dty
 # table look-ups with refinement in the vector unit. Modelled, not published: see `Work`.
 TRANSCENDENTAL_OPS = 8
 
-Builder = Callable[..., Tensor]
+
+class Unary(Protocol):
+    """A public operation of one tensor."""
+
+    def __call__(self, x: Tensor, name: str | None = None) -> Tensor: ...
 
 
-def _work(ops_per_element: int) -> Callable[..., Work]:
-    def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-        return Work(0, ops_per_element * max(1, len(ins) - 1) * out.shape.size)
+class Binary(Protocol):
+    """A public operation of two tensors, or of one and a number."""
 
-    return work
-
-
-def _aligned(block: Block, arrays: Sequence[Array]) -> list[Array]:
-    to = block.out.shape.names
-    return [align(x, t.shape.names, to) for x, t in zip(arrays, block.inputs, strict=True)]
+    def __call__(
+        self,
+        x1: Tensor | float,
+        x2: Tensor | float,
+        output_shape: Shape | Sequence[Dimension] | None = None,
+        name: str | None = None,
+    ) -> Tensor: ...
 
 
 def reduce_to(dy: Tensor, shape: Shape) -> Tensor:
@@ -44,40 +62,67 @@ def reduce_to(dy: Tensor, shape: Shape) -> Tensor:
     return dy if dy.shape == shape else reduce_sum(dy, output_shape=shape)
 
 
-def define_unary(
-    name: str,
-    function: Callable[..., Any],
-    grad: GradRule,
-    *,
-    ops: int = 1,
-    linear: Linear = NONLINEAR,
-    dtypes: str = "float",
-    out_dtype: DType | None = None,
-    **traits: Any,
-) -> OpDef:
-    def shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-        (x,) = types
-        if (dtypes == "float" and not x.dtype.is_float) or (dtypes == "bool") != (x.dtype is BOOL):
-            raise ShapeError(f"needs a {dtypes} operand, got {x.dtype.name}; cast it with mtf.cast")
-        return TensorType(x.shape, out_dtype or x.dtype)
+def _shape(fits: Callable[[DType], bool], needed: str, made: DType | None = None) -> ShapeRule:
+    """All dims of the operands; their dtype, which must fit, or `made`."""
 
-    def local(block: Block, x: Array) -> Array:
-        out = block.result()
-        function(x, out=out)
+    def shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+        out, dtype = union([t.shape for t in types]), same_dtype(types)
+        if not fits(dtype):
+            raise ShapeError(f"needs {needed.format(dtype.name)}")
+        return TensorType(out, made or dtype)
+
+    return shape
+
+
+_FLOAT = _shape(lambda dtype: dtype.is_float, "a float operand, got {}; cast it with mtf.cast")
+_NUMBER = _shape(lambda dtype: dtype is not BOOL, "a number operand, got {}; cast it with mtf.cast")
+_FLAG = _shape(lambda dtype: dtype is BOOL, "a bool operand, got {}; cast it with mtf.cast")
+_FLOATS = _shape(lambda dtype: dtype.is_float, "float operands, got {}; cast them with mtf.cast")
+_NUMBERS = _shape(lambda dtype: dtype is not BOOL, "numbers, got {}; cast them, or use mtf.logical_and, mtf.logical_or")
+_FLAGS = _shape(lambda dtype: dtype is BOOL, "bool operands, got {}; compare first, as in mtf.greater(x, 0)")
+_ANY = _shape(lambda dtype: True, "")
+_COMPARED = _shape(lambda dtype: True, "", made=BOOL)
+
+
+def _define(
+    name: str, function: Callable[..., Any], grad: GradRule, shape: ShapeRule, ops: int = 1, **traits: Any
+) -> OpDef:
+    """`function` takes the operands' blocks, broadcast by name, and `out`; `ops` are its lane operations."""
+
+    def local(block: Block, *arrays: Array) -> Array:
+        to, out = block.out.shape.names, block.result()
+        function(*(align(x, t.shape.names, to) for x, t in zip(arrays, block.inputs, strict=True)), out=out)
         return out
 
-    return operation(
-        name,
-        kind=Kind.ELEMENTWISE,
-        shape=shape,
-        roles=named_factors,
-        local=local,
-        grad=grad,
-        linear=lambda op: linear,
-        work=_work(ops),
-        overwrites=EVERY,
-        **traits,
-    )
+    def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+        return Work(0, ops * max(1, len(ins) - 1) * out.shape.size)
+
+    fields: dict[str, Any] = {"roles": named_factors, "overwrites": EVERY, **traits}
+    return operation(name, kind=Kind.ELEMENTWISE, shape=shape, local=local, grad=grad, work=work, **fields)
+
+
+# ---------------------------------------------------------------- of one tensor
+
+
+def unary(
+    name: str,
+    doc: str,
+    function: Callable[..., Any],
+    slope: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
+    ops: int = 1,
+    shape: ShapeRule = _FLOAT,
+    **traits: Any,
+) -> Unary:
+    """Define an operation; `slope(x, y, dy)` is the cotangent of x, None: passes no gradient."""
+    grad = not_differentiable if slope is None else lambda op, dy: [slope(op.inputs[0], op.output, dy)]
+    kind = _define(name, function, grad, shape, ops, **traits)
+
+    def public(x: Tensor, name: str | None = None) -> Tensor:
+        return build(kind, [tensor(x, kind.name)], {}, name)
+
+    public.__name__ = public.__qualname__ = name
+    public.__doc__ = f"{doc}; float dtypes." if shape is _FLOAT else f"{doc}."
+    return public
 
 
 def _sigmoid(x: Array, out: Array) -> None:
@@ -97,129 +142,60 @@ def _relu(x: Array, out: Array) -> None:
     np.maximum(x, x.dtype.type(0), out=out)
 
 
-def unary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
-    def function(x: Tensor, name: str | None = None) -> Tensor:
-        return build(kind, [tensor(x, kind.name)], {}, name)
-
-    function.__name__ = function.__qualname__ = kind.name
-    function.__doc__ = doc
-    return function
-
-
-_NEGATIVE = define_unary(
-    "negative",
-    np.negative,
-    lambda op, dy: [negative(dy)],
-    linear=Linear((0,)),
-    dtypes="number",
+# The derivative of relu as one operation: no mask is kept, it is read off the output that is there anyway.
+_RELU_GRAD: OpDef = _define(
+    "relu_grad",
+    lambda dy, y, out: np.multiply(dy, np.greater(y, 0), out=out),
+    lambda op, dz: [build(_RELU_GRAD, [dz, op.inputs[1]], {}), None],
+    _ANY,
+    ops=2,
+    linear=lambda op: Linear((0,)),
     repeated=True,
     exact=True,
 )
-_EXP = define_unary("exp", np.exp, lambda op, dy: [dy * op.output], ops=TRANSCENDENTAL_OPS)
-_LOG = define_unary("log", np.log, lambda op, dy: [dy / op.inputs[0]], ops=TRANSCENDENTAL_OPS)
-_SQRT = define_unary("sqrt", np.sqrt, lambda op, dy: [dy * 0.5 / op.output], ops=TRANSCENDENTAL_OPS)
-_RSQRT = define_unary(
-    "rsqrt", _rsqrt, lambda op, dy: [dy * op.output * op.output * op.output * -0.5], ops=TRANSCENDENTAL_OPS
+
+_curve = partial(unary, ops=TRANSCENDENTAL_OPS)
+_of_numbers = partial(unary, shape=_NUMBER)
+
+negative: Unary = _of_numbers(
+    "negative",
+    "-x",
+    np.negative,
+    lambda x, y, dy: -dy,
+    linear=lambda op: Linear((0,)),
+    repeated=True,
+    exact=True,
 )
-_SQUARE = define_unary("square", np.square, lambda op, dy: [dy * op.inputs[0] * 2], dtypes="number")
-_RECIPROCAL = define_unary(
-    "reciprocal", np.reciprocal, lambda op, dy: [negative(dy * op.output * op.output)], ops=TRANSCENDENTAL_OPS
-)
-_TANH = define_unary("tanh", np.tanh, lambda op, dy: [dy * (1.0 - op.output * op.output)], ops=TRANSCENDENTAL_OPS)
-_SIGMOID = define_unary(
-    "sigmoid", _sigmoid, lambda op, dy: [dy * op.output * (1.0 - op.output)], ops=TRANSCENDENTAL_OPS
-)
-_RELU = define_unary("relu", _relu, lambda op, dy: [build(_RELU_GRAD, [dy, op.output], {})], exact=True)
-_EXPM1 = define_unary("expm1", np.expm1, lambda op, dy: [dy * (op.output + 1.0)], ops=TRANSCENDENTAL_OPS)
-_ERF = define_unary(
+exp = _curve("exp", "e to the power x", np.exp, lambda x, y, dy: dy * y)
+log = _curve("log", "Natural logarithm", np.log, lambda x, y, dy: dy / x)
+sqrt = _curve("sqrt", "Square root", np.sqrt, lambda x, y, dy: dy * 0.5 / y)
+rsqrt = _curve("rsqrt", "1 / sqrt(x)", _rsqrt, lambda x, y, dy: dy * y * y * y * -0.5)
+square = _of_numbers("square", "x * x", np.square, lambda x, y, dy: dy * x * 2)
+reciprocal = _curve("reciprocal", "1 / x", np.reciprocal, lambda x, y, dy: -(dy * y * y))
+expm1 = _curve("expm1", "exp(x) - 1, exact for small x too", np.expm1, lambda x, y, dy: dy * (y + 1.0))
+erf = unary(
     "erf",
+    "Error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x",
     special.erf,
-    lambda op, dy: [dy * (2 / math.sqrt(math.pi)) * exp(negative(square(op.inputs[0])))],
+    lambda x, y, dy: dy * (2 / math.sqrt(math.pi)) * exp(-square(x)),
     ops=2 * TRANSCENDENTAL_OPS,  # two polynomials and a division
 )
-_FLOOR = define_unary("floor", np.floor, not_differentiable, exact=True)
-_CEIL = define_unary("ceil", np.ceil, not_differentiable, exact=True)
-_ROUND = define_unary("round", np.rint, not_differentiable, exact=True)
-_ABS = define_unary("abs", np.absolute, lambda op, dy: [dy * sign(op.inputs[0])], dtypes="number", exact=True)
-_SIGN = define_unary("sign", np.sign, not_differentiable, dtypes="number", exact=True)
-_SIN = define_unary("sin", np.sin, lambda op, dy: [dy * cos(op.inputs[0])], ops=TRANSCENDENTAL_OPS)
-_COS = define_unary("cos", np.cos, lambda op, dy: [negative(dy * sin(op.inputs[0]))], ops=TRANSCENDENTAL_OPS)
-_NOT = define_unary("logical_not", np.logical_not, not_differentiable, dtypes="bool")
-
-negative: Builder = unary_builder(_NEGATIVE, "-x.")
-exp: Builder = unary_builder(_EXP, "e to the power x; float dtypes.")
-log: Builder = unary_builder(_LOG, "Natural logarithm; float dtypes.")
-sqrt: Builder = unary_builder(_SQRT, "Square root; float dtypes.")
-rsqrt: Builder = unary_builder(_RSQRT, "1 / sqrt(x); float dtypes.")
-square: Builder = unary_builder(_SQUARE, "x * x.")
-reciprocal: Builder = unary_builder(_RECIPROCAL, "1 / x; float dtypes.")
-expm1: Builder = unary_builder(_EXPM1, "exp(x) - 1, exact for small x too; float dtypes.")
-erf: Builder = unary_builder(
-    _ERF, "Error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to x; float dtypes."
-)
-floor: Builder = unary_builder(_FLOOR, "The largest integer <= x; passes no gradient; float dtypes.")
-ceil: Builder = unary_builder(_CEIL, "The smallest integer >= x; passes no gradient; float dtypes.")
-round: Builder = unary_builder(_ROUND, "The nearest integer, halves to even; passes no gradient; float dtypes.")
-tanh: Builder = unary_builder(_TANH, "Hyperbolic tangent; float dtypes.")
-sigmoid: Builder = unary_builder(_SIGMOID, "1 / (1 + exp(-x)); float dtypes.")
-relu: Builder = unary_builder(_RELU, "max(x, 0); gradient 0 at 0; float dtypes.")
-abs: Builder = unary_builder(_ABS, "Absolute value; gradient 0 at 0.")
-sign: Builder = unary_builder(_SIGN, "-1, 0 or 1; passes no gradient.")
-sin: Builder = unary_builder(_SIN, "Sine of radians; float dtypes.")
-cos: Builder = unary_builder(_COS, "Cosine of radians; float dtypes.")
-logical_not: Builder = unary_builder(_NOT, "not x; bool.")
+floor = unary("floor", "The largest integer <= x; passes no gradient", np.floor, None, exact=True)
+ceil = unary("ceil", "The smallest integer >= x; passes no gradient", np.ceil, None, exact=True)
+round = unary("round", "The nearest integer, halves to even; passes no gradient", np.rint, None, exact=True)
+tanh = _curve("tanh", "Hyperbolic tangent", np.tanh, lambda x, y, dy: dy * (1.0 - y * y))
+sigmoid = _curve("sigmoid", "1 / (1 + exp(-x))", _sigmoid, lambda x, y, dy: dy * y * (1.0 - y))
+relu = unary("relu", "max(x, 0); gradient 0 at 0", _relu, lambda x, y, dy: build(_RELU_GRAD, [dy, y], {}), exact=True)
+sign = _of_numbers("sign", "-1, 0 or 1; passes no gradient", np.sign, None, exact=True)
+abs = _of_numbers("abs", "Absolute value; gradient 0 at 0", np.absolute, lambda x, y, dy: dy * sign(x), exact=True)
+sin = _curve("sin", "Sine of radians", np.sin, lambda x, y, dy: dy * cos(x))
+cos: Unary = _curve("cos", "Cosine of radians", np.cos, lambda x, y, dy: -(dy * sin(x)))
+logical_not = unary("logical_not", "not x; bool", np.logical_not, None, shape=_FLAG)
 
 
-def _binary_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    return TensorType(attrs.get("shape") or union([t.shape for t in types]), same_dtype(types))
+# ---------------------------------------------------------------- of two
 
-
-def _arithmetic_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    out = _binary_shape(types, attrs)
-    if out.dtype is BOOL:
-        raise ShapeError("needs numbers, got bool; cast them, or use mtf.logical_and, mtf.logical_or")
-    return out
-
-
-def _float_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    out = _binary_shape(types, attrs)
-    if not out.dtype.is_float:
-        raise ShapeError(f"needs float operands, got {out.dtype.name}; cast them with mtf.cast")
-    return out
-
-
-def _compare_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    return TensorType(_binary_shape(types, attrs).shape, BOOL)
-
-
-def _define_binary(
-    name: str,
-    function: Callable[..., Any],
-    grad: GradRule,
-    *,
-    ops: int = 1,
-    linear: Linear = NONLINEAR,
-    shape: Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType] = _arithmetic_shape,
-    **traits: Any,
-) -> OpDef:
-    def local(block: Block, x: Array, y: Array) -> Array:
-        x, y = _aligned(block, (x, y))
-        out = block.result()
-        function(x, y, out=out)
-        return out
-
-    return operation(
-        name,
-        kind=Kind.ELEMENTWISE,
-        shape=shape,
-        roles=named_factors,
-        local=local,
-        grad=grad,
-        linear=lambda op: linear,
-        work=_work(ops),
-        overwrites=EVERY,
-        **traits,
-    )
+Side = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _broadcast(y: Tensor, output_shape: Shape | Sequence[Dimension] | None) -> Tensor:
@@ -228,8 +204,25 @@ def _broadcast(y: Tensor, output_shape: Shape | Sequence[Dimension] | None) -> T
     return y if output_shape is None else broadcast(y, output_shape)
 
 
-def _binary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
-    def function(
+def _binary(
+    name: str,
+    doc: str,
+    function: Callable[..., Any],
+    *sides: Side,
+    note: str = "",
+    ops: int = 1,
+    shape: ShapeRule = _NUMBERS,
+    **traits: Any,
+) -> Binary:
+    """Define an operation; `sides(x1, x2, y, dy)` are the cotangents of x1 and x2, before they are summed down."""
+
+    def grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+        x1, x2 = op.inputs
+        return [reduce_to(side(x1, x2, op.output, dy), x.shape) for side, x in zip(sides, op.inputs, strict=True)]
+
+    kind = _define(name, function, grad if sides else not_differentiable, shape, ops, **traits)
+
+    def public(
         x1: Tensor | float,
         x2: Tensor | float,
         output_shape: Shape | Sequence[Dimension] | None = None,
@@ -239,154 +232,93 @@ def _binary_builder(kind: OpDef, doc: str) -> Callable[..., Tensor]:
         operands = [as_tensor(x, like, kind.name) for x in (x1, x2)]
         return _broadcast(build(kind, operands, {}, name), output_shape)
 
-    function.__name__ = function.__qualname__ = kind.name
-    function.__doc__ = doc
-    return function
+    public.__name__ = public.__qualname__ = name
+    public.__doc__ = f"{doc}, broadcast by name{note}."
+    return public
 
 
-def _divide(x: Array, y: Array, out: Array) -> None:
-    np.divide(x, y, out=out)
+_compare = partial(_binary, note="; bool", shape=_COMPARED)
+_together: dict[str, Any] = {"linear": lambda op: Linear((0, 1), together=True), "repeated": True}
 
-
-def _grad_sides(left: Callable[..., Tensor], right: Callable[..., Tensor]) -> GradRule:
-    def grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-        x, y = op.inputs
-        return [reduce_to(left(op, dy, x, y), x.shape), reduce_to(right(op, dy, x, y), y.shape)]
-
-    return grad
-
-
-def _zero_where(condition: Tensor, dy: Tensor, keep: bool) -> Tensor:
-    return where(condition, dy, 0.0) if keep else where(condition, 0.0, dy)
-
-
-_ADD = _define_binary(
-    "add",
-    np.add,
-    _grad_sides(lambda op, dy, x, y: dy, lambda op, dy, x, y: dy),
-    linear=Linear((0, 1), together=True),
-    repeated=True,
-)
-_SUBTRACT = _define_binary(
-    "subtract",
-    np.subtract,
-    _grad_sides(lambda op, dy, x, y: dy, lambda op, dy, x, y: negative(dy)),
-    linear=Linear((0, 1), together=True),
-    repeated=True,
-)
-_MULTIPLY = _define_binary(
+less = _compare("less", "x1 < x2", np.less)
+less_equal = _compare("less_equal", "x1 <= x2", np.less_equal)
+greater = _compare("greater", "x1 > x2", np.greater)
+greater_equal = _compare("greater_equal", "x1 >= x2", np.greater_equal)
+equal = _compare("equal", "x1 == x2", np.equal)
+not_equal = _compare("not_equal", "x1 != x2", np.not_equal)
+logical_and = _binary("logical_and", "x1 and x2", np.logical_and, note="; bool", shape=_FLAGS)
+logical_or = _binary("logical_or", "x1 or x2", np.logical_or, note="; bool", shape=_FLAGS)
+add = _binary("add", "x1 + x2", np.add, lambda x1, x2, y, dy: dy, lambda x1, x2, y, dy: dy, **_together)
+subtract = _binary("subtract", "x1 - x2", np.subtract, lambda x1, x2, y, dy: dy, lambda x1, x2, y, dy: -dy, **_together)
+sub = subtract  # Mesh TensorFlow's name
+multiply = _binary(
     "multiply",
+    "x1 * x2",
     np.multiply,
-    _grad_sides(lambda op, dy, x, y: dy * y, lambda op, dy, x, y: dy * x),
-    linear=Linear((0, 1)),
+    lambda x1, x2, y, dy: dy * x2,
+    lambda x1, x2, y, dy: dy * x1,
+    linear=lambda op: Linear((0, 1)),
     repeated=True,
 )
-_DIVIDE = _define_binary(
+divide = _binary(
     "divide",
-    _divide,
-    _grad_sides(lambda op, dy, x, y: dy / y, lambda op, dy, x, y: negative(dy * op.output / y)),
+    "x1 / x2",
+    np.divide,
+    lambda x1, x2, y, dy: dy / x2,
+    lambda x1, x2, y, dy: -(dy * y / x2),
+    note="; float dtypes",
     ops=TRANSCENDENTAL_OPS,
-    linear=Linear((0,)),
-    shape=_float_shape,
-    repeated=True,
-)
-_MAXIMUM = _define_binary(
-    "maximum",
-    np.maximum,
-    _grad_sides(
-        lambda op, dy, x, y: _zero_where(greater_equal(x, y), dy, True),
-        lambda op, dy, x, y: _zero_where(greater_equal(x, y), dy, False),
-    ),
-    exact=True,
-)
-_MINIMUM = _define_binary(
-    "minimum",
-    np.minimum,
-    _grad_sides(
-        lambda op, dy, x, y: _zero_where(less_equal(x, y), dy, True),
-        lambda op, dy, x, y: _zero_where(less_equal(x, y), dy, False),
-    ),
-    exact=True,
-)
-_POW = _define_binary(
-    "pow",
-    np.power,
-    _grad_sides(
-        lambda op, dy, x, y: dy * y * pow(x, y - 1),
-        lambda op, dy, x, y: dy * op.output * log(where(greater(x, 0), x, 1)),
-    ),
-    ops=2 * TRANSCENDENTAL_OPS,
-    shape=_float_shape,
-)
-_FLOORDIV = _define_binary("floordiv", np.floor_divide, not_differentiable, ops=TRANSCENDENTAL_OPS)
-# The remainder of rounding towards minus infinity: x - y floor(x / y), of the sign of y.
-_MOD = _define_binary(
-    "mod",
-    np.mod,
-    _grad_sides(lambda op, dy, x, y: dy, lambda op, dy, x, y: negative(dy * floordiv(x, y))),
-    ops=TRANSCENDENTAL_OPS,
-)
-_LESS = _define_binary("less", np.less, not_differentiable, shape=_compare_shape)
-_LESS_EQUAL = _define_binary("less_equal", np.less_equal, not_differentiable, shape=_compare_shape)
-_GREATER = _define_binary("greater", np.greater, not_differentiable, shape=_compare_shape)
-_GREATER_EQUAL = _define_binary("greater_equal", np.greater_equal, not_differentiable, shape=_compare_shape)
-_EQUAL = _define_binary("equal", np.equal, not_differentiable, shape=_compare_shape)
-_NOT_EQUAL = _define_binary("not_equal", np.not_equal, not_differentiable, shape=_compare_shape)
-
-
-def _logic_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    out = _binary_shape(types, attrs)
-    if out.dtype is not BOOL:
-        raise ShapeError(f"needs bool operands, got {out.dtype.name}; compare first, as in mtf.greater(x, 0)")
-    return out
-
-
-_AND = _define_binary("logical_and", np.logical_and, not_differentiable, shape=_logic_shape)
-_OR = _define_binary("logical_or", np.logical_or, not_differentiable, shape=_logic_shape)
-
-add: Builder = _binary_builder(_ADD, "x1 + x2, broadcast by name.")
-subtract: Builder = _binary_builder(_SUBTRACT, "x1 - x2, broadcast by name.")
-multiply: Builder = _binary_builder(_MULTIPLY, "x1 * x2, broadcast by name.")
-sub: Builder = subtract  # Mesh TensorFlow's name
-divide: Builder = _binary_builder(_DIVIDE, "x1 / x2, broadcast by name; float dtypes.")
-maximum: Builder = _binary_builder(_MAXIMUM, "The larger, broadcast by name; at a tie the gradient goes to x1.")
-minimum: Builder = _binary_builder(_MINIMUM, "The smaller, broadcast by name; at a tie the gradient goes to x1.")
-pow: Builder = _binary_builder(_POW, "x1 to the power x2, broadcast by name; float dtypes.")
-floordiv: Builder = _binary_builder(
-    _FLOORDIV, "floor(x1 / x2), broadcast by name; int32 stays int32; passes no gradient."
-)
-mod: Builder = _binary_builder(_MOD, "x1 - x2 floor(x1 / x2), of the sign of x2 as in Python; broadcast by name.")
-less: Builder = _binary_builder(_LESS, "x1 < x2, broadcast by name; bool.")
-less_equal: Builder = _binary_builder(_LESS_EQUAL, "x1 <= x2, broadcast by name; bool.")
-greater: Builder = _binary_builder(_GREATER, "x1 > x2, broadcast by name; bool.")
-greater_equal: Builder = _binary_builder(_GREATER_EQUAL, "x1 >= x2, broadcast by name; bool.")
-equal: Builder = _binary_builder(_EQUAL, "x1 == x2, broadcast by name; bool.")
-not_equal: Builder = _binary_builder(_NOT_EQUAL, "x1 != x2, broadcast by name; bool.")
-logical_and: Builder = _binary_builder(_AND, "x1 and x2, broadcast by name; bool.")
-logical_or: Builder = _binary_builder(_OR, "x1 or x2, broadcast by name; bool.")
-
-
-def _relu_grad_local(block: Block, dy: Array, y: Array) -> Array:
-    dy, y = _aligned(block, (dy, y))
-    out = block.result()
-    np.multiply(dy, np.greater(y, 0), out=out)
-    return out
-
-
-# The derivative of relu as one operation: no mask is kept, it is read off the output that is there anyway.
-_RELU_GRAD: OpDef = operation(
-    "relu_grad",
-    kind=Kind.ELEMENTWISE,
-    shape=_binary_shape,
-    roles=named_factors,
-    local=_relu_grad_local,
-    grad=lambda op, dz: [build(_RELU_GRAD, [dz, op.inputs[1]], {}), None],
+    shape=_FLOATS,
     linear=lambda op: Linear((0,)),
-    work=_work(2),
-    overwrites=EVERY,
     repeated=True,
+)
+maximum = _binary(
+    "maximum",
+    "The larger",
+    np.maximum,
+    lambda x1, x2, y, dy: where(greater_equal(x1, x2), dy, 0.0),
+    lambda x1, x2, y, dy: where(greater_equal(x1, x2), 0.0, dy),
+    note="; at a tie the gradient goes to x1",
     exact=True,
 )
+minimum = _binary(
+    "minimum",
+    "The smaller",
+    np.minimum,
+    lambda x1, x2, y, dy: where(less_equal(x1, x2), dy, 0.0),
+    lambda x1, x2, y, dy: where(less_equal(x1, x2), 0.0, dy),
+    note="; at a tie the gradient goes to x1",
+    exact=True,
+)
+pow: Binary = _binary(
+    "pow",
+    "x1 to the power x2",
+    np.power,
+    lambda x1, x2, y, dy: dy * x2 * pow(x1, x2 - 1),
+    lambda x1, x2, y, dy: dy * y * log(where(greater(x1, 0), x1, 1)),
+    note="; float dtypes",
+    ops=2 * TRANSCENDENTAL_OPS,
+    shape=_FLOATS,
+)
+floordiv = _binary(
+    "floordiv",
+    "floor(x1 / x2)",
+    np.floor_divide,
+    note="; int32 stays int32; passes no gradient",
+    ops=TRANSCENDENTAL_OPS,
+)
+mod = _binary(
+    "mod",
+    "x1 - x2 floor(x1 / x2)",
+    np.mod,
+    lambda x1, x2, y, dy: dy,
+    lambda x1, x2, y, dy: -(dy * floordiv(x1, x2)),
+    note="; of the sign of x2, as in Python",
+    ops=TRANSCENDENTAL_OPS,
+)
+
+
+# ---------------------------------------------------------------- of more
 
 
 def _where_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
@@ -396,32 +328,17 @@ def _where_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Ten
     return TensorType(union([x.shape, y.shape, condition.shape]), same_dtype([x, y]))
 
 
-def _where_local(block: Block, condition: Array, x: Array, y: Array) -> Array:
-    condition, x, y = _aligned(block, (condition, x, y))
-    out = block.result()
-    np.copyto(out, np.where(condition, x, y))
-    return out
-
-
 def _where_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     condition, x, y = op.inputs
-    return [
-        None,
-        reduce_to(where(condition, dy, 0.0), x.shape),
-        reduce_to(where(condition, 0.0, dy), y.shape),
-    ]
+    return [None, reduce_to(where(condition, dy, 0.0), x.shape), reduce_to(where(condition, 0.0, dy), y.shape)]
 
 
-_WHERE = operation(
+_WHERE = _define(
     "where",
-    kind=Kind.ELEMENTWISE,
-    shape=_where_shape,
-    roles=named_factors,
-    local=_where_local,
-    grad=_where_grad,
+    lambda condition, x, y, out: np.copyto(out, np.where(condition, x, y)),
+    _where_grad,
+    _where_shape,
     linear=lambda op: Linear((1, 2), together=True),
-    work=_work(1),
-    overwrites=EVERY,
     exact=True,
 )
 
@@ -450,28 +367,18 @@ def where(
     return _broadcast(build(_WHERE, operands, {}, name), output_shape)
 
 
-def _cast_local(block: Block, x: Array) -> Array:
-    out = block.result()
-    np.copyto(out, x, casting="unsafe")
-    return out
-
-
 def _cast_linear(op: Operation) -> Linear:
     # Only a widening cast of floats commutes with a sum; a narrowing one would round each part.
     old, new = op.inputs[0].dtype, op.output.dtype
     return Linear((0,)) if old.is_float and new.is_float and new.itemsize >= old.itemsize else NONLINEAR
 
 
-CAST = operation(
+CAST = _define(
     "cast",
-    kind=Kind.ELEMENTWISE,
-    shape=lambda types, attrs: TensorType(types[0].shape, attrs["dtype"]),
-    roles=named_factors,
-    local=_cast_local,
-    grad=lambda op, dy: [cast(dy, op.inputs[0].dtype) if op.inputs[0].dtype.is_float else None],
+    lambda x, out: np.copyto(out, x, casting="unsafe"),
+    lambda op, dy: [cast(dy, op.inputs[0].dtype) if op.inputs[0].dtype.is_float else None],
+    lambda types, attrs: TensorType(types[0].shape, attrs["dtype"]),
     linear=_cast_linear,
-    work=_work(1),
-    overwrites=EVERY,
     home=Home.OPERAND,  # so that gathers move the narrow type
     repeated=True,
 )
@@ -498,24 +405,19 @@ def to_int32(x: Tensor, name: str | None = None) -> Tensor:
     return cast(x, "int32", name)
 
 
-def _add_n_local(block: Block, *xs: Array) -> Array:
-    aligned = _aligned(block, xs)
-    out = block.result()
-    np.add(aligned[0], aligned[1], out=out)
-    for x in aligned[2:]:
-        np.add(out, x, out=out)
-    return out
+def _add_all(x: Array, y: Array, *more: Array, out: Array) -> None:
+    np.add(x, y, out=out)
+    for z in more:
+        np.add(out, z, out=out)
 
 
-_ADD_N = operation(
+# The work is that of the sums of two: one less than there are operands.
+_ADD_N = _define(
     "add_n",
-    kind=Kind.ELEMENTWISE,
-    shape=_arithmetic_shape,
-    roles=named_factors,
-    local=_add_n_local,
-    grad=lambda op, dy: [reduce_to(dy, x.shape) for x in op.inputs],
+    _add_all,
+    lambda op, dy: [reduce_to(dy, x.shape) for x in op.inputs],
+    _NUMBERS,
     linear=lambda op: Linear(tuple(range(len(op.inputs))), together=True, terms=True),
-    work=_work(1),
     overwrites=2,  # the others are read after the first sum is written
 )
 
@@ -562,34 +464,32 @@ def _no_matmul(x: Tensor, y: object) -> Tensor:
     )
 
 
-def _swapped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _swapped(function: Binary) -> Callable[[Tensor, float], Tensor]:
     return lambda x, y: function(y, x)
 
 
 for _name, _function in {
-    "__add__": add,
-    "__radd__": _swapped(add),
-    "__sub__": subtract,
-    "__rsub__": _swapped(subtract),
-    "__mul__": multiply,
-    "__rmul__": _swapped(multiply),
-    "__truediv__": divide,
-    "__rtruediv__": _swapped(divide),
-    "__floordiv__": floordiv,
-    "__rfloordiv__": _swapped(floordiv),
-    "__mod__": mod,
-    "__rmod__": _swapped(mod),
-    "__pow__": pow,
-    "__rpow__": _swapped(pow),
-    "__abs__": abs,
-    "__invert__": logical_not,
-    "__and__": logical_and,
-    "__or__": logical_or,
-    "__matmul__": _no_matmul,
-    "__neg__": negative,
-    "__lt__": less,
-    "__le__": less_equal,
-    "__gt__": greater,
-    "__ge__": greater_equal,
+    "add": add,
+    "sub": subtract,
+    "mul": multiply,
+    "truediv": divide,
+    "floordiv": floordiv,
+    "mod": mod,
+    "pow": pow,
 }.items():
-    setattr(Tensor, _name, _function)
+    setattr(Tensor, f"__{_name}__", _function)
+    setattr(Tensor, f"__r{_name}__", _swapped(_function))
+
+for _name, _method in {
+    "abs": abs,
+    "invert": logical_not,
+    "and": logical_and,
+    "or": logical_or,
+    "matmul": _no_matmul,
+    "neg": negative,
+    "lt": less,
+    "le": less_equal,
+    "gt": greater,
+    "ge": greater_equal,
+}.items():
+    setattr(Tensor, f"__{_name}__", _method)

@@ -12,7 +12,7 @@ from meshlib.checks import at
 from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, OpDef, Role, Work, operation
+from meshlib.operation import Array, Block, Kind, Linear, OpDef, Role, ShapeRule, Work, operation
 from meshlib.ops.building import as_dims, build, tensor
 from meshlib.ops.elementwise import add, cast, equal, exp, log, multiply, subtract
 from meshlib.ops.rules import named_factors, not_differentiable, size_of
@@ -43,13 +43,7 @@ def _flag_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Tens
 
 
 def _define(
-    name: str,
-    ufunc: np.ufunc,
-    role: Role,
-    linear: Linear,
-    grad: Callable[..., Any],
-    shape: Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType] = _number_shape,
-    exact: bool = True,
+    name: str, ufunc: np.ufunc, role: Role, grad: Callable[..., Any], shape: ShapeRule = _number_shape, **traits: Any
 ) -> OpDef:
     def local(block: Block, x: Array) -> Array:
         names, out_names = block.inputs[0].shape.names, block.out.shape.names
@@ -62,22 +56,15 @@ def _define(
             np.copyto(out, ufunc.reduce(x, axis=axes).transpose([kept.index(n) for n in out_names]))
         return out
 
-    def roles(op: Operation) -> tuple[Factor, ...]:
-        return named_factors(op, {d.name: role for d in op.inputs[0].shape if d.name not in op.output.shape})
-
-    def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-        return Work(0, ins[0].shape.size)
-
     return operation(
         name,
         kind=Kind.REDUCTION,
         shape=shape,
-        roles=roles,
+        roles=lambda op: named_factors(op, {d.name: role for d in op.inputs[0].shape if d not in op.output.shape}),
         local=local,
         grad=grad,
-        linear=lambda op: linear,
-        work=work,
-        exact=exact,
+        work=lambda ins, out, attrs: Work(0, ins[0].shape.size),
+        **traits,
     )
 
 
@@ -94,12 +81,12 @@ def _extreme_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     return [chosen * (dy / reduce_sum(chosen, output_shape=y.shape))]
 
 
-_SUM = _define("reduce_sum", np.add, Role.SUM, Linear((0,)), _sum_grad, exact=False)
-_MAX = _define("reduce_max", np.maximum, Role.MAX, NONLINEAR, _extreme_grad)
-_MIN = _define("reduce_min", np.minimum, Role.MIN, NONLINEAR, _extreme_grad)
+_SUM = _define("reduce_sum", np.add, Role.SUM, _sum_grad, linear=lambda op: Linear((0,)))
+_MAX = _define("reduce_max", np.maximum, Role.MAX, _extreme_grad, exact=True)
+_MIN = _define("reduce_min", np.minimum, Role.MIN, _extreme_grad, exact=True)
 # False < True: over a split dim the parts of "all" are a pending minimum, those of "any" a maximum, of a byte per flag.
-_ALL = _define("reduce_all", np.logical_and, Role.MIN, NONLINEAR, not_differentiable, _flag_shape)
-_ANY = _define("reduce_any", np.logical_or, Role.MAX, NONLINEAR, not_differentiable, _flag_shape)
+_ALL = _define("reduce_all", np.logical_and, Role.MIN, not_differentiable, _flag_shape, exact=True)
+_ANY = _define("reduce_any", np.logical_or, Role.MAX, not_differentiable, _flag_shape, exact=True)
 
 
 def _reduce(
