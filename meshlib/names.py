@@ -1,6 +1,15 @@
-"""Names of operations in listings."""
+"""Names of operations in listings, and of dims that the library makes."""
 
 from __future__ import annotations
+
+from collections.abc import Container
+
+
+def free_name(name: str, taken: Container[object]) -> str:
+    """`name`, with as many underscores behind it as it takes to be none of those `taken`."""
+    while name in taken:
+        name += "_"
+    return name
 
 
 def relative_name(name: str, scope: str) -> str:

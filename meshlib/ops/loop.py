@@ -24,7 +24,7 @@ from meshlib.graph import (
     innermost,
 )
 from meshlib.loop_record import LoopRecord, Operands, Results
-from meshlib.names import relative_name
+from meshlib.names import free_name, relative_name
 from meshlib.operation import Array, Block, Factor, Kind, Role, Work, operation
 from meshlib.ops.building import build_source, tensor
 from meshlib.ops.elementwise import add
@@ -166,10 +166,8 @@ def while_loop(
         return body(*carries), ()
 
     taken = {d.name for x in begin for d in x.shape}
-    trip = "loop_trip"
-    while trip in taken:
-        trip += "_"
-    return make_loop("while_loop", step, begin, [], Dimension(trip, int(trips)), False, name, has_accumulators)[0]
+    trip = Dimension(free_name("loop_trip", taken), int(trips))
+    return make_loop("while_loop", step, begin, [], trip, False, name, has_accumulators)[0]
 
 
 def make_loop(
@@ -280,10 +278,7 @@ def _stackable(carry: Tensor, dim: Dimension) -> Tensor:
     """`carry`, of which a dim that has the loop's name has another: the values before each trip are stacked."""
     if dim.name not in carry.shape:
         return carry
-    name = f"carried_{dim.name}"
-    while name in carry.shape:
-        name += "_"
-    return rename_dimension(carry, dim.name, name)
+    return rename_dimension(carry, dim.name, free_name(f"carried_{dim.name}", carry.shape))
 
 
 def _tensors(part: object, what: str) -> list[Tensor]:

@@ -12,6 +12,7 @@ from layouts import Dimension, Shape
 from meshlib.checks import at, choice, items, whole
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
+from meshlib.names import free_name
 from meshlib.ops.building import tensor
 from meshlib.ops.reduce import reduce_max, reduce_mean, reduce_min, reduce_sum
 from meshlib.ops.shape import reshape
@@ -57,7 +58,7 @@ def pool(
         window = sizes.get(d, 1)
         parts.append(Dimension(d.name, d.size // window))
         if window > 1:
-            parts.append(Dimension(_window_name(d.name, x.shape), window))
+            parts.append(Dimension(free_name(f"{d.name}_window", x.shape), window))
     out = Shape([(d.name, d.size // sizes.get(d, 1)) for d in x.shape])
     chosen = f"{reduction}_pool" if name is None else name
     return _REDUCTIONS[reduction](reshape(x, parts), output_shape=out, name=chosen)
@@ -67,13 +68,6 @@ def _per_dim(x: Tensor, given: object, argument: str) -> dict[Dimension, int]:
     if not isinstance(given, Mapping):
         raise ShapeError(f"{at('pool')}: {argument}s must be a dict of {argument} per dim, got {given!r:.80}")
     return {find_dim(x, d, "pool"): whole(n, "pool", f"the {argument} of '{d}'") for d, n in given.items()}
-
-
-def _window_name(name: str, taken: Shape) -> str:
-    made = f"{name}_window"
-    while made in taken:
-        made += "_"
-    return made
 
 
 def _check_windows(x: Tensor, windows: Mapping[Dimension, int], strides: Mapping[Dimension, int]) -> None:

@@ -22,7 +22,7 @@ from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.elementwise import negative
 from meshlib.ops.index import gather, scatter_add
 from meshlib.ops.rules import named_factors, not_differentiable
-from meshlib.ops.shape import rename_dimension, reshape
+from meshlib.ops.shape import rename_dimension, reshape, transpose
 from meshlib.ops.sources import constant_like
 
 
@@ -47,10 +47,14 @@ def _top_k_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tup
     d = x.shape.dim(attrs["dim"])
     if k.size > d.size:
         raise ShapeError(f"the {k.size} largest of dim {d} were asked for; it has only {d.size}")
-    rest = [e for e in x.shape if e != d]
-    if k.name in [e.name for e in rest]:
+    if k.name != d.name and k.name in x.shape:
         raise ShapeError(f"{x.shape} already has a dim '{k.name}'; give the new dim another name")
-    shape = Shape([*rest, k])
+    return _ranked(x, d, k)
+
+
+def _ranked(x: TensorType, dim: Dimension, k: Dimension) -> tuple[TensorType, TensorType]:
+    """Types of the `k` largest elements along `dim`, and of their indices."""
+    shape = Shape([*(d for d in x.shape if d != dim), k])
     return TensorType(shape, x.dtype), TensorType(shape, INT32)
 
 
@@ -84,9 +88,7 @@ def _top_k_finish(block: Block, gathered: tuple[Array, ...], index: int, x: Arra
 def _top_k_types(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
     (x,) = types
     d = x.shape.dim(attrs["dim"])
-    rest = [e for e in x.shape if e != d]
-    shape = Shape([*rest, Dimension("candidates_", min(attrs["k_dim"].size, d.size))])
-    return TensorType(shape, x.dtype), TensorType(shape, INT32)
+    return _ranked(x, d, Dimension("candidates_", min(attrs["k_dim"].size, d.size)))
 
 
 def _sort_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
@@ -196,6 +198,4 @@ def sort(x: Tensor, dim: Dimension, descending: bool = False, name: str | None =
     order = rename_dimension(argsort(x, d, descending), d.name, f"{d.name}_sorted")
     found = gather(x, order, d)
     shape = x.shape.rename(d.name, f"{d.name}_sorted")
-    from meshlib.ops.shape import transpose
-
     return rename_dimension(transpose(found, shape), f"{d.name}_sorted", d.name, name)

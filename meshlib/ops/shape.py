@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -16,7 +17,8 @@ from meshlib.operation import Array, Block, Factor, Kind, Linear, Role, Storage,
 from meshlib.ops.building import as_dims, build, tensor
 from meshlib.ops.rules import align, named_factors, no_work
 
-_LINEAR = Linear((0,))
+# Elements of one operand, under other dims.
+_define = partial(operation, kind=Kind.VIEW, linear=lambda op: Linear((0,)), exact=True)
 
 
 def _copy_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
@@ -35,21 +37,18 @@ def _transpose_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) ->
     return TensorType(out, x.dtype)
 
 
-def _transpose_local(block: Block, x: Array) -> Array:
+def _aligned(block: Block, x: Array) -> Array:
     return align(x, block.inputs[0].shape.names, block.out.shape.names)
 
 
-TRANSPOSE = operation(
+TRANSPOSE = _define(
     "transpose",
-    kind=Kind.VIEW,
     shape=_transpose_shape,
     roles=named_factors,
-    local=_transpose_local,
+    local=_aligned,
     grad=lambda op, dy: [transpose(dy, op.inputs[0].shape)],
-    linear=lambda op: _LINEAR,
     work=_copy_work,
     storage=Storage.VIEW,
-    exact=True,
 )
 
 
@@ -67,17 +66,14 @@ def _rename_roles(op: Operation) -> tuple[Factor, ...]:
     return tuple(Factor(a.name, a.size, (a.name,), (b.name,), Role.PARALLEL) for a, b in zip(x, y, strict=True))
 
 
-RENAME = operation(
+RENAME = _define(
     "rename_dimension",
-    kind=Kind.VIEW,
     shape=lambda types, attrs: TensorType(types[0].shape.rename(attrs["old"], attrs["new"]), types[0].dtype),
     roles=_rename_roles,
     local=lambda block, x: x,
     grad=lambda op, dy: [rename_dimension(dy, op.attrs["new"], op.attrs["old"])],
-    linear=lambda op: _LINEAR,
     work=no_work,
     storage=Storage.ALIAS,
-    exact=True,
 )
 
 
@@ -144,17 +140,14 @@ def _reshape_roles(op: Operation) -> tuple[Factor, ...]:
     return tuple(factors)
 
 
-RESHAPE = operation(
+RESHAPE = _define(
     "reshape",
-    kind=Kind.VIEW,
     shape=_reshape_shape,
     roles=_reshape_roles,
     local=lambda block, x: x.reshape(block.out.shape.sizes),
     grad=lambda op, dy: [reshape(dy, op.inputs[0].shape)],
-    linear=lambda op: _LINEAR,
     work=_copy_work,
     storage=Storage.RESHAPED,
-    exact=True,
 )
 
 
@@ -179,28 +172,21 @@ def _broadcast_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) ->
     return TensorType(out, x.dtype)
 
 
-def _broadcast_local(block: Block, x: Array) -> Array:
-    return np.broadcast_to(align(x, block.inputs[0].shape.names, block.out.shape.names), block.out.shape.sizes)
-
-
 def _broadcast_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     from meshlib.ops.reduce import reduce_sum
 
     return [reduce_sum(dy, output_shape=op.inputs[0].shape)]
 
 
-BROADCAST = operation(
+BROADCAST = _define(
     "broadcast",
-    kind=Kind.VIEW,
     shape=_broadcast_shape,
     roles=named_factors,
-    local=_broadcast_local,
+    local=lambda block, x: np.broadcast_to(_aligned(block, x), block.out.shape.sizes),
     grad=_broadcast_grad,
-    linear=lambda op: _LINEAR,
     work=_copy_work,
     storage=Storage.VIEW,
     remade=True,
-    exact=True,
 )
 
 

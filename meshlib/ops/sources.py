@@ -131,14 +131,17 @@ def ones(shape: Shape | Sequence[Dimension] | Dimension, dtype: object = "float3
 
 def zeros_like(t: Tensor, name: str | None = None) -> Tensor:
     """Zeros of the shape and dtype of `t`."""
-    held = fitting(0, tensor(t, "zeros_like").dtype, "zeros_like")
-    return _constant(_beside(t), held, t.shape, t.dtype, "zeros" if name is None else name)
+    return _like(t, 0, "zeros", name)
 
 
 def ones_like(t: Tensor, name: str | None = None) -> Tensor:
     """Ones of the shape and dtype of `t`."""
-    held = fitting(1, tensor(t, "ones_like").dtype, "ones_like")
-    return _constant(_beside(t), held, t.shape, t.dtype, "ones" if name is None else name)
+    return _like(t, 1, "ones", name)
+
+
+def _like(t: Tensor, value: int, what: str, name: str | None) -> Tensor:
+    held = fitting(value, tensor(t, f"{what}_like").dtype, f"{what}_like")
+    return _constant(_beside(t), held, t.shape, t.dtype, what if name is None else name)
 
 
 # ---------------------------------------------------------------- inputs and variables

@@ -7,6 +7,7 @@ Along a split dim each device receives just the indices that its block of the re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,11 +22,12 @@ from meshlib.ops.building import build, tensor
 from meshlib.ops.rules import named_factors, same_dtype, vector_work
 from meshlib.ops.shape import reshape
 
-_LINEAR = Linear((0,))
-
 
 def _roles(op: Operation) -> tuple[Factor, ...]:
     return named_factors(op, {op.attrs["dim"]: Role.HALO})
+
+
+_define = partial(operation, roles=_roles, work=vector_work)
 
 
 def _run(axis: int, begin: int, end: int) -> tuple[Any, ...]:
@@ -65,15 +67,13 @@ def _slice_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     return [pad(dy, [begin, size - begin - op.attrs["size"]], op.attrs["dim"])]
 
 
-SLICE = operation(
+SLICE = _define(
     "slice",
     kind=Kind.VIEW,
     shape=_slice_shape,
-    roles=_roles,
     local=_slice_local,
     grad=_slice_grad,
-    linear=lambda op: _LINEAR,
-    work=vector_work,
+    linear=lambda op: Linear((0,)),
     storage=Storage.VIEW,
     exact=True,
     reads_part=True,
@@ -153,15 +153,13 @@ def _pad_local(block: Block, x: Array) -> Array:
     return out
 
 
-PAD = operation(
+PAD = _define(
     "pad",
     kind=Kind.INDEXED,
     shape=_pad_shape,
-    roles=_roles,
     local=_pad_local,
     grad=lambda op, dy: [slice(dy, op.attrs["before"], op.inputs[0].shape.dim(op.attrs["dim"]).size, op.attrs["dim"])],
-    linear=lambda op: _LINEAR if op.attrs["value"] == 0 else Linear(()),
-    work=vector_work,
+    linear=lambda op: Linear((0,)) if op.attrs["value"] == 0 else Linear(()),
     lower=Halo(lambda op, i, start, stop: (start - op.attrs["before"], stop - op.attrs["before"])),
 )
 
@@ -196,15 +194,13 @@ def _shift_local(block: Block, x: Array) -> Array:
     return out
 
 
-SHIFT = operation(
+SHIFT = _define(
     "shift",
     kind=Kind.INDEXED,
     shape=lambda types, attrs: types[0],
-    roles=_roles,
     local=_shift_local,
     grad=lambda op, dy: [shift(dy, -op.attrs["offset"], op.attrs["dim"], op.attrs["wrap"])],
-    linear=lambda op: _LINEAR,
-    work=vector_work,
+    linear=lambda op: Linear((0,)),
     exact=True,
     lower=Halo(
         lambda op, i, start, stop: (start - op.attrs["offset"], stop - op.attrs["offset"]),
@@ -259,15 +255,13 @@ def _concat_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     return [slice(dy, b, n, dim) for b, n in zip(_begins(op), sizes, strict=False)]
 
 
-CONCAT = operation(
+CONCAT = _define(
     "concat",
     kind=Kind.INDEXED,
     shape=_concat_shape,
-    roles=_roles,
     local=_concat_local,
     grad=_concat_grad,
     linear=lambda op: Linear(tuple(range(len(op.inputs))), together=True),
-    work=vector_work,
     lower=Halo(_concat_needs),
     exact=True,
 )
@@ -299,33 +293,28 @@ def halo_exchange(
       halo_size: may be larger than a block.
       wrap: whether the ends are each other's neighbours; zeros come in otherwise.
     """
-    parts = [x]
-    for distance, size in _halo_parts(x, blocks_dim, block_size_dim, halo_size):
-        block = block_size_dim.size
-        left = shift(slice(x, block - size, size, block_size_dim.name), distance, blocks_dim, wrap)
-        right = shift(slice(x, 0, size, block_size_dim.name), -distance, blocks_dim, wrap)
-        parts = [left, *parts, right]
-    return concat(parts, block_size_dim.name)
+    return _with_margins(x, blocks_dim, block_size_dim, halo_size, wrap, both=True)
 
 
 def left_halo_exchange(
     x: Tensor, blocks_dim: Dimension, block_size_dim: Dimension, halo_size: int, wrap: bool = False
 ) -> Tensor:
     """As `halo_exchange`, with a margin on the left only: [blocks, halo + size]."""
-    parts = [x]
-    for distance, size in _halo_parts(x, blocks_dim, block_size_dim, halo_size):
-        end = slice(x, block_size_dim.size - size, size, block_size_dim.name)
-        parts = [shift(end, distance, blocks_dim, wrap), *parts]
-    return concat(parts, block_size_dim.name)
+    return _with_margins(x, blocks_dim, block_size_dim, halo_size, wrap, both=False)
 
 
-def _halo_parts(x: Tensor, blocks_dim: Dimension, block_size_dim: Dimension, halo_size: int) -> list[tuple[int, int]]:
-    """(distance in blocks, elements) of the margins, nearest first."""
+def _with_margins(
+    x: Tensor, blocks_dim: Dimension, block_size_dim: Dimension, halo_size: int, wrap: bool, both: bool
+) -> Tensor:
     find_dim(tensor(x, "halo_exchange"), blocks_dim, "halo_exchange")
     find_dim(x, block_size_dim, "halo_exchange")
-    halo = whole(halo_size, "halo_exchange", "halo_size")
+    halo, block = whole(halo_size, "halo_exchange", "halo_size"), block_size_dim.size
     if halo < 0:
         raise ShapeError(f"{at('halo_exchange')}: halo_size must not be negative, got {halo}")
-    block = block_size_dim.size
-    full = [(i + 1, block) for i in range(halo // block)]
-    return [*full, (halo // block + 1, halo % block)] if halo % block else full
+    parts = [x]
+    for begin in range(0, halo, block):  # nearest first
+        distance, size = begin // block + 1, min(block, halo - begin)
+        parts.insert(0, shift(slice(x, block - size, size, block_size_dim.name), distance, blocks_dim, wrap))
+        if both:
+            parts.append(shift(slice(x, 0, size, block_size_dim.name), -distance, blocks_dim, wrap))
+    return concat(parts, block_size_dim.name)
