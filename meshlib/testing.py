@@ -14,7 +14,7 @@ from typing import Any
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
 from meshlib.program.instructions import COLLECTIVES, Instruction, Move, Value
-from meshlib.program.records import Collective, Program, walk
+from meshlib.program.records import Collective, Program, require_program, walk
 from meshlib.slices import slice_for
 from meshlib.text import bytes_text
 from meshlib.verification import Verification, verify
@@ -103,7 +103,7 @@ def assert_collectives(program: Program, expected: Sequence[Any]) -> None:
             avoid: leave 'batch' unsplit over rows (rule batch:rows)
         mesh rows:2   layout batch:rows
     """
-    _check_program(program, "assert_collectives")
+    require_program(program, "assert_collectives")
     if isinstance(expected, str) or not isinstance(expected, Sequence):
         raise GraphError(f"assert_collectives: expected must be a list of collectives, got {expected!r:.80}")
     wanted = [w for entry in expected for w in _read(entry, program)]
@@ -255,7 +255,7 @@ def assert_fits(program: Program, slice: Any) -> None:
       ...     program = mtf.lower({"y": x * 2.0}, mesh="rows:8", layout="batch:rows")
       >>> mtf.testing.assert_fits(program, "v3-8")
     """
-    _check_program(program, "assert_fits")
+    require_program(program, "assert_fits")
     if slice is None:
         raise GraphError("assert_fits: give a slice, a name like 'v3-8'")
     found = slice_for("assert_fits", program, slice)
@@ -292,7 +292,7 @@ def assert_sent_at_most(program: Program, bytes: float) -> None:
       ...     program = mtf.lower({"total": mtf.reduce_sum(x)}, mesh="rows:2", layout="batch:rows")
       >>> mtf.testing.assert_sent_at_most(program, 4)
     """
-    _check_program(program, "assert_sent_at_most")
+    require_program(program, "assert_sent_at_most")
     if isinstance(bytes, bool) or not isinstance(bytes, int | float) or not bytes >= 0:
         raise GraphError(f"assert_sent_at_most: bytes must be a number of at least 0, got {bytes!r:.80}")
     sent = program.sent_bytes
@@ -308,11 +308,6 @@ def assert_sent_at_most(program: Program, bytes: float) -> None:
         times = f", {x.count} times" if x.count > 1 else ""
         lines += [f"  {bytes_text(x.sent_bytes * x.count)}  {c}{times}  ({x.source})", *c.why]
     raise AssertionError("\n".join([*lines, _place(program)]))
-
-
-def _check_program(program: object, what: str) -> None:
-    if not isinstance(program, Program):
-        raise GraphError(f"{what}: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
 
 
 def _place(program: Program) -> str:
