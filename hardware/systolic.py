@@ -237,11 +237,7 @@ class _Array:
         self.tiles = np.ascontiguousarray(tiles.transpose(0, 2, 1))
         shape, kind = (mxu.columns, mxu.rows + 1), tiles.dtype
         self.weight, self.shadow = np.zeros(shape, kind), np.zeros(shape, kind)
-        self.sums, self.next_sums, self.product = (
-            np.zeros(shape, kind),
-            np.zeros(shape, kind),
-            np.zeros(shape, kind),
-        )
+        self.sums, self.next_sums, self.product = (np.zeros(shape, kind) for _ in range(3))
         self.room = max(4 * mxu.columns, 64)
         self.line = np.zeros((self.room + mxu.columns, mxu.rows + 1), kind)  # the delay line of activations
         self.tag_line = np.full((self.room + mxu.columns, mxu.rows), -1, np.int64)

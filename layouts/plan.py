@@ -60,12 +60,8 @@ def permute_pairs(before: Sharding, after: Sharding) -> tuple[tuple[int, int], .
     >>> permute_pairs(Sharding("n:8", mesh, [("a",)]), Sharding("n:8", mesh, [("b",)]))
     ((0, 0), (1, 2), (2, 1), (3, 3))
     """
-    if (before.shape, before.mesh, before.pending, before.block_counts) != (
-        after.shape,
-        after.mesh,
-        after.pending,
-        after.block_counts,
-    ):
+    blocks, wanted = ((s.shape, s.mesh, s.pending, s.block_counts) for s in (before, after))
+    if blocks != wanted:
         raise LayoutError(f"a permute cannot turn {before} into {after}: blocks or pending axes differ")
     mesh = before.mesh
     moving = before.split_axes | after.split_axes

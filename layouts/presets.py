@@ -124,20 +124,8 @@ def _replaced(layout: LayoutRules, layouts: Iterable[LayoutRules]) -> list[Rule]
     ]
 
 
-PRESETS: MappingProxyType[str, Callable[..., LayoutRules]] = MappingProxyType(
-    {
-        made.__name__: made
-        for made in (
-            data_parallel,
-            model_parallel,
-            two_dimensional,
-            fully_sharded,
-            zero1,
-            sequence_parallel,
-            context_parallel,
-        )
-    }
-)
+_NAMED = (data_parallel, model_parallel, two_dimensional, fully_sharded, zero1, sequence_parallel, context_parallel)
+PRESETS: MappingProxyType[str, Callable[..., LayoutRules]] = MappingProxyType({f.__name__: f for f in _NAMED})
 
 
 def preset(name: str, **kwargs: object) -> LayoutRules:

@@ -14,7 +14,7 @@ from typing import Any
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
 from meshlib.program.instructions import COLLECTIVES, Instruction, Move, Value
-from meshlib.program.records import Collective, Program, walk
+from meshlib.program.records import Collective, Program, require_program, walk
 from meshlib.slices import slice_for
 from meshlib.text import bytes_text
 from meshlib.verification import Verification, verify
@@ -65,6 +65,10 @@ class _Found:
     collective: Collective
     names: tuple[str, ...]
 
+    @property
+    def why(self) -> tuple[str, str]:
+        return f"      because {self.collective.reason}", f"      avoid: {self.collective.avoid}"
+
     def __str__(self) -> str:
         c = self.collective
         also = f" (gradient of {self.names[1]})" if len(self.names) > 1 else ""
@@ -99,8 +103,10 @@ def assert_collectives(program: Program, expected: Sequence[Any]) -> None:
             avoid: leave 'batch' unsplit over rows (rule batch:rows)
         mesh rows:2   layout batch:rows
     """
-    _check_program(program, "assert_collectives")
-    wanted = [w for entry in _entries(expected) for w in _read(entry, program)]
+    require_program(program, "assert_collectives")
+    if isinstance(expected, str) or not isinstance(expected, Sequence):
+        raise GraphError(f"assert_collectives: expected must be a list of collectives, got {expected!r:.80}")
+    wanted = [w for entry in expected for w in _read(entry, program)]
     found = _found(program)
     missing, unexpected = _unmatched(wanted, found)
     if not missing and not unexpected:
@@ -112,10 +118,8 @@ def assert_collectives(program: Program, expected: Sequence[Any]) -> None:
         if close is not None:
             lines.append(f"      nearest: {close}")
     for c in unexpected:
-        lines.append(f"  + {c}  ({c.collective.source})")
-        lines += [f"      because {c.collective.reason}", f"      avoid: {c.collective.avoid}"]
-    met = [c for c in found if c not in unexpected]
-    lines += [f"    {c}" for c in met]
+        lines += [f"  + {c}  ({c.collective.source})", *c.why]
+    lines += [f"    {c}" for c in found if c not in unexpected]
     raise AssertionError("\n".join([*lines, _place(program)]))
 
 
@@ -134,12 +138,6 @@ def _unmatched(wanted: Sequence[_Wanted], found: Sequence[_Found]) -> tuple[list
 
     missing = [w for n, w in enumerate(wanted) if not place(n, set())]
     return missing, [c for n, c in enumerate(found) if n not in holder]
-
-
-def _entries(expected: object) -> Sequence[Any]:
-    if isinstance(expected, str) or not isinstance(expected, Sequence):
-        raise GraphError(f"assert_collectives: expected must be a list of collectives, got {expected!r:.80}")
-    return expected
 
 
 def _read(entry: Any, program: Program) -> list[_Wanted]:
@@ -171,7 +169,8 @@ def _read(entry: Any, program: Program) -> list[_Wanted]:
             f"{nearest(strange[0], program.mesh.axes) if strange else ''}"
         )
     if of is not None:
-        known = {name for c in _values(program) for name in _names(program, c)} | {*_tensor_names(program)}
+        known = {name for c in _values(program) for name in _names(program, c)}
+        known |= {y.tensor.name for i, _, _ in walk(program) for y in i.outputs}
         if of not in known:
             raise GraphError(f"assert_collectives: {entry!r:.80}: the program has no tensor {of!r}{nearest(of, known)}")
     return [_Wanted(kind, axes, payload, of)] * count
@@ -202,10 +201,6 @@ def _names(program: Program, value: Value) -> tuple[str, ...]:
 def _users(program: Program, t: Tensor) -> list[Instruction]:
     backward = [i for i in program.instructions if i.region == "backward" and not isinstance(i, Move)]
     return [i for i in backward if len(i.outputs) == 1 and any(x.tensor is t for x in i.inputs)]
-
-
-def _tensor_names(program: Program) -> list[str]:
-    return [y.tensor.name for i, _, _ in walk(program) for y in i.outputs]
 
 
 # ---------------------------------------------------------------- the other three
@@ -260,31 +255,26 @@ def assert_fits(program: Program, slice: Any) -> None:
       ...     program = mtf.lower({"y": x * 2.0}, mesh="rows:8", layout="batch:rows")
       >>> mtf.testing.assert_fits(program, "v3-8")
     """
-    _check_program(program, "assert_fits")
+    require_program(program, "assert_fits")
     if slice is None:
         raise GraphError("assert_fits: give a slice, a name like 'v3-8'")
     found = slice_for("assert_fits", program, slice)
     memory, room = program.memory, found.hbm_bytes_per_device
     if memory.peak_bytes <= room:
         return
+    lines = [
+        f"does not fit {found.name}: a core needs {bytes_text(memory.peak_bytes)} ({memory.peak_bytes} bytes) "
+        f"at its peak, a device has {bytes_text(room)} ({room} bytes), {bytes_text(memory.peak_bytes - room)} "
+        f"less ({memory.peak_bytes / room:.3g} times the memory is needed)",
+        f"  peak at {memory.at}; " + ", ".join(f"{k} {bytes_text(n)}" for k, n in memory.by_kind.items() if n),
+        "  largest live tensors, bytes on one core:",
+    ]
     live = sorted(memory.live, key=lambda v: -v.bytes)
-    shown = [f"    {v}" for v in live[:SHOWN_TENSORS]]
+    lines += [f"    {v}" for v in live[:SHOWN_TENSORS]]
     rest = live[SHOWN_TENSORS:]
     if rest:
-        shown.append(f"    {bytes_text(sum(v.bytes for v in rest)):>10}  in {len(rest)} more")
-    raise AssertionError(
-        "\n".join(
-            [
-                f"does not fit {found.name}: a core needs {bytes_text(memory.peak_bytes)} ({memory.peak_bytes} bytes) "
-                f"at its peak, a device has {bytes_text(room)} ({room} bytes), {bytes_text(memory.peak_bytes - room)} "
-                f"less ({memory.peak_bytes / room:.3g} times the memory is needed)",
-                f"  peak at {memory.at}; " + ", ".join(f"{k} {bytes_text(n)}" for k, n in memory.by_kind.items() if n),
-                "  largest live tensors, bytes on one core:",
-                *shown,
-                _place(program),
-            ]
-        )
-    )
+        lines.append(f"    {bytes_text(sum(v.bytes for v in rest)):>10}  in {len(rest)} more")
+    raise AssertionError("\n".join([*lines, _place(program)]))
 
 
 def assert_sent_at_most(program: Program, bytes: float) -> None:
@@ -302,7 +292,7 @@ def assert_sent_at_most(program: Program, bytes: float) -> None:
       ...     program = mtf.lower({"total": mtf.reduce_sum(x)}, mesh="rows:2", layout="batch:rows")
       >>> mtf.testing.assert_sent_at_most(program, 4)
     """
-    _check_program(program, "assert_sent_at_most")
+    require_program(program, "assert_sent_at_most")
     if isinstance(bytes, bool) or not isinstance(bytes, int | float) or not bytes >= 0:
         raise GraphError(f"assert_sent_at_most: bytes must be a number of at least 0, got {bytes!r:.80}")
     sent = program.sent_bytes
@@ -316,14 +306,8 @@ def assert_sent_at_most(program: Program, bytes: float) -> None:
     for c in most[:SHOWN_TENSORS]:
         x = c.collective
         times = f", {x.count} times" if x.count > 1 else ""
-        lines.append(f"  {bytes_text(x.sent_bytes * x.count)}  {c}{times}  ({x.source})")
-        lines += [f"      because {x.reason}", f"      avoid: {x.avoid}"]
+        lines += [f"  {bytes_text(x.sent_bytes * x.count)}  {c}{times}  ({x.source})", *c.why]
     raise AssertionError("\n".join([*lines, _place(program)]))
-
-
-def _check_program(program: object, what: str) -> None:
-    if not isinstance(program, Program):
-        raise GraphError(f"{what}: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
 
 
 def _place(program: Program) -> str:

@@ -32,7 +32,7 @@ from meshlib.estimation.result import Estimate, RooflinePoint
 from meshlib.estimation.rows import Row
 from meshlib.estimation.scheduling import POLICIES, schedule
 from meshlib.estimation.times import Times
-from meshlib.program.records import Program
+from meshlib.program.records import Program, require_program
 from meshlib.slices import slice_for
 
 __all__ = ["DeviceMemory", "Estimate", "Physics", "Remedy", "RooflinePoint", "Row", "estimate"]
@@ -75,8 +75,7 @@ def estimate(
       >>> est.bound, est.fits, est.flops == 2 * 1024 * 8192 * 8192
       ('mxu', True, True)
     """
-    if not isinstance(program, Program):
-        raise GraphError(f"estimate: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
+    require_program(program, "estimate")
     choice(overlap, "estimate", "overlap", POLICIES)
     overhead = number(step_overhead_seconds, "estimate", "step_overhead_seconds")
     if overhead < 0:

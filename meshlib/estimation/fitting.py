@@ -137,11 +137,7 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
         padded.peak_bytes,
         program.memory.peak_bytes,
         padded.by_kind,
-        tuple(
-            sorted(
-                padded.live, key=lambda v: (v.kind == "temporaries" and v.type == "inside the loop", -v.bytes, v.name)
-            )
-        ),
+        tuple(sorted(padded.live, key=lambda v: v.type == "inside the loop")),  # the others stay largest first
         padded.at,
         padded.host_bytes,
         padded.timeline_bytes,

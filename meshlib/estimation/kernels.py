@@ -302,11 +302,6 @@ def _is_small(x: Tensor, beside: Tensor) -> bool:
 
 def resident_values(program: Program) -> set[Value]:
     """Values that have to be in HBM whatever runs: what a program, or a trip of a loop, is given and returns."""
-    inside = (
-        *program.inputs.values(),
-        *program.variables.values(),
-        *program.outputs.values(),
-        *program.updates.values(),
-    )
+    faces = (program.inputs, program.variables, program.outputs, program.updates)
     loops = [v for i in program.instructions if isinstance(i, Loop) for v in (*i.inputs, *i.outputs)]
-    return {*inside, *loops}
+    return {*loops, *(v for face in faces for v in face.values())}

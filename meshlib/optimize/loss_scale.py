@@ -67,18 +67,13 @@ class DynamicLossScale:
 
     def open(self) -> Scaling:
         """The variables of this scale in the current graph."""
+
+        def made(name: str, start: float, dtype: str) -> Tensor:
+            return make_variable(name, Shape([]), start, dtype, trainable=False)
+
         with absolute_scope("loss_scale"):
-            return Scaling(
-                self,
-                *(
-                    make_variable(name, Shape([]), start, dtype, trainable=False)
-                    for name, start, dtype in (
-                        ("scale", self.initial, "float32"),
-                        ("good_steps", 0, "int32"),
-                        ("applied_steps", 0, "int32"),
-                    )
-                ),
-            )
+            counts = (made(name, 0, "int32") for name in ("good_steps", "applied_steps"))
+            return Scaling(self, made("scale", self.initial, "float32"), *counts)
 
 
 @dataclass(frozen=True)

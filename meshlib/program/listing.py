@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshlib.errors import GraphError
 from meshlib.operation import Kind
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
-from meshlib.program.records import Collective, Program
+from meshlib.program.records import Collective, Program, require_program
 from meshlib.text import bytes_text, grid
 
 
@@ -102,7 +102,6 @@ def explain(program: Program) -> str:
       1 program on mesh rows:2 (2 cores), layout batch:rows
       ...
     """
-    if not isinstance(program, Program):
-        raise GraphError(f"explain: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
+    require_program(program, "explain")
     lines = [f"1 program on {program.headline}", *(f"note: {n}" for n in program.notes)]
     return "\n".join([*lines, collectives_table(program.collectives), str(program.memory)])

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from layouts import LayoutRules, Mesh
+from meshlib.errors import GraphError
 from meshlib.operation import Kind, Work
 from meshlib.program.exchange import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
@@ -183,3 +184,12 @@ def _collectives(program: Program) -> Iterator[Collective]:
             )
             launch += not instruction.is_collective
         launch += instruction.is_collective
+
+
+def require_program(value: object, what: str) -> None:
+    """Refuse anything but a `Program`.
+
+    Raises: GraphError that begins with `what`.
+    """
+    if not isinstance(value, Program):
+        raise GraphError(f"{what}: expected what mtf.lower returned, got {type(value).__name__} {value!r:.80}")

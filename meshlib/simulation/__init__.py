@@ -16,7 +16,7 @@ from meshlib.engine import Engine
 from meshlib.errors import FeedError, GraphError, NotFiniteError, nearest
 from meshlib.ops.sources import STEP
 from meshlib.program.instructions import Instruction, Value
-from meshlib.program.records import Program
+from meshlib.program.records import Program, require_program
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
 from meshlib.simulation.state import State, to_storage
@@ -50,8 +50,7 @@ def simulate(
       >>> float(mtf.simulate(program).step(x=np.arange(4.0))["total"])
       6.0
     """
-    if not isinstance(program, Program):
-        raise GraphError(f"simulate: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
+    require_program(program, "simulate")
     choice(executor, "simulate", "executor", EXECUTORS)
     check_nan = flag(check_nan, "simulate", "check_nan")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
@@ -97,8 +96,7 @@ class Simulation:
 
         Raises: as `step`; GraphError if a step of this simulation calls it, as an initializer could.
         """
-        if not isinstance(program, Program):
-            raise GraphError(f"run: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
+        require_program(program, "run")
         if feeds is not None and not isinstance(feeds, Mapping):
             raise FeedError(
                 f"feeds are a dict of names to arrays, or named as in step(x=array); got {type(feeds).__name__}"

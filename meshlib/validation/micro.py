@@ -60,11 +60,9 @@ def seconds_of(row: Mapping[str, Any]) -> tuple[float, float]:
     kind = kind_of(row)
     with Graph():
         est, measured = _express(row, row["model"], _op(row), kind)
+    # A collective alone, without what makes its operand or copies its result.
     beside = sum(r.total_seconds for r in est.rows if r.kind == "compute") if kind in _COLLECTIVES.values() else 0.0
-    return (
-        est.step_seconds - beside,
-        measured,
-    )  # a collective alone, without what makes its operand or copies its result
+    return est.step_seconds - beside, measured
 
 
 def _op(row: Mapping[str, Any]) -> str:

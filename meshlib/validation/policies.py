@@ -17,20 +17,20 @@ _NAMES = {
     "mlpwi": ("wi", "wi_gate"), "mlpwi_0": ("wi_gate",), "mlpwi_1": ("wi",), "mlpwo": ("wo",),
 }  # fmt: skip
 _DOTS = ("q", "k", "v", "out", "wi", "wi_gate", "wo")
-# Policies by name: (kept in HBM, kept by the host, whether layer inputs go to the host).
+# Policies by name: (kept in HBM, kept by the host).
 # Source: AI-Hypercomputer/maxtext src/MaxText/layers/decoders.py, get_remat_policy.
-_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
-    "full": ((), (), False),
-    "minimal": (_DOTS, (), False),
-    "minimal_flash": ((*_DOTS, "context"), (), False),
-    "minimal_with_context": ((*_DOTS, "context"), (), False),
-    "minimal_offloaded": ((), _DOTS, False),
-    "save_dot_except_mlp": (("q", "k", "v", "out"), (), False),
-    "save_dot_except_mlpwi": (("q", "k", "v", "out", "wo"), (), False),
-    "save_dot_with_context_except_mlp": (("q", "k", "v", "out", "context"), (), False),
-    "save_qkv_proj": (("q", "k", "v"), (), False),
-    "save_out_proj": (("out",), (), False),
-    "qkv_proj_offloaded": ((), ("q", "k", "v"), False),
+_POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "full": ((), ()),
+    "minimal": (_DOTS, ()),
+    "minimal_flash": ((*_DOTS, "context"), ()),
+    "minimal_with_context": ((*_DOTS, "context"), ()),
+    "minimal_offloaded": ((), _DOTS),
+    "save_dot_except_mlp": (("q", "k", "v", "out"), ()),
+    "save_dot_except_mlpwi": (("q", "k", "v", "out", "wo"), ()),
+    "save_dot_with_context_except_mlp": (("q", "k", "v", "out", "context"), ()),
+    "save_qkv_proj": (("q", "k", "v"), ()),
+    "save_out_proj": (("out",), ()),
+    "qkv_proj_offloaded": ((), ("q", "k", "v")),
 }
 
 

@@ -79,12 +79,9 @@ def legal_layouts(
 def _symmetries(axes: Sequence[str], mesh: Mesh) -> list[dict[str, str]]:
     """Every way to exchange axes of one size, as a renaming; the first is none."""
     same = [[a for a in axes if mesh.axis_size(a) == size] for size in dict.fromkeys(map(mesh.axis_size, axes))]
-    renamings = []
-    for orders in product(*(permutations(group) for group in same)):
-        renamings.append(
-            {a: b for group, order in zip(same, orders, strict=True) for a, b in zip(group, order, strict=True)}
-        )
-    return renamings
+    before = [a for group in same for a in group]
+    every = product(*(permutations(group) for group in same))
+    return [dict(zip(before, (b for order in orders for b in order), strict=True)) for orders in every]
 
 
 def _exchanged(lies: Lies, swap: dict[str, str]) -> Lies:

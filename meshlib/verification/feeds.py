@@ -51,9 +51,8 @@ def initial_state(program: Program, given: Mapping[str, Any], seed: int) -> dict
         x = state.arrays[name]
         if name not in given and op.attrs["trainable"] and x.dtype.kind == "f" and np.all(x == x.flat[0]):
             rng = np.random.default_rng([seed, 3, *name.encode()])
-            state.arrays[name] = to_storage(
-                x + 0.1 * rng.normal(size=x.shape), op.output.shape, op.output.dtype, f"variable '{name}'"
-            )
+            noisy, y = x + 0.1 * rng.normal(size=x.shape), op.output
+            state.arrays[name] = to_storage(noisy, y.shape, y.dtype, f"variable '{name}'")
     for name, x in given.items():
         state[name] = x
     return dict(state.arrays)

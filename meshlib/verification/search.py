@@ -60,7 +60,8 @@ class Search:
             off = difference(block, expected)
             if off.max(initial=0.0) > limit:
                 index = np.unravel_index(int(off.argmax()), off.shape)
-                raise Diverged(self._report(instruction, value, group, index, block, expected, limit, trip))
+                numbers = float(block[index]), float(expected[index]), limit
+                raise Diverged(self._report(instruction, value, group, index, numbers, trip))
 
     def _expected(self, instruction: Instruction, value: Value, trip: int) -> tuple[Array, float] | None:
         """The unsharded value and what may differ in it; of a sum of some operands only, the sum of theirs."""
@@ -84,9 +85,7 @@ class Search:
         value: Value,
         group: Sequence[int],
         index: tuple[Any, ...],
-        block: Array,
-        expected: Array,
-        limit: float,
+        numbers: tuple[float, float, float],
         trip: int,
     ) -> Divergence:
         sharding, op = value.sharding, instruction.operation
@@ -114,9 +113,7 @@ class Search:
             tuple(group),
             {a: c for a, c in zip(mesh.axes, coordinate, strict=True) if a not in summed},
             {d.name: int(o + i) for d, o, i in zip(sharding.shape, start, index, strict=True)},
-            float(block[index]),
-            float(expected[index]),
-            limit,
+            *numbers,
             trip if op.graph.parent is not None else None,
         )
 

@@ -212,7 +212,7 @@ def two_layers() -> Iterator[Job]:
     ):  # fmt: skip
         config = mtf.models.TransformerConfig(
             name="two layers", layers=2, d_model=256, heads=8, head_dim=32, d_ff=1024, vocab=512, max_length=64,
-            bias=True, activation_dtype=dtype,
+            bias=True, numerics=mtf.Numerics(activation_dtype=dtype),
         )  # fmt: skip
         with mtf.Graph():
             outputs, updates = mtf.models.train_step(config, 16, 64, remat=remat, scan=scan)
