@@ -49,7 +49,7 @@ def outcome(lower: Callable[[], Program]) -> object:
         program = lower()
     except mtf.LayoutError as fault:
         return str(fault)
-    return told(program, {}), program.sent_bytes, program.memory.peak_bytes
+    return told(program, {})
 
 
 Alone = Mapping[Way, object]
@@ -61,17 +61,17 @@ def alone(outputs: Any, updates: list[Operation], ways: Iterable[Way]) -> Alone:
 
 
 def assert_nothing_shows(outputs: Any, updates: list[Operation], wanted: Alone, seed: int = 0) -> None:
-    """Lower in all ways in one session, in two random orders."""
+    """Lower in all ways in one session, in a random order, and in some of them again."""
     session, order = mtf.Session(outputs, updates), random.Random(seed)
-    for _ in range(2):
-        for way in order.sample(list(wanted), len(wanted)):
-            assert outcome(lambda way=way: session.lower(*way)) == wanted[way], way
+    ways = list(wanted)
+    for way in (*order.sample(ways, len(ways)), *order.sample(ways, min(2, len(ways)))):
+        assert outcome(lambda way=way: session.lower(*way)) == wanted[way], way
 
 
 # ---------------------------------------------------------------- programs
 
 
-@settings(max_examples=max(25, settings.default.max_examples // 4))
+@settings(max_examples=max(12, settings.default.max_examples // 8))
 @given(programs())
 def test_random_programs(p: Written) -> None:
     graph = next(iter(p.outputs.values())).graph
@@ -103,9 +103,8 @@ def step(name: str, **options: Any) -> tuple[tuple[Any, list[Operation]], list[W
     return program, ways
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("scan", [True, False])
-def test_transformers(remat: str, scan: bool) -> None:
+@pytest.mark.parametrize(("scan", "remat"), [(True, "full"), (False, "none")])
+def test_transformers(scan: bool, remat: str) -> None:
     (outputs, updates), ways = step("llama2-7b", remat=remat, scan=scan)
     assert_nothing_shows(outputs, updates, alone(outputs, updates, ways))
 
