@@ -396,6 +396,14 @@ def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     return x if tensor(x, "cast").dtype is new else build(CAST, [x], {"dtype": new}, name)
 
 
+def floats(x: object, what: str) -> Tensor:
+    """`x`, checked to be a float tensor."""
+    found = tensor(x, what)
+    if not found.dtype.is_float:
+        raise ShapeError(f"{at(what)}: needs a float tensor, got {found}; cast it with mtf.cast")
+    return found
+
+
 def to_float(x: Tensor, name: str | None = None) -> Tensor:
     """`x` as float32."""
     return cast(x, "float32", name)

@@ -9,7 +9,6 @@ from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor
 from meshlib.operation import (
     Array,
-    Block,
     Factor,
     Kind,
     Linear,
@@ -28,10 +27,6 @@ def _roles(op: Operation) -> tuple[Factor, ...]:
     return named_factors(op, {d.name: Role.WHOLE for t in data for d in t.shape if d.name not in x.shape})
 
 
-def _local(block: Block, x: Array, *data: Array) -> Array:
-    return x
-
-
 def _show(op: Operation, data: Sequence[Array]) -> None:
     for t, value in zip(op.inputs[1:], data, strict=True):
         print(f"{op.attrs['message']}{t} = {value}", flush=True)
@@ -42,7 +37,7 @@ PRINT = operation(
     kind=Kind.VIEW,
     shape=lambda types, attrs: types[0],
     roles=_roles,
-    local=_local,
+    local=lambda block, x, *data: x,
     grad=lambda op, dy: [dy, *(None for _ in op.inputs[1:])],
     linear=lambda op: Linear((0,)),
     work=vector_work,  # one pass over x, which waits for the copies to the host

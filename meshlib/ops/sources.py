@@ -404,12 +404,11 @@ def dropout(
             f"rate must be in [0, 1), got {rate}" if keep_prob is None else f"keep_prob must be in (0, 1], got {keep}"
         )
         raise ShapeError(f"{at('dropout')}: {wanted}")
-    if not x.dtype.is_float:
-        raise ShapeError(f"{at('dropout')}: needs a float tensor, got {x}; cast it with mtf.cast")
+    from meshlib.ops.elementwise import cast, floats, less
+
+    floats(x, "dropout")
     if not flag(is_training, "dropout", "is_training") or keep == 1:
         return x
-    from meshlib.ops.elementwise import cast, less
-
     noise = Shape(as_dims(noise_shape, "dropout noise_shape")) if noise_shape is not None else x.shape
     strange = [str(d) for d in noise if d not in x.shape]
     if strange:

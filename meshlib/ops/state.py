@@ -11,8 +11,6 @@ from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import UPDATE, Operation, Tensor, region
 from meshlib.operation import (
     NONLINEAR,
-    Array,
-    Block,
     GradRule,
     Home,
     Kind,
@@ -28,17 +26,13 @@ from meshlib.operation import (
 )
 
 
-def _pass_on(block: Block, x: Array) -> Array:
-    return x
-
-
 def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, **traits: Any) -> OpDef:
     return operation(
         name,
         kind=kind,
         shape=lambda types, attrs: types[0],
         roles=named_factors,
-        local=_pass_on,
+        local=lambda block, x: x,
         grad=grad,
         linear=lambda op: linear,
         work=no_work,
