@@ -111,13 +111,7 @@ class Time:
     @property
     def bound(self) -> str:
         """The slowest of "mxu", "vpu", "hbm", "launch"."""
-        parts = {
-            "mxu": self.mxu_seconds,
-            "vpu": self.vpu_seconds,
-            "hbm": self.hbm_seconds,
-            "launch": self.launch_seconds,
-        }
-        return max(parts, key=lambda name: parts[name])
+        return max(("mxu", "vpu", "hbm", "launch"), key=lambda name: float(getattr(self, f"{name}_seconds")))
 
 
 def time_of(chip: Chip | str, work: Work) -> Time:

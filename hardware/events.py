@@ -196,29 +196,27 @@ class _Run:
         self._wire()
 
     def _wire(self) -> None:
-        """Who waits for whom; with barriers also how much of each stage is left."""
+        """Who waits for whom; with barriers also the stages to come, last first, and how much of one is left."""
         self.followers: list[list[int]] = [[] for _ in self.messages]
         self.waits = [len(message.after) for _, message in self.messages]
-        self.stage_left: list[dict[int, int]] = [{} for _ in self.plans]
-        self.stage_members: list[dict[int, list[int]]] = [{} for _ in self.plans]
-        first, starts = 0, []
+        self.stages: list[list[list[int]]] = []
+        self.stage_left = [0] * len(self.plans)
+        first = 0
         for plan in self.plans:
-            starts.append(first)
+            members: dict[int, list[int]] = {}
+            for number, message in enumerate(plan.messages, start=first):
+                for earlier in message.after:
+                    self.followers[first + earlier].append(number)
+                if plan.barrier:
+                    members.setdefault(message.stage, []).append(number)
+                    self.waits[number] += 1  # the barrier itself
+            self.stages.append([members[stage] for stage in sorted(members, reverse=True)])
             first += len(plan.messages)
-        for number, (p, message) in enumerate(self.messages):
-            for earlier in message.after:
-                self.followers[starts[p] + earlier].append(number)
-            if self.plans[p].barrier:
-                stage = message.stage
-                self.stage_left[p][stage] = self.stage_left[p].get(stage, 0) + 1
-                self.stage_members[p].setdefault(stage, []).append(number)
-                self.waits[number] += 1  # the barrier itself
 
     def start(self) -> None:
-        ready = [n for n, (p, _) in enumerate(self.messages) if self.waits[n] == 0]
-        for p, plan in enumerate(self.plans):
-            if plan.barrier:
-                ready += self._open(p)
+        ready = [n for n, waits in enumerate(self.waits) if not waits]
+        for p in range(len(self.plans)):
+            ready += self._open(p)
         for number in sorted(ready):
             self._leave(0, number)
 
@@ -265,25 +263,20 @@ class _Run:
         memory[message.write] = payload
         self.ends[p] = now
         self.left[p] -= 1
-        ready = []
-        for follower in self.followers[number]:
-            self.waits[follower] -= 1
-            if not self.waits[follower]:
-                ready.append(follower)
-        if self.plans[p].barrier:
-            self.stage_left[p][message.stage] -= 1
-            if not self.stage_left[p][message.stage]:
-                ready += self._open(p)
-        return ready
+        ready = self._awaited(self.followers[number])
+        self.stage_left[p] -= 1  # never 0 where there are no barriers
+        return ready if self.stage_left[p] else ready + self._open(p)
 
     def _open(self, p: int) -> list[int]:
-        """Let the next stage of a plan begin; returns what is then ready."""
-        members = [stage for stage, left in self.stage_left[p].items() if left and stage in self.stage_members[p]]
-        if not members:
+        """Let the next stage of a plan begin, if there is one; returns what is then ready."""
+        if not self.stages[p]:
             return []
-        ready = []
-        for number in self.stage_members[p].pop(min(members)):
+        members = self.stages[p].pop()
+        self.stage_left[p] = len(members)
+        return self._awaited(members)
+
+    def _awaited(self, numbers: Sequence[int]) -> list[int]:
+        """Of messages that wait for one thing less, those that wait for nothing more."""
+        for number in numbers:
             self.waits[number] -= 1
-            if not self.waits[number]:
-                ready.append(number)
-        return ready
+        return [number for number in dict.fromkeys(numbers) if not self.waits[number]]

@@ -121,14 +121,9 @@ class MXU:
           >>> [MXU(8, 8).cycles(4, 4, 4, mode) for mode in MODES]
           [18, 26, 26, 26]
         """
-        t, count = whole("m", m, low=1), self.tiles(k, n)
-        check_mode(mode, count)
-        fill, load = t + self.rows + self.columns - 2, self.load_cycles(weight_rows_per_cycle)
-        if mode == "noload":
-            return fill
-        if mode == "serial":
-            return count * (load + fill)
-        return load + (count - 1) * self._interval(t, load, mode) + fill
+        exposed, count = self.exposed_cycles(m, k, n, mode, weight_rows_per_cycle), self.tiles(k, n)
+        drains = count if mode == "serial" else 1
+        return exposed + count * m + drains * (self.rows + self.columns - 2)
 
     def exposed_cycles(
         self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
@@ -150,7 +145,8 @@ class MXU:
             return 0
         if mode == "serial":
             return count * load
-        return load + (count - 1) * (self._interval(t, load, mode) - t)
+        ready = load + self.columns - 1 if mode == "shadow_unskewed" else load
+        return load + (count - 1) * max(0, ready - t)
 
     def counters(
         self, m: int, k: int, n: int, mode: Mode = "shadow", weight_rows_per_cycle: float | Fraction = 1
@@ -219,9 +215,6 @@ class MXU:
         from hardware.systolic import run
 
         return run(self, weights, x, mode, weight_rows_per_cycle, states)
-
-    def _interval(self, t: int, load: int, mode: Mode) -> int:
-        return max(t, load + self.columns - 1 if mode == "shadow_unskewed" else load)
 
 
 def check_mode(mode: str, tiles: int) -> None:

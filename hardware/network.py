@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from hardware import collectives
 from hardware.checks import amount, names, one_of
@@ -231,16 +232,22 @@ class _Way:
         return sum(max([a + b * size for a, b in parts]) for parts in self.stages)
 
 
+class _Leg(NamedTuple):
+    """A factor of the torus as a ring or line, and a link as one of its groups sees it."""
+
+    factor: Factor
+    ring: collectives.Axis
+    link: Links
+
+
 @dataclass(frozen=True)
 class _Route:
     """What a group of mesh axes crosses: devices of a chip, factors of the torus with its ways, slices."""
 
     cores: int
-    torus: tuple[Factor, ...]
-    rings: tuple[collectives.Axis, ...]
+    torus: tuple[_Leg, ...]
     slices: int
     torus_size: int
-    thin: tuple[Links, ...]
     ways: tuple[_Way, ...]
     exchanges: tuple[_Way, ...]
 
@@ -248,78 +255,70 @@ class _Route:
 @lru_cache(maxsize=8192)
 def _route(group: tuple[tuple[Factor, bool], ...], share: int, links: Links) -> _Route:
     """The ways of a group, from its joined factors, whether each closes to a ring, and the rates alone."""
-    factors = [f for f, _ in group]
-    torus = tuple(f for f in factors if f.place >= 0)
-    rings = tuple((f.size, wrap) for f, wrap in group if f.place >= 0)
-    thin = tuple(_thinned(links, f, share) for f in torus)
-    return _Route(
-        cores=math.prod(f.size for f in factors if f.place == CORES),
-        torus=torus,
-        rings=rings,
-        slices=math.prod(f.size for f in factors if f.place == DCN),
-        torus_size=math.prod(f.size for f in torus),
-        thin=thin,
-        ways=_ways(torus, rings, thin),
-        exchanges=_exchanges(torus, rings, thin),
-    )
+    torus = tuple(_Leg(f, (f.size, wrap), _thinned(links, f, share)) for f, wrap in group if f.place >= 0)
+    cores, slices = (math.prod(f.size for f, _ in group if f.place == place) for place in (CORES, DCN))
+    size = math.prod(leg.factor.size for leg in torus)
+    return _Route(cores, torus, slices, size, _ways(torus), _exchanges(torus))
 
 
-def _ways(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> tuple[_Way, ...]:
+def _apart(torus: Sequence[_Leg]) -> bool:
+    """Whether parts can take the factors in rotated orders: two on one axis would meet there."""
+    return len({leg.factor.place for leg in torus}) == len(torus) > 1
+
+
+def _hops(torus: Sequence[_Leg]) -> int:
+    return sum(leg.factor.stride * _steps(*leg.ring) for leg in torus)
+
+
+def _ways(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
     """The ways to reduce_scatter over factors of the torus."""
     if not torus:
         return ()
     count = range(len(torus))
     # By exchange of neighbours: i before j pays if t_i (1 - 1/n_j) < t_j (1 - 1/n_i), t being seconds per byte of all.
-    weight = [_affine(ring, link)[1] / (ring[0] - 1) for ring, link in zip(rings, thin, strict=True)]
-    ways = [_staged("in turn", [sorted(count, key=lambda axis: weight[axis])], torus, rings, thin)]
-    if len({f.place for f in torus}) == len(torus) > 1:  # two factors on one axis would meet there
-        rotations = [tuple((part + j) % len(torus) for j in count) for part in count]
-        ways.append(_staged("rotated", rotations, torus, rings, thin))
-    if len(torus) > 1 and all(f.stride == 1 for f in torus):
-        whole = (math.prod(n for n, _ in rings), closes(tuple(rings)))
-        a, b = _affine(whole, thin[0])
+    weight = [_affine(leg.ring, leg.link)[1] / (leg.ring[0] - 1) for leg in torus]
+    ways = [_staged("in turn", [sorted(count, key=lambda axis: weight[axis])], torus)]
+    if _apart(torus):
+        ways.append(_staged("rotated", [tuple((part + j) % len(torus) for j in count) for part in count], torus))
+    if len(torus) > 1 and all(leg.factor.stride == 1 for leg in torus):
+        rings = tuple(leg.ring for leg in torus)
+        whole = (math.prod(n for n, _ in rings), closes(rings))
+        a, b = _affine(whole, torus[0].link)
         name = "snake ring" if whole[1] else "snake line"
         per_byte = b / whole[0]
-        ways.append(_Way(name, _steps(*whole), (((a, per_byte),),), tuple((f.place, per_byte) for f in torus)))
+        busy = tuple((leg.factor.place, per_byte) for leg in torus)
+        ways.append(_Way(name, _steps(*whole), (((a, per_byte),),), busy))
     return tuple(ways)
 
 
-def _staged(
-    name: str,
-    orders: Sequence[Sequence[int]],
-    torus: Sequence[Factor],
-    rings: Sequence[collectives.Axis],
-    thin: Sequence[Links],
-) -> _Way:
+def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -> _Way:
     """Stages along the factors: each part of the data takes them in its own order; stages end together."""
     own = [1 / len(orders)] * len(orders)
-    stages, busy = [], {f.place: 0.0 for f in torus}
+    stages, busy = [], {leg.factor.place: 0.0 for leg in torus}
     for stage in range(len(torus)):
         parts = []
         for part, order in enumerate(orders):
-            axis = order[stage]
-            own[part] /= rings[axis][0]
-            a, b = _affine(rings[axis], thin[axis])
+            factor, ring, link = torus[order[stage]]
+            own[part] /= ring[0]
+            a, b = _affine(ring, link)
             parts.append((a, b * own[part]))
-            busy[torus[axis].place] += b * own[part]
+            busy[factor.place] += b * own[part]
         stages.append(tuple(parts))
-    hops = sum(f.stride * _steps(*ring) for f, ring in zip(torus, rings, strict=True))
-    return _Way(name, hops, tuple(stages), tuple(busy.items()))
+    return _Way(name, _hops(torus), tuple(stages), tuple(busy.items()))
 
 
-def _exchanges(torus: Sequence[Factor], rings: Sequence[collectives.Axis], thin: Sequence[Links]) -> tuple[_Way, ...]:
+def _exchanges(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
     """The ways of an all_to_all over factors of the torus."""
-    per_axis, busy = [], {f.place: 0.0 for f in torus}
-    for f, ring, link in zip(torus, rings, thin, strict=True):
+    per_axis, busy = [], {leg.factor.place: 0.0 for leg in torus}
+    for factor, ring, link in torus:
         byte = 1 / (ring[0] * link.bytes_per_second)
         paths = [(hops * link.hop_seconds, blocks * byte) for hops, blocks in collectives.exchange_paths(ring)]
         per_axis.append(tuple(paths))
-        busy[f.place] += max([b for _, b in paths])
-    hops = sum(f.stride * _steps(*ring) for f, ring in zip(torus, rings, strict=True))
-    ways = [_Way("in turn", hops, tuple(per_axis), tuple(busy.items()))]
-    if len({f.place for f in torus}) == len(torus) > 1:  # in every stage each axis serves another part
+        busy[factor.place] += max([b for _, b in paths])
+    ways = [_Way("in turn", _hops(torus), tuple(per_axis), tuple(busy.items()))]
+    if _apart(torus):  # in every stage each axis serves another part
         stage = tuple((a, b / len(torus)) for paths in per_axis for a, b in paths)
-        ways.append(_Way("rotated", hops, (stage,) * len(torus), tuple(busy.items())))
+        ways.append(_Way("rotated", _hops(torus), (stage,) * len(torus), tuple(busy.items())))
     return tuple(ways)
 
 
@@ -348,7 +347,7 @@ def _point_cost(chip: Chip, kind: str, route: _Route, size: float) -> Cost:
     busy, seconds, hops = {}, 0.0, 0
     if route.cores > 1:
         busy[CORES] = seconds = size / (chip.hbm_bytes_per_second / 2 / share)
-    for f, (_, wrap), thin in zip(route.torus, route.rings, route.thin, strict=True):
+    for f, (_, wrap), thin in route.torus:
         # a cyclic shift on a line comes back over all of it, the other way
         steps = _steps(f.size, wrap) if kind == "broadcast" else (1 if wrap else f.size - 1)
         chunks = 16 if steps > 1 else 1

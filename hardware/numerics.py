@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -237,12 +236,7 @@ def ring_reduce(parts: Sequence[Array], op: str = "sum", carry: Callable[[Array]
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009.
     """
     arrays = _check_parts(parts, op, "ring_reduce")
-    flat = [part.reshape(-1) for part in arrays]
-    out = np.empty(flat[0].shape, flat[0].dtype)
-    bounds = _split_bounds(out.size, len(flat))
-    for c, (start, stop) in enumerate(bounds):
-        out[start:stop] = _around_ring([part[start:stop] for part in flat], c, op, carry)
-    return out.reshape(arrays[0].shape)
+    return np.concatenate(_scattered([part.reshape(-1) for part in arrays], 0, op, carry)).reshape(arrays[0].shape)
 
 
 def ring_reduce_scatter(
@@ -266,30 +260,22 @@ def ring_reduce_scatter(
     rank = arrays[0].ndim
     if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not -rank <= dim < rank:
         raise HardwareError(f"ring_reduce_scatter: dim {dim!r} is not one of the {rank} dims of {arrays[0].shape}")
+    return _scattered(arrays, dim, op, carry)
+
+
+def _scattered(arrays: list[Array], dim: int, op: str, carry: Callable[[Array], Array] | None) -> list[Array]:
+    """The chunks of every owner: what owner+1, owner+2, ..., owner have of it, combined in this order."""
+    k, combine = len(arrays), COMBINE[op]
+    pieces = [np.array_split(array, k, dim) for array in arrays]
     chunks = []
-    for c, (start, stop) in enumerate(_split_bounds(arrays[0].shape[dim], len(arrays))):
-        index = [slice(None)] * rank
-        index[dim] = slice(start, stop)
-        chunks.append(_around_ring([part[tuple(index)] for part in arrays], c, op, carry))
+    for owner in range(k):
+        total = np.array(pieces[(owner + 1) % k][owner])
+        for step in range(2, k + 1):
+            combine(total, pieces[(owner + step) % k][owner], out=total)
+            if carry is not None:
+                total = carry(total)
+        chunks.append(total)
     return chunks
-
-
-def _around_ring(pieces: list[Array], owner: int, op: str, carry: Callable[[Array], Array] | None) -> Array:
-    """Combine owner+1, owner+2, ..., owner, in this order."""
-    k, combine = len(pieces), COMBINE[op]
-    total = np.array(pieces[(owner + 1) % k])
-    for step in range(2, k + 1):
-        combine(total, pieces[(owner + step) % k], out=total)
-        if carry is not None:
-            total = carry(total)
-    return total
-
-
-def _split_bounds(size: int, k: int) -> list[tuple[int, int]]:
-    """The chunks of np.array_split: the first size % k are longer by one."""
-    base, extra = divmod(size, k)
-    starts = [c * base + min(c, extra) for c in range(k + 1)]
-    return list(pairwise(starts))
 
 
 def _check_parts(parts: Sequence[Array], op: str, who: str) -> list[Array]:

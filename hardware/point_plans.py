@@ -14,6 +14,7 @@ Source: `hardware.collectives`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -26,7 +27,7 @@ from hardware.checks import one_of, whole
 from hardware.collectives import EXCHANGES
 from hardware.errors import HardwareError
 from hardware.events import Message, Plan, Region
-from hardware.ring_plans import Collective, check_axes, check_data, check_torus, wire_bytes
+from hardware.ring_plans import BOTH, HALVES, Collective, Group, check_data, check_torus, wire_bytes
 from hardware.torus import Torus
 
 Array = NDArray[Any]
@@ -63,13 +64,13 @@ def all_to_all(
         build.routed()
     else:
         build.staged(by_block=algorithm == "rotated")
-    shape = np.asarray(data[0]).shape
+    shape = build.arrays[0].shape
     last = build.buffers[-1].reshape(build.group, -1)
     width = build.width
     return Collective(torus, build.plan, lambda _, memory: memory[last][:, :width].reshape(shape))
 
 
-class _Exchange:
+class _Exchange(Group):
     """Buffers before and after every stage, and two for blocks in transit, as addresses in flat memory.
 
     A buffer is [sizes of the group's axes ..., parts, 2 halves, elements]. Along an axis that a part has not
@@ -84,29 +85,25 @@ class _Exchange:
         rotated: bool,
         element_bytes: float | None,
     ) -> None:
-        arrays = check_data(torus, data)
-        self.torus, self.axes = torus, check_axes(torus, axes)
-        self.sizes = tuple(torus.shape[axis] for axis in self.axes)
-        self.group = math.prod(self.sizes)
-        shape = arrays[0].shape
+        super().__init__(torus, data, axes, element_bytes)
+        shape, dtype = self.arrays[0].shape, self.arrays[0].dtype
         if not shape or shape[0] != self.group:
             raise HardwareError(f"all_to_all: operands must be [{self.group}, ...] for this group, not {shape}")
         self.moving = [i for i, size in enumerate(self.sizes) if size > 1]
         self.parts = max(len(self.moving), 1) if rotated else 1
         self.width = math.prod(shape[1:])
         unit = -(-self.width // (2 * self.parts))
-        self.piece = wire_bytes(arrays[0], element_bytes) * Fraction(self.width, 2 * self.parts)
+        self.piece = self.wire * Fraction(self.width, 2 * self.parts)
         stages = len(self.moving) + 1
         block = (*self.sizes, self.parts, 2, unit)
         addresses = np.arange((stages + 2) * math.prod(block)).reshape(stages + 2, *block)
         self.buffers, self.transit = addresses[:stages], addresses[stages:]
         memory = []
-        for array in arrays:
-            cells = np.zeros((stages + 2, self.group, 2 * self.parts * unit), array.dtype)
+        for array in self.arrays:
+            cells = np.zeros((stages + 2, self.group, 2 * self.parts * unit), dtype)
             cells[0, :, : self.width] = array.reshape(self.group, self.width)
             memory.append(cells.reshape(-1))
         self.plan = Plan(memory, barrier=True)
-        self.places = [torus.coordinates(node) for node in range(torus.nodes)]
 
     def staged(self, by_block: bool) -> None:
         """Every part along its rotation of the axes, an axis in each stage."""
@@ -125,7 +122,7 @@ class _Exchange:
                         for step in (1, -1):
                             self._pass_on(stage, part, index, node, step, phase, last)
 
-    def _cells(self, buffer: Addresses, index: int, place: int, part: int, half: slice = slice(0, 2)) -> Addresses:
+    def _cells(self, buffer: Addresses, index: int, place: int, part: int, half: slice = BOTH) -> Addresses:
         """The addresses of all blocks of a part that are at `place` along one axis of the group."""
         blocks: list[int | slice] = [slice(None)] * len(self.axes)
         blocks[index] = place
@@ -166,7 +163,7 @@ class _Exchange:
         """Phase j of the blocks of `origin` in one direction: all that travel j hops or more go on by one."""
         axis, n = self.axes[index], self.sizes[index]
         place = self.places[origin][axis]
-        far = [(place + step * hops, half) for hops, half in self._spread(n, place, axis, step) if hops >= phase]
+        far = [((place + step * hops) % n, half) for hops, half in self.spread(origin, axis, step) if hops >= phase]
         if not far:
             return
         source = self.torus.shifted(origin, axis, step * (phase - 1))
@@ -175,11 +172,10 @@ class _Exchange:
         start = self.buffers[stage] if phase == 1 else lane
         read, write, halves = [], [], 0
         for column, half in far:
-            ends = column % n == self.places[target][axis]
-            read.append(self._cells(start, index, column % n, part, half))
-            write.append(
-                self._cells(self.buffers[stage + 1] if ends else lane, index, place if ends else column % n, part, half)
-            )
+            read.append(self._cells(start, index, column, part, half))
+            ends = column == self.places[target][axis]
+            aim = (self.buffers[stage + 1], index, place) if ends else (lane, index, column)
+            write.append(self._cells(*aim, part, half))
             halves += half.stop - half.start
         before = last.get((origin, step))
         last[origin, step] = len(self.plan.messages)
@@ -190,36 +186,15 @@ class _Exchange:
         message = Message(source, target, (link,), cells, (np.concatenate(write),), size, after, stage=stage)
         self.plan.messages.append(message)
 
-    def _spread(self, n: int, place: int, axis: int, step: int) -> list[tuple[int, slice]]:
-        """(hops, halves) of the blocks that a node sends in one direction."""
-        both = slice(0, 2)
-        if not self.torus.wrap[axis]:
-            return [(h, both) for h in range(1, (n - place) if step > 0 else place + 1)]
-        out = [(h, both) for h in range(1, (n - 1) // 2 + 1)]
-        if n % 2 == 0:
-            out.append((n // 2, slice(0, 1) if step > 0 else slice(1, 2)))
-        return out
-
     def routed(self) -> None:
         """Every pair by itself, farthest first."""
-        pairs = []
-        for source in range(self.torus.nodes):
-            for target in range(self.torus.nodes):
-                same = all(
-                    a == b
-                    for axis, (a, b) in enumerate(zip(self.places[source], self.places[target], strict=True))
-                    if axis not in self.axes
-                )
-                if same:
-                    pairs.append((-self.torus.distance(source, target), source, target))
-        for _, source, target in sorted(pairs):
-            there = tuple(self.places[target][axis] for axis in self.axes)
-            here = tuple(self.places[source][axis] for axis in self.axes)
-            forth, back = (
-                self.torus.route(source, target),
-                self.torus.route(source, target, backward_ties=True),
-            )
-            ways = [(forth, slice(0, 2))] if forth == back else [(forth, slice(0, 1)), (back, slice(1, 2))]
+        outside = [tuple(c for axis, c in enumerate(place) if axis not in self.axes) for place in self.places]
+        pairs = itertools.permutations(range(self.torus.nodes), 2)
+        others = [(-self.torus.distance(a, b), a, b) for a, b in pairs if outside[a] == outside[b]]
+        for _, source, target in sorted([*others, *((0, node, node) for node in range(self.torus.nodes))]):
+            there, here = self.own(target), self.own(source)
+            forth, back = (self.torus.route(source, target, backward_ties=ties) for ties in (False, True))
+            ways = [(forth, BOTH)] if forth == back else [(forth, HALVES[1]), (back, HALVES[-1])]
             for way, half in ways:
                 read, write = self.buffers[0][there][0, half].ravel(), self.buffers[-1][here][0, half].ravel()
                 size = self.piece * (half.stop - half.start) if way else Fraction(0)
@@ -262,8 +237,7 @@ def permute(
     size, shape = arrays[0].size, arrays[0].shape
     memory = [np.concatenate([array.reshape(-1), np.zeros(size, array.dtype)]) for array in arrays]
     plan, element = Plan(memory), wire_bytes(arrays[0], element_bytes)
-    for chunk in range(chunks):
-        low, high = chunk * size // chunks, (chunk + 1) * size // chunks
+    for low, high in _pieces(size, chunks):
         for node, aim in targets.items():
             read, write = (slice(low, high),), (slice(size + low, size + high),)
             message = Message(node, aim, torus.route(node, aim), read, write, element * (high - low))
@@ -309,18 +283,21 @@ def broadcast(
     memory = [np.zeros(data.size, data.dtype) for _ in range(torus.nodes)]
     memory[root][...] = data.reshape(-1)
     plan, element = Plan(memory), wire_bytes(data, element_bytes)
-    pieces = len(trees) * chunks
+    pieces = _pieces(data.size, len(trees) * chunks)
     for chunk in range(chunks):
-        for number, tree in enumerate(trees):
-            piece = number * chunks + chunk
-            region = (slice(piece * data.size // pieces, (piece + 1) * data.size // pieces),)
-            size = element * (region[0].stop - region[0].start)
+        for tree, (low, high) in zip(trees, pieces[chunk::chunks], strict=True):
+            region, size = (slice(low, high),), element * (high - low)
             arrival: dict[int, int] = {}
             for source, target, link in tree:
                 after = (arrival[source],) if source in arrival else ()
                 arrival[target] = len(plan.messages)
                 plan.messages.append(Message(source, target, (link,), region, region, size, after))
     return Collective(torus, plan, lambda _, memory: memory.reshape(data.shape))
+
+
+def _pieces(size: int, count: int) -> list[tuple[int, int]]:
+    """Where each of `count` nearly equal pieces begins and ends."""
+    return list(itertools.pairwise(n * size // count for n in range(count + 1)))
 
 
 def _tree(torus: Torus, root: int, step: int | None) -> list[tuple[int, int, int]]:

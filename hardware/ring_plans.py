@@ -17,9 +17,10 @@ Source: `hardware.collectives`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,10 @@ from hardware.torus import Torus
 
 Array = NDArray[Any]
 Arrivals = dict[int, tuple[int, ...]]
+Combine = Callable[[Array, Array], Array]
+
+BOTH = slice(0, 2)
+HALVES = {1: slice(0, 1), -1: slice(1, 2)}  # of what goes half each way, by direction
 
 
 @dataclass
@@ -100,10 +105,10 @@ def all_gather(
       (2e-06, [[0, 0], [1, -1], [2, -2]])
     """
     build = _Builder(torus, blocks, axes, algorithm, parts, barrier, element_bytes, blocks=1)
-    for node in range(torus.nodes):
-        build.memory[node][build.own(node)] = build.pad(np.asarray(blocks[node]))[0]
-    build.gather({}, first_stage=0)
-    shape = np.asarray(blocks[0]).shape
+    for node, array in enumerate(build.arrays):
+        build.memory[node][build.own(node)] = build.pad(array)[0]
+    build.stages()
+    shape = build.arrays[0].shape
     return Collective(torus, build.plan, lambda _, memory: build.unpad(memory).reshape(build.group, *shape))
 
 
@@ -131,11 +136,11 @@ def reduce_scatter(
       [11.0, 22.0]
     """
     build = _Builder(torus, data, axes, algorithm, parts, barrier, element_bytes, blocks=None)
-    shape = np.asarray(data[0]).shape
+    shape = build.arrays[0].shape
     if not shape or shape[0] != build.group:
         raise HardwareError(f"reduce_scatter: operands must be [{build.group}, ...] for this group, not {shape}")
-    build.fill(data)
-    build.scatter(_combine(op), {})
+    build.fill()
+    build.stages(_combine(op))
     count = math.prod(shape[1:])
 
     def read(node: int, memory: Array) -> Array:
@@ -165,10 +170,9 @@ def all_reduce(
       [3, 3, 3]
     """
     build = _Builder(torus, data, axes, algorithm, parts, barrier, element_bytes, blocks=None)
-    build.fill(data)
-    after = build.scatter(_combine(op), {})
-    build.gather(after, first_stage=len(build.axes))
-    shape = np.asarray(data[0]).shape
+    build.fill()
+    build.stages(after=build.stages(_combine(op)), first=len(build.axes))
+    shape = build.arrays[0].shape
     count = math.prod(shape)
 
     def read(_: int, memory: Array) -> Array:
@@ -177,11 +181,37 @@ def all_reduce(
     return Collective(torus, build.plan, read)
 
 
-def _combine(op: str) -> Callable[[Array, Array], Array]:
+def _combine(op: str) -> Combine:
     return COMBINE[one_of("reduction", op, COMBINE)]
 
 
-class _Builder:
+class Group:
+    """Who takes part in a collective: the nodes that differ only along `axes`, and where each of them is."""
+
+    def __init__(
+        self, torus: Torus, data: Sequence[Array], axes: Sequence[int] | None, element_bytes: float | None
+    ) -> None:
+        self.arrays = check_data(torus, data)
+        self.torus, self.axes = torus, check_axes(torus, axes)
+        self.sizes = tuple(torus.shape[axis] for axis in self.axes)
+        self.group = math.prod(self.sizes)
+        self.wire = wire_bytes(self.arrays[0], element_bytes)
+        self.places = [torus.coordinates(node) for node in range(torus.nodes)]
+
+    def own(self, node: int) -> Region:
+        """The place of a node in its group."""
+        return tuple(self.places[node][axis] for axis in self.axes)
+
+    def spread(self, origin: int, axis: int, step: int) -> list[tuple[int, slice]]:
+        """(hops, halves) of what goes from a node in one direction by shortest ways, the antipode's half each way."""
+        n, place = self.torus.shape[axis], self.places[origin][axis]
+        if not self.torus.wrap[axis]:
+            return [(h, BOTH) for h in range(1, (n - place) if step > 0 else place + 1)]
+        out = [(h, BOTH) for h in range(1, (n - 1) // 2 + 1)]
+        return out if n % 2 else [*out, (n // 2, HALVES[step])]
+
+
+class _Builder(Group):
     """Lays out the memories and writes the messages, stage by stage."""
 
     def __init__(
@@ -195,25 +225,20 @@ class _Builder:
         element_bytes: float | None,
         blocks: int | None,
     ) -> None:
-        self.torus, self.algorithm = torus, algorithm
-        arrays = check_data(torus, data)
-        self.axes = check_axes(torus, axes)
-        one_of("ring algorithm", algorithm, ALGORITHMS)
-        self.sizes = tuple(torus.shape[axis] for axis in self.axes)
-        self.group = math.prod(self.sizes)
+        super().__init__(torus, data, axes, element_bytes)
+        self.algorithm = one_of("ring algorithm", algorithm, ALGORITHMS)
         self.parts = count_parts(parts, len(self.axes))
-        self.block = -(-arrays[0].size // (blocks or self.group))  # elements of a block
+        size, dtype = self.arrays[0].size, self.arrays[0].dtype
+        self.block = -(-size // (blocks or self.group))  # elements of a block
         self.unit = max(1, -(-self.block // (2 * self.parts)))
-        pieces = (blocks or self.group) * 2 * self.parts
-        self.piece = wire_bytes(arrays[0], element_bytes) * Fraction(arrays[0].size, pieces)
+        self.piece = self.wire * Fraction(size, (blocks or self.group) * 2 * self.parts)
         shape = (*self.sizes, self.parts, 2, self.unit)
-        self.memory = [np.zeros(shape, arrays[0].dtype) for _ in range(torus.nodes)]
+        self.memory = [np.zeros(shape, dtype) for _ in range(torus.nodes)]
         self.plan = Plan(self.memory, barrier=barrier)
-        self.places = [torus.coordinates(node) for node in range(torus.nodes)]
 
-    def fill(self, data: Sequence[Array]) -> None:
-        for node in range(self.torus.nodes):
-            self.memory[node][...] = self.pad(np.asarray(data[node]), self.group).reshape(self.memory[node].shape)
+    def fill(self) -> None:
+        for memory, array in zip(self.memory, self.arrays, strict=True):
+            memory[...] = self.pad(array, self.group).reshape(memory.shape)
 
     def pad(self, array: Array, blocks: int = 1) -> Array:
         """[blocks, parts, 2, unit], each block followed by zeros."""
@@ -226,26 +251,18 @@ class _Builder:
     def unpad(self, memory: Array) -> Array:
         return memory.reshape(self.group, -1)[:, : self.block]
 
-    def own(self, node: int) -> Region:
-        return tuple(self.places[node][axis] for axis in self.axes)
-
-    def gather(self, after: dict[int, Arrivals], first_stage: int) -> None:
-        """All parts, stage by stage; where a scatter went before, its axes in reverse."""
-        self._stages(after, first_stage, None, backwards=first_stage > 0)
-
-    def scatter(self, combine: Callable[[Array, Array], Array], after: dict[int, Arrivals]) -> dict[int, Arrivals]:
-        return self._stages(after, 0, combine, backwards=False)
-
-    def _stages(
-        self, after: dict[int, Arrivals], first: int, combine: Callable[[Array, Array], Array] | None, backwards: bool
+    def stages(
+        self, combine: Combine | None = None, after: Mapping[int, Arrivals] = MappingProxyType({}), first: int = 0
     ) -> dict[int, Arrivals]:
-        """Every part along its own rotation of the axes; the axes still (or already) held whole are free."""
-        count = len(self.axes)
+        """A scatter, or a gather if nothing combines: every part along its own rotation of the axes.
+
+        Where a scatter went before, a gather takes its axes in reverse. The axes still (or already) held whole are
+        free. Returns, like `after`, per part the messages that arrive last at each node.
+        """
+        count, after = len(self.axes), dict(after)
         for stage in range(count):
             for part in range(self.parts):
-                order = [self.axes[(part + j) % count] for j in range(count)]
-                if backwards:
-                    order.reverse()
+                order = [self.axes[(part + j) % count] for j in range(count)][:: -1 if first else 1]
                 free = set(order[:stage] if combine is None else order[stage + 1 :])
                 arrivals = after.get(part, {})
                 after[part] = self._ring_stage(part, order[stage], free, arrivals, first + stage, combine)
@@ -258,7 +275,7 @@ class _Builder:
         free: set[int],
         after: Arrivals,
         stage: int,
-        combine: Callable[[Array, Array], Array] | None,
+        combine: Combine | None,
     ) -> Arrivals:
         """One axis; messages are numbered hop by hop. `free` axes are taken whole, others at one place."""
         number: dict[tuple[int, int, int], int] = {}  # (origin, direction, hop) -> message
@@ -266,18 +283,18 @@ class _Builder:
         hops = [
             (hop, step, node, half)
             for node in range(self.torus.nodes)
-            for step, count in self._reach(self.places[node][axis], axis, combine is not None)
-            for hop, half in count
+            for step, reach in self._reach(node, axis, combine is not None)
+            for hop, half in reach
         ]
         for hop, step, origin, half in sorted(hops, key=lambda h: (-h[0] if combine else h[0], h[2], -h[1])):
-            near, far = self.torus.shifted(origin, axis, step * hop), self.torus.shifted(origin, axis, step * (hop + 1))
-            region = self._region(part, axis, free, origin, half)
+            near, far = (self.torus.shifted(origin, axis, step * h) for h in (hop - 1, hop))
+            region = self._region(part, free, origin, half)
             source, target = (near, far) if combine is None else (far, near)
             link = self.torus.link(source, axis, step if combine is None else -step)
             before = number.get((origin, step, hop - 1 if combine is None else hop + 1))
-            waits = after.get(source, ()) if combine is not None or hop == 0 else ()
+            waits = after.get(source, ()) if combine is not None or hop == 1 else ()
             number[origin, step, hop] = len(self.plan.messages)
-            if combine is None or hop == 0:
+            if combine is None or hop == 1:
                 arrived[target].append(len(self.plan.messages))
             self.plan.messages.append(
                 Message(
@@ -287,30 +304,22 @@ class _Builder:
             )  # fmt: skip
         return {node: tuple(messages) or after.get(node, ()) for node, messages in arrived.items()}
 
-    def _reach(self, place: int, axis: int, backwards: bool) -> list[tuple[int, list[tuple[int, int | None]]]]:
-        """[(direction, [(hop, half or None for both)])] in which a block spreads from `place`."""
-        n = self.torus.shape[axis]
-        if not self.torus.wrap[axis]:
-            return [(1, [(h, None) for h in range(n - 1 - place)]), (-1, [(h, None) for h in range(place)])]
-        if self.algorithm == "oneway":
-            return [(-1 if backwards else 1, [(h, None) for h in range(n - 1)])]
-        if self.algorithm == "halves":
-            return [(1, [(h, 0) for h in range(n - 1)]), (-1, [(h, 1) for h in range(n - 1)])]
-        forth: list[tuple[int, int | None]] = [(h, None) for h in range((n - 1) // 2)]
-        back = list(forth)
-        if n % 2 == 0:
-            forth.append((n // 2 - 1, 0))
-            back.append((n // 2 - 1, 1))
-        return [(1, forth), (-1, back)]
+    def _reach(self, origin: int, axis: int, backwards: bool) -> list[tuple[int, list[tuple[int, slice]]]]:
+        """[(direction, [(hops, halves)])] in which a block spreads from a node."""
+        hops = range(1, self.torus.shape[axis])
+        if self.torus.wrap[axis] and self.algorithm == "oneway":
+            return [(-1 if backwards else 1, [(h, BOTH) for h in hops])]
+        if self.torus.wrap[axis] and self.algorithm == "halves":
+            return [(step, [(h, half) for h in hops]) for step, half in HALVES.items()]
+        return [(step, self.spread(origin, axis, step)) for step in HALVES]
 
-    def _region(self, part: int, axis: int, free: set[int], origin: int, half: int | None) -> Region:
+    def _region(self, part: int, free: set[int], origin: int, half: slice) -> Region:
         place = self.places[origin]
-        blocks = tuple(slice(None) if a in free else place[a] for a in self.axes)
-        return (*blocks, part, slice(None) if half is None else half)
+        return (*(slice(None) if a in free else place[a] for a in self.axes), part, half)
 
-    def _bytes(self, free: set[int], half: int | None) -> Fraction:
+    def _bytes(self, free: set[int], half: slice) -> Fraction:
         blocks = math.prod(self.torus.shape[axis] for axis in free)
-        return self.piece * (blocks * (2 if half is None else 1))
+        return self.piece * (blocks * len(range(*half.indices(2))))
 
 
 def wire_bytes(array: Array, element_bytes: float | None) -> Fraction:

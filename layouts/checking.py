@@ -76,18 +76,22 @@ def check(
         for axis in rule.axes:
             if axis not in mesh:
                 faults.setdefault(unknown_axis(rule, axis, mesh), [])
-    for into, (label, shape, scope) in chain(zip(repeat(faults), tensors), zip(repeat(misfits), inner)):
-        shape = shape if isinstance(shape, Shape) else Shape(shape)
-        present.update(dict.fromkeys(shape.names))
-        holding = {rule for name in shape.names for rule in rules.for_dim(name, scope)}
-        used_rules |= holding
-        axes, wrong = place(rules, shape, mesh, scope)
-        used_axes.update(axis for entry in axes for axis in entry)
-        followed |= holding - {fault.rule for fault in wrong}
-        for fault in wrong:
+    seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors are laid out like one before
+    for into, (label, given, scope) in chain(zip(repeat(faults), tensors), zip(repeat(misfits), inner)):
+        shape = given if isinstance(given, Shape) else Shape(given)
+        if (shape, scope) not in seen:
+            present.update(dict.fromkeys(shape.names))
+            holding = {rule for name in shape.names for rule in rules.for_dim(name, scope)}
+            used_rules |= holding
+            axes, wrong = place(rules, shape, mesh, scope)
+            used_axes.update(axis for entry in axes for axis in entry)
+            followed |= holding - {fault.rule for fault in wrong}
+            seen[shape, scope] = wrong
+        for fault in seen[shape, scope]:
             into.setdefault(fault, []).append(label)
     for fault in [f for f in misfits if f in faults or f.rule not in followed]:
         faults.setdefault(fault, []).extend(misfits.pop(fault))
+    used_axes.update(axis for fault in faults if fault.rule for axis in fault.rule.axes)
     known = dict.fromkeys([*present, *(known_dims or ())])
     for name in rules.dims:
         if name not in known:

@@ -24,37 +24,21 @@ class Dimension(Frozen):
     batch:512
     """
 
-    __slots__ = ("_hash", "name", "size")
+    __slots__ = ("name", "size")
 
     name: str
     size: int
-    _hash: int
 
     def __init__(self, name: str, size: int) -> None:
         name = checked_name(name, "dimension")
         size = checked_size(size, name, "dimension")
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "size", size)
-        object.__setattr__(self, "_hash", hash((name, size)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Dimension):
-            return NotImplemented
-        return self.name == other.name and self.size == other.size
+        self._fill(name, size, name=name, size=size)
 
     def __repr__(self) -> str:
         return f"Dimension({self.name!r}, {self.size})"
 
     def __str__(self) -> str:
         return f"{self.name}:{self.size}"
-
-    def __reduce__(self) -> tuple[type, tuple[str, int]]:
-        return Dimension, (self.name, self.size)  # the hash of a str is another in another process
 
 
 DimensionLike: TypeAlias = Dimension | tuple[str, int]
@@ -98,12 +82,13 @@ class Shape(Frozen):
     [hidden:1024, classes:10]
     """
 
-    __slots__ = ("_hash", "_index", "dims", "size")
+    __slots__ = ("_index", "dims", "names", "size", "sizes")
 
     dims: Dims
+    names: tuple[str, ...]  # in order
+    sizes: tuple[int, ...]  # in order: the shape of a NumPy array
     size: int
     _index: dict[str, int]
-    _hash: int
 
     def __init__(self, dims: ShapeLike = ()) -> None:
         made = _dimensions(dims)
@@ -112,20 +97,9 @@ class Shape(Frozen):
             twice = next(d for i, d in enumerate(made) if index[d.name] != i)
             sizes = " and ".join(str(d) for d in made if d.name == twice.name)
             raise LayoutError(f"dimension {twice.name!r} occurs twice in one shape: {sizes}; rename one")
-        object.__setattr__(self, "dims", made if isinstance(made, Dims) else Dims(made))
-        object.__setattr__(self, "size", prod(d.size for d in made))
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_hash", hash(made))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names in order."""
-        return tuple(self._index)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes in order: the shape of a NumPy array."""
-        return tuple(d.size for d in self.dims)
+        made = made if isinstance(made, Dims) else Dims(made)
+        lengths = tuple(d.size for d in made)
+        self._fill(made, dims=made, names=tuple(index), sizes=lengths, size=prod(lengths), _index=index)
 
     @property
     def to_integer_list(self) -> list[int]:
@@ -179,8 +153,13 @@ class Shape(Frozen):
         at = self.index(name)
         return Shape((*self.dims[:at], Dimension(self.dims[at].name, size), *self.dims[at + 1 :]))
 
+    @property
+    def dimension_names(self) -> tuple[str, ...]:
+        """`names`, as Mesh TensorFlow calls them."""
+        return self.names
+
     # The names that Mesh TensorFlow gives them.
-    ndims, dimension_names = ndim, names
+    ndims = ndim
     get_dim_by_name, rename_dimension, resize_dimension = dim, rename, resize
 
     def __iter__(self) -> Iterator[Dimension]:
@@ -238,24 +217,11 @@ class Shape(Frozen):
             )
         return True
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Shape):
-            return NotImplemented
-        return self._hash == other._hash and self.dims == other.dims
-
     def __str__(self) -> str:
         return f"[{', '.join(map(str, self.dims))}]"
 
     def __repr__(self) -> str:
         return f"Shape({self.to_string!r})"
-
-    def __reduce__(self) -> tuple[type, tuple[tuple[Dimension, ...]]]:
-        return Shape, (self.dims,)
 
 
 def _dimensions(source: ShapeLike) -> tuple[Dimension, ...]:

@@ -35,14 +35,13 @@ class Mesh(Frozen):
     [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
 
-    __slots__ = ("_hash", "_strides", "axes", "size", "sizes", "sizes_by_axis")
+    __slots__ = ("_strides", "axes", "size", "sizes", "sizes_by_axis")
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     size: int
     sizes_by_axis: Mapping[str, int]
     _strides: tuple[int, ...]
-    _hash: int
 
     def __init__(self, axes: MeshLike) -> None:
         pairs = list(axes.sizes_by_axis.items()) if isinstance(axes, Mesh) else named_sizes(axes, "axis")
@@ -54,15 +53,10 @@ class Mesh(Frozen):
             raise LayoutError(f"axis {twice!r} occurs twice in one mesh: {';'.join(f'{n}:{s}' for n, s in pairs)}")
         sizes = tuple(table.values())
         strides = tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
-        for name, value in (
-            ("axes", tuple(table)),
-            ("sizes", sizes),
-            ("size", prod(sizes)),
-            ("sizes_by_axis", MappingProxyType(table)),
-            ("_strides", strides),
-            ("_hash", hash(tuple(pairs))),
-        ):
-            object.__setattr__(self, name, value)
+        by_axis = MappingProxyType(table)
+        self._fill(
+            tuple(pairs), axes=tuple(table), sizes=sizes, size=prod(sizes), sizes_by_axis=by_axis, _strides=strides
+        )
 
     def axis_size(self, axis: str) -> int:
         """Number of devices along an axis.
@@ -143,16 +137,6 @@ class Mesh(Frozen):
                 outer = [base + i * stride for base in outer for i in range(size)]
         return [[base + member for member in inner] for base in outer]
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Mesh):
-            return NotImplemented
-        return self.axes == other.axes and self.sizes == other.sizes
-
     def __len__(self) -> int:
         return len(self.axes)
 
@@ -164,6 +148,3 @@ class Mesh(Frozen):
 
     def __repr__(self) -> str:
         return f"Mesh({str(self)!r})"
-
-    def __reduce__(self) -> tuple[type, tuple[str]]:
-        return Mesh, (str(self),)

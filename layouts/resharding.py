@@ -3,7 +3,7 @@
 The search is A* over states (axes of each dim, pending axes still to be reduced). Three facts make it small
 and exact:
 
-- Bytes are counted in elements times the number of devices. Every ring figure is then an integer, sums
+- Bytes are counted in elements times the number of devices that take part. Every ring figure is then an integer, sums
   compare exactly, and the item size does not matter to the choice.
 - Of all steps only all_gather enlarges a block, and it sends exactly the elements by which the block grows.
   So a state whose block is smaller than the target's is at least that growth away. This bound is
@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 from layouts.errors import LayoutError
 from layouts.plan import Plan, Step
-from layouts.sharding import Axes, Sharding
+from layouts.sharding import Axes, Sharding, laid
 
 Splits: TypeAlias = tuple[Axes, ...]  # the axes of each dim
 EXHAUSTIVE_AXES = 3
@@ -66,19 +66,28 @@ def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
     _check(source, target, itemsize)
     kinds = dict(source.pending)
     names = (*source.shape.names, None)  # so that -1 is no dim
-    devices = source.mesh.size
+    left = tuple(a for a in source.pending_axes if a not in target.pending_axes)
+    used = {a for splits in (source.axes, target.axes) for entry in splits for a in entry}.union(left)
+    usable = tuple((a, n) for a, n in source.mesh.sizes_by_axis.items() if a in used)
+    devices = prod(n for _, n in usable)
+    # What of a size the axes can't divide only scales all costs: sizes that divide alike share a search.
+    sizes = tuple(gcd(n, devices) for n in source.shape.sizes)
+    scale = source.shape.size // prod(sizes) * itemsize
     steps: list[Step] = []
     before, total = source, 0
-    for kind, axes, dim, to_dim, (splits, awaited), cost in _Search(source, target).path():
+    scatters = bool(left) and kinds[left[0]] == "sum"
+    for kind, axes, dim, to_dim, (splits, awaited), cost in _path(
+        sizes, source.axes, left, scatters, target.axes, usable
+    ):
         if kind == "collective_permute":
             axes = _moving(before.axes, splits, source.mesh.axes)
         pending = target.pending + tuple((axis, kinds[axis]) for axis in awaited)
-        after = Sharding(source.shape, source.mesh, splits, pending)
-        payload, sent = before.local_size * itemsize, _exact(cost * itemsize, devices)
+        after = laid(source.shape, source.mesh, splits, pending)
+        payload, sent = before.local_size * itemsize, _exact(cost * scale, devices)
         steps.append(Step(kind, axes, names[dim], names[to_dim], before, after, payload, sent))
         before, total = after, total + cost
     collectives = sum(step.kind != "slice" for step in steps)
-    return Plan(tuple(steps), _exact(total * itemsize, devices), collectives)
+    return Plan(tuple(steps), _exact(total * scale, devices), collectives)
 
 
 def _exact(numerator: int, denominator: int) -> int | float:
@@ -96,29 +105,40 @@ def _check(source: Sharding, target: Sharding, itemsize: int) -> None:
         raise LayoutError(f"itemsize must be at least 1, not {itemsize}")
 
 
-class _Search:
-    """One search; `path` yields the moves from source to target."""
+@lru_cache(maxsize=1 << 16)
+def _path(
+    sizes: tuple[int, ...],
+    source: Splits,
+    awaited: Axes,
+    scatters: bool,
+    target: Splits,
+    usable: tuple[tuple[str, int], ...],
+) -> tuple[Move, ...]:
+    """The moves; they depend neither on names of dims and bytes of items nor on axes that take no part."""
+    return tuple(_Search(sizes, (source, awaited), scatters, target, dict(usable)).path())
 
-    def __init__(self, source: Sharding, target: Sharding) -> None:
-        mesh, kept = source.mesh, set(target.pending_axes)
-        self.start: State = (source.axes, tuple(a for a in source.pending_axes if a not in kept))
-        self.goal = target.axes
-        self.scatters = bool(source.pending) and source.pending[0][1] == "sum"
-        used = {a for splits in (source.axes, target.axes) for entry in splits for a in entry}
-        self.usable = tuple(a for a in mesh.axes if a in used or a in self.start[1])
+
+class _Search:
+    """One search; `path` yields the moves from start to goal."""
+
+    def __init__(
+        self, sizes: tuple[int, ...], start: State, scatters: bool, goal: Splits, size_of: dict[str, int]
+    ) -> None:
+        self.start, self.goal, self.scatters = start, goal, scatters
+        self.usable = tuple(size_of)
         self.directed = len(self.usable) > EXHAUSTIVE_AXES
-        self.size_of = {a: mesh.axis_size(a) for a in self.usable}
-        self.sizes = source.shape.sizes
-        self.volume = source.shape.size * mesh.size
+        self.size_of = size_of
+        self.sizes = sizes
+        reach = prod(size_of.values())
+        self.volume = prod(sizes) * reach
         self.goal_block = self.block(self.goal)
         self.dims = range(len(self.sizes))
         # A dim that neither end splits can still serve: an axis parked on it makes later steps smaller.
         # Such dims are interchangeable as long as they are empty and divide alike.
-        reach = prod(self.size_of.values())
-        self.spare = {d: gcd(self.sizes[d], reach) for d in self.dims if not source.axes[d] and not target.axes[d]}
+        self.spare = {d: gcd(sizes[d], reach) for d in self.dims if not start[0][d] and not goal[d]}
 
     def block(self, splits: Splits) -> int:
-        """Elements of a block, times the number of devices."""
+        """Elements of a block, times the number of devices that take part."""
         return self.volume // prod(self.size_of[a] for entry in splits for a in entry)
 
     def arrived(self, state: State) -> bool:

@@ -20,7 +20,7 @@ from layouts.errors import LayoutError, nearest
 from layouts.frozen import Frozen
 from layouts.mesh import Mesh, MeshLike
 from layouts.parsing import is_iterable, pointed, read_pairs
-from layouts.sharding import Axes, Sharding
+from layouts.sharding import Axes, Sharding, laid
 
 # Where each scope looks for the rules of a dim, in order; None is the unscoped rules.
 SCOPES: dict[str, tuple[str | None, ...]] = {
@@ -84,11 +84,10 @@ class LayoutRules(Frozen):
     [d_model:512@data, d_ff:2048]
     """
 
-    __slots__ = ("_hash", "_table", "rules")
+    __slots__ = ("_table", "rules")
 
     rules: tuple[Rule, ...]
     _table: dict[tuple[str | None, str], tuple[Rule, ...]]
-    _hash: int
 
     def __init__(self, rules: RulesLike = None) -> None:
         made = _read(rules)
@@ -102,9 +101,7 @@ class LayoutRules(Frozen):
                     f"two required rules for dim {same[0].dim!r}: {' and '.join(required)}; remove one, "
                     f"join their axes with '+', or mark the alternative optional with '?'"
                 )
-        object.__setattr__(self, "rules", made)
-        object.__setattr__(self, "_table", table)
-        object.__setattr__(self, "_hash", hash(made))
+        self._fill(made, rules=made, _table=table)
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -156,16 +153,6 @@ class LayoutRules(Frozen):
         """
         return _fitting(self, shape, mesh, scope)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, LayoutRules):
-            return NotImplemented
-        return self.rules == other.rules
-
     def __len__(self) -> int:
         return len(self.rules)
 
@@ -174,9 +161,6 @@ class LayoutRules(Frozen):
 
     def __repr__(self) -> str:
         return f"LayoutRules({str(self)!r})"
-
-    def __reduce__(self) -> tuple[type, tuple[str]]:
-        return LayoutRules, (str(self),)
 
 
 def checked_scope(scope: str) -> str:
@@ -192,7 +176,7 @@ def _sharding(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> Shard
     if faults:
         head = f"{scope[:-1]} {shape} cannot be laid out\n  mesh {mesh}    layout {rules}"
         raise LayoutError("\n  ".join([head, *(fault.text for fault in faults)]))
-    return Sharding(shape, mesh, axes)
+    return laid(shape, mesh, axes)
 
 
 @lru_cache(maxsize=1 << 16)

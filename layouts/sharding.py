@@ -8,7 +8,9 @@ true value is the sum (or max, or min) of the blocks along it, still to be taken
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
+from math import prod
 from typing import NoReturn, TypeAlias
 
 from layouts.dims import Dimension, Shape, ShapeLike
@@ -41,15 +43,18 @@ class Sharding(Frozen):
     (slice(256, 512, None), slice(0, 1024, None))
     """
 
-    __slots__ = ("_hash", "_local", "axes", "block_counts", "mesh", "pending", "shape")
+    __slots__ = (
+        "_local", "axes", "block_counts", "local_size", "mesh", "pending", "pending_axes", "shape",
+    )  # fmt: skip
 
     shape: Shape
     mesh: Mesh
     axes: tuple[Axes, ...]
     pending: Pending
+    pending_axes: Axes  # the axes over which a reduction is still to be taken, in mesh order
     block_counts: tuple[int, ...]  # per dim
+    local_size: int  # the number of elements in one device's block
     _local: Shape | None
-    _hash: int
 
     def __init__(
         self,
@@ -91,14 +96,11 @@ class Sharding(Frozen):
         if awaited:
             kinds = dict(awaited)
             awaited = tuple((a, kinds[a]) for a in mesh.axes if a in kinds and mesh.axis_size(a) > 1)
-        fill = object.__setattr__
-        fill(self, "shape", shape)
-        fill(self, "mesh", mesh)
-        fill(self, "axes", tuple(kept))
-        fill(self, "pending", awaited)
-        fill(self, "block_counts", tuple(counts))
-        fill(self, "_local", None)
-        fill(self, "_hash", hash((shape, mesh, self.axes, awaited)))
+        key = shape, mesh, tuple(kept), awaited
+        self._fill(
+            *key, shape=shape, mesh=mesh, axes=key[2], pending=awaited, pending_axes=tuple(a for a, _ in awaited),
+            block_counts=tuple(counts), local_size=shape.size // prod(counts), _local=None,
+        )  # fmt: skip
 
     @classmethod
     def replicated(cls, shape: ShapeLike, mesh: MeshLike) -> Sharding:
@@ -115,11 +117,6 @@ class Sharding(Frozen):
         return self.axes[self.shape.index(dim)]
 
     @property
-    def pending_axes(self) -> Axes:
-        """The axes over which a reduction is still to be taken, in mesh order."""
-        return tuple(axis for axis, _ in self.pending)
-
-    @property
     def split_axes(self) -> frozenset[str]:
         """The axes that split some dimension."""
         return frozenset(axis for entry in self.axes for axis in entry)
@@ -129,18 +126,9 @@ class Sharding(Frozen):
         """The shape of one device's block."""
         local = self._local
         if local is None:
-            if all(n == 1 for n in self.block_counts):
-                local = self.shape
-            else:
-                dims = zip(self.shape.dims, self.block_counts, strict=True)
-                local = Shape(d if n == 1 else Dimension(d.name, d.size // n) for d, n in dims)
+            local = block(self.shape, self.block_counts)
             object.__setattr__(self, "_local", local)
         return local
-
-    @property
-    def local_size(self) -> int:
-        """The number of elements in one device's block."""
-        return self.local_shape.size
 
     def block_index(self, coordinate: Coordinate) -> tuple[int, ...]:
         """Which block of each dimension the device at `coordinate` holds.
@@ -201,22 +189,6 @@ class Sharding(Frozen):
         gone = self.pending_axes if axes is None else tuple(axes)
         return self.with_pending(pair for pair in self.pending if pair[0] not in gone)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Sharding):
-            return NotImplemented
-        return (
-            self._hash == other._hash
-            and self.axes == other.axes
-            and self.pending == other.pending
-            and self.shape == other.shape
-            and self.mesh == other.mesh
-        )
-
     def __str__(self) -> str:
         entries = zip(self.shape.dims, self.axes, strict=True)
         text = ", ".join(f"{dim}@{'+'.join(axes)}" if axes else str(dim) for dim, axes in entries)
@@ -229,8 +201,22 @@ class Sharding(Frozen):
     def __repr__(self) -> str:
         return f"Sharding({str(self)!r} on {self.mesh})"
 
-    def __reduce__(self) -> tuple[type, tuple[Shape, Mesh, tuple[Axes, ...], Pending]]:
-        return Sharding, (self.shape, self.mesh, self.axes, self.pending)
+
+@lru_cache(maxsize=1 << 16)
+def block(shape: Shape, counts: tuple[int, ...]) -> Shape:
+    """The shape of one of `counts` equal blocks along each dimension.
+
+    >>> print(block(Shape("batch:512;hidden:1024"), (2, 1)))
+    [batch:256, hidden:1024]
+    """
+    cut = zip(shape.dims, counts, strict=True)
+    return Shape(d if n == 1 else Dimension(d.name, d.size // n) for d, n in cut)
+
+
+@lru_cache(maxsize=1 << 16)
+def laid(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending = ()) -> Sharding:
+    """`Sharding` of just these, made once: what is asked for again and again compares by identity."""
+    return Sharding(shape, mesh, axes, pending)
 
 
 def _refuse(shape: Shape, mesh: Mesh, axes: tuple[Axes, ...], pending: Pending) -> NoReturn:

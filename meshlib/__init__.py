@@ -65,6 +65,7 @@ from meshlib.layers.numerics import Numerics as Numerics
 from meshlib.lowering import Balance as Balance
 from meshlib.lowering import Collective as Collective
 from meshlib.lowering import Program as Program
+from meshlib.lowering import Session as Session
 from meshlib.lowering import check as check
 from meshlib.lowering import collectives_table as collectives_table
 from meshlib.lowering import explain as explain

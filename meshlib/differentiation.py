@@ -13,11 +13,12 @@ from contextvars import ContextVar
 from meshlib.checks import at, items
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor, absolute_scope, innermost, region
-from meshlib.operation import Kind, tensor
+from meshlib.operation import RESIDENT, Kind
+from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import add_n
 from meshlib.ops.host import from_host
 from meshlib.ops.shape import broadcast
-from meshlib.ops.sources import VARIABLE, _constant
+from meshlib.ops.sources import _constant
 from meshlib.ops.state import identity
 from meshlib.origin import written_at
 from meshlib.replay import Rewrite, replay
@@ -148,7 +149,7 @@ def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Ten
 
 def _is_read(op: Operation) -> bool:
     """Variables and inputs that are declared inside a function are read, not made: copies of it read the same."""
-    return op.kind.kind is Kind.RESIDENT
+    return op.kind.kind in RESIDENT
 
 
 def _recomputed(graph: Graph, rewrite: Rewrite, results: Sequence[Tensor], dys: Sequence[Tensor]) -> Sides:
@@ -211,7 +212,7 @@ def _gathered(graph: Graph, x: Tensor, cotangents: dict[Tensor, list[Tensor]]) -
         dx = add_n(cotangents[x])
         if dx.shape != x.shape:
             dx = broadcast(dx, x.shape)
-        if x.operation.kind is VARIABLE:
+        if x.operation.kind.kind is Kind.VARIABLE:
             dx = _own(graph, dx, x.operation)
     return dx
 

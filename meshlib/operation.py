@@ -11,18 +11,13 @@ import enum
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, prod
 from typing import Any
 
 import numpy as np
 
-from layouts import Dimension, Shape
 from meshlib.arrays import new_array
-from meshlib.dtypes import DType
 from meshlib.engine import Engine
-from meshlib.errors import LayoutError, ShapeError
-from meshlib.graph import Graph, Operation, Tensor, TensorType, checked_op_name, innermost
-from meshlib.origin import source_line
+from meshlib.graph import Operation, Tensor, TensorType
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +25,8 @@ Array = np.ndarray[Any, Any]
 class Kind(enum.Enum):
     """What an operation is to a core: which engine it runs on, and with what it fuses."""
 
-    RESIDENT = "resident"  # nothing runs: its value is fed, or stays between steps
+    INPUT = "input"  # nothing runs: its value is fed, or what a trip of a loop is given
+    VARIABLE = "variable"  # nothing runs: its value stays between steps
     COMMIT = "commit"  # nothing runs: its operand is what stays after the step
     SOURCE = "source"  # makes a value from nothing but attributes
     ELEMENTWISE = "elementwise"  # each output element from the elements at the same position
@@ -44,6 +40,7 @@ class Kind(enum.Enum):
 
 
 ON_MXU = (Kind.CONTRACTION, Kind.KERNEL)
+RESIDENT = (Kind.INPUT, Kind.VARIABLE)
 
 
 class Storage(enum.Enum):
@@ -198,23 +195,8 @@ class Block:
         return new_array(self.out.shape.sizes, self.out.dtype.storage)
 
 
-def no_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    """Of what is there already, of other names for it, and of copies that no core makes."""
-    return Work(0, 0)
-
-
-def vector_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    """One lane operation per element of the result."""
-    return Work(0, out.shape.size)
-
-
 ShapeRule = Callable[[tuple[TensorType, ...], Mapping[str, Any]], TensorType | tuple[TensorType, ...]]
 GradRule = Callable[..., Sequence["Tensor | None"]]
-
-
-def not_differentiable(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
-    """The gradient rule of operations that pass no gradient: comparisons, indices, random numbers."""
-    return [None] * len(op.inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +228,7 @@ class OpDef:
     indices     the operand that holds indices into the dim of attribute `dim`
     scores      of fused attention, what a pair of query and key takes
     show        (Operation, whole values of all operands but the first) -> None: what the host does with them each time
-                it runs
+                it runs; the result is the first, and without others nothing is done
     """
 
     name: str
@@ -296,144 +278,3 @@ def operation(name: str, **fields: Any) -> OpDef:
         raise ValueError(f"operation {name!r} is defined twice")
     OPERATIONS[name] = record
     return record
-
-
-def build(kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name: str | None = None) -> Tensor:
-    """Check the operands, add the operation to their graph and return its first output."""
-    return build_all(kind, inputs, attrs, name)[0]
-
-
-def build_all(
-    kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name: str | None = None
-) -> tuple[Tensor, ...]:
-    """Check the operands, add the operation to their graph and return its outputs."""
-    checked_op_name(name, kind.name)
-    types = tuple(x.type for x in inputs)
-    try:
-        made = kind.shape(types, attrs)
-    except (ShapeError, LayoutError) as fault:
-        operands = "".join(f"\n  {x}" for x in inputs)
-        raise ShapeError(f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}") from None
-    graph = innermost(inputs, kind.name)
-    outs = made if isinstance(made, tuple) else (made,)
-    return graph.add(kind, [graph.adopt(x) for x in inputs], outs, attrs, name).outputs
-
-
-def build_source(
-    graph: Graph,
-    kind: OpDef,
-    attrs: Mapping[str, Any],
-    name: str | None = None,
-    exact_name: str | None = None,
-) -> Operation:
-    """Add an operation without operands to `graph`."""
-    made = kind.shape((), attrs)
-    return graph.add(kind, (), made if isinstance(made, tuple) else (made,), attrs, name, exact_name)
-
-
-def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
-    """`x` itself if it is a tensor, else a constant of the neighbour's dtype."""
-    if isinstance(x, Tensor):
-        return x
-    if isinstance(x, bool | int | float | np.generic) and like is not None:
-        from meshlib.ops.sources import scalar
-
-        return scalar(x, like)
-    wanted = "a tensor" if like is None else "a tensor or a number"
-    hint = "; feed arrays through mtf.input" if isinstance(x, np.ndarray) else ""
-    raise ShapeError(f"{what} ({source_line()}): expected {wanted}, got {type(x).__name__} {x!r:.80}{hint}")
-
-
-def tensor(x: object, what: str) -> Tensor:
-    """`x`, checked to be a tensor."""
-    return as_tensor(x, None, what)
-
-
-def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
-    """Dims from a Dimension, a Shape, or a list of Dimensions."""
-    if isinstance(dims, Dimension):
-        return (dims,)
-    if isinstance(dims, Shape):
-        return tuple(dims)
-    if isinstance(dims, Sequence | set | frozenset) and not isinstance(dims, str):
-        for d in dims:
-            if not isinstance(d, Dimension):
-                raise ShapeError(f"{what} ({source_line()}): expected Dimensions, got {type(d).__name__} {d!r:.80}")
-        # A set has no order of its own that would be the same in the next run.
-        ordered = dims if isinstance(dims, Sequence) else sorted(dims, key=lambda d: d.name)
-        try:
-            return tuple(Shape(tuple(ordered)))
-        except LayoutError as fault:
-            raise ShapeError(f"{what} ({source_line()}): {fault}") from None
-    raise ShapeError(
-        f"{what} ({source_line()}): expected a Dimension or a list of them, got {type(dims).__name__} {dims!r:.80}"
-    )
-
-
-def as_dim(dim: object, what: str) -> Dimension:
-    """`dim`, checked to be one Dimension."""
-    if isinstance(dim, Dimension):
-        return dim
-    raise ShapeError(f"{what} ({source_line()}): expected a Dimension, got {type(dim).__name__} {dim!r:.80}")
-
-
-def union(shapes: Sequence[Shape]) -> Shape:
-    """The dims of all shapes, in order of first appearance; a larger shape that holds all others keeps its order.
-
-    Raises ShapeError where one name comes with two sizes.
-    """
-    sizes: dict[str, int] = {}
-    for s in shapes:
-        for d in s:
-            if sizes.setdefault(d.name, d.size) != d.size:
-                raise ShapeError(
-                    f"dim '{d.name}' has two sizes, {sizes[d.name]} and {d.size}; "
-                    "rename one with mtf.rename_dimension, or make them equal"
-                )
-    for s in shapes:
-        if len(s) == len(sizes):
-            return s
-    return Shape(list(sizes.items()))
-
-
-def same_dtype(types: Sequence[TensorType]) -> DType:
-    """The common dtype; mixing is an error, because a silent cast would hide its cost."""
-    dtypes = list(dict.fromkeys(t.dtype for t in types))
-    if len(dtypes) > 1:
-        names = " and ".join(d.name for d in dtypes)
-        raise ShapeError(f"operands have dtypes {names}; cast one, as in mtf.cast(x, '{dtypes[0].name}')")
-    return dtypes[0]
-
-
-def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> tuple[Factor, ...]:
-    """Factors by name: a dim is one factor wherever its name occurs; PARALLEL unless `special` says otherwise."""
-    special = special or {}
-    # A dim whose size changes (slice, concat, ...) can only be split by what divides it everywhere.
-    sizes: dict[str, int] = {}
-    for t in (*op.inputs, *op.outputs):
-        for d in t.shape:
-            sizes[d.name] = gcd(sizes.get(d.name, 0), d.size)
-    return tuple(
-        Factor(
-            n,
-            size,
-            tuple(n if n in x.shape else None for x in op.inputs),
-            tuple(n if n in y.shape else None for y in op.outputs),
-            special.get(n, Role.PARALLEL),
-        )
-        for n, size in sizes.items()
-    )
-
-
-def align(x: Array, names: Sequence[str], to: Sequence[str]) -> Array:
-    """View of `x` with its dims in the order `to`, length-1 axes where it has none: broadcasting by name."""
-    if tuple(names) == tuple(to):
-        return x
-    order = [names.index(n) for n in to if n in names]
-    x = x.transpose(order)
-    return x.reshape([x.shape[[names[i] for i in order].index(n)] if n in names else 1 for n in to])
-
-
-def size_of(dims: Sequence[Dimension]) -> int:
-    """Product of the sizes."""
-    return prod(d.size for d in dims)

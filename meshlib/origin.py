@@ -65,18 +65,18 @@ def written_at(position: str, default: bool = False) -> Iterator[None]:
         _given.reset(token)
 
 
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs the user's code: not this package, nor what Python and NumPy put in between."""
+    code = frame.f_code
+    # What dataclasses make from text has no file; text that the user runs has none either.
+    return bool(_shown(code.co_filename)) and not code.co_qualname.startswith("__create_fn__.")
+
+
 def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame):
         frame = frame.f_back
     return frame
-
-
-def is_users(frame: FrameType) -> bool:
-    """Whether a frame is of the user's code: not of this package, nor of what Python puts in between."""
-    # What dataclasses make from text has no file; text that the user runs has none either.
-    code = frame.f_code
-    return bool(_shown(code.co_filename)) and not code.co_qualname.startswith("__create_fn__.")
 
 
 # As the frames have it, which holds in archives and after a move of compiled files too.

@@ -39,7 +39,8 @@ def replay(
     for op in operations:
         if op.outputs and op.outputs[0] in made:
             continue
-        inputs = [graph.adopt(made.get(x, x)) for x in op.inputs]
+        taken = op.inputs if op.kind.show is None else op.inputs[:1]  # what was shown is not shown again
+        inputs = [graph.adopt(made.get(x, x)) for x in taken]
         with written_at(op.source):
             copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
         copies[op] = copy

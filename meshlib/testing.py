@@ -14,8 +14,9 @@ from typing import Any
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
 from meshlib.program.instructions import COLLECTIVES, Instruction, Move, Value
-from meshlib.program.records import Collective, Program, bytes_text, walk
+from meshlib.program.records import Collective, Program, walk
 from meshlib.slices import slice_for
+from meshlib.text import bytes_text
 from meshlib.verification import Verification, verify
 
 __all__ = ["assert_collectives", "assert_fits", "assert_layout_invariant", "assert_sent_at_most"]

@@ -92,7 +92,8 @@ def needed(roots: Iterable[Tensor | Operation]) -> list[Tensor]:
         op = stack.pop()
         if op not in seen:
             seen[op] = None
-            stack += [x.operation for x in (*op.inputs, *op.attrs.get("results", ()))]
+            inside = () if op.loop is None else (*op.loop.results, *op.loop.made.saved)
+            stack += [x.operation for x in (*op.inputs, *inside)]
     return [y for op in seen for y in op.public_outputs]
 
 

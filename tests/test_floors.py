@@ -36,22 +36,24 @@ replay
 operation
 engine
 initializers
+batches
 checks
-graph
+graph+face+loop_record
 dtypes
 origin
-files batches
-names threefry special errors
+files
+arrays names threefry special errors text
 """
 FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line.split() for unit in p.split("+")}
 # What points up all the same: (module, what it imports) -> why. Each is bound when it runs, or for its type alone.
 UP = {
     ("meshlib.graph", "meshlib.operation"): "the type of an operation's record, for its annotation",
+    ("meshlib.graph", "meshlib.replay"): "the type of a run of operations with a gradient of its own",
     ("meshlib.graph", "meshlib.ops.sources"): "what a loop takes from outside has a stand-in, an input like any other",
-    ("meshlib.operation", "meshlib.ops.sources"): "numbers beside tensors become constants",
 }
 # Methods of the public face that are written in a module of their own, which builds on the class: bound when called.
 METHODS = {
+    ("meshlib.program.records", "meshlib.program.buffers"): "Program.buffers",
     ("meshlib.program.records", "meshlib.program.memory"): "Program.memory",
     ("meshlib.program.records", "meshlib.program.work"): "Program.work",
     ("meshlib.program.records", "meshlib.program.listing"): "str(program)",

@@ -393,6 +393,19 @@ def test_an_index_out_of_range_is_an_error_unless_zeros_are_asked_for() -> None:
 # ---------------------------------------------------------------- constants that are arrays
 
 
+def test_an_array_moves_nowhere_since_every_device_holds_the_program() -> None:
+    held = np.random.default_rng(0).normal(size=(12, 6))
+    with mtf.Graph():
+        c = mtf.constant(held, [N, B], "float64")
+        x, u = mtf.input("x", [N], "float64"), mtf.input("u", [B], "float64")
+        outputs = {"split": c * x, "whole": mtf.sort(c, N) + u}
+    program = mtf.lower(outputs, mesh="p:2", layout="n:p")
+    assert not [k for k in program.collectives if k.tensor == c.name]
+    (out,) = run(program, {"x": np.arange(12.0), "u": np.zeros(6)})
+    np.testing.assert_allclose(out["split"], held * np.arange(12.0)[:, None])
+    np.testing.assert_allclose(out["whole"], np.sort(held, axis=0))
+
+
 def test_an_array_is_a_constant_under_every_layout_and_takes_memory() -> None:
     held = np.random.default_rng(3).normal(size=(12, 6)).astype(np.float32)
     with mtf.Graph() as graph:

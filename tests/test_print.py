@@ -54,6 +54,61 @@ def test_in_a_loop_each_trip_prints(executor: str, capsys: pytest.CaptureFixture
     assert out["y"].tolist() == [8.0] * 4
 
 
+REMAT = ("full", "none", "matmuls")
+
+
+@both
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("inside", ["scan", "recompute_grad", "custom_gradient"])
+def test_what_is_computed_again_is_not_printed_again(
+    executor: str, inside: str, remat: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mtf.Graph():
+        x = mtf.input("x", [A], "float64")
+
+        def shown(v: mtf.Tensor) -> mtf.Tensor:
+            y = mtf.sin(v)
+            if inside == "custom_gradient":
+                y = mtf.custom_gradient(
+                    lambda u: mtf.Print(u, [u], "at: "), lambda inputs, results, dys: [-dys[0]], [y]
+                )
+            else:
+                y = mtf.Print(y, [y], "at: ")
+            return y * y * v
+
+        if inside == "recompute_grad":
+            y = mtf.recompute_grad(shown, [x], remat)
+        else:
+            (y,), _ = mtf.scan(lambda c, s: ([shown(c[0])], []), [x], dim=mtf.Dimension("n", 1), remat=remat)
+        (dx,) = mtf.gradients([y], [x])
+    program = mtf.lower({"y": y, "dx": dx}, mesh="p:2", layout="a:p")
+    (out,) = run(program, {"x": [1.0, 2.0, 3.0, 4.0]}, executor)
+    assert capsys.readouterr().out.count("at: ") == 1
+    v = np.arange(1.0, 5.0)
+    sign = -1 if inside == "custom_gradient" else 1
+    np.testing.assert_allclose(out["dx"], np.sin(v) ** 2 + sign * v * np.sin(2 * v), rtol=1e-12)
+
+
+def test_a_constraint_goes_along() -> None:
+    with mtf.Graph():
+        x = mtf.constrain(mtf.sin(mtf.input("x", [A])), "a:p")
+        y = mtf.sin(mtf.reshape(mtf.Print(x, [x]), [mtf.Dimension("n", 4)]))
+    program = mtf.lower({"y": y}, mesh="p:2")
+    assert str(next(i for i in program.instructions if i.operation is y.operation).inputs[0].sharding) == "[n:4@p]"
+
+
+def test_print_takes_neither_memory_nor_time() -> None:
+    made = []
+    for shown in (False, True):
+        with mtf.Graph():
+            x = mtf.input("x", [mtf.Dimension("n", 4096), mtf.Dimension("m", 1024)])
+            y = mtf.sin(x)
+            y = mtf.Print(y, [x]) if shown else y
+            program = mtf.lower({"y": mtf.cumsum(mtf.sin(y), "n")}, mesh="p:8", layout="m:p")
+        made.append((program.memory.peak_bytes, program.work, mtf.estimate(program, "v3-8").step_seconds))
+    assert made[0] == made[1]
+
+
 def test_what_print_moves_is_what_x_lacks() -> None:
     """Data along the dims of x go to the host from where they lie; other dims are made whole first."""
     with mtf.Graph():

@@ -25,7 +25,7 @@ from meshlib.program.instructions import Commit, Instruction, Move, Value
 from meshlib.program.records import Program
 
 exact = importlib.import_module("meshlib.simulation.exact")
-lowering = importlib.import_module("meshlib.lowering")
+lowering = importlib.import_module("meshlib.lowering.layout")
 
 BATCH, INNER, HIDDEN, CLASSES = (mtf.Dimension(*d) for d in (("batch", 8), ("inner", 4), ("hidden", 8), ("classes", 6)))
 A, B = mtf.Dimension("a", 8), mtf.Dimension("b", 8)

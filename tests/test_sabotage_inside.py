@@ -132,10 +132,14 @@ def test_a_lost_exchange(build: Callable[[], Lowered]) -> None:
 def test_wrong_bytes_of_an_exchange(build: Callable[[], Lowered]) -> None:
     program, _ = build()
     moving = next(i for i in program.instructions if moves(i))
-    for field in ("payload_bytes", "sent_bytes"):
-        less = tuple(replace(e, **{field: getattr(e, field) - 8}) for e in moving.exchanges)
+    for field in ("payload_bytes", "by_block"):
+        less = tuple(replace(e, **{field: _less(getattr(e, field))}) for e in moving.exchanges)
         with pytest.raises(mtf.ProgramError, match="sends"):
             check_program(changed(program, moves, exchanges=less), "sabotage")
+
+
+def _less(sent: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    return sent - 8 if isinstance(sent, int) else (sent[0] - 8, *sent[1:])
 
 
 @pytest.mark.parametrize("build", [shifted, wrapped, sliced, padded, concatenated], ids=lambda b: b.__name__)
@@ -218,7 +222,7 @@ def test_a_trip_too_few_and_trips_backwards() -> None:
     with pytest.raises(mtf.ProgramError, match="2 trips"):
         check_program(changed(program, loops, trips=2), "sabotage")
     loop = next(i for i in program.instructions if loops(i))
-    backwards = replace(loop.operation, attrs={**loop.operation.attrs, "reverse": True})
+    backwards = replace(loop.operation, attrs={"loop": replace(loop.record, reverse=True)})
     assert differs(changed(program, loops, operation=backwards), given, right)
 
 

@@ -11,21 +11,9 @@ import pytest
 
 import meshlib as mtf
 from meshlib.graph import Operation
-from meshlib.operation import (
-    EVERY,
-    NONLINEAR,
-    OPERATIONS,
-    Factor,
-    Halo,
-    Home,
-    Kind,
-    Linear,
-    OpDef,
-    Role,
-    Storage,
-    named_factors,
-)
+from meshlib.operation import EVERY, NONLINEAR, OPERATIONS, Factor, Halo, Home, Kind, Linear, OpDef, Role, Storage
 from meshlib.ops.cumulative import linear_recurrence
+from meshlib.ops.rules import named_factors
 from tests.cases import Array
 from tests.oracle import run
 from tests.traits import kinds, numbers, roles, samples
@@ -113,6 +101,11 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("kind", "add", {"kind": Kind.CONTRACTION}),
     ("kind", "attention", {"kind": Kind.CONTRACTION}),
     ("kind", "range", {"kind": Kind.ELEMENTWISE}),
+    ("kind", "range", {"kind": Kind.INDEXED}),
+    ("kind", "table", {"kind": Kind.SOURCE}),
+    ("kind", "input", {"kind": Kind.SOURCE}),
+    ("kind", "input", {"kind": Kind.VARIABLE}),
+    ("kind", "variable", {"kind": Kind.INPUT}),
     ("kind", "scan", {"kind": Kind.INDEXED}),
     ("kind", "to_host", {"kind": Kind.ELEMENTWISE}),
     # memory
@@ -126,6 +119,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("storage", "identity", {"storage": Storage.VIEW}),
     ("storage", "constant", {"storage": Storage.FRESH}),
     ("storage", "range", {"storage": Storage.VIEW}),
+    ("storage", "print", {"storage": Storage.VIEW}),
     ("overwrites", "add_n", {"overwrites": EVERY}),
     ("overwrites", "add_n", {"overwrites": 0}),
     ("overwrites", "multiply", {"overwrites": 0}),
@@ -140,6 +134,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     # made again, rounded, unique, read
     ("remade", "constant", {"remade": False}),
     ("remade", "broadcast", {"remade": False}),
+    ("remade", "table", {"remade": False}),
     ("remade", "random", {"remade": True}),
     ("remade", "one_hot", {"remade": True}),
     ("repeated", "cast", {"repeated": False}),
@@ -152,6 +147,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("exact", "cast", {"exact": True}),
     ("exact", "relu", {"exact": False}),
     ("exact", "gather", {"exact": False}),
+    ("exact", "table", {"exact": False}),
     ("unique", "random", {"unique": False}),
     ("unique", "variable", {"unique": False}),
     ("unique", "assign", {"unique": False}),
@@ -166,6 +162,10 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("indices", "add", {"indices": 1}),
     ("scores", "attention", {"scores": scores_of("attention", turned=("key_dim",))}),
     ("scores", "attention_grad_query", {"scores": scores_of("attention_grad_query", backward=False)}),
+    ("show", "print", {"show": None}),
+    ("show", "print", {"show": lambda op, data: None}),
+    ("show", "print", {"show": lambda op, data: print(op)}),
+    ("show", "add", {"show": OPERATIONS["print"].show}),
     # roles: too weak, too strong, or of another kind
     ("roles", "slice", {"roles": every(Role.WHOLE, "dim")}),
     ("roles", "shift", {"roles": every(Role.WHOLE, "dim"), "lower": None}),
@@ -276,13 +276,15 @@ def _passes(total: mtf.Tensor, feeds: Mapping[str, Array], wanted: float) -> Non
             assert found["total"] == pytest.approx(wanted, rel=1e-12)
 
 
-def test_a_sum_that_trips_subtract_from_is_reduced_once() -> None:
+@pytest.mark.parametrize("table", [False, True])
+def test_a_sum_that_trips_subtract_from_is_reduced_once(table: bool) -> None:
     """0 - x[0] - x[1] - ..., each x a sum of parts on four cores."""
     parts = np.random.default_rng(2).normal(size=(6, 3, 4))
     with mtf.Graph():
         x = mtf.input("parts", [N, A, PARTS], "float64")
         step: Any = lambda c, s: ((c[0] - mtf.reduce_sum(s[0], reduced_dim=PARTS),), ())  # noqa: E731
-        ((y,), _) = mtf.scan(step, [mtf.zeros([A], "float64")], [x], N)
+        none = mtf.constant(np.zeros(3), [A], "float64") if table else mtf.zeros([A], "float64")
+        ((y,), _) = mtf.scan(step, [none], [x], N)
     program = mtf.lower({"y": y}, mesh="p:4", layout="part:p")
     assert [(c.kind, c.payload_bytes, c.count) for c in program.collectives] == [("all_reduce", 24, 1)]
     for executor in ("exact", "fast"):

@@ -19,7 +19,7 @@ from meshlib.program.records import Program
 
 exact = importlib.import_module("meshlib.simulation.exact")
 fast = importlib.import_module("meshlib.simulation.fast")
-lowering = importlib.import_module("meshlib.lowering")
+lowering = importlib.import_module("meshlib.lowering.layout")
 verification = importlib.import_module("meshlib.verification")
 feeds = importlib.import_module("meshlib.verification.feeds")
 

@@ -18,9 +18,9 @@ from meshlib.checks import at, whole
 from meshlib.errors import GraphError
 from meshlib.estimation.kernels import padded_value_bytes
 from meshlib.estimation.remedies import Remedy, remedies
-from meshlib.estimation.table import grid
 from meshlib.program.memory import KINDS, Live, kinds_after, measure
-from meshlib.program.records import Program, bytes_text
+from meshlib.program.records import Program
+from meshlib.text import bytes_text, grid
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,13 +19,11 @@ from hardware.memory import padded_bytes
 from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
 from meshlib.graph import FORWARD, Tensor
-from meshlib.operation import Kind, Scores, Storage
+from meshlib.operation import RESIDENT, Kind, Scores, Storage
 from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program, walk
 from meshlib.program.work import local_work
-
-_RESIDENT = ("input", "variable", "assign")
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +297,7 @@ def _stored(t: Tensor) -> Tensor:
 def _is_small(x: Tensor, beside: Tensor) -> bool:
     """Whether an operand costs its readers next to nothing: it is made anew, or repeated over what is beside it."""
     kind = x.operation.kind.kind
-    return kind is Kind.SOURCE or (kind is Kind.RESIDENT and x.shape.size < beside.shape.size)
+    return kind is Kind.SOURCE or (kind in RESIDENT and x.shape.size < beside.shape.size)
 
 
 def resident_values(program: Program) -> set[Value]:

@@ -12,8 +12,9 @@ from itertools import groupby
 from hardware.network import Cost
 from meshlib.estimation.kernels import Kernel, forward_names, kernel_of, resident_values
 from meshlib.estimation.moves import Move, Network, moves_of
+from meshlib.operation import Kind
 from meshlib.program.buffers import fused_values
-from meshlib.program.instructions import Instruction, Loop, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.instructions import Move as Reshard
 from meshlib.program.records import Program
 
@@ -99,7 +100,7 @@ class _Planner:
             unit.body = plan_of(first.body, self.network, self.forward)
             unit.trips = first.trips
             return unit
-        if first.opcode in HOST_COPIES:
+        if isinstance(first, Compute) and first.operation.kind.kind is Kind.COPY:
             unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
             return unit
         unit.early = isinstance(first, Reshard) and first.early

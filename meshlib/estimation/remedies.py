@@ -14,7 +14,8 @@ from meshlib.estimation.kernels import padded_block_bytes, padded_value_bytes
 from meshlib.graph import FORWARD
 from meshlib.program.instructions import Loop, Resident, Value
 from meshlib.program.memory import Size, bytes_after, kind_of, live_buffers
-from meshlib.program.records import Program, bytes_text
+from meshlib.program.records import Program
+from meshlib.text import bytes_text
 
 Change = Callable[[Value], int | None]  # bytes that it would take instead; None: as many
 

@@ -216,22 +216,13 @@ class Estimate:
         """The groups with products on the roofline of a device, at the peak of the dtype that they multiply in."""
         rate = self.slice.hbm_bytes_per_second_per_device
         points = []
-        for r in self.rows:
-            if r.mxu_flops and r.seconds:
-                intensity = r.mxu_flops / r.hbm_bytes if r.hbm_bytes else float("inf")
-                reachable = min(self.slice.peak_flops(r.mxu_dtype) / self.slice.devices, intensity * rate)
-                points.append(
-                    RooflinePoint(
-                        r.name,
-                        r.source,
-                        r.mxu_flops,
-                        r.hbm_bytes,
-                        intensity,
-                        reachable,
-                        r.mxu_flops / r.seconds,
-                        r.bound,
-                    )
-                )
+        for r in (r for r in self.rows if r.mxu_flops and r.seconds):
+            flops, moved = r.mxu_flops, r.hbm_bytes
+            intensity = flops / moved if moved else float("inf")
+            reachable = min(self.slice.peak_flops(r.mxu_dtype) / self.slice.devices, intensity * rate)
+            points.append(
+                RooflinePoint(r.name, r.source, flops, moved, intensity, reachable, flops / r.seconds, r.bound)
+            )
         return points
 
     def table(self, rows: int | None = 25) -> str:

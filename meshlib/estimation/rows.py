@@ -39,22 +39,22 @@ class Row:
     seconds: float
     bound: str
     utilisation: float
-    mxu_seconds: float
-    vpu_seconds: float
-    hbm_seconds: float
-    ici_seconds: float
-    dcn_seconds: float
-    latency_seconds: float
-    launch_seconds: float
-    mxu_flops: int
-    useful_flops: float
-    vpu_ops: int
-    hbm_bytes: int
-    traffic_bytes: float
-    payload_bytes: int
-    sent_bytes: float
-    axes: tuple[str, ...]
-    mxu_dtype: str  # in which its product runs: "bf16", "int8", "fp8"
+    mxu_seconds: float = 0.0
+    vpu_seconds: float = 0.0
+    hbm_seconds: float = 0.0
+    ici_seconds: float = 0.0
+    dcn_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    mxu_flops: int = 0
+    useful_flops: float = 0.0
+    vpu_ops: int = 0
+    hbm_bytes: int = 0
+    traffic_bytes: float = 0.0
+    payload_bytes: int = 0
+    sent_bytes: float = 0.0
+    axes: tuple[str, ...] = ()
+    mxu_dtype: str = ""  # in which its product runs: "bf16", "int8", "fp8"
 
     @property
     def total_seconds(self) -> float:
@@ -99,8 +99,9 @@ def _compute_row(event: Event, chip: Chip, count: int) -> Row:
     share = reached[bound] / own if bound in reached and own else 0.0
     return Row(
         kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
-        time.mxu_seconds, time.vpu_seconds, time.hbm_seconds, 0.0, 0.0, latency, latency,
-        kernel.mxu_flops, kernel.useful_flops, kernel.vpu_ops, kernel.hbm_bytes, time.traffic_bytes, 0, 0.0, (), dtype,
+        mxu_seconds=time.mxu_seconds, vpu_seconds=time.vpu_seconds, hbm_seconds=time.hbm_seconds,
+        latency_seconds=latency, launch_seconds=latency, mxu_flops=kernel.mxu_flops, useful_flops=kernel.useful_flops,
+        vpu_ops=kernel.vpu_ops, hbm_bytes=kernel.hbm_bytes, traffic_bytes=time.traffic_bytes, mxu_dtype=dtype,
     )  # fmt: skip
 
 
@@ -124,8 +125,8 @@ def _collective_row(event: Event, chip: Chip, count: int) -> Row:
     share = {"ici": ici * chip.ici_efficiency / own, "dcn": dcn / own}.get(bound, 0.0)
     return Row(
         move.name, move.kind, "collective", event.region, event.source, count, event.first, own, bound, share,
-        0.0, 0.0, 0.0, ici, dcn, latency, COLLECTIVE_LAUNCH_SECONDS, 0, 0.0, 0, 0, 0.0,
-        move.payload_bytes, move.sent_bytes, move.axes, "",
+        ici_seconds=ici, dcn_seconds=dcn, latency_seconds=latency, launch_seconds=COLLECTIVE_LAUNCH_SECONDS,
+        payload_bytes=move.payload_bytes, sent_bytes=move.sent_bytes, axes=move.axes,
     )  # fmt: skip
 
 
@@ -133,5 +134,5 @@ def _copy_row(event: Event, copy: tuple[str, int], count: int) -> Row:
     way, size = copy
     return Row(
         event.name, way, "copy", event.region, event.source, count, event.first, event.seconds, "pcie", PCIE_EFFICIENCY,
-        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0, 0, 0.0, size, 0.0, (), "",
+        payload_bytes=size,
     )  # fmt: skip

@@ -27,7 +27,8 @@ matmul); openxla/xla latency_hiding_scheduler (start and done).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hardware.memory import pcie_seconds
 from hardware.network import Cost
@@ -133,27 +134,35 @@ class _Run:
         else:
             self._collective(unit)
 
+    def _given(self, unit: Unit) -> float:
+        """When all that a unit reads is there."""
+        return max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
+
+    def _event(self, unit: Unit, start: float, end: float, **what: Any) -> Event:
+        """What a unit does from start to end, noted down."""
+        event = Event(start, end, unit.number, unit.region, **{"name": unit.name, "source": unit.source, **what})
+        self.made.events.append(event)
+        return event
+
     def _copy(self, unit: Unit, way: str, size: int) -> None:
         seconds = pcie_seconds(self.times.chip, size)
-        for y in unit.outputs:
-            self.ready[y] = max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
+        self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
         start = self.made.busy.get(way, 0.0)
         self.made.use(way, seconds)
         self.made.serial_seconds += seconds
-        event = Event(start, start + seconds, unit.number, unit.region, copy=(way, size), name=unit.name,
-                      source=unit.source)  # fmt: skip
-        self.made.events.append(event)
+        self._event(unit, start, start + seconds, copy=(way, size))
 
     def _collective(self, unit: Unit) -> None:
         ((move, cost),) = unit.moves
-        ready = max([self.core if unit.early else 0.0, *(self.ready.get(x, 0.0) for x in unit.inputs)])
+        ready = max(self.core if unit.early else 0.0, self._given(unit))
         giver = self._giver(unit, move) if unit.chained else None
         if giver is not None:
             ready = giver.start + giver.seconds / move.group
         event = self._send(unit, move, cost, ready)
         if giver is not None:
             end = giver.end + event.seconds / move.group
-            event = event if event.end >= end else self._replaced(event, end)
+            if event.end < end:  # its last piece has to wait
+                event = self.made.events[-1] = replace(event, end=end)
         elif self.overlap != "none" and not unit.chained:
             wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
             self.core += self.times.physics.early_exposed * wire
@@ -161,15 +170,6 @@ class _Run:
             self.ready[y] = event.end
             if move.kind == "all_gather" and unit.chained:
                 self.pieces[y] = event
-
-    def _replaced(self, event: Event, end: float) -> Event:
-        """The last event, lasting until `end`: its last piece had to wait."""
-        longer = Event(
-            event.start, end, event.first, event.region, move=event.move, cost=event.cost, name=event.name,
-            source=event.source,
-        )  # fmt: skip
-        self.made.events[-1] = longer
-        return longer
 
     def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
         seconds = cost.seconds + COLLECTIVE_LAUNCH_SECONDS
@@ -182,17 +182,11 @@ class _Run:
             self.free[place] = start + busy  # what is still on its way leaves the links to the next one
             self.made.use(place, busy)
         self.made.serial_seconds += seconds
-        name = f"{move.kind} of {move.name}"
-        end = start + seconds
-        event = Event(start, end, unit.number, unit.region, move=move, cost=cost, name=name, source=unit.source)
-        self.made.events.append(event)
-        return event
+        return self._event(unit, start, start + seconds, move=move, cost=cost, name=f"{move.kind} of {move.name}")
 
     def _kernel(self, unit: Unit, kernel: Kernel) -> None:
         if kernel.free:
-            ready = max((self.ready.get(x, 0.0) for x in unit.inputs), default=0.0)
-            for y in unit.outputs:
-                self.ready[y] = ready
+            self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
             return
         waits, floor = self._waits(unit)
         for move, cost in unit.moves:
@@ -203,9 +197,7 @@ class _Run:
         for event, group in floor:
             end = max(end, event.end + time.seconds / group)
         self.core = end
-        event = Event(start, end, unit.number, unit.region, kernel=kernel, time=time, name=unit.name,
-                      source=unit.source)  # fmt: skip
-        self.made.events.append(event)
+        event = self._event(unit, start, end, kernel=kernel, time=time)
         self.made.use("mxu", time.mxu_seconds)
         self.made.use("vpu", time.vpu_seconds)
         self.made.use("hbm", time.hbm_seconds)
@@ -243,11 +235,9 @@ class _Run:
         seconds = unit.trips * body.seconds
         # What the body sends must not meet what is still on the way.
         places = [self.free.get(e, 0.0) for e in body.busy if isinstance(e, int)]
-        start = max([self.core, *places, *(self.ready.get(x, 0.0) for x in unit.inputs)])
+        start = max([self.core, self._given(unit), *places])
         self.core = start + seconds
-        event = Event(start, self.core, unit.number, unit.region, loop=body, trips=unit.trips, name=unit.name,
-                      source=unit.source)  # fmt: skip
-        self.made.events.append(event)
+        event = self._event(unit, start, self.core, loop=body, trips=unit.trips)
         for engine, busy in body.busy.items():
             self.made.use(engine, unit.trips * busy)
             if isinstance(engine, int):

@@ -13,9 +13,9 @@ from meshlib.checks import items
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation import Estimate, estimate
 from meshlib.estimation.rows import BOUNDS
-from meshlib.estimation.table import grid, seconds_text, usd_text
 from meshlib.files import replace_file
-from meshlib.program.records import Program, bytes_text
+from meshlib.program.records import Program
+from meshlib.text import bytes_text, grid, seconds_text, usd_text
 
 
 @dataclass(frozen=True)

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshlib.errors import GraphError
 from meshlib.estimation.rows import Row, names_of_forward
 from meshlib.graph import FORWARD
-from meshlib.program.records import bytes_text
+from meshlib.text import bytes_text, count_text, grid, seconds_text, usd_text
 
 if TYPE_CHECKING:
     from meshlib.estimation.result import Estimate
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds for people.
-
-    >>> seconds_text(1.5e-6), seconds_text(0.0123), seconds_text(75)
-    ('1.5 us', '12.3 ms', '75 s')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
-
-
-def count_text(n: float) -> str:
-    """Counts for people.
-
-    >>> count_text(999), count_text(1.234e9), count_text(2e15)
-    ('999', '1.234 G', '2 P')
-    """
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.4g} {unit}"
-    return f"{n:.4g}"
-
-
-def usd_text(dollars: float) -> str:
-    """Dollars for people.
-
-    >>> usd_text(0.000233), usd_text(12.345), usd_text(170312.4)
-    ('$0.000233', '$12.35', '$170,312')
-    """
-    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.4g}"
 
 
 def table(est: Estimate, rows: int | None) -> str:
@@ -114,16 +81,6 @@ def _cells(est: Estimate, r: Row, forward: frozenset[str]) -> tuple[str, ...]:
         bytes_text(moved),
         r.source,
     )
-
-
-def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows of text in aligned columns; those in `right` to the right."""
-    widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
-    return [
-        "  ".join(f"{c:>{w}}" if k in right else f"{c:<{w}}" for k, (c, w) in enumerate(zip(row, widths, strict=True)))
-        .rstrip()
-        for row in cells
-    ]  # fmt: skip
 
 
 def _bounds(est: Estimate) -> list[str]:

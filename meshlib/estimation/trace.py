@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -110,12 +110,11 @@ class _Writer:
             elif e.move is not None:
                 yield from self._collective(e, at)
             elif e.copy is not None:
-                args = {"bytes (exact)": e.copy[1], "line": e.source, "phase": e.region}
-                yield _span(engine_name(e.copy[0]), self._name(e), at + e.start, at + e.end, args)
+                yield self._span(e, engine_name(e.copy[0]), at + e.start, at + e.end, {"bytes (exact)": e.copy[1]})
             else:
                 yield from self._kernel(e, at)
         for begin, end, e in _exposed(made):
-            yield _span(EXPOSED, self._name(e), at + begin, at + end, {"line": e.source, "phase": e.region})
+            yield self._span(e, EXPOSED, at + begin, at + end)
 
     def _loop(self, e: Event, body: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
         track = LOOP if depth == 1 else f"{LOOP}, depth {depth}"
@@ -142,11 +141,9 @@ class _Writer:
             "sent_bytes (exact)": e.move.sent_bytes,
             "axes": "+".join(e.move.axes),
             "reason": e.move.reason,
-            "line": e.source,
-            "phase": e.region,
         }
         for place, busy in e.cost.busy_seconds:
-            yield _span(engine_name(place), self._name(e), at + e.start, at + e.start + busy, args)
+            yield self._span(e, engine_name(place), at + e.start, at + e.start + busy, args)
 
     def _kernel(self, e: Event, at: float) -> Iterator[Span]:
         kernel, time = e.kernel, e.time
@@ -157,17 +154,17 @@ class _Writer:
             "vpu_ops (exact)": kernel.vpu_ops,
             "hbm_bytes (exact)": kernel.hbm_bytes,
             "launch seconds (modelled)": time.launch_seconds,
-            "line": e.source,
-            "phase": e.region,
         }
-        begin, end, name = at + e.start, at + e.end, self._name(e)
-        yield _span(CORE, name, begin, end, args)
+        begin, end = at + e.start, at + e.end
+        yield self._span(e, CORE, begin, end, args)
         start = begin + time.launch_seconds
         for track, seconds in (("mxu", time.mxu_seconds), ("vpu", time.vpu_seconds), ("hbm", time.hbm_seconds)):
-            yield _span(track, name, start, min(end, start + seconds), args)
+            yield self._span(e, track, start, min(end, start + seconds), args)
 
-    def _name(self, e: Event) -> str:
-        return f"{e.name} (again)" if e.region != FORWARD and e.name in self.forward else e.name
+    def _span(self, e: Event, track: str, begin: float, end: float, args: Mapping[str, Any] | None = None) -> Span:
+        """A slice of what an event does on one track."""
+        name = f"{e.name} (again)" if e.region != FORWARD and e.name in self.forward else e.name
+        return _span(track, name, begin, end, {**(args or {}), "line": e.source, "phase": e.region})
 
 
 def _span(track: str, name: str, begin: float, end: float, args: dict[str, Any]) -> Span:

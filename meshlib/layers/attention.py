@@ -15,8 +15,8 @@ from meshlib.layers.norms import rms_norm, widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.positions import rotary
 from meshlib.layers.projection import drop, projection
-from meshlib.operation import as_dim, as_dims, tensor
 from meshlib.ops.attention import arguments, attention, attention_type, visible
+from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import cast, where
 from meshlib.ops.reduce import softmax

@@ -6,7 +6,7 @@ from layouts import Dimension
 from meshlib import initializers
 from meshlib.graph import Tensor, find_dim
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.operation import as_dim, tensor
+from meshlib.ops.building import as_dim, tensor
 from meshlib.ops.index import gather
 
 

@@ -16,11 +16,12 @@ from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.operation import as_dim, size_of, tensor
 from meshlib.ops.attention import attention
+from meshlib.ops.building import as_dim, tensor
 from meshlib.ops.dims import replace_dimensions
 from meshlib.ops.elementwise import equal, greater, greater_equal, less, less_equal, logical_and, logical_or
 from meshlib.ops.index import range as positions_of
+from meshlib.ops.rules import size_of
 from meshlib.ops.shape import rename_dimension, transpose
 from meshlib.ops.window import halo_exchange, left_halo_exchange
 

@@ -8,8 +8,8 @@ from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
 from meshlib.layers.norms import widened
-from meshlib.operation import tensor
 from meshlib.ops.activations import softplus
+from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import square, subtract
 from meshlib.ops.index import gather
 from meshlib.ops.reduce import reduce_logsumexp, reduce_mean, reduce_sum

@@ -9,8 +9,8 @@ from meshlib.dtypes import FLOAT32, FLOAT64
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.operation import tensor
-from meshlib.ops.elementwise import add, cast, floats, multiply, rsqrt, square
+from meshlib.ops.building import floats, tensor
+from meshlib.ops.elementwise import add, cast, multiply, rsqrt, square
 from meshlib.ops.reduce import reduce_mean
 
 

@@ -12,7 +12,7 @@ from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim, innermost
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.operation import as_dim, tensor
+from meshlib.ops.building import as_dim, tensor
 from meshlib.ops.elementwise import add, cast, cos, exp, less, mod, multiply, sin, where
 from meshlib.ops.index import range as positions_of
 from meshlib.ops.rotate import rotate_half

@@ -10,8 +10,8 @@ from meshlib.checks import at, choice, flag, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.operation import as_dim, as_dims, tensor
 from meshlib.ops.activations import gelu, silu
+from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.elementwise import add, multiply, relu
 from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import dropout as dropped

@@ -12,7 +12,7 @@ from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.operation import as_dim, as_dims, tensor
+from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.elementwise import abs as absolute
 from meshlib.ops.elementwise import add_n, cast, greater, greater_equal, maximum, minimum, negative, subtract
 from meshlib.ops.index import gather

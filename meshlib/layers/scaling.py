@@ -10,8 +10,9 @@ from meshlib.checks import at, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor
 from meshlib.layers.norms import widened
+from meshlib.ops.building import floats
 from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import cast, floats, maximum, multiply, sqrt, square
+from meshlib.ops.elementwise import cast, maximum, multiply, sqrt, square
 from meshlib.ops.reduce import reduce_mean
 from meshlib.ops.rewrite import custom_gradient
 from meshlib.ops.state import identity

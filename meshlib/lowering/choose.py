@@ -13,15 +13,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, combinations, product
-from typing import TypeAlias
+from math import prod
+from typing import NamedTuple, TypeAlias
 
-from layouts import LayoutError, Sharding, reshard
-from meshlib.graph import Operation, Tensor, TensorType
+from layouts import Sharding, reshard
+from layouts.sharding import laid
+from meshlib.graph import Tensor
 from meshlib.operation import Factor, Linear, Role
-from meshlib.program.exchange import Exchange, busiest_bytes, plan_exchanges
-from meshlib.program.split import derive
+from meshlib.program.exchange import Exchange, busiest_bytes
+from meshlib.program.signature import Signature
 
 Axes: TypeAlias = tuple[str, ...]
+Places: TypeAlias = dict[str, list[Factor | None]]  # per axis the factors that may take it, and None
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,7 @@ class Choice:
 _SHARED = 0.999
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A place further down the linear chain of single uses of a value, where a pending sum could be reduced."""
 
     home: Sharding
@@ -73,8 +75,7 @@ class Point:
     joined: frozenset[tuple[tuple[str, str], ...]] = frozenset()  # what others in this sum are pending over anyway
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One operand as the chooser sees it: the shardings it is to be had in, at what cost a cut elsewhere."""
 
     tensor: Tensor
@@ -88,7 +89,7 @@ class Operand:
         """Bytes and collectives to bring it to `wanted` from where it is nearest; infinite where it must not move."""
         if self.free:
             return 0, 0
-        if any(
+        if self.held and any(
             a in own and a not in to
             for s in self.instances
             for own, to in zip(s.axes, wanted.axes, strict=True)
@@ -97,12 +98,10 @@ class Operand:
             return float("inf"), 0
         return min(route_cost(s, wanted, self.tensor.dtype.itemsize) for s in (*self.instances, *self.coming))
 
-    def growth(self, wanted: Sharding) -> int:
-        """Bytes that `cost` is at least."""
-        if self.free:
-            return 0
-        nearest = min(max(0, wanted.local_size - s.local_size) for s in (*self.instances, *self.coming))
-        return nearest * self.tensor.dtype.itemsize
+    @property
+    def largest(self) -> int:
+        """Elements of the largest block it is to be had in: what a larger one has to grow from."""
+        return max([s.local_size for s in (*self.instances, *self.coming)], default=0)
 
     @property
     def pending(self) -> Axes:
@@ -119,8 +118,20 @@ def route_cost(source: Sharding, target: Sharding, itemsize: int) -> tuple[float
     return plan.sent_bytes, plan.collectives
 
 
+def choice_key(signature: Signature, operands: Sequence[Operand], home: Sharding, later: Sequence[Point]) -> object:
+    """All that a choice depends on, the balance aside."""
+    tensors = [x.tensor for x in operands]
+    return (
+        signature,
+        tuple([(x.instances, x.free, x.coming, x.shared, x.held) for x in operands]),
+        tuple([tensors.index(t) for t in tensors]),
+        home,
+        tuple(later),
+    )
+
+
 def choose(
-    op: Operation,
+    signature: Signature,
     operands: Sequence[Operand],
     home: Sharding,
     later: Sequence[Point],
@@ -131,37 +142,60 @@ def choose(
     `later` are the points further down the linear chain of single uses that starts at the result: a pending result
     may be reduced at any of them.
     """
-    factors = op.kind.roles(op)
+    places = _places(signature.factors, operands, home)
+    settled = _settled(signature, operands, home, places)
+    if settled is not None:
+        return settled
     shared = any(x.shared for x in operands)
+    itemsize = signature.op.output.dtype.itemsize
     best: tuple[float, int, int, int] | None = None
     chosen: Choice | None = None
-    for c in sorted(_candidates(op, factors, operands, home, balance), key=lambda c: (c.at_least, c.order)):
+    for c in sorted(_candidates(signature, operands, home, places, balance), key=lambda c: (c.at_least, c.order)):
         if best is not None and c.at_least > best[0]:
             break  # and so are all that follow
-        sent, collectives = _operand_cost(operands, c.wanted, c.regroup)
-        inside = plan_exchanges(op, factors, c.split, c.wanted, c.out)
-        after, more = _home_cost(c.out, home, op.output.dtype.itemsize, later)
+        made = signature.under(home.mesh, c.axes, c.passed)
+        if made is None:
+            continue
+        sent, collectives = _operand_cost(operands, made.operands, c.regroup)
+        inside = made.exchanges
+        after, more = _home_cost(made.out, home, itemsize, later)
         total = c.work + sent + busiest_bytes((e, 1) for e in inside) + after
         # At equal cost a shared operand moves rather than the result: its other users may want it there too.
         rank = (total, collectives + len(inside) + more, more if shared else 0, c.order)
         if best is None or rank < best:
-            best = rank
-            chosen = Choice({k: v for k, v in c.split.items() if v}, c.wanted, c.out, c.regroup, inside)
+            best, chosen = rank, Choice(c.axes, made.operands, made.out, c.regroup, inside)
     assert chosen is not None  # the empty assignment is always there
     return chosen
 
 
-@dataclass(frozen=True)
-class _Candidate:
+def _settled(signature: Signature, operands: Sequence[Operand], home: Sharding, places: Places) -> Choice | None:
+    """The choice where there is nothing to choose: every axis stays where it is, and nothing moves.
+
+    An axis that only one factor may take is best left to it if that costs nothing: without it a device does as much
+    or more.
+    """
+    if any(x.pending or x.held for x in operands) or any(len(able) > 2 for able in places.values()):
+        return None
+    split = next(_assignments(places, operands, home), {})
+    if sum(map(len, split.values())) < len(places):
+        return None  # a size does not divide
+    made = signature.under(home.mesh, split, ((),) * len(operands))
+    if made is None or made.exchanges or made.out != home:
+        return None
+    if not all(x.free or s in x.instances for x, s in zip(operands, made.operands, strict=True)):
+        return None
+    return Choice(split, made.operands, made.out, False, ())
+
+
+class _Candidate(NamedTuple):
     """An assignment, with what it costs at least: its work, and the bytes by which blocks have to grow.
 
     Only gathering makes a block larger, and it sends just what the block grows by; so this bounds any reshard without
     searching for it, and most candidates are never priced.
     """
 
-    split: dict[str, Axes]
-    wanted: tuple[Sharding, ...]
-    out: Sharding
+    axes: dict[str, Axes]
+    passed: tuple[Axes, ...]
     regroup: bool
     work: float
     at_least: float
@@ -169,44 +203,43 @@ class _Candidate:
 
 
 def _candidates(
-    op: Operation, factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding, balance: Balance
+    signature: Signature, operands: Sequence[Operand], home: Sharding, places: Places, balance: Balance
 ) -> Iterator[_Candidate]:
-    places = _places(factors, operands, home)
-    shapes = [x.tensor.shape for x in operands]
+    sizes, itemsize = home.mesh.sizes_by_axis, signature.op.output.dtype.itemsize
+    largest = [x.largest for x in operands]
+    once = len({x.tensor for x in operands}) == len(operands)
     order = 0
-    for passed, regroup in pass_options(op, operands):
+    for passed, regroup in pass_options(signature, operands):
         busy = {a for p in passed for a in p}
         free = {a: places[a] for a in places if a not in busy}
         for split in _assignments(free, operands, home):
             order += 1
-            if busy and any(f.role in (Role.MAX, Role.MIN) and split.get(f.name) for f in factors):
+            waiting = [*busy, *(a for name in signature.reducing for a in split.get(name, ()))]
+            counts = [prod([sizes[a] for a in split[n]]) if n in split else 1 for n in signature.names]
+            blocks = signature.cut(tuple(counts))
+            if blocks is None:
                 continue
-            try:
-                wanted, out = derive(factors, split, shapes, op.output.shape, home, passed)
-            except LayoutError:  # mixed kinds of pending, or a size that does not divide
-                continue
-            done = op.kind.work(
-                tuple(TensorType(s.local_shape, x.tensor.dtype) for s, x in zip(wanted, operands, strict=True)),
-                TensorType(out.local_shape, op.output.dtype),
-                op.attrs,
-            )
+            done = blocks.work
             work = done.mxu_flops / balance.mxu_flops_per_byte + done.vpu_ops / balance.vpu_ops_per_byte
-            growth = 0 if out.pending else max(0, home.local_size - out.local_size) * op.output.dtype.itemsize
+            pending = any(sizes[a] > 1 for a in waiting)
+            growth = 0 if pending else max(0, home.local_size - blocks.out) * itemsize
             if not regroup:
-                needs = {(id(x.tensor), s): x for x, s in zip(operands, wanted, strict=True)}
-                growth += sum(x.growth(s) for (_, s), x in needs.items())
-            yield _Candidate(split, wanted, out, regroup, work, work + growth, order)
+                needs = zip(operands, blocks.operands, largest, strict=True)
+                growing = [max(0, size - most) * x.tensor.dtype.itemsize for x, size, most in needs if not x.free]
+                growth += sum(growing) if once else max(growing, default=0)
+            yield _Candidate(split, passed, regroup, work, work + growth, order)
 
 
-def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> dict[str, list[Factor | None]]:
+def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> Places:
     """Per axis, in mesh order, the factors it may split: those whose dim it splits in an operand or in the home.
 
     An axis never wanders to a dim that nobody laid on it: a layout that splits the batch alone reduces gradients,
     even where exchanging activations and cutting another dim would send a little less.
     """
+    laid_on = [(f, _axes_of(f, operands, home)) for f in factors if f.role is not Role.WHOLE]
     found: dict[str, list[Factor | None]] = {}
     for axis in home.mesh.axes:
-        able = [f for f in factors if f.role is not Role.WHOLE and axis in _axes_of(f, operands, home)]
+        able = [f for f, axes in laid_on if axis in axes]
         if able:
             found[axis] = [*able, None]
     return found
@@ -215,16 +248,14 @@ def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Shardi
 def _axes_of(f: Factor, operands: Sequence[Operand], home: Sharding) -> set[str]:
     name = f.outputs[0]
     axes = set(home.of(name)) if name is not None else set()
-    for i, x in enumerate(operands):
-        own = f.operands[i]
+    for x, own in zip(operands, f.operands, strict=True):
         if own is not None:
-            axes.update(a for s in x.instances for a in s.of(own))
+            for s in x.instances:
+                axes.update(s.of(own))
     return axes
 
 
-def _assignments(
-    places: dict[str, list[Factor | None]], operands: Sequence[Operand], home: Sharding
-) -> Iterator[dict[str, Axes]]:
+def _assignments(places: Places, operands: Sequence[Operand], home: Sharding) -> Iterator[dict[str, Axes]]:
     """Every way to give each axis to one of its factors or to none; sizes divide."""
     mesh = home.mesh
     for targets in product(*places.values()):
@@ -257,7 +288,7 @@ def _ordered(f: Factor, axes: Axes, operands: Sequence[Operand], home: Sharding)
     return axes
 
 
-def pass_options(op: Operation, operands: Sequence[Operand]) -> Iterator[tuple[tuple[Axes, ...], bool]]:
+def pass_options(signature: Signature, operands: Sequence[Operand]) -> Iterator[tuple[tuple[Axes, ...], bool]]:
     """Which pending axes of which operands may go through; the second value: whether to sum groups first.
 
     Reducing everything first is always an option and comes first, so that ties reduce as early as possible.
@@ -265,8 +296,8 @@ def pass_options(op: Operation, operands: Sequence[Operand]) -> Iterator[tuple[t
     pending = [x.pending if x.instances and x.instances[0].pending[:1] else () for x in operands]
     sums = [tuple(a for a, kind in x.instances[0].pending if kind == "sum") if x.instances else () for x in operands]
     nothing: tuple[Axes, ...] = ((),) * len(operands)
-    linear = op.kind.linear(op)
-    if linear.terms and len(op.inputs) > 1 and len(set(pending)) > 1:
+    linear = signature.linear
+    if linear.terms and len(operands) > 1 and len(set(pending)) > 1:
         yield nothing, True
         return
     yield nothing, False
@@ -299,7 +330,7 @@ def _subsets(axes: Sequence[str]) -> list[Axes]:
 
 def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regroup: bool) -> tuple[float, int]:
     """Bytes and collectives to bring all operands where they are wanted; a value wanted once is paid once."""
-    needs = {(id(x.tensor), s): (x, s) for x, s in zip(operands, wanted, strict=True)}
+    needs = {(x.tensor, s): (x, s) for x, s in zip(operands, wanted, strict=True)}
     groups: set[Axes] = set()
     sent, collectives = 0.0, 0
     for x, s in needs.values():
@@ -316,7 +347,7 @@ def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regro
 def _home_cost(out: Sharding, home: Sharding, itemsize: int, later: Sequence[Point]) -> tuple[float, int]:
     """Bytes to bring the result home; a pending one may wait for the cheapest point of its linear chain."""
     best = route_cost(out, home, itemsize)
-    if any(kind == "sum" for _, kind in out.pending):
+    if out.pending and out.pending[0][1] == "sum":
         for point in later:
             arriving = as_pending(point.home, out)
             if arriving.pending in point.joined:
@@ -330,5 +361,5 @@ def _home_cost(out: Sharding, home: Sharding, itemsize: int, later: Sequence[Poi
 def as_pending(home: Sharding, source: Sharding) -> Sharding:
     """`home` as the value would arrive there if the pending axes of `source` were still to be summed."""
     waiting = set(source.pending_axes)
-    axes = [tuple(a for a in entry if a not in waiting) for entry in home.axes]
-    return Sharding(home.shape, home.mesh, axes, source.pending)
+    axes = tuple(tuple(a for a in entry if a not in waiting) for entry in home.axes)
+    return laid(home.shape, home.mesh, axes, source.pending)

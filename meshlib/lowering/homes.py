@@ -6,16 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from layouts import LayoutRules, Mesh, Report, Sharding, check
+from layouts import LayoutRules, Mesh, Report, Shape, Sharding, check
 from layouts.checking import some
 from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.operation import Home
-from meshlib.ops.sources import VARIABLE
-
-# Same value, other names or order of dims: a constraint goes along.
-_SAME_VALUE = ("rename_dimension", "transpose")
+from meshlib.operation import Home, Kind, Role
 
 
 @dataclass(eq=False)
@@ -27,33 +23,12 @@ class Homes:
     rules: LayoutRules
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
 
-    def scope_of(self, t: Tensor) -> str:
-        """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
-        t = _outermost(t)
-        op = t.operation
-        if op.kind is VARIABLE:
-            return "slots" if op.attrs["slot_of"] else "variables"
-        if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
-            return "slots"
-        return "activations"
-
     def is_weight(self, t: Tensor) -> bool:
         """Whether it is a variable, or one in another dtype."""
         op = _outermost(t).operation
         if op.kind.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])
-        return op.kind is VARIABLE and not op.attrs["slot_of"]
-
-    def is_constrained(self, t: Tensor) -> bool:
-        """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
-
-        A new name for which the layout has a rule is meant to be laid elsewhere.
-        """
-        op = t.operation
-        if not (op.kind.home is Home.OPERAND or op.kind.name in _SAME_VALUE) or t in op.graph.gradient_of:
-            return op.kind.home is Home.GIVEN
-        new = [d.name for d in t.shape if d not in op.inputs[0].shape]
-        return self.is_constrained(op.inputs[0]) and not any(self.rules.for_dim(n, self.scope_of(t)) for n in new)
+        return op.kind.kind is Kind.VARIABLE and not op.attrs["slot_of"]
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
@@ -73,15 +48,49 @@ class Homes:
             return rules.sharding(t.shape, self.mesh, "activations")
         if op.kind.home is Home.OPERAND and t not in op.graph.gradient_of:
             return self.of(op.inputs[0])
-        if self.is_constrained(t):
+        if is_constrained(t, self.rules):
             before, names = self.of(op.inputs[0]), {f.outputs[0]: str(f.operands[0]) for f in op.kind.roles(op)}
             return Sharding(t.shape, self.mesh, [before.of(names[d.name]) for d in t.shape])
         if is_inner(t):
-            return self.rules.fitting(t.shape, self.mesh, self.scope_of(t))
+            return self.rules.fitting(t.shape, self.mesh, scope_of(t))
         try:
-            return self.rules.sharding(t.shape, self.mesh, self.scope_of(t))
+            return self.rules.sharding(t.shape, self.mesh, scope_of(t))
         except LayoutError as fault:
             raise LayoutError(f"{op}: {t}\n{fault}") from None
+
+
+def scope_of(t: Tensor) -> str:
+    """Which scoped rules hold for a tensor: variables, slots (gradients and updates too) or activations."""
+    t = _outermost(t)
+    op = t.operation
+    if op.kind.kind is Kind.VARIABLE:
+        return "slots" if op.attrs["slot_of"] else "variables"
+    if t in op.graph.gradient_of or (op.region == UPDATE and op.owner is not None):
+        return "slots"
+    return "activations"
+
+
+def is_constrained(t: Tensor, rules: LayoutRules) -> bool:
+    """Whether a constraint says where it lies: its own, or that of what it is but for the names or order of dims.
+
+    A new name for which the layout has a rule is meant to be laid elsewhere.
+    """
+    op = t.operation
+    if op.kind.home is Home.GIVEN:
+        return True
+    if t in op.graph.gradient_of or not (op.kind.home is Home.OPERAND or _turns(op)):
+        return False
+    new = [d.name for d in t.shape if d not in op.inputs[0].shape]
+    return is_constrained(op.inputs[0], rules) and not any(rules.for_dim(n, scope_of(t)) for n in new)
+
+
+def _turns(op: Operation) -> bool:
+    """Whether it gives its operand's dims other names, or another order, and does nothing else."""
+    if op.kind.kind is not Kind.VIEW or len(op.inputs[0].shape) != len(op.output.shape):
+        return False
+    x, alone = op.inputs[0].shape, [f for f in op.kind.roles(op) if f.role is Role.PARALLEL]
+    sizes = {f.outputs[0]: x.dim(f.operands[0]).size for f in alone if f.operands[0] is not None}
+    return all(sizes.get(d.name) == d.size for d in op.output.shape)
 
 
 def _outermost(t: Tensor) -> Tensor:
@@ -91,15 +100,35 @@ def _outermost(t: Tensor) -> Tensor:
     return t
 
 
-def check_layout(graph: Graph, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> Report:
+class Subjects:
+    """What a layout is checked over: the operations that are lowered, and the names that the whole graph knows."""
+
+    def __init__(self, graph: Graph, operations: Iterable[Operation]) -> None:
+        self.operations = list(all_operations(operations))
+        self.names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
+        self._judged = [
+            ((_label(op, y), y.shape, scope_of(y)), is_inner(y), op.output if self._follows(op) else None)
+            for op, y in _judged(self.operations)
+        ]
+
+    @staticmethod
+    def _follows(op: Operation) -> bool:
+        """Whether a constraint goes along to its result, unless a rule has the new name of a dim."""
+        return is_constrained(op.output, LayoutRules())
+
+    def judged(self, rules: LayoutRules, inner: bool) -> list[tuple[str, Shape, str]]:
+        """Label, shape and scope of what the rules lay out: of the library's own tensors, or of the user's."""
+        return [
+            entry
+            for entry, own, follows in self._judged
+            if own is inner and not (follows is not None and is_constrained(follows, rules))
+        ]
+
+
+def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
-    operations = list(all_operations(operations))
-    homes = Homes(graph, mesh, rules)
-    names = {d.name for op in all_operations(graph.operations) for y in op.public_outputs for d in y.shape}
-    tensors = [(is_inner(y), (_label(op, y), y.shape, homes.scope_of(y))) for op, y in _judged(homes, operations)]
-    users, inner = ([entry for own, entry in tensors if own is which] for which in (False, True))
-    report = check(rules, mesh, users, names, inner)
-    bound = [_check_constrained(op, mesh) for op in operations if op.kind.home is Home.GIVEN]
+    report = check(rules, mesh, subjects.judged(rules, False), subjects.names, subjects.judged(rules, True))
+    bound = [_check_constrained(op, mesh) for op in subjects.operations if op.kind.home is Home.GIVEN]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
 
@@ -108,11 +137,11 @@ def _check_constrained(op: Operation, mesh: Mesh) -> Report:
     return check(op.attrs["layout"], mesh, [(_label(op, op.output), op.output.shape, "activations")])
 
 
-def refuse_faults(report: Report, operations: Iterable[Operation], mesh: Mesh, rules: LayoutRules) -> None:
+def refuse_faults(report: Report, subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> None:
     """Raise one LayoutError that holds all faults, each with the first operation it concerns and the remedy."""
     if report.ok:
         return
-    known = {_label(op, y): op for op in all_operations(operations) for y in op.public_outputs}
+    known = {_label(op, y): op for op in subjects.operations for y in op.public_outputs}
     texts = [_fault_text(fault, labels, known, mesh, rules) for fault, labels in report.found]
     if len(texts) == 1:
         raise LayoutError(texts[0])
@@ -168,15 +197,15 @@ def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
 def is_inner(t: Tensor) -> bool:
     """Whether the library made a tensor for itself: no variable, no input of the program, nothing that is bound."""
     op = t.operation
-    resident = op.kind.name == "variable" or (op.kind.name == "input" and op.graph.parent is None)
+    resident = op.kind.kind is Kind.VARIABLE or (op.kind.kind is Kind.INPUT and op.graph.parent is None)
     return op in op.graph.inner and not resident and t not in op.graph.gradient_of
 
 
-def _judged(homes: Homes, operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
+def _judged(operations: Iterable[Operation]) -> Iterator[tuple[Operation, Tensor]]:
     for op in operations:
-        if op.kind.home is not Home.RULES or homes.is_constrained(op.output):
+        if op.kind.home is not Home.RULES:
             continue
-        if op.kind.name == "input" and op.graph.parent is not None:
+        if op.kind.kind is Kind.INPUT and op.graph.parent is not None:
             continue  # stands for what is judged outside
         for y in op.public_outputs:
             if y is op.output or y.shape != op.output.shape:

@@ -8,22 +8,22 @@ could have shared what later ones did, another sweep follows that knows what thi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from layouts import Dimension, Shape, Sharding
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.loop_record import LoopRecord
-from meshlib.lowering.choose import Balance, Choice, Operand, Point, choose
+from meshlib.lowering.choose import Balance, Choice, Operand, Point, choice_key, choose
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.places import Foresight, Pending, Places, blockwise
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Home, Kind
-from meshlib.ops.sources import INPUT, is_zero
+from meshlib.ops.sources import is_zero
 from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
 from meshlib.program.records import Program
+from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 from meshlib.replay import needed
 
@@ -35,29 +35,28 @@ class Partitioner:
     graph: Simplified
     homes: Homes
     balance: Balance
+    signatures: Signatures
+    choices: dict[object, Choice]  # at this balance
     fetched: set[Tensor]
     # lowers the body of a loop: (graph, homes, results, their shardings if bound, names of the inputs) -> Program
     lower_body: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding | None], Sequence[str]], Program]
     # partitions the body of a loop without finishing it: (graph, homes, results)
     sweep_body: Callable[[Graph, Homes, Sequence[Tensor]], Partitioner]
     ahead: Foresight = field(default_factory=Foresight)  # from an earlier sweep
-    chosen: dict[object, Choice] = field(default_factory=dict)
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)
     places: Places = field(init=False)
     _points: dict[Tensor, tuple[Point, ...]] = field(default_factory=dict)
-    _users: Counter[tuple[Tensor, str]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.places = Places(self.graph, self.homes)
-        self._users = Counter((x, op.region) for x, uses in self.graph.uses.items() for op, _ in uses)
 
     def run(self) -> None:
         """Lower every operation, in order."""
         for op in self.graph.operations:
             match op.kind.kind:
-                case Kind.RESIDENT:
+                case Kind.INPUT | Kind.VARIABLE:
                     self.resident(op)
                 case Kind.COMMIT:
                     self._assign(op)
@@ -90,7 +89,7 @@ class Partitioner:
         self.places.instances[op.output] = [(None, value)]
         # What is pending already is a loop's running sum.
         self.places.makers[op.output] = dict.fromkeys(value.sharding.pending_axes, (op, "trips"))
-        (self.inputs if op.kind is INPUT else self.variables)[op.name] = value
+        (self.inputs if op.kind.kind is Kind.INPUT else self.variables)[op.name] = value
         self.places.instructions.append(Resident(op, (), (value,), op.region))
 
     def _assign(self, op: Operation) -> None:
@@ -116,7 +115,7 @@ class Partitioner:
         inputs = self.graph.inputs[op]
         operands = [self._operand(x, op) for x in inputs]
         choice = self._choice(op, operands)
-        if op.kind.linear(op).terms:
+        if self.signatures.of(op).linear.terms:
             self._note_sum(op, inputs)
         if choice.regroup:
             values = self._grouped(op, inputs, choice)
@@ -154,9 +153,8 @@ class Partitioner:
             return
         for x, s in zip(inputs, choice.operands, strict=True):
             makers.update({a: self.places.makers[x][a] for a in s.pending_axes})
-        for f in op.kind.roles(op):
-            if f.role.reduces:
-                makers.update(dict.fromkeys(choice.axes.get(f.name, ()), (op, f.name)))
+        for name in self.signatures.of(op).reducing:
+            makers.update(dict.fromkeys(choice.axes.get(name, ()), (op, name)))
 
     def _settle(self, t: Tensor) -> None:
         """Bring a value home if it is bound there or has several users; a pending one is then reduced, once."""
@@ -325,26 +323,19 @@ class Partitioner:
 
     def _operand(self, t: Tensor, op: Operation) -> Operand:
         known = tuple(v.sharding for v in self.places.known(t, op.region))
-        shared = self._users[t, op.region] > 1
-        held = self.balance.stationary if self.homes.is_weight(t) else ()
+        shared = self.graph.users[t, op.region] > 1
+        held = self.balance.stationary if self.balance.stationary and self.homes.is_weight(t) else ()
         return Operand(t, known, self.places.remade(t, op.region), self.ahead.coming(t, op), shared, held)
 
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)
-        may_be_pending = any(x.pending for x in operands) or any(f.role.reduces for f in op.kind.roles(op))
+        signature = self.signatures.of(op)
+        may_be_pending = bool(signature.reducing) or any(x.pending for x in operands)
         later = self._later(op.output) if may_be_pending else ()
-        key = (
-            op.kind,
-            tuple(op.attrs.items()),
-            tuple((x.instances, x.tensor.dtype, x.free, x.coming, x.shared, x.held) for x in operands),
-            tuple(self.graph.inputs[op].index(x.tensor) for x in operands),
-            home,
-            op.output.dtype,
-            later,
-        )
-        found = self.chosen.get(key)
+        key = choice_key(signature, operands, home, later)
+        found = self.choices.get(key)
         if found is None:
-            found = self.chosen[key] = choose(op, operands, home, later, self.balance)
+            found = self.choices[key] = choose(signature, operands, home, later, self.balance)
         return found
 
     def _later(self, t: Tensor) -> tuple[Point, ...]:
@@ -359,8 +350,8 @@ class Partitioner:
                 chain.append((at, user))
                 at = user.output
         for x, user in reversed(chain):
-            y, shared = user.output, user.kind.linear(user).together
-            onward = [replace(p, shared=True) if shared else p for p in self._points[y]]
+            y, shared = user.output, self.signatures.of(user).linear.together
+            onward = [p._replace(shared=True) if shared else p for p in self._points[y]]
             others = zip(self.graph.inputs[user], self.ahead.sums.get(user, ()), strict=False)
             joined = frozenset(pending for other, pending in others if other is not x and pending)
             narrow = min(x.dtype.itemsize, y.dtype.itemsize)  # a cast that widens lets reduce before it
@@ -374,7 +365,7 @@ class Partitioner:
         if len(uses) != 1 or t in self.fetched or t in self.homes.graph.gradient_of:
             return None
         op, index = uses[0]
-        return op if index in op.kind.linear(op).operands else None
+        return op if index in self.signatures.of(op).linear.operands else None
 
 
 def _same_elements(op: Operation) -> bool:

@@ -9,19 +9,8 @@ import numpy as np
 from meshlib.checks import flag, number
 from meshlib.graph import Tensor
 from meshlib.operation import Array
-from meshlib.ops.elementwise import (
-    TRANSCENDENTAL_OPS,
-    add,
-    erf,
-    expm1,
-    floats,
-    minimum,
-    multiply,
-    relu,
-    sigmoid,
-    tanh,
-    unary,
-)
+from meshlib.ops.building import floats
+from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, add, erf, expm1, minimum, multiply, relu, sigmoid, tanh, unary
 
 # Source: Klambauer et al., "Self-normalizing neural networks" (arXiv:1706.02515), to float64: mean 0 and variance 1
 # are then a fixed point.

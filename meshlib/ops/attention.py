@@ -23,26 +23,14 @@ from meshlib.differentiation import composed_gradient
 from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import (
-    Factor,
-    Kind,
-    Linear,
-    Role,
-    Scores,
-    Work,
-    build,
-    build_all,
-    named_factors,
-    operation,
-    same_dtype,
-    tensor,
-    union,
-)
+from meshlib.operation import Factor, Kind, Linear, Role, Scores, Work, operation
 from meshlib.ops.attention_kernel import local_grad_memory, local_grad_query, local_result, seen_keys
+from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, exp, greater_equal, less, logical_and, where
 from meshlib.ops.index import range as positions
 from meshlib.ops.reduce import reduce_max, reduce_sum
+from meshlib.ops.rules import named_factors, same_dtype, union
 from meshlib.ops.state import stop_gradient
 
 # length, memory_length, key_dim, value_dim, as arguments

@@ -8,7 +8,8 @@ from math import prod
 
 import numpy as np
 
-from meshlib.operation import Array, Block, align
+from meshlib.operation import Array, Block
+from meshlib.ops.rules import align
 
 # Scores held at once: what is done to them element by element stays in the second-level cache.
 _CHUNK = 1 << 17

@@ -15,23 +15,11 @@ from layouts import Dimension, Shape
 from meshlib.checks import flag
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import (
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Linear,
-    Role,
-    Summary,
-    Work,
-    build,
-    named_factors,
-    operation,
-    tensor,
-    vector_work,
-)
+from meshlib.operation import Array, Block, Factor, Kind, Linear, Role, Summary, Work, operation
+from meshlib.ops.building import build, tensor
 from meshlib.ops.elementwise import equal, where
 from meshlib.ops.index import range as positions
+from meshlib.ops.rules import named_factors, vector_work
 from meshlib.ops.window import shift
 
 

@@ -9,7 +9,8 @@ from layouts import Dimension, Shape
 from meshlib.checks import at
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor
-from meshlib.operation import as_dims, size_of, tensor
+from meshlib.ops.building import as_dims, tensor
+from meshlib.ops.rules import size_of
 from meshlib.ops.shape import reshape
 
 Dims = Dimension | Shape | Sequence[Dimension]

@@ -16,23 +16,9 @@ from meshlib.checks import at, choice, items
 from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import (
-    NONLINEAR,
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Linear,
-    Role,
-    Work,
-    as_dims,
-    build,
-    named_factors,
-    operation,
-    same_dtype,
-    tensor,
-    union,
-)
+from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Work, operation
+from meshlib.ops.building import as_dims, build, tensor
+from meshlib.ops.rules import named_factors, same_dtype, union
 
 Names = tuple[str, ...]
 

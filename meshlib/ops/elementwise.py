@@ -27,16 +27,10 @@ from meshlib.operation import (
     OpDef,
     ShapeRule,
     Work,
-    align,
-    as_tensor,
-    build,
-    named_factors,
-    not_differentiable,
     operation,
-    same_dtype,
-    tensor,
-    union,
 )
+from meshlib.ops.building import as_tensor, build, tensor
+from meshlib.ops.rules import align, named_factors, not_differentiable, same_dtype, union
 
 # Lane operations per element. Arithmetic takes one; transcendental functions are short polynomials or
 # table look-ups with refinement in the vector unit. Modelled, not published: see `Work`.
@@ -394,14 +388,6 @@ def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
     """`x` as another dtype: float32 to bfloat16 rounds to nearest even, float to int32 cuts towards zero."""
     new = as_dtype(dtype)
     return x if tensor(x, "cast").dtype is new else build(CAST, [x], {"dtype": new}, name)
-
-
-def floats(x: object, what: str) -> Tensor:
-    """`x`, checked to be a float tensor."""
-    found = tensor(x, what)
-    if not found.dtype.is_float:
-        raise ShapeError(f"{at(what)}: needs a float tensor, got {found}; cast it with mtf.cast")
-    return found
 
 
 def to_float(x: Tensor, name: str | None = None) -> Tensor:

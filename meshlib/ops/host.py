@@ -9,7 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from meshlib.graph import Tensor, absolute_scope
-from meshlib.operation import Array, Block, Home, Kind, Linear, OpDef, build, named_factors, no_work, operation
+from meshlib.operation import Array, Block, Home, Kind, Linear, OpDef, operation
+from meshlib.ops.building import build
+from meshlib.ops.rules import named_factors, no_work
 
 
 def _local(block: Block, x: Array) -> Array:

@@ -18,26 +18,9 @@ from meshlib.checks import at, choice, fitting, flag
 from meshlib.dtypes import BOOL, INT32, as_dtype
 from meshlib.errors import FeedError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, current_graph, find_dim
-from meshlib.operation import (
-    NONLINEAR,
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Linear,
-    Role,
-    Work,
-    align,
-    as_dims,
-    build,
-    build_source,
-    named_factors,
-    not_differentiable,
-    operation,
-    tensor,
-    union,
-    vector_work,
-)
+from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Work, operation
+from meshlib.ops.building import as_dims, build, build_source, tensor
+from meshlib.ops.rules import align, named_factors, not_differentiable, union, vector_work
 
 _OUT_OF_RANGE = ("error", "zero")
 

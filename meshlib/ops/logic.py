@@ -9,7 +9,7 @@ from meshlib.checks import at
 from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor
-from meshlib.operation import tensor
+from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import not_equal, where
 
 

@@ -25,22 +25,13 @@ from meshlib.graph import (
 )
 from meshlib.loop_record import LoopRecord, Operands, Results
 from meshlib.names import free_name, relative_name
-from meshlib.operation import (
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Role,
-    Work,
-    build_source,
-    operation,
-    tensor,
-)
+from meshlib.operation import Array, Block, Factor, Kind, Role, Work, operation
+from meshlib.ops.building import build_source, tensor
 from meshlib.ops.elementwise import add
 from meshlib.ops.host import to_host
 from meshlib.ops.remat import Policy, Remat, checked_policy, kept_values
 from meshlib.ops.shape import rename_dimension
-from meshlib.ops.sources import INPUT, VARIABLE, _constant
+from meshlib.ops.sources import INPUT, _constant
 from meshlib.replay import needed
 
 Body = Callable[..., Any]
@@ -271,7 +262,7 @@ def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:
     """What the slices are called in listings: as their variables, without the scopes that are the loop's too."""
     names: list[str] = []
     for n, x in enumerate(xs):
-        variable = x.operation.kind is VARIABLE
+        variable = x.operation.kind.kind is Kind.VARIABLE
         name = f"{full}/{relative_name(x.name, full) if variable else f'slice_{n}'}"
         names.append(f"{name}_{n}" if name in names else name)
     return names

@@ -13,7 +13,7 @@ from meshlib.checks import at, choice, items, whole
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
 from meshlib.names import free_name
-from meshlib.operation import tensor
+from meshlib.ops.building import tensor
 from meshlib.ops.reduce import reduce_max, reduce_mean, reduce_min, reduce_sum
 from meshlib.ops.shape import reshape
 

@@ -7,19 +7,9 @@ from collections.abc import Sequence
 from meshlib.checks import at, items
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import (
-    Array,
-    Factor,
-    Kind,
-    Linear,
-    Role,
-    Storage,
-    build,
-    named_factors,
-    operation,
-    tensor,
-    vector_work,
-)
+from meshlib.operation import Array, Factor, Kind, Linear, Role, Storage, operation
+from meshlib.ops.building import build, tensor
+from meshlib.ops.rules import named_factors, no_work
 
 
 def _roles(op: Operation) -> tuple[Factor, ...]:
@@ -40,8 +30,8 @@ PRINT = operation(
     local=lambda block, x, *data: x,
     grad=lambda op, dy: [dy, *(None for _ in op.inputs[1:])],
     linear=lambda op: Linear((0,)),
-    work=vector_work,  # one pass over x, which waits for the copies to the host
-    storage=Storage.VIEW,
+    work=no_work,  # x passes by; what the host does is not the core's
+    storage=Storage.ALIAS,
     exact=True,
     show=_show,
 )
@@ -52,7 +42,8 @@ def Print(x: Tensor, data: Sequence[Tensor], message: str = "", name: str | None
 
     Both executors print each value whole, once a step (in a loop once a trip), whatever the layout. A line is the
     message, the tensor with its type, " = ", and NumPy's text of its value. Nothing is printed of an `x` that nobody
-    needs, nor twice of two equal prints. Its gradient goes by without being printed. `mtf.verify` prints in each run.
+    needs, nor twice of two equal prints. Its gradient goes by without being printed, and what is computed again for a
+    gradient is not printed again. `mtf.verify` prints in each run. Estimates count nothing for it but what moves.
 
     Args:
       x: any tensor.

@@ -18,21 +18,13 @@ from meshlib.checks import at, choice, items
 from meshlib.dtypes import BFLOAT16, FLOAT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import (
-    Array,
-    Block,
-    Kind,
-    Work,
-    align,
-    as_dims,
-    build,
-    operation,
-    tensor,
-)
+from meshlib.operation import Array, Block, Kind, Work, operation
+from meshlib.ops.building import as_dims, build, tensor
 from meshlib.ops.einsum import EIGHT_BIT, EINSUM, product_of_blocks, sides_of
 from meshlib.ops.elementwise import abs as magnitude
 from meshlib.ops.elementwise import cast, greater, where
 from meshlib.ops.reduce import reduce_max
+from meshlib.ops.rules import align
 
 
 def _local(block: Block, a: Array, b: Array, *scales: Array) -> Array:

@@ -17,23 +17,11 @@ from meshlib.checks import at, flag, whole
 from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import (
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Role,
-    Summary,
-    Work,
-    build,
-    build_all,
-    named_factors,
-    not_differentiable,
-    operation,
-    tensor,
-)
+from meshlib.operation import Array, Block, Factor, Kind, Role, Summary, Work, operation
+from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.elementwise import negative
 from meshlib.ops.index import gather, scatter_add
+from meshlib.ops.rules import named_factors, not_differentiable
 from meshlib.ops.shape import rename_dimension, reshape, transpose
 from meshlib.ops.sources import constant_like
 

@@ -12,24 +12,10 @@ from meshlib.checks import at
 from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import (
-    Array,
-    Block,
-    Kind,
-    Linear,
-    OpDef,
-    Role,
-    ShapeRule,
-    Work,
-    as_dims,
-    build,
-    named_factors,
-    not_differentiable,
-    operation,
-    size_of,
-    tensor,
-)
-from meshlib.ops.elementwise import add, cast, equal, exp, floats, log, multiply, subtract
+from meshlib.operation import Array, Block, Kind, Linear, OpDef, Role, ShapeRule, Work, operation
+from meshlib.ops.building import as_dims, build, floats, tensor
+from meshlib.ops.elementwise import add, cast, equal, exp, log, multiply, subtract
+from meshlib.ops.rules import named_factors, not_differentiable, size_of
 from meshlib.ops.state import stop_gradient
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshlib.checks import at, choice, flag, items
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import Home, Kind
+from meshlib.operation import RESIDENT, Home, Kind
 from meshlib.ops.host import to_host
 
 POLICIES = ("full", "none", "matmuls")
@@ -91,7 +91,7 @@ def kept_values(operations: Sequence[Operation], remat: Policy, what: str) -> li
 def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[tuple[Tensor, Tensor]]:
     named: dict[str, list[Operation]] = {}
     for op in operations:
-        if op.kind.kind is Kind.RESIDENT:
+        if op.kind.kind in RESIDENT:
             continue  # is there anyway
         last = op.name.rpartition("/")[2]
         for name in dict.fromkeys((last, re.sub(r"_\d+$", "", last))):
@@ -130,7 +130,7 @@ def _dear(operations: Sequence[Operation]) -> list[Tensor]:
     constant: set[Tensor] = set()
     found: list[Tensor] = []
     for op in operations:
-        if op.kind.kind is Kind.RESIDENT:
+        if op.kind.kind in RESIDENT:
             free.update(op.outputs)
         elif not op.kind.unique and all(x in constant for x in op.inputs):
             constant.update(op.outputs)

@@ -8,7 +8,7 @@ from typing import Any
 from meshlib.checks import at, items
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, innermost
-from meshlib.operation import tensor
+from meshlib.ops.building import tensor
 from meshlib.ops.remat import Policy, checked_policy, kept_values
 from meshlib.ops.state import identity
 from meshlib.replay import Rewrite

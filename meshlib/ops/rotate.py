@@ -10,19 +10,10 @@ import numpy as np
 from layouts import Dimension
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, TensorType, find_dim
-from meshlib.operation import (
-    Array,
-    Block,
-    Kind,
-    Linear,
-    Role,
-    build,
-    named_factors,
-    operation,
-    tensor,
-    vector_work,
-)
+from meshlib.operation import Array, Block, Kind, Linear, Role, operation
+from meshlib.ops.building import build, tensor
 from meshlib.ops.elementwise import negative
+from meshlib.ops.rules import named_factors, vector_work
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:

@@ -6,8 +6,8 @@ from layouts import Dimension
 from meshlib.checks import at, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
-from meshlib.operation import tensor
-from meshlib.ops.elementwise import cast, floats, log, negative
+from meshlib.ops.building import floats, tensor
+from meshlib.ops.elementwise import cast, log, negative
 from meshlib.ops.ranking import argmax
 from meshlib.ops.sources import random_uniform
 

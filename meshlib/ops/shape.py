@@ -13,23 +13,9 @@ from layouts import Dimension, Shape
 from meshlib.checks import at
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import (
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Linear,
-    Role,
-    Storage,
-    Work,
-    align,
-    as_dims,
-    build,
-    named_factors,
-    no_work,
-    operation,
-    tensor,
-)
+from meshlib.operation import Array, Block, Factor, Kind, Linear, Role, Storage, Work, operation
+from meshlib.ops.building import as_dims, build, tensor
+from meshlib.ops.rules import align, named_factors, no_work
 
 # Elements of one operand, under other dims.
 _define = partial(operation, kind=Kind.VIEW, linear=lambda op: Linear((0,)), exact=True)

@@ -12,20 +12,9 @@ from meshlib.checks import at, items
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError, ProgramError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import (
-    Array,
-    Block,
-    Factor,
-    Kind,
-    Role,
-    Work,
-    as_dims,
-    build,
-    named_factors,
-    operation,
-    tensor,
-    union,
-)
+from meshlib.operation import Array, Block, Factor, Kind, Role, Work, operation
+from meshlib.ops.building import as_dims, build, tensor
+from meshlib.ops.rules import named_factors, union
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:

@@ -24,22 +24,10 @@ from meshlib.graph import (
     scoped_name,
 )
 from meshlib.names import relative_name
-from meshlib.operation import (
-    Array,
-    Block,
-    Kind,
-    OpDef,
-    Storage,
-    Work,
-    as_dims,
-    build_source,
-    named_factors,
-    no_work,
-    operation,
-    tensor,
-    vector_work,
-)
-from meshlib.ops.table import table
+from meshlib.operation import Array, Block, Kind, OpDef, Storage, Work, operation
+from meshlib.ops.building import as_dims, build_source, floats, tensor
+from meshlib.ops.rules import named_factors, no_work, vector_work
+from meshlib.ops.table import TABLE, table
 from meshlib.origin import source_line
 
 STEP = "step"
@@ -87,6 +75,8 @@ def _beside(x: Tensor) -> Graph:
 
 def is_zero(op: Operation) -> bool:
     """Whether it makes nothing but zeros, which are the same as partial sums and as their total."""
+    if op.kind is TABLE:
+        return not op.attrs["value"].array.any()
     return op.kind is CONSTANT and op.attrs["value"] == 0
 
 
@@ -156,8 +146,8 @@ def _like(t: Tensor, value: int, what: str, name: str | None) -> Tensor:
 
 # ---------------------------------------------------------------- inputs and variables
 
-INPUT = _define("input", Kind.RESIDENT, _no_local, no_work, unique=True)
-VARIABLE = _define("variable", Kind.RESIDENT, _no_local, no_work, unique=True)
+INPUT = _define("input", Kind.INPUT, _no_local, no_work, unique=True)
+VARIABLE = _define("variable", Kind.VARIABLE, _no_local, no_work, unique=True)
 
 
 def _check_name(name: object, what: str) -> str:
@@ -404,7 +394,7 @@ def dropout(
             f"rate must be in [0, 1), got {rate}" if keep_prob is None else f"keep_prob must be in (0, 1], got {keep}"
         )
         raise ShapeError(f"{at('dropout')}: {wanted}")
-    from meshlib.ops.elementwise import cast, floats, less
+    from meshlib.ops.elementwise import cast, less
 
     floats(x, "dropout")
     if not flag(is_training, "dropout", "is_training") or keep == 1:

@@ -11,22 +11,12 @@ from layouts import Dimension, Shape
 from meshlib.checks import at, items, whole
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, TensorType, find_dim
-from meshlib.operation import (
-    Array,
-    Block,
-    Kind,
-    Linear,
-    as_tensor,
-    build,
-    named_factors,
-    operation,
-    same_dtype,
-    tensor,
-    vector_work,
-)
+from meshlib.operation import Array, Block, Kind, Linear, operation
+from meshlib.ops.building import as_tensor, build, tensor
 from meshlib.ops.elementwise import greater_equal, less, logical_and, maximum, minimum, where
 from meshlib.ops.index import gather
 from meshlib.ops.index import range as positions
+from meshlib.ops.rules import named_factors, same_dtype, vector_work
 from meshlib.ops.shape import rename_dimension, transpose
 from meshlib.ops.sources import constant_like
 

@@ -9,21 +9,9 @@ from layouts import LayoutRules
 from meshlib.checks import at
 from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import UPDATE, Operation, Tensor, region
-from meshlib.operation import (
-    NONLINEAR,
-    GradRule,
-    Home,
-    Kind,
-    Linear,
-    OpDef,
-    Storage,
-    build,
-    named_factors,
-    no_work,
-    not_differentiable,
-    operation,
-    tensor,
-)
+from meshlib.operation import NONLINEAR, GradRule, Home, Kind, Linear, OpDef, Storage, operation
+from meshlib.ops.building import build, tensor
+from meshlib.ops.rules import named_factors, no_work, not_differentiable
 
 
 def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, **traits: Any) -> OpDef:

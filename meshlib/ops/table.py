@@ -13,15 +13,9 @@ from meshlib.checks import at
 from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
 from meshlib.errors import ShapeError
 from meshlib.graph import Graph, Tensor, TensorType
-from meshlib.operation import (
-    Array,
-    Block,
-    Kind,
-    build_source,
-    named_factors,
-    operation,
-    vector_work,
-)
+from meshlib.operation import Array, Block, Kind, operation
+from meshlib.ops.building import build_source
+from meshlib.ops.rules import named_factors, vector_work
 
 # A table travels with the program, to every device; what is larger belongs into an input or a variable.
 LARGEST_BYTES = 16 * 2**20
@@ -58,7 +52,8 @@ def _local(block: Block) -> Array:
     return out
 
 
-# Not a source as numbers are: no kernel makes it anew for nothing, its elements are looked up, and it takes memory.
+# Not a source as numbers are: its elements are looked up, which takes memory and a kernel of its own. But the program
+# holds it on every device, so that each cuts out what is wanted there.
 TABLE = operation(
     "table",
     kind=Kind.INDEXED,
@@ -67,6 +62,8 @@ TABLE = operation(
     local=_local,
     grad=lambda op, dy: [],
     work=vector_work,
+    remade=True,
+    exact=True,
 )
 
 

@@ -17,22 +17,9 @@ from layouts import Dimension
 from meshlib.checks import at, fitting, flag, items, whole
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import (
-    Array,
-    Block,
-    Factor,
-    Halo,
-    Kind,
-    Linear,
-    Role,
-    Storage,
-    build,
-    named_factors,
-    operation,
-    same_dtype,
-    tensor,
-    vector_work,
-)
+from meshlib.operation import Array, Block, Factor, Halo, Kind, Linear, Role, Storage, operation
+from meshlib.ops.building import build, tensor
+from meshlib.ops.rules import named_factors, same_dtype, vector_work
 from meshlib.ops.shape import reshape
 
 

@@ -11,8 +11,7 @@ from meshlib.errors import GraphError
 from meshlib.graph import Tensor
 from meshlib.ops.elementwise import cast, maximum, minimum, pow, rsqrt, square
 from meshlib.ops.reduce import reduce_mean
-from meshlib.optimize.base import LearningRate, Optimizer, Scalars, Update, reduce_rms
-from meshlib.optimize.rules import _fraction, _patterns
+from meshlib.optimize.base import FRACTION, POSITIVE, LearningRate, Optimizer, Scalars, Update, bounded, reduce_rms
 from meshlib.optimize.schedules import Schedule
 
 
@@ -21,7 +20,7 @@ def adafactor_decay_rate_adam(beta2: float) -> Schedule:
 
     Raises: GraphError unless beta2 is in [0, 1).
     """
-    beta2 = _fraction(beta2, "adafactor_decay_rate_adam", "beta2")
+    beta2 = bounded(beta2, "adafactor_decay_rate_adam", "beta2", FRACTION)
 
     def rate(done: Tensor) -> Tensor:
         t = cast(done, "float32")
@@ -106,22 +105,16 @@ class AdafactorOptimizer(Optimizer):
         decay = adafactor_decay_rate_pow(0.8) if decay_rate is None else decay_rate
         self.decay_rate = self.rate_like(decay, "decay_rate")
         if isinstance(self.decay_rate, float):
-            _fraction(self.decay_rate, what, "decay_rate")
-        self.beta1 = _fraction(beta1, what, "beta1")
+            self.bounded(self.decay_rate, "decay_rate", FRACTION)
+        self.beta1 = self.bounded(beta1, "beta1", FRACTION)
         self.clipping_threshold = clipping_threshold
         if clipping_threshold is not None:
-            self.clipping_threshold = self._positive(clipping_threshold, "clipping_threshold")
+            self.clipping_threshold = self.bounded(clipping_threshold, "clipping_threshold", POSITIVE)
         self.factored = flag(factored, what, "factored")
-        self.epsilon1 = self._positive(epsilon1, "epsilon1")
-        self.epsilon2 = self._positive(epsilon2, "epsilon2")
+        self.epsilon1 = self.bounded(epsilon1, "epsilon1", POSITIVE)
+        self.epsilon2 = self.bounded(epsilon2, "epsilon2", POSITIVE)
         self.min_dim_size = whole(min_dim_size_to_factor, what, "min_dim_size_to_factor")
-        self.absolute = _patterns(exclude_from_parameter_scale, what, "exclude_from_parameter_scale")
-
-    def _positive(self, value: object, argument: str) -> float:
-        found = number(value, type(self).__name__, argument)
-        if found <= 0:
-            raise GraphError(f"{at(type(self).__name__)}: {argument} must be positive, got {found:g}")
-        return found
+        self.absolute = self.patterns(exclude_from_parameter_scale, "exclude_from_parameter_scale")
 
     def factored_dims(self, shape: Shape) -> tuple[Dimension, Dimension] | None:
         """The two largest dims, the first of equals first, if the moments of a variable are factored."""

@@ -23,7 +23,7 @@ from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
 from meshlib.errors import GraphError
 from meshlib.face import public
 from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
-from meshlib.operation import tensor
+from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import add_n, cast, equal, maximum, sqrt, square, where
 from meshlib.ops.reduce import reduce_mean, reduce_sum
 from meshlib.ops.shape import broadcast
@@ -34,6 +34,21 @@ from meshlib.optimize.schedules import Schedule
 
 LearningRate = float | Tensor | Schedule
 Scalars = Mapping[str, Tensor | float]
+
+POSITIVE, NOT_NEGATIVE, FRACTION = "be positive", "not be negative", "be in [0, 1)"
+BOUNDS: dict[str, Callable[[float], bool]] = {
+    POSITIVE: lambda x: x > 0,
+    NOT_NEGATIVE: lambda x: x >= 0,
+    FRACTION: lambda x: 0 <= x < 1,
+}
+
+
+def bounded(value: object, what: str, argument: str, rule: str) -> float:
+    """`value`, checked to be a finite number within bounds."""
+    found = number(value, what, argument)
+    if not BOUNDS[rule](found):
+        raise GraphError(f"{at(what)}: {argument} must {rule}, got {found:g}")
+    return found
 
 
 def compute_dtype(stored: DType) -> DType:
@@ -93,6 +108,9 @@ class Optimizer(abc.ABC):
     you assigned or loaded other values.
     """
 
+    weight_decay = 0.0
+    exclude: tuple[str, ...] = ()
+
     def __init__(self, lr: LearningRate) -> None:
         self.lr = self.rate_like(lr, "the learning rate")
 
@@ -115,6 +133,27 @@ class Optimizer(abc.ABC):
                 f"{at(type(self).__name__)}: {argument} is a float without dims, got {rate}; cast or reduce it"
             )
         return rate
+
+    def bounded(self, value: object, argument: str, rule: str = NOT_NEGATIVE) -> float:
+        """`value`, checked to be a finite number within bounds."""
+        return bounded(value, type(self).__name__, argument, rule)
+
+    def patterns(self, value: Sequence[str] | None, argument: str) -> tuple[str, ...]:
+        """`value`, checked to be regular expressions, that are searched for in variables' names."""
+        what = type(self).__name__
+        found = tuple(items(value, what, argument)) if value is not None else ()
+        for p in found:
+            if not isinstance(p, str):
+                raise GraphError(f"{at(what)}: {argument} holds regular expressions, got {type(p).__name__} {p!r:.80}")
+            try:
+                re.compile(p)
+            except re.error as fault:
+                raise GraphError(f"{at(what)}: {argument}: {p!r:.80} is no regular expression: {fault}") from None
+        return found
+
+    def decayed(self, u: Update, along: Tensor) -> Tensor:
+        """A step that also takes `weight_decay` of the variable, unless its name is one of those to exclude."""
+        return along + u.value * self.weight_decay if self.weight_decay and not u.matches(self.exclude) else along
 
     # ------------------------------------------------------------ what users call
 

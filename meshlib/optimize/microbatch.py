@@ -10,12 +10,13 @@ from meshlib.differentiation import gradients
 from meshlib.dtypes import BOOL, FLOAT32, FLOAT64, INT32
 from meshlib.errors import GraphError
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor, innermost, region
-from meshlib.operation import tensor
+from meshlib.operation import Kind
+from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import CAST, cast, equal, where
 from meshlib.ops.index import gather, range
 from meshlib.ops.loop import while_loop
 from meshlib.ops.shape import broadcast, reshape
-from meshlib.ops.sources import VARIABLE, _constant, scalar
+from meshlib.ops.sources import _constant, scalar
 
 MICROBATCH = "microbatch"
 
@@ -183,7 +184,7 @@ class _Step:
         roots = []
         for outer, total in zip(self.sources, totals, strict=True):
             root = _uncast(outer)
-            if root.operation.kind is VARIABLE:
+            if root.operation.kind.kind is Kind.VARIABLE:
                 self._lay_like_slots(loop, total, root.operation)
             roots.append(root)
         trainable = graph.trainable_variables

@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from meshlib.checks import at, flag, items, number
+from meshlib.checks import flag
 from meshlib.dtypes import DType
-from meshlib.errors import GraphError
 from meshlib.graph import Tensor
 from meshlib.ops.elementwise import cast, greater, logical_and, pow, sign, sqrt, square, where
 from meshlib.ops.reduce import reduce_sum
 from meshlib.ops.sources import scalar
-from meshlib.optimize.base import LearningRate, Optimizer, Scalars, Update
-
-
-def _fraction(value: object, what: str, argument: str) -> float:
-    """A number in [0, 1)."""
-    found = number(value, what, argument)
-    if not 0 <= found < 1:
-        raise GraphError(f"{at(what)}: {argument} must be in [0, 1), got {found:g}")
-    return found
-
-
-def _not_negative(value: object, what: str, argument: str) -> float:
-    found = number(value, what, argument)
-    if found < 0:
-        raise GraphError(f"{at(what)}: {argument} must not be negative, got {found:g}")
-    return found
-
-
-def _patterns(value: Sequence[str] | None, what: str, argument: str) -> tuple[str, ...]:
-    """Regular expressions that are searched for in variables' names."""
-    found = tuple(items(value, what, argument)) if value is not None else ()
-    for p in found:
-        if not isinstance(p, str):
-            raise GraphError(f"{at(what)}: {argument} holds regular expressions, got {type(p).__name__} {p!r:.80}")
-        try:
-            re.compile(p)
-        except re.error as fault:
-            raise GraphError(f"{at(what)}: {argument}: {p!r:.80} is no regular expression: {fault}") from None
-    return found
+from meshlib.optimize.base import FRACTION, POSITIVE, LearningRate, Optimizer, Scalars, Update
 
 
 class SgdOptimizer(Optimizer):
@@ -89,7 +59,7 @@ class MomentumOptimizer(Optimizer):
 
     def __init__(self, lr: LearningRate, momentum: float = 0.9, nesterov: bool = False) -> None:
         super().__init__(lr)
-        self.momentum = _fraction(momentum, type(self).__name__, "momentum")
+        self.momentum = self.bounded(momentum, "momentum", FRACTION)
         self.nesterov = flag(nesterov, type(self).__name__, "nesterov")
 
     def rule(self, u: Update) -> Tensor:
@@ -126,9 +96,8 @@ class AdamOptimizer(Optimizer):
 
     def __init__(self, lr: LearningRate, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-8) -> None:
         super().__init__(lr)
-        what = type(self).__name__
-        self.beta_1, self.beta_2 = _fraction(beta_1, what, "beta_1"), _fraction(beta_2, what, "beta_2")
-        self.epsilon = _not_negative(epsilon, what, "epsilon")
+        self.beta_1, self.beta_2 = self.bounded(beta_1, "beta_1", FRACTION), self.bounded(beta_2, "beta_2", FRACTION)
+        self.epsilon = self.bounded(epsilon, "epsilon")
 
     def scalars(self, done: Tensor, dtype: DType) -> Scalars:
         """The corrections of both means, taken out of the large tensors."""
@@ -186,9 +155,8 @@ class AdamWOptimizer(AdamOptimizer):
         exclude_from_weight_decay: Sequence[str] | None = None,
     ) -> None:
         super().__init__(lr, beta_1, beta_2, epsilon)
-        what = type(self).__name__
-        self.weight_decay = _not_negative(weight_decay, what, "weight_decay")
-        self.exclude = _patterns(exclude_from_weight_decay, what, "exclude_from_weight_decay")
+        self.weight_decay = self.bounded(weight_decay, "weight_decay")
+        self.exclude = self.patterns(exclude_from_weight_decay, "exclude_from_weight_decay")
 
     def rule(self, u: Update) -> Tensor:
         """Adam's step, and the decay."""
@@ -234,9 +202,8 @@ class AdamWeightDecayOptimizer(AdamOptimizer):
         exclude_from_weight_decay: Sequence[str] | None = None,
     ) -> None:
         super().__init__(learning_rate, beta_1, beta_2, epsilon)
-        what = type(self).__name__
-        self.weight_decay = _not_negative(weight_decay_rate, what, "weight_decay_rate")
-        self.exclude = _patterns(exclude_from_weight_decay, what, "exclude_from_weight_decay")
+        self.weight_decay = self.bounded(weight_decay_rate, "weight_decay_rate")
+        self.exclude = self.patterns(exclude_from_weight_decay, "exclude_from_weight_decay")
 
     def scalars(self, done: Tensor, dtype: DType) -> Scalars:
         """The learning rate alone."""
@@ -245,10 +212,7 @@ class AdamWeightDecayOptimizer(AdamOptimizer):
     def rule(self, u: Update) -> Tensor:
         """The step of the uncorrected means, and the decay."""
         m, v = self.means(u)
-        along = m / (sqrt(v) + self.epsilon)
-        if self.weight_decay and not u.matches(self.exclude):
-            along = along + u.value * self.weight_decay
-        return u.value - along * u.lr
+        return u.value - self.decayed(u, m / (sqrt(v) + self.epsilon)) * u.lr
 
 
 class LionOptimizer(Optimizer):
@@ -283,19 +247,16 @@ class LionOptimizer(Optimizer):
         exclude_from_weight_decay: Sequence[str] | None = None,
     ) -> None:
         super().__init__(lr)
-        what = type(self).__name__
-        self.beta_1, self.beta_2 = _fraction(beta_1, what, "beta_1"), _fraction(beta_2, what, "beta_2")
-        self.weight_decay = _not_negative(weight_decay, what, "weight_decay")
-        self.exclude = _patterns(exclude_from_weight_decay, what, "exclude_from_weight_decay")
+        self.beta_1, self.beta_2 = self.bounded(beta_1, "beta_1", FRACTION), self.bounded(beta_2, "beta_2", FRACTION)
+        self.weight_decay = self.bounded(weight_decay, "weight_decay")
+        self.exclude = self.patterns(exclude_from_weight_decay, "exclude_from_weight_decay")
 
     def rule(self, u: Update) -> Tensor:
         """One step of equal length in every element."""
         m = u.slot("lion_m")
         along = sign(m * self.beta_1 + u.grad * (1 - self.beta_1))
         u.write(m, m * self.beta_2 + u.grad * (1 - self.beta_2))
-        if self.weight_decay and not u.matches(self.exclude):
-            along = along + u.value * self.weight_decay
-        return u.value - along * u.lr
+        return u.value - self.decayed(u, along) * u.lr
 
 
 class LarsOptimizer(Optimizer):
@@ -337,23 +298,17 @@ class LarsOptimizer(Optimizer):
         exclude: Sequence[str] | None = None,
     ) -> None:
         super().__init__(lr)
-        what = type(self).__name__
-        self.momentum = _fraction(momentum, what, "momentum")
-        self.weight_decay = _not_negative(weight_decay, what, "weight_decay")
-        self.trust_coefficient = number(trust_coefficient, what, "trust_coefficient")
-        if self.trust_coefficient <= 0:
-            raise GraphError(f"{at(what)}: trust_coefficient must be positive, got {trust_coefficient:g}")
-        self.epsilon = _not_negative(epsilon, what, "epsilon")
-        self.exclude = _patterns(exclude, what, "exclude")
+        self.momentum = self.bounded(momentum, "momentum", FRACTION)
+        self.weight_decay = self.bounded(weight_decay, "weight_decay")
+        self.trust_coefficient = self.bounded(trust_coefficient, "trust_coefficient", POSITIVE)
+        self.epsilon = self.bounded(epsilon, "epsilon")
+        self.exclude = self.patterns(exclude, "exclude")
 
     def rule(self, u: Update) -> Tensor:
         """Momentum at the trusted rate."""
         m = u.slot("lars_momentum")
-        along, rate = u.grad, u.lr
-        if not u.matches(self.exclude):
-            rate = self._trust(u) * rate
-            if self.weight_decay:
-                along = along + u.value * self.weight_decay
+        rate = u.lr if u.matches(self.exclude) else self._trust(u) * u.lr
+        along = self.decayed(u, u.grad)
         new = m * self.momentum + along * rate
         u.write(m, new)
         return u.value - new

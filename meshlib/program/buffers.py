@@ -8,7 +8,7 @@ variable takes its place if no later instruction reads the old one. What lies on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from meshlib.operation import Kind, Storage
@@ -49,11 +49,6 @@ def fused_values(program: Program) -> set[Value]:
     return {y for y, group in made if users.get(y, set()) <= {group} and y not in kept}
 
 
-def group_ends(program: Program) -> Mapping[int, int]:
-    """The last instruction of each fusion group."""
-    return {i.group: n for n, i in enumerate(program.instructions)}
-
-
 def plan_buffers(program: Program) -> tuple[Buffer, ...]:
     """The buffers in the order in which they are taken."""
     return tuple(_Planner(program).run())
@@ -70,13 +65,12 @@ class _Planner:
 
     def __post_init__(self) -> None:
         program = self.program
-        ends = group_ends(program)
+        self.ends = ends = {i.group: n for n, i in enumerate(program.instructions)}
         self.begins = {i.group: n for n, i in reversed([*enumerate(program.instructions)])}
-        self.last = dict(program.last_use)
-        for i in program.instructions:
-            for x in i.inputs:
-                self.last[x] = max(self.last[x], ends[i.group])
-        self.ends = ends
+        # One kernel reads all operands of a group.
+        lasting = len(program.instructions)
+        use = program.last_use
+        self.last = {x: ends[program.instructions[n].group] if n < lasting else n for x, n in use.items()}
         groups: dict[int, list[Instruction]] = {}
         for i in program.instructions:
             groups.setdefault(i.group, []).append(i)

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from layouts import LayoutError, Shape, Sharding
+from layouts import LayoutError, Mesh, Shape, Sharding
+from layouts.sharding import laid
 from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
 from meshlib.ops.sources import is_zero
 from meshlib.program.exchange import plan_exchanges
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
+from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside, derive
 
 
-def check_program(
-    program: Program, after: str, before: Program | None = None, sound: set[object] | None = None
-) -> Program:
+@dataclass(eq=False)
+class Sound:
+    """What was found sound, by all that the check depends on: it need not be looked at again.
+
+    A layer's computations are those of every other layer, and of this one under another layout that lays them alike.
+    Instructions, on one mesh, and whole bodies are those that passes leave alone.
+    """
+
+    signatures: Signatures = field(default_factory=Signatures)
+    computations: set[object] = field(default_factory=set)
+    instructions: set[Instruction] = field(default_factory=set)
+    bodies: set[Program] = field(default_factory=set)
+
+
+def check_program(program: Program, after: str, before: Program | None = None, sound: Sound | None = None) -> Program:
     """`program` itself if it is sound; a pass may not change what the program `before` it takes, returns and writes.
 
-    `sound` collects the computations that were found sound, by all that the check depends on: a layer's are those of
-    every other layer, and what passes leave alone need not be recomputed.
     Raises: ProgramError naming the pass, the instruction and what is wrong with it.
     """
     made: set[Value] = set()
-    known = set() if sound is None else sound
+    known = Sound() if sound is None else sound
     for number, instruction in enumerate(program.instructions):
         try:
             _check_instruction(instruction, made, program, known)
@@ -47,20 +60,14 @@ def _check_same_face(program: Program, before: Program, after: str) -> None:
             raise ProgramError(f"after {after}: {what} changed: {', '.join(changed)}")
 
 
-def _check_instruction(instruction: Instruction, made: set[Value], program: Program, sound: set[object]) -> None:
+def _check_instruction(instruction: Instruction, made: set[Value], program: Program, sound: Sound) -> None:
     for x in instruction.inputs:
         if x not in made:
             raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
     for y in instruction.outputs:
         if y in made:
             raise ProgramError(f"result {y.tensor.name} {y} is made twice")
-        if y.sharding.mesh != program.mesh:
-            raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {program.mesh}")
-        if y.sharding.shape != y.tensor.shape:
-            raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
     match instruction:
-        case Move():
-            _check_reshard(instruction)
         case Commit():
             _check_commit(instruction, program)
         case Loop():
@@ -69,27 +76,38 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
             pending = instruction.outputs[0].sharding.pending
             if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
                 raise ProgramError("a resident value can't be pending")
+    if instruction not in sound.instructions:
+        _check_alone(instruction, program.mesh, sound)
+        sound.instructions.add(instruction)
+
+
+def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
+    """What does not depend on the program around it."""
+    for y in instruction.outputs:
+        if y.sharding.mesh != mesh:
+            raise ProgramError(f"result {y.tensor.name} lies on mesh {y.sharding.mesh}, not {mesh}")
+        if y.sharding.shape != y.tensor.shape:
+            raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
+    match instruction:
+        case Move():
+            _check_reshard(instruction)
         case Compute():
             if tuple(y.tensor for y in instruction.outputs) != instruction.operation.outputs:
                 raise ProgramError(f"makes {', '.join(y.tensor.name for y in instruction.outputs)}")
-            key = _key(instruction)
-            if key not in sound:
-                _check_computation(instruction)
-                sound.add(key)
+            key = _key(instruction, sound.signatures)
+            if key not in sound.computations:
+                _check_computation(instruction, sound.signatures.of(instruction.operation))
+                sound.computations.add(key)
 
 
-def _key(instruction: Compute) -> object:
+def _key(instruction: Compute, signatures: Signatures) -> object:
     """All that the check of a computation depends on."""
-    op = instruction.operation
     tensors = [x.tensor for x in instruction.inputs]
     return (
-        op.kind,
-        tuple(op.attrs.items()),
-        tuple(x.type for x in op.inputs),
-        tuple(y.type for y in op.outputs),
-        tuple(tensors.index(t) for t in tensors),
-        tuple(x.sharding for x in instruction.inputs),
-        tuple(y.sharding for y in instruction.outputs),
+        signatures.of(instruction.operation),
+        tuple([tensors.index(t) for t in tensors]),
+        tuple([x.sharding for x in instruction.inputs]),
+        tuple([y.sharding for y in instruction.outputs]),
         instruction.assignment,
         instruction.exchanges,
     )
@@ -123,26 +141,26 @@ def taken_step(
     if kind in ("all_reduce", "reduce_scatter"):
         if not set(axes) <= set(s.pending_axes):
             raise ProgramError(f"{kind} over {axes}, but pending is {s.pending}")
-        left = [p for p in s.pending if p[0] not in axes]
+        left = tuple(p for p in s.pending if p[0] not in axes)
         if kind == "all_reduce":
-            return Sharding(shape, s.mesh, s.axes, left), 2 * (k - 1) * payload / k
+            return laid(shape, s.mesh, s.axes, left), 2 * (k - 1) * payload / k
         assert dim is not None
         entries[dim] += tuple(axes)
-        return Sharding(shape, s.mesh, list(entries.values()), left), (k - 1) * payload / k
+        return laid(shape, s.mesh, tuple(entries.values()), left), (k - 1) * payload / k
     if kind == "collective_permute":
         return None, payload  # to any order of the same blocks: see _check_reshard
     assert dim is not None
     if kind == "slice":
         entries[dim] += tuple(axes)
-        return Sharding(shape, s.mesh, list(entries.values()), s.pending), 0
+        return laid(shape, s.mesh, tuple(entries.values()), s.pending), 0
     if entries[dim][-len(axes) :] != tuple(axes):
         raise ProgramError(f"{kind} takes the minor-most axes {axes} of '{dim}', which has {entries[dim]}")
     entries[dim] = entries[dim][: -len(axes)]
     if kind == "all_gather":
-        return Sharding(shape, s.mesh, list(entries.values()), s.pending), (k - 1) * payload
+        return laid(shape, s.mesh, tuple(entries.values()), s.pending), (k - 1) * payload
     assert to_dim is not None
     entries[to_dim] += tuple(axes)
-    return Sharding(shape, s.mesh, list(entries.values()), s.pending), (k - 1) * payload / k
+    return laid(shape, s.mesh, tuple(entries.values()), s.pending), (k - 1) * payload / k
 
 
 def _check_commit(instruction: Commit, program: Program) -> None:
@@ -154,9 +172,11 @@ def _check_commit(instruction: Commit, program: Program) -> None:
         raise ProgramError(f"variable '{name}' lies as {program.variables[name]}, but is written as {x}")
 
 
-def _check_loop(instruction: Loop, sound: set[object]) -> None:
+def _check_loop(instruction: Loop, sound: Sound) -> None:
     body = instruction.body
-    check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
+    if body not in sound.bodies:
+        check_program(body, f"lowering the body of {instruction.operation}", sound=sound)
+        sound.bodies.add(body)
     loop = instruction.operation.loop
     assert loop is not None
     dim = loop.dim
@@ -188,10 +208,12 @@ def _body_view(x: Value, dim: str | None) -> tuple[Sharding, object]:
     return Sharding(Shape([d for d, _ in kept]), s.mesh, [e for _, e in kept], s.pending), x.tensor.dtype
 
 
-def _check_computation(instruction: Compute) -> None:
+def _check_computation(instruction: Compute, signature: Signature) -> None:
     op = instruction.operation
     out = instruction.outputs[0]
-    factors, linear = instruction_factors(instruction)
+    factors, linear = signature.factors, signature.linear
+    if linear.terms:
+        factors, linear = instruction_factors(instruction)
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:
         axes[factor] = (*axes.get(factor, ()), axis)
@@ -206,7 +228,7 @@ def _check_computation(instruction: Compute) -> None:
         axes,
         [x.tensor.shape for x in instruction.inputs],
         op.output.shape,
-        out.sharding,
+        out.sharding.mesh,
         passed,
     )
     for x, s in zip(instruction.inputs, wanted, strict=True):

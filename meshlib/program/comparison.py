@@ -15,10 +15,11 @@ from functools import cached_property
 from layouts import Sharding
 from meshlib.errors import GraphError
 from meshlib.graph import BACKWARD, FORWARD, UPDATE, Tensor
-from meshlib.ops.sources import INPUT, VARIABLE
+from meshlib.operation import Kind
 from meshlib.program.instructions import Value
-from meshlib.program.records import Collective, Program, bytes_text, walk
+from meshlib.program.records import Collective, Program, walk
 from meshlib.program.work import local_work
+from meshlib.text import bytes_text, grid
 
 __all__ = ["Comparison", "Laid", "Pair", "Work", "compare"]
 
@@ -174,16 +175,11 @@ class Comparison:
             ("VPU", wa.vpu_duplicated, wb.vpu_duplicated),
         ):
             rows.append((f"  times {name} work is done", f"{x:.3g}", f"{y:.3g}", ""))
-        return _columns(rows, right=(1, 2, 3))
+        return "\n".join(grid(rows, right=(1, 2, 3)))
 
     def __str__(self) -> str:
-        lines = [
-            "a  " + _program_line(self.a),
-            "b  " + _program_line(self.b),
-            self.summary() + " (exact)",
-            "",
-            self.table(),
-        ]
+        lines = [f"{side}  {p.headline}" for side, p in (("a", self.a), ("b", self.b))]
+        lines += [f"{self.summary()} (exact)", "", self.table()]
         names_a, names_b = _labels(self.a), _labels(self.b)
         lines += _section("only in a", [_collective(c, names_a) for c in _largest_first(self.only_a)])
         lines += _section("only in b", [_collective(c, names_b) for c in _largest_first(self.only_b)])
@@ -201,20 +197,15 @@ class Comparison:
         moved = [t for t in self.tensors if not t.same]
         if not moved:
             return ["", f"tensors: all {len(self.tensors)} that are split anywhere lie alike"]
-        rows: list[tuple[str, ...]] = []
+        shown = [("", "tensors that lie otherwise", "in a", "in b")]
         for group in GROUPS:
             alike: dict[tuple[str, str], list[Laid]] = {}
             for t in moved:
                 if t.group == group:
                     alike.setdefault((t.a, t.b), []).append(t)
-            for (a, b), members in alike.items():
-                rows.append((group, _names(members), a or "not there", b or "not there"))
-        head = ("", "tensors that lie otherwise", "in a", "in b")
-        shown = [head]
-        for n, row in enumerate(rows):
-            repeated = n > 0 and rows[n - 1][0] == row[0]
-            shown.append(("" if repeated else row[0], *row[1:]))  # type: ignore[arg-type]
-        return ["", f"{len(moved)} of {len(self.tensors)} split tensors lie otherwise", _columns(shown)]
+            for n, ((a, b), members) in enumerate(alike.items()):
+                shown.append(("" if n else group, _names(members), a or "not there", b or "not there"))
+        return ["", f"{len(moved)} of {len(self.tensors)} split tensors lie otherwise", *grid(shown)]
 
 
 def compare(program_a: Program, program_b: Program) -> Comparison:
@@ -278,9 +269,9 @@ def _where(s: Sharding) -> str:
 
 def _group(t: Tensor) -> str:
     op = t.operation
-    if op.kind is INPUT:
+    if op.kind.kind is Kind.INPUT:
         return "inputs"
-    if op.kind is VARIABLE:
+    if op.kind.kind is Kind.VARIABLE:
         return "slots" if op.attrs["slot_of"] else "variables"
     return "gradients" if t in op.graph.gradient_of else "activations"
 
@@ -332,8 +323,7 @@ def _sent(collectives: Sequence[Collective], phase: str) -> float:
 
 def _launches(program: Program, kind: str | None = None) -> int:
     """Launches in a step: collectives that were merged count once, those of a loop's body once a trip."""
-    counts = {c.launch: c.count for c in program.collectives if kind in (None, c.kind)}
-    return sum(counts.values())
+    return sum({c.launch: c.count for c in program.collectives if kind in (None, c.kind)}.values())
 
 
 def _largest_first(collectives: Sequence[Collective]) -> list[Collective]:
@@ -402,10 +392,6 @@ def _replicated(values: Sequence[Value]) -> tuple[Value, ...]:
 # ---------------------------------------------------------------- text
 
 
-def _program_line(program: Program) -> str:
-    return f"mesh {program.mesh} ({program.mesh.size} cores), layout {program.layout or '(none)'}"
-
-
 def _section(title: str, entries: Sequence[str]) -> list[str]:
     if not entries:
         return []
@@ -414,7 +400,7 @@ def _section(title: str, entries: Sequence[str]) -> list[str]:
 
 def _counted(entries: Sequence[str]) -> list[str]:
     """Equal entries once, with their number."""
-    return [f"{entry}" if n == 1 else entry.replace("  ", f"  {n} x ", 1) for entry, n in Counter(entries).items()]
+    return [entry if n == 1 else entry.replace("  ", f"  {n} x ", 1) for entry, n in Counter(entries).items()]
 
 
 def _against(verb: str, a: float, b: float, text: Callable[[float], str], what: str = "") -> str:
@@ -431,12 +417,3 @@ def _ratio(a: float, b: float) -> str:
 
 def _count_text(n: float) -> str:
     return f"{int(n):,}" if n < 1e7 else f"{n:.4g}"
-
-
-def _columns(rows: Sequence[tuple[str, ...]], right: Sequence[int] = ()) -> str:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [f"{c:>{w}}" if k in right else f"{c:<{w}}" for k, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -65,8 +65,7 @@ def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[Ru
 
 def split_factor(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> Factor | None:
     """The factor of role HALO or SUMMARY that is split, if any."""
-    found = [f for f in factors if f.role in (Role.HALO, Role.SUMMARY) and axes.get(f.name)]
-    return found[0] if found else None
+    return next((f for f in factors if f.role in (Role.HALO, Role.SUMMARY) and axes.get(f.name)), None)
 
 
 def plan_exchanges(

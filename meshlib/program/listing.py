@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from meshlib.errors import GraphError
 from meshlib.operation import Kind
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
-from meshlib.program.records import Collective, Program, bytes_text
+from meshlib.program.records import Collective, Program
+from meshlib.text import bytes_text, grid
 
 
 def listing(program: Program) -> str:
     """One line per instruction: result, its global type, what makes it, local bytes, source line."""
-    head = (
-        f"program on mesh {program.mesh} ({program.mesh.size} cores), layout {program.layout or '(none)'}, "
-        f"precision {program.precision}"
-    )
+    head = f"program on {program.headline}, precision {program.precision}"
     return "\n".join([head, *(f"note: {n}" for n in program.notes), *_instructions(program)])
 
 
@@ -81,12 +79,10 @@ def collectives_table(collectives: Sequence[Collective]) -> str:
         )
         for c in collectives
     ]
-    widths = [max(len(r[k]) for r in (head, *rows)) for k in range(len(head))]
-    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(head, widths, strict=True)).rstrip()]
-    for c, row in zip(collectives, rows, strict=True):
-        lines.append("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
-        lines.append(f"    because {c.reason}")
-        lines.append(f"    avoid: {c.avoid}")
+    first, *shown = grid([head, *rows])
+    lines = [first]
+    for c, row in zip(collectives, shown, strict=True):
+        lines += [row, f"    because {c.reason}", f"    avoid: {c.avoid}"]
     launches = len({c.launch for c in collectives})
     total = bytes_text(sum(c.sent_bytes * c.count for c in collectives))
     values = f"{len(collectives)} value{'s' * (len(collectives) > 1)}"
@@ -108,12 +104,5 @@ def explain(program: Program) -> str:
     """
     if not isinstance(program, Program):
         raise GraphError(f"explain: expected what mtf.lower returned, got {type(program).__name__} {program!r:.80}")
-    head = f"1 program on mesh {program.mesh} ({program.mesh.size} cores), layout {program.layout or '(none)'}"
-    return "\n".join(
-        [
-            head,
-            *(f"note: {n}" for n in program.notes),
-            collectives_table(program.collectives),
-            str(program.memory),
-        ]
-    )
+    lines = [f"1 program on {program.headline}", *(f"note: {n}" for n in program.notes)]
+    return "\n".join([*lines, collectives_table(program.collectives), str(program.memory)])

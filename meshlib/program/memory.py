@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from meshlib.graph import FORWARD
-from meshlib.ops.sources import INPUT
+from meshlib.operation import Kind
 from meshlib.program.buffers import START, Buffer
 from meshlib.program.instructions import Instruction, Loop, Value
-from meshlib.program.records import Program, bytes_text
+from meshlib.program.records import Program
+from meshlib.text import bytes_text
 
 KINDS = ("variables", "slots", "inputs", "activations", "gradients", "collective buffers", "temporaries")
 
@@ -128,7 +129,7 @@ def kind_of(program: Program, v: Value, made_at: int) -> str:
     """What a value in memory is, of `KINDS`; `made_at` is the number of the instruction that makes it."""
     op = v.tensor.operation
     if made_at == START:
-        if op.kind is INPUT:
+        if op.kind.kind is Kind.INPUT:
             return "inputs"
         return "slots" if op.attrs["slot_of"] else "variables"
     if v.tensor in op.graph.gradient_of:

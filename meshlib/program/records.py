@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from layouts import LayoutRules, Mesh
-from meshlib.operation import Work
+from meshlib.operation import Kind, Work
 from meshlib.program.exchange import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.text import bytes_text
 
 if TYPE_CHECKING:
     from meshlib.program.buffers import Buffer
@@ -69,6 +70,11 @@ class Program:
     notes: tuple[str, ...] = ()
     is_body: bool = False  # of a loop: its carries may be pending sums
 
+    @property
+    def headline(self) -> str:
+        """Mesh and layout, in a line."""
+        return f"mesh {self.mesh} ({self.mesh.size} cores), layout {self.layout or '(none)'}"
+
     def with_instructions(self, instructions: Sequence[Instruction]) -> Program:
         """The same program with other instructions: what a pass returns."""
         return replace(self, instructions=tuple(instructions))
@@ -92,12 +98,12 @@ class Program:
     @cached_property
     def to_host_bytes(self) -> int:
         """Bytes that a device copies to the memory of its host in one run, loops included. Exact."""
-        return self._copied("to_host")
+        return self._copied(to_host=True)
 
     @cached_property
     def from_host_bytes(self) -> int:
         """Bytes that a device copies back from the memory of its host in one run, loops included. Exact."""
-        return self._copied("from_host")
+        return self._copied(to_host=False)
 
     @cached_property
     def last_use(self) -> Mapping[Value, int]:
@@ -129,8 +135,9 @@ class Program:
         done = [(times, local_work(program, i)) for i, program, times in walk(self)]
         return Work(sum(n * w.mxu_flops for n, w in done), sum(n * w.vpu_ops for n, w in done))
 
-    def _copied(self, opcode: str) -> int:
-        return sum(n * i.outputs[0].local_bytes for i, _, n in walk(self) if i.opcode == opcode)
+    def _copied(self, to_host: bool) -> int:
+        done = [(n, i) for i, _, n in walk(self) if isinstance(i, Compute) and i.operation.kind.kind is Kind.COPY]
+        return sum(n * i.outputs[0].local_bytes for n, i in done if i.outputs[0].tensor.on_host == to_host)
 
     def __str__(self) -> str:
         from meshlib.program.listing import listing
@@ -176,17 +183,3 @@ def _collectives(program: Program) -> Iterator[Collective]:
             )
             launch += not instruction.is_collective
         launch += instruction.is_collective
-
-
-def bytes_text(n: int | float) -> str:
-    """Bytes for people: 1536 -> '1.5 KiB'.
-
-    >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**20)
-    ('512 B', '1.5 KiB', '3 MiB')
-    """
-    size = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")

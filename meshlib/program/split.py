@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from layouts import Shape, Sharding
+from layouts import Mesh, Shape, Sharding
+from layouts.sharding import Pending, laid
 from meshlib.graph import Operation
 from meshlib.operation import Factor
 
@@ -14,35 +15,38 @@ Axes: TypeAlias = tuple[str, ...]
 
 def derive(
     factors: Sequence[Factor],
-    axes: dict[str, Axes],
+    axes: Mapping[str, Axes],
     shapes: Sequence[Shape],
     out_shape: Shape,
-    like: Sharding,
+    mesh: Mesh,
     passed: Sequence[Axes],
 ) -> tuple[tuple[Sharding, ...], Sharding]:
     """The shardings of operands and result that an assignment means. The checker goes by this too."""
-    mesh = like.mesh
+    split = [(f, axes[f.name]) for f in factors if axes.get(f.name)]
     operands = []
     for i, shape in enumerate(shapes):
-        by_dim = {f.operands[i]: axes.get(f.name, ()) for f in factors}
-        pending = tuple((a, "sum") for a in passed[i])
-        operands.append(Sharding(shape, mesh, [by_dim.get(d.name, ()) for d in shape], pending))
-    by_dim = {f.outputs[0]: axes.get(f.name, ()) for f in factors}
+        by_dim = {f.operands[i]: over for f, over in split}
+        operands.append(_laid(shape, mesh, by_dim, tuple([(a, "sum") for a in passed[i]])))
     kinds = {a: "sum" for p in passed for a in p}
-    for f in factors:
+    for f, over in split:
         if f.role.reduces:
-            kinds.update(dict.fromkeys(axes.get(f.name, ()), f.role.value))
-    out = Sharding(out_shape, mesh, [by_dim.get(d.name, ()) for d in out_shape], kinds)
+            kinds.update(dict.fromkeys(over, f.role.value))
+    out = _laid(out_shape, mesh, {f.outputs[0]: over for f, over in split}, tuple(kinds.items()))
     return tuple(operands), out
+
+
+def _laid(shape: Shape, mesh: Mesh, by_dim: Mapping[str | None, Axes], pending: Pending) -> Sharding:
+    return laid(shape, mesh, tuple([by_dim.get(n, ()) for n in shape.names]), pending)
 
 
 def beside(op: Operation, first: Sharding) -> tuple[Sharding, ...]:
     """The shardings of all results of an operation, of which `first` is the first's: the same axes split a factor."""
     if len(op.outputs) == 1:
         return (first,)
-    axes = {f.name: first.of(f.outputs[0]) for f in op.kind.roles(op) if f.outputs[0] is not None}
+    factors = op.kind.roles(op)
+    axes = {f.name: first.of(f.outputs[0]) for f in factors if f.outputs[0] is not None}
     found = [first]
     for n, y in enumerate(op.outputs[1:], start=1):
-        by_dim = {f.outputs[n]: axes.get(f.name, ()) for f in op.kind.roles(op)}
-        found.append(Sharding(y.shape, first.mesh, [by_dim.get(d.name, ()) for d in y.shape], first.pending))
+        by_dim = {f.outputs[n]: axes.get(f.name, ()) for f in factors}
+        found.append(_laid(y.shape, first.mesh, by_dim, first.pending))
     return tuple(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from meshlib.estimation.table import grid, seconds_text
+from meshlib.text import grid, seconds_text
 from meshlib.validation.validating import Checked, Validation, absolute, percentile
 
 MISS = 0.1  # errors beyond this get a line that says what is not modelled
@@ -40,10 +40,7 @@ def _training(v: Validation) -> list[str]:
         ("training run", "chip", "predicted", "measured", "error", "chip left out", "naive", "naive, left out")
     ]
     for r in v.training:
-        assert r.predicted_seconds is not None
-        assert r.measured_seconds is not None
-        times = (seconds_text(r.predicted_seconds), seconds_text(r.measured_seconds))
-        cells.append((r.name, r.chip, *times, *(_percent(r.error_of(what)) for what in _PREDICTIONS)))
+        cells.append((r.name, r.chip, *_times(r), *(_percent(r.error_of(what)) for what in _PREDICTIONS)))
     lines = [*grid(cells, right=tuple(range(2, 8))), ""]
     for what, title in _PREDICTIONS.items():
         errors = absolute(v.training, what)
@@ -61,16 +58,17 @@ def _training(v: Validation) -> list[str]:
 def _benchmarks(v: Validation) -> list[str]:
     if not v.benchmarks:
         return []
-    cells = [("micro-benchmark", "family", "predicted", "measured", "error")]
-    for r in v.benchmarks:
-        assert r.predicted_seconds is not None
-        assert r.measured_seconds is not None
-        times = (seconds_text(r.predicted_seconds), seconds_text(r.measured_seconds))
-        cells.append((r.name, r.family, *times, _percent(r.error)))
-    lines = grid(cells, right=(2, 3, 4))
+    head = ("micro-benchmark", "family", "predicted", "measured", "error")
+    lines = grid([head, *((r.name, r.family, *_times(r), _percent(r.error)) for r in v.benchmarks)], right=(2, 3, 4))
     for family in dict.fromkeys(r.family for r in v.benchmarks):
         lines.append(_summary(family, [r for r in v.benchmarks if r.family == family]))
     return [*lines, _summary("micro-benchmarks", v.benchmarks)]
+
+
+def _times(r: Checked) -> tuple[str, str]:
+    assert r.predicted_seconds is not None
+    assert r.measured_seconds is not None
+    return seconds_text(r.predicted_seconds), seconds_text(r.measured_seconds)
 
 
 def _groups(kind: str, rows: Sequence[Checked], key: Callable[[Checked], str]) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 from layouts import LayoutRules, Mesh
 from meshlib.errors import FeedError, GraphError
 from meshlib.graph import Operation
-from meshlib.lowering import _fetched
+from meshlib.lowering.session import Session, fetched_outputs
 from meshlib.lowering.simplification import simplify
 from meshlib.ops.state import assigned
 from meshlib.verification.candidates import legal_layouts
@@ -82,7 +82,7 @@ def verify(
       ['', 'batch:p', 'batch:p;d:p?', 'd:p', 'd:p;batch:p?']
     """
     _check_arguments(inputs, state, precision, executor, steps, seed, rtol)
-    fetched, graph = _fetched(outputs, updates)
+    fetched, graph = fetched_outputs(outputs, updates)
     written = assigned(updates)
     pairs = _given_pairs(layouts, mesh)
     searched = mesh is not None and not pairs
@@ -94,25 +94,15 @@ def verify(
             simple = simplify(graph, compared.values(), written.values())
             number = None if layouts == "all" else layouts
             pairs = [(Mesh(mesh), rules) for rules in legal_layouts(simple.operations, Mesh(mesh), number, seed)]
-        job = Job.prepare(
-            graph,
-            compared,
-            tuple(extra),
-            list(written.values()),
-            [m for m, _ in pairs],
-            inputs or {},
-            state or {},
-            steps or (2 if written else 1),
-            precision,
-            executor,
-            seed,
-            rtol,
-        )
+        updates = list(written.values())
+        own = Session({n: y for n, y in compared.items() if n not in extra}, updates) if extra else None
+        job = Job(graph, Session(compared, updates), own, precision, executor, seed, rtol)
+        job.prepare([m for m, _ in pairs], inputs or {}, state or {}, steps or (2 if written else 1))
         found = [job.row(one, rules, searched) for one, rules in pairs]
     rows = tuple(r for r in found if isinstance(r, Row))
     refused = tuple(r for r in found if isinstance(r, str))
     notes += [*job.notes, *job.weaknesses()]
-    return Verification(rows, job.names, precision, executor, seed, job.steps, tuple(notes), refused)
+    return Verification(rows, job.names, precision, executor, seed, len(job.reference), tuple(notes), refused)
 
 
 def _check_arguments(

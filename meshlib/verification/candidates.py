@@ -12,8 +12,8 @@ import numpy as np
 from layouts import LayoutRules, Mesh
 from layouts.rules import place
 from meshlib.errors import GraphError
-from meshlib.graph import Graph, Operation
-from meshlib.lowering.homes import Homes, all_operations
+from meshlib.graph import Operation
+from meshlib.lowering.homes import all_operations, scope_of
 from meshlib.operation import Home
 
 Lies = tuple[tuple[tuple[str, ...], ...], ...]  # per tensor, per dim, the axes
@@ -94,13 +94,11 @@ def _exchanged(lies: Lies, swap: dict[str, str]) -> Lies:
 def _laid_out(operations: Sequence[Operation]) -> list[tuple[Any, str]]:
     """(shape, scope) of every tensor whose layout the rules decide, each once."""
     found: dict[tuple[Any, str], None] = {}
-    homes: dict[Graph, Homes] = {}
     for op in all_operations(operations):
         if op.kind.home is not Home.RULES:
             continue
-        home = homes.setdefault(op.graph, Homes(op.graph, Mesh("all:1"), LayoutRules("")))
         for y in op.public_outputs:
-            found[y.shape, home.scope_of(y)] = None
+            found[y.shape, scope_of(y)] = None
     return list(found)
 
 

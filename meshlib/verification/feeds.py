@@ -13,8 +13,8 @@ from meshlib.errors import FeedError, GraphError, nearest
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor
 from meshlib.lowering.homes import all_operations
 from meshlib.lowering.simplification import simplify
-from meshlib.operation import Kind
-from meshlib.ops.sources import STEP, VARIABLE
+from meshlib.operation import RESIDENT, Kind
+from meshlib.ops.sources import STEP
 from meshlib.ops.sources import input as declare_input
 from meshlib.program.instructions import Move
 from meshlib.program.records import Program
@@ -111,7 +111,7 @@ def all_gradients(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str])
     xs = [
         op.output
         for op in simplify(graph, ys, ()).operations
-        if op.kind.kind is Kind.RESIDENT and op.output.dtype.is_float and op.attrs.get("trainable", True)
+        if op.kind.kind in RESIDENT and op.output.dtype.is_float and op.attrs.get("trainable", True)
     ]
     if not xs:
         return {}
@@ -127,5 +127,5 @@ def _gradients(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> dict
         # Ones would hide much: the rows of a softmax sum to one whatever it does.
         seeds = [declare_input(f"{COTANGENT}{n}", y.shape, y.dtype) for n, y in enumerate(ys)]
         found = gradients(ys, xs, seeds)
-    order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind is not VARIABLE)
+    order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind.kind is not Kind.VARIABLE)
     return {f"d {x.operation.name}": dx for x, dx in order if dx is not None}

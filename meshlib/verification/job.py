@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from layouts import LayoutRules, Mesh
 from meshlib.dtypes import INT32
 from meshlib.engine import Engine
 from meshlib.errors import FeedError, LayoutError
-from meshlib.graph import Graph, Operation, Tensor
-from meshlib.lowering import lower
+from meshlib.graph import Graph, Tensor
+from meshlib.lowering.session import Session
 from meshlib.ops.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
@@ -44,51 +44,34 @@ class ReferenceStep:
 class Job:
     """The unsharded program, run; and everything needed to run a layout of it and compare."""
 
-    outputs: dict[str, Tensor]
-    updates: list[Operation]
+    graph: Graph
+    session: Session
+    own: Session | None  # without the gradients that are asked for by nobody but us; None if there are no such
     precision: str
     executor: str
     seed: int
-    steps: int
     rtol: float | None
-    feeds: dict[str, Array]
-    program: Program
-    added: tuple[str, ...] = ()  # outputs that are gradients asked for by nobody but us
+    program: Program = field(init=False)
+    feeds: dict[str, Array] = field(init=False)
     reference: list[ReferenceStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @classmethod
-    def prepare(
-        cls,
-        graph: Graph,
-        outputs: dict[str, Tensor],
-        added: tuple[str, ...],
-        updates: list[Operation],
-        meshes: Sequence[Mesh],
-        inputs: Mapping[str, Any],
-        state: Mapping[str, Any],
-        steps: int,
-        precision: str,
-        executor: str,
-        seed: int,
-        rtol: float | None,
-    ) -> Job:
+    def prepare(self, meshes: Sequence[Mesh], inputs: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> None:
         """Lower the unsharded program (on a mesh with all axes, of size 1, that constraints may name) and run it."""
         alone = ";".join(f"{a}:1" for a in dict.fromkeys(a for m in meshes for a in m.axes))
-        program = lower(outputs, updates, alone, "", precision)
-        drawn = [v for n, v in program.inputs.items() if n not in inputs and v.tensor.dtype is INT32]
+        self.program = self.session.lower(alone, "", self.precision)
+        drawn = [v for n, v in self.program.inputs.items() if n not in inputs and v.tensor.dtype is INT32]
         for narrow in range(NARROWINGS):
-            feeds = draw_feeds(program, graph.inputs, inputs, seed, narrow)
-            job = cls(outputs, updates, precision, executor, seed, steps, rtol, feeds, program, added)
-            arrays = initial_state(program, state, seed)
+            self.feeds = draw_feeds(self.program, self.graph.inputs, inputs, self.seed, narrow)
+            self.reference = []
+            arrays = initial_state(self.program, state, self.seed)
             try:
                 for number in range(steps):
-                    arrays = job._run_reference(arrays, number, max(m.size for m in meshes))
-                break
+                    arrays = self._run_reference(arrays, number, max(m.size for m in meshes))
+                return
             except FeedError as fault:  # an index out of range
                 if not drawn or narrow == NARROWINGS - 1:
                     raise FeedError(f"verify: the unsharded program refuses its inputs; give others\n{fault}") from None
-        return job
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -150,6 +133,7 @@ class Job:
 
     def row(self, mesh: Mesh, rules: LayoutRules, searched: bool) -> Row | str:
         """Lower, run and compare one layout; a text if it was searched and the lowering refuses it."""
+        row = Row(str(mesh), str(rules), False, float("inf"), 0.0, "", 0, 0.0)
         try:
             program = self._lowered(mesh, rules)
         except LayoutError as fault:
@@ -157,8 +141,8 @@ class Job:
                 raise
             return f"{rules}: {str(fault).splitlines()[0]}"
         except FAULTS as fault:
-            text = f"the lowering fails: {type(fault).__name__}: {fault}"
-            return self._row(mesh, rules, None, float("inf"), 0.0, "", (), text)
+            return replace(row, fault=f"the lowering fails: {type(fault).__name__}: {fault}")
+        row = replace(row, collectives=len(program.collectives), sent_bytes=float(program.sent_bytes))
         run = self._runner(program)
         error = allowed = 0.0
         nearness, worst, wrong = -1.0, "", []
@@ -168,8 +152,7 @@ class Job:
                 outputs, updates = run(step)
             except FAULTS as fault:
                 text = f"step {number}: {type(fault).__name__}: {fault}"
-                found = self._first(program, number)
-                return self._row(mesh, rules, program, float("inf"), 0.0, "", (), text, found)
+                return replace(row, fault=text, divergence=self._first(program, number))
             made = {**outputs, **{f"new {n}": y for n, y in updates.items()}}
             for name, (wanted, limit) in step.ends.items():
                 if name not in made:  # a gradient that this layout can't lay out
@@ -182,19 +165,18 @@ class Job:
                 if most > limit:
                     first = number if first is None else first
                     wrong.append(self._wrong(name, number, made[name], wanted, off, limit))
-        if first is None:
-            return self._row(mesh, rules, program, error, allowed, worst)
-        return self._row(mesh, rules, program, error, allowed, worst, tuple(wrong), "", self._first(program, first))
+        divergence = None if first is None else self._first(program, first)
+        row = replace(row, ok=first is None, error=error, allowed=allowed, worst=worst)
+        return replace(row, wrong=tuple(wrong), divergence=divergence)
 
     def _lowered(self, mesh: Mesh, rules: LayoutRules) -> Program:
         """The program; without the gradients added here where a layout is good for all but them."""
         try:
-            return lower(self.outputs, self.updates, mesh, rules, self.precision)
+            return self.session.lower(mesh, rules, self.precision)
         except LayoutError as fault:
-            own = {n: y for n, y in self.outputs.items() if n not in self.added}
-            if len(own) == len(self.outputs):
+            if self.own is None:
                 raise
-            program = lower(own, self.updates, mesh, rules, self.precision)
+            program = self.own.lower(mesh, rules, self.precision)
             self.notes.append(f"gradients are not compared under {rules}: {str(fault).splitlines()[0]}")
             return program
 
@@ -219,23 +201,6 @@ class Job:
             f"'{name}'{place_} in step {number} is {float(found[at]):.9g}, not {float(wanted[at]):.9g} "
             f"(allowed: {limit:.2g}{share})"
         )
-
-    @staticmethod
-    def _row(
-        mesh: Mesh,
-        rules: LayoutRules,
-        program: Program | None,
-        error: float,
-        allowed: float,
-        worst: str,
-        wrong: tuple[str, ...] = (),
-        fault: str = "",
-        divergence: Divergence | None = None,
-    ) -> Row:
-        collectives = program.collectives if program is not None else ()
-        sent = float(program.sent_bytes) if program is not None else 0.0
-        ok = not wrong and not fault
-        return Row(str(mesh), str(rules), ok, error, allowed, worst, len(collectives), sent, wrong, fault, divergence)
 
     # ------------------------------------------------------------ the first operation that diverges
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshlib.errors import ProgramError
-from meshlib.program.records import bytes_text
+from meshlib.text import bytes_text, grid
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,12 @@ class Divergence:
         summed = "" if len(self.devices) == 1 else ", parts together"
         at = ", ".join(f"{d}={i}" for d, i in self.index.items())
         trip = "" if self.trip is None else f", trip {self.trip}"
-        lines = [
-            f"first to diverge: {self.instruction}, {self.phase}{trip}",
-            f"  {self.tensor}: {self.value}{f', split {self.split}' if self.split else ''}",
+        return (
+            f"first to diverge: {self.instruction}, {self.phase}{trip}\n"
+            f"  {self.tensor}: {self.value}{f', split {self.split}' if self.split else ''}\n"
             f"  on {cores}{f' ({where})' if where else ''}{summed}{f', at {at}' if at else ''}: "
-            f"{self.found:.9g}, not {self.wanted:.9g} (allowed: {self.allowed:.2g})",
-        ]
-        return "\n".join(lines)
+            f"{self.found:.9g}, not {self.wanted:.9g} (allowed: {self.allowed:.2g})"
+        )
 
 
 @dataclass(frozen=True)
@@ -126,10 +125,7 @@ class Verification:
             )
             for r in self.rows
         ]
-        widths = [max(len(row[k]) for row in (head, *cells)) for k in range(len(head))]
-        return "\n".join(
-            "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *cells)
-        )
+        return "\n".join(grid([head, *cells]))
 
     def _head(self) -> str:
         bad = len(self.failures)

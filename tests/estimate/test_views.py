@@ -97,7 +97,7 @@ def test_wrong_arguments(est, tmp_path):
     with pytest.raises(mtf.GraphError, match="expected an Estimate, got NoneType None"):
         est.compare(None)
     for path in (None, b"x", 3):
-        with pytest.raises(mtf.GraphError, match="expected a path"):
+        with pytest.raises(mtf.GraphError, match="the path must be text"):
             est.save_trace(path)
     with pytest.raises(mtf.GraphError, match="it is a folder"):
         est.save_trace(tmp_path)

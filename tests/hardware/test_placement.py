@@ -246,13 +246,9 @@ def test_the_best_order_of_axes_in_turn_is_found_without_trying_all():
     for _ in range(100):
         count = rng.integers(1, 5)
         factors = [Factor(*map(int, rng.choice([[0, 1, 2], [2, 3, 8], [1, 2, 4]], axis=1))) for _ in range(count)]
-        rings = [(f.size, bool(rng.integers(2))) for f in factors]
-        thin = [network._thinned(Links(45e9), f, 1) for f in factors]
-        every = [
-            network._staged("", [order], factors, rings, thin).seconds(1e6)
-            for order in itertools.permutations(range(count))
-        ]
-        assert network._ways(factors, rings, thin)[0].seconds(1e6) == pytest.approx(min(every))
+        legs = [network._Leg(f, (f.size, bool(rng.integers(2))), network._thinned(Links(45e9), f, 1)) for f in factors]
+        every = [network._staged("", [order], legs).seconds(1e6) for order in itertools.permutations(range(count))]
+        assert network._ways(legs)[0].seconds(1e6) == pytest.approx(min(every))
 
 
 def test_best_placement_on_the_largest_slice_prices_each_group_of_factors_once():

@@ -21,7 +21,9 @@ import pytest
 
 import meshlib as mtf
 
-lowering, choose, places = (importlib.import_module(f"meshlib.lowering{part}") for part in ("", ".choose", ".places"))
+lowering, choose, places = (
+    importlib.import_module(f"meshlib.lowering.{part}") for part in ("layout", "choose", "places")
+)
 
 BATCH, LENGTH, LAYERS, D_MODEL, D_FF, VOCAB = 16, 64, 2, 256, 1024, 512
 F32 = 4

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from meshlib.graph import Operation
-from meshlib.operation import EVERY, ON_MXU, Home, Kind, OpDef, Storage
+from meshlib.operation import EVERY, ON_MXU, RESIDENT, Home, Kind, OpDef, Storage
+from meshlib.ops.table import FrozenArray
 from tests.cases import Array
 from tests.traits.samples import STRUCTURE, TRIES, Sample, apply, same
 
@@ -59,9 +60,15 @@ def _in_place(record: OpDef, s: Sample) -> bool:
 def check_kind(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """What the numbers and the work say of the engine and of fusion."""
     kind, sources = record.kind, not any(s.op.inputs for s in uses)
-    if (kind in (Kind.SOURCE, Kind.RESIDENT)) != sources:
+    held = sources and all(any(isinstance(v, FrozenArray) for v in s.op.attrs.values()) for s in uses)
+    if (kind in (Kind.SOURCE, *RESIDENT)) != (sources and not held):
         yield f"{record.name}: {kind} with operands, or without"
-    if (kind is Kind.LOOP) != all("body" in s.op.attrs for s in uses):
+    for resident, where in ((Kind.INPUT, "inputs"), (Kind.VARIABLE, "variables")):
+        if (kind is resident) != all(s.op in getattr(s.op.graph, where).values() for s in uses):
+            yield f"{record.name}: {kind}, and its graph has it among the {where}, or not"
+    if held and kind is not Kind.INDEXED:
+        yield f"{record.name}: {kind}, but it looks up what an attribute holds"
+    if (kind is Kind.LOOP) != all(s.op.loop is not None for s in uses):
         yield f"{record.name}: {kind} with a body, or without"
         return
     if (kind is Kind.COPY) != all(s.op.output.on_host or any(x.on_host for x in s.op.inputs) for s in uses):
@@ -101,7 +108,7 @@ def _loses(record: OpDef, op: Operation) -> bool:
 
 def check_storage(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """Whether NumPy shares memory, and in which order the elements come."""
-    if record.kind in (Kind.RESIDENT, Kind.LOOP):
+    if record.kind in (*RESIDENT, Kind.LOOP):
         return
     made = [(s, apply(record, s.op, s.arrays)[0]) for s in uses]
     if not any(s.op.inputs for s in uses):
@@ -149,7 +156,7 @@ def check_home(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
 
 
 def _is_operand(record: OpDef, s: Sample) -> bool:
-    if len(s.op.inputs) != 1 or s.op.inputs[0].shape != s.op.output.shape or record.kind in (Kind.LOOP, Kind.RESIDENT):
+    if len(s.op.inputs) != 1 or s.op.inputs[0].shape != s.op.output.shape or record.kind in (*RESIDENT, Kind.LOOP):
         return False
     return s.op.inputs[0].dtype is not s.op.output.dtype or same(apply(record, s.op, s.arrays), s.arrays)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import product
 
 import numpy as np
@@ -12,7 +14,8 @@ from hardware.numerics import round_to_bfloat16
 from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL
 from meshlib.errors import FeedError
-from meshlib.operation import Home, Kind, OpDef, Storage, align
+from meshlib.operation import RESIDENT, Home, Kind, OpDef, Storage
+from meshlib.ops.rules import align
 from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same, stored
 
 # ---------------------------------------------------------------- linear
@@ -20,7 +23,7 @@ from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same, stored
 
 def check_linear(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """f(a + b) = f(a) + f(b) in the operands that are said to be, and in no others."""
-    for s in uses if record.kind not in (Kind.RESIDENT, Kind.LOOP) else ():
+    for s in uses if record.kind not in (*RESIDENT, Kind.LOOP) else ():
         said, floats = record.linear(s.op), s.floats()
         together = [list(said.operands)] if said.together else [[n] for n in said.operands]
         for operands in together:
@@ -62,7 +65,7 @@ def check_remade(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """A source that is always the same, or a number in every place, needs nothing that lies elsewhere."""
     numbers = [s for s in uses if s.op.inputs and s.op.output.shape.size > 1 and all(not x.shape for x in s.op.inputs)]
     repeats = [all(bool((apply(record, s.op, s.arrays)[0] == x).all()) for x in s.arrays) for s in numbers]
-    source = record.kind is Kind.SOURCE and not record.unique
+    source = not any(s.op.inputs for s in uses) and record.kind not in RESIDENT and not record.unique
     wanted = source or (bool(numbers) and all(repeats) and record.storage is Storage.VIEW)
     if record.remade != wanted:
         yield f"{record.name}: remade is {record.remade}, should be {wanted}"
@@ -89,7 +92,7 @@ def _is_affine(record: OpDef, s: Sample) -> bool:
 def check_exact(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """Operands in bfloat16, of many magnitudes, make a result that is; `uses` are in bfloat16."""
     rounds = tried = False
-    for s, scale in product(uses if record.kind not in (Kind.RESIDENT, Kind.LOOP) else (), (False, True)):
+    for s, scale in product(uses if record.kind not in (*RESIDENT, Kind.LOOP) else (), (False, True)):
         arrays = list(s.arrays)
         for n in s.floats() if scale else ():
             spread = s.rng.choice([-1.0, 1.0, 1.0], arrays[n].shape) * 2.0 ** s.rng.integers(-8, 9, arrays[n].shape)
@@ -108,7 +111,7 @@ def check_unique(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """Two of them with other names, on the same operands."""
     if record.kind is Kind.LOOP:
         return
-    differ = record.kind in (Kind.RESIDENT, Kind.COMMIT)  # of which the graph holds one by each name
+    differ = record.kind in (*RESIDENT, Kind.COMMIT)  # of which the graph holds one by each name
     for s in uses if not differ else ():
         other = dataclasses.replace(s.op, name=f"{s.op.name}_other")
         differ |= not same(apply(record, s.op, s.arrays), apply(record, other, s.arrays))
@@ -143,6 +146,8 @@ def _is_unread(record: OpDef, s: Sample, at: tuple[int, ...]) -> bool:
 def check_indices(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """An index far outside is refused, in the operand that holds indices and in no other."""
     for s in uses if record.kind not in STRUCTURE else ():
+        if s.op.attrs.get("out_of_range") == "zero":
+            continue
         for n, x in enumerate(s.arrays):
             if x.dtype.kind != "i" or not x.size:
                 continue
@@ -173,6 +178,27 @@ def check_scores(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
             yield f"{s}: backward is {record.scores.backward}"
 
 
+def check_show(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """Operands that leave no trace in the result are there to be shown, and without them nothing is."""
+    if record.kind in STRUCTURE:
+        return
+    idle = bool(uses) and all(len(s.op.inputs) > 1 and _reads_first_only(record, s) for s in uses)
+    if (record.show is not None) != idle:
+        yield f"{record.name}: operands are shown that the result depends on, or not shown that it does not"
+    for s in uses if record.show else ():
+        assert record.show is not None
+        for data in ((), s.arrays[1:]):
+            with redirect_stdout(StringIO()) as shown:
+                record.show(dataclasses.replace(s.op, inputs=s.op.inputs[: 1 + len(data)]), data)
+            if bool(shown.getvalue()) != bool(data):
+                yield f"{s}: shows {shown.getvalue()!r} of {len(data)} operands"
+
+
+def _reads_first_only(record: OpDef, s: Sample) -> bool:
+    others = [s.rng.permutation(x.ravel()).reshape(x.shape) for x in s.arrays[1:]]
+    return same(apply(record, s.op, [s.arrays[0], *others]), apply(record, s.op, s.arrays))
+
+
 CHECKS = {
     "linear": check_linear,
     "remade": check_remade,
@@ -182,4 +208,5 @@ CHECKS = {
     "reads_part": check_reads_part,
     "indices": check_indices,
     "scores": check_scores,
+    "show": check_show,
 }

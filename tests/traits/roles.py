@@ -11,6 +11,7 @@ import meshlib as mtf
 from layouts import Shape
 from meshlib.graph import Operation, TensorType
 from meshlib.operation import Factor, Halo, OpDef, Role, Summary
+from meshlib.program.instructions import Compute
 from tests.cases import Array
 from tests.oracle import run
 from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same
@@ -37,9 +38,9 @@ def check_roles(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
             needed = not any(_works(record, s, f, role, count) for role in ALONE)
             if f.role is Role.WHOLE:
                 needed = needed and not _needs_a_run(record, s, f)
-                dim = _attributes(s.op, f)
+                dim = _attributes(s.op, f) or "a dim"
                 if (record.name, dim) not in EXCUSED:
-                    kept.setdefault(f"{f.role} of {dim or 'a dim'}", []).append(needed)
+                    kept.setdefault(f"{f.role} of {dim}", []).append(needed)
             else:
                 kept.setdefault(str(f.role), []).append(needed)
     for what, needed_at in kept.items():
@@ -170,7 +171,7 @@ def _split(record: OpDef, s: Sample, f: Factor, count: int) -> str:
         (found,) = run(program, feeds)
     except Exception as fault:  # a wrong record may fail in any way
         return f"{type(fault).__name__} {fault}"
-    (instruction,) = (i for i in program.instructions if i.operation is made and not i.is_reshard)
+    (instruction,) = (i for i in program.instructions if i.operation is made and isinstance(i, Compute))
     if dict(instruction.assignment).get("p") != f.name:
         return "it was not split there"
     if any(i.is_collective for i in program.instructions if i.operation is made):

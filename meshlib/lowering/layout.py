@@ -1,0 +1,133 @@
+"""The lowering of one program under one mesh and layout: sweeps over it and its loop bodies, then the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from layouts import LayoutRules, Mesh, Sharding
+from meshlib.graph import Graph, Tensor
+from meshlib.lowering.choose import Balance
+from meshlib.lowering.homes import Homes
+from meshlib.lowering.memos import Memos
+from meshlib.lowering.order import order_and_fuse
+from meshlib.lowering.partition import Partitioner
+from meshlib.lowering.passes import merge_small_collectives, remove_dead_code
+from meshlib.lowering.places import Foresight
+from meshlib.lowering.simplification import Simplified
+from meshlib.operation import Kind
+from meshlib.program.checker import Sound, check_program
+from meshlib.program.instructions import Value
+from meshlib.program.records import Program
+
+MORE_SWEEPS = 3  # each knows what the one before it did
+PASSES = (remove_dead_code, merge_small_collectives, order_and_fuse)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One mesh and layout: what the lowering of a program and of the loop bodies in it have in common."""
+
+    mesh: Mesh
+    rules: LayoutRules
+    precision: str
+    balance: Balance
+    notes: tuple[str, ...]
+    memos: Memos
+    sound: Sound
+    # A second sweep over a program meets its loops again.
+    _bodies: dict[object, Program] = field(default_factory=dict)
+    _trials: dict[object, Partitioner] = field(default_factory=dict)
+
+    def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
+        """The whole program, through all passes."""
+        kept = {name: simple.of(t) for name, t in fetched.items()}
+        sweep = self._sweep(simple, Homes(simple.graph, self.mesh, self.rules), kept.values())
+        outputs = {name: sweep.at_home(t) for name, t in kept.items()}
+        return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
+
+    def body(
+        self,
+        graph: Graph,
+        homes: Homes,
+        results: Sequence[Tensor],
+        ends: Sequence[Sharding | None],
+        names: Sequence[str],
+    ) -> Program:
+        """The body of a loop, whose results lie as given; with None where the body has them anyway."""
+        key = (graph, tuple(results), tuple(ends), *(homes.of(op.output) for op in graph.inputs.values()))
+        if key in self._bodies:
+            return self._bodies[key]
+        simple = self.memos.simplified(graph, results, taken=True)
+        kept = [simple.of(t) for t in results]
+        bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
+        for t, end in bound.items():
+            if t.operation.kind.kind is not Kind.INPUT:
+                homes.bind(t, end)
+        sweep = self._sweep(simple, homes, bound)
+        placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
+        outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
+        for name in names:
+            if name not in sweep.inputs:  # a carry that the body ignores
+                sweep.resident(graph.inputs[name])
+        inputs = {name: sweep.inputs[name] for name in names}
+        program = self._bodies[key] = self._finished(sweep, inputs, outputs, False, (), is_body=True)
+        return program
+
+    def trial(self, graph: Graph, homes: Homes, results: Sequence[Tensor]) -> Partitioner:
+        """The body of a loop partitioned, not finished."""
+        key = (graph, tuple(results), *(homes.of(op.output) for op in graph.inputs.values()))
+        if key not in self._trials:
+            simple = self.memos.simplified(graph, results, taken=False)
+            self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in results])
+        return self._trials[key]
+
+    def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
+        """Partition; again with what that taught, as long as that matters, and keep what sends least."""
+        kept = list(dict.fromkeys(fetched))
+        needed = [*kept, *simple.taken]
+        best = self._swept(simple, homes, kept, Foresight())
+        if not best.places.learnt.missed:
+            return best
+        for _ in range(MORE_SWEEPS):
+            sweep = self._swept(simple, homes, kept, best.places.learnt)
+            if sweep.places.sent_bytes(needed) >= best.places.sent_bytes(needed):
+                break
+            best = sweep
+        return best
+
+    def _swept(self, simple: Simplified, homes: Homes, kept: Sequence[Tensor], ahead: Foresight) -> Partitioner:
+        memos = self.memos
+        choices = memos.choices.setdefault(self.balance, {})
+        sweep = Partitioner(
+            simple, homes, self.balance, memos.signatures, choices, set(kept), self.body, self.trial, ahead
+        )
+        sweep.run()
+        return sweep
+
+    def _finished(
+        self,
+        sweep: Partitioner,
+        inputs: Mapping[str, Value],
+        outputs: Mapping[str, Value],
+        counts_steps: bool,
+        notes: tuple[str, ...],
+        is_body: bool = False,
+    ) -> Program:
+        program = Program(
+            self.mesh,
+            self.rules,
+            self.precision,
+            tuple(sweep.places.instructions),
+            inputs,
+            sweep.variables,
+            outputs,
+            sweep.updates,
+            counts_steps,
+            notes,
+            is_body,
+        )
+        check_program(program, "partitioning", sound=self.sound)
+        for run in PASSES:
+            program = check_program(run(program), run.__name__, before=program, sound=self.sound)
+        return program

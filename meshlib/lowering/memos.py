@@ -1,0 +1,48 @@
+"""What lowering learns about one graph that holds under every layout.
+
+    per operation      its signature: what the record says of it      (graph)
+    per signature      what an assignment of axes means               (mesh)
+                       the choice among assignments                   (mesh, shardings of operands and home, balance)
+    per graph, body    dead code and common subexpressions            (results)
+    per computation    that the checker found it sound                (shardings, assignment)
+
+Nothing here knows the layout: a key names the shardings that a layout led to, so what two layouts lay alike is found
+once. Reshard plans and `LayoutRules.sharding` know no graph; `layouts` itself remembers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshlib.graph import Graph, Tensor
+from meshlib.lowering.choose import Balance, Choice
+from meshlib.lowering.simplification import Simplified, simplify
+from meshlib.program.signature import Signatures
+
+MOST = 1 << 16  # choices, and computations found sound: a search meets thousands of layouts
+
+
+@dataclass(eq=False)
+class Memos:
+    """See above."""
+
+    signatures: Signatures = field(default_factory=Signatures)
+    choices: dict[Balance, dict[object, Choice]] = field(default_factory=dict)
+    computations: set[object] = field(default_factory=set)
+    _simplified: dict[object, Simplified] = field(default_factory=dict)
+
+    def simplified(self, graph: Graph, results: Sequence[Tensor], taken: bool) -> Simplified:
+        """The body of a loop, simplified; `taken`: its results are needed wherever they lie."""
+        key = (graph, tuple(results), taken)
+        if key not in self._simplified:
+            simple = self._simplified[key] = simplify(graph, results, ())
+            simple.taken.update(simple.of(t) for t in results if taken)
+        return self._simplified[key]
+
+    def trim(self) -> None:
+        """Start anew with what grows from layout to layout, where that has become too much to hold."""
+        if sum(map(len, self.choices.values())) > MOST or len(self.computations) > MOST:
+            self.choices.clear()
+            self.computations.clear()
+            self.signatures.forget_assignments()

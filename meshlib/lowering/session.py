@@ -1,0 +1,127 @@
+"""Many layouts of one program: what the lowering learns under one of them serves the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from layouts import LayoutRules, Mesh, Report
+from meshlib.checks import choice
+from meshlib.errors import GraphError
+from meshlib.graph import Graph, Operation, Tensor
+from meshlib.lowering.choose import Balance
+from meshlib.lowering.homes import Subjects, check_layout, refuse_faults
+from meshlib.lowering.layout import Lowering
+from meshlib.lowering.memos import Memos
+from meshlib.lowering.simplification import simplify
+from meshlib.ops.state import assigned
+from meshlib.program.checker import Sound
+from meshlib.program.records import Program
+
+Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
+T = TypeVar("T", Mesh, LayoutRules)
+
+
+class Session:
+    """The lowering of one program, kept: layouts, meshes, precisions and balances vary.
+
+    Every program is the one that `mtf.lower` would return at that moment; from the second layout on it is there sooner,
+    because what does not depend on the layout is known, and what depends on it is shared wherever two layouts lay an
+    operation alike. What is added to the graph later is no part of the program, but may name dims that a layout names,
+    or declare gradients; the session notices and learns anew.
+
+    Args:
+      outputs, updates: as `mtf.lower` takes them.
+    Raises: GraphError for bad outputs or updates.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("d", 4)])
+      ...     total = mtf.reduce_sum(mtf.square(x), name="total")
+      >>> session = mtf.Session({"total": total})
+      >>> for layout in ("batch:rows", "d:cols", "batch:rows;d:cols"):
+      ...     print(layout, session.lower("rows:2;cols:4", layout).sent_bytes)
+      batch:rows 4
+      d:cols 6
+      batch:rows;d:cols 7
+      >>> session.check("rows:3", "batch:rows").ok
+      False
+    """
+
+    def __init__(self, outputs: Outputs = None, updates: Sequence[Operation] = ()) -> None:
+        self._outputs, self._graph = fetched_outputs(outputs, updates)
+        self._updates = assigned(updates)
+        self._known: object = None
+
+    def lower(
+        self, mesh: Any = "device:1", layout: Any = "", precision: str = "default", balance: Balance | None = None
+    ) -> Program:
+        """What one core of `mesh` runs under `layout`: arguments, result and faults are those of `mtf.lower`."""
+        choice(precision, "lower", "precision", ("default", "highest"))
+        if balance is not None and not isinstance(balance, Balance):
+            raise GraphError(f"lower: balance must be an mtf.Balance, got {type(balance).__name__} {balance!r:.80}")
+        mesh, rules = _one(Mesh(mesh)), _one(LayoutRules(layout))
+        self._learn()
+        report = check_layout(self._subjects, mesh, rules)
+        refuse_faults(report, self._subjects, mesh, rules)
+        memos = self._memos
+        memos.trim()
+        sound = Sound(memos.signatures, memos.computations)
+        lowering = Lowering(mesh, rules, precision, balance or Balance(), report.notes, memos, sound)
+        return lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
+
+    def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:
+        """All faults of a layout at once, and notes on what it leaves unused: as `mtf.check`."""
+        self._learn()
+        return check_layout(self._subjects, Mesh(mesh), LayoutRules(layout))
+
+    def _learn(self) -> None:
+        """Look at the graph, unless it is as it was."""
+        known = [(len(g.operations), dict(g.gradient_of), dict(g.known)) for g in _graphs(self._graph)]
+        if known != self._known:
+            self._known, self._memos = known, Memos()
+            self._simple = simplify(self._graph, self._outputs.values(), self._updates.values())
+            self._subjects = Subjects(self._graph, self._simple.operations)
+
+
+def _graphs(graph: Graph) -> list[Graph]:
+    """A graph and those of the loop bodies in it."""
+    bodies = [op.loop.body for op in graph.operations if op.loop is not None]
+    return [graph, *(g for body in bodies for g in _graphs(body))]
+
+
+@lru_cache(maxsize=1 << 10)
+def _one(given: T) -> T:
+    """The first of all that are equal: what is looked up by it is found by identity."""
+    return given
+
+
+def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dict[str, Tensor], Graph]:
+    """What a program returns, by name, and its graph; GraphError for what is no output or update."""
+    if isinstance(outputs, Tensor):
+        outputs = [outputs]
+    if outputs is not None and not isinstance(outputs, Mapping):
+        if not isinstance(outputs, list | tuple):
+            raise GraphError(f"outputs must be a dict of names to tensors, a list or a tensor, got {outputs!r:.80}")
+        for t in outputs:
+            if not isinstance(t, Tensor):
+                raise GraphError(f"outputs must be tensors, got {type(t).__name__} {t!r:.80}")
+        outputs = {t.name: t for t in outputs}
+    fetched = dict(outputs or {})
+    for name, t in fetched.items():
+        if not isinstance(name, str):
+            raise GraphError(f"the names of outputs are strings, got {type(name).__name__} {name!r:.80}")
+        if not isinstance(t, Tensor):
+            raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
+    if isinstance(updates, Operation) or not isinstance(updates, Sequence):
+        raise GraphError(f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}")
+    assigned(updates)  # refuses what is no update, before its graph is looked at
+    graphs = list(
+        dict.fromkeys([*(t.graph for t in fetched.values()), *(u.graph for u in updates if isinstance(u, Operation))])
+    )
+    if not graphs:
+        raise GraphError("nothing to lower: give outputs, updates or both")
+    if len(graphs) > 1:
+        raise GraphError("outputs and updates belong to different graphs; build them in one `with mtf.Graph()`")
+    return fetched, graphs[0]

@@ -1,0 +1,101 @@
+"""Building operations: arguments of public functions become operands and dims, or one error; operands an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.errors import LayoutError, ShapeError
+from meshlib.graph import Graph, Operation, Tensor, checked_op_name, innermost
+from meshlib.operation import OpDef
+from meshlib.origin import source_line
+
+
+def build(kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name: str | None = None) -> Tensor:
+    """Check the operands, add the operation to their graph and return its first output."""
+    return build_all(kind, inputs, attrs, name)[0]
+
+
+def build_all(
+    kind: OpDef, inputs: Sequence[Tensor], attrs: Mapping[str, Any], name: str | None = None
+) -> tuple[Tensor, ...]:
+    """Check the operands, add the operation to their graph and return its outputs."""
+    checked_op_name(name, kind.name)
+    types = tuple(x.type for x in inputs)
+    try:
+        made = kind.shape(types, attrs)
+    except (ShapeError, LayoutError) as fault:
+        operands = "".join(f"\n  {x}" for x in inputs)
+        raise ShapeError(f"{kind.name}{f' {name!r}' if name else ''} ({source_line()}): {fault}{operands}") from None
+    graph = innermost(inputs, kind.name)
+    outs = made if isinstance(made, tuple) else (made,)
+    return graph.add(kind, [graph.adopt(x) for x in inputs], outs, attrs, name).outputs
+
+
+def build_source(
+    graph: Graph,
+    kind: OpDef,
+    attrs: Mapping[str, Any],
+    name: str | None = None,
+    exact_name: str | None = None,
+) -> Operation:
+    """Add an operation without operands to `graph`."""
+    made = kind.shape((), attrs)
+    return graph.add(kind, (), made if isinstance(made, tuple) else (made,), attrs, name, exact_name)
+
+
+def as_tensor(x: object, like: Tensor | None, what: str) -> Tensor:
+    """`x` itself if it is a tensor, else a constant of the neighbour's dtype."""
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, bool | int | float | np.generic) and like is not None:
+        from meshlib.ops.sources import scalar
+
+        return scalar(x, like)
+    wanted = "a tensor" if like is None else "a tensor or a number"
+    hint = "; feed arrays through mtf.input" if isinstance(x, np.ndarray) else ""
+    raise ShapeError(f"{what} ({source_line()}): expected {wanted}, got {type(x).__name__} {x!r:.80}{hint}")
+
+
+def tensor(x: object, what: str) -> Tensor:
+    """`x`, checked to be a tensor."""
+    return as_tensor(x, None, what)
+
+
+def floats(x: object, what: str) -> Tensor:
+    """`x`, checked to be a float tensor."""
+    found = tensor(x, what)
+    if not found.dtype.is_float:
+        raise ShapeError(f"{what} ({source_line()}): needs a float tensor, got {found}; cast it with mtf.cast")
+    return found
+
+
+def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
+    """Dims from a Dimension, a Shape, or a list of Dimensions."""
+    if isinstance(dims, Dimension):
+        return (dims,)
+    if isinstance(dims, Shape):
+        return tuple(dims)
+    if isinstance(dims, Sequence | set | frozenset) and not isinstance(dims, str):
+        for d in dims:
+            if not isinstance(d, Dimension):
+                raise ShapeError(f"{what} ({source_line()}): expected Dimensions, got {type(d).__name__} {d!r:.80}")
+        # A set has no order of its own that would be the same in the next run.
+        ordered = dims if isinstance(dims, Sequence) else sorted(dims, key=lambda d: d.name)
+        try:
+            return tuple(Shape(tuple(ordered)))
+        except LayoutError as fault:
+            raise ShapeError(f"{what} ({source_line()}): {fault}") from None
+    raise ShapeError(
+        f"{what} ({source_line()}): expected a Dimension or a list of them, got {type(dims).__name__} {dims!r:.80}"
+    )
+
+
+def as_dim(dim: object, what: str) -> Dimension:
+    """`dim`, checked to be one Dimension."""
+    if isinstance(dim, Dimension):
+        return dim
+    raise ShapeError(f"{what} ({source_line()}): expected a Dimension, got {type(dim).__name__} {dim!r:.80}")

@@ -1,0 +1,90 @@
+"""Rules that many records share: dims of the same name are the same, no work or one operation for each element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd, prod
+from typing import Any
+
+from layouts import Dimension, Shape
+from meshlib.dtypes import DType
+from meshlib.errors import ShapeError
+from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.operation import Array, Factor, Role, Work
+
+
+def no_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    """Of what is there already, of other names for it, and of copies that no core makes."""
+    return Work(0, 0)
+
+
+def vector_work(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any]) -> Work:
+    """One lane operation per element of the result."""
+    return Work(0, out.shape.size)
+
+
+def not_differentiable(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
+    """The gradient rule of operations that pass no gradient: comparisons, indices, random numbers."""
+    return [None] * len(op.inputs)
+
+
+def union(shapes: Sequence[Shape]) -> Shape:
+    """The dims of all shapes, in order of first appearance; a larger shape that holds all others keeps its order.
+
+    Raises ShapeError where one name comes with two sizes.
+    """
+    sizes: dict[str, int] = {}
+    for s in shapes:
+        for d in s:
+            if sizes.setdefault(d.name, d.size) != d.size:
+                raise ShapeError(
+                    f"dim '{d.name}' has two sizes, {sizes[d.name]} and {d.size}; "
+                    "rename one with mtf.rename_dimension, or make them equal"
+                )
+    for s in shapes:
+        if len(s) == len(sizes):
+            return s
+    return Shape(list(sizes.items()))
+
+
+def same_dtype(types: Sequence[TensorType]) -> DType:
+    """The common dtype; mixing is an error, because a silent cast would hide its cost."""
+    dtypes = list(dict.fromkeys(t.dtype for t in types))
+    if len(dtypes) > 1:
+        names = " and ".join(d.name for d in dtypes)
+        raise ShapeError(f"operands have dtypes {names}; cast one, as in mtf.cast(x, '{dtypes[0].name}')")
+    return dtypes[0]
+
+
+def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> tuple[Factor, ...]:
+    """Factors by name: a dim is one factor wherever its name occurs; PARALLEL unless `special` says otherwise."""
+    special = special or {}
+    # A dim whose size changes (slice, concat, ...) can only be split by what divides it everywhere.
+    sizes: dict[str, int] = {}
+    for t in (*op.inputs, *op.outputs):
+        for d in t.shape:
+            sizes[d.name] = gcd(sizes.get(d.name, 0), d.size)
+    return tuple(
+        Factor(
+            n,
+            size,
+            tuple(n if n in x.shape else None for x in op.inputs),
+            tuple(n if n in y.shape else None for y in op.outputs),
+            special.get(n, Role.PARALLEL),
+        )
+        for n, size in sizes.items()
+    )
+
+
+def align(x: Array, names: Sequence[str], to: Sequence[str]) -> Array:
+    """View of `x` with its dims in the order `to`, length-1 axes where it has none: broadcasting by name."""
+    if tuple(names) == tuple(to):
+        return x
+    order = [names.index(n) for n in to if n in names]
+    x = x.transpose(order)
+    return x.reshape([x.shape[[names[i] for i in order].index(n)] if n in names else 1 for n in to])
+
+
+def size_of(dims: Sequence[Dimension]) -> int:
+    """Product of the sizes."""
+    return prod(d.size for d in dims)

@@ -1,0 +1,114 @@
+"""What operations that compute the same have in common, under every mesh and layout.
+
+The layers of a model are written again and again, and a graph is lowered again and again: what an operation's record
+says of it is asked once for all that are alike, and what it means to split it once for each mesh and assignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from layouts import LayoutError, Mesh, Sharding
+from layouts.sharding import block
+from meshlib.graph import Operation, Tensor, TensorType
+from meshlib.operation import Work
+from meshlib.program.exchange import Exchange, plan_exchanges
+from meshlib.program.split import Axes, derive
+
+
+class Blocks(NamedTuple):
+    """An operation whose factors are cut into so many blocks each: what bounds the price of an assignment."""
+
+    operands: tuple[int, ...]  # elements of one device's block
+    out: int
+    work: Work
+
+
+class Assigned(NamedTuple):
+    """An operation under one assignment of axes to its factors: no layout, no home and no price is in it."""
+
+    operands: tuple[Sharding, ...]  # what each operand must be
+    out: Sharding
+    exchanges: tuple[Exchange, ...]  # what moves inside the operation
+
+
+class Signature:
+    """All operations of one kind with equal attributes on operands of equal types; `op` is one of them."""
+
+    def __init__(self, op: Operation) -> None:
+        self.op = op
+        self.factors = op.kind.roles(op)
+        self.linear = op.kind.linear(op)
+        self.names = tuple(f.name for f in self.factors)
+        self.reducing = tuple(f.name for f in self.factors if f.role.reduces)  # a split leaves the result pending
+        self._blocks: dict[tuple[int, ...], Blocks | None] = {}
+        self._assigned: dict[object, Assigned | None] = {}
+
+    def cut(self, counts: tuple[int, ...]) -> Blocks | None:
+        """It with `counts` blocks along each factor, on whatever mesh; None where a size does not divide."""
+        if counts not in self._blocks:
+            self._blocks[counts] = self._cut(counts)
+        return self._blocks[counts]
+
+    def _cut(self, counts: tuple[int, ...]) -> Blocks | None:
+        op = self.op
+        cut = [(f, n) for f, n in zip(self.factors, counts, strict=True) if n > 1]
+        types = [_block(x, {f.operands[i]: n for f, n in cut}) for i, x in enumerate(op.inputs)]
+        out = _block(op.output, {f.outputs[0]: n for f, n in cut})
+        operands = tuple(t for t in types if t is not None)
+        if out is None or len(operands) < len(types):
+            return None
+        return Blocks(tuple(t.shape.size for t in operands), out.shape.size, op.kind.work(operands, out, op.attrs))
+
+    def under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
+        """It under an assignment, `passed` pending axes of each operand going through; None where that cannot be."""
+        key = (mesh, tuple(axes.items()), passed)
+        if key not in self._assigned:
+            self._assigned[key] = self._under(mesh, axes, passed)
+        return self._assigned[key]
+
+    def _under(self, mesh: Mesh, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Assigned | None:
+        op = self.op
+        try:
+            operands, out = derive(self.factors, axes, [x.shape for x in op.inputs], op.output.shape, mesh, passed)
+        except LayoutError:  # mixed kinds of pending, or a size that does not divide
+            return None
+        return Assigned(operands, out, plan_exchanges(op, self.factors, axes, operands, out))
+
+    def forget_assignments(self) -> None:
+        """Keep what holds for every mesh only."""
+        self._assigned.clear()
+
+
+def _block(t: Tensor, counts: Mapping[str | None, int]) -> TensorType | None:
+    """The type of one device's block."""
+    along = tuple([counts.get(n, 1) for n in t.shape.names])
+    if any(size % n for size, n in zip(t.shape.sizes, along, strict=True)):
+        return None
+    return TensorType(block(t.shape, along), t.dtype)
+
+
+@dataclass(eq=False)
+class Signatures:
+    """The signatures of a graph's operations."""
+
+    _of: dict[Operation, Signature] = field(default_factory=dict)
+    _alike: dict[object, Signature] = field(default_factory=dict)
+
+    def of(self, op: Operation) -> Signature:
+        """The signature of an operation."""
+        found = self._of.get(op)
+        if found is None:
+            key = (op.kind, tuple(op.attrs.items()), *(t.type for t in op.inputs), None, *(t.type for t in op.outputs))
+            found = self._alike.get(key)
+            if found is None:
+                found = self._alike[key] = Signature(op)
+            self._of[op] = found
+        return found
+
+    def forget_assignments(self) -> None:
+        """Keep what holds for every mesh only."""
+        for signature in self._alike.values():
+            signature.forget_assignments()

@@ -1,0 +1,62 @@
+"""Figures and tables as text, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def bytes_text(n: int | float) -> str:
+    """Bytes for people: 1536 -> '1.5 KiB'.
+
+    >>> bytes_text(512), bytes_text(1536), bytes_text(3 * 2**20)
+    ('512 B', '1.5 KiB', '3 MiB')
+    """
+    size = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> seconds_text(1.5e-6), seconds_text(0.0123), seconds_text(75)
+    ('1.5 us', '12.3 ms', '75 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def count_text(n: float) -> str:
+    """Counts for people.
+
+    >>> count_text(999), count_text(1.234e9), count_text(2e15)
+    ('999', '1.234 G', '2 P')
+    """
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.4g} {unit}"
+    return f"{n:.4g}"
+
+
+def usd_text(dollars: float) -> str:
+    """Dollars for people.
+
+    >>> usd_text(0.000233), usd_text(12.345), usd_text(170312.4)
+    ('$0.000233', '$12.35', '$170,312')
+    """
+    return f"${dollars:,.0f}" if dollars >= 1000 else f"${dollars:.4g}"
+
+
+def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Rows of text in aligned columns; those in `right` to the right."""
+    widths = [max(len(row[k]) for row in cells) for k in range(len(cells[0]))]
+    return [
+        "  ".join(f"{c:>{w}}" if k in right else f"{c:<{w}}" for k, (c, w) in enumerate(zip(row, widths, strict=True)))
+        .rstrip()
+        for row in cells
+    ]  # fmt: skip

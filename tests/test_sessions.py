@@ -1,0 +1,277 @@
+"""What a session keeps never shows: every program is the one that a lowering of its own makes, to the last byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import meshlib as mtf
+from meshlib.graph import Operation, Tensor
+from meshlib.lowering import memos, partition
+from meshlib.lowering.simplification import simplify
+from meshlib.ops.state import assigned
+from meshlib.program.instructions import Instruction, Value
+from meshlib.program.records import Program
+from meshlib.program.signature import Signatures
+from meshlib.verification import legal_layouts
+from tests.test_property_programs import Written, programs
+
+D = mtf.Dimension
+# (mesh, layout, precision, balance)
+Way = tuple[str, str, str, mtf.Balance | None]
+DENSER = mtf.Balance(mxu_flops_per_byte=500.0, vpu_ops_per_byte=50.0)
+
+
+def told(x: object, numbers: dict[Value, int]) -> object:
+    """All that a program says, loops included, as plain data: values by the order in which they occur."""
+    if isinstance(x, Value):
+        return numbers.setdefault(x, len(numbers)), x.tensor.name, str(x), x.local_bytes
+    if isinstance(x, Tensor | Operation):
+        return str(x)
+    if isinstance(x, Program | Instruction):
+        return [(f.name, told(getattr(x, f.name), numbers)) for f in fields(x)]
+    if isinstance(x, Mapping):
+        return [(name, told(y, numbers)) for name, y in x.items()]
+    if isinstance(x, tuple | list):
+        return [told(y, numbers) for y in x]
+    return repr(x)
+
+
+def outcome(lower: Callable[[], Program]) -> object:
+    """What a lowering makes, or why it refuses to."""
+    try:
+        program = lower()
+    except mtf.LayoutError as fault:
+        return str(fault)
+    return told(program, {}), program.sent_bytes, program.memory.peak_bytes
+
+
+Alone = Mapping[Way, object]
+
+
+def alone(outputs: Any, updates: list[Operation], ways: Iterable[Way]) -> Alone:
+    """What a lowering of its own makes of each way."""
+    return {way: outcome(lambda way=way: mtf.lower(outputs, updates, *way)) for way in ways}
+
+
+def assert_nothing_shows(outputs: Any, updates: list[Operation], wanted: Alone, seed: int = 0) -> None:
+    """Lower in all ways in one session, in two random orders."""
+    session, order = mtf.Session(outputs, updates), random.Random(seed)
+    for _ in range(2):
+        for way in order.sample(list(wanted), len(wanted)):
+            assert outcome(lambda way=way: session.lower(*way)) == wanted[way], way
+
+
+# ---------------------------------------------------------------- programs
+
+
+@settings(max_examples=max(25, settings.default.max_examples // 4))
+@given(programs())
+def test_random_programs(p: Written) -> None:
+    graph = next(iter(p.outputs.values())).graph
+    operations = simplify(graph, p.outputs.values(), assigned(p.updates).values()).operations
+    axes = [a.split(":")[0] for a in p.mesh.split(";")]
+    ways: list[Way] = [(p.mesh, p.layout, "highest", None), (p.mesh, p.layout, "default", DENSER)]
+    for size in (2, 3):
+        mesh = ";".join(f"{a}:{size}" for a in axes)
+        ways += [(mesh, str(rules), "default", None) for rules in legal_layouts(operations, mtf.Mesh(mesh), 3, size)]
+        ways.append((mesh, p.layout, "default", None))  # legal or not
+    assert_nothing_shows(p.outputs, p.updates, alone(p.outputs, p.updates, ways))
+
+
+MESHES = {
+    "data": "data:2", "zero1": "data:4", "fsdp": "fsdp:4", "tensor": "tensor:2", "sequence": "tensor:2",
+    "context": "context:2", "fsdp+tensor": "fsdp:2;tensor:2", "data+fsdp+sequence": "data:2;fsdp:2;tensor:2",
+}  # fmt: skip
+
+
+def step(name: str, **options: Any) -> tuple[tuple[Any, list[Operation]], list[Way]]:
+    """A training step of a small model, and the ways to lower it."""
+    config = mtf.models.preset(name).reduced()
+    with mtf.Graph():
+        program = mtf.models.train_step(config, batch=8, length=16, **options)
+    layouts = {n: str(mtf.models.layout(n, config, mesh)) for n, mesh in MESHES.items()}
+    ways: list[Way] = [(MESHES[n], layout, "default", None) for n, layout in layouts.items()]
+    ways += [("fsdp:4;tensor:2", layouts["fsdp+tensor"], "default", b) for b in (None, DENSER)]
+    ways += [("fsdp:4;tensor:2", layouts["fsdp"], "highest", mtf.Balance(stationary=("fsdp",)))]
+    return program, ways
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_transformers(remat: str, scan: bool) -> None:
+    (outputs, updates), ways = step("llama2-7b", remat=remat, scan=scan)
+    assert_nothing_shows(outputs, updates, alone(outputs, updates, ways))
+
+
+def test_memos_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memos, "MOST", 3)
+    (outputs, updates), ways = step("llama2-7b")
+    assert_nothing_shows(outputs, updates, alone(outputs, updates, ways[:4]))
+
+
+def test_check_is_that_of_a_program_alone() -> None:
+    (outputs, updates), ways = step("llama2-7b")
+    session = mtf.Session(outputs, updates)
+    for mesh, layout in [
+        *(way[:2] for way in ways),
+        ("rows:3", "batch:rows;heads:rows"),
+        ("rows:2", "vocabulary:rows"),
+    ]:
+        assert session.check(mesh, layout) == mtf.check(outputs, updates, mesh, layout)
+
+
+# ---------------------------------------------------------------- stale memos
+
+
+def without(part: int) -> Callable[..., object]:
+    """The key of a choice, weaker by one of its parts."""
+    whole = partition.choice_key
+    return lambda *args: tuple(x for n, x in enumerate(whole(*args)) if n != part)
+
+
+def kinds() -> tuple[dict[str, Tensor], list[Way]]:
+    """A sum and a maximum of values that lie alike, with homes that lie alike."""
+    a, b = D("a", 8), D("b", 8)
+    x = mtf.input("x", [a, b])
+    return {"sum": mtf.reduce_sum(x, reduced_dim=b), "most": mtf.reduce_max(x, reduced_dim=b)}, [way("b:p")]
+
+
+def places() -> tuple[dict[str, Tensor], list[Way]]:
+    """Operands under two layouts that agree on where the result lies."""
+    x, w = mtf.input("x", [D("a", 8), D("b", 8)]), mtf.variable("w", [D("b", 8), D("c", 8)])
+    return {"y": mtf.einsum([x, w], [D("a", 8), D("c", 8)])}, [way("variables/b:p"), way("variables/c:p"), way("b:p")]
+
+
+def squares() -> tuple[dict[str, Tensor], list[Way]]:
+    """A value that is moved for both operands at once, and two that lie as it does."""
+    v, w = (mtf.variable(name, [D("a", 8), D("b", 8)]) for name in "vw")
+    return {"product": v * w, "square": v * v, "other": w * w}, [way("variables/a:p;activations/b:p")]
+
+
+def homes() -> tuple[dict[str, Tensor], list[Way]]:
+    """A value of no operands at three homes."""
+    return {"y": mtf.random_uniform([D("a", 8), D("b", 8)])}, [way("a:p"), way("b:p"), way("")]
+
+
+def chains() -> tuple[dict[str, Tensor], list[Way]]:
+    """A product that is fetched, so that its operands rather move, and one that is wanted as a single number only."""
+    a, b, c = D("a", 512), D("b", 2), D("c", 64)
+    (u, v), (w, x) = ([mtf.variable(f"{d.name}{n}", [b, d]) for d in (a, c)] for n in range(2))
+    whole, product = mtf.einsum([u, v], [a, c]), mtf.einsum([w, x], [a, c])
+    return {"whole": whole, "number": mtf.reduce_sum(product)}, [way("b:p")]
+
+
+def way(layout: str) -> Way:
+    return "p:2", layout, "default", None
+
+
+@pytest.mark.parametrize(("part", "write"), list(enumerate([kinds, places, squares, homes, chains])))
+def test_a_choice_kept_by_too_little_is_found(
+    part: int, write: Callable[[], tuple[dict[str, Tensor], list[Way]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout that must not share a choice with another: programs differ, or the checker refuses one."""
+    with mtf.Graph():
+        outputs, ways = write()
+    wanted = alone(outputs, [], ways)
+    assert_nothing_shows(outputs, [], wanted)
+    monkeypatch.setattr(partition, "choice_key", without(part))
+    with pytest.raises((AssertionError, mtf.MeshlibError)):
+        assert_nothing_shows(outputs, [], wanted)
+
+
+class OneForAll(dict):
+    """Choices that all balances share."""
+
+    def setdefault(self, key: object, default: object) -> object:
+        return super().setdefault("any", default)
+
+
+def test_a_balance_must_not_share_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = D("a", 8), D("b", 8), D("c", 64)
+    with mtf.Graph():
+        x, w = mtf.variable("x", [a, b]), mtf.variable("w", [b, c])
+        outputs = {"y": mtf.einsum([x, w], [a, c])}
+    split, gather = (mtf.Balance(mxu_flops_per_byte=f) for f in (1.0, 1e6))
+    wanted = alone(outputs, [], [("p:2", "variables/a:p", "default", balance) for balance in (split, gather)])
+    assert_nothing_shows(outputs, [], wanted)
+    monkeypatch.setattr(memos.Memos, "trim", lambda self: setattr(self, "choices", OneForAll(self.choices)))
+    with pytest.raises(AssertionError):
+        assert_nothing_shows(outputs, [], wanted)
+
+
+def test_operations_alike_but_for_attributes_must_not_share_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = D("a", 8), D("b", 8)
+    with mtf.Graph():
+        x = mtf.input("x", [a, b])
+        outputs = {"near": mtf.shift(x, 1, a, False), "far": mtf.shift(x, 3, a, False)}
+    wanted = alone(outputs, [], [way("a:p")])
+    of = Signatures.of
+    monkeypatch.setattr(Signatures, "of", lambda self, op: self._alike.setdefault(op.kind, of(self, op)))
+    with pytest.raises((AssertionError, mtf.MeshlibError)):
+        assert_nothing_shows(outputs, [], wanted)
+
+
+# ---------------------------------------------------------------- a graph that grows
+
+
+def test_what_is_added_later_is_no_part_of_the_program() -> None:
+    batch, d, classes = D("batch", 8), D("d", 4), D("classes", 6)
+    with mtf.Graph() as graph:
+        x = mtf.input("x", [batch, d])
+        loss = mtf.reduce_sum(mtf.square(mtf.einsum([x, mtf.variable("w", [d])], [batch])))
+        session = mtf.Session({"loss": loss})
+        before = session.lower("p:2", "batch:p")
+        assert not session.check("p:2", "classes:p").ok
+        mtf.einsum([x, mtf.variable("v", [d, classes])], [batch, classes])
+        train = mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+        after = session.lower("p:2", "batch:p")
+    assert "classes" in str(session.check("p:2", "classes:p").notes)  # a name that the graph knows by now
+    assert told(before, {}) == told(after, {})
+    assert not after.updates
+    names = {i.operation.name for i in after.instructions}
+    assert not any(op.name in names for op in (graph.variables["v"], *train))
+    assert_nothing_shows({"loss": loss}, train, alone({"loss": loss}, train, [way("batch:p")]))
+
+
+def test_a_gradient_declared_later_binds_what_the_session_lowers() -> None:
+    """A value that becomes the gradient of a variable gets that variable's home: with or without a session."""
+    batch, d = D("batch", 8), D("d", 4)
+    with mtf.Graph() as graph:
+        w = mtf.variable("w", [d])
+        y = mtf.einsum([mtf.input("x", [batch, d]), w], [batch])
+        (dw,) = mtf.gradients([mtf.reduce_sum(mtf.square(y))], [w])
+        twice = dw * 2.0
+        session = mtf.Session({"twice": twice})
+        there = ("p:2;q:2", "batch:p;slots/d:q;activations/d:p?")
+        before = outcome(lambda: session.lower(*there))
+        assert before == outcome(lambda: mtf.lower({"twice": twice}, [], *there))
+        graph.gradient_of[twice] = w.operation
+        after = outcome(lambda: session.lower(*there))
+        assert after == outcome(lambda: mtf.lower({"twice": twice}, [], *there))
+        assert before != after
+
+
+def test_a_session_runs() -> None:
+    """The numbers of two layouts of one session are those of the program."""
+    batch, d = D("batch", 8), D("d", 4)
+    with mtf.Graph():
+        x = mtf.input("x", [batch, d])
+        session = mtf.Session({"y": mtf.reduce_sum(mtf.square(x), reduced_dim=d)})
+    fed = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    for layout in ("batch:p", "d:p"):
+        assert np.array_equal(mtf.simulate(session.lower("p:2", layout)).step(x=fed)["y"], (fed**2).sum(1))
+
+
+@pytest.mark.parametrize("bad", [{"precision": "low"}, {"balance": 3.0}, {"layout": "d:rows"}, {"mesh": "p:0"}])
+def test_bad_arguments_are_refused(bad: dict[str, Any]) -> None:
+    with mtf.Graph():
+        session = mtf.Session([mtf.input("x", [D("d", 4)])])
+    with pytest.raises(mtf.MeshlibError):
+        session.lower(**{"mesh": "p:2", **bad})
