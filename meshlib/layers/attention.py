@@ -58,7 +58,7 @@ def dot_product_attention(
     Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
     """
     what = "dot_product_attention"
-    attrs = arguments(what, q, k, v, length, memory_length, key_dim, value_dim, causal, window, scale)
+    attrs = arguments(what, q, k, v, (length, memory_length, key_dim, value_dim), causal, window, scale)
     operands = [q, k, v, *([] if mask is None else [tensor(mask, what)])]
     try:
         made = attention_type(tuple(x.type for x in operands), attrs)

@@ -9,7 +9,7 @@ from meshlib.dtypes import FLOAT32, FLOAT64
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.ops.building import tensor
+from meshlib.ops.building import floats, tensor
 from meshlib.ops.elementwise import add, cast, multiply, rsqrt, square
 from meshlib.ops.reduce import reduce_mean
 
@@ -23,8 +23,7 @@ def _checked(
     x: Tensor, dim: Dimension, epsilon: float, numerics: Numerics, what: str
 ) -> tuple[Tensor, Dimension, float]:
     found = find_dim(tensor(x, what), dim, what)
-    if not x.dtype.is_float:
-        raise ShapeError(f"{at(what)}: needs a float tensor, got {x}; cast it with mtf.cast")
+    floats(x, what)
     if number(epsilon, what, "epsilon") < 0:
         raise ShapeError(f"{at(what)}: epsilon must not be negative, got {epsilon}")
     return as_numerics(numerics, what).cast(x), found, float(epsilon)

@@ -10,7 +10,7 @@ from meshlib.checks import at, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor
 from meshlib.layers.norms import widened
-from meshlib.ops.building import tensor
+from meshlib.ops.building import floats
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import cast, maximum, multiply, sqrt, square
 from meshlib.ops.reduce import reduce_mean
@@ -70,8 +70,7 @@ def clip_activation_gradient(x: Tensor, rms_norm: float = 1.0, name: str | None 
       [0.5, 0.5]
     """
     what = "clip_activation_gradient"
-    if not tensor(x, what).dtype.is_float:
-        raise ShapeError(f"{at(what)}: needs a float tensor, got {x}; cast it with mtf.cast")
+    floats(x, what)
     limit = number(rms_norm, what, "rms_norm")
     if limit <= 0:
         raise ShapeError(f"{at(what)}: rms_norm must be positive, got {rms_norm}")

@@ -81,36 +81,30 @@ def transformer(
       >>> print(graph.variables["layers/attention/q/kernel"].output.shape)
       [layers:32, d_model:4096, heads:32, head_dim:128]
     """
-    _check(config, batch, length, scan, encoder_length, predictions, training)
+    sizes = {"batch": batch, "length": length, "encoder_length": encoder_length, "predictions": predictions}
+    _check(config, sizes, {"scan": scan, "training": training})
     return _Builder(config, Dimension("batch", batch), remat, scan, training).build(
         length, encoder_length or length, predictions
     )
 
 
-def _check(
-    config: object,
-    batch: int,
-    length: int,
-    scan: bool,
-    encoder_length: int | None,
-    predictions: int | None,
-    training: bool,
-) -> None:
+def _check(config: object, sizes: Mapping[str, int | None], flags: Mapping[str, bool]) -> None:
     what = "transformer"
     if not isinstance(config, TransformerConfig):
         raise GraphError(f"{at(what)}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
-    flag(scan, what, "scan"), flag(training, what, "training")
-    sizes = {"batch": batch, "length": length, "encoder_length": encoder_length, "predictions": predictions}
+    for name, value in flags.items():
+        flag(value, what, name)
     for name, size in sizes.items():
         if size is not None and whole(size, what, name) < 1:
             raise GraphError(f"{at(what)}: {name} must be at least 1, got {size}")
-    if encoder_length is not None and not config.encoder_decoder:
+    if sizes["encoder_length"] is not None and not config.encoder_decoder:
         raise GraphError(
             f"{at(what)}: encoder_length is for an encoder-decoder; {config.name} is of kind {config.kind!r}"
         )
-    if predictions is not None and config.kind != "encoder":
+    if sizes["predictions"] is not None and config.kind != "encoder":
         raise GraphError(f"{at(what)}: predictions is for an encoder; {config.name} is of kind {config.kind!r}")
-    if config.position == "learned" and config.max_length is not None and length > config.max_length:
+    length = sizes["length"]
+    if config.position == "learned" and config.max_length and length and length > config.max_length:
         raise GraphError(f"{at(what)}: {config.name} has {config.max_length} positions, but the length is {length}")
 
 

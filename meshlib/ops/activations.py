@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from meshlib.checks import at, flag, number
-from meshlib.errors import ShapeError
+from meshlib.checks import flag, number
 from meshlib.graph import Tensor
 from meshlib.operation import Array
-from meshlib.ops.building import tensor
+from meshlib.ops.building import floats
 from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, add, erf, expm1, minimum, multiply, relu, sigmoid, tanh, unary
 
 # Source: Klambauer et al., "Self-normalizing neural networks" (arXiv:1706.02515), to float64: mean 0 and variance 1
@@ -34,20 +32,14 @@ softplus = unary(
 )
 
 
-def _floats(x: Any, what: str) -> Tensor:
-    if not tensor(x, what).dtype.is_float:
-        raise ShapeError(f"{at(what)}: needs a float tensor, got {x}; cast it with mtf.cast")
-    return x  # type: ignore[no-any-return]
-
-
 def swish(x: Tensor, name: str | None = None) -> Tensor:
     """x sigmoid(x); float dtypes. Source: Ramachandran et al., arXiv:1710.05941."""
-    return multiply(_floats(x, "swish"), sigmoid(x), name=name)
+    return multiply(floats(x, "swish"), sigmoid(x), name=name)
 
 
 def silu(x: Tensor, name: str | None = None) -> Tensor:
     """x sigmoid(x), under its other name; float dtypes. Source: Elfwing et al., arXiv:1702.03118."""
-    return multiply(_floats(x, "silu"), sigmoid(x), name=name)
+    return multiply(floats(x, "silu"), sigmoid(x), name=name)
 
 
 def gelu(x: Tensor, approximate: bool = True, name: str | None = None) -> Tensor:
@@ -57,7 +49,7 @@ def gelu(x: Tensor, approximate: bool = True, name: str | None = None) -> Tensor
     to 5e-4; else x/2 (1 + erf(x / sqrt(2))).
     Source: Hendrycks and Gimpel, arXiv:1606.08415.
     """
-    x = _floats(x, "gelu")
+    x = floats(x, "gelu")
     rough = flag(approximate, "gelu", "approximate")
     bent = tanh((x + x * x * x * 0.044715) * math.sqrt(2 / math.pi)) if rough else erf(x * math.sqrt(0.5))
     return multiply(x, (bent + 1.0) * 0.5, name=name)
@@ -65,7 +57,7 @@ def gelu(x: Tensor, approximate: bool = True, name: str | None = None) -> Tensor
 
 def elu(x: Tensor, name: str | None = None) -> Tensor:
     """x where x > 0, else exp(x) - 1; slope 1 at 0; float dtypes. Source: Clevert et al., arXiv:1511.07289."""
-    return add(relu(_floats(x, "elu")), expm1(minimum(x, 0.0)), name=name)
+    return add(relu(floats(x, "elu")), expm1(minimum(x, 0.0)), name=name)
 
 
 def selu(x: Tensor, name: str | None = None) -> Tensor:
@@ -73,11 +65,11 @@ def selu(x: Tensor, name: str | None = None) -> Tensor:
 
     Source: Klambauer et al., arXiv:1706.02515.
     """
-    bent = relu(_floats(x, "selu")) + expm1(minimum(x, 0.0)) * _SELU_ALPHA
+    bent = relu(floats(x, "selu")) + expm1(minimum(x, 0.0)) * _SELU_ALPHA
     return multiply(bent, _SELU_SCALE, name=name)
 
 
 def leaky_relu(x: Tensor, alpha: float = 0.2, name: str | None = None) -> Tensor:
     """x where x > 0, else alpha x; slope alpha at 0; float dtypes."""
     alpha = number(alpha, "leaky_relu", "alpha")
-    return add(relu(_floats(x, "leaky_relu")), minimum(x, 0.0) * alpha, name=name)
+    return add(relu(floats(x, "leaky_relu")), minimum(x, 0.0) * alpha, name=name)

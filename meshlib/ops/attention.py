@@ -33,6 +33,9 @@ from meshlib.ops.reduce import reduce_max, reduce_sum
 from meshlib.ops.rules import named_factors, same_dtype, union
 from meshlib.ops.state import stop_gradient
 
+# length, memory_length, key_dim, value_dim, as arguments
+Dims = tuple[Dimension | str, Dimension | str, Dimension | str, Dimension | str | None]
+
 # Kernels compute scores in tiles of this many queries and keys; a tile in which no query sees a key is skipped.
 TILE = 512
 
@@ -272,24 +275,15 @@ def attention(
 
     Source: Dao et al., "FlashAttention", arXiv:2205.14135.
     """
-    attrs = arguments("attention", q, k, v, length, memory_length, key_dim, value_dim, causal, window, scale)
+    attrs = arguments("attention", q, k, v, (length, memory_length, key_dim, value_dim), causal, window, scale)
     return build(ATTENTION, [q, k, v, *([] if mask is None else [tensor(mask, "attention")])], attrs, name)
 
 
 def arguments(
-    what: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    length: Dimension | str,
-    memory_length: Dimension | str,
-    key_dim: Dimension | str,
-    value_dim: Dimension | str | None,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
+    what: str, q: Tensor, k: Tensor, v: Tensor, dims: Dims, causal: bool, window: int | None, scale: float | None
 ) -> dict[str, Any]:
     """The arguments of `attention`, checked one by one, as attributes of its operation."""
+    length, memory_length, key_dim, value_dim = dims
     rows, keys = find_dim(tensor(q, what), length, what), find_dim(tensor(k, what), memory_length, what)
     key = find_dim(k, find_dim(q, key_dim, what), what)
     value = find_dim(tensor(v, what), key_dim if value_dim is None else value_dim, what)

@@ -65,6 +65,14 @@ def tensor(x: object, what: str) -> Tensor:
     return as_tensor(x, None, what)
 
 
+def floats(x: object, what: str) -> Tensor:
+    """`x`, checked to be a float tensor."""
+    found = tensor(x, what)
+    if not found.dtype.is_float:
+        raise ShapeError(f"{what} ({source_line()}): needs a float tensor, got {found}; cast it with mtf.cast")
+    return found
+
+
 def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
     """Dims from a Dimension, a Shape, or a list of Dimensions."""
     if isinstance(dims, Dimension):

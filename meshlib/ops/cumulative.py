@@ -88,23 +88,16 @@ CUMSUM = operation(
 
 
 def _cumsum(x: Tensor, dim: str, exclusive: bool, reverse: bool, name: str | None) -> Tensor:
-    return build(
-        CUMSUM,
-        [x],
-        {
-            "dim": dim,
-            "exclusive": flag(exclusive, "cumulative", "exclusive"),
-            "reverse": flag(reverse, "cumulative", "reverse"),
-        },
-        name,
-    )
+    return build(CUMSUM, [x], {"dim": dim, "exclusive": exclusive, "reverse": reverse}, name)
 
 
 def cumsum(
     x: Tensor, dim: Dimension | str, exclusive: bool = False, reverse: bool = False, name: str | None = None
 ) -> Tensor:
     """y[i] = x[0] + ... + x[i] along `dim`; without x[i] if `exclusive`; from the other end if `reverse`."""
-    return _cumsum(x, find_dim(tensor(x, "cumsum"), dim, "cumsum").name, exclusive, reverse, name)
+    d = find_dim(tensor(x, "cumsum"), dim, "cumsum")
+    apart, backwards = flag(exclusive, "cumulative", "exclusive"), flag(reverse, "cumulative", "reverse")
+    return _cumsum(x, d.name, apart, backwards, name)
 
 
 # ---------------------------------------------------------------- linear recurrence
@@ -166,12 +159,8 @@ def linear_recurrence(
 ) -> Tensor:
     """h[i] = a[i] h[i - 1] + x[i] along `dim`, from h = 0; from the other end if `reverse`. One type for a and x."""
     d = find_dim(tensor(x, "linear_recurrence"), dim, "linear_recurrence")
-    return build(
-        RECURRENCE,
-        [tensor(a, "linear_recurrence"), x],
-        {"dim": d.name, "reverse": flag(reverse, "cumulative", "reverse")},
-        name,
-    )
+    attrs = {"dim": d.name, "reverse": flag(reverse, "cumulative", "reverse")}
+    return build(RECURRENCE, [tensor(a, "linear_recurrence"), x], attrs, name)
 
 
 def cumprod(

@@ -152,12 +152,8 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
     # float32 through takes several bfloat16 passes: the 3 largest of the products of 3-way split operands, doubled
     # for accuracy, as XLA's HIGHEST does: 6.
     passes = 6 if attrs["precision"] == "highest" and ins[0].dtype.itemsize >= 4 else 1
-    summed = 0
-    for t, names in (
-        (a, {*a.names} - {*b.names} - {*out.shape.names}),
-        (b, {*b.names} - {*a.names} - {*out.shape.names}),
-    ):
-        summed += t.size if names else 0
+    others = {*out.shape.names}
+    summed = sum(t.size for t, other in ((a, b), (b, a)) if {*t.names} - {*other.names} - others)
     return Work(2 * out.shape.size * contracted * passes, summed)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshlib.graph import Operation, Tensor, absolute_scope
+from meshlib.graph import Tensor, absolute_scope
 from meshlib.operation import Array, Block, Home, Kind, Linear, OpDef, operation
 from meshlib.ops.building import build
 from meshlib.ops.rules import named_factors, no_work
@@ -27,16 +27,12 @@ def _define(name: str) -> OpDef:
         shape=lambda types, attrs: types[0],
         roles=named_factors,
         local=_local,
-        grad=_grad,
+        grad=lambda op, dy: [dy],
         linear=lambda op: Linear((0,)),
         work=no_work,
         home=Home.OPERAND,
         exact=True,
     )
-
-
-def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    return [dy]
 
 
 TO_HOST, FROM_HOST = _define("to_host"), _define("from_host")

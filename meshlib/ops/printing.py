@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshlib.checks import at, items
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import Array, Block, Factor, Kind, Linear, Role, Storage, operation
+from meshlib.operation import Array, Factor, Kind, Linear, Role, Storage, operation
 from meshlib.ops.building import build, tensor
 from meshlib.ops.rules import named_factors, no_work
 
@@ -15,10 +15,6 @@ from meshlib.ops.rules import named_factors, no_work
 def _roles(op: Operation) -> tuple[Factor, ...]:
     x, *data = op.inputs
     return named_factors(op, {d.name: Role.WHOLE for t in data for d in t.shape if d.name not in x.shape})
-
-
-def _local(block: Block, x: Array, *data: Array) -> Array:
-    return x
 
 
 def _show(op: Operation, data: Sequence[Array]) -> None:
@@ -31,7 +27,7 @@ PRINT = operation(
     kind=Kind.VIEW,
     shape=lambda types, attrs: types[0],
     roles=_roles,
-    local=_local,
+    local=lambda block, x, *data: x,
     grad=lambda op, dy: [dy, *(None for _ in op.inputs[1:])],
     linear=lambda op: Linear((0,)),
     work=no_work,  # x passes by; what the host does is not the core's

@@ -18,24 +18,13 @@ from meshlib.checks import at, choice, items
 from meshlib.dtypes import BFLOAT16, FLOAT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import Array, Block, Factor, Kind, Role, Work, operation
+from meshlib.operation import Array, Block, Kind, Work, operation
 from meshlib.ops.building import as_dims, build, tensor
 from meshlib.ops.einsum import EIGHT_BIT, EINSUM, product_of_blocks, sides_of
 from meshlib.ops.elementwise import abs as magnitude
 from meshlib.ops.elementwise import cast, greater, where
 from meshlib.ops.reduce import reduce_max
-from meshlib.ops.rules import align, named_factors
-
-
-def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    made = EINSUM.shape(types[:2], attrs)
-    assert isinstance(made, TensorType)
-    return made
-
-
-def _roles(op: Operation) -> tuple[Factor, ...]:
-    out = op.output.shape
-    return named_factors(op, {d.name: Role.SUM for x in op.inputs for d in x.shape if d.name not in out})
+from meshlib.ops.rules import align
 
 
 def _local(block: Block, a: Array, b: Array, *scales: Array) -> Array:
@@ -66,8 +55,8 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
 QUANTIZED = operation(
     "quantized_einsum",
     kind=Kind.CONTRACTION,
-    shape=_shape,
-    roles=_roles,
+    shape=lambda types, attrs: EINSUM.shape(types[:2], attrs),
+    roles=EINSUM.roles,
     local=_local,
     grad=_grad,
     work=_work,

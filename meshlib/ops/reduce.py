@@ -13,7 +13,7 @@ from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import Array, Block, Kind, Linear, OpDef, Role, ShapeRule, Work, operation
-from meshlib.ops.building import as_dims, build, tensor
+from meshlib.ops.building import as_dims, build, floats, tensor
 from meshlib.ops.elementwise import add, cast, equal, exp, log, multiply, subtract
 from meshlib.ops.rules import named_factors, not_differentiable, size_of
 from meshlib.ops.state import stop_gradient
@@ -168,9 +168,7 @@ def reduce_mean(
 ) -> Tensor:
     """Mean over dims, chosen as in `reduce_sum`; float dtypes."""
     _named_only("reduce_mean", disable_positional_args)
-    if not tensor(x, "reduce_mean").dtype.is_float:
-        raise ShapeError(f"{at('reduce_mean')}: needs a float tensor, got {x}; cast it with mtf.cast")
-    total = _reduce(_SUM, x, output_shape, reduced_dim, None if name is None else f"{name}/sum")
+    total = _reduce(_SUM, floats(x, "reduce_mean"), output_shape, reduced_dim, None if name is None else f"{name}/sum")
     return multiply(total, size_of(total.shape.dims) / size_of(x.shape.dims), name=name)
 
 

@@ -6,7 +6,7 @@ from layouts import Dimension
 from meshlib.checks import at, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
-from meshlib.ops.building import tensor
+from meshlib.ops.building import floats, tensor
 from meshlib.ops.elementwise import cast, log, negative
 from meshlib.ops.ranking import argmax
 from meshlib.ops.sources import random_uniform
@@ -27,8 +27,7 @@ def sample_with_temperature(x: Tensor, dim: Dimension, temperature: float = 1.0,
     """
     what = "sample_with_temperature"
     d = find_dim(tensor(x, what), dim, what)
-    if not x.dtype.is_float:
-        raise ShapeError(f"{at(what)}: needs a float tensor, got {x}; cast it with mtf.cast")
+    floats(x, what)
     if number(temperature, what, "temperature") < 0:
         raise ShapeError(f"{at(what)}: temperature must not be negative, got {temperature}")
     if temperature == 0:

@@ -25,7 +25,7 @@ from meshlib.graph import (
 )
 from meshlib.names import relative_name
 from meshlib.operation import Array, Block, Kind, OpDef, Storage, Work, operation
-from meshlib.ops.building import as_dims, build_source, tensor
+from meshlib.ops.building import as_dims, build_source, floats, tensor
 from meshlib.ops.rules import named_factors, no_work, vector_work
 from meshlib.ops.table import TABLE, table
 from meshlib.origin import source_line
@@ -394,12 +394,11 @@ def dropout(
             f"rate must be in [0, 1), got {rate}" if keep_prob is None else f"keep_prob must be in (0, 1], got {keep}"
         )
         raise ShapeError(f"{at('dropout')}: {wanted}")
-    if not x.dtype.is_float:
-        raise ShapeError(f"{at('dropout')}: needs a float tensor, got {x}; cast it with mtf.cast")
-    if not flag(is_training, "dropout", "is_training") or keep == 1:
-        return x
     from meshlib.ops.elementwise import cast, less
 
+    floats(x, "dropout")
+    if not flag(is_training, "dropout", "is_training") or keep == 1:
+        return x
     noise = Shape(as_dims(noise_shape, "dropout noise_shape")) if noise_shape is not None else x.shape
     strange = [str(d) for d in noise if d not in x.shape]
     if strange:

@@ -9,13 +9,9 @@ from layouts import LayoutRules
 from meshlib.checks import at
 from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import UPDATE, Operation, Tensor, region
-from meshlib.operation import NONLINEAR, Array, Block, GradRule, Home, Kind, Linear, OpDef, Storage, operation
+from meshlib.operation import NONLINEAR, GradRule, Home, Kind, Linear, OpDef, Storage, operation
 from meshlib.ops.building import build, tensor
 from meshlib.ops.rules import named_factors, no_work, not_differentiable
-
-
-def _pass_on(block: Block, x: Array) -> Array:
-    return x
 
 
 def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, **traits: Any) -> OpDef:
@@ -24,7 +20,7 @@ def _define(name: str, grad: GradRule, linear: Linear, kind: Kind = Kind.VIEW, *
         kind=kind,
         shape=lambda types, attrs: types[0],
         roles=named_factors,
-        local=_pass_on,
+        local=lambda block, x: x,
         grad=grad,
         linear=lambda op: linear,
         work=no_work,
