@@ -1,13 +1,12 @@
 """Program + slice -> where time and memory of a step go, without allocating an array.
 
-    groups     what runs as one kernel
-    kernels    these as work of one device                   exact counts
+    kernels    fusion groups as work of one device           exact counts
     moves      collectives as demands, the best placement    exact bytes
-    plan       both in order, with dependencies
+    plan       both in the program's order, dependencies
     physics    what real programs lose                       constants, each with its cause
     times      kernels on one chip                           modelled seconds
-    schedule   when everything runs                          modelled seconds
-    fitting    memory over time, in tiles                    exact bytes
+    scheduling when everything runs                          modelled seconds
+    fitting    the program's buffers over time, in tiles     exact bytes
     remedies   what would lower its peak                     about as much
     rows  result  table  trace                               what a person looks at
 

@@ -65,7 +65,7 @@ def verify(
         first), else 1.
       seed: of drawn inputs, initial values, random operations and drawn layouts.
       rtol: allowed difference relative to the largest magnitude in each array; derived unless given (see
-        meshlib/verify/rounding.py).
+        meshlib/verification/rounding.py).
     Returns: a Verification: `.ok`, `.rows`, `.table()`, `.raise_for_failures()`. The graph is left as it was.
     Raises: LayoutError for a given layout that cannot be; FeedError for feeds; GraphError for other arguments. A
       layout whose run fails otherwise is a failing row.
