@@ -691,8 +691,8 @@ row(
     "range",
     "float",
     {"x": signed("n:300")},
-    lambda f, x: x * mtf.range(dims("n:300")[0], f),
-    lambda x: x * np.arange(300),
+    lambda f, x: x * mtf.range(dims("n:300")[0], f) * 0.01,
+    lambda x: x * np.arange(300) * 0.01,
     "x",
 )
 row(
