@@ -54,7 +54,13 @@ def test_queries_at_an_offset_and_packed_sequences(causal, layout):
         head = mtf.Dimension("head_dim", 4)
         for bias in (made["scalar"], made["packed"]):  # taken by attention as it is
             mtf.layers.multihead_attention(
-                x, memory, None, head, H, bias=bias, kernel="materialised", name=bias.name.partition("/")[0] + "_attn"
+                x,
+                memory,
+                None,
+                head,
+                H,
+                scores=mtf.layers.Scores(bias=bias, kernel="materialised"),
+                name=bias.name.partition("/")[0] + "_attn",
             )
         program = mtf.lower(made, mesh="p:2;q:2", layout=layout)
     rng = np.random.default_rng(1)

@@ -63,7 +63,7 @@ class Kernel:
     """What one fusion group asks of one device, once.
 
     Attributes:
-      name, opcode, source, region: of its main operation: the product, else the last one.
+      name, opcode, source, region: of its main operation: the product, else the last one whose result others read.
       matmuls: its products with bytes per element; at most one in a group. attention: what it computes of one.
       mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
         repeats and the model asks for (one pass). Exact.
@@ -108,7 +108,8 @@ def kernel_of(
     `fused` are the program's values that never reach HBM, `held` its `resident_values`, `forward` the names of the
     forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
     """
-    large = (i for i in reversed(members) if any(y.sharding.local_size > 1 for y in i.outputs))
+    made = [i for i in reversed(members) if any(y not in fused for y in i.outputs)] or members[::-1]
+    large = (i for i in made if any(y.sharding.local_size > 1 for y in i.outputs))
     main = next((i for i in members if _is_matmul(i)), None) or next(large, members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
     attention = attention_of(program, main) if main.operation.kind.scores and isinstance(main, Compute) else None

@@ -1,6 +1,8 @@
 """The order: fusion groups scheduled so that what frees memory runs as soon as it can.
 
-What uses a value that is still on its way waits for a product, if there is one, that hides the way. Then groups that
+What uses a value that is still on its way waits for a product, if there is one, that hides the way; what no product
+waits for (the update of a weight by a gradient that is being reduced) until about as much is computed as the way takes.
+Then groups that
 run row by row are joined, and collectives are issued one product early where they do not depend on it (the weights of
 the next layer arrive while this one computes), and no earlier, because what arrives takes memory. This is *the* order:
 the executors, the buffers and the estimate all use it.
@@ -17,17 +19,22 @@ from meshlib.lowering.fuse import fusion_groups, groups_of, join_rows, numbered
 from meshlib.operation import Kind
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program
+from meshlib.program.work import local_work
 
 Group: TypeAlias = Sequence[Instruction]
 
 _FIRST, _NEXT, _LAST = range(3)
+# How much is computed while a collective is on its way, nominally: at 100 Tflop/s, 50 GB/s, and 20 us for its start.
+FLOPS_PER_SENT_BYTE = 2_000
+FLOPS_PER_START = 2_000_000_000
 
 
 @dataclass(eq=False)
 class _Scheduler:
     """List scheduling: groups that free more than they take go first, the others in the order they came.
 
-    `sent` are values of collectives since the last product; groups that use them are not first before the next one.
+    `arrives` has, per value of a collective, how many flops are done when it is there: for groups that lead to a
+    product by the next product, for others nominally. Groups that use it are not first before that.
     """
 
     program: Program
@@ -37,6 +44,8 @@ class _Scheduler:
         self._analyse()
         ready: list[tuple[int, int]] = []
         sent: set[Value] = set()  # by collectives since the last product
+        arrives: dict[Value, float] = {}
+        flops = 0.0
         waiting: list[int] = []  # groups that use such a value
         done = [False] * len(self.groups)
         for g, count in enumerate(self.unmet):
@@ -50,14 +59,22 @@ class _Scheduler:
                 continue
             done[g] = True
             order.append(self.groups[g])
-            sent.update(y for i in self.groups[g] if i.is_collective for y in i.outputs)
+            for i in self.groups[g]:
+                if i.is_collective:
+                    sent.update(i.outputs)
+                    way = FLOPS_PER_START + FLOPS_PER_SENT_BYTE * i.sent_bytes
+                    arrives.update(dict.fromkeys(i.outputs, flops + way))
             touched = self._finish(g)
-            if any(_hides(i) for i in self.groups[g]):
+            if self.hidden_flops[g]:
+                flops += self.hidden_flops[g]
                 sent.clear()
                 touched, waiting = sorted({*touched, *waiting}), []
             for user in touched:
                 if self.unmet[user] == 0 and not done[user]:
-                    late = not sent.isdisjoint(self.inputs[user])
+                    if self.leads_on[user]:
+                        late = not sent.isdisjoint(self.inputs[user])
+                    else:
+                        late = any(arrives.get(x, 0) > flops for x in self.inputs[user])
                     heapq.heappush(ready, (self._when(user, late), user))
                     if late:
                         waiting.append(user)
@@ -68,8 +85,10 @@ class _Scheduler:
         """When a group should run; `late`: something that it uses is still on its way."""
         if not any(self.users.get(y) for i in self.groups[g] for y in i.outputs):
             numbers = all(x.sharding.local_size == 1 for x in self.inputs[g])
-            if late or numbers:
-                return _LAST  # nobody waits for a new weight, or for a loss
+            if numbers:
+                return _LAST  # nobody waits for a loss
+        if late and not self.leads_on[g]:
+            return _LAST  # or for a new weight
         return _FIRST if self._frees(g) and not late else _NEXT
 
     def _analyse(self) -> None:
@@ -87,6 +106,11 @@ class _Scheduler:
             {x for i in group for x in i.inputs if self.made_in[x] != g} for g, group in enumerate(self.groups)
         ]
         self.unmet = [len(xs) for xs in self.inputs]
+        self.hidden_flops = [sum(_hidden_flops(self.program, i) for i in group) for group in self.groups]
+        self.leads_on = [bool(flops) for flops in self.hidden_flops]  # to a product or loop
+        for g in reversed(range(len(self.groups))):
+            users = {u for i in self.groups[g] for y in i.outputs for u in self.users.get(y, ())}
+            self.leads_on[g] |= any(self.leads_on[u] for u in users)
         resident = {*self.program.inputs.values(), *self.program.variables.values()}
         self.lasting = pinned | resident
         # The new value of a variable takes the place of the old one once nobody else will read that.
@@ -130,6 +154,13 @@ def _device_bytes(v: Value) -> int:
 def _hides(i: Instruction) -> bool:
     """Whether it computes for long enough to hide what is being sent."""
     return isinstance(i, Loop) or (isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION)
+
+
+def _hidden_flops(program: Program, i: Instruction) -> float:
+    """What it computes while something is being sent; loops, more than anything takes."""
+    if not _hides(i):
+        return 0.0
+    return float("inf") if isinstance(i, Loop) else float(local_work(program, i).mxu_flops)
 
 
 def order_and_fuse(program: Program) -> Program:
