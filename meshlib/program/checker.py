@@ -61,12 +61,12 @@ def _check_same_face(program: Program, before: Program, after: str) -> None:
 
 
 def _check_instruction(instruction: Instruction, made: set[Value], program: Program, sound: Sound) -> None:
-    for x in instruction.inputs:
-        if x not in made:
-            raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
-    for y in instruction.outputs:
-        if y in made:
-            raise ProgramError(f"result {y.tensor.name} {y} is made twice")
+    if not made.issuperset(instruction.inputs):
+        x = next(x for x in instruction.inputs if x not in made)
+        raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
+    if not made.isdisjoint(instruction.outputs):
+        y = next(y for y in instruction.outputs if y in made)
+        raise ProgramError(f"result {y.tensor.name} {y} is made twice")
     match instruction:
         case Commit():
             _check_commit(instruction, program)
