@@ -22,12 +22,12 @@ class Sound:
     """What was found sound, by all that the check depends on: it need not be looked at again.
 
     A layer's computations are those of every other layer, and of this one under another layout that lays them alike.
-    Instructions, on one mesh, and whole bodies are those that passes leave alone.
+    Instructions, on one mesh, and whole bodies are those that passes leave alone, or put into another group.
     """
 
     signatures: Signatures = field(default_factory=Signatures)
     computations: set[object] = field(default_factory=set)
-    instructions: set[Instruction] = field(default_factory=set)
+    instructions: set[object] = field(default_factory=set)
     bodies: set[Program] = field(default_factory=set)
 
 
@@ -77,8 +77,20 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
             if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
                 raise ProgramError("a resident value can't be pending")
     if instruction not in sound.instructions:
-        _check_alone(instruction, program.mesh, sound)
-        sound.instructions.add(instruction)
+        content = _content(instruction)
+        if content not in sound.instructions:
+            _check_alone(instruction, program.mesh, sound)
+        sound.instructions.update((instruction, content))
+
+
+def _content(instruction: Instruction) -> object:
+    """All of an instruction that `_check_alone` looks at."""
+    match instruction:
+        case Compute(op, inputs, outputs):
+            return op, inputs, outputs, instruction.assignment, instruction.exchanges
+        case Move(op, inputs, outputs):
+            return op, inputs, outputs, instruction.steps
+    return instruction
 
 
 def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:

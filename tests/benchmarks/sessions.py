@@ -4,7 +4,8 @@
 
 One training step of llama2-7b (layers scanned, AdamW, full rematerialisation) is lowered under 20 layouts of 64
 devices, and under 20 on meshes of all sizes, checker on: each by a `mtf.lower` of its own, and all by one session. Both
-run in a process of their own, so that neither finds what the other left in the caches of `layouts`, after a first layout that is not counted. Seconds are of the CPU, the best of the rounds. `--before` measures `mtf.lower` of another
+run in a process of their own, so that neither finds what the other left in the caches of `layouts`, after a first
+layout that is not counted. Seconds are of the CPU, the best of the rounds. `--before` measures `mtf.lower` of another
 checkout beside them. Target: in the median over the layouts, a session takes at most a third of what `mtf.lower` took
 before there were sessions.
 """
