@@ -142,15 +142,14 @@ def choose(
     `later` are the points further down the linear chain of single uses that starts at the result: a pending result
     may be reduced at any of them.
     """
-    places = _places(signature.factors, operands, home)
-    settled = _settled(signature, operands, home, places)
+    settled = _settled(signature, operands, home)
     if settled is not None:
         return settled
     shared = any(x.shared for x in operands)
     itemsize = signature.op.output.dtype.itemsize
     best: tuple[float, int, int, int] | None = None
     chosen: Choice | None = None
-    for c in sorted(_candidates(signature, operands, home, places, balance), key=lambda c: (c.at_least, c.order)):
+    for c in sorted(_candidates(signature, operands, home, balance), key=lambda c: (c.at_least, c.order)):
         if best is not None and c.at_least > best[0]:
             break  # and so are all that follow
         made = signature.under(home.mesh, c.axes, c.passed)
@@ -168,23 +167,27 @@ def choose(
     return chosen
 
 
-def _settled(signature: Signature, operands: Sequence[Operand], home: Sharding, places: Places) -> Choice | None:
-    """The choice where there is nothing to choose: every axis stays where it is, and nothing moves.
+def _settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -> Choice | None:
+    """The choice where there is nothing to choose: all lies as one assignment wants it, and nothing moves.
 
-    An axis that only one factor may take is best left to it if that costs nothing: without it a device does as much
-    or more.
+    Each axis may go to that one factor or to none; without it a device does as much or more.
     """
-    if any(x.pending or x.held for x in operands) or any(len(able) > 2 for able in places.values()):
+    lie = [x.instances[0] for x in operands if len(x.instances) == 1]
+    if len(lie) < len(operands) or any(s.pending for s in lie) or any(x.held for x in operands):
         return None
-    split = next(_assignments(places, operands, home), {})
-    if sum(map(len, split.values())) < len(places):
-        return None  # a size does not divide
-    made = signature.under(home.mesh, split, ((),) * len(operands))
-    if made is None or made.exchanges or made.out != home:
+    split: dict[str, Axes] = {}
+    for f in signature.factors:
+        dims = zip((*lie, home), (*f.operands, f.outputs[0]), strict=True)
+        entry, *others = {s.of(dim) for s, dim in dims if dim is not None}
+        if others or (entry and f.role is not Role.PARALLEL):
+            return None
+        if entry:
+            split[f.name] = entry
+    taken = [a for entry in split.values() for a in entry]
+    if len(set(taken)) < len(taken):
         return None
-    if not all(x.free or s in x.instances for x, s in zip(operands, made.operands, strict=True)):
-        return None
-    return Choice(split, made.operands, made.out, False, ())
+    names = sorted(split, key=lambda name: min(map(home.mesh.axes.index, split[name])))
+    return Choice({name: split[name] for name in names}, tuple(lie), home, False, ())
 
 
 class _Candidate(NamedTuple):
@@ -203,8 +206,9 @@ class _Candidate(NamedTuple):
 
 
 def _candidates(
-    signature: Signature, operands: Sequence[Operand], home: Sharding, places: Places, balance: Balance
+    signature: Signature, operands: Sequence[Operand], home: Sharding, balance: Balance
 ) -> Iterator[_Candidate]:
+    places = _places(signature.factors, operands, home)
     sizes, itemsize = home.mesh.sizes_by_axis, signature.op.output.dtype.itemsize
     largest = [x.largest for x in operands]
     once = len({x.tensor for x in operands}) == len(operands)

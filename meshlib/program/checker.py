@@ -22,12 +22,12 @@ class Sound:
     """What was found sound, by all that the check depends on: it need not be looked at again.
 
     A layer's computations are those of every other layer, and of this one under another layout that lays them alike.
-    Instructions, on one mesh, and whole bodies are those that passes leave alone.
+    Instructions, on one mesh, and whole bodies are those that passes leave alone, or put into another group.
     """
 
     signatures: Signatures = field(default_factory=Signatures)
     computations: set[object] = field(default_factory=set)
-    instructions: set[Instruction] = field(default_factory=set)
+    instructions: set[object] = field(default_factory=set)
     bodies: set[Program] = field(default_factory=set)
 
 
@@ -61,12 +61,12 @@ def _check_same_face(program: Program, before: Program, after: str) -> None:
 
 
 def _check_instruction(instruction: Instruction, made: set[Value], program: Program, sound: Sound) -> None:
-    for x in instruction.inputs:
-        if x not in made:
-            raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
-    for y in instruction.outputs:
-        if y in made:
-            raise ProgramError(f"result {y.tensor.name} {y} is made twice")
+    if not made.issuperset(instruction.inputs):
+        x = next(x for x in instruction.inputs if x not in made)
+        raise ProgramError(f"operand {x.tensor.name} {x} is used before it is made")
+    if not made.isdisjoint(instruction.outputs):
+        y = next(y for y in instruction.outputs if y in made)
+        raise ProgramError(f"result {y.tensor.name} {y} is made twice")
     match instruction:
         case Commit():
             _check_commit(instruction, program)
@@ -77,8 +77,20 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
             if pending and not (program.is_body and all(kind == "sum" for _, kind in pending)):
                 raise ProgramError("a resident value can't be pending")
     if instruction not in sound.instructions:
-        _check_alone(instruction, program.mesh, sound)
-        sound.instructions.add(instruction)
+        content = _content(instruction)
+        if content not in sound.instructions:
+            _check_alone(instruction, program.mesh, sound)
+        sound.instructions.update((instruction, content))
+
+
+def _content(instruction: Instruction) -> object:
+    """All of an instruction that `_check_alone` looks at."""
+    match instruction:
+        case Compute(op, inputs, outputs):
+            return op, inputs, outputs, instruction.assignment, instruction.exchanges
+        case Move(op, inputs, outputs):
+            return op, inputs, outputs, instruction.steps
+    return instruction
 
 
 def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
