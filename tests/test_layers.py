@@ -20,10 +20,9 @@ from layouts import Dimension, Shape
 from meshlib.graph import Tensor
 from meshlib.layers import Scores
 from meshlib.program.records import Program
+from tests.effort import draws
 from tests.oracle import UNSHARDED, Array, Layout, assert_close, draw_layout, needed, numeric_gradient, run, uniform
 from tests.public import public_names
-
-LAYOUTS = 30
 
 Keywords = dict[str, Any]
 
@@ -87,10 +86,11 @@ class Built:
             for name, dx in zip(floats, found, strict=True):
                 assert dx is not None, name
                 self.outputs[f"d {name}"] = dx
+        self.session = mtf.Session(self.outputs)
 
     def lower(self, layout: Layout | None = None, precision: str = "highest") -> Program:
         mesh, rules = (layout.mesh_text, layout.rules_text) if layout else (UNSHARDED, "")
-        return mtf.lower(self.outputs, mesh=mesh, layout=rules, precision=precision)
+        return self.session.lower(mesh, rules, precision)
 
     def run(self, program: Program, executor: str = "exact") -> dict[str, Array]:
         (out,) = run(program, self.feeds, executor, state=self.state)
@@ -516,7 +516,7 @@ def legal_layouts(b: Built) -> list[Layout]:
     shapes = [t.shape for t in needed(b.outputs.values())]
     names = list(dict.fromkeys(d.name for s in shapes for d in s))
     legal: dict[str, Layout] = {}
-    while len(legal) < LAYOUTS:
+    while len(legal) < draws(6, 30):
         layout = draw_layout(rng, names)
         if layout.rules and layout.allows(shapes):
             legal[str(layout)] = layout
