@@ -3,12 +3,13 @@
 from hypothesis import HealthCheck, settings
 
 from meshlib import arrays
+from tests.effort import DEEP_EXAMPLES
 
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=list(HealthCheck)
 )
 settings.register_profile(
-    "deep", deadline=None, max_examples=10_000, database=None, suppress_health_check=list(HealthCheck)
+    "deep", deadline=None, max_examples=DEEP_EXAMPLES, database=None, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("ci")
 

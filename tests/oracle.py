@@ -149,13 +149,26 @@ def numeric_gradient(
     """d <cotangent, function(values)> / d values[which], by central differences, element by element."""
     gradient = np.zeros(values[which].shape)
     for index in np.ndindex(*gradient.shape):
-        sides = []
-        for sign in (1, -1):
-            moved = [np.array(v) for v in values]
-            moved[which][index] += sign * step
-            sides.append(np.sum(cotangent * function(*moved)))
-        gradient[index] = (sides[0] - sides[1]) / (2 * step)
+        direction = np.zeros(gradient.shape)
+        direction[index] = 1
+        gradient[index] = numeric_slope(function, values, which, cotangent, direction, step)
     return gradient
+
+
+def numeric_slope(
+    function: Callable[..., Array],
+    values: Sequence[Array],
+    which: int,
+    cotangent: Array,
+    direction: Array,
+    step: float = 1e-5,
+) -> float:
+    """The product of that gradient and `direction`, of length 1."""
+    sides = []
+    for sign in (1, -1):
+        moved = [v + sign * step * direction if n == which else v for n, v in enumerate(values)]
+        sides.append(np.sum(cotangent * function(*moved)))
+    return float(sides[0] - sides[1]) / (2 * step)
 
 
 # ---------------------------------------------------------------- random numbers, word by word

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.graph import Tensor
 from meshlib.program.checker import check_program
+from tests.effort import draws
 from tests.oracle import assert_close, draw_layout, run
 
 A, B, C = "a", "b", "c"
@@ -80,19 +80,20 @@ def tensors_of(calls: Build, sizes: tuple[int, int, int]) -> tuple[dict[str, Ten
 def test_a_layout_that_fits_all_that_users_see_is_lowered(name: str) -> None:
     rng = np.random.default_rng([len(name), *name.encode()])
     tried = 0
-    for _ in range(max(6, settings.default.max_examples // 100)):
+    for _ in range(draws(3, 100)):
         sizes = tuple(int(rng.choice((1, 2, 3, 4, 6, 8))) for _ in range(3))
         try:
             outputs, shapes = tensors_of(CALLS[name], sizes)
         except mtf.MeshlibError:  # the call has no such sizes
             continue
         feeds = {"x": rng.uniform(0.5, 1.5, sizes[:2]), "y": rng.uniform(0.5, 1.5, sizes[1:])}
-        wanted = run(mtf.lower(outputs, precision="highest"), feeds)[0]
-        for _ in range(12):
+        session = mtf.Session(outputs)
+        wanted = run(session.lower(precision="highest"), feeds)[0]
+        for _ in range(draws(8, 12)):
             layout = draw_layout(rng, [A, B, C])
             if not layout.rules or not layout.allows(shapes):
                 continue
-            program = mtf.lower(outputs, mesh=layout.mesh_text, layout=layout.rules_text, precision="highest")
+            program = session.lower(layout.mesh_text, layout.rules_text, "highest")
             check_program(program, "the end")
             assert_close(run(program, feeds)[0], wanted, 1e-8, f"{name} {sizes} {layout}", floor=1.0)
             tried += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,9 @@ from layouts import Dimension, Shape
 from meshlib.graph import Tensor
 from meshlib.layers import Scores
 from meshlib.program.records import Program
-from tests.oracle import UNSHARDED, Array, Layout, assert_close, draw_layout, needed, numeric_gradient, run, uniform
+from tests.effort import deep, draws
+from tests.oracle import UNSHARDED, Array, Layout, assert_close, draw_layout, needed, numeric_slope, run, uniform
 from tests.public import public_names
-
-LAYOUTS = 30
 
 Keywords = dict[str, Any]
 
@@ -87,17 +87,30 @@ class Built:
             for name, dx in zip(floats, found, strict=True):
                 assert dx is not None, name
                 self.outputs[f"d {name}"] = dx
+        self.session = mtf.Session(self.outputs)
 
     def lower(self, layout: Layout | None = None, precision: str = "highest") -> Program:
         mesh, rules = (layout.mesh_text, layout.rules_text) if layout else (UNSHARDED, "")
-        return mtf.lower(self.outputs, mesh=mesh, layout=rules, precision=precision)
+        return self.session.lower(mesh, rules, precision)
 
     def run(self, program: Program, executor: str = "exact") -> dict[str, Array]:
         (out,) = run(program, self.feeds, executor, state=self.state)
         return {n: np.asarray(x, np.float64) for n, x in out.items()}
 
+    def directions(self) -> dict[str, Array]:
+        """Along which gradients are compared: every element of each counts in each of a few, in depth by itself."""
+        rng = np.random.default_rng(zlib.crc32(self.layer.name.encode()) + 2)
+        found = {}
+        for name, dx in self.outputs.items():
+            if name != "y":
+                shape = dx.shape.sizes
+                random = rng.normal(size=(3, *shape))
+                random /= np.sqrt(np.sum(random**2, axis=tuple(range(1, random.ndim)), keepdims=True))
+                found[name] = np.eye(prod(shape)).reshape(-1, *shape) if deep() else random
+        return found
+
     def wanted(self) -> dict[str, Array]:
-        """By the reference: the result, and central differences of it times the cotangent."""
+        """By the reference: the result, and central differences of it times the cotangent, along each direction."""
         values = {**{n: x for n, x in self.feeds.items() if n != "cotangent"}, **self.state}
         names, arrays = list(values), list(values.values())
 
@@ -105,10 +118,10 @@ class Built:
             return self.layer.reference(dict(zip(names, xs, strict=True)))
 
         found = {"y": f(*arrays)}
-        for name in self.outputs:
-            if name != "y":
-                which = names.index(name.removeprefix("d "))
-                found[name] = numeric_gradient(f, arrays, which, self.feeds["cotangent"])
+        for name, directions in self.directions().items():
+            which = names.index(name.removeprefix("d "))
+            slopes = [numeric_slope(f, arrays, which, self.feeds["cotangent"], d) for d in directions]
+            found[name] = np.array(slopes)
         return found
 
 
@@ -497,6 +510,9 @@ def test_value_and_gradients(one: Layer) -> None:
     for executor in ("exact", "fast"):
         found = b.run(program, executor)
         assert_close({"y": found["y"]}, {"y": wanted["y"]}, 1e-11, one)
+        assert all(dx.shape == b.outputs[name].shape.sizes for name, dx in found.items())
+        for name, directions in b.directions().items():
+            found[name] = np.tensordot(directions, found[name], found[name].ndim)
         assert_close(found, wanted, 3e-8, one)
 
 
@@ -516,7 +532,7 @@ def legal_layouts(b: Built) -> list[Layout]:
     shapes = [t.shape for t in needed(b.outputs.values())]
     names = list(dict.fromkeys(d.name for s in shapes for d in s))
     legal: dict[str, Layout] = {}
-    while len(legal) < LAYOUTS:
+    while len(legal) < draws(6, 30):
         layout = draw_layout(rng, names)
         if layout.rules and layout.allows(shapes):
             legal[str(layout)] = layout

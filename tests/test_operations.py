@@ -8,7 +8,6 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 import meshlib as mtf
 from layouts import Dimension, Shape
@@ -19,14 +18,19 @@ from meshlib.operation import ON_MXU, OPERATIONS, RESIDENT, Kind, OpDef, Storage
 from meshlib.program.instructions import Compute, Instruction, Loop
 from meshlib.program.records import Program
 from tests.cases import CASES, Array, Case, dims
+from tests.effort import draws
 from tests.oracle import UNSHARDED, Layout, assert_close, draw_layout, needed, numeric_gradient, run
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def layouts_per_case() -> int:
-    """Legal layouts drawn for each row: 8 in CI, 100 under `--hypothesis-profile=deep`."""
-    return max(8, settings.default.max_examples // 100)
+# Their rows need a layout for each dim that may be split.
+BY_OFFSET = ("range", "one_hot", "gather", "scatter_add", "random")
+
+
+def layouts_of(case: Case) -> int:
+    """Legal layouts drawn for a row."""
+    return draws(8 if case.op in BY_OFFSET else 4, 100)
 
 
 # ---------------------------------------------------------------- a row as a program
@@ -194,7 +198,7 @@ def drawn_layouts(case: Case, b: Built, count: int) -> tuple[list[Layout], list[
 
 @each_case
 def test_every_layout(case: Case) -> None:
-    count = layouts_per_case()
+    count = layouts_of(case)
     fed, stored = built(case), built(case, stored=True)
     wanted = {id(b): run(b.lower(), b.feeds)[0] for b in (fed, stored)}
     legal, illegal = drawn_layouts(case, fed, count)
@@ -233,7 +237,7 @@ def layouts_of_parts(case: Case, b: Built) -> list[Layout]:
         drawn = draw_layout(rng, names)
         free = [a for a, _ in drawn.mesh if not any(a in axes for _, axes, _ in drawn.rules)]
         more = Layout(drawn.mesh, (*drawn.rules, (PARTS.name, tuple(free), False)))
-        if free and more.allows(shapes) and len(layouts) < layouts_per_case() // 2:
+        if free and more.allows(shapes) and len(layouts) < layouts_of(case) // 2:
             layouts.append(more)
     return layouts
 
@@ -289,7 +293,7 @@ def test_layouts_at_default_precision(case: Case, dtype: str) -> None:
     # Rounding into the MXU turns a last-bit difference into one of 2**-8; so does any bfloat16 result.
     loose = dtype == "bfloat16" or any(t.operation.kind.kind in ON_MXU for t in b.tensors)
     tolerance = 0 if case.bitwise else 0.04 if loose else 2e-6
-    for layout in drawn_layouts(case, b, 2)[0]:
+    for layout in drawn_layouts(case, b, draws(1, 2))[0]:
         program = b.lower(layout, "default")
         (exact,) = run(program, b.feeds)
         (fast,) = run(program, b.feeds, "fast")
@@ -499,10 +503,10 @@ def sequence_of(op: str) -> Sequence[Case]:
 
 def test_every_row_of_a_source_or_split_index_is_met_split() -> None:
     """The drawn layouts do split the dims that need offsets: none of these rows passes for want of a split."""
-    for op in ("range", "one_hot", "gather", "scatter_add", "random"):
+    for op in BY_OFFSET:
         for case in sequence_of(op):
             b = built(case)
-            legal, _ = drawn_layouts(case, b, layouts_per_case())
+            legal, _ = drawn_layouts(case, b, layouts_of(case))
             assigned = {
                 name
                 for layout in legal

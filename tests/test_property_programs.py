@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given, seed, settings
 from hypothesis import strategies as st
 
 import meshlib as mtf
@@ -21,6 +21,7 @@ from layouts import Dimension, Shape
 from meshlib.graph import Operation, Tensor
 from meshlib.program.instructions import Move
 from meshlib.program.records import Program
+from tests.effort import DEEP_EXAMPLES, deep, draws
 from tests.oracle import AXES, MAX_DEVICES, Array, assert_close, needed, run
 
 UNSHARDED = ";".join(f"{a}:1" for a in AXES)  # programs may name any axis in mtf.constrain
@@ -490,6 +491,7 @@ def programs(draw: Draw) -> Written:
 def draw_rules(w: Writer, outputs: dict[str, Tensor], updates: list[Operation], mesh: str) -> str:
     """Rules added one by one wherever the layout stays legal: optional and scoped ones, several axes per dim."""
     dims = list(dict.fromkeys(d for t in needed([*outputs.values(), *updates]) for d in t.shape))
+    session = mtf.Session(outputs, updates)
     rules: dict[tuple[str, str], tuple[list[str], str]] = {}
 
     def text() -> str:
@@ -504,9 +506,9 @@ def draw_rules(w: Writer, outputs: dict[str, Tensor], updates: list[Operation], 
         before = rules.get(key)
         axes = [*(before[0] if before else []), axis]
         rules[key] = (list(dict.fromkeys(axes)), w.choose(("", "", "?")))
-        if not mtf.check(outputs, updates, mesh, text()).ok:
+        if not session.check(mesh, text()).ok:
             with pytest.raises(mtf.LayoutError):
-                mtf.lower(outputs, updates, mesh, text())
+                session.lower(mesh, text())
             rules.pop(key) if before is None else rules.update({key: before})
     return text()
 
@@ -514,11 +516,20 @@ def draw_rules(w: Writer, outputs: dict[str, Tensor], updates: list[Operation], 
 # ---------------------------------------------------------------- properties
 
 
-@settings(max_examples=max(250, settings.default.max_examples))
-@given(programs())
-def test_every_layout_gives_the_unsharded_numbers(p: Written) -> None:
-    whole = mtf.lower(p.outputs, p.updates, UNSHARDED, precision="highest")
-    program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout, "highest")
+SHARDS = 4  # which run beside each other
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_every_layout_gives_the_unsharded_numbers(shard: int) -> None:
+    found = settings(max_examples=draws(100, DEEP_EXAMPLES) // SHARDS)(given(programs())(check_layout))
+    (found if deep() else seed(shard)(found))()  # in depth other programs each time
+
+
+def check_layout(p: Written) -> None:
+    """The program under its layout, by each executor, against the program on one core."""
+    session = mtf.Session(p.outputs, p.updates)
+    whole = session.lower(UNSHARDED, precision="highest")
+    program = session.lower(p.mesh, p.layout, "highest")
     wanted = run(whole, p.feeds, steps=2)
     event(f"collectives: {'some' if program.collectives else 'none'}")
     check_program_ends(program)

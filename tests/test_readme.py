@@ -18,7 +18,7 @@ def test_exactly_two_setup_commands_of_one_line() -> None:
     assert len(commands) == 2
     assert all(line.startswith("python3 -m venv .venv && ") for line in commands)
     assert commands[0].endswith("examples/mnist.py")
-    assert commands[1].endswith("-m pytest")
+    assert commands[1].endswith("-m pytest -n auto --dist worksteal")
 
 
 def run_blocks(count: int | None = None) -> dict[str, object]:

@@ -14,6 +14,7 @@ from meshlib.estimation import Physics
 from meshlib.estimation.scheduling import POLICIES, uncovered
 from meshlib.program.instructions import Loop
 from meshlib.program.work import local_work
+from tests.effort import draws
 from tests.estimate.test_trace import check_trace
 from tests.test_property_programs import Written, programs
 
@@ -36,7 +37,7 @@ def free_ops(program: mtf.Program) -> int:
     return inside + sum(local_work(program, i).vpu_ops for i in free)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=draws(40, 1000))
 @given(programs(), st.sampled_from(POLICIES))
 def test_bounds_and_counts_of_random_programs(p: Written, overlap: str) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
@@ -62,7 +63,7 @@ def test_bounds_and_counts_of_random_programs(p: Written, overlap: str) -> None:
     check_trace(est)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(15, 400))
 @given(programs(), st.sampled_from(["hbm_bytes_per_second", "ici_bytes_per_second", "clock_hz"]))
 def test_a_faster_machine_is_never_slower(p: Written, figure: str) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
@@ -73,7 +74,7 @@ def test_a_faster_machine_is_never_slower(p: Written, figure: str) -> None:
         assert fast.step_seconds <= slow.step_seconds * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(15, 400))
 @given(programs())
 def test_overlap_never_costs(p: Written) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
