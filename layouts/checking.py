@@ -49,6 +49,7 @@ def check(
     tensors: Iterable[tuple[str, ShapeLike, str]],
     known_dims: Iterable[str] | None = None,
     inner: Iterable[tuple[str, ShapeLike, str]] = (),
+    splitting: Iterable[str] = (),
 ) -> Report:
     """Look at all tensors under one layout.
 
@@ -59,6 +60,7 @@ def check(
       known_dims: names that a rule may have without a tensor here; none by default.
       inner: such tensors that nobody asked for. What does not fit them is a note, as `LayoutRules.fitting` leaves it
         out, unless the rule fits no tensor at all.
+      splitting: axes that split something without a rule.
 
     >>> print(check("vocab:cols", "rows:2;cols:4", [("logits", "batch:6;vocab:10", "activations")]))
     fault: dim 'vocab' does not divide over axis 'cols': 10 % 4 = 2. Pad vocab to 12 (+20.00 %), or remove vocab:cols. In: logits.
@@ -71,7 +73,7 @@ def check(
     followed: set[Rule] = set()  # by some tensor
     present: dict[str, None] = {}  # ordered names of dims
     used_rules: set[Rule] = set()
-    used_axes: set[str] = set()
+    used_axes = set(splitting)
     for rule in rules.rules:  # an axis is unknown whether or not a tensor meets the rule
         for axis in rule.axes:
             if axis not in mesh:

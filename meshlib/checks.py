@@ -81,7 +81,9 @@ def fitting(value: object, dtype: DType, what: str) -> bool | int | float:
     if isinstance(value, np.generic):
         value = value.item()
     if not isinstance(value, bool | int | float):
-        raise ShapeError(f"{at(what)}: expected a number, got {_shown(value)}; feed arrays through mtf.input")
+        raise ShapeError(
+            f"{at(what)}: expected a number, got {_shown(value)}; arrays are NumPy's, in mtf.constant or mtf.input"
+        )
     if dtype.is_float:
         try:
             held = float(value)

@@ -252,7 +252,9 @@ class _VarianceScaling:
 def truncated_normal(mean: float = 0.0, stddev: float = 1.0) -> Initializer:
     """Normal, but values further than 2 `stddev` from `mean` are drawn again: in all 0.88 times as wide."""
     what = "initializers.truncated_normal"
-    return _TruncatedNormal(finite(mean, what, "mean"), finite(stddev, what, "stddev"))
+    if finite(stddev, what, "stddev") < 0:
+        raise GraphError(f"{at(what)}: stddev must not be negative, got {stddev}")
+    return _TruncatedNormal(finite(mean, what, "mean"), float(stddev))
 
 
 def variance_scaling(

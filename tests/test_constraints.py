@@ -50,3 +50,9 @@ def test_a_rule_for_the_new_name_lays_it_elsewhere() -> None:
     program = mtf.lower({"y": y}, mesh=MESH, layout="d2:q")
     assert str(program.outputs["y"].sharding) == "[b:8, d2:16@q]"
     assert str(mtf.lower({"y": y}, mesh=MESH, layout="b:q").outputs["y"].sharding) == "[b:8, d2:16@p]"
+
+
+def test_an_axis_that_a_constraint_splits_over_is_not_said_to_split_nothing() -> None:
+    with mtf.Graph():
+        y = mtf.constrain(mtf.input("x", [B, D]), "d:p")
+    assert mtf.lower({"y": y}, mesh=MESH).notes == ("axis 'q' splits nothing: every tensor is held 2 times over",)

@@ -38,6 +38,8 @@ INITIALIZERS = {
     "normal": mtf.initializers.random_normal(1, 2),
     "glorot": mtf.initializers.glorot_uniform([IN]),
     "scaled": mtf.initializers.scaled_normal([IN], 2.0),
+    "truncated": mtf.initializers.truncated_normal(1, 2),
+    "fan": mtf.initializers.variance_scaling(2.0, "fan_avg", "uniform"),
 }
 
 
@@ -101,6 +103,15 @@ def test_every_initializer_survives(name: str) -> None:
         program = mtf.lower({"w": w})
     for made in (f(program) for f in COPIES.values()):
         assert bits(mtf.simulate(made)) == bits(mtf.simulate(program))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_layers_with_a_gradient_of_their_own_survive(how: str) -> None:
+    with mtf.Graph():
+        x = mtf.input("x", [BATCH, IN])
+        (dx,) = mtf.gradients([mtf.layers.clip_activation_gradient(x, 0.5) * 3.0], [x])
+        program = mtf.lower({"dx": dx})
+    np.testing.assert_allclose(mtf.simulate(COPIES[how](program)).step()["dx"], 0.5, rtol=1e-6)
 
 
 def test_initializers_are_plain_data() -> None:

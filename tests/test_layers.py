@@ -807,3 +807,13 @@ def test_what_attention_takes_and_makes_has_names(options):
     assert {"a/q", "a/k", "a/v", "a/context", "a/out"} <= set(names), names
     kernel = next(op for op in graph.operations if op.name == "a/context")
     assert [t.name for t in kernel.inputs] == ["a/q", "a/k", "a/v"]
+
+
+@pytest.mark.parametrize("bad", ["k", "v"])
+def test_local_attention_names_what_lacks_the_length(bad: str) -> None:
+    given = {n: [E, K] if n == bad else [T, K] for n in "qkv"}
+    with (
+        mtf.Graph(),
+        pytest.raises(mtf.GraphError, match=rf"local_attention_1d \(.*\): {bad}: .* has no dim '{T.name}'"),
+    ):
+        mtf.layers.local_attention_1d(*(mtf.input(n, dims) for n, dims in given.items()), T, K)

@@ -333,3 +333,14 @@ def test_variables_in_a_loop_follow_the_rules_of_variables() -> None:
         np.testing.assert_allclose(split[name], value, rtol=1e-4)
     assert "'w'" in str(bad.value)
     assert "outer" not in str(bad.value)  # told once, of the variable
+
+
+def test_a_tensor_of_a_body_is_no_output() -> None:
+    leaked = []
+    with mtf.Graph():
+        x = mtf.input("x", [mtf.Dimension("d", 2)])
+        y = mtf.while_loop(2, lambda c: leaked.append(mtf.tanh(c, name="inner")) or c * 2.0, [x])[0]
+        leaked.append(leaked[0] + y)
+    for t in leaked:
+        with pytest.raises(mtf.GraphError, match=r"\(test_loops.py:\d+\) belongs to the body of a loop"):
+            mtf.lower({"y": y, "leaked": t})

@@ -242,3 +242,22 @@ def test_variance_scaling(mode: str, n: int, distribution: str) -> None:
 def test_bad_arguments_of_variance_scaling(arguments: tuple, words: str) -> None:
     with pytest.raises(mtf.GraphError, match=rf"variance_scaling \(test_random.py:\d+\).*{words}"):
         mtf.initializers.variance_scaling(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (
+            lambda: mtf.random_uniform([], 0, 1e300),
+            r"random_uniform \(test_random.py:\d+\): the number 1e\+300 does not",
+        ),
+        (
+            lambda: mtf.random_normal([], -1e39),
+            r"random_normal \(test_random.py:\d+\): the number -1e\+39 does not fit f",
+        ),
+        (lambda: mtf.initializers.truncated_normal(0, -1), r"truncated_normal \(.*stddev must not be negative, got -1"),
+    ],
+)
+def test_bounds_that_can_not_be_are_refused(draw, words):
+    with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=words):
+        draw()

@@ -94,6 +94,8 @@ def test_bad_arguments(build, words: str) -> None:
     [
         (lambda x: x[:, :2], None, r"made float32\[\d, 2\] of float32\[\d, 6\], but the block of its result own: f32"),
         (lambda x: x + 0.5, "int32", r"made float32\[\d, 6\].* is int32\[\d, 6\]"),
+        (lambda x: [[1.0], [2.0, 3.0]], None, r"made object\[2\] of float32"),
+        (lambda x: np.ma.masked_less(x, 9), None, "slicewise 'own'.*: the function made a masked array"),
     ],
 )  # fmt: skip
 def test_a_result_of_another_type_is_named(fn, dtype, words: str, executor: str) -> None:
@@ -112,3 +114,19 @@ def test_a_function_can_not_change_its_operands() -> None:
         y = mtf.slicewise(spoil, [mtf.input("x", [A])])
     with pytest.raises(ValueError, match="read-only"):
         run(mtf.lower({"y": y}), {"x": np.ones(4)})
+
+
+def test_a_fault_of_the_function_names_the_operation() -> None:
+    with mtf.Graph():
+        y = mtf.slicewise(lambda x: x.reshape(3), [mtf.input("x", [A])], name="own")
+    with pytest.raises(ValueError, match="reshape") as caught:
+        run(mtf.lower({"y": y}), {"x": np.ones(4)})
+    assert caught.value.__notes__[0].startswith("in the function of slicewise 'own' (test_slicewise.py:")
+
+
+@pytest.mark.parametrize(("count", "words"), [(-1, "not be negative, got -1"), ("many", "be a finite number, got str")])
+def test_work_that_can_not_be_is_refused(count: object, words: str) -> None:
+    with mtf.Graph():
+        y = mtf.slicewise(np.sin, [mtf.input("x", [A])], vpu_ops=lambda ins, out: count)  # type: ignore[arg-type, return-value]
+    with pytest.raises(mtf.GraphError, match=f"what vpu_ops returns must {words}"):
+        _ = mtf.lower({"y": y}).work

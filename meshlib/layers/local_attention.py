@@ -101,7 +101,7 @@ def local_attention_1d(
     Source: tensorflow/mesh: mesh_tensorflow/transformer/attention.py, `local_attention_1d`.
     """
     what = "local_attention_1d"
-    length = find_dim(tensor(q, what), length_dim, what)
+    length, *_ = (find_dim(tensor(x, what), length_dim, what) for x in (q, k, v))
     causal = flag(fully_autoregressive, what, "fully_autoregressive")
     cut = _cut(length, length_dim_num_splits, radius, causal, 128, what)
     with q.graph:
@@ -147,7 +147,8 @@ def local_attention_2d(
       [height:32, width:48, d:4]
     """
     what = "local_attention_2d"
-    height, width = find_dim(tensor(q, what), height_dim, what), find_dim(q, width_dim, what)
+    height, *_ = (find_dim(tensor(x, what), height_dim, what) for x in (q, k, v))
+    width, *_ = (find_dim(x, width_dim, what) for x in (q, k, v))
     causal = flag(fully_autoregressive, what, "fully_autoregressive")
     if not isinstance(num_splits, tuple | list) or len(num_splits) != 2:
         raise ShapeError(f"{at(what)}: num_splits must be two numbers, of height and width, got {num_splits!r:.80}")

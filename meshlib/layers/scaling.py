@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from layouts import Dimension, Shape
@@ -74,11 +75,12 @@ def clip_activation_gradient(x: Tensor, rms_norm: float = 1.0, name: str | None 
     limit = number(rms_norm, what, "rms_norm")
     if limit <= 0:
         raise ShapeError(f"{at(what)}: rms_norm must be positive, got {rms_norm}")
-
-    def clipped(inputs: Any, results: Any, cotangents: Sequence[Tensor]) -> list[Tensor]:
-        (dy,) = cotangents
-        rms = sqrt(reduce_mean(square(widened(dy)), output_shape=[]))
-        return [multiply(dy, cast(limit / maximum(rms, limit), dy.dtype), dy.shape)]
-
-    made: Tensor = custom_gradient(lambda v: identity(v, name), clipped, [x])
+    made: Tensor = custom_gradient(lambda v: identity(v, name), partial(_clipped, limit), [x])
     return made
+
+
+def _clipped(limit: float, inputs: Any, results: Any, cotangents: Sequence[Tensor]) -> list[Tensor]:
+    # Of the module, so that a graph that holds it can be pickled.
+    (dy,) = cotangents
+    rms = sqrt(reduce_mean(square(widened(dy)), output_shape=[]))
+    return [multiply(dy, cast(limit / maximum(rms, limit), dy.dtype), dy.shape)]

@@ -127,8 +127,10 @@ class Subjects:
 
 def check_layout(subjects: Subjects, mesh: Mesh, rules: LayoutRules) -> Report:
     """All faults of a layout over a program at once, and notes on what it leaves unused."""
-    report = check(rules, mesh, subjects.judged(rules, False), subjects.names, subjects.judged(rules, True))
-    bound = [_check_constrained(op, mesh) for op in subjects.operations if op.kind.home is Home.GIVEN]
+    constrained = [op for op in subjects.operations if op.kind.home is Home.GIVEN]
+    splitting = {axis for op in constrained for rule in op.attrs["layout"].rules for axis in rule.axes}
+    report = check(rules, mesh, subjects.judged(rules, False), subjects.names, subjects.judged(rules, True), splitting)
+    bound = [_check_constrained(op, mesh) for op in constrained]
     faults = (*report.faults, *(text for r in bound for text in r.faults))
     return Report(faults, report.notes, (*report.found, *(found for r in bound for found in r.found)))
 

@@ -117,9 +117,11 @@ def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dic
     if isinstance(updates, Operation) or not isinstance(updates, Sequence):
         raise GraphError(f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}")
     assigned(updates)  # refuses what is no update, before its graph is looked at
-    graphs = list(
-        dict.fromkeys([*(t.graph for t in fetched.values()), *(u.graph for u in updates if isinstance(u, Operation))])
-    )
+    ends = [*(t.operation for t in fetched.values()), *updates]
+    for op in ends:
+        if op.graph.parent is not None:
+            raise GraphError(f"{op} belongs to the body of a loop; lower what the loop returns of it")
+    graphs = list(dict.fromkeys(op.graph for op in ends))
     if not graphs:
         raise GraphError("nothing to lower: give outputs, updates or both")
     if len(graphs) > 1:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, items
+from meshlib.checks import at, is_masked, items, number
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError, ProgramError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
@@ -37,12 +37,25 @@ def _local(block: Block, *arrays: Array) -> Array:
     operands = [x.view() for x in arrays]
     for x in operands:
         x.flags.writeable = False
-    made = np.asarray(block.attrs["fn"](*operands))
+    try:
+        given = block.attrs["fn"](*operands)
+    except Exception as fault:
+        fault.add_note(f"in the function of {block.operation}")
+        raise
+    if is_masked(given):
+        raise ProgramError(
+            f"{block.operation}: the function made a masked array, which has elements without a value; give them one, "
+            "as in array.filled(0)"
+        )
+    try:
+        made = np.asarray(given)
+    except ValueError:  # rows of different lengths
+        made = np.asarray(given, dtype=object)
     out = block.result()
     if made.shape != out.shape or not np.can_cast(made.dtype, out.dtype, "same_kind"):
-        given = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
+        taken = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands)
         raise ProgramError(
-            f"{block.operation}: the function made {made.dtype}{list(made.shape)} of {given}, "
+            f"{block.operation}: the function made {made.dtype}{list(made.shape)} of {taken}, "
             f"but the block of its result {block.operation.output} is {out.dtype}{list(out.shape)}"
         )
     np.copyto(out, made, casting="same_kind")
@@ -64,7 +77,9 @@ def _grad(op: Operation, dy: Tensor) -> Sequence[Tensor | None]:
 
 def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     if attrs["vpu_ops"] is not None:
-        ops = int(attrs["vpu_ops"]([t.shape for t in ins], out.shape))
+        ops = int(number(attrs["vpu_ops"]([t.shape for t in ins], out.shape), "slicewise", "what vpu_ops returns"))
+        if ops < 0:
+            raise GraphError(f"{at('slicewise')}: what vpu_ops returns must not be negative, got {ops}")
     else:
         ops = sum(t.shape.size for t in ins) + out.shape.size
     return Work(0, ops)

@@ -337,6 +337,8 @@ def _random(shape: object, law: tuple[str, float, float], dtype: object, name: s
     drawn = as_dtype(dtype)
     if not drawn.is_float:
         raise ShapeError(f"{at(what)}: needs a float dtype, got {drawn.name}")
+    for bound in law[1:]:
+        fitting(bound, drawn, what)
     attrs = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}
     return build_source(current_graph(what), RANDOM, attrs, what if name is None else name).output
 
