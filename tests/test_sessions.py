@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,11 @@ from hypothesis import given, settings
 import meshlib as mtf
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering import memos, partition
-from meshlib.lowering.simplification import simplify
-from meshlib.ops.state import assigned
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
-from meshlib.verification import legal_layouts
 from tests.effort import draws, some
+from tests.oracle import draw_layout, needed
 from tests.test_property_programs import Written, programs
 
 D = mtf.Dimension
@@ -72,19 +71,18 @@ def assert_nothing_shows(outputs: Any, updates: list[Operation], wanted: Alone, 
 # ---------------------------------------------------------------- programs
 
 
-@settings(max_examples=draws(8, 2500))
+@settings(max_examples=draws(15, 2500))
 @given(programs())
 def test_random_programs(p: Written) -> None:
-    graph = next(iter(p.outputs.values())).graph
-    operations = simplify(graph, p.outputs.values(), assigned(p.updates).values()).operations
+    of, rng = (p.outputs, p.updates), np.random.default_rng(len(repr(p)))
+    dims = list(dict.fromkeys(d.name for t in needed([*p.outputs.values(), *p.updates]) for d in t.shape))
     axes = [a.split(":")[0] for a in p.mesh.split(";")]
     ways: list[Way] = [(p.mesh, p.layout, "highest", None), (p.mesh, p.layout, "default", DENSER)]
     for size in (2, 3):
         mesh = ";".join(f"{a}:{size}" for a in axes)
-        ways += [
-            (mesh, str(rules), "default", None)
-            for rules in legal_layouts(operations, mtf.Mesh(mesh), draws(1, 3), size)
-        ]
+        drawn = (draw_layout(rng, dims) for _ in range(60))
+        legal = (x.rules_text for x in drawn if len(x.mesh) <= len(axes) and mtf.check(*of, mesh, x.rules_text).ok)
+        ways += [(mesh, rules, "default", None) for rules in islice(legal, draws(1, 3))]
         ways.append((mesh, p.layout, "default", None))  # legal or not
     assert_nothing_shows(p.outputs, p.updates, alone(p.outputs, p.updates, ways))
 
