@@ -160,8 +160,9 @@ def squares() -> tuple[dict[str, Tensor], list[Way]]:
 
 
 def homes() -> tuple[dict[str, Tensor], list[Way]]:
-    """A value of no operands at three homes."""
-    return {"y": mtf.random_uniform([D("a", 8), D("b", 8)])}, [way("a:p"), way("b:p"), way("")]
+    """A value that moves to where two results are wanted, or stays where they are wanted whole."""
+    x = mtf.variable("x", [D("a", 8), D("b", 8)])
+    return {"y": mtf.tanh(x), "z": mtf.sin(x)}, [way("variables/a:p;activations/b:p"), way("variables/a:p")]
 
 
 def chains() -> tuple[dict[str, Tensor], list[Way]]:

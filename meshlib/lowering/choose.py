@@ -142,9 +142,6 @@ def choose(
     `later` are the points further down the linear chain of single uses that starts at the result: a pending result
     may be reduced at any of them.
     """
-    settled = _settled(signature, operands, home)
-    if settled is not None:
-        return settled
     shared = any(x.shared for x in operands)
     itemsize = signature.op.output.dtype.itemsize
     best: tuple[float, int, int, int] | None = None
@@ -167,7 +164,7 @@ def choose(
     return chosen
 
 
-def _settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -> Choice | None:
+def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -> Choice | None:
     """The choice where there is nothing to choose: all lies as one assignment wants it, and nothing moves.
 
     Each axis may go to that one factor or to none; without it a device does as much or more.

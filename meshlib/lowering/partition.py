@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from layouts import Dimension, Shape, Sharding
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.loop_record import LoopRecord
-from meshlib.lowering.choose import Balance, Choice, Operand, Point, choice_key, choose
+from meshlib.lowering.choose import Balance, Choice, Operand, Point, choice_key, choose, settled
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.places import Foresight, Pending, Places, blockwise
 from meshlib.lowering.reasons import explain_exchange
@@ -330,6 +330,9 @@ class Partitioner:
     def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
         home = self.homes.of(op.output)
         signature = self.signatures.of(op)
+        plain = settled(signature, operands, home)
+        if plain is not None:
+            return plain  # sooner told than looked up
         may_be_pending = bool(signature.reducing) or any(x.pending for x in operands)
         later = self._later(op.output) if may_be_pending else ()
         key = choice_key(signature, operands, home, later)

@@ -117,11 +117,10 @@ def _key(instruction: Compute, signatures: Signatures) -> object:
     tensors = [x.tensor for x in instruction.inputs]
     return (
         signatures.of(instruction.operation),
-        tuple([tensors.index(t) for t in tensors]),
-        tuple([x.sharding for x in instruction.inputs]),
-        tuple([y.sharding for y in instruction.outputs]),
         instruction.assignment,
         instruction.exchanges,
+        *[tensors.index(t) for t in tensors],
+        *[x.sharding for x in (*instruction.inputs, *instruction.outputs)],
     )
 
 

@@ -63,12 +63,11 @@ def measure(way: str, layouts: Sequence[tuple[str, str]]) -> None:
     print(json.dumps(seconds[1:]))
 
 
-def best(way: str, which: str, root: Path, rounds: int) -> list[float]:
-    """The least seconds of each layout over processes of a checkout."""
+def run(way: str, which: str, root: Path) -> list[float]:
+    """The seconds of each layout in a process of a checkout."""
     command = [sys.executable, __file__, "--measure", way, which]
     env = {**os.environ, "PYTHONPATH": str(root)}
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=env) for _ in range(rounds)]
-    return [min(each) for each in zip(*(json.loads(run.stdout) for run in runs), strict=True)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)
 
 
 def main() -> None:
@@ -86,7 +85,8 @@ def main() -> None:
     if args.before:
         ways = {"before": ("lower", args.before.resolve()), **ways}
     for which, layouts in SETS.items():
-        columns = {name: best(way, which, root, args.rounds) for name, (way, root) in ways.items()}
+        rounds = [{name: run(way, which, root) for name, (way, root) in ways.items()} for _ in range(args.rounds)]
+        columns = {name: [min(each) for each in zip(*(r[name] for r in rounds), strict=True)] for name in ways}
         print(f"{which:<46}" + "".join(f"{name:>12}" for name in columns) + f"{'ratio':>8}")
         rows = [(f"{name:<20}{mesh:<26}", [t[n] for t in columns.values()]) for n, (mesh, name) in enumerate(layouts)]
         rows.append((f"{'median':<46}", [statistics.median(times) for times in columns.values()]))
