@@ -110,8 +110,10 @@ class Estimate:
                 for name, seconds in (("ici", r.ici_seconds), ("dcn", r.dcn_seconds), ("latency", r.latency_seconds)):
                     sent[name] += seconds * r.count
         whole_comm = sum(sent.values())
+        # When the core computes nothing it waits for what is sent, or shares its memory with it.
+        waits = self.schedule.seconds - self.schedule.host_exposed_seconds - self.compute_seconds
         for name, seconds in sent.items():
-            totals[name] += self.exposed_comm_seconds * seconds / whole_comm if whole_comm else 0.0
+            totals[name] += waits * seconds / whole_comm if whole_comm else 0.0
         totals["latency"] += self.step_overhead_seconds
         totals["dcn"] += self.jitter_seconds
         totals["pcie"] += self.schedule.host_exposed_seconds

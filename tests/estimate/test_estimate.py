@@ -13,6 +13,7 @@ from hardware import CHIPS, Slice, placements
 from meshlib.estimation import Physics
 from meshlib.estimation.scheduling import POLICIES, uncovered
 from meshlib.program.instructions import Loop
+from meshlib.program.records import walk
 from meshlib.program.work import local_work
 from tests.effort import draws
 from tests.estimate.test_trace import check_trace
@@ -48,7 +49,10 @@ def test_bounds_and_counts_of_random_programs(p: Written, overlap: str) -> None:
     assert est.flops == program.work.mxu_flops
     # Constants of one element are there when the program starts; reshapes that leave tiles alone do nothing.
     assert 0 <= program.work.vpu_ops - est.vpu_ops <= free_ops(program)
-    assert sum(r.sent_bytes * r.count for r in est.rows) == pytest.approx(program.sent_bytes)
+    # Of several exchanges each row has the busiest sender's bytes; these may be different devices.
+    sent = sum(r.sent_bytes * r.count for r in est.rows)
+    exchanges = any(i.transfers and not i.is_collective for i, _, _ in walk(program))
+    assert sent == pytest.approx(program.sent_bytes) or (exchanges and sent > program.sent_bytes)
     assert est.memory.exact_peak_bytes == program.memory.peak_bytes
     assert est.memory.peak_bytes >= est.memory.exact_peak_bytes
     assert max(est.memory.timeline_bytes, default=0) <= est.memory.peak_bytes
