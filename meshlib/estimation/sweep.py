@@ -63,6 +63,16 @@ class Scaling:
           path: the file; its ending says the format, such as .png, .svg or .pdf.
         Raises: GraphError where matplotlib is not installed, or the file cannot be written.
         """
+
+        def write(file: BinaryIO) -> None:
+            try:
+                self._figure().savefig(file, dpi=150, format=Path(path).suffix[1:] or None)
+            except ValueError as fault:  # an ending that matplotlib does not know
+                raise GraphError(f"Scaling.plot: {path} can't be written: {fault}") from None
+
+        replace_file(path, write, "Scaling.plot", GraphError)
+
+    def _figure(self) -> Any:
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -77,14 +87,7 @@ class Scaling:
             axes.set_xlabel("slice, devices")
             axes.set_xlim(-0.6, len(self.estimates) - 0.4)
             axes.spines[["top", "right"]].set_visible(False)
-
-        def write(file: BinaryIO) -> None:
-            try:
-                figure.savefig(file, dpi=150, format=Path(path).suffix[1:] or None)
-            except ValueError as fault:  # an ending that matplotlib does not know
-                raise GraphError(f"Scaling.plot: {path} can't be written: {fault}") from None
-
-        replace_file(path, write, "Scaling.plot", GraphError)
+        return figure
 
     @staticmethod
     def _tick(e: Estimate) -> str:

@@ -35,7 +35,7 @@ VARIANTS = [
 ]  # fmt: skip
 # Between them each dtype, each kind of layers and each policy.
 each_variant = pytest.mark.parametrize(
-    ("dtype", "scan", "remat"), some(VARIANTS, [VARIANTS[1], VARIANTS[2]]), ids=lambda v: str(v)
+    ("dtype", "scan", "remat"), some(VARIANTS, [VARIANTS[1], VARIANTS[3]]), ids=lambda v: str(v)
 )
 
 
