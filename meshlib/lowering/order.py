@@ -2,10 +2,9 @@
 
 What uses a value that is still on its way waits for a product, if there is one, that hides the way; what no product
 waits for (the update of a weight by a gradient that is being reduced) until about as much is computed as the way takes.
-Then groups that
-run row by row are joined, and collectives are issued one product early where they do not depend on it (the weights of
-the next layer arrive while this one computes), and no earlier, because what arrives takes memory. This is *the* order:
-the executors, the buffers and the estimate all use it.
+Then groups that run row by row are joined, and collectives are issued one product early where they do not depend on it
+(the weights of the next layer arrive while this one computes), and no earlier, because what arrives takes memory. This
+is *the* order: the executors, the buffers and the estimate all use it.
 """
 
 from __future__ import annotations
