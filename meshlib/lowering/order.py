@@ -156,10 +156,10 @@ def _hides(i: Instruction) -> bool:
 
 
 def _hidden_flops(program: Program, i: Instruction) -> float:
-    """What it computes while something is being sent; loops, more than anything takes."""
-    if not _hides(i):
-        return 0.0
-    return float("inf") if isinstance(i, Loop) else float(local_work(program, i).mxu_flops)
+    """What it computes while something is being sent."""
+    if isinstance(i, Loop):
+        return max(1.0, i.trips * i.body.work.mxu_flops)  # one without products hides something, too
+    return float(local_work(program, i).mxu_flops) if _hides(i) else 0.0
 
 
 def order_and_fuse(program: Program) -> Program:
