@@ -1,0 +1,55 @@
+"""The lowered programs of tests/lowering_minima.py send what was derived by hand, and compute what one core would."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import meshlib as mtf
+from tests.effort import some
+from tests.lowering_minima import NOT_YET, ROWS, SAMPLE
+from tests.minima.table import Case
+
+
+def built(name: str, dtype: str) -> Case:
+    with mtf.Graph():
+        return ROWS[name].build(dtype)
+
+
+def trials() -> list[object]:
+    """Each row in each of its types; those that are not reached yet must fail."""
+    found = []
+    for name, row in ROWS.items():
+        for dtype in row.dtypes:
+            missed = name in NOT_YET or f"{name}[{dtype}]" in NOT_YET
+            marks = [pytest.mark.xfail(strict=True, raises=AssertionError)] if missed else []
+            found.append(pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype"), trials())
+def test_sends_the_minimum(name: str, dtype: str) -> None:
+    case = built(name, dtype)
+    program = mtf.lower(case.outputs, case.updates, mesh=case.mesh, layout=case.layout)
+    assert program.sent_bytes == case.minimum, mtf.collectives_table(program.collectives)
+    if case.kinds is not None:
+        assert Counter(c.kind for c in program.collectives) == Counter(case.kinds)
+
+
+@pytest.mark.parametrize("name", some(tuple(ROWS), SAMPLE))
+def test_numbers_equal_the_unsharded_program(name: str) -> None:
+    case = built(name, "float32")
+    mtf.verify(case.outputs, case.updates, layouts=[(case.mesh, case.layout)]).raise_for_failures()
+
+
+def test_the_table_is_large_and_names_only_rows() -> None:
+    assert len(ROWS) >= 80
+    assert {name.partition("[")[0] for name in NOT_YET} <= ROWS.keys()
+    assert sum(len(row.dtypes) == 2 for row in ROWS.values()) > 0.9 * len(ROWS)
+
+
+def test_no_row_is_free_of_what_it_is_about() -> None:
+    """A row that needs nothing says so by its name."""
+    silent = {name for name in ROWS if built(name, "float32").minimum == 0}
+    assert all("free" in name or "stays" in name for name in silent)
