@@ -39,6 +39,7 @@ _WHOLE_TERMS = {  # a whole term ends a partial sum; additions are not flattened
     "mean_cross_entropy_step",
     "parallel_block_one_after_the_other",
     "parallel_block_step",
+    "tied_split_table_and_data_step",
     "tied_split_table_step",
 }
 _GRADIENTS = {  # a gradient is brought home before it is used; factors stay inside sums
@@ -52,6 +53,7 @@ _HOMES = {  # a value is brought home that nobody wants there
     "dispatch_and_combine_step",
     "fully_sharded_small_batch_step",
     "mask_of_positions_in_two_places_is_free",
+    "noise_made_where_it_is_wanted",
     "one_hot_in_two_places",
     "relu_between_two_constraints",
 }
@@ -96,9 +98,7 @@ SAMPLE = (
     "mean_cross_entropy_step",
     "neighbourhood_in_split_rows_and_columns",
     "one_hot_in_two_places",
-    "parallel_block_step",
     "sample_of_the_top_k",
     "sum_beside_one_of_its_terms",
-    "two_losses_step",
     "window_attention",
 )

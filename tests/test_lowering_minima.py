@@ -47,9 +47,3 @@ def test_the_table_is_large_and_names_only_rows() -> None:
     assert len(ROWS) >= 80
     assert {name.partition("[")[0] for name in NOT_YET} <= ROWS.keys()
     assert sum(len(row.dtypes) == 2 for row in ROWS.values()) > 0.9 * len(ROWS)
-
-
-def test_no_row_is_free_of_what_it_is_about() -> None:
-    """A row that needs nothing says so by its name."""
-    silent = {name for name in ROWS if built(name, "float32").minimum == 0}
-    assert all("free" in name or "stays" in name for name in silent)

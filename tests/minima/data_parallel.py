@@ -179,6 +179,25 @@ def hybrid_sharded_step(t: str) -> Case:
 
 
 @row
+def fully_sharded_and_megatron_step(t: str) -> Case:
+    """Each half of the hidden layer's weights is split over the batch's axis besides: gathered, scattered there.
+
+    The result is summed over `c`, of half the examples. The input's cotangent is not asked for, so w1 is gathered once.
+    """
+    n, d = 2, D("d", 16)
+    x = given("x", [B, d], t)
+    h = mtf.relu(product(x, weight("w1", [d, HIDDEN], t), B, HIDDEN))
+    y = product(h, weight("w2", [HIDDEN, d], t), B, d)
+    half = d.size * HIDDEN.size // n * width(t)
+    least = (
+        3 * all_gather(n, half)  # w1, and w2 in both regions
+        + 2 * reduce_scatter(n, half)
+        + all_reduce(n, elements(y) // n * width(t))
+    )
+    return Case(None, sgd(half_square(y)), "a:2;c:2", "b:a;h:c;d:a?", least)
+
+
+@row
 def stacked_layers_fully_sharded_step(t: str) -> Case:
     """Three scanned layers, split by an inner dim: a trip gathers its layer, forward and backward, and scatters."""
     layers, d = D("layers", 3), D("d", 16)
@@ -254,6 +273,16 @@ def clipped_split_and_whole_gradients_step(t: str) -> Case:
     y = product(h, weight("w2", [HIDDEN, CLASSES], t), x.shape[0], CLASSES) + weight("bias", [CLASSES], t)
     train = mtf.optimize.SgdOptimizer(0.1).minimize(half_square(y), max_norm=1.0)
     return Case(None, train, MESH, "h:m", all_reduce(N, elements(y) * width(t)) + all_reduce(N, F32), {"all_reduce": 2})
+
+
+@row
+def layers_scaled_by_their_lengths_step(t: str) -> Case:
+    """LARS: of each split weight and of its gradient the length, one number each."""
+    x = given("x", [D("b", 8), PIXELS], t)
+    h = mtf.relu(product(x, weight("w1", [PIXELS, HIDDEN], t), x.shape[0], HIDDEN))
+    y = product(h, weight("w2", [HIDDEN, CLASSES], t), x.shape[0], CLASSES)
+    train = mtf.optimize.LarsOptimizer(0.1).minimize(half_square(y))
+    return Case(None, train, MESH, "h:m", all_reduce(N, elements(y) * width(t)) + 2 * 2 * all_reduce(N, F32))
 
 
 @row

@@ -224,12 +224,12 @@ def dropout_is_free(t: str) -> Case:
 
 
 @row
-def dropout_mask_made_where_it_is_wanted(t: str) -> Case:
-    """x is exchanged for the product; its mask is drawn again under the other split."""
-    x = given("x", [B, J], t)
-    dropped = mtf.dropout(x, True, keep_prob=0.5)
-    outputs = {"here": dropped, "there": mtf.constrain(dropped * 2.0, "j:m")}
-    return Case(outputs, [], MESH, "b:m", all_to_all(N, elements(x) * width(t)), {"all_to_all": 1})
+def noise_made_where_it_is_wanted(t: str) -> Case:
+    """One draw for two values that lie split differently: drawn twice; the one exchange is the constraint's."""
+    x, z = given("x", [B, J], t), given("z", [B, J], t)
+    keep = mtf.cast(mtf.less(mtf.random_uniform([B, J]), 0.5), t)
+    outputs = {"here": x * keep, "there": mtf.constrain(mtf.constrain(z, "j:m") * keep, "j:m")}
+    return Case(outputs, [], MESH, "b:m", all_to_all(N, elements(z) * width(t)), {"all_to_all": 1})
 
 
 @row

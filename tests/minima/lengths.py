@@ -54,10 +54,18 @@ def context_attention_step(t: str) -> Case:
     Keys and values of all positions are whole by the layout, which does not split `t`: the backward finds them.
     """
     q, k, v = heads(t, trained=True)
-    y = mtf.attention(q, as_memory(k), as_memory(v), L, T, K, causal=True)
+    y = mtf.attention(q, as_memory(k), as_memory(v), L, T, K)
     moved = elements(k, v) * width(t)
     least = all_gather(N, moved) + reduce_scatter(N, moved)
     return Case(None, sgd(half_square(y)), MESH, "l:m", least)
+
+
+@row
+def ring_attention(t: str) -> Case:
+    """Queries and memory both split by the layout, over one axis: each block of the memory passes all devices."""
+    q, k, v = heads(t)
+    y = mtf.attention(q, as_memory(k), as_memory(v), L, T, K)
+    return Case({"y": y}, [], MESH, "l:m;t:m?", 2 * all_gather(N, elements(k) * width(t)))
 
 
 @row
@@ -237,3 +245,14 @@ def class_of_the_mean_token(t: str) -> Case:
     mean = mtf.reduce_mean(given("x", [B, L, WIDE], t), reduced_dim=L)
     logits = product(mean, weight("w", [WIDE, c], t), B, c)
     return Case({"y": logits}, [], MESH, "l:m", all_reduce(N, elements(logits) * width(t)), {"all_reduce": 1})
+
+
+@row
+def class_of_the_attended_token(t: str) -> Case:
+    """A mean weighted by a softmax over the length: two numbers a sequence, and the classes."""
+    c = D("c", 4)
+    x = given("x", [B, L, WIDE], t)
+    weights = mtf.softmax(product(x, weight("query", [WIDE], t), B, L), L)
+    logits = product(product(weights, x, B, WIDE), weight("w", [WIDE, c], t), B, c)
+    least = all_reduce(N, 2 * B.size * width(t)) + all_reduce(N, elements(logits) * width(t))
+    return Case({"y": logits}, [], MESH, "l:m", least, {"all_reduce": 3})

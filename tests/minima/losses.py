@@ -140,6 +140,23 @@ def tied_split_table_step(t: str) -> Case:
     return Case({"loss": loss}, sgd(loss), MESH, "v:m", least)
 
 
+@row
+def tied_split_table_and_data_step(t: str) -> Case:
+    """Half the examples and half the table on each device: over `c` as above, over `a` the table's gradient, once."""
+    n = 2
+    table, tokens = weight("table", [V, WIDE], t), given("tokens", [B], "int32")
+    x = mtf.tanh(mtf.gather(table, tokens, V))
+    each = mtf.layers.softmax_cross_entropy_with_logits(product(x, table, B, V), given("labels", [B], "int32"), V)
+    loss = mtf.reduce_mean(each)
+    least = (
+        2 * all_reduce(n, elements(x) // n * width(t))
+        + 2 * all_reduce(n, ROWS_OF_FLOATS // n)
+        + all_reduce(n, elements(table) // n * width(t))
+        + all_reduce(n * n, F32)
+    )
+    return Case({"loss": loss}, sgd(loss), "a:2;c:2", "b:a;v:c", least)
+
+
 # ---------------------------------------------------------------- over a split dim
 
 

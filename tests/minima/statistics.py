@@ -163,6 +163,40 @@ def power_iteration(t: str) -> Case:
 
 
 @row
+def conjugate_gradients(t: str) -> Case:
+    """A step gathers the direction for the split rows, and sums two numbers: its curvature and the new residual."""
+    steps = 3
+    a, i, j = square_matrix(t)
+
+    def step(x: Tensor, r: Tensor, p: Tensor, rr: Tensor) -> list[Tensor]:
+        turned = product(a, mtf.rename_dimension(p, "i", "j"), i)
+        rate = rr / (mtf.reduce_sum(p * turned) + 1.0)
+        x, r = x + p * rate, r - turned * rate
+        new = mtf.reduce_sum(mtf.square(r))
+        return [x, r, r + p * (new / (rr + 1.0)), new]
+
+    start = given("r", [i], t)
+    x, *_ = mtf.while_loop(steps, step, [start * 0.0, start, start, given("rr", [], t)])
+    least = steps * (all_gather(N, j.size * width(t)) + 2 * all_reduce(N, width(t)))
+    return Case({"x": x}, [], MESH, "i:m", least)
+
+
+@row
+def scaled_rows_and_columns(t: str) -> Case:
+    """Sinkhorn: columns are scaled by sums over the split rows, rows by their own sums."""
+    steps = 3
+    a, i, j = square_matrix(t)
+    kernel = mtf.exp(a)
+
+    def step(rows: Tensor) -> Tensor:
+        columns = mtf.reciprocal(product(kernel, rows, j))
+        return mtf.reciprocal(product(kernel, columns, i))
+
+    (rows,) = mtf.while_loop(steps, step, [mtf.exp(given("rows", [i], t))])
+    return Case({"rows": rows}, [], MESH, "i:m", steps * all_reduce(N, j.size * width(t)))
+
+
+@row
 def power_of_a_matrix(t: str) -> Case:
     """a a a of split rows: all rows of a come to each device once, for both products."""
     a, i, j = square_matrix(t)
@@ -212,6 +246,28 @@ def histogram(t: str) -> Case:
     bins = D("bins", 8)
     counts = mtf.reduce_sum(mtf.one_hot(given("at", [B], "int32"), bins, dtype=t), reduced_dim=B)
     return Case({"counts": counts}, [], MESH, "b:m", all_reduce(N, elements(counts) * width(t)), {"all_reduce": 1})
+
+
+@row
+def load_of_experts(t: str) -> Case:
+    """The balancing loss of a router: mean gates times mean counts of a split batch, added over experts.
+
+    One of the two means is made whole, [e]; its product with the other waits until it is one number.
+    """
+    e = D("e", 8)
+    gates = mtf.softmax(given("x", [B, e], t), e)
+    counts = mtf.one_hot(mtf.argmax(gates, e), e, dtype=t)
+    loss = mtf.reduce_sum(mtf.reduce_mean(gates, reduced_dim=B) * mtf.reduce_mean(counts, reduced_dim=B))
+    return Case({"loss": loss}, [], MESH, "b:m", all_reduce(N, (e.size + 1) * width(t)), {"all_reduce": 2})
+
+
+@row
+def penalty_of_a_split_weight(t: str) -> Case:
+    """The loss of a product summed over the split k, and the squares of the weight: these are one number more."""
+    x, w = given("x", [B, WIDE], t), weight("w", [WIDE, B], t)
+    y = product(x, mtf.rename_dimension(w, "b", "n"), B, D("n", B.size))
+    loss = half_square(y) + half_square(w) * 0.01
+    return Case({"loss": loss}, [], MESH, "d:m", all_reduce(N, elements(y) * width(t)) + all_reduce(N, F32))
 
 
 @row
