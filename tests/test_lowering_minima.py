@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import ModuleType
 
 import pytest
 
 import meshlib as mtf
 from tests.effort import some
-from tests.lowering_minima import NOT_YET, ROWS, SAMPLE
+from tests.lowering_minima import NOT_YET, ROWS, SAMPLE, THEMES
 from tests.minima.table import Case
 
 
@@ -17,13 +18,16 @@ def built(name: str, dtype: str) -> Case:
         return ROWS[name].build(dtype)
 
 
+def missed(name: str, dtype: str) -> bool:
+    return name in NOT_YET or f"{name}[{dtype}]" in NOT_YET
+
+
 def trials() -> list[object]:
     """Each row in each of its types; those that are not reached yet must fail."""
     found = []
     for name, row in ROWS.items():
         for dtype in row.dtypes:
-            missed = name in NOT_YET or f"{name}[{dtype}]" in NOT_YET
-            marks = [pytest.mark.xfail(strict=True, raises=AssertionError)] if missed else []
+            marks = [pytest.mark.xfail(strict=True, raises=AssertionError)] if missed(name, dtype) else []
             found.append(pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}"))
     return found
 
@@ -35,6 +39,21 @@ def test_sends_the_minimum(name: str, dtype: str) -> None:
     assert program.sent_bytes == case.minimum, mtf.collectives_table(program.collectives)
     if case.kinds is not None:
         assert Counter(c.kind for c in program.collectives) == Counter(case.kinds)
+
+
+@pytest.mark.parametrize("theme", THEMES, ids=lambda m: m.__name__.rpartition(".")[2])
+def test_formulas_hold_for_fewer_devices(theme: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are formulas in n, not numbers that are right for one n."""
+    monkeypatch.setattr(theme, "N", 2)
+    monkeypatch.setattr(theme, "MESH", "m:2")
+    tried = 0
+    for name, row in ROWS.items():
+        if row.build.__module__ == theme.__name__ and not missed(name, "float32"):
+            case = built(name, "float32")
+            program = mtf.lower(case.outputs, case.updates, mesh=case.mesh, layout=case.layout)
+            assert program.sent_bytes == case.minimum, name
+            tried += case.mesh == "m:2"
+    assert tried > 5
 
 
 @pytest.mark.parametrize("name", some(tuple(ROWS), SAMPLE))

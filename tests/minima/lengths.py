@@ -158,27 +158,28 @@ def causal_convolution(t: str) -> Case:
 def causal_convolution_step(t: str) -> Case:
     """Backward: one halo of the cotangent to the other side; a tap's gradient, [d], is a sum over the length.
 
-    The shifted x are as large as x, so the forward's are kept.
+    The shifted x are as large as x, so the forward's are kept. A device between two others sends both halos.
     """
     taps = 4
     x = weight("x", [B, L, WIDE], t)
     halo = (taps - 1) * B.size * WIDE.size * width(t)
-    least = 2 * halo + all_reduce(N, taps * WIDE.size * width(t))
+    least = min(2, N - 1) * halo + all_reduce(N, taps * WIDE.size * width(t))
     return Case(None, sgd(half_square(convolved(x, taps, t))), MESH, "l:m", least)
 
 
 @row
 def difference_of_neighbours(t: str) -> Case:
-    """Both neighbours: one row to each side."""
+    """Both neighbours: one row to each side; a device at an end has one neighbour."""
     x = given("x", [B, L, WIDE], t)
     y = mtf.shift(x, 1, L, wrap=False) - x * 2.0 + mtf.shift(x, -1, L, wrap=False)
-    return Case({"y": y}, [], MESH, "l:m", 2 * B.size * WIDE.size * width(t))
+    return Case({"y": y}, [], MESH, "l:m", min(2, N - 1) * B.size * WIDE.size * width(t))
 
 
 def neighbourhood(x: Tensor, rows: mtf.Dimension, columns: mtf.Dimension) -> Tensor:
-    """The sum of the nine elements around each."""
+    """What the nine elements around each differ from it by, squashed: not linear, so no sums can go instead of them."""
     shifted = [mtf.shift(x, n, rows, wrap=False) for n in (-1, 0, 1)]
-    return mtf.add_n([mtf.shift(y, n, columns, wrap=False) for y in shifted for n in (-1, 0, 1)])
+    around = [mtf.shift(y, n, columns, wrap=False) for y in shifted for n in (-1, 0, 1)]
+    return mtf.add_n([mtf.tanh(y - x) for y in around])
 
 
 @row
@@ -186,7 +187,7 @@ def neighbourhood_in_split_rows(t: str) -> Case:
     """A row to each side, whatever happens along the columns."""
     r, c = D("r", 16), D("c", 8)
     x = given("x", [r, c], t)
-    return Case({"y": neighbourhood(x, r, c)}, [], MESH, "r:m", 2 * c.size * width(t))
+    return Case({"y": neighbourhood(x, r, c)}, [], MESH, "r:m", min(2, N - 1) * c.size * width(t))
 
 
 @row

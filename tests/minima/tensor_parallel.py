@@ -22,6 +22,7 @@ from tests.minima.table import (
 )
 
 N = 4
+MESH = f"m:{N}"
 B, L, WIDE, HEADS, KEY = D("b", 4), D("l", 8), D("d", 16), D("h", 8), D("k", 4)
 FF = D("f", 64)
 
@@ -61,7 +62,7 @@ def megatron_mlp(t: str) -> Case:
     """The hidden layer stays where its weights are; the result is a sum over it: one all_reduce."""
     x = given("x", [B, L, WIDE], t)
     least = all_reduce(N, elements(x) * width(t))
-    return Case({"y": mlp(x, t)}, [], f"m:{N}", "f:m", least, {"all_reduce": 1})
+    return Case({"y": mlp(x, t)}, [], MESH, "f:m", least, {"all_reduce": 1})
 
 
 @row
@@ -69,7 +70,7 @@ def megatron_mlp_step(t: str) -> Case:
     """The same for the cotangent of x on the way back; gradients of weights lie where the weights do."""
     x = weight("x", [B, L, WIDE], t)
     least = 2 * all_reduce(N, elements(x) * width(t))
-    return Case(None, sgd(half_square(mlp(x, t))), f"m:{N}", "f:m", least, {"all_reduce": 2})
+    return Case(None, sgd(half_square(mlp(x, t))), MESH, "f:m", least, {"all_reduce": 2})
 
 
 @row
@@ -77,7 +78,7 @@ def megatron_attention(t: str) -> Case:
     """Heads stay apart up to the product with `o`, which sums over them."""
     x = given("x", [B, L, WIDE], t)
     least = all_reduce(N, elements(x) * width(t))
-    return Case({"y": attention(x, t, [HEADS], [HEADS])}, [], f"m:{N}", "h:m", least, {"all_reduce": 1})
+    return Case({"y": attention(x, t, [HEADS], [HEADS])}, [], MESH, "h:m", least, {"all_reduce": 1})
 
 
 @row
@@ -86,7 +87,7 @@ def megatron_attention_step(t: str) -> Case:
     x = weight("x", [B, L, WIDE], t)
     loss = half_square(attention(x, t, [HEADS], [HEADS]))
     least = 2 * all_reduce(N, elements(x) * width(t))
-    return Case(None, sgd(loss), f"m:{N}", "h:m", least, {"all_reduce": 2})
+    return Case(None, sgd(loss), MESH, "h:m", least, {"all_reduce": 2})
 
 
 @row
@@ -94,7 +95,7 @@ def gated_ffn_step(t: str) -> Case:
     """A product of two split values needs nothing; two partial cotangents of x meet in one all_reduce."""
     x = weight("x", [B, L, WIDE], t)
     least = 2 * all_reduce(N, elements(x) * width(t))
-    return Case(None, sgd(half_square(gated(x, t))), f"m:{N}", "f:m", least, {"all_reduce": 2})
+    return Case(None, sgd(half_square(gated(x, t))), MESH, "f:m", least, {"all_reduce": 2})
 
 
 @row
@@ -102,7 +103,7 @@ def residual_and_bias_behind_a_sum(t: str) -> Case:
     """x + (h w2 + bias): whole values join when the sum is made; one all_reduce."""
     x = given("x", [B, L, WIDE], t)
     y = x + (mlp(x, t) + weight("bias", [WIDE], t))
-    return Case({"y": y}, [], f"m:{N}", "f:m", all_reduce(N, elements(x) * width(t)), {"all_reduce": 1})
+    return Case({"y": y}, [], MESH, "f:m", all_reduce(N, elements(x) * width(t)), {"all_reduce": 1})
 
 
 @row
@@ -111,7 +112,7 @@ def two_layers_of_megatron(t: str) -> Case:
     x = given("x", [B, L, WIDE], t)
     y = x + mlp(mtf.layers.rms_norm(x, WIDE, name="n1"), t, "a/")
     y = y + mlp(mtf.layers.rms_norm(y, WIDE, name="n2"), t, "b/")
-    return Case({"y": y}, [], f"m:{N}", "f:m", 2 * all_reduce(N, elements(x) * width(t)), {"all_reduce": 2})
+    return Case({"y": y}, [], MESH, "f:m", 2 * all_reduce(N, elements(x) * width(t)), {"all_reduce": 2})
 
 
 # ---------------------------------------------------------------- grouped queries
@@ -151,7 +152,7 @@ def one_memory_head_step(t: str) -> Case:
     x = weight("x", [B, L, WIDE], t)
     y = attention(x, t, [HEADS], [])
     least = 2 * all_reduce(N, elements(x) * width(t)) + 2 * all_reduce(N, WIDE.size * KEY.size * width(t))
-    return Case(None, sgd(half_square(y)), f"m:{N}", "h:m", least)
+    return Case(None, sgd(half_square(y)), MESH, "h:m", least)
 
 
 # ---------------------------------------------------------------- parallel blocks
@@ -162,7 +163,7 @@ def parallel_block_one_after_the_other(t: str) -> Case:
     """(x + attention) + ffn: two partial sums and a whole value, one all_reduce."""
     x = given("x", [B, L, WIDE], t)
     y = (x + attention(x, t, [HEADS], [HEADS])) + mlp(x, t)
-    return Case({"y": y}, [], f"m:{N}", "h:m;f:m", all_reduce(N, elements(x) * width(t)), {"all_reduce": 1})
+    return Case({"y": y}, [], MESH, "h:m;f:m", all_reduce(N, elements(x) * width(t)), {"all_reduce": 1})
 
 
 @row
@@ -170,7 +171,7 @@ def parallel_block_branches_first(t: str) -> Case:
     """x + (attention + ffn): the same."""
     x = given("x", [B, L, WIDE], t)
     y = x + (attention(x, t, [HEADS], [HEADS]) + mlp(x, t))
-    return Case({"y": y}, [], f"m:{N}", "h:m;f:m", all_reduce(N, elements(x) * width(t)), {"all_reduce": 1})
+    return Case({"y": y}, [], MESH, "h:m;f:m", all_reduce(N, elements(x) * width(t)), {"all_reduce": 1})
 
 
 @row
@@ -179,7 +180,7 @@ def parallel_block_step(t: str) -> Case:
     x = weight("x", [B, L, WIDE], t)
     loss = half_square((x + attention(x, t, [HEADS], [HEADS])) + mlp(x, t))
     least = 2 * all_reduce(N, elements(x) * width(t))
-    return Case(None, sgd(loss), f"m:{N}", "h:m;f:m", least, {"all_reduce": 2})
+    return Case(None, sgd(loss), MESH, "h:m;f:m", least, {"all_reduce": 2})
 
 
 # ---------------------------------------------------------------- low-rank adapters
@@ -192,7 +193,7 @@ def adapter_of_rows(t: str) -> Case:
     x = given("x", [B, k], t)
     low = product(x, weight("a", [k, r], t), B, r)
     y = product(x, weight("w", [k, n], t), B, n) + product(low, weight("c", [r, n], t), B, n)
-    return Case({"y": y}, [], f"m:{N}", "k:m", all_reduce(N, elements(y) * width(t)), {"all_reduce": 1})
+    return Case({"y": y}, [], MESH, "k:m", all_reduce(N, elements(y) * width(t)), {"all_reduce": 1})
 
 
 @row
@@ -208,7 +209,7 @@ def adapter_of_columns_step(t: str) -> Case:
     y = product(x, weight("w", [WIDE, f], t, trainable=False), B, f) + product(low, weight("c", [r, f], t), B, f)
     assert B.size < WIDE.size
     least = all_reduce(N, (elements(x) + B.size * r.size) * width(t))
-    return Case(None, sgd(half_square(y)), f"m:{N}", "f:m", least)
+    return Case(None, sgd(half_square(y)), MESH, "f:m", least)
 
 
 @row
@@ -219,7 +220,7 @@ def adapter_of_columns_large_batch_step(t: str) -> Case:
     low = product(x, weight("a", [WIDE, r], t), b, r)
     y = product(x, weight("w", [WIDE, f], t, trainable=False), b, f) + product(low, weight("c", [r, f], t), b, f)
     least = all_reduce(N, (elements(x) + WIDE.size * r.size) * width(t))
-    return Case(None, sgd(half_square(y)), f"m:{N}", "f:m", least)
+    return Case(None, sgd(half_square(y)), MESH, "f:m", least)
 
 
 # ---------------------------------------------------------------- two axes, split sequences
@@ -262,7 +263,7 @@ def sequence_parallel(t: str) -> Case:
     y = x + mlp(mtf.layers.rms_norm(x, WIDE), t)
     moved = elements(x) * width(t)
     least = all_gather(N, moved) + reduce_scatter(N, moved)
-    return Case({"y": y}, [], f"m:{N}", "l:m?;f:m", least, {"all_gather": 1, "reduce_scatter": 1})
+    return Case({"y": y}, [], MESH, "l:m?;f:m", least, {"all_gather": 1, "reduce_scatter": 1})
 
 
 @row
@@ -276,4 +277,4 @@ def sequence_parallel_step(t: str) -> Case:
     loss = half_square(x + mlp(mtf.layers.rms_norm(x, WIDE), t))
     moved = elements(x) * width(t)
     least = 3 * all_gather(N, moved) + 2 * reduce_scatter(N, moved) + all_reduce(N, WIDE.size * F32)
-    return Case(None, sgd(loss), f"m:{N}", "l:m?;f:m", least)
+    return Case(None, sgd(loss), MESH, "l:m?;f:m", least)
