@@ -42,9 +42,10 @@ _WHOLE_TERMS = {  # a whole term ends a partial sum; additions are not flattened
     "tied_split_table_and_data_step",
     "tied_split_table_step",
 }
-_GRADIENTS = {  # a gradient is brought home before it is used; factors stay inside sums
+_GRADIENTS = {  # a gradient is brought home before it is used, or summed in every trip; factors stay inside sums
     "batch_norm_of_a_split_batch_step",
     "factor_moved_out_of_a_sum",
+    "microbatches_step[bfloat16]",
     "two_losses_of_two_inputs_step[float32]",
     "two_losses_step[float32]",
 }

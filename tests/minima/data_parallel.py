@@ -14,7 +14,6 @@ from tests.minima.table import (
     all_gather,
     all_reduce,
     elements,
-    float32_row,
     given,
     half_square,
     product,
@@ -115,14 +114,17 @@ def two_losses_of_two_inputs_step(t: str) -> Case:
     return Case(None, [update], MESH, "b:m", all_reduce(N, W1 * width(t)), {"all_reduce": 1})
 
 
-@float32_row
+@row
 def microbatches_step(t: str) -> Case:
-    """Four microbatches one after the other: gradients add up as partial sums, reduced once after the loop."""
+    """Four microbatches one after the other: gradients add up as partial sums, reduced once after the loop.
+
+    They add up in float32, whatever each of them has: four in a type half as wide would be twice the bytes.
+    """
     x = given("x", [B, PIXELS], t)
 
     def model(features: dict[str, Tensor]) -> dict[str, Tensor]:
-        y = product(features["x"], mtf.variable("w", [PIXELS, HIDDEN]), features["x"].shape[0], HIDDEN)
-        return {"loss": mtf.reduce_mean(mtf.square(y))}
+        y = product(features["x"], weight("w", [PIXELS, HIDDEN], t), features["x"].shape[0], HIDDEN)
+        return {"loss": mtf.reduce_mean(mtf.square(mtf.cast(y, "float32")))}
 
     grads, outputs = mtf.serialize_training_step({"x": x}, model, B, num_splits=4)
     train = mtf.optimize.SgdOptimizer(0.1).apply_grads(grads, x.graph.trainable_variables)

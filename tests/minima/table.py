@@ -18,7 +18,7 @@ from meshlib.graph import Operation, Tensor
 
 D = mtf.Dimension
 F32, INT = 4, 4  # bytes
-BOTH = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -36,38 +36,16 @@ class Case:
     kinds: Mapping[str, int] | None = None
 
 
-Build = Callable[[str], Case]  # of the dtype that values are computed in
+Build = Callable[[str], Case]  # takes the dtype that values are computed in, one of DTYPES
 
 
-@dataclass(frozen=True)
-class Row:
-    """A function that builds a program and derives its minimum, and the dtypes it is tried in."""
-
-    build: Build
-    dtypes: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.build.__name__
-
-
-ROWS: dict[str, Row] = {}
+ROWS: dict[str, Build] = {}
 
 
 def row(build: Build) -> Build:
-    """Put a program into the table, in float32 and bfloat16."""
-    return _enter(build, BOTH)
-
-
-def float32_row(build: Build) -> Build:
-    """Put a program into the table that has nothing in the narrow type."""
-    return _enter(build, BOTH[:1])
-
-
-def _enter(build: Build, dtypes: tuple[str, ...]) -> Build:
-    made = Row(build, dtypes)
-    assert made.name not in ROWS, f"two rows {made.name}"
-    ROWS[made.name] = made
+    """Put a program into the table, under its name."""
+    assert build.__name__ not in ROWS, f"two rows {build.__name__}"
+    ROWS[build.__name__] = build
     return build
 
 
