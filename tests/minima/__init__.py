@@ -1,0 +1,1 @@
+"""The table of tests/lowering_minima.py, by theme."""
