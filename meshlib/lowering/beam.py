@@ -10,26 +10,14 @@ Values that all states have alike are held once, so that an operation costs as m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.choose import (
-    Arrival,
-    Balance,
-    Binding,
-    Choice,
-    Operand,
-    Option,
-    Region,
-    arrive,
-    no_dearer,
-    options,
-    reach,
-    settled,
-)
+from meshlib.lowering.arrivals import Made, Path, Region, Source, Way, made_again, obtain, reach
+from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, no_dearer, options, settled
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.simplification import Simplified
@@ -65,10 +53,10 @@ class State:
         """Cheapest first."""
         return self.cost, self.collectives, self.strays
 
-    def paid(self, arrival: Arrival) -> None:
-        """Count a reshard."""
-        self.cost += arrival.sent_bytes
-        self.collectives += arrival.collectives
+    def paid(self, way: Way) -> None:
+        """Count what brings a value somewhere."""
+        self.cost += way.cost
+        self.collectives += way.collectives
 
 
 @dataclass(eq=False)
@@ -86,7 +74,8 @@ class Beam:
     states: list[State] = field(default_factory=lambda: [State(0.0, 0, 0, {}, None)])
 
     def __post_init__(self) -> None:
-        self._last = last_uses(self.graph)
+        self._again = made_again(self.graph)
+        self._last = last_uses(self.graph, self._again)
         self._dying: dict[int, list[Tensor]] = {}
         for t, n in self._last.items():
             self._dying.setdefault(n, []).append(t)
@@ -118,43 +107,38 @@ class Beam:
 
     def _advance(self, op: Operation, n: int) -> None:
         signature, home = self.signatures.of(op), self.homes.of(op.output)
-        bound = binding(op.output, self.graph, self.homes, self.fetched)
+        binds = binding(op.output, self.graph, self.homes, self.fetched)
         again = [self._last.get(x, -1) > n for x in self.graph.inputs[op]]
+        passes = any(i in self.signatures.of(user).linear.operands for user, i in self.graph.uses.get(op.output, ()))
         made: list[State] = []
         for state in self.states:
-            operands = [
-                self._operand(state, x, op, later) for x, later in zip(self.graph.inputs[op], again, strict=True)
-            ]
+            operands = [self._operand(state, op, i, later) for i, later in enumerate(again)]
             plain = settled(signature, operands, home)
             if plain is not None:
                 self._lay(state, op, (plain.out,))
                 state.trail = Trail(state.trail, op, plain)
                 made.append(state)
                 continue
-            tensors = [x.tensor for x in operands]
-            key = (
-                signature, home, bound,
-                *[(x.lies, x.free, x.again, x.held, tensors.index(x.tensor)) for x in operands],
-            )  # fmt: skip
+            key = (signature, home, binds, passes, *operands)
             found = self.found.get(key)
             if found is None:
-                found = self.found[key] = options(signature, operands, home, bound, self.balance)
+                found = self.found[key] = options(signature, operands, home, binds, passes, self.balance)
             made += [self._taken(state, op, option) for option in found]
         self.states = made
 
-    def _operand(self, state: State, t: Tensor, op: Operation, again: bool) -> Operand:
-        lies = state.lies.get(t) or self.common[t]
-        free = t.operation.kind.remade and self._are_numbers(state, t.operation, op.region)
+    def _operand(self, state: State, op: Operation, i: int, again: bool) -> Operand:
+        inputs = self.graph.inputs[op]
+        t = inputs[i]
         held = self.balance.stationary if self.balance.stationary and self.homes.is_weight(t) else ()
-        return Operand(t, known(lies, op.region), free, again, held)
+        return Operand(self._source(state.lies, t, op.region), inputs.index(t), again, held)
 
-    def _are_numbers(self, state: State, op: Operation, region: str) -> bool:
-        """Whether all operands are single numbers that are there."""
-        for x in self.graph.inputs[op]:
-            lies = state.lies.get(x) or self.common[x]
-            if x.shape or all(s.pending for s in known(lies, region)):
-                return False
-        return True
+    def _source(self, lies: Mapping[Tensor, Lies], t: Tensor, region: str) -> Source:
+        made = None
+        if t in self._again:
+            op = t.operation
+            operands = tuple([self._source(lies, x, region) for x in self.graph.inputs[op]])
+            made = Made(self.signatures.of(op), operands)
+        return Source(known(lies.get(t) or self.common[t], region), t.dtype.itemsize, made)
 
     def _taken(self, state: State, op: Operation, option: Option) -> State:
         after = State(
@@ -164,16 +148,20 @@ class Beam:
             dict(state.lies),
             Trail(state.trail, op, option.choice),
         )
-        for x, new in zip(self.graph.inputs[op], option.new, strict=True):
-            if new:
-                self._also(after, x, new, op.region)
+        self._also(after, op, option.new, op.region)
         self._lay(after, op, option.lies)
         return after
 
-    def _also(self, state: State, t: Tensor, new: Iterable[Sharding], region: str) -> None:
-        lies = state.lies.get(t) or self.common[t]
-        home = self.homes.of(t)
-        state.lies[t] = lies + tuple((reach(s, home, region), s) for s in new if (None, s) not in lies)
+    def _also(self, state: State, op: Operation, new: Iterable[tuple[Path, Sharding]], region: str) -> None:
+        """Operands of `op`, and what they are made of, are now to be had elsewhere too."""
+        for path, s in new:
+            t, at = op.output, op
+            for n in path:
+                t = self.graph.inputs[at][n]
+                at = t.operation
+            lies = state.lies.get(t) or self.common[t]
+            if (None, s) not in lies and (region, s) not in lies:
+                state.lies[t] = (*lies, (reach(s, self.homes.of(t), region), s))
 
     def _lay(self, state: State, op: Operation, lies: Sequence[Sharding]) -> None:
         """The results of an operation, of which the first was made to lie so."""
@@ -183,11 +171,9 @@ class Beam:
                 self._made(state, y, s)
 
     def _bring(self, state: State, t: Tensor, wanted: Sharding, region: str) -> None:
-        lies = state.lies.get(t) or self.common[t]
-        arrival = arrive(known(lies, region), wanted, t.dtype.itemsize)
-        state.paid(arrival)
-        if arrival.new:
-            self._also(state, t, arrival.new, region)
+        way = obtain(self._source(state.lies, t, region), wanted)
+        state.paid(way)
+        self._also(state, t.operation, way.new, region)
 
     def _commit(self, op: Operation) -> None:
         (x,) = self.graph.inputs[op]
@@ -215,9 +201,9 @@ class Beam:
         home = self.homes.of(t)
         lies: tuple[Sharding, ...] = (s,)
         if binding(t, self.graph, self.homes, self.fetched).binds(s, home):
-            arrival = arrive(lies, home, t.dtype.itemsize)
-            state.paid(arrival)
-            lies += arrival.new
+            way = obtain(Source(lies, t.dtype.itemsize), home)
+            state.paid(way)
+            lies += tuple([s for _, s in way.new])
         state.lies[t] = laid_out(t, lies, self.homes)
 
     # ------------------------------------------------------------ states
@@ -272,9 +258,9 @@ class Beam:
             for region, s in other:
                 if (region, s) in mine or (None, s) in mine:
                     continue
-                arrival = arrive(known(mine, region), s, size)
-                cost += arrival.sent_bytes
-                collectives += arrival.collectives
+                way = obtain(Source(known(mine, region), size), s)
+                cost += way.cost
+                collectives += way.collectives
                 if cost > b.cost + 1:
                     return False
         return no_dearer((cost, collectives, a.strays), b.rank)
@@ -282,7 +268,7 @@ class Beam:
     def _expected(self, state: State) -> float:
         cost = state.cost
         for t, lies in state.lies.items():
-            cost += arrive(tuple([s for _, s in lies]), self.homes.of(t), t.dtype.itemsize).sent_bytes
+            cost += obtain(Source(tuple([s for _, s in lies]), t.dtype.itemsize), self.homes.of(t)).cost
         return cost
 
 
@@ -314,15 +300,18 @@ def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) ->
     return Binding.IF_LARGER if crosses else Binding.NEVER
 
 
-def last_uses(graph: Simplified) -> dict[Tensor, int]:
-    """Per tensor the number of the last operation that reads it; what nobody reads, of the one that makes it."""
+def last_uses(graph: Simplified, again: set[Tensor]) -> dict[Tensor, int]:
+    """Per tensor the number of the last operation that reads it; what nobody reads, of the one that makes it.
+
+    What others may be made of again is needed as long as they are.
+    """
     last: dict[Tensor, int] = {}
     for n, op in enumerate(graph.operations):
         last.update(dict.fromkeys(op.outputs, n))
         last.update(dict.fromkeys(graph.inputs[op], n))
     last.update(dict.fromkeys(graph.taken, len(graph.operations)))
     for op in reversed(graph.operations):
-        if op.kind.remade:  # it may be made again as long as it is used
+        if op.output in again:
             for x in graph.inputs[op]:
                 last[x] = max(last[x], last[op.output])
     return last

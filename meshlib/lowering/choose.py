@@ -10,19 +10,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, combinations, product
 from math import prod
 from typing import NamedTuple, TypeAlias
 
-from layouts import Sharding, reshard
-from meshlib.graph import Tensor
+from layouts import Sharding
+from meshlib.lowering.arrivals import NOWHERE, Path, Source, obtain, slack
 from meshlib.operation import Factor, Linear, Role, Work
 from meshlib.program.exchange import Exchange, busiest_bytes
 from meshlib.program.signature import Assigned, Signature
 
 Axes: TypeAlias = tuple[str, ...]
-Region: TypeAlias = str | None  # None: wherever it is wanted
 Rank: TypeAlias = tuple[float, int, int]  # cost, collectives, strays
 Places: TypeAlias = dict[str, list[Factor | None]]  # per axis the factors that may take it, and None
 
@@ -57,6 +55,7 @@ class Choice:
     operands: tuple[Sharding, ...]
     out: Sharding
     exchanges: tuple[Exchange, ...]  # what moves inside the operation
+    passed: tuple[Axes, ...]  # the pending axes of each operand that go through
 
     @property
     def assignment(self) -> tuple[tuple[str, str], ...]:
@@ -65,13 +64,17 @@ class Choice:
 
 
 class Operand(NamedTuple):
-    """One operand as the chooser sees it: where its tensor exists, and what moving it means."""
+    """One operand as the chooser sees it."""
 
-    tensor: Tensor
-    lies: tuple[Sharding, ...]
-    free: bool  # a source that is made anew wherever it is needed
+    source: Source
+    first: int  # which operand is the first that is the same tensor
     again: bool = False  # somebody uses it later
     held: Axes = ()  # axes over which it must not move
+
+    @property
+    def lies(self) -> tuple[Sharding, ...]:
+        """Where it exists."""
+        return self.source.lies
 
     def pending(self) -> Axes:
         """Axes over which it is to be had as a pending sum."""
@@ -85,49 +88,6 @@ class Operand(NamedTuple):
             for own, to in zip(s.axes, wanted.axes, strict=True)
             for a in self.held
         )
-
-
-class Arrival(NamedTuple):
-    """How a value that lies in several places comes to another one."""
-
-    sent_bytes: float
-    collectives: int
-    source: int  # the place it comes from
-    new: tuple[Sharding, ...]  # where it lies besides afterwards: what is summed up on the way is there for others
-
-
-NOWHERE = Arrival(float("inf"), 0, -1, ())
-
-
-@lru_cache(maxsize=1 << 17)
-def arrive(lies: tuple[Sharding, ...], wanted: Sharding, itemsize: int) -> Arrival:
-    """The cheapest way to `wanted`."""
-    if wanted in lies:
-        return Arrival(0, 0, lies.index(wanted), ())
-    best, found = (float("inf"), 0), None
-    for n, s in enumerate(lies):
-        if not can_become(s, wanted):
-            continue
-        plan = reshard(s, wanted, itemsize)
-        if (plan.sent_bytes, plan.collectives) < best:
-            best, found = (plan.sent_bytes, plan.collectives), (n, plan)
-    if found is None:
-        return NOWHERE
-    n, plan = found
-    summed = [t.after for t in plan.steps[:-1] if t.before.pending and not t.after.pending]
-    return Arrival(plan.sent_bytes, plan.collectives, n, (*(s for s in summed if s not in lies), wanted))
-
-
-def can_become(source: Sharding, target: Sharding) -> bool:
-    """Whether a reshard leads there: a maximum that is taken does not wait again, a sum may."""
-    return set(target.pending) <= set(source.pending) or all(
-        kind == "sum" for _, kind in (*source.pending, *target.pending)
-    )
-
-
-def reach(s: Sharding, home: Sharding, region: str) -> Region:
-    """Who may use a tensor where it lies so: everybody, unless keeping it takes more memory than its home does."""
-    return None if s.local_size <= home.local_size else region
 
 
 class Binding(enum.Enum):
@@ -149,16 +109,22 @@ class Option(NamedTuple):
     cost: float  # bytes to bring the operands there and inside the operation, and duplicated work
     collectives: int
     strays: int  # how far it is from what the layout plainly says
-    new: tuple[tuple[Sharding, ...], ...]  # per operand, where it lies besides afterwards
+    new: tuple[tuple[Path, Sharding], ...]  # where an operand, or what it is made of, lies besides afterwards
     lies: tuple[Sharding, ...]  # where the result lies, home included if it is bound there
 
 
 def options(
-    signature: Signature, operands: Sequence[Operand], home: Sharding, binding: Binding, balance: Balance
+    signature: Signature,
+    operands: Sequence[Operand],
+    home: Sharding,
+    binding: Binding,
+    passes: bool,
+    balance: Balance,
 ) -> tuple[Option, ...]:
     """The ways to run an operation that may be part of the best program, the cheapest first.
 
-    Left out is what another way and a reshard afterwards would be no dearer than.
+    Left out is what another way and a reshard afterwards would be no dearer than. `passes` says whether any user may
+    take the result as a pending sum: if none does, a sum is passed on only where that is cheaper here and now.
     """
     itemsize = signature.op.output.dtype.itemsize
     found = []
@@ -172,7 +138,19 @@ def options(
     for option in found:
         if not any(_covers(k, option, operands, itemsize) for k in kept):
             kept.append(option)
+    if not passes:
+        kept = [o for o in kept if not any(o.choice.passed) or not _as_well_now(o, kept, itemsize)]
     return tuple(kept)
+
+
+def _as_well_now(passed: Option, kept: Sequence[Option], itemsize: int) -> bool:
+    """Whether reducing its operands first is no dearer, wherever others would have the result."""
+    now = [o for o in kept if not o.choice.out.pending]
+    for s in dict.fromkeys(o.choice.out for o in now):
+        later = passed.cost + obtain(Source(passed.lies, itemsize), s).cost
+        if all(o.cost + obtain(Source(o.lies, itemsize), s).cost > later + slack(later) for o in now):
+            return False
+    return bool(now)
 
 
 def rank(x: Option) -> Rank:
@@ -184,31 +162,27 @@ def _option(
     c: _Candidate, made: Assigned, operands: Sequence[Operand], home: Sharding, binding: Binding, itemsize: int
 ) -> Option | None:
     cost, collectives = c.work + busiest_bytes((e, 1) for e in made.exchanges), len(made.exchanges)
-    lies: dict[Tensor, tuple[Sharding, ...]] = {}
-    new: list[tuple[Sharding, ...]] = []
-    for x, wanted in zip(operands, made.operands, strict=True):
-        if x.free:
-            new.append(())
+    sources: dict[int, Source] = {}
+    new: list[tuple[Path, Sharding]] = []
+    for n, (x, wanted) in enumerate(zip(operands, made.operands, strict=True)):
+        source = sources.get(x.first, x.source)
+        if wanted in source.lies:
             continue
-        known = lies.get(x.tensor, x.lies)
-        if wanted in known:
-            new.append(())
-            continue
-        arrival = arrive(known, wanted, x.tensor.dtype.itemsize)
-        if arrival is NOWHERE or (x.held and x.leaves(wanted)):
+        way = obtain(source, wanted)
+        if way is NOWHERE or (x.held and x.leaves(wanted)):
             return None
-        cost += arrival.sent_bytes
-        collectives += arrival.collectives
-        new.append(arrival.new)
-        lies[x.tensor] = known + arrival.new
+        cost += way.cost
+        collectives += way.collectives
+        new += [((n, *path), s) for path, s in way.new]
+        sources[x.first] = source.with_lies(way.new)
     out: tuple[Sharding, ...] = (made.out,)
     if binding.binds(made.out, home):
-        arrival = arrive(out, home, itemsize)
-        cost += arrival.sent_bytes
-        collectives += arrival.collectives
-        out += arrival.new
+        way = obtain(Source(out, itemsize), home)
+        cost += way.cost
+        collectives += way.collectives
+        out += tuple([s for _, s in way.new])
     strays = sum(map(len, c.passed)) + (made.out.axes != home.axes)
-    choice = Choice(c.axes, made.operands, made.out, made.exchanges)
+    choice = Choice(c.axes, made.operands, made.out, made.exchanges, c.passed)
     return Option(choice, cost, collectives, strays, tuple(new), out)
 
 
@@ -217,16 +191,19 @@ def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int) ->
     cost, collectives = a.cost, a.collectives
     if cost > b.cost + slack(b.cost):
         return False
+    result = Source(a.lies, itemsize)
     for s in b.lies:
-        arrival = arrive(a.lies, s, itemsize)
-        cost += arrival.sent_bytes
-        collectives += arrival.collectives
-    for x, mine, others in zip(operands, a.new, b.new, strict=True):
-        if x.again:
+        way = obtain(result, s)
+        cost += way.cost
+        collectives += way.collectives
+    for n, x in enumerate(operands):
+        others = [s for path, s in b.new if path == (n,)] if x.again else ()
+        if others:
+            source = x.source._replace(lies=(*x.lies, *(s for path, s in a.new if path == (n,))))
             for s in others:
-                arrival = arrive(x.lies + mine, s, x.tensor.dtype.itemsize)
-                cost += arrival.sent_bytes
-                collectives += arrival.collectives
+                way = obtain(source, s)
+                cost += way.cost
+                collectives += way.collectives
     return no_dearer((cost, collectives, a.strays), (b.cost, b.collectives, b.strays))
 
 
@@ -235,11 +212,6 @@ def no_dearer(a: Rank, b: Rank) -> bool:
     if abs(a[0] - b[0]) > slack(b[0]):
         return a[0] < b[0]
     return a[1:] <= b[1:]
-
-
-def slack(cost: float) -> float:
-    """How much of a cost is noise."""
-    return 1e-3 + 1e-11 * abs(cost)
 
 
 def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -> Choice | None:
@@ -262,7 +234,7 @@ def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -
     if len(set(taken)) < len(taken):
         return None
     names = sorted(split, key=lambda name: min(map(home.mesh.axes.index, split[name])))
-    return Choice({name: split[name] for name in names}, tuple(lie), home, ())
+    return Choice({name: split[name] for name in names}, tuple(lie), home, (), ((),) * len(operands))
 
 
 class _Candidate(NamedTuple):
@@ -366,7 +338,7 @@ def pass_options(linear: Linear, operands: Sequence[Operand]) -> Iterator[tuple[
         for subset in _subsets(some):
             yield tuple(subset if i in linear.operands else () for i in range(len(operands)))
         return
-    alone = [i for i in linear.operands if sum(x.tensor is operands[i].tensor for x in operands) == 1]
+    alone = [i for i in linear.operands if sum(x.first == operands[i].first for x in operands) == 1]
     for chosen in product(*(((), *_subsets(sums[i])) for i in alone)):
         taken = list(chain.from_iterable(chosen))
         if taken and len(taken) == len(set(taken)):

@@ -43,7 +43,7 @@ class Partitioner:
     choices: Mapping[Operation, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.places = Places(self.graph, self.homes)
+        self.places = Places(self.graph, self.homes, self.signatures)
         self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
 
     def run(self) -> None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding, reshard
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.choose import arrive, reach
+from meshlib.lowering.arrivals import Made, Source, again_axes, made_again, obtain, reach
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Makers
 from meshlib.lowering.reasons import explain_step
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.instructions import Compute, Instruction, Move, Value
+from meshlib.program.signature import Signatures
 
 
 @dataclass(eq=False)
@@ -24,11 +25,15 @@ class Places:
 
     graph: Simplified
     homes: Homes
+    signatures: Signatures
     instructions: list[Instruction] = field(default_factory=list)
     # For every region (None) or within one.
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
     # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
     makers: dict[Tensor, Makers] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._again = made_again(self.graph)
 
     def known(self, t: Tensor, region: str) -> list[Value]:
         """The values of `t` that a region may use."""
@@ -37,20 +42,6 @@ class Places:
     def made(self, t: Tensor) -> Value:
         """`t` as its operation made it."""
         return self.instances[t][0][1]
-
-    def remade(self, t: Tensor, region: str) -> bool:
-        """Whether a value is made anew wherever a region needs it: constants, ranges, numbers in every place."""
-        return t.operation.kind.remade and self._numbers(t.operation, region) is not None
-
-    def _numbers(self, op: Operation, region: str) -> tuple[Value, ...] | None:
-        """The operands of `op`, if they are single numbers; None if one has dims or waits for its sum."""
-        found = []
-        for x in self.graph.inputs[op]:
-            whole = [] if x.shape else [v for v in self.known(x, region) if not v.sharding.pending]
-            if not whole:
-                return None
-            found.append(whole[0])
-        return tuple(found)
 
     def add(self, t: Tensor, value: Value, region: str) -> None:
         """Another place where `t` is to be had."""
@@ -63,23 +54,34 @@ class Places:
     def bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""
         known = self.known(t, region)
-        for v in known:
-            if v.sharding == wanted:
-                return v
-        if self.remade(t, region):
-            value = self._remake(t, wanted, region)
-            self.instances[t].append((region, value))
+        way = obtain(self.source(t, region), wanted)
+        if way.origin < 0:
+            value = self._made_again(t, wanted, region, user)
+            self.add(t, value, region)
             return value
-        arrival = arrive(tuple([v.sharding for v in known]), wanted, t.dtype.itemsize)
-        passed = {v.sharding: v for v in self.walk(known[arrival.source], wanted, user)}
-        for s in arrival.new:
+        passed = {v.sharding: v for v in self.walk(known[way.origin], wanted, user)}
+        for _, s in way.new:
             self.add(t, passed[s], region)
         return passed[wanted]
 
-    def _remake(self, t: Tensor, wanted: Sharding, region: str) -> Value:
+    def source(self, t: Tensor, region: str) -> Source:
+        """Where `t` is to be had."""
+        made = None
+        if t in self._again:
+            op = t.operation
+            made = Made(self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]]))
+        return Source(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, made)
+
+    def _made_again(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         op, value = t.operation, Value(t, wanted)
-        taken = self._numbers(op, region) or ()
-        self.instructions.append(Compute(op, taken, (value,), region, blockwise(wanted)))
+        signature, inputs = self.signatures.of(op), self.graph.inputs[op]
+        axes = again_axes(signature, wanted)
+        assigned = None if axes is None else signature.under(wanted.mesh, axes, ((),) * len(inputs))
+        assert axes is not None  # as it was priced
+        assert assigned is not None
+        taken = [self.bring(x, s, region, user) for x, s in zip(inputs, assigned.operands, strict=True)]
+        split = tuple((a, f) for f, entry in axes.items() for a in entry)
+        self.instructions.append(Compute(op, tuple(taken), (value,), region, split))
         return value
 
     def walk(self, value: Value, wanted: Sharding, user: Operation | None) -> list[Value]:

@@ -1,0 +1,158 @@
+"""How a value comes to where it is wanted: from the nearest place where it exists, or made again there.
+
+What is made of nothing, or of something smaller (a mask of positions, a one-hot of labels, a cast of what is there), is
+made again wherever that sends less than moving it: its price is that of bringing its operands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from layouts import Sharding, reshard
+from meshlib.graph import Operation, Tensor
+from meshlib.lowering.simplification import Simplified
+from meshlib.operation import Home, Kind, Role
+from meshlib.ops.sources import is_zero
+from meshlib.program.signature import Signature
+
+Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): from its n-th operand
+Region: TypeAlias = str | None  # None: wherever it is wanted
+
+# Making something again is worth it nearly always: a lane operation takes a thousandth of the time of a byte sent.
+_BYTES_PER_OPERATION = 1e-3
+_DEEPEST = 8  # operations in a row that are made again
+_MADE_AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
+
+
+class Source(NamedTuple):
+    """Where a value is to be had."""
+
+    lies: tuple[Sharding, ...]
+    itemsize: int
+    made: Made | None = None  # how it can be made again
+
+    def with_lies(self, new: Iterable[tuple[Path, Sharding]]) -> Source:
+        """It, to be had elsewhere too."""
+        return self._replace(lies=(*self.lies, *(s for path, s in new if not path)))
+
+
+class Made(NamedTuple):
+    """An operation that may run again, and where its operands are to be had."""
+
+    signature: Signature
+    operands: tuple[Source, ...]
+
+
+class Way(NamedTuple):
+    """How a value comes to a place; `new` is where it and what it is made of lie besides afterwards.
+
+    What is summed up on the way is there for others.
+    """
+
+    cost: float
+    collectives: int
+    origin: int  # which of `lies` it comes from; -1: it is made again
+    new: tuple[tuple[Path, Sharding], ...]
+
+
+NOWHERE = Way(float("inf"), 0, -1, ())
+
+
+@lru_cache(maxsize=1 << 17)
+def obtain(source: Source, wanted: Sharding) -> Way:
+    """The cheapest way to `wanted`."""
+    if wanted in source.lies:
+        return Way(0, 0, source.lies.index(wanted), ())
+    best, found = (float("inf"), 0), None
+    for n, s in enumerate(source.lies):
+        if can_become(s, wanted):
+            plan = reshard(s, wanted, source.itemsize)
+            if (plan.sent_bytes, plan.collectives) < best:
+                best, found = (plan.sent_bytes, plan.collectives), (n, plan)
+    if source.made is not None and best[0] > 0:
+        again = _made_again(source.made, wanted)
+        if again is not NOWHERE and again.cost < best[0]:
+            return again
+    if found is None:
+        return NOWHERE
+    n, plan = found
+    summed = [t.after for t in plan.steps[:-1] if t.before.pending and not t.after.pending]
+    return Way(*best, n, tuple([((), s) for s in (*(s for s in summed if s not in source.lies), wanted)]))
+
+
+def can_become(source: Sharding, target: Sharding) -> bool:
+    """Whether a reshard leads there: a maximum that is taken does not wait again, a sum may."""
+    return set(target.pending) <= set(source.pending) or all(
+        kind == "sum" for _, kind in (*source.pending, *target.pending)
+    )
+
+
+def _made_again(made: Made, wanted: Sharding) -> Way:
+    axes = again_axes(made.signature, wanted)
+    assigned = None if axes is None else made.signature.under(wanted.mesh, axes, ((),) * len(made.operands))
+    if axes is None or assigned is None or assigned.out.axes != wanted.axes:
+        return NOWHERE
+    counts = tuple([wanted.mesh.group_size(axes.get(name, ())) for name in made.signature.names])
+    blocks = made.signature.cut(counts)
+    assert blocks is not None
+    cost, collectives = _BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1), 0
+    new: list[tuple[Path, Sharding]] = []
+    for n, (x, s) in enumerate(zip(made.operands, assigned.operands, strict=True)):
+        way = obtain(x, s)
+        if way is NOWHERE:
+            return NOWHERE
+        cost += way.cost
+        collectives += way.collectives
+        new += [((n, *path), at) for path, at in way.new]
+    return Way(cost, collectives, -1, (*new, ((), wanted)))
+
+
+def again_axes(signature: Signature, wanted: Sharding) -> Mapping[str, tuple[str, ...]] | None:
+    """The assignment under which an operation makes `wanted`, block by block; None if it can't."""
+    if wanted.pending and not is_zero(signature.op):  # nothing on every device sums to nothing
+        return None
+    axes: dict[str, tuple[str, ...]] = {}
+    for f in signature.factors:
+        name = f.outputs[0]
+        over = wanted.of(name) if name is not None and name in wanted.shape else ()
+        if over and f.role is not Role.PARALLEL:
+            return None
+        if over:
+            axes[f.name] = over
+    return axes
+
+
+def made_again(graph: Simplified) -> set[Tensor]:
+    """The tensors that may be made again: of nothing, or of what is smaller or may be made again itself."""
+    depth: dict[Tensor, int] = {}
+    for op in graph.operations:
+        if not _can_run_again(op):
+            continue
+        operands = graph.inputs[op]
+        far = 1 + max((depth.get(x, 0) for x in operands), default=0)
+        y = op.output
+        if far <= _DEEPEST and all(x in depth or _bytes(x) < _bytes(y) for x in operands):
+            depth[y] = far
+    return set(depth)
+
+
+def _can_run_again(op: Operation) -> bool:
+    kind = op.kind
+    plain = kind.kind in _MADE_AGAIN and kind.home is not Home.GIVEN and kind.show is None
+    return plain and len(op.outputs) == 1 and op.output not in op.graph.gradient_of
+
+
+def _bytes(t: Tensor) -> int:
+    return t.shape.size * t.dtype.itemsize
+
+
+def reach(s: Sharding, home: Sharding, region: str) -> Region:
+    """Who may use a tensor where it lies so: everybody, unless keeping it takes more memory than its home does."""
+    return None if s.local_size <= home.local_size else region
+
+
+def slack(cost: float) -> float:
+    """How much of a cost is noise."""
+    return 1e-3 + 1e-11 * abs(cost)
