@@ -25,7 +25,7 @@ from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 
-WIDTH = 32
+WIDTH = 8
 
 Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
 
@@ -239,12 +239,13 @@ class Beam:
         self.states = list(best.values())
 
     def _drop(self) -> None:
+        """Keep the best, but those that another covers. Whoever covers a state is expected to cost no more."""
         kept: list[State] = []
-        for state in sorted(self.states, key=lambda s: (s.cost, s.collectives, s.strays)):
+        for state in sorted(self.states, key=self._expected):
             if not any(self._covers(k, state) for k in kept):
                 kept.append(state)
-        if len(kept) > WIDTH:
-            kept = sorted(kept, key=self._expected)[:WIDTH]
+                if len(kept) == WIDTH:
+                    break
         self.states = kept
 
     def _covers(self, a: State, b: State) -> bool:
@@ -265,11 +266,13 @@ class Beam:
                     return False
         return no_dearer((cost, collectives, a.strays), b.rank)
 
-    def _expected(self, state: State) -> float:
-        cost = state.cost
+    def _expected(self, state: State) -> tuple[float, int, int]:
+        cost, collectives = state.cost, state.collectives
         for t, lies in state.lies.items():
-            cost += obtain(Source(tuple([s for _, s in lies]), t.dtype.itemsize), self.homes.of(t)).cost
-        return cost
+            way = obtain(Source(tuple([s for _, s in lies]), t.dtype.itemsize), self.homes.of(t))
+            cost += way.cost
+            collectives += way.collectives
+        return round(cost, 2), collectives, state.strays
 
 
 def known(lies: Lies, region: Region) -> tuple[Sharding, ...]:
