@@ -195,6 +195,8 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("split", "cumsum", {"lower": OPERATIONS["linear_recurrence"].lower}),
     ("split", "linear_recurrence", {"lower": OPERATIONS["cumsum"].lower}),
     ("split", "top_k", {"lower": OPERATIONS["cumsum"].lower}),
+    ("split", "argmax", {"lower": OPERATIONS["top_k"].lower}),
+    ("split", "argmax", {"roles": lambda op: [f for f in OPERATIONS["argmax"].roles(op) if f.shares is None]}),
 )
 
 

@@ -50,7 +50,12 @@ def explain_step(
 def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
     """The reason of what moves inside an operation along a split dim."""
     over = "+".join(exchange.axes)
-    if exchange.operand < 0:
+    if exchange.to_dim is not None:
+        why = (
+            f"{_who(op)} runs along '{exchange.dim}', split over {over}: every core needs a summary of all blocks for "
+            f"its share of '{exchange.to_dim}'"
+        )
+    elif exchange.operand < 0:
         why = f"{_who(op)} runs along '{exchange.dim}', split over {over}: every core needs a summary of all blocks"
     else:
         x = op.inputs[exchange.operand].name
