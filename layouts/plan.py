@@ -10,7 +10,7 @@ from layouts.sharding import Axes, Sharding
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One local slice or one collective.
+    """One local slice or mask, or one collective.
 
     A collective runs apart in each group of `before.mesh.groups(axes)`. With k devices in a group and a
     payload of b bytes, a device sends on a ring
@@ -21,6 +21,8 @@ class Step:
         all_to_all          (k-1)/k b      the minor-most `axes` of `dim` go minor-most on `to_dim`
         collective_permute  b              the busiest sender; the pairs are `permute_pairs(before, after)`
         slice               0              each device keeps its part; `axes` go minor-most on `dim`
+        mask                0              a whole value becomes a pending sum over `axes`: the first device of each
+                                           group keeps its block, the others hold zeros
     """
 
     kind: str
@@ -31,6 +33,11 @@ class Step:
     after: Sharding
     payload_bytes: int  # the operand on one device
     sent_bytes: int | float
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each device works on its own block."""
+        return self.kind in ("slice", "mask")
 
     def __str__(self) -> str:
         where = f" {self.dim}" if self.dim else ""

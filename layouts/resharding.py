@@ -10,6 +10,8 @@ and exact:
   consistent, hence the first arrival that leaves the queue is cheapest.
 - Slices cost nothing, so a state from which slices alone lead to the target is an arrival.
 
+- A whole value counts as a pending sum once all devices but the first along an axis hold zeros: that costs nothing.
+
 Ties go to fewer collectives, then to fewer slices, then to the order in which `_Search.moves` lists them.
 
 The number of states grows like a factorial with the number of axes that take part. Up to three, all are
@@ -42,16 +44,18 @@ def reshard(source: Sharding, target: Sharding, itemsize: int) -> Plan:
 
     Args:
       source: where the blocks are.
-      target: where they shall be; same shape and mesh, pending at most what is pending in `source`.
+      target: where they shall be; same shape and mesh. What is pending there alone is a sum.
       itemsize: bytes per element.
     Returns: the plan; empty if there is nothing to do. Only axes that occur in `source` or `target` are used.
-    Raises: LayoutError if shape or mesh differ, or a reduction would have to become pending.
+    Raises: LayoutError if shape or mesh differ, or a maximum or minimum would have to become pending.
 
     >>> here = Sharding("batch:512;d:1024", "rows:2;cols:4", [("rows",), ()], {"cols": "sum"})
     >>> print(reshard(here, here.drop_pending(), 4))
     all_reduce over cols: 1572864 bytes sent
     >>> print(reshard(here, here.drop_pending().with_axes([("rows",), ("cols",)]), 4))
     reduce_scatter over cols d: 786432 bytes sent
+    >>> print(reshard(here.drop_pending(), here, 4))
+    mask over cols: 0 bytes sent
     """
     if source == target:
         return _NOTHING
@@ -64,6 +68,9 @@ _NOTHING = Plan((), 0, 0)
 @lru_cache(maxsize=1 << 16)
 def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
     _check(source, target, itemsize)
+    masked = tuple(a for a in target.pending_axes if a not in source.pending_axes)
+    if masked:
+        return _masked(source, target, itemsize, masked)
     kinds = dict(source.pending)
     names = (*source.shape.names, None)  # so that -1 is no dim
     left = tuple(a for a in source.pending_axes if a not in target.pending_axes)
@@ -86,8 +93,16 @@ def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
         payload, sent = before.local_size * itemsize, _exact(cost * scale, devices)
         steps.append(Step(kind, axes, names[dim], names[to_dim], before, after, payload, sent))
         before, total = after, total + cost
-    collectives = sum(step.kind != "slice" for step in steps)
+    collectives = sum(not step.is_local for step in steps)
     return Plan(tuple(steps), _exact(total * scale, devices), collectives)
+
+
+def _masked(source: Sharding, target: Sharding, itemsize: int, axes: Axes) -> Plan:
+    """By way of the same, whole over `axes`; one device along them keeps its block."""
+    whole = laid(target.shape, target.mesh, target.axes, tuple(p for p in target.pending if p[0] not in axes))
+    way = reshard(source, whole, itemsize)
+    mask = Step("mask", axes, None, None, whole, target, whole.local_size * itemsize, 0)
+    return Plan((*way.steps, mask), way.sent_bytes, way.collectives)
 
 
 def _exact(numerator: int, denominator: int) -> int | float:
@@ -99,8 +114,9 @@ def _check(source: Sharding, target: Sharding, itemsize: int) -> None:
         raise LayoutError(
             f"reshard keeps shape and mesh, not from {source} on {source.mesh} to {target} on {target.mesh}"
         )
-    if not set(target.pending) <= set(source.pending):
-        raise LayoutError(f"reshard cannot make a reduction pending: source {source}, target {target}")
+    kinds = {kind for _, kind in (*source.pending, *target.pending)}
+    if not set(target.pending) <= set(source.pending) and kinds != {"sum"}:
+        raise LayoutError(f"reshard can make only sums pending: source {source}, target {target}")
     if itemsize < 1:
         raise LayoutError(f"itemsize must be at least 1, not {itemsize}")
 

@@ -1,14 +1,13 @@
-"""Which mesh axis splits which factor of one operation (rule 2 of the lowering).
+"""The ways to run one operation: which mesh axis splits which factor, and which pending sums pass (rules 2 and 4).
 
 Each axis goes to one of the factors it already splits somewhere, or to none; all combinations are enumerated. Each
-costs the bytes of bringing its operands there, plus the bytes of bringing its result home, plus the work it
-duplicates. The choice is greedy, operation by operation, and so not globally optimal. It looks ahead as far as an
-earlier sweep over the program tells it (`meshlib.lowering.places.Foresight`): what later operations bring about anyway
-costs nothing, and a sum costs nothing where others like it are reduced anyway. A search over layouts does the rest.
+costs the bytes of bringing its operands there, what it sends inside, and the work it duplicates. What the result is
+worth where it then lies is for what follows to say: `meshlib.lowering.beam` searches over whole programs.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,13 +16,14 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding, reshard
-from layouts.sharding import laid
 from meshlib.graph import Tensor
-from meshlib.operation import Factor, Linear, Role
+from meshlib.operation import Factor, Linear, Role, Work
 from meshlib.program.exchange import Exchange, busiest_bytes
-from meshlib.program.signature import Signature
+from meshlib.program.signature import Assigned, Signature
 
 Axes: TypeAlias = tuple[str, ...]
+Region: TypeAlias = str | None  # None: wherever it is wanted
+Rank: TypeAlias = tuple[float, int, int]  # cost, collectives, strays
 Places: TypeAlias = dict[str, list[Factor | None]]  # per axis the factors that may take it, and None
 
 
@@ -44,6 +44,10 @@ class Balance:
     vpu_ops_per_byte: float = 1.0
     stationary: tuple[str, ...] = ()
 
+    def bytes_of(self, work: Work) -> float:
+        """What a device's work is worth."""
+        return work.mxu_flops / self.mxu_flops_per_byte + work.vpu_ops / self.vpu_ops_per_byte
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -52,7 +56,6 @@ class Choice:
     axes: dict[str, Axes]  # factor -> axes, major first
     operands: tuple[Sharding, ...]
     out: Sharding
-    regroup: bool  # sum equally pending operands first, reduce each sum once
     exchanges: tuple[Exchange, ...]  # what moves inside the operation
 
     @property
@@ -61,107 +64,182 @@ class Choice:
         return tuple((a, f) for f, axes in self.axes.items() for a in axes)
 
 
-# A sum that can still meet others before it is reduced is worth waiting for: they would share the reduction. This
-# only decides between points of equal bytes; otherwise the earliest of them is taken.
-_SHARED = 0.999
-
-
-class Point(NamedTuple):
-    """A place further down the linear chain of single uses of a value, where a pending sum could be reduced."""
-
-    home: Sharding
-    itemsize: int
-    shared: bool  # behind a sum with other operands
-    joined: frozenset[tuple[tuple[str, str], ...]] = frozenset()  # what others in this sum are pending over anyway
-
-
 class Operand(NamedTuple):
-    """One operand as the chooser sees it: the shardings it is to be had in, at what cost a cut elsewhere."""
+    """One operand as the chooser sees it: where its tensor exists, and what moving it means."""
 
     tensor: Tensor
-    instances: tuple[Sharding, ...]
+    lies: tuple[Sharding, ...]
     free: bool  # a source that is made anew wherever it is needed
-    coming: tuple[Sharding, ...] = ()  # those that operations further on bring about anyway
-    shared: bool = False  # has other users in this region
+    again: bool = False  # somebody uses it later
     held: Axes = ()  # axes over which it must not move
 
-    def cost(self, wanted: Sharding) -> tuple[float, int]:
-        """Bytes and collectives to bring it to `wanted` from where it is nearest; infinite where it must not move."""
-        if self.free:
-            return 0, 0
-        if self.held and any(
+    def pending(self) -> Axes:
+        """Axes over which it is to be had as a pending sum."""
+        return tuple(dict.fromkeys(a for s in self.lies for a, kind in s.pending if kind == "sum"))
+
+    def leaves(self, wanted: Sharding) -> bool:
+        """Whether to bring it to `wanted` moves it over an axis over which it is held."""
+        return any(
             a in own and a not in to
-            for s in self.instances
+            for s in self.lies
             for own, to in zip(s.axes, wanted.axes, strict=True)
             for a in self.held
-        ):
-            return float("inf"), 0
-        return min(route_cost(s, wanted, self.tensor.dtype.itemsize) for s in (*self.instances, *self.coming))
-
-    @property
-    def largest(self) -> int:
-        """Elements of the largest block it is to be had in: what a larger one has to grow from."""
-        return max([s.local_size for s in (*self.instances, *self.coming)], default=0)
-
-    @property
-    def pending(self) -> Axes:
-        """Axes over which the value is a pending sum wherever it exists."""
-        return self.instances[0].pending_axes if self.instances and self.instances[0].pending else ()
+        )
 
 
-@lru_cache(maxsize=1 << 16)
-def route_cost(source: Sharding, target: Sharding, itemsize: int) -> tuple[float, int]:
-    """Bytes and collectives of a reshard; infinite where it is impossible."""
-    if not set(target.pending) <= set(source.pending):
-        return float("inf"), 0
-    plan = reshard(source, target, itemsize)
-    return plan.sent_bytes, plan.collectives
+class Arrival(NamedTuple):
+    """How a value that lies in several places comes to another one."""
+
+    sent_bytes: float
+    collectives: int
+    source: int  # the place it comes from
+    new: tuple[Sharding, ...]  # where it lies besides afterwards: what is summed up on the way is there for others
 
 
-def choice_key(signature: Signature, operands: Sequence[Operand], home: Sharding, later: Sequence[Point]) -> object:
-    """All that a choice depends on, the balance aside."""
-    tensors = [x.tensor for x in operands]
-    return (
-        signature,
-        tuple([(x.instances, x.free, x.coming, x.shared, x.held) for x in operands]),
-        tuple([tensors.index(t) for t in tensors]),
-        home,
-        tuple(later),
+NOWHERE = Arrival(float("inf"), 0, -1, ())
+
+
+@lru_cache(maxsize=1 << 17)
+def arrive(lies: tuple[Sharding, ...], wanted: Sharding, itemsize: int) -> Arrival:
+    """The cheapest way to `wanted`."""
+    if wanted in lies:
+        return Arrival(0, 0, lies.index(wanted), ())
+    best, found = (float("inf"), 0), None
+    for n, s in enumerate(lies):
+        if not can_become(s, wanted):
+            continue
+        plan = reshard(s, wanted, itemsize)
+        if (plan.sent_bytes, plan.collectives) < best:
+            best, found = (plan.sent_bytes, plan.collectives), (n, plan)
+    if found is None:
+        return NOWHERE
+    n, plan = found
+    summed = [t.after for t in plan.steps[:-1] if t.before.pending and not t.after.pending]
+    return Arrival(plan.sent_bytes, plan.collectives, n, (*(s for s in summed if s not in lies), wanted))
+
+
+def can_become(source: Sharding, target: Sharding) -> bool:
+    """Whether a reshard leads there: a maximum that is taken does not wait again, a sum may."""
+    return set(target.pending) <= set(source.pending) or all(
+        kind == "sum" for _, kind in (*source.pending, *target.pending)
     )
 
 
-def choose(
-    signature: Signature,
-    operands: Sequence[Operand],
-    home: Sharding,
-    later: Sequence[Point],
-    balance: Balance,
-) -> Choice:
-    """The cheapest assignment.
+def reach(s: Sharding, home: Sharding, region: str) -> Region:
+    """Who may use a tensor where it lies so: everybody, unless keeping it takes more memory than its home does."""
+    return None if s.local_size <= home.local_size else region
 
-    `later` are the points further down the linear chain of single uses that starts at the result: a pending result
-    may be reduced at any of them.
+
+class Binding(enum.Enum):
+    """Whether a result is brought home as soon as it is made."""
+
+    ALWAYS = "always"
+    IF_LARGER = "if larger"  # another region needs it: until then it must not take more memory than its home
+    NEVER = "never"
+
+    def binds(self, made: Sharding, home: Sharding) -> bool:
+        """Whether a result that was made so is brought home."""
+        return self is Binding.ALWAYS or (self is Binding.IF_LARGER and made.local_size > home.local_size)
+
+
+class Option(NamedTuple):
+    """One way to run an operation where its operands lie as they do."""
+
+    choice: Choice
+    cost: float  # bytes to bring the operands there and inside the operation, and duplicated work
+    collectives: int
+    strays: int  # how far it is from what the layout plainly says
+    new: tuple[tuple[Sharding, ...], ...]  # per operand, where it lies besides afterwards
+    lies: tuple[Sharding, ...]  # where the result lies, home included if it is bound there
+
+
+def options(
+    signature: Signature, operands: Sequence[Operand], home: Sharding, binding: Binding, balance: Balance
+) -> tuple[Option, ...]:
+    """The ways to run an operation that may be part of the best program, the cheapest first.
+
+    Left out is what another way and a reshard afterwards would be no dearer than.
     """
-    shared = any(x.shared for x in operands)
     itemsize = signature.op.output.dtype.itemsize
-    best: tuple[float, int, int, int] | None = None
-    chosen: Choice | None = None
-    for c in sorted(_candidates(signature, operands, home, balance), key=lambda c: (c.at_least, c.order)):
-        if best is not None and c.at_least > best[0]:
-            break  # and so are all that follow
+    found = []
+    for c in _candidates(signature, operands, home, balance):
         made = signature.under(home.mesh, c.axes, c.passed)
-        if made is None:
+        option = made and _option(c, made, operands, home, binding, itemsize)
+        if option:
+            found.append(option)
+    found.sort(key=rank)
+    kept: list[Option] = []
+    for option in found:
+        if not any(_covers(k, option, operands, itemsize) for k in kept):
+            kept.append(option)
+    return tuple(kept)
+
+
+def rank(x: Option) -> Rank:
+    """Cheapest first; at equal cost fewer collectives, then the plain meaning of the layout."""
+    return round(x.cost, 3), x.collectives, x.strays
+
+
+def _option(
+    c: _Candidate, made: Assigned, operands: Sequence[Operand], home: Sharding, binding: Binding, itemsize: int
+) -> Option | None:
+    cost, collectives = c.work + busiest_bytes((e, 1) for e in made.exchanges), len(made.exchanges)
+    lies: dict[Tensor, tuple[Sharding, ...]] = {}
+    new: list[tuple[Sharding, ...]] = []
+    for x, wanted in zip(operands, made.operands, strict=True):
+        if x.free:
+            new.append(())
             continue
-        sent, collectives = _operand_cost(operands, made.operands, c.regroup)
-        inside = made.exchanges
-        after, more = _home_cost(made.out, home, itemsize, later)
-        total = c.work + sent + busiest_bytes((e, 1) for e in inside) + after
-        # At equal cost a shared operand moves rather than the result: its other users may want it there too.
-        rank = (total, collectives + len(inside) + more, more if shared else 0, c.order)
-        if best is None or rank < best:
-            best, chosen = rank, Choice(c.axes, made.operands, made.out, c.regroup, inside)
-    assert chosen is not None  # the empty assignment is always there
-    return chosen
+        known = lies.get(x.tensor, x.lies)
+        if wanted in known:
+            new.append(())
+            continue
+        arrival = arrive(known, wanted, x.tensor.dtype.itemsize)
+        if arrival is NOWHERE or (x.held and x.leaves(wanted)):
+            return None
+        cost += arrival.sent_bytes
+        collectives += arrival.collectives
+        new.append(arrival.new)
+        lies[x.tensor] = known + arrival.new
+    out: tuple[Sharding, ...] = (made.out,)
+    if binding.binds(made.out, home):
+        arrival = arrive(out, home, itemsize)
+        cost += arrival.sent_bytes
+        collectives += arrival.collectives
+        out += arrival.new
+    strays = sum(map(len, c.passed)) + (made.out.axes != home.axes)
+    choice = Choice(c.axes, made.operands, made.out, made.exchanges)
+    return Option(choice, cost, collectives, strays, tuple(new), out)
+
+
+def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int) -> bool:
+    """Whether whatever follows `b` may as well follow `a`, at no more cost."""
+    cost, collectives = a.cost, a.collectives
+    if cost > b.cost + slack(b.cost):
+        return False
+    for s in b.lies:
+        arrival = arrive(a.lies, s, itemsize)
+        cost += arrival.sent_bytes
+        collectives += arrival.collectives
+    for x, mine, others in zip(operands, a.new, b.new, strict=True):
+        if x.again:
+            for s in others:
+                arrival = arrive(x.lies + mine, s, x.tensor.dtype.itemsize)
+                cost += arrival.sent_bytes
+                collectives += arrival.collectives
+    return no_dearer((cost, collectives, a.strays), (b.cost, b.collectives, b.strays))
+
+
+def no_dearer(a: Rank, b: Rank) -> bool:
+    """Whether the first is as good as the second, but for what adding in another order makes of a float."""
+    if abs(a[0] - b[0]) > slack(b[0]):
+        return a[0] < b[0]
+    return a[1:] <= b[1:]
+
+
+def slack(cost: float) -> float:
+    """How much of a cost is noise."""
+    return 1e-3 + 1e-11 * abs(cost)
 
 
 def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -> Choice | None:
@@ -169,7 +247,7 @@ def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -
 
     Each axis may go to that one factor or to none; without it a device does as much or more.
     """
-    lie = [x.instances[0] for x in operands if len(x.instances) == 1]
+    lie = [x.lies[0] for x in operands if len(x.lies) == 1]
     if len(lie) < len(operands) or any(s.pending for s in lie) or any(x.held for x in operands):
         return None
     split: dict[str, Axes] = {}
@@ -184,51 +262,37 @@ def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -
     if len(set(taken)) < len(taken):
         return None
     names = sorted(split, key=lambda name: min(map(home.mesh.axes.index, split[name])))
-    return Choice({name: split[name] for name in names}, tuple(lie), home, False, ())
+    return Choice({name: split[name] for name in names}, tuple(lie), home, ())
 
 
 class _Candidate(NamedTuple):
-    """An assignment, with what it costs at least: its work, and the bytes by which blocks have to grow.
-
-    Only gathering makes a block larger, and it sends just what the block grows by; so this bounds any reshard without
-    searching for it, and most candidates are never priced.
-    """
-
     axes: dict[str, Axes]
     passed: tuple[Axes, ...]
-    regroup: bool
-    work: float
-    at_least: float
-    order: int
+    work: float  # more than what the home means, in bytes
 
 
 def _candidates(
     signature: Signature, operands: Sequence[Operand], home: Sharding, balance: Balance
 ) -> Iterator[_Candidate]:
     places = _places(signature.factors, operands, home)
-    sizes, itemsize = home.mesh.sizes_by_axis, signature.op.output.dtype.itemsize
-    largest = [x.largest for x in operands]
-    once = len({x.tensor for x in operands}) == len(operands)
-    order = 0
-    for passed, regroup in pass_options(signature, operands):
+    sizes = home.mesh.sizes_by_axis
+    plain = _plain_work(signature, home, balance)
+    for passed in pass_options(signature.linear, operands):
         busy = {a for p in passed for a in p}
         free = {a: places[a] for a in places if a not in busy}
         for split in _assignments(free, operands, home):
-            order += 1
-            waiting = [*busy, *(a for name in signature.reducing for a in split.get(name, ()))]
             counts = [prod([sizes[a] for a in split[n]]) if n in split else 1 for n in signature.names]
             blocks = signature.cut(tuple(counts))
             if blocks is None:
                 continue
-            done = blocks.work
-            work = done.mxu_flops / balance.mxu_flops_per_byte + done.vpu_ops / balance.vpu_ops_per_byte
-            pending = any(sizes[a] > 1 for a in waiting)
-            growth = 0 if pending else max(0, home.local_size - blocks.out) * itemsize
-            if not regroup:
-                needs = zip(operands, blocks.operands, largest, strict=True)
-                growing = [max(0, size - most) * x.tensor.dtype.itemsize for x, size, most in needs if not x.free]
-                growth += sum(growing) if once else max(growing, default=0)
-            yield _Candidate(split, passed, regroup, work, work + growth, order)
+            yield _Candidate(split, passed, balance.bytes_of(blocks.work) - plain)
+
+
+def _plain_work(signature: Signature, home: Sharding, balance: Balance) -> float:
+    """The work of a device that makes its block of the home; what others do is counted from there."""
+    counts = dict(zip(home.shape.names, home.block_counts, strict=True))
+    plain = signature.cut(tuple(counts.get(f.outputs[0] or "", 1) for f in signature.factors))
+    return 0 if plain is None else balance.bytes_of(plain.work)
 
 
 def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> Places:
@@ -251,7 +315,7 @@ def _axes_of(f: Factor, operands: Sequence[Operand], home: Sharding) -> set[str]
     axes = set(home.of(name)) if name is not None else set()
     for x, own in zip(operands, f.operands, strict=True):
         if own is not None:
-            for s in x.instances:
+            for s in x.lies:
                 axes.update(s.of(own))
     return axes
 
@@ -282,36 +346,24 @@ def _ordered(f: Factor, axes: Axes, operands: Sequence[Operand], home: Sharding)
     for i, x in enumerate(operands):
         name = f.operands[i]
         if name is not None:
-            seen += [s.of(name) for s in x.instances]
+            seen += [s.of(name) for s in x.lies]
     for order in seen:
         if wanted <= set(order):
             return tuple(a for a in order if a in wanted)
     return axes
 
 
-def pass_options(signature: Signature, operands: Sequence[Operand]) -> Iterator[tuple[tuple[Axes, ...], bool]]:
-    """Which pending axes of which operands may go through; the second value: whether to sum groups first.
-
-    Reducing everything first is always an option and comes first, so that ties reduce as early as possible.
-    """
-    pending = [x.pending if x.instances and x.instances[0].pending[:1] else () for x in operands]
-    sums = [tuple(a for a, kind in x.instances[0].pending if kind == "sum") if x.instances else () for x in operands]
+def pass_options(linear: Linear, operands: Sequence[Operand]) -> Iterator[tuple[Axes, ...]]:
+    """Which pending axes of which operands may go through; nothing first, so that ties reduce as early as possible."""
+    sums = [x.pending() for x in operands]
     nothing: tuple[Axes, ...] = ((),) * len(operands)
-    linear = signature.linear
-    if linear.terms and len(operands) > 1 and len(set(pending)) > 1:
-        yield nothing, True
+    yield nothing
+    if not any(sums):
         return
-    yield nothing, False
-    if any(sums):
-        yield from ((p, False) for p in _passes(linear, sums, operands, nothing))
-
-
-def _passes(
-    linear: Linear, sums: Sequence[Axes], operands: Sequence[Operand], nothing: tuple[Axes, ...]
-) -> Iterator[tuple[Axes, ...]]:
     if linear.together:
-        common = [a for a in sums[linear.operands[0]] if all(a in sums[i] for i in linear.operands)]
-        for subset in _subsets(common):
+        # What is whole counts on one device only, so it passes too.
+        some = list(dict.fromkeys(a for i in linear.operands for a in sums[i]))
+        for subset in _subsets(some):
             yield tuple(subset if i in linear.operands else () for i in range(len(operands)))
         return
     alone = [i for i in linear.operands if sum(x.tensor is operands[i].tensor for x in operands) == 1]
@@ -327,40 +379,3 @@ def _passes(
 def _subsets(axes: Sequence[str]) -> list[Axes]:
     """The non-empty subsets, largest first."""
     return [c for n in range(len(axes), 0, -1) for c in combinations(axes, n)]
-
-
-def _operand_cost(operands: Sequence[Operand], wanted: Sequence[Sharding], regroup: bool) -> tuple[float, int]:
-    """Bytes and collectives to bring all operands where they are wanted; a value wanted once is paid once."""
-    needs = {(x.tensor, s): (x, s) for x, s in zip(operands, wanted, strict=True)}
-    groups: set[Axes] = set()
-    sent, collectives = 0.0, 0
-    for x, s in needs.values():
-        if regroup and x.pending:
-            if x.pending in groups:
-                continue  # its group is reduced once, for all members
-            groups.add(x.pending)
-        cost, count = x.cost(s)
-        sent += cost
-        collectives += count
-    return sent, collectives
-
-
-def _home_cost(out: Sharding, home: Sharding, itemsize: int, later: Sequence[Point]) -> tuple[float, int]:
-    """Bytes to bring the result home; a pending one may wait for the cheapest point of its linear chain."""
-    best = route_cost(out, home, itemsize)
-    if out.pending and out.pending[0][1] == "sum":
-        for point in later:
-            arriving = as_pending(point.home, out)
-            if arriving.pending in point.joined:
-                return 0, 0  # added to the others before these are reduced
-            sent, count = route_cost(arriving, point.home, point.itemsize)
-            best = min(best, (sent * _SHARED if point.shared else sent, count))
-    return best
-
-
-@lru_cache(maxsize=1 << 14)
-def as_pending(home: Sharding, source: Sharding) -> Sharding:
-    """`home` as the value would arrive there if the pending axes of `source` were still to be summed."""
-    waiting = set(source.pending_axes)
-    axes = tuple(tuple(a for a in entry if a not in waiting) for entry in home.axes)
-    return laid(home.shape, home.mesh, axes, source.pending)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layouts import LayoutRules, Mesh, Sharding
 from meshlib.graph import Graph, Tensor
 from meshlib.lowering.choose import Balance
 from meshlib.lowering.homes import Homes
+from meshlib.lowering.loops import Body, Makers
 from meshlib.lowering.memos import Memos
 from meshlib.lowering.order import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import merge_small_collectives, remove_dead_code
-from meshlib.lowering.places import Foresight
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Kind
 from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
-MORE_SWEEPS = 3  # each knows what the one before it did
 PASSES = (remove_dead_code, merge_small_collectives, order_and_fuse)
 
 
@@ -35,7 +34,7 @@ class Lowering:
     notes: tuple[str, ...]
     memos: Memos
     sound: Sound
-    # A second sweep over a program meets its loops again.
+    # Alike loops are lowered once.
     _bodies: dict[object, Program] = field(default_factory=dict)
     _trials: dict[object, Partitioner] = field(default_factory=dict)
 
@@ -74,34 +73,27 @@ class Lowering:
         program = self._bodies[key] = self._finished(sweep, inputs, outputs, False, (), is_body=True)
         return program
 
-    def trial(self, graph: Graph, homes: Homes, results: Sequence[Tensor]) -> Partitioner:
-        """The body of a loop partitioned, not finished."""
+    def trial(
+        self, graph: Graph, homes: Homes, results: Sequence[Tensor]
+    ) -> Callable[[Tensor], tuple[Sharding, Makers]]:
+        """The body of a loop partitioned, not finished: how it makes a tensor, and who leaves that pending."""
         key = (graph, tuple(results), *(homes.of(op.output) for op in graph.inputs.values()))
         if key not in self._trials:
             simple = self.memos.simplified(graph, results, taken=False)
             self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in results])
-        return self._trials[key]
+        sweep = self._trials[key]
+
+        def made(t: Tensor) -> tuple[Sharding, Makers]:
+            t = sweep.graph.of(t)
+            return sweep.places.made(t).sharding, sweep.places.makers.get(t, {})
+
+        return made
 
     def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
-        """Partition; again with what that taught, as long as that matters, and keep what sends least."""
-        kept = list(dict.fromkeys(fetched))
-        needed = [*kept, *simple.taken]
-        best = self._swept(simple, homes, kept, Foresight())
-        if not best.places.learnt.missed:
-            return best
-        for _ in range(MORE_SWEEPS):
-            sweep = self._swept(simple, homes, kept, best.places.learnt)
-            if sweep.places.sent_bytes(needed) >= best.places.sent_bytes(needed):
-                break
-            best = sweep
-        return best
-
-    def _swept(self, simple: Simplified, homes: Homes, kept: Sequence[Tensor], ahead: Foresight) -> Partitioner:
         memos = self.memos
-        choices = memos.choices.setdefault(self.balance, {})
-        sweep = Partitioner(
-            simple, homes, self.balance, memos.signatures, choices, set(kept), self.body, self.trial, ahead
-        )
+        options = memos.options.setdefault(self.balance, {})
+        body = Body(self.body, self.trial)
+        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body)
         sweep.run()
         return sweep
 

@@ -2,7 +2,7 @@
 
     per operation      its signature: what the record says of it      (graph)
     per signature      what an assignment of axes means               (mesh)
-                       the choice among assignments                   (mesh, shardings of operands and home, balance)
+                       its options                                    (mesh, shardings of operands and home, balance)
     per graph, body    dead code and common subexpressions            (results)
     per computation    that the checker found it sound                (shardings, assignment)
 
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshlib.graph import Graph, Tensor
-from meshlib.lowering.choose import Balance, Choice
+from meshlib.lowering.choose import Balance, Option
 from meshlib.lowering.simplification import Simplified, simplify
 from meshlib.program.signature import Signatures
 
-MOST = 1 << 16  # choices, and computations found sound: a search meets thousands of layouts
+MOST = 1 << 16  # options, and computations found sound: a search meets thousands of layouts
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Memos:
     """See above."""
 
     signatures: Signatures = field(default_factory=Signatures)
-    choices: dict[Balance, dict[object, Choice]] = field(default_factory=dict)
+    options: dict[Balance, dict[object, tuple[Option, ...]]] = field(default_factory=dict)
     computations: set[object] = field(default_factory=set)
     _simplified: dict[object, Simplified] = field(default_factory=dict)
 
@@ -42,7 +42,7 @@ class Memos:
 
     def trim(self) -> None:
         """Start anew with what grows from layout to layout, where that has become too much to hold."""
-        if sum(map(len, self.choices.values())) > MOST or len(self.computations) > MOST:
-            self.choices.clear()
+        if sum(map(len, self.options.values())) > MOST or len(self.computations) > MOST:
+            self.options.clear()
             self.computations.clear()
             self.signatures.forget_assignments()

@@ -1,31 +1,28 @@
 """From the unsharded graph to what one core runs: every value laid out, every reshard explicit and explained.
 
-A sweep in program order. For each operation: choose the assignment of axes to factors, bring the operands there,
-emit the operation, and bring the result home where it is bound or has several users. A pending sum with a single
-user waits; the user's own choice decides whether it is reduced before or after it (rules 1 to 4, 7). Where operations
-could have shared what later ones did, another sweep follows that knows what this one did, as long as that sends less.
+First `meshlib.lowering.beam` finds what each operation does; then a sweep in program order brings its operands there,
+emits it, and brings the result home where it is bound. Who takes a pending sum decides whether it is reduced before or
+after it (rules 1 to 4, 7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layouts import Dimension, Shape, Sharding
-from meshlib.graph import UPDATE, Graph, Operation, Tensor
-from meshlib.loop_record import LoopRecord
-from meshlib.lowering.choose import Balance, Choice, Operand, Point, choice_key, choose, settled
+from layouts import Sharding
+from meshlib.graph import UPDATE, Operation, Tensor
+from meshlib.lowering.beam import Beam, as_it_lies, binding
+from meshlib.lowering.choose import Balance, Choice, Option
 from meshlib.lowering.homes import Homes
-from meshlib.lowering.places import Foresight, Pending, Places, blockwise
+from meshlib.lowering.loops import Body, Loops
+from meshlib.lowering.places import Places, blockwise
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Home, Kind
-from meshlib.ops.sources import is_zero
 from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
-from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
-from meshlib.replay import needed
 
 
 @dataclass(eq=False)
@@ -36,24 +33,23 @@ class Partitioner:
     homes: Homes
     balance: Balance
     signatures: Signatures
-    choices: dict[object, Choice]  # at this balance
+    options: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
-    # lowers the body of a loop: (graph, homes, results, their shardings if bound, names of the inputs) -> Program
-    lower_body: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding | None], Sequence[str]], Program]
-    # partitions the body of a loop without finishing it: (graph, homes, results)
-    sweep_body: Callable[[Graph, Homes, Sequence[Tensor]], Partitioner]
-    ahead: Foresight = field(default_factory=Foresight)  # from an earlier sweep
+    body: Body  # how loops are lowered
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)
     places: Places = field(init=False)
-    _points: dict[Tensor, tuple[Point, ...]] = field(default_factory=dict)
+    choices: Mapping[Operation, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.places = Places(self.graph, self.homes)
+        self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
 
     def run(self) -> None:
         """Lower every operation, in order."""
+        beam = Beam(self.graph, self.homes, self.balance, self.signatures, self.options, self.fetched, self.loops)
+        self.choices = beam.run()
         for op in self.graph.operations:
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:
@@ -77,9 +73,8 @@ class Partitioner:
 
     def as_it_lies(self, t: Tensor) -> Value:
         """The value of `t` as it is there: at home, else in the smallest blocks; brought home if it is pending."""
-        home = self.homes.of(t)
-        whole = [v for _, v in self.places.instances[t] if not v.sharding.pending]
-        return min(whole, key=lambda v: (v.sharding != home, v.local_bytes)) if whole else self.at_home(t)
+        lies = [v.sharding for _, v in self.places.instances[t]]
+        return self.at(t, as_it_lies(lies, self.homes.of(t)))
 
     # ------------------------------------------------------------ operations
 
@@ -108,19 +103,12 @@ class Partitioner:
         made = Value(op.output, value.sharding)
         split = blockwise(value.sharding)
         self.places.instructions.append(Compute(op, (value,), (made,), op.region, split))
-        self.places.instances[op.output] = [(None, made)]
-        self._settle(op.output)
+        self._settle(made)
 
     def _compute(self, op: Operation) -> None:
         inputs = self.graph.inputs[op]
-        operands = [self._operand(x, op) for x in inputs]
-        choice = self._choice(op, operands)
-        if self.signatures.of(op).linear.terms:
-            self._note_sum(op, inputs)
-        if choice.regroup:
-            values = self._grouped(op, inputs, choice)
-        else:
-            values = [self.places.use(x, s, op) for x, s in zip(inputs, choice.operands, strict=True)]
+        choice = self.choices[op]
+        values = [self.places.use(x, s, op) for x, s in zip(inputs, choice.operands, strict=True)]
         made = tuple(Value(y, s) for y, s in zip(op.outputs, beside(op, choice.out), strict=True))
         self._note_makers(op, inputs, choice)
         self.places.instructions.append(
@@ -134,16 +122,8 @@ class Partitioner:
                 tuple(explain_exchange(e, op, self.homes) for e in choice.exchanges),
             )
         )
-        for y, value in zip(op.outputs, made, strict=True):
-            self.places.instances[y] = [(None, value)]
-            self._settle(y)
-
-    def _note_sum(self, op: Operation, inputs: Sequence[Tensor]) -> None:
-        """Remember what the terms of a sum still wait for; where some do and some don't, one may have missed it."""
-        arrived = tuple(self.places.made(x).sharding.pending for x in inputs)
-        if any(arrived):
-            self.places.learnt.sums[op] = arrived
-            self.places.learnt.missed |= not all(arrived)
+        for value in made:
+            self._settle(value)
 
     def _note_makers(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> None:
         """Remember who is to blame for each pending axis of the result."""
@@ -152,243 +132,37 @@ class Partitioner:
         if not choice.out.pending:
             return
         for x, s in zip(inputs, choice.operands, strict=True):
-            makers.update({a: self.places.makers[x][a] for a in s.pending_axes})
+            known = self.places.makers.get(x, {})
+            makers.update({a: known[a] for a in s.pending_axes if a in known})
         for name in self.signatures.of(op).reducing:
             makers.update(dict.fromkeys(choice.axes.get(name, ()), (op, name)))
 
-    def _settle(self, t: Tensor) -> None:
-        """Bring a value home if it is bound there or has several users; a pending one is then reduced, once."""
-        uses = self.graph.uses.get(t, [])
-        constrained = t.operation.kind.home is Home.GIVEN
-        bound = t in self.fetched or t in self.homes.graph.gradient_of or constrained
-        if bound or len(uses) > 1:
-            home = self.places.bring(t, self.homes.of(t), t.operation.region, None)
-            (_, made), *passed = self.places.instances[t]
-            self.places.instances[t] = [(None, home), *(x for x in passed if x[1] is not home)]
+    def _settle(self, made: Value) -> None:
+        """A result that was made so: bring it home if it is bound there."""
+        t, home = made.tensor, self.homes.of(made.tensor)
+        self.places.add(t, made, t.operation.region)
+        if binding(t, self.graph, self.homes, self.fetched).binds(made.sharding, home):
+            self.places.bring(t, home, t.operation.region, None)
+        if t.operation.kind.home is Home.GIVEN:
             # A constrained value is to be had at its home alone: its users must not go round the constraint.
-            if made is not home and not made.sharding.pending and not constrained:
-                # As it was made it serves other regions too, unless keeping it would take more memory than the home.
-                small = made.local_bytes <= home.local_bytes
-                self.places.instances[t].append((None if small else t.operation.region, made))
-
-    def _grouped(self, op: Operation, inputs: Sequence[Tensor], choice: Choice) -> list[Value]:
-        """Operands of an n-ary sum, equally pending ones added first and each group reduced once (rule 4)."""
-        wanted = choice.out
-        groups: dict[Pending, list[Tensor]] = {}
-        for x in inputs:
-            groups.setdefault(self.places.made(x).sharding.pending, []).append(x)
-        result: list[Value] = []
-        for pending, members in groups.items():
-            if not pending or len(members) == 1:
-                by_tensor = {id(x): s for x, s in zip(inputs, choice.operands, strict=True)}
-                result += [self.places.use(x, by_tensor[id(x)], op) for x in members]
-                continue
-            waiting = {a for a, _ in pending}
-            axes = {f: tuple(a for a in entry if a not in waiting) for f, entry in choice.axes.items()}
-            values = []
-            for x in members:
-                names = [tuple(axes.get(d.name, ())) for d in x.shape]
-                partial = Sharding(x.shape, wanted.mesh, names, pending)
-                values.append(self.places.use(x, partial, op))
-            names = [tuple(axes.get(d.name, ())) for d in op.output.shape]
-            total = Value(op.output, Sharding(op.output.shape, wanted.mesh, names, pending))
-            assignment = tuple((a, f) for f, entry in axes.items() for a in entry)
-            added = Compute(op, tuple(values), (total,), op.region, assignment)
-            self.places.instructions.append(added)
-            self.places.makers[op.output] = self.places.makers[members[0]]
-            result.append(self.places.walk(total, wanted, op)[-1])
-        return result
-
-    def _body_homes(
-        self, op: Operation, loop: LoopRecord, inner: Sequence[Tensor], sums: Mapping[int, Sharding]
-    ) -> tuple[Homes, list[Sharding]]:
-        """Homes inside the body of a loop, and where each operand has to be; `sums` says where some carries lie."""
-        homes = Homes(loop.body, self.homes.mesh, self.homes.rules)
-        wanted = []
-        for n, y in zip(loop.needs, inner, strict=True):
-            x = self.graph.inputs[op][n]
-            if y in loop.given.inits:
-                home = sums.get(n) or homes.of(y)
-                homes.bind(y, home)
-            elif y in loop.given.slices:
-                home = without_axes(self.homes.of(x), loop.dim)
-                homes.bind(y, without_dim(home, loop.dim))
-            else:
-                home = self.homes.of(x)
-                homes.bind(y, home)
-            wanted.append(home)
-        for n, sharding in sums.items():
-            homes.bind(loop.made.finals[n], sharding)
-        return homes, wanted
-
-    def _accumulators(
-        self, op: Operation, loop: LoopRecord, homes: Homes
-    ) -> tuple[dict[int, Sharding], dict[int, dict[str, tuple[Operation, str]]]]:
-        """Carries that only add something up, from zero: they lie as what is added does, pending sums included.
-
-        So a gradient that every trip adds to is reduced once, after the loop. Found by lowering the body once as if
-        there were none. Returned with who leaves each sum pending.
-        """
-        results = loop.results
-        operations = needed(loop.body.known.get(y, y).operation for y in results)
-        befores = loop.outputs(op.outputs).befores
-        found: dict[int, Tensor] = {}
-        for n, (carry, end) in enumerate(zip(loop.given.inits, loop.made.finals, strict=True)):
-            first, add = self.graph.inputs[op][n].operation, end.operation
-            others = [x for x in add.inputs if x is not carry]
-            uses = sum(x is carry for other in operations for x in other.inputs) + results.count(carry)
-            # The carry before each trip is asked for by a gradient alone; then it has to be whole.
-            stacked = self.graph.uses.get(befores[n])
-            linear = add.kind.linear(add)
-            adds = linear.together and linear.operands == (0, 1)
-            alone = results.count(end) == 1 and not any(end in x.inputs for x in operations)
-            one = len(others) == 1 == len(add.inputs) - 1 and others[0].shape == end.shape
-            if is_zero(first) and adds and uses == 1 and alone and not stacked and one:
-                found[n] = others[0]
-        if not found:
-            return {}, {}
-        trial = self.sweep_body(loop.body, homes, results)
-        terms = {n: trial.graph.of(t) for n, t in found.items()}
-        lies = {n: trial.places.made(t).sharding for n, t in terms.items()}
-        sums = {
-            n: s
-            for n, s in lies.items()
-            if s != homes.of(loop.given.inits[n]) and all(kind == "sum" for _, kind in s.pending)
-        }
-        return sums, {n: trial.places.makers.get(terms[n], {}) for n in sums}
+            self.places.instances[t] = self.places.instances[t][-1:]
 
     def _loop(self, op: Operation) -> None:
-        """Lower the body by itself: carries at home, slices where the stacked tensors lie, the rest where it lies."""
-        loop = op.loop
-        assert loop is not None
-        operands = [self.graph.inputs[op][n] for n in loop.needs]
-        inner = [loop.stand_ins[n] for n in loop.needs]
-        homes, wanted = self._body_homes(op, loop, inner, {})
-        sums, makers = self._accumulators(op, loop, homes)
-        if sums:
-            homes, wanted = self._body_homes(op, loop, inner, sums)
-        values = [self.places.use(x, s, op) for x, s in zip(operands, wanted, strict=True)]
-        # Finals always; of what could be stacked (results, and carries before each trip) only what is used.
-        finals, others = op.outputs[: loop.carries], op.outputs[loop.carries :]
-        used = [(y, t) for y, t in zip(others, loop.stacked, strict=True) if self._is_used(y)]
-        bound: list[Sharding | None] = [*wanted[: loop.carries]]
-        for y, _ in used:
-            public = y in op.public_outputs
-            bound.append(without_dim(without_axes(self._stack_home(y), loop.dim), loop.dim) if public else None)
-        made_inside = [*loop.made.finals, *(t for _, t in used)]
-        program = self.lower_body(loop.body, homes, made_inside, bound, [x.operation.name for x in inner])
-        names = list(program.outputs)
-        made = [Value(y, s) for y, s in zip(finals, wanted, strict=False)]
-        for (y, _), name in zip(used, names[loop.carries :], strict=True):
-            made.append(Value(y, with_dim(program.outputs[name].sharding, y.shape)))
-            if y not in op.public_outputs:
-                self.homes.bind(y, made[-1].sharding)
+        looped = self.loops.of(op)
+        values = [self.places.use(x, s, op) for x, s in zip(looped.operands, looped.wanted, strict=True)]
         self.places.instructions.append(
             Loop(
                 op,
                 tuple(values),
-                tuple(made),
+                looped.made,
                 op.region,
-                body=program,
-                trips=loop.dim.size,
-                carries=tuple((t.operation.name, name) for t, name in zip(loop.given.inits, names, strict=False)),
-                slices=tuple(t.operation.name for t in loop.given.slices if t.operation.name in program.inputs),
-                stacks=tuple(names[loop.carries :]),
+                body=looped.body,
+                trips=looped.trips,
+                carries=looped.carries,
+                slices=looped.slices,
+                stacks=looped.stacks,
             )
         )
-        for n, inside_makers in makers.items():
-            self.places.makers[op.outputs[n]] = inside_makers
-        for value in made:
-            self.places.instances[value.tensor] = [(None, value)]
-            self._settle(value.tensor)
-
-    def _stack_home(self, t: Tensor) -> Sharding:
-        """The home of a stacked result; of one that is only cast and transposed into a gradient, that of the gradient.
-
-        So each trip reduces what it made to where the gradient lies.
-        """
-        end, gradients = t, self.homes.graph.gradient_of
-        while end not in gradients:
-            uses = self.graph.uses.get(end, [])
-            if len(uses) != 1 or end in self.fetched or not _same_elements(uses[0][0]):
-                return self.homes.of(t)
-            end = uses[0][0].output
-        home = self.homes.of(end)
-        return Sharding(t.shape, home.mesh, [home.of(d.name) for d in t.shape])
-
-    def _is_used(self, t: Tensor) -> bool:
-        return t in self.fetched or t in self.graph.taken or bool(self.graph.uses.get(t))
-
-    # ------------------------------------------------------------ choosing
-
-    def _operand(self, t: Tensor, op: Operation) -> Operand:
-        known = tuple(v.sharding for v in self.places.known(t, op.region))
-        shared = self.graph.users[t, op.region] > 1
-        held = self.balance.stationary if self.balance.stationary and self.homes.is_weight(t) else ()
-        return Operand(t, known, self.places.remade(t, op.region), self.ahead.coming(t, op), shared, held)
-
-    def _choice(self, op: Operation, operands: Sequence[Operand]) -> Choice:
-        home = self.homes.of(op.output)
-        signature = self.signatures.of(op)
-        plain = settled(signature, operands, home)
-        if plain is not None:
-            return plain  # sooner told than looked up
-        may_be_pending = bool(signature.reducing) or any(x.pending for x in operands)
-        later = self._later(op.output) if may_be_pending else ()
-        key = choice_key(signature, operands, home, later)
-        found = self.choices.get(key)
-        if found is None:
-            found = self.choices[key] = choose(signature, operands, home, later, self.balance)
-        return found
-
-    def _later(self, t: Tensor) -> tuple[Point, ...]:
-        """The points along the linear chain of single users of `t`, each once."""
-        chain: list[tuple[Tensor, Operation]] = []
-        at = t
-        while at not in self._points:
-            user = self._passes_to(at)
-            if user is None:
-                self._points[at] = ()
-            else:
-                chain.append((at, user))
-                at = user.output
-        for x, user in reversed(chain):
-            y, shared = user.output, self.signatures.of(user).linear.together
-            onward = [p._replace(shared=True) if shared else p for p in self._points[y]]
-            others = zip(self.graph.inputs[user], self.ahead.sums.get(user, ()), strict=False)
-            joined = frozenset(pending for other, pending in others if other is not x and pending)
-            narrow = min(x.dtype.itemsize, y.dtype.itemsize)  # a cast that widens lets reduce before it
-            points = [Point(self.homes.of(y), narrow, shared, joined), *onward]
-            self._points[x] = tuple(dict.fromkeys(points))
-        return self._points[t]
-
-    def _passes_to(self, t: Tensor) -> Operation | None:
-        """The only user of `t`, if a pending sum may pass it."""
-        uses = self.graph.uses.get(t, [])
-        if len(uses) != 1 or t in self.fetched or t in self.homes.graph.gradient_of:
-            return None
-        op, index = uses[0]
-        return op if index in self.signatures.of(op).linear.operands else None
-
-
-def _same_elements(op: Operation) -> bool:
-    """Whether it only casts its operand, or puts its dims in another order."""
-    (x, *others), y = op.inputs, op.output
-    return op.kind.cheap and not others and set(x.shape) == set(y.shape)
-
-
-def without_axes(sharding: Sharding, dim: Dimension) -> Sharding:
-    """`sharding` with one dim whole."""
-    axes = [() if d == dim else entry for d, entry in zip(sharding.shape, sharding.axes, strict=True)]
-    return sharding.with_axes(axes)
-
-
-def with_dim(sharding: Sharding, shape: Shape) -> Sharding:
-    """`sharding` of every index of a dim, which is whole: `shape` has it first."""
-    return Sharding(shape, sharding.mesh, [(), *sharding.axes])
-
-
-def without_dim(sharding: Sharding, dim: Dimension) -> Sharding:
-    """`sharding` of one index of `dim`, which is whole."""
-    kept = [(d, entry) for d, entry in zip(sharding.shape, sharding.axes, strict=True) if d != dim]
-    return Sharding(Shape([d for d, _ in kept]), sharding.mesh, [entry for _, entry in kept])
+        self.places.makers.update(looped.makers)
+        for value in looped.made:
+            self._settle(value)

@@ -158,6 +158,10 @@ def taken_step(
         assert dim is not None
         entries[dim] += tuple(axes)
         return laid(shape, s.mesh, tuple(entries.values()), left), (k - 1) * payload / k
+    if kind == "mask":
+        if any(a in entry for a in axes for entry in (*s.axes, s.pending_axes)):
+            raise ProgramError(f"mask over {axes}, over which {s} is not whole")
+        return laid(shape, s.mesh, s.axes, (*s.pending, *((a, "sum") for a in axes))), 0
     if kind == "collective_permute":
         return None, payload  # to any order of the same blocks: see _check_reshard
     assert dim is not None

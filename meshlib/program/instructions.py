@@ -76,7 +76,7 @@ class Instruction:
 
     @property
     def opcode(self) -> str:
-        """The operation's name, or that of a collective, or "slice" for a local cut by a reshard."""
+        """The operation's name, or that of a collective, or "slice" or "mask" for a local step of a reshard."""
         return self.operation.kind.name
 
     @property
@@ -154,8 +154,8 @@ class Move(Instruction):
 
     @property
     def is_collective(self) -> bool:
-        """Whether devices talk to each other, instead of each cutting its own block."""
-        return self.opcode != "slice"
+        """Whether devices talk to each other, instead of each working on its own block."""
+        return not self.steps[0].is_local
 
     @property
     def transfers(self) -> Sequence[Transfer]:

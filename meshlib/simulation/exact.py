@@ -264,6 +264,8 @@ def _exchange(step: Step, parts: Blocks, dim: int, to_dim: int, dtype: DType) ->
         return [ring_reduce(parts, _kind(step), carry)] * k
     if step.kind == "reduce_scatter":
         return ring_reduce_scatter(parts, dim, _kind(step), carry)
+    if step.kind == "mask":
+        return [parts[0], *(np.zeros_like(part) for part in parts[1:])]
     if step.kind == "slice":
         return [np.split(part, k, axis=dim)[c] for c, part in enumerate(parts)]
     assert step.kind == "all_to_all"

@@ -195,12 +195,23 @@ class FastExecutor(Interpreter[Array, Engine]):
     def _reduce(self, before: Value, after: Value, x: Array) -> Array:
         mine, left = self.apart.get(before, ()), self.apart.get(after, ())
         axes = tuple(n for n, a in enumerate(mine) if a not in left)
+        if any(a not in mine for a in left):
+            assert not axes  # a mask adds to what is pending
+            return self._mask(mine, after, x)
         if not axes:
             return x
         kind = before.sharding.pending[0][1]
         ufunc = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kind]
         y: Array = ufunc.reduce(x, axis=axes, dtype=x.dtype)  # NumPy would widen int32
         return round_to_bfloat16(y) if before.tensor.dtype.name == "bfloat16" else y
+
+    def _mask(self, mine: tuple[str, ...], after: Value, x: Array) -> Array:
+        """What becomes a pending sum whose parts stay apart: the first part is the value, the others are zero."""
+        left = self.apart[after]
+        y = new_array(self._stored_shape(after), after.tensor.dtype.storage)
+        y[...] = 0
+        y[tuple(np.s_[:] if a in mine else 0 for a in left)] = x
+        return y
 
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Engine) -> tuple[Array, ...]:
         """All blocks at once, or those of each coordinate of the axes that stay apart."""
