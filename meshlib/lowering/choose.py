@@ -291,7 +291,8 @@ def _candidates(
 def _plain_work(signature: Signature, home: Sharding, balance: Balance) -> float:
     """The work of a device that makes its block of the home; what others do is counted from there."""
     counts = dict(zip(home.shape.names, home.block_counts, strict=True))
-    plain = signature.cut(tuple(counts.get(f.outputs[0] or "", 1) for f in signature.factors))
+    own = (f.outputs[0] if f.shares is None else None for f in signature.factors)
+    plain = signature.cut(tuple(counts.get(name or "", 1) for name in own))
     return 0 if plain is None else balance.bytes_of(plain.work)
 
 
