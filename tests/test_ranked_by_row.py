@@ -65,6 +65,14 @@ def test_top_k(n: int) -> None:
     agrees(program, {"v": np.take_along_axis(LOGITS, order, 1), "i": order})
 
 
+def test_top_k_of_two_blocks() -> None:
+    """No fewer bytes by rows than all to all, so one collective; of the values alone by rows sends 3/4."""
+    program = lowered(lambda x: dict(zip("vi", mtf.top_k(x, C, K), strict=True)), "m:2", "classes:m")
+    assert moved(program) == [("all_gather", 64 * 3 * 8)]
+    values = lowered(lambda x: {"v": mtf.top_k(x, C, K)[0]}, "m:2", "classes:m")
+    assert moved(values) == [("all_to_all", 64 * 3 * 8), ("all_gather", 64 * 3 * 4 // 2)]
+
+
 def test_a_result_that_may_stay_split_is_not_gathered() -> None:
     program = lowered(lambda x: mtf.argmax(x, C), "m:4", "classes:m;batch:m?")
     assert moved(program) == [("all_to_all", 64 * 8)]

@@ -168,9 +168,10 @@ def options(
         if option:
             found.append(option)
     found.sort(key=rank)
+    beside = sum(y.dtype.itemsize for y in signature.op.outputs[1:])
     kept: list[Option] = []
     for option in found:
-        if not any(_covers(k, option, operands, itemsize) for k in kept):
+        if not any(_covers(k, option, operands, itemsize, beside) for k in kept):
             kept.append(option)
     return tuple(kept)
 
@@ -212,13 +213,20 @@ def _option(
     return Option(choice, cost, collectives, strays, tuple(new), out)
 
 
-def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int) -> bool:
-    """Whether whatever follows `b` may as well follow `a`, at no more cost."""
+def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int, beside: int) -> bool:
+    """Whether whatever follows `b` may as well follow `a`, at no more cost.
+
+    `beside` is the item size of all results but the first, which lie as that was made.
+    """
     cost, collectives = a.cost, a.collectives
     if cost > b.cost + slack(b.cost):
         return False
     for s in b.lies:
         arrival = arrive(a.lies, s, itemsize)
+        cost += arrival.sent_bytes
+        collectives += arrival.collectives
+    if beside:
+        arrival = arrive((a.choice.out,), b.choice.out, beside)
         cost += arrival.sent_bytes
         collectives += arrival.collectives
     for x, mine, others in zip(operands, a.new, b.new, strict=True):
