@@ -79,13 +79,23 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Factor:
-    """A dimension of the operation's iteration space: its name in each operand and output (None where absent)."""
+    """A dimension of the operation's iteration space: its name in each operand and output (None where absent).
+
+    Two factors that name one dim are two ways to split it, of which one is taken. A SUMMARY that names a dim of the
+    operands and another of the results shares the latter out, besides what splits that already: see Summary.
+    """
 
     name: str
     size: int  # a split must divide it
     operands: tuple[str | None, ...]
     outputs: tuple[str | None, ...]
     role: Role
+
+    @property
+    def shares(self) -> str | None:
+        """The dim of the results that a SUMMARY along another dim shares out among its blocks, if any."""
+        name = self.outputs[0]
+        return name if self.role is Role.SUMMARY and name not in self.operands else None
 
 
 @dataclass(frozen=True)
@@ -123,10 +133,14 @@ class Halo:
 class Summary:
     """How an operation runs along a split dim when a block needs a small summary of the other blocks.
 
+    Along a factor that has the split dim in the operands and another dim in the results, each device hears of the
+    summaries only what belongs to its share of that other dim, and finishes that: it moves less than all to all.
+
     summarise  (Block, *arrays) -> tuple of arrays: what this block tells the others
     finish     (Block, gathered, index, *arrays) -> result: `gathered` has, per array of the summary, those of all
                blocks on a new leading axis; `index` is this block's place among them
-    types      (operand types, attrs) -> types of the summary, all local
+    types      (operand types, attrs) -> types of the summary, all local; each has every dim that is shared
+                out
     """
 
     summarise: Callable[..., tuple[Array, ...]]

@@ -1297,7 +1297,7 @@ row(
 )
 for _variant, _temperature in (("indices drawn", 0.75), ("largest", 0)):
     row(
-        "random" if _temperature else "top_k",
+        "random" if _temperature else "argmax",
         _variant,
         {"x": signed("a:4;n:12;b:2")},
         lambda f, x, t=_temperature: mtf.sample_with_temperature(x, dims("n:12")[0], t),

@@ -225,8 +225,8 @@ row(
     lambda x: ranked(x, 5)[1],
 )
 row(
-    "top_k",
-    "argmax with ties",
+    "argmax",
+    "with ties",
     {"x": whole("a:4;n:12;b:2", 1, 4)},
     lambda f, x: mtf.argmax(x, N),
     lambda x: x.argmax(axis=1),

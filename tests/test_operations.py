@@ -334,6 +334,8 @@ def idle_factors(i: Instruction) -> set[str]:
     op = i.operation
     if op.kind.name == "gather":  # each device runs through all indices, whichever it holds
         return {op.attrs["dim"].name}
+    if op.kind.name == "slice":  # by a mask each writes all of the part, most of them zeros
+        return {op.attrs["dim"] + "'"}
     if op.kind.name == "scatter_add":  # the same, and updates without a dim of the indices are added for each index
         dim = op.attrs["dim"].name
         return {dim} | {d.name for d in op.inputs[1].shape if d.name not in op.inputs[0].shape}

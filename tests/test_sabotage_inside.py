@@ -11,6 +11,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.operation import OPERATIONS, Block, Halo, Summary
+from meshlib.ops import ranking
 from meshlib.program import exchange
 from meshlib.program.checker import check_program
 from meshlib.program.instructions import Compute, Instruction, Loop
@@ -66,6 +67,12 @@ def ranked() -> Lowered:
     return along(lambda x: mtf.top_k(x, N, D("k", 2))[0])
 
 
+def ranked_by_row() -> Lowered:
+    with mtf.Graph():
+        y = mtf.argmax(mtf.input("x", [B, N], "float64"), N)
+        return mtf.lower({"y": y}, mesh="m:4", layout="n:m"), {"x": np.random.default_rng(3).normal(size=(4, 8))}
+
+
 def looped() -> Lowered:
     """Two carries, slices of a stacked dim, a tensor from outside, a stacked result; a gather inside."""
     with mtf.Graph():
@@ -83,7 +90,7 @@ def looped() -> Lowered:
     return program, {**feeds("x"), "w": rng.normal(size=(8, 8)) * 0.3, "steps": np.array([0.5, 1.5, 0.9])}
 
 
-MOVING = (shifted, wrapped, sliced, padded, concatenated, summed, recurrent, ranked)
+MOVING = (shifted, wrapped, sliced, padded, concatenated, summed, recurrent, ranked, ranked_by_row)
 
 
 def run(program: Program, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -170,7 +177,10 @@ def test_needs_that_forget_the_neighbour(name: str, monkeypatch: pytest.MonkeyPa
 _HALOS = {name: OPERATIONS[name].lower for name in ("shift", "slice", "pad")}
 
 
-@pytest.mark.parametrize(("name", "build"), [("cumsum", summed), ("linear_recurrence", recurrent), ("top_k", ranked)])
+_SUMMARIES = (("cumsum", summed), ("linear_recurrence", recurrent), ("top_k", ranked), ("argmax", ranked_by_row))
+
+
+@pytest.mark.parametrize(("name", "build"), _SUMMARIES)
 def test_summaries_in_the_wrong_order(name: str, build: Callable[[], Lowered]) -> None:
     program, given = build()
     right = run(program, given)
@@ -186,6 +196,29 @@ def test_summaries_in_the_wrong_order(name: str, build: Callable[[], Lowered]) -
         assert differs(program, given, right)
     finally:
         object.__setattr__(record, "lower", honest)
+
+
+def test_summaries_to_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, given = ranked_by_row()
+    right = run(program, given)
+    honest = exact._share
+    monkeypatch.setattr(exact, "_share", lambda i, dim, whole, n, count: honest(i, dim, whole, count - 1 - n, count))
+    assert differs(program, given, right)
+
+
+def test_candidates_that_forget_where_their_block_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, given = ranked_by_row()
+    right = run(program, given)
+    monkeypatch.setattr(ranking, "_ranking", lambda op: ())
+    assert differs(program, given, right)
+
+
+def test_candidates_gathered_though_the_program_shares_them_out() -> None:
+    program, _ = ranked_by_row()
+    moving = next(i for i in program.instructions if moves(i))
+    gathers = tuple(replace(e, kind="all_gather", to_dim=None) for e in moving.exchanges)
+    with pytest.raises(mtf.ProgramError, match="sends"):
+        check_program(changed(program, moves, exchanges=gathers), "sabotage")
 
 
 def test_a_body_without_its_collective() -> None:

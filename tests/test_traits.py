@@ -63,6 +63,7 @@ def scores_of(name: str, **changes: Any) -> Any:
     return dataclasses.replace(scores, **changes)
 
 
+masked = OPERATIONS["slice"].roles
 SLICE, SHIFT = (OPERATIONS[name].lower for name in ("slice", "shift"))
 WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     # linear: forgotten, or said without cause
@@ -168,6 +169,8 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("show", "add", {"show": OPERATIONS["print"].show}),
     # roles: too weak, too strong, or of another kind
     ("roles", "slice", {"roles": every(Role.WHOLE, "dim")}),
+    ("roles", "slice", {"roles": lambda op: masked(op)[1:]}),
+    ("roles", "slice", {"roles": lambda op: (*masked(op)[:-1], dataclasses.replace(masked(op)[-1], role=Role.MAX))}),
     ("roles", "shift", {"roles": every(Role.WHOLE, "dim"), "lower": None}),
     ("roles", "concat", {"roles": named_factors, "lower": None}),
     ("roles", "cumsum", {"roles": every(Role.WHOLE, "dim")}),
@@ -195,6 +198,8 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("split", "cumsum", {"lower": OPERATIONS["linear_recurrence"].lower}),
     ("split", "linear_recurrence", {"lower": OPERATIONS["cumsum"].lower}),
     ("split", "top_k", {"lower": OPERATIONS["cumsum"].lower}),
+    ("split", "argmax", {"lower": OPERATIONS["top_k"].lower}),
+    ("split", "argmax", {"roles": lambda op: [f for f in OPERATIONS["argmax"].roles(op) if f.shares is None]}),
 )
 
 

@@ -134,9 +134,10 @@ def options(
         if option:
             found.append(option)
     found.sort(key=rank)
+    beside = sum(y.dtype.itemsize for y in signature.op.outputs[1:])
     kept: list[Option] = []
     for option in found:
-        if not any(_covers(k, option, operands, itemsize) for k in kept):
+        if not any(_covers(k, option, operands, itemsize, beside) for k in kept):
             kept.append(option)
     if not passes:
         kept = [o for o in kept if not any(o.choice.passed) or not _as_well_now(o, kept, itemsize)]
@@ -186,14 +187,21 @@ def _option(
     return Option(choice, cost, collectives, strays, tuple(new), out)
 
 
-def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int) -> bool:
-    """Whether whatever follows `b` may as well follow `a`, at no more cost."""
+def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int, beside: int) -> bool:
+    """Whether whatever follows `b` may as well follow `a`, at no more cost.
+
+    `beside` is the item size of all results but the first, which lie as that was made.
+    """
     cost, collectives = a.cost, a.collectives
     if cost > b.cost + slack(b.cost):
         return False
     result = Source(a.lies, itemsize)
     for s in b.lies:
         way = obtain(result, s)
+        cost += way.cost
+        collectives += way.collectives
+    if beside:
+        way = obtain(Source((a.choice.out,), beside), b.choice.out)
         cost += way.cost
         collectives += way.collectives
     for n, x in enumerate(operands):
@@ -263,7 +271,8 @@ def _candidates(
 def _plain_work(signature: Signature, home: Sharding, balance: Balance) -> float:
     """The work of a device that makes its block of the home; what others do is counted from there."""
     counts = dict(zip(home.shape.names, home.block_counts, strict=True))
-    plain = signature.cut(tuple(counts.get(f.outputs[0] or "", 1) for f in signature.factors))
+    own = (f.outputs[0] if f.shares is None else None for f in signature.factors)
+    plain = signature.cut(tuple(counts.get(name or "", 1) for name in own))
     return 0 if plain is None else balance.bytes_of(plain.work)
 
 

@@ -50,7 +50,12 @@ def explain_step(
 def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
     """The reason of what moves inside an operation along a split dim."""
     over = "+".join(exchange.axes)
-    if exchange.operand < 0:
+    if exchange.to_dim is not None:
+        why = (
+            f"{_who(op)} runs along '{exchange.dim}', split over {over}: every core needs a summary of all blocks for "
+            f"its share of '{exchange.to_dim}'"
+        )
+    elif exchange.operand < 0:
         why = f"{_who(op)} runs along '{exchange.dim}', split over {over}: every core needs a summary of all blocks"
     else:
         x = op.inputs[exchange.operand].name
@@ -62,10 +67,12 @@ def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:
 def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], homes: Homes) -> Reason:
     """A pending sum is its maker's doing, wherever along its linear chain it is reduced."""
     maker = makers[0][0]
-    dims = tuple(dict.fromkeys(dim for _, dim in makers))
+    dims = tuple(dict.fromkeys(_reduced(op, factor) for op, factor in makers))
     over = "+".join(step.axes)
     kind = dict(step.before.pending)[step.axes[0]]
     what = {"sum": "sums over", "max": "takes the maximum over", "min": "takes the minimum over"}[kind]
+    if maker.kind.reads_part:
+        what = "takes elements along"
     named = _listed(dims)
     why = f"{_who(maker)} {what} {named}, split over {over}: every core holds a partial {_noun(kind)}"
     if t in homes.graph.gradient_of:
@@ -74,6 +81,12 @@ def _reduction(step: Step, t: Tensor, makers: Sequence[tuple[Operation, str]], h
         why += f"; '{step.dim}' is wanted split over {over}, so each core keeps its part of the {_noun(kind)}"
     avoid = f"leave {named} unsplit over {over} ({_rules(homes, step.axes, dims)})"
     return Reason(maker.name, dims[0], why, avoid, maker.source, maker.region)
+
+
+def _reduced(op: Operation, factor: str) -> str:
+    """The dim of a factor, which may be but one of the ways to split it."""
+    names = (name for f in op.kind.roles(op) if f.name == factor for name in f.operands if name is not None)
+    return next(names, factor)
 
 
 def _who(op: Operation) -> str:

@@ -1,7 +1,7 @@
 """Order along a dim: top_k, argmax, n-th largest and smallest, argsort, sort.
 
-Ties go to the lowest index, everywhere. Along a split dim top_k finds k candidates in each block and ranks those: only
-they move.
+Ties go to the lowest index, everywhere. Along a split dim top_k and argmax find candidates in each block and rank
+those: only they move, each to the device that ranks its row where rows can be shared out, else to all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from layouts import Dimension, Shape
 from meshlib.checks import at, flag, whole
-from meshlib.dtypes import INT32
+from meshlib.dtypes import BOOL, INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import Array, Block, Factor, Kind, Role, Summary, Work, operation
@@ -58,37 +58,49 @@ def _ranked(x: TensorType, dim: Dimension, k: Dimension) -> tuple[TensorType, Te
     return TensorType(shape, x.dtype), TensorType(shape, INT32)
 
 
+def _ranking(op: Operation) -> tuple[Factor, ...]:
+    """The ranked dim, along which each device finds candidates, alone and together with each dim of rows."""
+    dim, count = op.attrs["dim"], len(op.outputs)
+    d, rows = op.inputs[0].shape.dim(dim), [e.name for e in op.inputs[0].shape if e.name != dim]
+    alone = Factor(dim, d.size, (dim,), (None,) * count, Role.SUMMARY)
+    return (alone, *(Factor(f"{dim} to {n}", d.size, (dim,), (n,) * count, Role.SUMMARY) for n in rows))
+
+
+def _argmax_roles(op: Operation) -> tuple[Factor, ...]:
+    rows = tuple(f for f in named_factors(op) if f.name != op.attrs["dim"])
+    return (*rows, *_ranking(op))
+
+
 def _top_k_roles(op: Operation) -> tuple[Factor, ...]:
-    k: Dimension = op.attrs["k_dim"]
-    named = named_factors(op, {op.attrs["dim"]: Role.SUMMARY, k.name: Role.WHOLE})
-    if k.name != op.attrs["dim"]:
-        return named
-    # The result's dim takes the name of the ranked one: they are still two.
-    d = op.inputs[0].shape.dim(k.name)
-    others = tuple(f for f in named if f.name != k.name)
-    ranked = Factor(k.name, d.size, (k.name,), (None, None), Role.SUMMARY)
-    return (*others, ranked, Factor(k.name + "'", k.size, (None,), (k.name, k.name), Role.WHOLE))
+    k, dim = op.attrs["k_dim"], op.attrs["dim"]
+    rows = tuple(f for f in named_factors(op) if f.name not in (k.name, dim))
+    # The result's dim may take the name of the ranked one: they are still two.
+    name = k.name + "'" if k.name == dim else k.name
+    return (*rows, *_ranking(op), Factor(name, k.size, (None,), (k.name, k.name), Role.WHOLE))
 
 
-def _candidates(block: Block, x: Array) -> tuple[Array, Array]:
+def _candidates(block: Block, x: Array, k: int) -> tuple[Array, Array]:
     dim = block.attrs["dim"]
     axis = block.inputs[0].shape.index(dim)
+    start = sum(block.offsets[f.name] for f in _ranking(block.operation))  # one of them is split, if any
     shape = [-1 if a == axis else 1 for a in range(x.ndim)]
-    indices = np.arange(x.shape[axis], dtype=np.int32).reshape(shape) + np.int32(block.offsets[dim])
-    k = min(block.attrs["k_dim"].size, x.shape[axis])
-    return _best(x, np.broadcast_to(indices, x.shape), axis, k)
+    indices = np.arange(x.shape[axis], dtype=np.int32).reshape(shape) + np.int32(start)
+    return _best(x, np.broadcast_to(indices, x.shape), axis, min(k, x.shape[axis]))
 
 
-def _top_k_finish(block: Block, gathered: tuple[Array, ...], index: int, x: Array) -> tuple[Array, Array]:
+def _best_of(gathered: tuple[Array, ...], k: int) -> tuple[Array, Array]:
     # Candidates in the order of their blocks: a stable sort keeps equal ones in the order of their indices.
     values, indices = (np.concatenate(list(g), axis=-1) for g in gathered)
-    return _best(values, indices, values.ndim - 1, block.attrs["k_dim"].size)
+    return _best(values, indices, values.ndim - 1, k)
 
 
-def _top_k_types(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-    (x,) = types
-    d = x.shape.dim(attrs["dim"])
-    return _ranked(x, d, Dimension("candidates_", min(attrs["k_dim"].size, d.size)))
+def _candidate_types(x: TensorType, dim: str, k: int) -> tuple[TensorType, ...]:
+    d = x.shape.dim(dim)
+    return _ranked(x, d, Dimension("candidates_", min(k, d.size)))
+
+
+def _top_k_local(block: Block, x: Array) -> tuple[Array, Array]:
+    return _candidates(block, x, block.attrs["k_dim"].size)
 
 
 def _sort_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
@@ -103,10 +115,14 @@ TOP_K = operation(
     kind=Kind.INDEXED,
     shape=_top_k_shape,
     roles=_top_k_roles,
-    local=_candidates,
+    local=_top_k_local,
     grad=lambda op, dy, _: [_top_k_grad(op, dy)],
     work=_sort_work,
-    lower=Summary(_candidates, _top_k_finish, _top_k_types),
+    lower=Summary(
+        _top_k_local,
+        lambda block, gathered, index, x: _best_of(gathered, block.attrs["k_dim"].size),
+        lambda types, attrs: _candidate_types(types[0], attrs["dim"], attrs["k_dim"].size),
+    ),
     exact=True,
 )
 
@@ -129,15 +145,10 @@ def top_k(x: Tensor, reduced_dim: Dimension, k_dim: Dimension, name: str | None 
     d = find_dim(tensor(x, "top_k"), reduced_dim, "top_k")
     if not isinstance(k_dim, Dimension):
         raise ShapeError(f"{at('top_k')}: expected a Dimension as k_dim, got {k_dim!r:.80}")
-    if x.dtype.name == "bool":
+    if x.dtype is BOOL:
         raise ShapeError(f"{at('top_k')}: needs numbers, got {x}; cast it with mtf.cast")
     values, indices = build_all(TOP_K, [x], {"dim": d.name, "size": d.size, "k_dim": k_dim}, name)
     return values, indices
-
-
-def argmax(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> Tensor:
-    """The int32 index of the largest element along `reduced_dim`; the lowest of several."""
-    return top_1(x, reduced_dim, name)[1]
 
 
 def top_1(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> tuple[Tensor, Tensor]:
@@ -146,6 +157,32 @@ def top_1(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> tuple[T
     values, indices = top_k(x, d, Dimension(f"{d.name}_k", 1), name)
     rest = [e for e in x.shape if e != d]
     return reshape(values, rest), reshape(indices, rest)
+
+
+ARGMAX = operation(
+    "argmax",
+    kind=Kind.INDEXED,
+    shape=lambda types, attrs: TensorType(Shape([d for d in types[0].shape if d.name != attrs["dim"]]), INT32),
+    roles=_argmax_roles,
+    local=lambda block, x: _candidates(block, x, 1)[1][..., 0],
+    grad=not_differentiable,
+    # Each element is compared with the largest before it; value and index are chosen.
+    work=lambda ins, out, attrs: Work(0, 3 * ins[0].shape.size),
+    lower=Summary(
+        lambda block, x: _candidates(block, x, 1),
+        lambda block, gathered, index, x: _best_of(gathered, 1)[1][..., 0],
+        lambda types, attrs: _candidate_types(types[0], attrs["dim"], 1),
+    ),
+    exact=True,
+)
+
+
+def argmax(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> Tensor:
+    """The int32 index of the largest element along `reduced_dim`; the lowest of several."""
+    d = find_dim(tensor(x, "argmax"), reduced_dim, "argmax")
+    if x.dtype is BOOL:
+        raise ShapeError(f"{at('argmax')}: needs numbers, got {x}; cast it with mtf.cast")
+    return build(ARGMAX, [x], {"dim": d.name}, name)
 
 
 def nth_largest_element(x: Tensor, n: int, reduced_dim: Dimension, name: str | None = None) -> Tensor:

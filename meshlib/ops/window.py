@@ -1,7 +1,8 @@
 """Runs of a dim: slice, strided slice, pad, shift, concat, split, halo exchange.
 
 Along a split dim each device receives just the indices that its block of the result needs and does not hold: see
-`Halo`. So none of them gathers anything.
+`Halo`. So none of them gathers anything. Of a slice whose size a split can't divide (the last token) each device takes
+what lies there, and zeros for the rest: a pending sum.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from layouts import Dimension
 from meshlib.checks import at, fitting, flag, items, whole
+from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import Array, Block, Factor, Halo, Kind, Linear, Role, Storage, operation
@@ -53,12 +55,32 @@ def _slice_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> Ten
     return TensorType(x.shape.resize(d.name, size), x.dtype)
 
 
+def _slice_roles(op: Operation) -> tuple[Factor, ...]:
+    """By runs, or by a mask: of the elements in each block and zeros the sum, of flags the maximum (False < True)."""
+    dim = op.attrs["dim"]
+    role = Role.MAX if op.output.dtype is BOOL else Role.SUM
+    return (*_roles(op), Factor(_masked(dim), op.inputs[0].shape.dim(dim).size, (dim,), (None,), role))
+
+
+def _masked(dim: str) -> str:
+    """The factor that splits a dim by a mask."""
+    return dim + "'"
+
+
 def _slice_local(block: Block, x: Array) -> Array:
     dim = block.attrs["dim"]
     axis = block.out.shape.index(dim)
-    begin = block.attrs["begin"] + block.offsets[dim] - block.starts[0]
-    run: Array = x[_run(axis, begin, begin + block.out.shape.dim(dim).size)]
-    return run
+    size = block.out.shape.dim(dim).size
+    # Where in x the block of the result begins. Only one way to split the dim has offsets: by runs those of the result,
+    # by a mask those of x.
+    begin = block.attrs["begin"] + block.offsets[dim] - block.starts[0] - block.offsets[_masked(dim)]
+    if begin >= 0 and begin + size <= x.shape[axis]:
+        run: Array = x[_run(axis, begin, begin + size)]
+        return run
+    out = block.result()
+    out[...] = 0
+    _place(out, x, axis, -begin)
+    return out
 
 
 def _slice_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
@@ -71,6 +93,7 @@ SLICE = _define(
     "slice",
     kind=Kind.VIEW,
     shape=_slice_shape,
+    roles=_slice_roles,
     local=_slice_local,
     grad=_slice_grad,
     linear=lambda op: Linear((0,)),

@@ -21,6 +21,7 @@ Axes = tuple[str, ...]
 class Exchange:
     """One collective inside an instruction. `operand` is -1 for a summary, which is made of all operands.
 
+    An all_gather tells everybody the summaries along `dim`; an all_to_all tells each device its share of `to_dim`.
     `by_block` is what each device along `axes` sends; `sent_bytes` the most of that. Of several exchanges the busiest
     device may be neither's: see `busiest_bytes`.
     """
@@ -31,6 +32,7 @@ class Exchange:
     operand: int
     payload_bytes: int
     by_block: tuple[int, ...]
+    to_dim: str | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -84,7 +86,11 @@ def plan_exchanges(
     if isinstance(op.kind.lower, Summary):
         types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
         payload = sum(t.shape.size * t.dtype.itemsize for t in op.kind.lower.types(types, op.attrs))
-        return (Exchange("all_gather", over, factor.name, -1, payload, ((count - 1) * payload,) * count),)
+        along = next(d for d in factor.operands if d is not None)
+        if factor.shares is None:
+            return (Exchange("all_gather", over, along, -1, payload, ((count - 1) * payload,) * count),)
+        sent = ((count - 1) * (payload // count),) * count
+        return (Exchange("all_to_all", over, along, -1, payload, sent, factor.shares),)
     assert isinstance(op.kind.lower, Halo)
     name = factor.outputs[0]
     assert name is not None

@@ -6,7 +6,7 @@ says of it is asked once for all that are alike, and what it means to split it o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,8 +55,8 @@ class Signature:
     def _cut(self, counts: tuple[int, ...]) -> Blocks | None:
         op = self.op
         cut = [(f, n) for f, n in zip(self.factors, counts, strict=True) if n > 1]
-        types = [_block(x, {f.operands[i]: n for f, n in cut}) for i, x in enumerate(op.inputs)]
-        out = _block(op.output, {f.outputs[0]: n for f, n in cut})
+        types = [_block(x, [(f.operands[i], n) for f, n in cut]) for i, x in enumerate(op.inputs)]
+        out = _block(op.output, [(f.outputs[0], n) for f, n in cut])
         operands = tuple(t for t in types if t is not None)
         if out is None or len(operands) < len(types):
             return None
@@ -82,8 +82,11 @@ class Signature:
         self._assigned.clear()
 
 
-def _block(t: Tensor, counts: Mapping[str | None, int]) -> TensorType | None:
-    """The type of one device's block."""
+def _block(t: Tensor, cut: Sequence[tuple[str | None, int]]) -> TensorType | None:
+    """The type of one device's block; what several factors cut is cut by all."""
+    counts: dict[str | None, int] = {}
+    for name, n in cut:
+        counts[name] = n * counts.get(name, 1)
     along = tuple([counts.get(n, 1) for n in t.shape.names])
     if any(size % n for size, n in zip(t.shape.sizes, along, strict=True)):
         return None

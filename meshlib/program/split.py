@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from layouts import Mesh, Shape, Sharding
+from layouts import LayoutError, Mesh, Shape, Sharding
 from layouts.sharding import Pending, laid
 from meshlib.graph import Operation
 from meshlib.operation import Factor
@@ -21,18 +21,32 @@ def derive(
     mesh: Mesh,
     passed: Sequence[Axes],
 ) -> tuple[tuple[Sharding, ...], Sharding]:
-    """The shardings of operands and result that an assignment means. The checker goes by this too."""
+    """The shardings of operands and result that an assignment means. The checker goes by this too.
+
+    Raises: LayoutError if a size does not divide, or the assignment splits one dim in two ways at once.
+    """
     split = [(f, axes[f.name]) for f in factors if axes.get(f.name)]
     operands = []
     for i, shape in enumerate(shapes):
-        by_dim = {f.operands[i]: over for f, over in split}
+        by_dim = _by_dim([(f.operands[i], over) for f, over in split])
         operands.append(_laid(shape, mesh, by_dim, tuple([(a, "sum") for a in passed[i]])))
     kinds = {a: "sum" for p in passed for a in p}
     for f, over in split:
         if f.role.reduces:
             kinds.update(dict.fromkeys(over, f.role.value))
-    out = _laid(out_shape, mesh, {f.outputs[0]: over for f, over in split}, tuple(kinds.items()))
+    by_dim = _by_dim([(f.outputs[0], over) for f, over in split if f.shares is None])
+    for f, over in split:
+        if f.shares is not None:  # what splits the dim already is major
+            by_dim[f.shares] = (*by_dim.get(f.shares, ()), *over)
+    out = _laid(out_shape, mesh, by_dim, tuple(kinds.items()))
     return tuple(operands), out
+
+
+def _by_dim(split: Sequence[tuple[str | None, Axes]]) -> dict[str | None, Axes]:
+    names = [name for name, _ in split if name is not None]
+    if len(set(names)) < len(names):
+        raise LayoutError(f"splits one dim in two ways at once: {', '.join(names)}")
+    return dict(split)
 
 
 def _laid(shape: Shape, mesh: Mesh, by_dim: Mapping[str | None, Axes], pending: Pending) -> Sharding:

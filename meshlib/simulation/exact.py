@@ -206,7 +206,7 @@ def _summarised(
     inputs: Sequence[Blocks],
     engine: Engine,
 ) -> list[tuple[Array, ...]]:
-    """Every block's summary to every device of its group, then the rest of the work."""
+    """Every block's summary, or each one's share of it, to every device of its group, then the rest of the work."""
     op = instruction.operation
     lower = op.kind.lower
     assert isinstance(lower, Summary)
@@ -220,10 +220,20 @@ def _summarised(
         told = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
         for group in instruction.outputs[0].sharding.mesh.groups(over):
             heard = group if instruction.exchanges else group[:1]
-            gathered = tuple(np.stack(parts) for parts in zip(*(told[d] for d in heard), strict=True))
+            whole = tuple(np.stack(parts) for parts in zip(*(told[d] for d in heard), strict=True))
             for n, device in enumerate(group):
+                gathered = whole if factor.shares is None else _share(instruction, factor.shares, whole, n, len(group))
                 made[device] = finished(op, outs, lower.finish(blocks[device], gathered, n, *arrays[device]))
     return made
+
+
+def _share(instruction: Compute, dim: str, whole: tuple[Array, ...], index: int, count: int) -> tuple[Array, ...]:
+    """Of summaries, one of `count` parts of `dim`."""
+    op = instruction.operation
+    assert isinstance(op.kind.lower, Summary)
+    types = op.kind.lower.types(tuple(x.local for x in instruction.inputs), op.attrs)
+    at = [1 + t.shape.index(dim) for t in types]
+    return tuple(np.split(x, count, axis=axis)[index] for x, axis in zip(whole, at, strict=True))
 
 
 def move(step: Step, blocks: Blocks, dtype: DType) -> Blocks:

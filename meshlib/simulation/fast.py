@@ -254,7 +254,8 @@ class FastExecutor(Interpreter[Array, Engine]):
                 array = array[tuple(at[a] for a in self.apart.get(x, ()))]
                 cuts, dims = [], []
                 for d in x.tensor.shape:
-                    f = next(f for f in factors if f.operands[n] == d.name)
+                    ways = [f for f in factors if f.operands[n] == d.name]
+                    f = next((f for f in ways if counts[f.name] > 1), ways[0])
                     size = d.size // counts[f.name]
                     start = offsets[f.name] // (f.size // counts[f.name]) * size if counts[f.name] > 1 else 0
                     cuts.append(np.s_[start : start + size])

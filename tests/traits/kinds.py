@@ -40,7 +40,7 @@ def _in_place(record: OpDef, s: Sample) -> bool:
     factors, out = record.roles(s.op), s.op.output.shape
     whole = apply(record, s.op, s.arrays)[0]
     for n, x in enumerate(s.op.inputs):
-        partner = {f.outputs[0]: f.operands[n] for f in factors}
+        partner = {f.outputs[0]: f.operands[n] for f in reversed(factors)}  # the first way to split a dim says it
         sizes = {name: x.shape.dim(own).size for name, own in partner.items() if own is not None}
         if None in sizes or any(out.dim(name).size != size for name, size in sizes.items() if name):
             return False
@@ -99,7 +99,8 @@ def check_kind(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
 
 
 def _loses(record: OpDef, op: Operation) -> bool:
-    gone = [f for f in record.roles(op) if f.operands[0] is not None and f.outputs[0] is None]
+    kept = {f.operands[0] for f in record.roles(op) if f.outputs[0] is not None}
+    gone = [f for f in record.roles(op) if f.operands[0] not in (None, *kept)]
     return bool(gone) and all(f.role.reduces for f in gone)
 
 

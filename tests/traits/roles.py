@@ -54,11 +54,11 @@ def check_roles(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
 
 def _incomplete(s: Sample, factors: Sequence[Factor]) -> Iterator[str]:
     for n, x in enumerate(s.op.inputs):
-        if sorted(name for f in factors if (name := f.operands[n]) is not None) != sorted(x.shape.names):
-            yield f"{s}: a dim of operand {n} has no role, or two"
+        if {name for f in factors if (name := f.operands[n]) is not None} != set(x.shape.names):
+            yield f"{s}: a dim of operand {n} has no role, or another's"
     for n, y in enumerate(s.op.outputs):
-        if sorted(name for f in factors if (name := f.outputs[n]) is not None) != sorted(y.shape.names):
-            yield f"{s}: a dim of result {n} has no role, or two"
+        if {name for f in factors if (name := f.outputs[n]) is not None} != set(y.shape.names):
+            yield f"{s}: a dim of result {n} has no role, or another's"
 
 
 def _attributes(op: Operation, f: Factor) -> str:
@@ -142,24 +142,32 @@ def _needs_a_run(record: OpDef, s: Sample, f: Factor) -> bool:
 
 def check_split(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """What runs along a split dim gives the same numbers, with what moves inside and nothing else."""
-    ran = wanted = False
+    wanted: set[str] = set()
+    ran: set[str] = set()  # ways in which some row was split
     for s in uses if record.kind not in STRUCTURE else ():
         for f in record.roles(s.op):
             if f.role not in TOGETHER:
                 continue
-            wanted = True
+            wanted.add(_way(f))
             named = {*f.operands, *f.outputs}
             sizes = [d.size for x in (*s.op.inputs, *s.op.outputs) for d in x.shape if d.name in named]
             for count in (2, 3, 4):
                 if not any(n % count for n in sizes):
-                    ran = True
-                    if fault := _split(record, s, f, count):
+                    took, fault = _split(record, s, f, count)
+                    ran.add(took)
+                    if fault:
                         yield f"{s}: {f.name} over {count}: {fault}"
-    if wanted and not ran:
-        yield f"{record.name}: no row can be split along the dim that {record.lower} is about"
+    if wanted - ran:
+        yield f"{record.name}: no row was split along the dim that {record.lower} is about: {wanted - ran}"
 
 
-def _split(record: OpDef, s: Sample, f: Factor, count: int) -> str:
+def _way(f: Factor) -> str:
+    """Which of the ways to split a dim it is."""
+    return f"{f.role}, shared out" if f.shares is not None else str(f.role)
+
+
+def _split(record: OpDef, s: Sample, f: Factor, count: int) -> tuple[str, str]:
+    """How the dims of a factor were split, and what was wrong."""
     with mtf.Graph() as graph:
         xs = [mtf.input(f"x{n}", x.shape, x.dtype) for n, x in enumerate(s.op.inputs)]
         made = graph.add(record, xs, [y.type for y in s.op.outputs], s.op.attrs)
@@ -170,14 +178,17 @@ def _split(record: OpDef, s: Sample, f: Factor, count: int) -> str:
         program = mtf.lower(outputs, mesh=f"p:{count}", layout=dims[:-1], precision="highest")
         (found,) = run(program, feeds)
     except Exception as fault:  # a wrong record may fail in any way
-        return f"{type(fault).__name__} {fault}"
+        return "", f"{type(fault).__name__} {fault}"
     (instruction,) = (i for i in program.instructions if i.operation is made and isinstance(i, Compute))
-    if dict(instruction.assignment).get("p") != f.name:
-        return "it was not split there"
-    if any(i.is_collective for i in program.instructions if i.operation is made):
-        return "its operands moved"
+    took = dict(instruction.assignment).get("p")
+    ways = {g.name: _way(g) for g in record.roles(s.op) if g.operands == f.operands}
+    if took not in ways:
+        return "", "it was not split there"
+    if any(x.tensor in xs for i in program.instructions if i.is_collective for x in i.inputs):
+        return ways[took], "its operands moved"
     whole = [np.asarray(y, np.float64) for y in apply(record, s.op, s.arrays)]
-    return "" if same([np.asarray(found[n], np.float64) for n in outputs], whole, TOLERANCE) else "other numbers"
+    right = same([np.asarray(found[n], np.float64) for n in outputs], whole, TOLERANCE)
+    return ways[took], "" if right else "other numbers"
 
 
 CHECKS = {"roles": check_roles, "split": check_split}
