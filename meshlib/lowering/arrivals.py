@@ -153,6 +153,10 @@ def reach(s: Sharding, home: Sharding, region: str) -> Region:
     return None if s.local_size <= home.local_size else region
 
 
+# Of what bringing one thing to where another is would cost: less than that is no advantage.
+NEARLY = 1e-4
+
+
 def slack(cost: float) -> float:
     """How much of a cost is noise."""
     return 1e-3 + 1e-11 * abs(cost)

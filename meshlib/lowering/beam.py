@@ -10,13 +10,13 @@ Values that all states have alike are held once, so that an operation costs as m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.arrivals import Made, Path, Region, Source, Way, made_again, obtain, reach
+from meshlib.lowering.arrivals import NEARLY, Made, Path, Region, Source, Way, made_again, obtain, reach
 from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, no_dearer, options, settled
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Loops
@@ -25,7 +25,7 @@ from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 
-WIDTH = 8
+WIDTH = 32
 
 Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
 
@@ -53,11 +53,6 @@ class State:
         """Cheapest first."""
         return self.cost, self.collectives, self.strays
 
-    def paid(self, way: Way) -> None:
-        """Count what brings a value somewhere."""
-        self.cost += way.cost
-        self.collectives += way.collectives
-
 
 @dataclass(eq=False)
 class Beam:
@@ -72,6 +67,9 @@ class Beam:
     loops: Loops
     common: dict[Tensor, Lies] = field(default_factory=dict)
     states: list[State] = field(default_factory=lambda: [State(0.0, 0, 0, {}, None)])
+    differing: set[Tensor] = field(default_factory=set)  # those of which the states' `lies` tell
+    chosen: dict[Operation, Choice] = field(default_factory=dict)
+    changed: bool = False  # whether states were added, or changed
 
     def __post_init__(self) -> None:
         self._again = made_again(self.graph)
@@ -86,7 +84,6 @@ class Beam:
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:
                     self.common[op.output] = ((None, self.homes.of(op.output)),)
-                    continue
                 case Kind.COMMIT:
                     self._commit(op)
                 case Kind.LOOP:
@@ -96,41 +93,68 @@ class Beam:
                 case _:
                     self._advance(op, n)
             self._forget(n)
-        chosen: dict[Operation, Choice] = {}
         trail = min(self.states, key=lambda s: s.rank).trail
         while trail is not None:
-            chosen[trail.operation] = trail.choice
+            self.chosen[trail.operation] = trail.choice
             trail = trail.before
-        return chosen
+        return self.chosen
 
     # ------------------------------------------------------------ operations
 
     def _advance(self, op: Operation, n: int) -> None:
-        signature, home = self.signatures.of(op), self.homes.of(op.output)
-        binds = binding(op.output, self.graph, self.homes, self.fetched)
-        again = [self._last.get(x, -1) > n for x in self.graph.inputs[op]]
-        passes = any(i in self.signatures.of(user).linear.operands for user, i in self.graph.uses.get(op.output, ()))
-        made: list[State] = []
-        for state in self.states:
-            operands = [self._operand(state, op, i, later) for i, later in enumerate(again)]
-            plain = settled(signature, operands, home)
-            if plain is not None:
-                self._lay(state, op, (plain.out,))
-                state.trail = Trail(state.trail, op, plain)
-                made.append(state)
-                continue
-            key = (signature, home, binds, passes, *operands)
-            found = self.found.get(key)
-            if found is None:
-                found = self.found[key] = options(signature, operands, home, binds, passes, self.balance)
-            made += [self._taken(state, op, option) for option in found]
-        self.states = made
-
-    def _operand(self, state: State, op: Operation, i: int, again: bool) -> Operand:
+        """Take every state on by each option of `op`; by one for all where they have its operands alike."""
         inputs = self.graph.inputs[op]
-        t = inputs[i]
-        held = self.balance.stationary if self.balance.stationary and self.homes.is_weight(t) else ()
-        return Operand(self._source(state.lies, t, op.region), inputs.index(t), again, held)
+        if not self._differ(inputs):
+            found = self._options(op, n, self.common)
+            if len(found) == 1:
+                self.chosen[op] = found[0].choice
+                self._take(self.common, op, found[0])
+            else:
+                self._spread(op, [(state, found) for state in self.states])
+        else:
+            self._spread(op, [(state, self._options(op, n, state.lies)) for state in self.states])
+
+    def _differ(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether states may have these, or what they are made of, in different places."""
+        return any(
+            t in self.differing or (t in self._again and self._differ(self.graph.inputs[t.operation])) for t in tensors
+        )
+
+    def _spread(self, op: Operation, ways: Sequence[tuple[State, Sequence[Option]]]) -> None:
+        after = []
+        for state, found in ways:
+            for option in found:
+                lies = dict(state.lies) if len(found) > 1 else state.lies
+                self._take(lies, op, option)
+                after.append(
+                    State(
+                        state.cost + option.cost,
+                        state.collectives + option.collectives,
+                        state.strays + option.strays,
+                        lies,
+                        Trail(state.trail, op, option.choice),
+                    )
+                )
+        self.states = after
+        self.changed = True
+
+    def _options(self, op: Operation, n: int, lies: Mapping[Tensor, Lies]) -> Sequence[Option]:
+        signature, home, inputs = self.signatures.of(op), self.homes.of(op.output), self.graph.inputs[op]
+        operands = []
+        for t in inputs:
+            held = self.balance.stationary if self.balance.stationary and self.homes.is_weight(t) else ()
+            source = self._source(lies, t, op.region)
+            operands.append(Operand(source, inputs.index(t), self._last[t] > n, held))
+        plain = settled(signature, operands, home)
+        if plain is not None:
+            return (Option(plain, 0.0, 0, 0, (), (plain.out,)),)
+        binds = binding(op.output, self.graph, self.homes, self.fetched)
+        passes = any(i in self.signatures.of(user).linear.operands for user, i in self.graph.uses.get(op.output, ()))
+        key = (signature, home, binds, passes, *operands)
+        found = self.found.get(key)
+        if found is None:
+            found = self.found[key] = options(signature, operands, home, binds, passes, self.balance)
+        return found
 
     def _source(self, lies: Mapping[Tensor, Lies], t: Tensor, region: str) -> Source:
         made = None
@@ -140,93 +164,100 @@ class Beam:
             made = Made(self.signatures.of(op), operands)
         return Source(known(lies.get(t) or self.common[t], region), t.dtype.itemsize, made)
 
-    def _taken(self, state: State, op: Operation, option: Option) -> State:
-        after = State(
-            state.cost + option.cost,
-            state.collectives + option.collectives,
-            state.strays + option.strays,
-            dict(state.lies),
-            Trail(state.trail, op, option.choice),
-        )
-        self._also(after, op, option.new, op.region)
-        self._lay(after, op, option.lies)
-        return after
+    def _take(self, lies: dict[Tensor, Lies], op: Operation, option: Option) -> None:
+        """Where things lie after an option."""
+        self._also(lies, op, option.new, op.region)
+        lies[op.output] = laid_out(op.output, option.lies, self.homes)
+        for y, s in zip(op.outputs[1:], beside(op, option.lies[0])[1:], strict=True):
+            self._made(lies, y, s)
 
-    def _also(self, state: State, op: Operation, new: Iterable[tuple[Path, Sharding]], region: str) -> None:
+    def _also(self, lies: dict[Tensor, Lies], op: Operation, new: Iterable[tuple[Path, Sharding]], region: str) -> None:
         """Operands of `op`, and what they are made of, are now to be had elsewhere too."""
         for path, s in new:
             t, at = op.output, op
             for n in path:
                 t = self.graph.inputs[at][n]
                 at = t.operation
-            lies = state.lies.get(t) or self.common[t]
-            if (None, s) not in lies and (region, s) not in lies:
-                state.lies[t] = (*lies, (reach(s, self.homes.of(t), region), s))
+            before = lies.get(t) or self.common[t]
+            if (None, s) not in before and (region, s) not in before:
+                lies[t] = (*before, (reach(s, self.homes.of(t), region), s))
 
-    def _lay(self, state: State, op: Operation, lies: Sequence[Sharding]) -> None:
-        """The results of an operation, of which the first was made to lie so."""
-        state.lies[op.output] = laid_out(op.output, lies, self.homes)
-        if len(op.outputs) > 1:
-            for y, s in zip(op.outputs[1:], beside(op, lies[0])[1:], strict=True):
-                self._made(state, y, s)
+    def _bring(self, lies: dict[Tensor, Lies], t: Tensor, wanted: Sharding, region: str) -> Way:
+        way = obtain(self._source(lies, t, region), wanted)
+        self._also(lies, t.operation, way.new, region)
+        return way
 
-    def _bring(self, state: State, t: Tensor, wanted: Sharding, region: str) -> None:
-        way = obtain(self._source(state.lies, t, region), wanted)
-        state.paid(way)
-        self._also(state, t.operation, way.new, region)
+    def _made(self, lies: dict[Tensor, Lies], t: Tensor, s: Sharding) -> Way | None:
+        """A result that lies as it does; brought home if it is bound there."""
+        home, way = self.homes.of(t), None
+        at: tuple[Sharding, ...] = (s,)
+        if binding(t, self.graph, self.homes, self.fetched).binds(s, home):
+            way = obtain(Source(at, t.dtype.itemsize), home)
+            at += tuple([s for _, s in way.new])
+        lies[t] = laid_out(t, at, self.homes)
+        return way
 
     def _commit(self, op: Operation) -> None:
         (x,) = self.graph.inputs[op]
         home = self.homes.of(self.homes.graph.variables[op.attrs["variable"]].output)
-        for state in self.states:
-            self._bring(state, x, home, UPDATE)
+        self._deterministic(lambda lies: [self._bring(lies, x, home, UPDATE)], [x])
 
     def _loop(self, op: Operation) -> None:
         looped = self.loops.of(op)
-        for state in self.states:
-            for x, s in zip(looped.operands, looped.wanted, strict=True):
-                self._bring(state, x, s, op.region)
-            for y in looped.made:
-                self._made(state, y.tensor, y.sharding)
+
+        def run(lies: dict[Tensor, Lies]) -> list[Way | None]:
+            wanted = zip(looped.operands, looped.wanted, strict=True)
+            ways: list[Way | None] = [self._bring(lies, x, s, op.region) for x, s in wanted]
+            return [*ways, *(self._made(lies, y.tensor, y.sharding) for y in looped.made)]
+
+        self._deterministic(run, looped.operands)
 
     def _copy(self, op: Operation) -> None:
         (x,) = self.graph.inputs[op]
-        for state in self.states:
-            s = as_it_lies([s for _, s in state.lies.get(x) or self.common[x]], self.homes.of(x))
-            self._bring(state, x, s, op.region)
-            self._made(state, op.output, s)
 
-    def _made(self, state: State, t: Tensor, s: Sharding) -> None:
-        """A result that lies as it does; brought home if it is bound there."""
-        home = self.homes.of(t)
-        lies: tuple[Sharding, ...] = (s,)
-        if binding(t, self.graph, self.homes, self.fetched).binds(s, home):
-            way = obtain(Source(lies, t.dtype.itemsize), home)
-            state.paid(way)
-            lies += tuple([s for _, s in way.new])
-        state.lies[t] = laid_out(t, lies, self.homes)
+        def run(lies: dict[Tensor, Lies]) -> list[Way | None]:
+            s = as_it_lies([s for _, s in lies.get(x) or self.common[x]], self.homes.of(x))
+            return [self._bring(lies, x, s, op.region), self._made(lies, op.output, s)]
+
+        self._deterministic(run, [x])
+
+    def _deterministic(
+        self, run: Callable[[dict[Tensor, Lies]], Sequence[Way | None]], operands: Sequence[Tensor]
+    ) -> None:
+        """What leaves no choice, in every state; once for all where they have its operands alike."""
+        if not self._differ(operands):
+            run(self.common)
+            return
+        for state in self.states:
+            for way in run(state.lies):
+                if way is not None:
+                    state.cost += way.cost
+                    state.collectives += way.collectives
+        self.changed = True
 
     # ------------------------------------------------------------ states
 
     def _forget(self, n: int) -> None:
         """After operation `n`: drop what nobody needs any more, states that are no better than others, the worst."""
         for t in self._dying.get(n, ()):
-            for state in self.states:
-                state.lies.pop(t, None)
+            if t in self.differing:
+                self.changed = True
+                for state in self.states:
+                    state.lies.pop(t, None)
+        if not self.changed:
+            return
+        self.changed = False
         if len(self.states) > 1:
             self._merge()
         if len(self.states) > 1:
             self._drop()
         first, *others = self.states
-        if not others:
-            self.common.update(first.lies)
-            first.lies.clear()
-            return
         for t, lies in list(first.lies.items()):
             if all(s.lies.get(t) == lies for s in others):
                 self.common[t] = lies
                 for s in self.states:
                     del s.lies[t]
+        self.differing = {t for s in self.states for t in s.lies}
 
     def _merge(self) -> None:
         """Of states that lie alike, the cheapest."""
@@ -260,7 +291,7 @@ class Beam:
                 if (region, s) in mine or (None, s) in mine:
                     continue
                 way = obtain(Source(known(mine, region), size), s)
-                cost += way.cost
+                cost += (1 - NEARLY) * way.cost
                 collectives += way.collectives
                 if cost > b.cost + 1:
                     return False

@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
-from meshlib.lowering.arrivals import NOWHERE, Path, Source, obtain, slack
+from meshlib.lowering.arrivals import NEARLY, NOWHERE, Path, Source, obtain, slack
 from meshlib.operation import Factor, Linear, Role, Work
 from meshlib.program.exchange import Exchange, busiest_bytes
 from meshlib.program.signature import Assigned, Signature
@@ -198,11 +198,11 @@ def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int, be
     result = Source(a.lies, itemsize)
     for s in b.lies:
         way = obtain(result, s)
-        cost += way.cost
+        cost += (1 - NEARLY) * way.cost
         collectives += way.collectives
     if beside:
         way = obtain(Source((a.choice.out,), beside), b.choice.out)
-        cost += way.cost
+        cost += (1 - NEARLY) * way.cost
         collectives += way.collectives
     for n, x in enumerate(operands):
         others = [s for path, s in b.new if path == (n,)] if x.again else ()
@@ -210,7 +210,7 @@ def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int, be
             source = x.source._replace(lies=(*x.lies, *(s for path, s in a.new if path == (n,))))
             for s in others:
                 way = obtain(source, s)
-                cost += way.cost
+                cost += (1 - NEARLY) * way.cost
                 collectives += way.collectives
     return no_dearer((cost, collectives, a.strays), (b.cost, b.collectives, b.strays))
 
