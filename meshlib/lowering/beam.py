@@ -25,7 +25,7 @@ from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 
-WIDTH = 32
+WIDTH = 64
 
 Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
 
@@ -65,6 +65,7 @@ class Beam:
     found: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     loops: Loops
+    guide: Mapping[Operation, Choice] | None = None  # what an earlier search found
     common: dict[Tensor, Lies] = field(default_factory=dict)
     states: list[State] = field(default_factory=lambda: [State(0.0, 0, 0, {}, None)])
     differing: set[Tensor] = field(default_factory=set)  # those of which the states' `lies` tell
@@ -74,6 +75,7 @@ class Beam:
     def __post_init__(self) -> None:
         self._again = made_again(self.graph)
         self._last = last_uses(self.graph, self._again)
+        self._guided: dict[Tensor, Lies] = {}  # where things lie in what the guide found
         self._dying: dict[int, list[Tensor]] = {}
         for t, n in self._last.items():
             self._dying.setdefault(n, []).append(t)
@@ -83,7 +85,7 @@ class Beam:
         for n, op in enumerate(self.graph.operations):
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:
-                    self.common[op.output] = ((None, self.homes.of(op.output)),)
+                    self.common[op.output] = self._guided[op.output] = ((None, self.homes.of(op.output)),)
                 case Kind.COMMIT:
                     self._commit(op)
                 case Kind.LOOP:
@@ -93,7 +95,9 @@ class Beam:
                 case _:
                     self._advance(op, n)
             self._forget(n)
-        trail = min(self.states, key=lambda s: s.rank).trail
+        best = min(self.states, key=lambda s: s.rank)
+        self.cost = best.cost
+        trail = best.trail
         while trail is not None:
             self.chosen[trail.operation] = trail.choice
             trail = trail.before
@@ -104,6 +108,9 @@ class Beam:
     def _advance(self, op: Operation, n: int) -> None:
         """Take every state on by each option of `op`; by one for all where they have its operands alike."""
         inputs = self.graph.inputs[op]
+        if self.guide is not None:
+            found = self._options(op, n, self._guided)
+            self._take(self._guided, op, next(o for o in found if o.choice == self.guide[op]))
         if not self._differ(inputs):
             found = self._options(op, n, self.common)
             if len(found) == 1:
@@ -225,6 +232,8 @@ class Beam:
         self, run: Callable[[dict[Tensor, Lies]], Sequence[Way | None]], operands: Sequence[Tensor]
     ) -> None:
         """What leaves no choice, in every state; once for all where they have its operands alike."""
+        if self.guide is not None:
+            run(self._guided)
         if not self._differ(operands):
             run(self.common)
             return
@@ -298,11 +307,19 @@ class Beam:
         return no_dearer((cost, collectives, a.strays), b.rank)
 
     def _expected(self, state: State) -> tuple[float, int, int]:
+        """What a state costs once it is where the guide is, or at home."""
         cost, collectives = state.cost, state.collectives
         for t, lies in state.lies.items():
-            way = obtain(Source(tuple([s for _, s in lies]), t.dtype.itemsize), self.homes.of(t))
-            cost += way.cost
-            collectives += way.collectives
+            size = t.dtype.itemsize
+            if self.guide is None:
+                ends: Lies = ((None, self.homes.of(t)),)
+            else:
+                ends = self._guided[t]
+            for region, s in ends:
+                if (region, s) not in lies and (None, s) not in lies:
+                    way = obtain(Source(known(lies, region), size), s)
+                    cost += way.cost
+                    collectives += way.collectives
         return round(cost, 2), collectives, state.strays
 
 
