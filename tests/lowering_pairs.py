@@ -1,4 +1,4 @@
-"""Random small programs under random layouts, for the partitioner to be measured on. A number makes the same pair again.
+"""Random small programs under random layouts, to measure the partitioner on. A number makes the same pair again.
 
 Programs are of the families in `FAMILIES`, three to a dozen operations before gradients. Half of the layouts have
 optional rules, some have rules for variables alone; all can be followed.

@@ -1,4 +1,4 @@
-"""The library's programs against the least that `tests/lowering_optimum.py` finds, over random pairs of program and layout.
+"""The library's programs against the least that `tests/lowering_optimum` finds, over random programs and layouts.
 
     python tests/benchmarks/optimum.py [pairs] [--seed 0] [--workers 1] [--family chain]
 
@@ -53,7 +53,7 @@ def show(p: Pair) -> None:
     """Both programs of one pair."""
     found = compare(p.outputs, p.updates, p.mesh, p.layout)
     print(p.text)
-    print(mtf.collectives_table(mtf.lower(p.outputs, p.updates, p.mesh, p.layout)))
+    print(mtf.collectives_table(mtf.lower(p.outputs, p.updates, p.mesh, p.layout).collectives))
     print(f"library: {found.sent:g} bytes, work {found.work:g}")
     print(f"least cost: {found.least}\nfewest bytes: {found.fewest}")
 
