@@ -11,7 +11,8 @@ unless there are too many states; then the pair is given up.
     keep a value       what is larger than at home serves the region that made it alone
     end                outputs, gradients and what is written back lie at home
 
-Not looked at: ways of one value by a third place other than its home, and sums of sums of sums. What it costs is bytes
+Not looked at: ways of one value by a third place other than its home, sums of sums of sums, and axes on dims where
+nothing but a step of a reshard had them. What it costs is bytes
 sent and work done, one operation a byte; or bytes alone, with no more work than the library's program does.
 
     spots.py    where one value is to be had, and what it costs to have it elsewhere
@@ -31,24 +32,31 @@ from meshlib.lowering import lower
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import simplify
 from meshlib.program.instructions import Compute
+from meshlib.program.records import Program
 from meshlib.program.work import local_work
 from tests.lowering_optimum.search import Optimum, Search, TooMany
-from tests.lowering_optimum.spots import INFINITE
+from tests.lowering_optimum.spots import INFINITE, pairs
 from tests.lowering_optimum.steps import EPS, Steps
-from tests.lowering_optimum.ways import Ways
+from tests.lowering_optimum.ways import Axes, Ways
 
 BEAM = 64  # states of the search that finds what it can cost at most
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the library's program costs, and the least: by cost, and by bytes with no more work. None: given up."""
+    """What the library's program costs, and the least: by cost, and by bytes with no more work. None: given up.
+
+    beaten   the library's program costs less than the least: the search does not know what it does
+    strays   it costs less, but because an axis splits a dim on which a reshard parked it: rule 2 taken at its word
+             forbids that
+    """
 
     sent: float
     work: float
     least: Optimum | None
     fewest: Optimum | None
-    beaten: bool = False  # the library does what the search does not know of
+    beaten: bool = False
+    strays: bool = False
 
     @property
     def known(self) -> bool:
@@ -128,7 +136,8 @@ def compare(outputs: Mapping[str, Tensor], updates: Sequence[Operation], mesh: s
     except TooMany:
         return Comparison(sent, work, None, None)
     if by_cost is None:
-        return Comparison(sent, work, None, None, beaten=True)
+        astray = strays(ways, program)
+        return Comparison(sent, work, None, None, beaten=not astray, strays=astray)
     if by_cost.cost > sent + work - EPS:
         return Comparison(sent, work, by_cost, by_cost)  # fewer bytes for as much work would cost less
     try:
@@ -136,4 +145,23 @@ def compare(outputs: Mapping[str, Tensor], updates: Sequence[Operation], mesh: s
         by_bytes = subject.best(ways, most, work, budget)
     except TooMany:
         return Comparison(sent, work, by_cost, None)
-    return Comparison(sent, work, by_cost, by_bytes, beaten=by_bytes is None)
+    astray = by_bytes is None and strays(ways, program)
+    return Comparison(sent, work, by_cost, by_bytes, beaten=by_bytes is None and not astray, strays=astray)
+
+
+def strays(ways: Ways, program: Program) -> bool:
+    """Whether some axis splits a dim where no home has it, nor any operation before had a value of an operand so."""
+    at = {op: n for n, op in enumerate(ways.simple.operations)}
+    laid: dict[Tensor, set[tuple[str, str]]] = {}
+    computed = [i for i in program.instructions if isinstance(i, Compute) and not ways.remade(i.operation)]
+    for i in sorted(computed, key=lambda i: at[i.operation]):
+        split = dict[str, Axes]()
+        for axis, factor in i.assignment:
+            split[factor] = (*split.get(factor, ()), axis)
+        xs = ways.simple.inputs[i.operation]
+        for need in ways.needs(i.operation, split):
+            if not any((d, a) in laid.get(xs[n], ()) for n, d, a in need):
+                return True
+        for value in (*i.inputs, *i.outputs):
+            laid.setdefault(value.tensor, set()).update(pairs(value.sharding))
+    return False

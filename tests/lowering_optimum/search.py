@@ -14,6 +14,7 @@ from tests.lowering_optimum.steps import EPS, Done, Steps
 
 MAX_STATES = 20_000
 MAX_NEW_STATES = 1_000_000
+MAX_SECONDS = 6.0
 PRUNERS = 1_024  # cheapest states against which all others are held
 AT_ONCE = 32
 
@@ -65,10 +66,8 @@ class Optimum:
 class Search:
     """One search. `most` and `most_work` are what it may cost; with a beam what is found is not the least."""
 
-    def __init__(
-        self, steps: Steps, most: float, most_work: float = INFINITE, beam: int | None = None, seconds: float = 10.0
-    ) -> None:
-        self.steps, self.most, self.most_work, self.beam, self.seconds = steps, most, most_work, beam, seconds
+    def __init__(self, steps: Steps, most: float, most_work: float = INFINITE, beam: int | None = None) -> None:
+        self.steps, self.most, self.most_work, self.beam = steps, most, most_work, beam
         self.live: list[Tensor] = []
         self.rows = np.zeros((1, 0), np.int32)  # per state the spot of each live tensor
         self.cost, self.work = np.zeros(1), np.zeros(1)
@@ -78,7 +77,7 @@ class Search:
 
     def run(self) -> Optimum | None:
         """The cheapest way through the program; None if none costs so little. Raises: TooMany."""
-        deadline = perf_counter() + self.seconds
+        deadline = perf_counter() + MAX_SECONDS
         last = self.steps.ways.last
         for op in self.steps.ways.simple.operations:
             if op.kind.kind not in RESIDENT:

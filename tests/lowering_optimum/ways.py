@@ -43,8 +43,8 @@ def as_term(s: Sharding) -> tuple[Sharding, ...]:
 class Ways:
     """The ways of each operation, under one mesh and layout.
 
-    Rule 2 says that an axis may go to a dim that it splits in an operand or at home. Here an operand may have been split
-    wherever an operation before could have had it: whether it was, `needs` lets the search see to.
+    Rule 2 says that an axis may go to a dim that it splits in an operand or at home. Here an operand may have been
+    split wherever an operation before could have had it: whether it was, `needs` lets the search see to.
     """
 
     def __init__(self, simple: Simplified, homes: Homes) -> None:
@@ -148,7 +148,7 @@ class Ways:
             wants = tuple(as_term(s) if i in some else () for i, s in enumerate(made.operands))
             work = self.adding(op, made.out, len(some))
         sent = float(busiest_bytes((e, 1) for e in made.exchanges))
-        needs = tuple(self._needs(op, signature, axes))
+        needs = tuple(self.needs(op, axes))
         return Way(tuple(axes.items()), wants, made.out, sent, self.price(op, work), needs)
 
     def adding(self, op: Operation, out: Sharding, count: int) -> Work:
@@ -156,10 +156,10 @@ class Ways:
         block = TensorType(out.local_shape, op.output.dtype)
         return op.kind.work((block,) * count, block, op.attrs)
 
-    def _needs(self, op: Operation, signature: Signature, axes: dict[str, Axes]) -> Iterator[frozenset[Laid]]:
+    def needs(self, op: Operation, axes: dict[str, Axes]) -> Iterator[frozenset[Laid]]:
         """Who may have laid each axis where it is, if no home does."""
         ends = (*self.simple.inputs[op], op.output)
-        for f in signature.factors:
+        for f in self._signatures.of(op).factors:
             dims = [(i, d) for i, d in enumerate((*f.operands, f.outputs[0])) if d is not None]
             for a in axes.get(f.name, ()):
                 if not any(a in self.homes.of(ends[i]).of(d) for i, d in dims):
