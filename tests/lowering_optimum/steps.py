@@ -1,0 +1,210 @@
+"""What can follow from where the operands of one operation lie: every way to bring them, run it and leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from layouts import Sharding
+from meshlib.graph import UPDATE, Operation, Tensor
+from meshlib.operation import Home, Kind
+from tests.lowering_optimum.spots import INFINITE, Whereabouts
+from tests.lowering_optimum.ways import Way, Ways, as_term
+
+EPS = 1e-6
+Spots = tuple[int, ...]  # of the operands of one operation, each tensor once
+
+
+class Done(NamedTuple):
+    """One operation run from given spots: bytes, work, spots of operands after it (-1: gone), that of the result."""
+
+    bytes: float
+    work: float
+    after: Spots
+    out: int
+    ways: tuple[Way, ...]
+
+
+class Total(NamedTuple):
+    """Groups of terms of a sum, each added up: bytes, work, spots of the operands, how each was added."""
+
+    bytes: float
+    work: float
+    after: Spots
+    ways: tuple[Way, ...]
+
+
+@dataclass(eq=False)
+class Steps:
+    """What can follow, for each operation of a program.
+
+    Args:
+      ends: what has to be at home at last, besides gradients and what is written back.
+      budget: bytes above which nobody is interested in a move.
+      strict: a dim takes an axis only from where a value really was.
+      priced: whether work is part of the cost, one operation a byte, or has a limit of its own.
+    """
+
+    ways: Ways
+    ends: frozenset[Tensor]
+    budget: float
+    strict: bool
+    priced: bool
+    at: dict[Tensor, Whereabouts] = field(default_factory=dict)
+    _known: dict[tuple[Operation, Spots], list[Done]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for op in self.ways.simple.operations:
+            for y in op.outputs if op.kind.kind is not Kind.COMMIT else ():
+                bound = y in self.ends or y in self.ways.simple.graph.gradient_of
+                self.at[y] = Whereabouts(y, self.ways.homes.of(y), bound, self.strict, self.budget)
+
+    def cost(self, sent: float, work: float) -> tuple[float, float]:
+        """What is to be least, and what has a limit."""
+        return (sent + work, 0.0) if self.priced else (sent, work)
+
+    def of(self, op: Operation, spots: Spots) -> list[Done]:
+        """Every way to run an operation from there, but for those than which another is as good."""
+        found = self._known.get((op, spots))
+        if found is None:
+            found = self._known[op, spots] = self._best(op, list(self._all(op, spots)))
+        return found
+
+    def operands(self, op: Operation) -> tuple[Tensor, ...]:
+        """The operands, each once."""
+        return tuple(dict.fromkeys(self.ways.simple.inputs[op]))
+
+    def _all(self, op: Operation, spots: Spots) -> Iterator[Done]:
+        if op.kind.kind is Kind.COMMIT:
+            home = self.ways.homes.of(self.ways.simple.graph.variables[op.attrs["variable"]].output)
+            for sent, after in self._bring(op, spots, [(home,)]):
+                yield self._ended(op, sent, 0.0, after, -1, ())
+            return
+        if self.ways.remade(op):
+            whole = [(Sharding.replicated(x.shape, self.ways.homes.mesh),) for x in op.inputs]
+            for sent, after in self._bring(op, spots, whole):
+                yield self._ended(op, sent, 0.0, after, self.at[op.output].free(), ())
+        for way in self.ways.of[op]:
+            if self._allowed(op, spots, way):
+                for sent, after in self._bring(op, spots, way.wants):
+                    yield self._made(op, sent + way.bytes, way.work, after, way.out, (way,))
+        for blocks in _partitions(len(op.inputs)) if op in self.ways.groups else ():
+            yield from self._grouped(op, spots, blocks)
+
+    def _allowed(self, op: Operation, spots: Spots, way: Way) -> bool:
+        if not self.strict or not way.needs:
+            return True
+        xs, inputs = self.operands(op), self.ways.simple.inputs[op]
+        laid = [self.at[x].spots[spots[xs.index(x)]].laid for x in inputs]
+        return all(any((d, a) in laid[i] for i, d, a in need) for need in way.needs)
+
+    def _bring(self, op: Operation, spots: Spots, wants: Sequence[Sequence[Sharding]]) -> list[tuple[float, Spots]]:
+        """Bytes and spots after bringing each operand to one of the shardings wanted of it, if any is."""
+        xs = self.operands(op)
+        region = UPDATE if op.kind.kind is Kind.COMMIT else op.region
+        partial = {spots: 0.0}
+        for x, alternatives in zip(self.ways.simple.inputs[op], wants, strict=True):
+            if not alternatives:
+                continue
+            n, where = xs.index(x), self.at[x]
+            again = where.bound or self.ways.last[x] is not op
+            after: dict[Spots, float] = {}
+            for at, cost in partial.items():
+                for wanted in alternatives:
+                    for more, to in where.bring(at[n], wanted, region, again):
+                        key = (*at[:n], to, *at[n + 1 :])
+                        after[key] = min(after.get(key, INFINITE), cost + more)
+            partial = after
+        return [(cost, at) for at, cost in partial.items()]
+
+    def _made(
+        self, op: Operation, sent: float, work: float, after: Spots, out: Sharding, ways: tuple[Way, ...]
+    ) -> Done:
+        where = self.at[op.output]
+        if op.kind.home is Home.GIVEN:  # nobody goes round a constraint
+            sent, out = sent + where.move(out, where.home)[0], where.home
+        return self._ended(op, sent, work, after, where.made(out, op.region), ways)
+
+    def _ended(self, op: Operation, sent: float, work: float, after: Spots, out: int, ways: tuple[Way, ...]) -> Done:
+        """With what nobody needs any more ended."""
+        spots = list(after)
+        for n, x in enumerate(self.operands(op)):
+            if self.ways.last[x] is op:
+                sent += self.at[x].close(spots[n])
+                spots[n] = -1
+        if out >= 0 and op.output not in self.ways.last:
+            sent += self.at[op.output].close(out)
+            out = -1
+        return Done(sent, work, tuple(spots), out, ways)
+
+    def _best(self, op: Operation, found: list[Done]) -> list[Done]:
+        kept: list[tuple[float, float, Done]] = []
+        ranked = [(*self.cost(d.bytes, d.work), d) for d in found if d.bytes < INFINITE]
+        for cost, work, d in sorted(ranked, key=lambda r: r[:2]):
+            if not any(w <= work + EPS and self._as_good(op, cost - c, e, d) for c, w, e in kept):
+                kept.append((cost, work, d))
+        return [d for _, _, d in kept]
+
+    def _as_good(self, op: Operation, left: float, a: Done, b: Done) -> bool:
+        """Whether what `b` costs more buys, after `a`, all that `b` has."""
+        if a.out != b.out:
+            left -= self.at[op.output].short(a.out, b.out)
+        for x, i, j in zip(self.operands(op), a.after, b.after, strict=True):
+            if left < -EPS:
+                return False
+            if i != j:
+                left -= self.at[x].short(i, j)
+        return left >= -EPS
+
+    # ------------------------------------------------------------ sums of which some terms are added first
+
+    def _grouped(self, op: Operation, spots: Spots, blocks: Sequence[Sequence[int]]) -> Iterator[Done]:
+        where, count = self.at[op.output], len(op.inputs)
+        totals = [Total(0.0, 0.0, spots, ())]
+        for block in (tuple(b) for b in blocks if len(b) > 1):
+            totals = self._best_totals(
+                op,
+                [
+                    Total(t.bytes + more, t.work + way.work, after, (*t.ways, way))
+                    for t in totals
+                    for way in self.ways.groups[op][block]
+                    if self._allowed(op, spots, way)
+                    for more, after in self._bring(op, t.after, way.wants)
+                ],
+            )
+        singles = [b[0] for b in blocks if len(b) == 1]
+        for way in (w for w in self.ways.of[op] if self._allowed(op, spots, w)):
+            wants = [way.wants[i] if i in singles else () for i in range(count)]
+            last = self.ways.price(op, self.ways.adding(op, way.out, len(blocks)))
+            for t in totals:
+                total = t.bytes + sum(min(where.move(w.out, s)[0] for s in as_term(way.out)) for w in t.ways)
+                if total < INFINITE:
+                    for more, after in self._bring(op, t.after, wants):
+                        yield self._made(op, total + more, t.work + last, after, way.out, (*t.ways, way))
+
+    def _best_totals(self, op: Operation, found: list[Total]) -> list[Total]:
+        """Those that can't be had as cheaply from another."""
+        kept: list[Total] = []
+        for t in sorted(found, key=lambda t: self.cost(t.bytes, t.work)):
+            if not any(self._leads_to(op, k, t) for k in kept):
+                kept.append(t)
+        return kept
+
+    def _leads_to(self, op: Operation, a: Total, b: Total) -> bool:
+        (cost_a, work_a), (cost_b, work_b) = self.cost(a.bytes, a.work), self.cost(b.bytes, b.work)
+        if work_a > work_b + EPS:
+            return False
+        move, xs = self.at[op.output].move, self.operands(op)
+        left = cost_b - cost_a + EPS - sum(move(p.out, q.out)[0] for p, q in zip(a.ways, b.ways, strict=True))
+        return left - sum(self.at[x].short(i, j) for x, i, j in zip(xs, a.after, b.after, strict=True)) >= 0
+
+
+def _partitions(count: int) -> list[list[list[int]]]:
+    """The ways to add some of `count` terms first: neither none nor all together."""
+    found: list[list[list[int]]] = [[]]
+    for i in range(count):
+        found = [
+            [*p[:n], [*p[n], i], *p[n + 1 :]] if n < len(p) else [*p, [i]] for p in found for n in range(len(p) + 1)
+        ]
+    return [p for p in found if 1 < len(p) < count]
