@@ -25,7 +25,7 @@ from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 
-WIDTH = 64
+WIDTH = 32
 
 Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
 
@@ -70,6 +70,7 @@ class Beam:
     states: list[State] = field(default_factory=lambda: [State(0.0, 0, 0, {}, None)])
     differing: set[Tensor] = field(default_factory=set)  # those of which the states' `lies` tell
     chosen: dict[Operation, Choice] = field(default_factory=dict)
+    region: str = ""  # that of the operation that is on
     changed: bool = False  # whether states were added, or changed
 
     def __post_init__(self) -> None:
@@ -83,6 +84,7 @@ class Beam:
     def run(self) -> dict[Operation, Choice]:
         """What each operation does in the best program found."""
         for n, op in enumerate(self.graph.operations):
+            self.region = op.region
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:
                     self.common[op.output] = self._guided[op.output] = ((None, self.homes.of(op.output)),)
@@ -299,7 +301,7 @@ class Beam:
             for region, s in other:
                 if (region, s) in mine or (None, s) in mine:
                     continue
-                way = obtain(Source(known(mine, region), size), s)
+                way = obtain(Source(known(mine, self.region), size), s)
                 cost += (1 - NEARLY) * way.cost
                 collectives += way.collectives
                 if cost > b.cost + 1:
@@ -317,7 +319,7 @@ class Beam:
                 ends = self._guided[t]
             for region, s in ends:
                 if (region, s) not in lies and (None, s) not in lies:
-                    way = obtain(Source(known(lies, region), size), s)
+                    way = obtain(Source(known(lies, self.region), size), s)
                     cost += way.cost
                     collectives += way.collectives
         return round(cost, 2), collectives, state.strays
