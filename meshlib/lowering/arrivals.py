@@ -78,8 +78,15 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     if found is None:
         return NOWHERE
     n, plan = found
+    ends = (*source.lies, wanted)
     summed = [t.after for t in plan.steps[:-1] if t.before.pending and not t.after.pending]
-    return Way(*best, n, tuple([((), s) for s in (*(s for s in summed if s not in source.lies), wanted)]))
+    useful = [s for s in summed if s not in source.lies and not _parks(s, ends)]
+    return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
+
+
+def _parks(s: Sharding, ends: Iterable[Sharding]) -> bool:
+    """Whether it has an axis on a dim where none of `ends` has it: there it makes a step smaller, and is not at home."""
+    return any(not any(a in end.axes[d] for end in ends) for d, entry in enumerate(s.axes) for a in entry)
 
 
 def can_become(source: Sharding, target: Sharding) -> bool:

@@ -3,7 +3,7 @@
 A *state* is a way to have run the operations so far: where each value that is still needed lies, what is a pending
 sum, and what all that has cost. Each operation takes every state on by its `options`. States that lie alike are one
 from there on, the cheapest; a state is dropped where another, brought to where it lies, would be no dearer; of the
-rest the best `WIDTH` are kept, by their cost and what it would cost to bring home what is away.
+rest the best `WIDEST` are kept, by their cost and what it would cost to bring home what is away.
 
 Values that all states have alike are held once, so that an operation costs as much as there is left to decide.
 """
@@ -25,7 +25,8 @@ from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 
-WIDTH = 32
+# Kept are so many states; fewer where there are many operations, so that the time stays in proportion.
+WIDEST, NARROWEST, STATES = 32, 8, 3000
 
 Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
 
@@ -76,6 +77,7 @@ class Beam:
     def __post_init__(self) -> None:
         self._again = made_again(self.graph)
         self._last = last_uses(self.graph, self._again)
+        self._width = max(NARROWEST, min(WIDEST, STATES // max(1, len(self.graph.operations))))
         self._guided: dict[Tensor, Lies] = {}  # where things lie in what the guide found
         self._dying: dict[int, list[Tensor]] = {}
         for t, n in self._last.items():
@@ -286,7 +288,7 @@ class Beam:
         for state in sorted(self.states, key=self._expected):
             if not any(self._covers(k, state) for k in kept):
                 kept.append(state)
-                if len(kept) == WIDTH:
+                if len(kept) == self._width:
                     break
         self.states = kept
 

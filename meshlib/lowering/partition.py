@@ -52,10 +52,12 @@ class Partitioner:
         beam = Beam(*given)
         self.choices = beam.run()
         import os
-        for i in range(int(os.environ.get("PASSES","1"))):
+
+        for i in range(int(os.environ.get("PASSES", "1"))):
             b2 = Beam(*given, self.choices)
             self.choices = b2.run()
-            if "V" in os.environ: print(len(self.graph.operations), i, beam.cost, b2.cost)
+            if "V" in os.environ:
+                print(len(self.graph.operations), i, beam.cost, b2.cost)
         for op in self.graph.operations:
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:
