@@ -70,11 +70,19 @@ class Role(enum.Enum):
     WHOLE = "whole"  # must not be split
     HALO = "halo"  # every block needs a run of its operands that may lie on other devices; see Halo
     SUMMARY = "summary"  # every block needs a summary of all blocks; see Summary
+    SHARE = "share"  # every block leaves a partial sum, for which it needs a summary of all blocks; see Summary
+
+    @property
+    def pending(self) -> str | None:
+        """The kind of reduction that a split leaves pending, if any."""
+        if self is Role.SHARE:
+            return "sum"
+        return self.value if self in (Role.SUM, Role.MAX, Role.MIN) else None
 
     @property
     def reduces(self) -> bool:
         """Whether a split leaves a pending reduction."""
-        return self in (Role.SUM, Role.MAX, Role.MIN)
+        return self.pending is not None
 
 
 @dataclass(frozen=True)
@@ -127,11 +135,19 @@ class Summary:
     finish     (Block, gathered, index, *arrays) -> result: `gathered` has, per array of the summary, those of all
                blocks on a new leading axis; `index` is this block's place among them
     types      (operand types, attrs) -> types of the summary, all local
+    combine    (*gathered) -> one summary of all these blocks, whatever their order, which `finish` is given in place
+               of theirs: an all_reduce makes it, where all of them would have to be gathered
     """
 
     summarise: Callable[..., tuple[Array, ...]]
     finish: Callable[..., Array | tuple[Array, ...]]
     types: Callable[[tuple[TensorType, ...], Mapping[str, Any]], tuple[TensorType, ...]]
+    combine: Callable[..., tuple[Array, ...]] | None = None
+
+    def heard(self, told: Sequence[tuple[Array, ...]]) -> tuple[Array, ...]:
+        """What `finish` is given of the summaries of all blocks, in their order."""
+        gathered = tuple(np.stack(parts) for parts in zip(*told, strict=True))
+        return gathered if self.combine is None else self.combine(*gathered)
 
 
 @dataclass(frozen=True)
@@ -216,7 +232,7 @@ class OpDef:
     Traits, each of which `tests/test_traits.py` tries on the numbers of `local`, as it does `kind` and `roles`:
 
     linear      Operation -> Linear
-    lower       how it runs along dims of role HALO or SUMMARY
+    lower       how it runs along dims of role HALO, SUMMARY or SHARE
     storage     which memory holds the result
     overwrites  how many of the first operands the result may be written over, each element over that at its position
     home        what says where the result lies

@@ -73,6 +73,81 @@ def test_a_split_sequence_knows_where_its_rows_are():
     assert sorted(kinds) == ["all_gather"] * 4 + ["reduce_scatter"] * 2
 
 
+# Memory split over 4 cores; one number for each of 2 x 2 x 2 batches, heads and queries.
+NUMBERS = 2 * 2 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("gradients", "wanted"),
+    [
+        # Of every query and head one number, of the result 4: all_reduces of 2 * 3/4 of what there is.
+        (False, {"k": 0, "v": 0, "q": 1.5 * NUMBERS, "attention": 1.5 * 4 * NUMBERS}),
+        # Twice two numbers more, and the queries' cotangent. What goes to keys and values stays with them.
+        (True, {"k": 0, "v": 0, "q": 1.5 * 5 * NUMBERS, "attention": 1.5 * 4 * NUMBERS, "query": 1.5 * 4 * NUMBERS}),
+    ],
+)
+def test_split_keys_stay_where_they_are(gradients, wanted):
+    """Decoding with a split cache: what moves does not depend on how many keys there are."""
+    rows, keys = D("length", 2), D("memory_length", 400)
+    with mtf.Graph():
+        q = mtf.input("q", [BATCH, rows, HEADS, SIZE], "float64")
+        k, v = (mtf.input(n, [BATCH, keys, HEADS, SIZE], "float64") for n in "kv")
+        y = mtf.attention(q, k, v, rows, keys, SIZE)
+        outputs = [y, *(mtf.gradients([y], [q, k, v]) if gradients else ())]
+    made = mtf.lower(outputs, mesh="p:4", layout="memory_length:p")
+    found = dict.fromkeys(wanted, 0)
+    for c in made.collectives:
+        assert c.kind == "all_reduce"
+        found[c.tensor.rpartition("_")[2]] += c.sent_bytes
+    assert found == wanted
+
+
+def test_a_context_is_scattered_where_it_is_wanted_split():
+    """Few queries, split like the many keys: they are gathered, and the result is reduced to where they were."""
+    rows, keys = D("length", 4), D("memory_length", 400)
+    with mtf.Graph():
+        q = mtf.input("q", [BATCH, rows, HEADS, SIZE], "float64")
+        k, v = (mtf.input(n, [BATCH, keys, HEADS, SIZE], "float64") for n in "kv")
+        y = mtf.attention(q, k, v, rows, keys, SIZE)
+    made = mtf.lower([y], mesh="p:4", layout="length:p;memory_length:p")
+    sent = {(c.kind, c.tensor): c.sent_bytes for c in made.collectives}
+    queries = 4 * 2 * NUMBERS  # bytes of q, and of y, in all
+    number = 2 * NUMBERS  # of one for each query
+    assert sent == {
+        ("all_gather", "q"): queries * 3 / 4,
+        ("all_reduce", "q"): 2 * number * 3 / 4,
+        ("reduce_scatter", "attention"): queries * 3 / 4,
+    }
+
+
+@pytest.mark.parametrize("masked", ["", "memory_length", "length memory_length", "batch memory_length"])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3), (True, 3)])
+def test_split_keys_give_the_same_numbers(masked, causal, window):
+    """Blocks in which a query sees every key, some, none; a query that sees none at all."""
+    rows, keys = D("length", 8), D("memory_length", 8)
+    dims = {d.name: d for d in (BATCH, rows, keys)}
+    feeds = operands(8, 8)
+    with mtf.Graph():
+        q, dy = (mtf.input(n, [BATCH, rows, HEADS, SIZE], "float64") for n in ("q", "dy"))
+        k, v = (mtf.input(n, [BATCH, keys, HEADS, SIZE], "float64") for n in "kv")
+        mask = None
+        if masked:
+            over = [dims[n] for n in masked.split()]
+            feeds["mask"] = np.random.default_rng(3).random([d.size for d in over]) < 0.5
+            mask = mtf.input("mask", over, "bool")
+        y = mtf.attention(q, k, v, rows, keys, SIZE, causal=causal, window=window, mask=mask)
+        outputs = dict(zip(("y", "dq", "dk", "dv"), [y, *mtf.gradients([y], [q, k, v], [dy])], strict=True))
+    (wanted,) = run(mtf.lower(outputs, precision="highest"), feeds)
+    layouts = {"memory_length:q": "q:4", "batch:p;memory_length:q": "p:2;q:4", "length:p;memory_length:q": "p:2;q:2"}
+    for layout, mesh in layouts.items():
+        split = mtf.lower(outputs, mesh=mesh, layout=layout, precision="highest", balance=mtf.Balance(1e-3, 1e-3))
+        inside = [i for i in split.instructions if i.transfers and not i.is_collective]
+        assert [i.opcode for i in inside] == ["attention", "attention_grad_query", "attention_grad_memory"]
+        for executor, fold in (("exact", True), ("fast", True), ("fast", False)):
+            (found,) = run(split, feeds, executor, fold)
+            assert_close(found, wanted, 1e-12, (layout, executor, fold))
+
+
 @pytest.mark.parametrize("executor", ["exact", "fast"])
 def test_attentions_of_the_same_operands_do_not_mix(executor):
     """Same q, k, v and cotangent, other windows and masks, inside and outside of a loop."""

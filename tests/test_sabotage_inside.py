@@ -66,6 +66,16 @@ def ranked() -> Lowered:
     return along(lambda x: mtf.top_k(x, N, D("k", 2))[0])
 
 
+def attended() -> Lowered:
+    """Two queries on keys that are split over four cores; the second sees none of the last six."""
+
+    def build(x: mtf.Tensor) -> mtf.Tensor:
+        q = mtf.constant(np.array([[1.0, -0.5, 0.3], [0.2, 1.5, -1.0]]), [D("i", 2), A], "float64")
+        return mtf.attention(q, x, mtf.cos(x), "i", N, A, causal=True)
+
+    return along(build)
+
+
 def looped() -> Lowered:
     """Two carries, slices of a stacked dim, a tensor from outside, a stacked result; a gather inside."""
     with mtf.Graph():
@@ -83,7 +93,7 @@ def looped() -> Lowered:
     return program, {**feeds("x"), "w": rng.normal(size=(8, 8)) * 0.3, "steps": np.array([0.5, 1.5, 0.9])}
 
 
-MOVING = (shifted, wrapped, sliced, padded, concatenated, summed, recurrent, ranked)
+MOVING = (shifted, wrapped, sliced, padded, concatenated, summed, recurrent, ranked, attended)
 
 
 def run(program: Program, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -11,7 +11,20 @@ import pytest
 
 import meshlib as mtf
 from meshlib.graph import Operation
-from meshlib.operation import EVERY, NONLINEAR, OPERATIONS, Factor, Halo, Home, Kind, Linear, OpDef, Role, Storage
+from meshlib.operation import (
+    EVERY,
+    NONLINEAR,
+    OPERATIONS,
+    Factor,
+    Halo,
+    Home,
+    Kind,
+    Linear,
+    OpDef,
+    Role,
+    Storage,
+    Summary,
+)
 from meshlib.ops.cumulative import linear_recurrence
 from meshlib.ops.rules import named_factors
 from tests.cases import Array
@@ -61,6 +74,13 @@ def scores_of(name: str, **changes: Any) -> Any:
     scores = OPERATIONS[name].scores
     assert scores is not None
     return dataclasses.replace(scores, **changes)
+
+
+def weighed(combine: Any, gradient: str = "") -> Any:
+    """How attention runs over split keys, its blocks weighed otherwise."""
+    lower = OPERATIONS[f"attention_grad_{gradient}" if gradient else "attention"].lower
+    assert isinstance(lower, Summary)
+    return dataclasses.replace(lower, combine=combine)
 
 
 SLICE, SHIFT = (OPERATIONS[name].lower for name in ("slice", "shift"))
@@ -187,6 +207,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("roles", "rotate_half", {"roles": every(Role.PARALLEL, "dim")}),
     ("roles", "attention", {"roles": every(Role.WHOLE, "memory_length", "key_dim", "value_dim", "length")}),
     ("roles", "attention", {"roles": every(Role.WHOLE, "memory_length", "value_dim")}),
+    ("roles", "attention", {"roles": every(Role.SUM, "memory_length")}),
     ("roles", "attention_grad_memory", {"roles": every(Role.WHOLE, "memory_length", "key_dim", "value_dim")}),
     ("roles", "random", {"roles": lambda op: named_factors(op, dict.fromkeys(op.output.shape.names, Role.WHOLE))}),
     ("split", "slice", {"lower": SHIFT}),
@@ -195,6 +216,12 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("split", "cumsum", {"lower": OPERATIONS["linear_recurrence"].lower}),
     ("split", "linear_recurrence", {"lower": OPERATIONS["cumsum"].lower}),
     ("split", "top_k", {"lower": OPERATIONS["cumsum"].lower}),
+    ("split", "attention", {"lower": weighed(lambda levels: (levels[0],))}),
+    ("split", "attention", {"lower": weighed(lambda levels: (np.zeros(levels.shape[1:]),))}),
+    ("split", "attention", {"roles": every(Role.SUMMARY, "memory_length")}),
+    ("split", "attention_grad_query", {"lower": weighed(lambda levels, means: (levels[0], means.sum(0)), "query")}),
+    ("split", "attention_grad_query", {"lower": OPERATIONS["attention"].lower}),
+    ("split", "attention_grad_memory", {"lower": OPERATIONS["attention_grad_query"].lower}),
 )
 
 

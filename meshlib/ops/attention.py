@@ -1,9 +1,11 @@
 """Fused attention, a kernel of its own: softmax(q k' + masks) v without the scores ever reaching HBM.
 
 Three operations: the result, and its gradients for the queries and for keys and values, each of which computes the
-scores again, as flash kernels do. Queries, heads and batches may be split over devices; every device needs all keys
-of its rows, so a split `memory_length` is gathered first. Source: Dao et al., arXiv:2205.14135; Splash attention in
-jax-ml/jax: jax/experimental/pallas/ops/tpu/splash_attention.
+scores again, as flash kernels do. Queries, heads and batches may be split over devices. So may keys and values: a
+device then needs of the others' keys one number per query (two for gradients), the logarithm of the sum of
+exp(scores), and what it makes of its own keys is a share of the result, a pending sum. Where keys and values are
+smaller than these and the result, they are gathered instead. Source: Dao et al., arXiv:2205.14135; Splash attention
+in jax-ml/jax: jax/experimental/pallas/ops/tpu/splash_attention; shares of split keys: Liu et al., arXiv:2310.01889.
 
 Numerics are those of the MXU: float32 operands are rounded to bfloat16 on the way in, probabilities and their
 cotangents too, before they meet values, keys and queries; scores, sums and softmax are float32.
@@ -24,7 +26,15 @@ from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import Factor, Kind, Linear, Role, Scores, Work, operation
-from meshlib.ops.attention_kernel import local_grad_memory, local_grad_query, local_result, seen_keys
+from meshlib.ops.attention_kernel import (
+    SPLIT_GRAD_MEMORY,
+    SPLIT_GRAD_QUERY,
+    SPLIT_RESULT,
+    local_grad_memory,
+    local_grad_query,
+    local_result,
+    seen_keys,
+)
 from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, exp, greater_equal, less, logical_and, where
@@ -112,19 +122,24 @@ def attention_type(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 
 def _whole(op: Operation) -> dict[str, Role]:
-    return dict.fromkeys((op.attrs[n] for n in ("memory_length", "key_dim", "value_dim")), Role.WHOLE)
+    return dict.fromkeys((op.attrs[n] for n in ("key_dim", "value_dim")), Role.WHOLE)
+
+
+def _query_roles(op: Operation) -> tuple[Factor, ...]:
+    return named_factors(op, {op.attrs["memory_length"]: Role.SHARE, **_whole(op)})
 
 
 def _memory_roles(op: Operation) -> tuple[Factor, ...]:
     q, k = op.inputs[0].shape, op.inputs[1].shape
-    return named_factors(op, {**{d.name: Role.SUM for d in q if d.name not in k}, **_whole(op)})
+    summed = {d.name: Role.SUM for d in q if d.name not in k}
+    return named_factors(op, {**summed, op.attrs["memory_length"]: Role.SUMMARY, **_whole(op)})
 
 
 def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
     """The work of so many matrix products over the key dim and over the value dim, and lane operations per score.
 
-    With `causal` or a window, the share of tiles that the whole kernel computes: where `length` is split, devices
-    then differ, and this is their mean, which kernels reach that deal out the rows evenly.
+    With `causal` or a window, the share of tiles that the whole kernel computes: where `length` or `memory_length` is
+    split, devices then differ, and this is their mean, which kernels reach that deal out the rows evenly.
     """
 
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
@@ -199,8 +214,9 @@ ATTENTION = operation(
     "attention",
     kind=Kind.KERNEL,
     shape=attention_type,
-    roles=lambda op: named_factors(op, _whole(op)),
+    roles=_query_roles,
     local=local_result,
+    lower=SPLIT_RESULT,
     grad=_grad,
     linear=lambda op: Linear((2,)),
     work=_work(1, 1, _OPS),
@@ -210,8 +226,9 @@ GRAD_QUERY = operation(
     "attention_grad_query",
     kind=Kind.KERNEL,
     shape=lambda types, attrs: types[0],
-    roles=lambda op: named_factors(op, _whole(op)),
+    roles=_query_roles,
     local=local_grad_query,
+    lower=SPLIT_GRAD_QUERY,
     grad=lambda op, dz: _second(op, slice(0, 1), [dz]),
     linear=lambda op: Linear((2, 3)),
     work=_work(2, 1, _GRAD_OPS),
@@ -223,6 +240,7 @@ GRAD_MEMORY = operation(
     shape=lambda types, attrs: (types[1], types[2]),
     roles=_memory_roles,
     local=local_grad_memory,
+    lower=SPLIT_GRAD_MEMORY,
     grad=lambda op, dk, dv: _second(op, slice(1, 3), [dk, dv]),
     linear=lambda op: Linear((3,)),
     work=_work(2, 2, _GRAD_OPS),

@@ -1,14 +1,23 @@
-"""NumPy for fused attention on one device's blocks: batched products over tiles of rows, so that memory stays small."""
+"""NumPy for fused attention on one device's blocks: batched products over tiles of rows, so that memory stays small.
+
+Where the keys are split, a device knows of the others' what `Summary` says: per query the logarithm of the sum of
+exp(scores), by which each block's share of the softmax is weighed, and for gradients the mean of the weights'
+cotangents.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
-from meshlib.operation import Array, Block
+from layouts import Shape
+from meshlib.dtypes import FLOAT32, FLOAT64
+from meshlib.graph import TensorType
+from meshlib.operation import Array, Block, Summary
 from meshlib.ops.rules import align
 
 # Scores held at once: what is done to them element by element stays in the second-level cache.
@@ -16,6 +25,7 @@ _CHUNK = 1 << 17
 
 Names = tuple[str, ...]
 Cut = tuple[slice, ...]
+Heard = tuple[Array, Array]  # of all blocks: log(sum(exp(scores))), and the mean of the weights' cotangents
 
 
 def seen_keys(start: int, stop: int, memory: int, causal: bool, window: int | None) -> tuple[int, int]:
@@ -57,10 +67,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Rows:
-    """Queries of these batches, and their cotangents: [batch, group and queries, dim]; the keys that they see."""
+    """Queries of these batches, and their cotangents: [batch, group and queries, dim]; the keys here that they see."""
 
     queries: slice
-    keys: slice
+    keys: slice  # of this block
     q: Array
     dy: Array
     hidden: Array | None  # bool, broadcasts to `shape`: what stays out of the softmax
@@ -86,6 +96,9 @@ class Kernel:
         count = 4 if with_cotangent else 3
         masks = zip(arrays[count:], named[count:], strict=True)
         self.mask = next((align(mask, names, (*rows, self.memory)) for mask, names in masks), None)
+        self.first_key = block.offsets[self.memory]
+        whole = block.operation.inputs[1].shape.dim(self.memory).size
+        self.blind = self.mask is not None or self.k.shape[-2] < whole  # whether a query may see no key here
 
     def batches(self) -> Iterator[Memory]:
         """Batches, as many as have about `_CHUNK` scores."""
@@ -104,11 +117,13 @@ class Kernel:
         for start in range(0, length, step):
             queries = slice(start, min(start + step, length))
             first, last = offset + queries.start, offset + queries.stop
-            keys = slice(*seen_keys(first, last, self.k.shape[-2], causal, window))
+            here = self.first_key
+            low, high = (n - here for n in seen_keys(first, last, here + self.k.shape[-2], causal, window))
+            keys = slice(max(low, 0), max(low, high, 0))
             q, *more = (x[memory.batch][..., queries, :] for x in (self.q, self.dy) if x is not None)
             merged = [self._operand(x, count) for x in (q, *more)]
             shape = (*q.shape[:-1], keys.stop - keys.start)
-            hidden = self._hidden(np.arange(first, last)[:, None], np.arange(keys.start, keys.stop))
+            hidden = self._hidden(np.arange(first, last)[:, None], here + np.arange(keys.start, keys.stop))
             yield Rows(queries, keys, merged[0], merged[-1], self._masked(hidden, memory.batch, queries, keys), shape)
 
     def _most_rows(self) -> int:
@@ -137,33 +152,65 @@ class Kernel:
         return ~seen if hidden is None else ~seen | hidden
 
     def product(self, a: Array, b: Array) -> Array:
-        """a @ b on the MXU, batch by batch."""
+        """a @ b on the MXU, batch by batch; zeros if there is nothing to multiply, as with no key in sight."""
         out = np.empty((a.shape[0], a.shape[1], b.shape[2]), a.dtype)
-        self.engine.matmul(a, b, out)
+        if a.size and b.size:
+            self.engine.matmul(a, b, out)
+        else:
+            out.fill(0)
         return out
 
-    def weights(self, rows: Rows, memory: Memory) -> tuple[Array, Array]:
-        """exp(scores - maximum), and its sums over the keys: [batch, group and queries, keys] and [..., 1]."""
+    def row_sized(self) -> Array:
+        """A number for each query: [batches ..., groups ..., length, 1], of the type that sums have."""
+        return np.zeros((*self.q.shape[:-1], 1), self.q.dtype)
+
+    def weights(self, rows: Rows, memory: Memory) -> tuple[Array, Array, Array]:
+        """exp(scores - maximum), its sums over the keys, and log(sum(exp(scores))), -inf where a query sees no key.
+
+        [batch, group and queries, keys] and twice [..., 1]; a sum of nothing is given as 1.
+        """
         s = self.product(rows.q, memory.k_columns[:, :, rows.keys])
         np.multiply(s, s.dtype.type(self.block.attrs["scale"]), out=s)
         if rows.hidden is not None:
             np.copyto(s.reshape(rows.shape), -np.inf, where=rows.hidden)
         peak = _largest(s)
-        if self.mask is not None:
-            peak[np.isneginf(peak)] = 0  # a query that sees no key
+        if self.blind:
+            peak[np.isneginf(peak)] = 0
         np.subtract(s, peak, out=s)
         np.exp(s, out=s)
         total = s @ np.ones((s.shape[2], 1), s.dtype)  # several times as fast as a sum over short rows
-        if self.mask is not None:
+        level = peak + np.log(total)
+        if self.blind:
             total[total == 0] = 1
-        return s, total
+        return s, total, level
 
-    def cotangents(self, rows: Rows, memory: Memory) -> tuple[Array, Array]:
+    def share(self, level: Array, heard: Array, rows: Rows, memory: Memory) -> Array:
+        """This block's part of each query's softmax, from log(sum(exp(scores))) here and `heard` of all blocks."""
+        whole = self.of_rows(heard, rows, memory)
+        return np.where(np.isneginf(level), 0, np.exp(level - whole))
+
+    def of_rows(self, x: Array, rows: Rows, memory: Memory) -> Array:
+        """These rows of what is `row_sized`: [batch, group and queries, 1]."""
+        part: Array = x[memory.batch][..., rows.queries, :]
+        return part.reshape(memory.k.shape[0], -1, 1)
+
+    def probabilities(self, rows: Rows, memory: Memory, heard: Array | None = None) -> tuple[Array, Array]:
+        """The weights of the softmax over the keys here, or over all with what was `heard` of them; and its level."""
+        p, total, level = self.weights(rows, memory)
+        scale = 1 / total if heard is None else self.share(level, heard, rows, memory) / total
+        np.multiply(p, scale, out=p)
+        return p, level
+
+    def weight_cotangents(self, p: Array, rows: Rows, memory: Memory) -> tuple[Array, Array]:
+        """The cotangents of the probabilities, and their mean over the keys here: [..., keys] and [..., 1]."""
+        dp = self.product(rows.dy, memory.v_columns[:, :, rows.keys])
+        return dp, np.einsum("bij,bij->bi", p, dp)[..., None]
+
+    def cotangents(self, rows: Rows, memory: Memory, heard: Heard | None) -> tuple[Array, Array]:
         """The probabilities, and the cotangents of the products of queries and keys."""
-        p, total = self.weights(rows, memory)
-        np.multiply(p, 1 / total, out=p)
-        ds = self.product(rows.dy, memory.v_columns[:, :, rows.keys])
-        np.subtract(ds, np.einsum("bij,bij->bi", p, ds)[..., None], out=ds)
+        p, _ = self.probabilities(rows, memory, heard and heard[0])
+        ds, mean = self.weight_cotangents(p, rows, memory)
+        np.subtract(ds, mean if heard is None else self.of_rows(heard[1], rows, memory), out=ds)
         np.multiply(ds, p, out=ds)
         np.multiply(ds, ds.dtype.type(self.block.attrs["scale"]), out=ds)
         return p, self.engine.made_inside(ds)
@@ -174,7 +221,7 @@ def _largest(x: Array) -> Array:
     while x.shape[-1] > 8 and x.shape[-1] % 2 == 0:
         half = x.shape[-1] // 2
         x = np.maximum(x[..., :half], x[..., half:])
-    peak: Array = x.max(axis=-1, keepdims=True)
+    peak: Array = x.max(axis=-1, keepdims=True, initial=-np.inf)
     return peak
 
 
@@ -185,14 +232,20 @@ def _put(out: Array, cut: Cut, queries: slice, made: Array) -> None:
 
 def local_result(block: Block, *arrays: Array) -> Array:
     """The attention of this device's queries."""
+    return _result(block, arrays, None)
+
+
+def _result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Array:
     kernel = Kernel(block, arrays, with_cotangent=False)
     out = block.result()
     y = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.value))
     for memory in kernel.batches():
         for rows in kernel.rows(memory):
-            weights, total = kernel.weights(rows, memory)
+            weights, total, level = kernel.weights(rows, memory)
             made = kernel.product(kernel.engine.made_inside(weights), memory.v[:, rows.keys])
             np.divide(made, total, out=made)
+            if heard is not None:
+                np.multiply(made, kernel.share(level, heard, rows, memory), out=made)
             _put(y, memory.batch, rows.queries, made)
     return out
 
@@ -223,7 +276,7 @@ def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, A
     return made
 
 
-def _gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+def _gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:
     kernel = Kernel(block, arrays, with_cotangent=True)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
     q, k, v = (t.shape.names for t in block.inputs[:3])
@@ -233,10 +286,72 @@ def _gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, A
     for memory in kernel.batches():
         k_sum, v_sum = np.zeros(memory.k.shape, memory.k.dtype), np.zeros(memory.v.shape, memory.v.dtype)
         for rows in kernel.rows(memory):
-            p, ds = kernel.cotangents(rows, memory)
+            p, ds = kernel.cotangents(rows, memory, heard)
             _put(dq_rows, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
             k_sum[:, rows.keys] += kernel.product(ds.swapaxes(1, 2), rows.q)
             v_sum[:, rows.keys] += kernel.product(kernel.engine.made_inside(p).swapaxes(1, 2), rows.dy)
         _put(dk_rows, memory.batch, slice(None), k_sum)
         _put(dv_rows, memory.batch, slice(None), v_sum)
     return dq, dk, dv
+
+
+# ---------------------------------------------------------------- keys split over devices
+
+
+def _levels(block: Block, *arrays: Array) -> tuple[Array, ...]:
+    """Per query log(sum(exp(scores))) over the keys of this block."""
+    kernel = Kernel(block, arrays, with_cotangent=False)
+    levels = kernel.row_sized()
+    for memory in kernel.batches():
+        for rows in kernel.rows(memory):
+            _put(levels, memory.batch, rows.queries, kernel.weights(rows, memory)[2])
+    return (levels,)
+
+
+def _levels_and_means(block: Block, *arrays: Array) -> tuple[Array, ...]:
+    """As `_levels`; besides the mean of the cotangents of the weights, by the softmax over the keys of this block."""
+    kernel = Kernel(block, arrays, with_cotangent=True)
+    levels, means = kernel.row_sized(), kernel.row_sized()
+    for memory in kernel.batches():
+        for rows in kernel.rows(memory):
+            p, level = kernel.probabilities(rows, memory)
+            _, mean = kernel.weight_cotangents(p, rows, memory)
+            _put(levels, memory.batch, rows.queries, level)
+            _put(means, memory.batch, rows.queries, mean)
+    return levels, means
+
+
+def _combined(levels: Array, means: Array | None = None) -> tuple[Array, ...]:
+    """Those over the keys of all blocks."""
+    whole = np.logaddexp.reduce(levels, axis=0)
+    if means is None:
+        return (whole,)
+    shares = np.where(np.isneginf(levels), 0, np.exp(levels - whole))
+    return whole, np.add.reduce(shares * means, axis=0)
+
+
+def _summary_types(count: int) -> Callable[[tuple[TensorType, ...], Mapping[str, Any]], tuple[TensorType, ...]]:
+    """So many numbers for each query, in float32 unless all is in float64."""
+
+    def types(ins: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
+        rows = Shape([d for d in ins[0].shape if d.name != attrs["key_dim"]])
+        return (TensorType(rows, FLOAT64 if ins[0].dtype is FLOAT64 else FLOAT32),) * count
+
+    return types
+
+
+SPLIT_RESULT = Summary(
+    _levels,
+    lambda block, heard, index, *arrays: _result(block, arrays, heard[0]),
+    _summary_types(1),
+    _combined,
+)
+SPLIT_GRAD_QUERY = Summary(
+    _levels_and_means,
+    lambda block, heard, index, *arrays: _gradients(block, arrays, heard)[0],
+    _summary_types(2),
+    _combined,
+)
+SPLIT_GRAD_MEMORY = replace(
+    SPLIT_GRAD_QUERY, finish=lambda block, heard, index, *arrays: _gradients(block, arrays, heard)[1:]
+)

@@ -130,7 +130,7 @@ class Compute(Instruction):
         return [Transfer(e, self.inputs[max(e.operand, 0)], reason) for e, reason in pairs]
 
     @property
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> int | float:
         """Bytes that the busiest device sends in one run, all exchanges together. Exact."""
         return busiest_bytes((e, 1) for e in self.exchanges)
 

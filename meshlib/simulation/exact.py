@@ -18,13 +18,13 @@ from meshlib.dtypes import BFLOAT16, DType
 from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation
-from meshlib.operation import Block, Factor, Halo, Role, Summary
+from meshlib.operation import Block, Factor, Halo, Role
 from meshlib.program.checker import instruction_factors
 from meshlib.program.exchange import runs, split_factor
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
-from meshlib.simulation.blocks import compute, finished
+from meshlib.simulation.blocks import compute, summarised
 
 Array = np.ndarray[Any, Any]
 Blocks = list[Array]  # one per device
@@ -123,7 +123,7 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     split = split_factor(factors, axes)
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
-    if split is not None and split.role is Role.SUMMARY:
+    if split is not None and split.role is not Role.HALO:
         made = _summarised(instruction, split, axes[split.name], places, inputs, engine)
     else:
         made = []
@@ -208,21 +208,16 @@ def _summarised(
 ) -> list[tuple[Array, ...]]:
     """Every block's summary to every device of its group, then the rest of the work."""
     op = instruction.operation
-    lower = op.kind.lower
-    assert isinstance(lower, Summary)
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
     starts = (0,) * len(types)
     blocks = [Block(op, types, outs[0], p.offsets, engine, None, starts) for p in places]
-    arrays = [[b[device] for b in inputs] for device in range(len(places))]
     made: list[tuple[Array, ...]] = [()] * len(places)
-    with np.errstate(all="ignore"):
-        told = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
-        for group in instruction.outputs[0].sharding.mesh.groups(over):
-            heard = group if instruction.exchanges else group[:1]
-            gathered = tuple(np.stack(parts) for parts in zip(*(told[d] for d in heard), strict=True))
-            for n, device in enumerate(group):
-                made[device] = finished(op, outs, lower.finish(blocks[device], gathered, n, *arrays[device]))
+    for group in instruction.outputs[0].sharding.mesh.groups(over):
+        arrays = [[b[device] for b in inputs] for device in group]
+        parts = summarised(op, outs, [blocks[d] for d in group], arrays, bool(instruction.exchanges))
+        for device, part in zip(group, parts, strict=True):
+            made[device] = part
     return made
 
 
