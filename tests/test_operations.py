@@ -15,8 +15,9 @@ from meshlib.errors import LayoutError
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.homes import is_inner
 from meshlib.operation import ON_MXU, OPERATIONS, RESIDENT, Kind, OpDef, Storage, Work
-from meshlib.program.instructions import Compute, Instruction, Loop
+from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.records import Program
+from meshlib.program.work import local_work
 from tests.cases import CASES, Array, Case, dims
 from tests.effort import draws
 from tests.oracle import UNSHARDED, Layout, assert_close, draw_layout, needed, numeric_gradient, run
@@ -356,7 +357,11 @@ def check_work(program: Program, about: str) -> None:
         if not isinstance(i, Compute):
             continue
         op, out = i.operation, i.outputs[0]
-        local = op.kind.work(tuple(x.local for x in i.inputs), out.local, op.attrs)
+        own = [Value(v.tensor, v.sharding).local for v in (*i.inputs, out)]  # margins are work done besides
+        local = op.kind.work(tuple(own[:-1]), own[-1], op.attrs)
+        done = local_work(program, i)
+        margins = bool(out.margins)
+        assert (done.vpu_ops > local.vpu_ops) is margins or local.vpu_ops == 0, f"{about}: {op} does {done}"
         whole = op.kind.work(tuple(x.tensor.type for x in i.inputs), out.tensor.type, op.attrs)
         split = dict(i.assignment)
         idle = idle_factors(i)
