@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -251,7 +251,7 @@ class OpDef:
     kind: Kind
     shape: ShapeRule
     roles: Callable[[Operation], tuple[Factor, ...]]
-    local: Callable[..., Array]
+    local: Callable[..., Array | tuple[Array, ...]]
     grad: GradRule
     work: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Work]
     linear: Callable[[Operation], Linear] = lambda op: NONLINEAR
@@ -287,10 +287,16 @@ def _record(name: str) -> OpDef:
     return OPERATIONS[name]
 
 
-def operation(name: str, **fields: Any) -> OpDef:
+def operation(name: str, **of: Any) -> OpDef:
     """Define and register an operation: the fields of `OpDef`."""
-    record = OpDef(name=name, **fields)
+    record = OpDef(name=name, **of)
     if name in OPERATIONS:
         raise ValueError(f"operation {name!r} is defined twice")
     OPERATIONS[name] = record
     return record
+
+
+def variant(record: OpDef, name: str, **other: Any) -> OpDef:
+    """Define and register an operation that is another one but for these fields."""
+    same = {f.name: getattr(record, f.name) for f in fields(record)}
+    return operation(**{**same, "name": name, **other})

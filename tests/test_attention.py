@@ -62,15 +62,72 @@ def test_long_sequences_run_by_run(memory, causal, window):
 
 
 def test_a_split_sequence_knows_where_its_rows_are():
-    """On the exact executor: every device has 3 of 12 rows, all keys come to it, its keys' gradients go back."""
+    """On the exact executor: every device has 3 of 12 rows, and the 3 keys before its own come to it."""
     feeds = operands(12, 12)
     i, j = np.arange(12)[:, None], np.arange(12)
     made = program(12, 12, "p:4", "length:p;memory_length:p", causal=True, window=4)
     (found,) = run(made, feeds)
     assert_close(found, dense(*(feeds[n] for n in ("q", "k", "v", "dy")), (j <= i) & (i - j < 4)), 1e-13, "split")
-    kinds = [c.kind for c in made.collectives]
-    # Keys and values once forward and once backward; their gradients.
-    assert sorted(kinds) == ["all_gather"] * 4 + ["reduce_scatter"] * 2
+    row = 2 * 2 * 4 * 8
+    sent = [(c.kind, c.op.rpartition("attention_window_")[2], c.tensor, c.sent_bytes // row) for c in made.collectives]
+    assert sent == [
+        ("collective_permute", *moved)
+        for moved in [
+            ("attention_window", "k", 3),
+            ("attention_window", "v", 3),
+            ("grad_query", "k", 3),
+            ("grad_query", "v", 3),
+            # Of the 3 queries that see a block's last key, and of all keys that these see.
+            ("grad_memory", "q", 3),
+            ("grad_memory", "k", 6),
+            ("grad_memory", "v", 6),
+            ("grad_memory", "dy", 3),
+        ]
+    ]
+    assert made.sent_bytes == 30 * row
+
+
+@pytest.mark.parametrize("masked", [(), ("memory_length",), ("batch", "length"), ("length", "memory_length")])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 4, 7, 30])
+def test_a_window_along_a_split_sequence(window, causal, masked):
+    """Narrower than a block, wider, wider than all; keys of one head, more heads of queries; masks of either dim."""
+    rows, keys, group = D("length", 12), D("memory_length", 12), D("group", 3)
+    rng = np.random.default_rng(window)
+    sizes = {d.name: d for d in (BATCH, rows, keys)}
+    shapes = {"q": [rows, BATCH, group, SIZE], "k": [BATCH, keys, SIZE], "v": [keys, BATCH, SIZE]}
+    shapes["dy"] = shapes["q"]
+    feeds = {n: rng.normal(size=[d.size for d in dims]) for n, dims in shapes.items()}
+    with mtf.Graph():
+        given = {n: mtf.input(n, dims, "float64") for n, dims in shapes.items()}
+        mask = None
+        if masked:
+            feeds["mask"] = rng.random([sizes[n].size for n in masked]) < 0.7
+            mask = mtf.input("mask", [sizes[n] for n in masked], "bool")
+        q, k, v, dy = given.values()
+        y = mtf.attention(q, k, v, rows, keys, SIZE, causal=causal, window=window, mask=mask)
+        outputs = dict(zip(("y", "dq", "dk", "dv"), [y, *mtf.gradients([y], [q, k, v], [dy])], strict=True))
+    (wanted,) = run(mtf.lower(outputs, precision="highest"), feeds)
+    for mesh in ("p:2", "p:4", "p:2;q:6"):
+        rules = "length:q;memory_length:q?;batch:p" if "q" in mesh else "length:p;memory_length:p?"
+        split = mtf.lower(outputs, mesh=mesh, layout=rules, precision="highest")
+        if masked != ("length", "memory_length"):  # of which no run tells what a block needs
+            assert not [c for c in split.collectives if c.kind != "collective_permute"]
+        for executor, fold in (("exact", True), ("fast", True), ("fast", False)):
+            (found,) = run(split, feeds, executor, fold)
+            assert_close(found, wanted, 1e-12, (mesh, executor, fold))
+
+
+def test_a_window_moves_keys_beside_a_block_whatever_the_length():
+    """A window of 16: 15 keys before a block and 15 after it, of 128 or of 1024 rows."""
+    for length in (128, 1024):
+        rows, keys = D("length", length), D("memory_length", length)
+        with mtf.Graph():
+            q = mtf.input("q", [BATCH, rows, HEADS, SIZE])
+            k, v = (mtf.input(n, [BATCH, keys, HEADS, SIZE]) for n in "kv")
+            y = mtf.attention(q, k, v, rows, keys, SIZE, window=16)
+        made = mtf.lower([y], mesh="p:4", layout="length:p;memory_length:p")
+        assert [(c.tensor, c.sent_bytes) for c in made.collectives] == [(n, 30 * 2 * 2 * 4 * 4) for n in "kv"]
 
 
 # Memory split over 4 cores; one number for each of 2 x 2 x 2 batches, heads and queries.
@@ -142,7 +199,8 @@ def test_split_keys_give_the_same_numbers(masked, causal, window):
     for layout, mesh in layouts.items():
         split = mtf.lower(outputs, mesh=mesh, layout=layout, precision="highest", balance=mtf.Balance(1e-3, 1e-3))
         inside = [i for i in split.instructions if i.transfers and not i.is_collective]
-        assert [i.opcode for i in inside] == ["attention", "attention_grad_query", "attention_grad_memory"]
+        opcodes = [i.opcode.replace("_window", "") for i in inside]
+        assert opcodes == ["attention", "attention_grad_query", "attention_grad_memory"]
         for executor, fold in (("exact", True), ("fast", True), ("fast", False)):
             (found,) = run(split, feeds, executor, fold)
             assert_close(found, wanted, 1e-12, (layout, executor, fold))

@@ -410,13 +410,15 @@ def attention_flops(i: Instruction) -> int:
     sizes = {d.name: d.size for v in i.inputs for d in v.local.shape}
     names = {d.name for x in op.inputs[:2] for d in x.shape} - {op.attrs["key_dim"]}
     pairs = prod(sizes[n] for n in names)
+    if op.kind.name.startswith("attention_window"):  # queries here, and all keys of one sequence
+        pairs = pairs // sizes[op.attrs["memory_length"]] * op.inputs[1].shape.dim(op.attrs["memory_length"]).size
     key, value = sizes[op.attrs["key_dim"]], sizes[op.attrs["value_dim"]]
     products = {
         "attention": key + value,  # q k, p v
         "attention_grad_query": 2 * key + value,  # q k, dy v, ds k
         "attention_grad_memory": 2 * key + 2 * value,  # q k, dy v, ds q, p dy
     }
-    return 2 * pairs * products[op.kind.name]
+    return 2 * pairs * products[op.kind.name.replace("_window", "")]
 
 
 def test_data_parallel_divides_all_flops() -> None:

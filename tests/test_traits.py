@@ -221,6 +221,9 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("split", "attention", {"roles": every(Role.SUMMARY, "memory_length")}),
     ("split", "attention_grad_query", {"lower": weighed(lambda levels, means: (levels[0], means.sum(0)), "query")}),
     ("split", "attention_grad_query", {"lower": OPERATIONS["attention"].lower}),
+    ("split", "attention_window", {"lower": Halo(lambda op, i, start, stop: (start, stop))}),
+    ("split", "attention_window_grad_memory", {"lower": OPERATIONS["attention_window"].lower}),
+    ("split", "attention_window_grad_memory", {"local": OPERATIONS["attention_grad_memory"].local}),
     ("split", "attention_grad_memory", {"lower": OPERATIONS["attention_grad_query"].lower}),
 )
 

@@ -20,6 +20,7 @@ from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
 from meshlib.graph import FORWARD, Tensor
 from meshlib.operation import RESIDENT, Kind, Scores, Storage
+from meshlib.ops.attention import seen_pairs
 from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program, walk
@@ -183,9 +184,7 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
     q, k, v = (x.local.shape for x in instruction.inputs[:3])
     attrs = instruction.operation.attrs
     key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
-    share = attrs["share"]
-    points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
-    scores = points * share.numerator // share.denominator
+    scores = seen_pairs(q, k, attrs)
     of = instruction.operation.kind.scores
     assert of is not None
     contracted, turned = Attention(of, scores, key, value, 1).products(together=False)

@@ -4,7 +4,8 @@ Three operations: the result, and its gradients for the queries and for keys and
 scores again, as flash kernels do. Queries, heads and batches may be split over devices. So may keys and values: a
 device then needs of the others' keys one number per query (two for gradients), the logarithm of the sum of
 exp(scores), and what it makes of its own keys is a share of the result, a pending sum. Where keys and values are
-smaller than these and the result, they are gathered instead. Source: Dao et al., arXiv:2205.14135; Splash attention
+smaller than these and the result, they are gathered instead. Through a window of a sequence on itself, which has
+operations of its own, neighbours move. Source: Dao et al., arXiv:2205.14135; Splash attention
 in jax-ml/jax: jax/experimental/pallas/ops/tpu/splash_attention; shares of split keys: Liu et al., arXiv:2310.01889.
 
 Numerics are those of the MXU: float32 operands are rounded to bfloat16 on the way in, probabilities and their
@@ -25,15 +26,16 @@ from meshlib.differentiation import composed_gradient
 from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import Factor, Kind, Linear, Role, Scores, Work, operation
-from meshlib.ops.attention_kernel import (
+from meshlib.operation import Factor, Kind, Linear, Role, Scores, Work, operation, variant
+from meshlib.ops.attention_kernel import local_grad_memory, local_grad_query, local_result, seen_keys
+from meshlib.ops.attention_split import (
     SPLIT_GRAD_MEMORY,
     SPLIT_GRAD_QUERY,
     SPLIT_RESULT,
-    local_grad_memory,
-    local_grad_query,
-    local_result,
-    seen_keys,
+    WINDOW_GRAD_MEMORY,
+    WINDOW_RESULT,
+    joined_factors,
+    window_grad_memory,
 )
 from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.einsum import einsum
@@ -130,9 +132,29 @@ def _query_roles(op: Operation) -> tuple[Factor, ...]:
 
 
 def _memory_roles(op: Operation) -> tuple[Factor, ...]:
-    q, k = op.inputs[0].shape, op.inputs[1].shape
-    summed = {d.name: Role.SUM for d in q if d.name not in k}
-    return named_factors(op, {**summed, op.attrs["memory_length"]: Role.SUMMARY, **_whole(op)})
+    return named_factors(op, {**_summed(op), op.attrs["memory_length"]: Role.SUMMARY, **_whole(op)})
+
+
+def _summed(op: Operation) -> dict[str, Role]:
+    """Dims that queries alone have, in the gradients of keys and values."""
+    return {d.name: Role.SUM for d in op.inputs[0].shape if d.name not in op.inputs[1].shape}
+
+
+def _window_roles(out: str) -> Callable[[Operation], tuple[Factor, ...]]:
+    """Those of attention through a window, whose result has the dim that attribute `out` names."""
+
+    def roles(op: Operation) -> tuple[Factor, ...]:
+        return joined_factors(op, out, {**(_summed(op) if out == "memory_length" else {}), **_whole(op)})
+
+    return roles
+
+
+def seen_pairs(q: Shape, k: Shape, attrs: Mapping[str, Any]) -> int:
+    """Pairs of query and key in the tiles that a kernel computes; a window reaches keys beyond its own block."""
+    keys = k.dim(attrs["memory_length"]).size if attrs["keys"] is None else attrs["keys"]
+    share: Fraction = attrs["share"]
+    points: int = prod(d.size for d in q if d.name != attrs["key_dim"]) * keys
+    return points * share.numerator // share.denominator
 
 
 def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
@@ -145,9 +167,7 @@ def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
         q, k, v = (t.shape for t in ins[:3])
         key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
-        share: Fraction = attrs["share"]
-        points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
-        computed = points * share.numerator // share.denominator
+        computed = seen_pairs(q, k, attrs)
         passes = 6 if attrs.get("precision") == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as of einsum
         return Work(2 * computed * (over_key * key + over_value * value) * passes, computed * ops)
 
@@ -159,8 +179,9 @@ def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     q, k, v, *mask = op.inputs
-    dq = build(GRAD_QUERY, [q, k, v, dy, *mask], op.attrs)
-    dk, dv = build_all(GRAD_MEMORY, [q, k, v, dy, *mask], op.attrs)
+    of_query, of_memory = (WINDOW_QUERY, WINDOW_MEMORY) if op.kind is WINDOW else (GRAD_QUERY, GRAD_MEMORY)
+    dq = build(of_query, [q, k, v, dy, *mask], op.attrs)
+    dk, dv = build_all(of_memory, [q, k, v, dy, *mask], op.attrs)
     return [dq, dk, dv, *(None for _ in mask)]
 
 
@@ -246,6 +267,16 @@ GRAD_MEMORY = operation(
     work=_work(2, 2, _GRAD_OPS),
     scores=Scores(_BOTH, turned=_BOTH, repeated=2, backward=True),
 )
+# A sequence on itself through a window: where both are split alike, neighbours move.
+WINDOW = variant(ATTENTION, "attention_window", roles=_window_roles("length"), lower=WINDOW_RESULT)
+WINDOW_QUERY = variant(GRAD_QUERY, "attention_window_grad_query", roles=_window_roles("length"), lower=WINDOW_RESULT)
+WINDOW_MEMORY = variant(
+    GRAD_MEMORY,
+    "attention_window_grad_memory",
+    roles=_window_roles("memory_length"),
+    local=window_grad_memory,
+    lower=WINDOW_GRAD_MEMORY,
+)
 
 
 def attention(
@@ -294,7 +325,13 @@ def attention(
     Source: Dao et al., "FlashAttention", arXiv:2205.14135.
     """
     attrs = arguments("attention", q, k, v, (length, memory_length, key_dim, value_dim), causal, window, scale)
-    return build(ATTENTION, [q, k, v, *([] if mask is None else [tensor(mask, "attention")])], attrs, name)
+    masks = () if mask is None else (tensor(mask, "attention"),)
+    rows, keys = q.shape.dim(attrs["length"]).size, k.shape.dim(attrs["memory_length"]).size
+    # Of a mask with both dims no run of either tells what a block needs.
+    both = any({attrs["length"], attrs["memory_length"]} <= {*m.shape.names} for m in masks)
+    near = window is not None and rows == keys and not both
+    attrs["keys"] = keys if near else None
+    return build(WINDOW if near else ATTENTION, [q, k, v, *masks], attrs, name)
 
 
 def arguments(

@@ -1,23 +1,17 @@
 """NumPy for fused attention on one device's blocks: batched products over tiles of rows, so that memory stays small.
 
-Where the keys are split, a device knows of the others' what `Summary` says: per query the logarithm of the sum of
-exp(scores), by which each block's share of the softmax is weighed, and for gradients the mean of the weights'
-cotangents.
+Of keys that are split a device knows what it has `heard` of the others: see `meshlib.ops.attention_split`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from layouts import Shape
-from meshlib.dtypes import FLOAT32, FLOAT64
-from meshlib.graph import TensorType
-from meshlib.operation import Array, Block, Summary
+from meshlib.operation import Array, Block, Halo
 from meshlib.ops.rules import align
 
 # Scores held at once: what is done to them element by element stays in the second-level cache.
@@ -96,7 +90,10 @@ class Kernel:
         count = 4 if with_cotangent else 3
         masks = zip(arrays[count:], named[count:], strict=True)
         self.mask = next((align(mask, names, (*rows, self.memory)) for mask, names in masks), None)
-        self.first_key = block.offsets[self.memory]
+        # Of runs that a window needs, `starts` says where they begin.
+        runs = isinstance(block.operation.kind.lower, Halo)
+        self.first_query = block.starts[0] if runs else block.offsets[self.length]
+        self.first_key = block.starts[1] if runs else block.offsets[self.memory]
         whole = block.operation.inputs[1].shape.dim(self.memory).size
         self.blind = self.mask is not None or self.k.shape[-2] < whole  # whether a query may see no key here
 
@@ -112,11 +109,11 @@ class Kernel:
     def rows(self, memory: Memory) -> Iterator[Rows]:
         """The queries of these batches, run by run."""
         count, length = len(self.batch), self.q.shape[-2]
-        offset, causal, window = self.block.offsets[self.length], self.block.attrs["causal"], self.block.attrs["window"]
+        causal, window = self.block.attrs["causal"], self.block.attrs["window"]
         step = self._most_rows()
         for start in range(0, length, step):
             queries = slice(start, min(start + step, length))
-            first, last = offset + queries.start, offset + queries.stop
+            first, last = self.first_query + queries.start, self.first_query + queries.stop
             here = self.first_key
             low, high = (n - here for n in seen_keys(first, last, here + self.k.shape[-2], causal, window))
             keys = slice(max(low, 0), max(low, high, 0))
@@ -225,17 +222,17 @@ def _largest(x: Array) -> Array:
     return peak
 
 
-def _put(out: Array, cut: Cut, queries: slice, made: Array) -> None:
+def put(out: Array, cut: Cut, queries: slice, made: Array) -> None:
     part = out[cut][..., queries, :]
     part[...] = made.reshape(part.shape)
 
 
 def local_result(block: Block, *arrays: Array) -> Array:
     """The attention of this device's queries."""
-    return _result(block, arrays, None)
+    return result(block, arrays, None)
 
 
-def _result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Array:
+def result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Array:
     kernel = Kernel(block, arrays, with_cotangent=False)
     out = block.result()
     y = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.value))
@@ -246,7 +243,7 @@ def _result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Arr
             np.divide(made, total, out=made)
             if heard is not None:
                 np.multiply(made, kernel.share(level, heard, rows, memory), out=made)
-            _put(y, memory.batch, rows.queries, made)
+            put(y, memory.batch, rows.queries, made)
     return out
 
 
@@ -265,18 +262,18 @@ def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, A
     """dq, dk, dv: what one of the two gradients of the same operands finds serves the other, too."""
     shared, attrs = block.engine.shared, block.attrs
     if shared is None:
-        return _gradients(block, arrays)
-    options = (attrs["causal"], attrs["window"], attrs["scale"], block.offsets[attrs["length"]])
+        return gradients(block, arrays)
+    options = (attrs["causal"], attrs["window"], attrs["scale"], block.offsets[attrs["length"]], *block.starts)
     key = ("attention", block.engine.trips, *options, *map(id, arrays))
     if key in shared:
         found: tuple[Array, Array, Array] = shared.pop(key)[0]
         return found
-    made = _gradients(block, arrays)
+    made = gradients(block, arrays)
     shared[key] = made, arrays  # the operands are kept, so that no other arrays take their identities
     return made
 
 
-def _gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:
+def gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:
     kernel = Kernel(block, arrays, with_cotangent=True)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
     q, k, v = (t.shape.names for t in block.inputs[:3])
@@ -287,71 +284,9 @@ def _gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = No
         k_sum, v_sum = np.zeros(memory.k.shape, memory.k.dtype), np.zeros(memory.v.shape, memory.v.dtype)
         for rows in kernel.rows(memory):
             p, ds = kernel.cotangents(rows, memory, heard)
-            _put(dq_rows, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
+            put(dq_rows, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
             k_sum[:, rows.keys] += kernel.product(ds.swapaxes(1, 2), rows.q)
             v_sum[:, rows.keys] += kernel.product(kernel.engine.made_inside(p).swapaxes(1, 2), rows.dy)
-        _put(dk_rows, memory.batch, slice(None), k_sum)
-        _put(dv_rows, memory.batch, slice(None), v_sum)
+        put(dk_rows, memory.batch, slice(None), k_sum)
+        put(dv_rows, memory.batch, slice(None), v_sum)
     return dq, dk, dv
-
-
-# ---------------------------------------------------------------- keys split over devices
-
-
-def _levels(block: Block, *arrays: Array) -> tuple[Array, ...]:
-    """Per query log(sum(exp(scores))) over the keys of this block."""
-    kernel = Kernel(block, arrays, with_cotangent=False)
-    levels = kernel.row_sized()
-    for memory in kernel.batches():
-        for rows in kernel.rows(memory):
-            _put(levels, memory.batch, rows.queries, kernel.weights(rows, memory)[2])
-    return (levels,)
-
-
-def _levels_and_means(block: Block, *arrays: Array) -> tuple[Array, ...]:
-    """As `_levels`; besides the mean of the cotangents of the weights, by the softmax over the keys of this block."""
-    kernel = Kernel(block, arrays, with_cotangent=True)
-    levels, means = kernel.row_sized(), kernel.row_sized()
-    for memory in kernel.batches():
-        for rows in kernel.rows(memory):
-            p, level = kernel.probabilities(rows, memory)
-            _, mean = kernel.weight_cotangents(p, rows, memory)
-            _put(levels, memory.batch, rows.queries, level)
-            _put(means, memory.batch, rows.queries, mean)
-    return levels, means
-
-
-def _combined(levels: Array, means: Array | None = None) -> tuple[Array, ...]:
-    """Those over the keys of all blocks."""
-    whole = np.logaddexp.reduce(levels, axis=0)
-    if means is None:
-        return (whole,)
-    shares = np.where(np.isneginf(levels), 0, np.exp(levels - whole))
-    return whole, np.add.reduce(shares * means, axis=0)
-
-
-def _summary_types(count: int) -> Callable[[tuple[TensorType, ...], Mapping[str, Any]], tuple[TensorType, ...]]:
-    """So many numbers for each query, in float32 unless all is in float64."""
-
-    def types(ins: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> tuple[TensorType, ...]:
-        rows = Shape([d for d in ins[0].shape if d.name != attrs["key_dim"]])
-        return (TensorType(rows, FLOAT64 if ins[0].dtype is FLOAT64 else FLOAT32),) * count
-
-    return types
-
-
-SPLIT_RESULT = Summary(
-    _levels,
-    lambda block, heard, index, *arrays: _result(block, arrays, heard[0]),
-    _summary_types(1),
-    _combined,
-)
-SPLIT_GRAD_QUERY = Summary(
-    _levels_and_means,
-    lambda block, heard, index, *arrays: _gradients(block, arrays, heard)[0],
-    _summary_types(2),
-    _combined,
-)
-SPLIT_GRAD_MEMORY = replace(
-    SPLIT_GRAD_QUERY, finish=lambda block, heard, index, *arrays: _gradients(block, arrays, heard)[1:]
-)
