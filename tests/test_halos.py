@@ -322,6 +322,20 @@ def test_wrong_bytes_of_a_margin_are_refused(field: str) -> None:
             check_program(broken, "sabotage")
 
 
+def test_a_cut_with_too_little_of_what_is_whole_is_refused() -> None:
+    """Keys lie everywhere; each device cuts those in reach of its queries, which sends nothing."""
+    with mtf.Graph():
+        q, k, v = (mtf.input(n, [D(dim, 64), C]) for n, dim in (("q", "n"), ("k", "m"), ("v", "m")))
+        program = mtf.lower([mtf.attention(q, k, v, "n", "m", C, window=5)], mesh="p:4", layout="n:p")
+    assert not program.collectives
+    n = first(program, lambda i: i.opcode == "slice")
+    (y,) = program.instructions[n].outputs
+    assert y.margins == (Margin("m", 4, 4, False),)
+    narrow = Value(y.tensor, y.sharding, (Margin("m", 4, 3, False),))
+    with pytest.raises(mtf.ProgramError, match=r"its block needs margins m 4\+4"):
+        check_program(renamed(changed(program, n, outputs=(narrow,)), y, narrow), "sabotage")
+
+
 def test_margins_do_not_leave_a_program() -> None:
     with mtf.Graph():
         x = mtf.input("x", [B, N, C])

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from layouts.plan import Step
-from meshlib.operation import Factor, Halo
+from meshlib.lowering.passes import remove_dead_code
+from meshlib.operation import Factor, Role
 from meshlib.program.checker import instruction_factors
-from meshlib.program.instructions import Compute, Instruction, Reason, Value, Widen
-from meshlib.program.margins import Margin, given_away, keeps_margins, needed_margins, reach, takes_margins
+from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
+from meshlib.program.margins import Margin, fits, given_away, keeps_margins, needed_margins, takes_margins
 from meshlib.program.records import Program
 
 Wide = dict[str, Margin]  # by dim
@@ -27,11 +28,15 @@ Root = tuple[Value, str]  # a value that is widened along a dim
 
 
 class Point(NamedTuple):
-    """A value by which a shift could be served, if it had this margin; `work` elements of margins lie between."""
+    """A value by which a shift could be served, if it had this margin; `work` elements of margins lie between.
+
+    `free`: it is cut of what lies there whole, and may as well be cut with a margin.
+    """
 
     value: Value
     margin: Margin
     work: int
+    free: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,21 +74,26 @@ class _Widening:
     program: Program
     makers: dict[Value, Compute] = field(default_factory=dict)
     users: dict[Value, list[Instruction]] = field(default_factory=dict)
+    cuts: dict[Value, tuple[Value, Step]] = field(default_factory=dict)  # local cuts, and of what
     factors: dict[Compute, tuple[Factor, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         moving = [i for i in self.program.instructions if isinstance(i, Compute) and i.exchanges]
-        if len(moving) < 2:  # nobody to share with
-            self.demands: list[Demand] = []
+        self.demands: list[Demand] = []
+        if not moving:
             return
         self.pinned = {*self.program.outputs.values(), *self.program.updates.values()}
         for i in self.program.instructions:
             if isinstance(i, Compute):
                 self.makers.update((y, i) for y in i.outputs)
+            elif isinstance(i, Move) and i.opcode == "slice":
+                self.cuts.update(zip(i.outputs, zip(i.inputs, i.steps, strict=True), strict=True))
             for x in i.inputs:
                 self.users.setdefault(x, []).append(i)
         self.shifting = {i: f for i in moving if (f := self._uniform(i)) is not None}
-        self.demands = [Demand(i, tuple(self._points(i, f))) for i, f in self.shifting.items()]
+        for i, f in self.shifting.items():
+            points = [tuple(self._points(i, f, n)) for n in range(len(i.inputs))]
+            self.demands += [Demand(i, found) for found in points if found]
 
     # ------------------------------------------------------------ who needs what
 
@@ -93,21 +103,22 @@ class _Widening:
         return self.factors[i]
 
     def _uniform(self, i: Compute) -> Factor | None:
-        """The split dim of a shift: every block needs equally much of its neighbours."""
-        split = _split(i)
-        found = [f for f in self.factors_of(i) if f.name in split and reach(i.operation, f) is not None]
-        return found[0] if len(found) == 1 and not i.inputs[0].sharding.pending else None
+        """The split dim of a shift or window: every block needs equally much of its neighbours."""
+        split, factors = _split(i), self.factors_of(i)
+        found = [f for f in factors if f.name in split and f.role is Role.HALO]
+        pending = any(x.sharding.pending for x in i.inputs)
+        return found[0] if len(found) == 1 and not pending and takes_margins(i.operation, factors, split) else None
 
-    def _points(self, i: Compute, f: Factor) -> Iterator[Point]:
+    def _points(self, i: Compute, f: Factor, operand: int) -> Iterator[Point]:
         """The operand; then what it is made of, and so on, as long as one operand alone has the dim."""
-        lower = i.operation.kind.lower
-        assert isinstance(lower, Halo)
-        far = reach(i.operation, f)
-        assert far is not None
-        margin = Margin(str(f.operands[0]), max(far[0], 0), max(far[1], 0), lower.wrap(i.operation))
-        value, work = i.inputs[0], 0
-        while self._fits(value, margin):
-            yield Point(value, margin, work)
+        needed = needed_margins(i.operation, self.factors_of(i), operand, {}, _split(i))
+        dim, value, work = f.operands[operand], i.inputs[operand], 0
+        if dim is None or dim not in needed:
+            return
+        margin = needed[dim]
+        while not value.sharding.pending and fits(margin, value.tensor, value.sharding):
+            free = value in self.cuts and self.cuts[value][1].dim == dim and not self.cuts[value][0].sharding.of(dim)
+            yield Point(value, margin, work, free)
             if not self._can_be_wide(value, i.region):
                 return
             maker = self.makers[value]
@@ -124,10 +135,6 @@ class _Widening:
                 return
             work += (margin.before + margin.after) * _row(value, margin.dim)
             value, margin = found[0]
-
-    def _fits(self, v: Value, m: Margin) -> bool:
-        size, block = v.tensor.shape.dim(m.dim).size, v.sharding.local_shape.dim(m.dim).size
-        return not v.sharding.pending and block + m.before + m.after <= (size if m.wrap else 2 * size)
 
     def _can_be_wide(self, v: Value, region: str) -> bool:
         """Whether it can be made with margins: by work on what has them, for computations of its region alone."""
@@ -153,14 +160,14 @@ class _Widening:
                 groups.setdefault(d.key, []).append(d)
         for group in groups.values():
             for linked in _linked(group):
-                apart = sum(_cost({d.points[0].value: d.points[0].margin}, 0) for d in linked)
+                apart = sum(_sent(d.points[0].value, d.points[0].margin) for d in linked)
                 chosen = _placed(linked)
                 if _total(chosen) >= apart:
                     continue
                 served: dict[Value, list[Point]] = {}
                 for p in chosen.values():
                     served.setdefault(p.value, []).append(p)
-                yield frozenset((v, p[0].margin.dim) for v, p in served.items() if len(p) > 1 or p[0].work)
+                yield frozenset((v, p[0].margin.dim) for v, p in served.items() if len(p) > 1 or p[0].work or p[0].free)
 
     # ------------------------------------------------------------ the new program
 
@@ -177,17 +184,16 @@ class _Widening:
                 return None
             made = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
             inside = {v for v, margins in made.items() if margins}
+            covered.update(i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0])))
             # Who works with margins has no exchange of its own besides.
-            forced = {
-                i for i in self.shifting if i not in covered and (i.inputs[0] in inside or i.outputs[0] in inside)
+            alone = {
+                (points[0].value, points[0].margin.dim)
+                for i, points in ((d.instruction, d.points) for d in self.demands)
+                if i in covered and not any((p.value, p.margin.dim) in roots for p in points)
             }
-            if not forced:
+            if not alone:
                 break
-            for i in forced:
-                covered.add(i)
-                x, dim = i.inputs[0], self.shifting[i].operands[0]
-                assert dim is not None
-                roots.add((x, dim))
+            roots |= alone
         if not all(self._can_be_wide(v, self.makers[v].region) if v in self.makers else False for v in inside):
             return None
         return _Rewriter(self, roots, covered, made).run()
@@ -237,7 +243,7 @@ class _Rewriter:
                         self.wanted.setdefault((x, i.region), []).append(margins)
         for i in program.instructions:
             self.instructions.append(self._computed(i) if isinstance(i, Compute) else i)
-        return program.with_instructions(self.instructions)
+        return remove_dead_code(program.with_instructions(self.instructions))
 
     def _needs(self, i: Compute) -> list[Wide]:
         return self.widening.needs(i, self.made.get(i.outputs[0], {}), self.covered)
@@ -283,6 +289,8 @@ class _Rewriter:
                 known.append(at)
 
     def _exchange(self, x: Value, m: Margin, user: Compute, users: int) -> Value:
+        if x in self.widening.cuts and not x.margins and (cut := self._cut(x, m, user)) is not None:
+            return cut
         axes, size = x.sharding.of(m.dim), x.tensor.shape.dim(m.dim).size
         count = x.sharding.mesh.group_size(axes)
         row_bytes = x.local_bytes // (size // count)
@@ -299,6 +307,18 @@ class _Rewriter:
         )
         reason = Reason(op.name, m.dim, why, avoid, op.source, op.region)
         self.instructions.append(Widen(op, (x,), (y,), user.region, (step,), (reason,), by_block=sent))
+        return y
+
+    def _cut(self, x: Value, m: Margin, user: Compute) -> Value | None:
+        """With a margin of what it was cut of, if that is whole."""
+        whole, step = self.widening.cuts[x]
+        if step.dim != m.dim or whole.sharding.of(m.dim):
+            return None
+        y = Value(x.tensor, x.sharding, (m,))
+        op = user.operation
+        why = f"{op.kind.name} '{op.name}' needs a part of '{x.tensor.name}' only; each core keeps its own"
+        reason = Reason(op.name, m.dim, why, "costs nothing", op.source, user.region)
+        self.instructions.append(Move(op, (whole,), (y,), user.region, (step,), (reason,)))
         return y
 
 
@@ -333,14 +353,13 @@ def _joined(points: list[Point]) -> dict[Value, Margin]:
     return found
 
 
-def _cost(margins: Mapping[Value, Margin], work: int) -> int:
-    sent = sum((m.before + m.after) * _row(v, m.dim) * v.tensor.dtype.itemsize for v, m in margins.items())
-    return sent + work
+def _sent(v: Value, m: Margin) -> int:
+    return (m.before + m.after) * _row(v, m.dim) * v.tensor.dtype.itemsize
 
 
 def _total(chosen: Mapping[Demand, Point]) -> int:
-    points = list(chosen.values())
-    return _cost(_joined(points), sum(p.work for p in points))
+    moved = _joined([p for p in chosen.values() if not p.free])
+    return sum(_sent(v, m) for v, m in moved.items()) + sum(p.work for p in chosen.values())
 
 
 def _linked(demands: list[Demand]) -> list[list[Demand]]:
@@ -359,7 +378,7 @@ def _linked(demands: list[Demand]) -> list[list[Demand]]:
                 linked.append(d)
                 waiting += [other for p in d.points for other in of[p.value]]
         found.append(linked)
-    return [group for group in found if len(group) > 1]
+    return found
 
 
 def _placed(demands: list[Demand]) -> dict[Demand, Point]:
@@ -369,7 +388,7 @@ def _placed(demands: list[Demand]) -> dict[Demand, Point]:
     for d in demands:
         for p in d.points:
             candidates.setdefault(p.value, {})[d] = p
-    meeting = {v: served for v, served in candidates.items() if len(served) > 1}
+    meeting = {v: d for v, d in candidates.items() if len(d) > 1 or any(p.free for p in d.values())}
     while meeting:
         best = min(meeting.values(), key=lambda served: _total({**chosen, **served}))
         if _total({**chosen, **best}) >= _total(chosen):

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layouts import LayoutError, Mesh, Shape, Sharding
+from layouts.plan import Step
 from layouts.sharding import laid
 from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
 from meshlib.ops.sources import is_zero
 from meshlib.program.exchange import plan_exchanges
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
-from meshlib.program.margins import given_away, keeps_margins, needed_margins, takes_margins
+from meshlib.program.margins import fits, given_away, keeps_margins, needed_margins, takes_margins
 from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside, derive
@@ -135,7 +136,7 @@ def _check_reshard(instruction: Move) -> None:
     for x, y, step in zip(instruction.inputs, instruction.outputs, instruction.steps, strict=True):
         if x.tensor is not y.tensor:
             raise ProgramError(f"moves {x.tensor.name} into {y.tensor.name}")
-        if x.margins or y.margins:
+        if x.margins or (y.margins and not _cuts_margins(step, y)):
             raise ProgramError(f"moves {x} to {y}, which loses margins or makes them")
         if x.sharding != step.before or y.sharding != step.after:
             raise ProgramError(f"step {step.before} -> {step.after} does not move {x.sharding} to {y.sharding}")
@@ -150,6 +151,12 @@ def _check_reshard(instruction: Move) -> None:
             raise ProgramError(f"claims {step.sent_bytes} bytes sent of {step.payload_bytes}; a ring sends {sent}")
 
 
+def _cuts_margins(step: Step, y: Value) -> bool:
+    """Whether a local cut of what is whole leaves margins along its dim."""
+    whole = step.kind == "slice" and step.dim is not None and not step.before.of(step.dim) and not y.sharding.pending
+    return whole and all(m.dim == step.dim and fits(m, y.tensor, y.sharding) for m in y.margins)
+
+
 def _check_widened(instruction: Widen) -> None:
     (x,), (y,), (step,) = instruction.inputs, instruction.outputs, instruction.steps
     new = [m for m in y.margins if m not in x.margins]
@@ -160,10 +167,9 @@ def _check_widened(instruction: Widen) -> None:
     axes = x.sharding.of(margin.dim)
     count = x.sharding.mesh.group_size(axes)
     block = size // count
-    if x.sharding.pending or min(margin.before, margin.after) < 0 or any(m.dim == margin.dim for m in x.margins):
+    taken = any(m.dim == margin.dim for m in x.margins)
+    if x.sharding.pending or taken or not fits(margin, x.tensor, x.sharding):
         raise ProgramError(f"{x} can't have margins of {margin}")
-    if margin.wrap and block + margin.before + margin.after > size:
-        raise ProgramError(f"a block of {block} with margins {margin} goes round the {size} of '{margin.dim}'")
     row_bytes = x.local_bytes // block
     sent = tuple(n * row_bytes for n in given_away(margin, count, size))
     claims = (step.kind, step.axes, step.dim, instruction.by_block, step.payload_bytes, step.sent_bytes)

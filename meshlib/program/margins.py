@@ -1,8 +1,8 @@
 """Margins: indices of a split dim that a block holds beside its own, so that several operations need one exchange.
 
-A value with margins is made by `Widen`, which brings them from the blocks that have them, or by an element-wise
-operation, or a shift, on operands that have them: it then works on its own block and the margins. Who needs less than a
-block holds cuts it off, which sends nothing.
+A value with margins is made by `Widen`, which brings them from the blocks that have them; by a local cut of what lies
+there whole; or by an element-wise operation, or a shift, on operands that have them: it then works on its own block and
+the margins. Who needs less than a block holds cuts it off, which sends nothing.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshlib.graph import Operation
-from meshlib.operation import Factor, Halo, Kind, Role
+from layouts import Sharding
+from meshlib.graph import Operation, Tensor
+from meshlib.operation import ON_MXU, Factor, Halo, Kind, Role
 from meshlib.program.exchange import TOGETHER, runs
 
 
@@ -52,20 +53,19 @@ class Margin:
 Margins = Mapping[str, Margin]  # by dim
 
 
-def reach(op: Operation, factor: Factor) -> tuple[int, int] | None:
-    """How far before its own indices a result needs its operand, and how far after, either of which may be negative.
+def reach(op: Operation, factor: Factor, operand: int) -> tuple[int, int] | None:
+    """How far before its own indices a result needs an operand, and how far after, either of which may be negative.
 
     None where blocks of the result and of the operand do not lie side by side, so that each needs other rows.
     """
-    lower, out = op.kind.lower, factor.outputs[0]
-    if not isinstance(lower, Halo) or factor.role is not Role.HALO or len(op.inputs) > 1 or out is None:
-        return None
-    name = factor.operands[0]
-    if name is None or op.inputs[0].shape.dim(name).size != op.output.shape.dim(out).size:
+    lower, out, name = op.kind.lower, factor.outputs[0], factor.operands[operand]
+    if not isinstance(lower, Halo) or factor.role is not Role.HALO or out is None or name is None:
         return None
     size = op.output.shape.dim(out).size
-    begin, end = lower.needs(op, 0, 0, size)
-    if (begin + 1, end) != lower.needs(op, 0, 1, size):  # a run of other rows, not those at an offset
+    if op.inputs[operand].shape.dim(name).size != size:
+        return None
+    begin, end = lower.needs(op, operand, 0, size)
+    if (begin + 1, end) != lower.needs(op, operand, 1, size):  # a run of other rows, not those at an offset
         return None
     before, after = -begin, end - size
     if lower.wrap(op) and before > size // 2:  # it is nearer the other way round
@@ -76,12 +76,12 @@ def reach(op: Operation, factor: Factor) -> tuple[int, int] | None:
 def takes_margins(op: Operation, factors: Sequence[Factor], split: Collection[str]) -> bool:
     """Whether an operation finds what it needs, if its operands have margins along the factors in `split`."""
     apart = [f for f in factors if f.name in split and f.role in TOGETHER]
-    return all(reach(op, f) is not None for f in apart)
+    return all(reach(op, f, n) is not None for f in apart for n, dim in enumerate(f.operands) if dim is not None)
 
 
 def keeps_margins(op: Operation, factors: Sequence[Factor], split: Collection[str]) -> bool:
-    """Whether it can make its result with margins, too."""
-    alike = op.kind.kind is Kind.ELEMENTWISE or isinstance(op.kind.lower, Halo)
+    """Whether it can make its result with margins, too, by little work."""
+    alike = op.kind.kind is Kind.ELEMENTWISE or (isinstance(op.kind.lower, Halo) and op.kind.kind not in ON_MXU)
     return alike and len(op.outputs) == 1 and takes_margins(op, factors, split)
 
 
@@ -96,7 +96,7 @@ def needed_margins(
             continue
         wanted = made.get(out) if out is not None else None
         if f.role is Role.HALO and isinstance(op.kind.lower, Halo):
-            far = reach(op, f)
+            far = reach(op, f, operand)
             assert far is not None
             before, after = (n + far[k] for k, n in enumerate((wanted.before, wanted.after) if wanted else (0, 0)))
             wanted = Margin(dim, max(before, 0), max(after, 0), op.kind.lower.wrap(op))
@@ -113,3 +113,10 @@ def given_away(margin: Margin, count: int, size: int) -> list[int]:
             if run.source != j:
                 sent[run.source] += run.end - run.begin
     return sent
+
+
+def fits(margin: Margin, t: Tensor, sharding: Sharding) -> bool:
+    """Whether blocks can have a margin: those that go round must not meet themselves."""
+    size, block = t.shape.dim(margin.dim).size, sharding.local_shape.dim(margin.dim).size
+    held = block + margin.before + margin.after
+    return min(margin.before, margin.after) >= 0 and (held <= size or not margin.wrap)

@@ -69,6 +69,8 @@ class _Exact(Interpreter[Blocks, Engine]):
     def move(self, i: Move, inputs: Sequence[Blocks]) -> list[Blocks]:
         if isinstance(i, Widen):
             return [widened(i, inputs[0])]
+        if i.outputs[0].margins:
+            return [cut_wide(i.inputs[0], i.outputs[0], inputs[0])]
         parts = zip(i.steps, inputs, i.outputs, strict=True)
         return [_checked(move(step, blocks, y.tensor.dtype), y, i) for step, blocks, y in parts]
 
@@ -261,6 +263,19 @@ def without_margins(v: Value, blocks: Blocks) -> Blocks:
     for block, c in zip(blocks, v.sharding.mesh.coordinates(), strict=True):
         runs_held, own = held_runs(v, c), held_runs(plain, c)
         found.append(block[tuple(np.s_[b - runs_held[d][0] : e - runs_held[d][0]] for d, (b, e) in own.items())])
+    return found
+
+
+def cut_wide(x: Value, y: Value, blocks: Blocks) -> Blocks:
+    """Each device's part, with margins, of what it holds."""
+    found = []
+    for block, c in zip(blocks, y.sharding.mesh.coordinates(), strict=True):
+        held, wanted = held_runs(x, c), held_runs(y, c)
+        for axis, d in enumerate(y.tensor.shape):
+            begin, end = wanted[d.name]
+            # Past the ends of a whole dim it goes round.
+            block = np.take(block, np.arange(begin, end) - held[d.name][0], axis=axis, mode="wrap")
+        found.append(block)
     return found
 
 
