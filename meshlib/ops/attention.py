@@ -310,9 +310,9 @@ def attention(
       mask: bool, of dims of q and k: False hides a key. A query that sees none gets zeros.
       name: of the operation, in listings.
     Returns: [..., length, value_dim] in the order of q, dtype of q.
-    Split keys stay where they are if that sends less: of each query and head one number is reduced over the devices (two
-    for each gradient), and the result, as a pending sum. Of a sequence on itself through a window, with `length` and
-    `memory_length` split alike, the neighbours' keys and values in reach move, unless a mask has both dims.
+    Split keys stay where they are if that sends less: of each query and head one number is reduced over the devices
+    (two for each gradient), and the result, as a pending sum. Of a sequence on itself through a window, with `length`
+    and `memory_length` split alike, the neighbours' keys and values in reach move, unless a mask has both dims.
 
     Cost: 2 matrix products forward, 3 for the queries' gradient, 4 for those of keys and values, each of 2 flops per
       query, key and element of a head; tiles of 512 x 512 that `causal` or `window` hide are skipped.
