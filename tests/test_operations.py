@@ -407,7 +407,7 @@ def einsum_flops(i: Instruction) -> int:
 def attention_flops(i: Instruction) -> int:
     """Products of all queries with all keys, which the rows of one tile are, over the elements of keys or values."""
     op = i.operation
-    sizes = {d.name: d.size for v in i.inputs for d in v.local.shape}
+    sizes = {d.name: d.size for v in i.inputs for d in v.sharding.local_shape}
     names = {d.name for x in op.inputs[:2] for d in x.shape} - {op.attrs["key_dim"]}
     pairs = prod(sizes[n] for n in names)
     if op.kind.name.startswith("attention_window"):  # queries here, and all keys of one sequence

@@ -181,7 +181,7 @@ def matmul_of(program: Program, instruction: Instruction) -> Matmul:
 
 def attention_of(program: Program, instruction: Instruction) -> Attention:
     """What a kernel of fused attention computes on one device."""
-    q, k, v = (x.local.shape for x in instruction.inputs[:3])
+    q, k, v = (x.sharding.local_shape for x in instruction.inputs[:3])
     attrs = instruction.operation.attrs
     key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
     scores = seen_pairs(q, k, attrs)
