@@ -92,8 +92,9 @@ class _Widening:
                 self.users.setdefault(x, []).append(i)
         self.shifting = {i: f for i in moving if (f := self._uniform(i)) is not None}
         for i, f in self.shifting.items():
-            points = [tuple(self._points(i, f, n)) for n in range(len(i.inputs))]
-            self.demands += [Demand(i, found) for found in points if found]
+            for x, dim, needed in zip(i.inputs, f.operands, self.needs(i, {}), strict=True):
+                if dim in needed:
+                    self.demands.append(Demand(i, tuple(self._points(i, x, needed[dim]))))
 
     # ------------------------------------------------------------ who needs what
 
@@ -106,34 +107,25 @@ class _Widening:
         """The split dim of a shift or window: every block needs equally much of its neighbours."""
         split, factors = _split(i), self.factors_of(i)
         found = [f for f in factors if f.name in split and f.role is Role.HALO]
-        pending = any(x.sharding.pending for x in i.inputs)
-        return found[0] if len(found) == 1 and not pending and takes_margins(i.operation, factors, split) else None
+        if len(found) != 1 or not takes_margins(i.operation, factors, split):
+            return None
+        needed = zip(i.inputs, self.needs(i, {}), strict=True)
+        return found[0] if all(_may_have(x, m) for x, margins in needed for m in margins.values()) else None
 
-    def _points(self, i: Compute, f: Factor, operand: int) -> Iterator[Point]:
+    def _points(self, i: Compute, value: Value, margin: Margin) -> Iterator[Point]:
         """The operand; then what it is made of, and so on, as long as one operand alone has the dim."""
-        needed = needed_margins(i.operation, self.factors_of(i), operand, {}, _split(i))
-        dim, value, work = f.operands[operand], i.inputs[operand], 0
-        if dim is None or dim not in needed:
-            return
-        margin = needed[dim]
-        while not value.sharding.pending and fits(margin, value.tensor, value.sharding):
+        work, dim = 0, margin.dim
+        while _may_have(value, margin):
             free = value in self.cuts and self.cuts[value][1].dim == dim and not self.cuts[value][0].sharding.of(dim)
             yield Point(value, margin, work, free)
             if not self._can_be_wide(value, i.region):
                 return
             maker = self.makers[value]
-            split = _split(maker)
-            found = [
-                (x, m)
-                for n, x in enumerate(maker.inputs)
-                for m in needed_margins(
-                    maker.operation, self.factors_of(maker), n, {margin.dim: margin}, split
-                ).values()
-                if m.dim == margin.dim
-            ]
+            needed = zip(maker.inputs, self.needs(maker, {dim: margin}), strict=True)
+            found = [(x, margins[dim]) for x, margins in needed if dim in margins]
             if len(found) != 1 or found[0][1].wrap != margin.wrap:
                 return
-            work += (margin.before + margin.after) * _row(value, margin.dim)
+            work += (margin.before + margin.after) * _row(value, dim)
             value, margin = found[0]
 
     def _can_be_wide(self, v: Value, region: str) -> bool:
@@ -141,13 +133,13 @@ class _Widening:
         maker = self.makers.get(v)
         if maker is None or v in self.pinned or maker.region != region or len(maker.outputs) > 1:
             return False
-        if maker.exchanges and maker not in self.shifting:
-            return False
         if not keeps_margins(maker.operation, self.factors_of(maker), _split(maker)):
             return False
         return all(
-            isinstance(u, Compute) and takes_margins(u.operation, self.factors_of(u), _split(u)) and u.region == region
-            for u in self.users[v]
+            isinstance(u, Compute)
+            and (u in self.shifting or (not u.exchanges and takes_margins(u.operation, self.factors_of(u), _split(u))))
+            and u.region == region
+            for u in (*self.users[v], *((maker,) if maker.exchanges else ()))
         )
 
     # ------------------------------------------------------------ where to widen
@@ -156,8 +148,7 @@ class _Widening:
         """What to widen, for each set of demands that meet somewhere, if that costs less."""
         groups: dict[object, list[Demand]] = {}
         for d in self.demands:
-            if d.points:
-                groups.setdefault(d.key, []).append(d)
+            groups.setdefault(d.key, []).append(d)
         for group in groups.values():
             for linked in _linked(group):
                 apart = sum(_sent(d.points[0].value, d.points[0].margin) for d in linked)
@@ -198,12 +189,9 @@ class _Widening:
             return None
         return _Rewriter(self, roots, covered, made).run()
 
-    def needs(self, i: Compute, made: Wide, covered: set[Compute]) -> list[Wide]:
+    def needs(self, i: Compute, made: Wide) -> list[Wide]:
         """Per operand, the margins it must have for a result with these."""
-        if not made and i not in covered:
-            return [{} for _ in i.inputs]
-        split = _split(i)
-        factors = self.factors_of(i)
+        split, factors = _split(i), self.factors_of(i)
         return [dict(needed_margins(i.operation, factors, n, made, split)) for n in range(len(i.inputs))]
 
     def _wants(self, roots: set[Root], covered: set[Compute]) -> dict[Value, list[Wide]] | None:
@@ -213,7 +201,9 @@ class _Widening:
         for i in reversed(self.program.instructions):
             if isinstance(i, Compute):
                 made = _without_roots(i.outputs[0], wants.get(i.outputs[0], []), roots)
-                for x, margins in zip(i.inputs, self.needs(i, made, covered), strict=True):
+                if not made and i not in covered:
+                    continue
+                for x, margins in zip(i.inputs, self.needs(i, made), strict=True):
                     if margins:
                         wants.setdefault(x, []).append(margins)
                     if any(rounds.setdefault((x, dim), m.wrap) != m.wrap for dim, m in margins.items()):
@@ -246,7 +236,8 @@ class _Rewriter:
         return remove_dead_code(program.with_instructions(self.instructions))
 
     def _needs(self, i: Compute) -> list[Wide]:
-        return self.widening.needs(i, self.made.get(i.outputs[0], {}), self.covered)
+        made = self.made.get(i.outputs[0], {})
+        return self.widening.needs(i, made) if made or i in self.covered else [{} for _ in i.inputs]
 
     def _computed(self, i: Compute) -> Compute:
         inputs = tuple(self._version(x, margins, i) for x, margins in zip(i.inputs, self._needs(i), strict=True))
@@ -339,6 +330,10 @@ def _without_roots(v: Value, wanted: list[Wide], roots: set[Root]) -> Wide:
             if (v, dim) not in roots:
                 found[dim] = m.joined(found.get(dim))
     return found
+
+
+def _may_have(v: Value, m: Margin) -> bool:
+    return not v.sharding.pending and fits(m, v.tensor, v.sharding)
 
 
 def _row(v: Value, dim: str) -> int:

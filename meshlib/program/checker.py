@@ -301,7 +301,8 @@ def _check_margins(instruction: Compute, factors: Sequence[Factor], axes: Mappin
     op = instruction.operation
     made = {m.dim: m for y in instruction.outputs for m in y.margins}
     split = {f.outputs[0] for f in factors if axes.get(f.name)}
-    if made and not (keeps_margins(op, factors, axes) and split.issuperset(made)):
+    fitting = all(fits(m, y.tensor, y.sharding) for y in instruction.outputs for m in y.margins)
+    if made and not (fitting and keeps_margins(op, factors, axes) and split.issuperset(made)):
         raise ProgramError(f"can't make margins {', '.join(map(str, made.values()))}")
     if not takes_margins(op, factors, axes):
         raise ProgramError("needs of other blocks what no margin has")

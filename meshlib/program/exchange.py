@@ -85,7 +85,7 @@ def plan_exchanges(
     if isinstance(op.kind.lower, Summary):
         types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
         payload = sum(t.shape.size * t.dtype.itemsize for t in op.kind.lower.types(types, op.attrs))
-        if op.kind.lower.combine is not None:
+        if op.kind.lower.combine is not None:  # by a ring, or as all_to_all, combining, all_gather: the same bytes
             return (
                 Exchange("all_reduce", over, factor.name, -1, payload, (2 * (count - 1) * payload / count,) * count),
             )
