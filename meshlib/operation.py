@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -70,11 +70,19 @@ class Role(enum.Enum):
     WHOLE = "whole"  # must not be split
     HALO = "halo"  # every block needs a run of its operands that may lie on other devices; see Halo
     SUMMARY = "summary"  # every block needs a summary of all blocks; see Summary
+    SHARE = "share"  # every block leaves a partial sum, for which it needs a summary of all blocks; see Summary
+
+    @property
+    def pending(self) -> str | None:
+        """The kind of reduction that a split leaves pending, if any."""
+        if self is Role.SHARE:
+            return "sum"
+        return self.value if self in (Role.SUM, Role.MAX, Role.MIN) else None
 
     @property
     def reduces(self) -> bool:
         """Whether a split leaves a pending reduction."""
-        return self in (Role.SUM, Role.MAX, Role.MIN)
+        return self.pending is not None
 
 
 @dataclass(frozen=True)
@@ -141,11 +149,19 @@ class Summary:
                blocks on a new leading axis; `index` is this block's place among them
     types      (operand types, attrs) -> types of the summary, all local; each has every dim that is shared
                 out
+    combine    (*gathered) -> one summary of all these blocks, whatever their order, which `finish` is given in place
+               of theirs: an all_reduce makes it, where all of them would have to be gathered
     """
 
     summarise: Callable[..., tuple[Array, ...]]
     finish: Callable[..., Array | tuple[Array, ...]]
     types: Callable[[tuple[TensorType, ...], Mapping[str, Any]], tuple[TensorType, ...]]
+    combine: Callable[..., tuple[Array, ...]] | None = None
+
+    def heard(self, told: Sequence[tuple[Array, ...]]) -> tuple[Array, ...]:
+        """What `finish` is given of the summaries of all blocks, in their order."""
+        gathered = tuple(np.stack(parts) for parts in zip(*told, strict=True))
+        return gathered if self.combine is None else self.combine(*gathered)
 
 
 @dataclass(frozen=True)
@@ -230,7 +246,7 @@ class OpDef:
     Traits, each of which `tests/test_traits.py` tries on the numbers of `local`, as it does `kind` and `roles`:
 
     linear      Operation -> Linear
-    lower       how it runs along dims of role HALO or SUMMARY
+    lower       how it runs along dims of role HALO, SUMMARY or SHARE
     storage     which memory holds the result
     overwrites  how many of the first operands the result may be written over, each element over that at its position
     home        what says where the result lies
@@ -249,7 +265,7 @@ class OpDef:
     kind: Kind
     shape: ShapeRule
     roles: Callable[[Operation], tuple[Factor, ...]]
-    local: Callable[..., Array]
+    local: Callable[..., Array | tuple[Array, ...]]
     grad: GradRule
     work: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Work]
     linear: Callable[[Operation], Linear] = lambda op: NONLINEAR
@@ -285,10 +301,16 @@ def _record(name: str) -> OpDef:
     return OPERATIONS[name]
 
 
-def operation(name: str, **fields: Any) -> OpDef:
+def operation(name: str, **of: Any) -> OpDef:
     """Define and register an operation: the fields of `OpDef`."""
-    record = OpDef(name=name, **fields)
+    record = OpDef(name=name, **of)
     if name in OPERATIONS:
         raise ValueError(f"operation {name!r} is defined twice")
     OPERATIONS[name] = record
     return record
+
+
+def variant(record: OpDef, name: str, **other: Any) -> OpDef:
+    """Define and register an operation that is another one but for these fields."""
+    same = {f.name: getattr(record, f.name) for f in fields(record)}
+    return operation(**{**same, "name": name, **other})

@@ -99,10 +99,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal window": {"causal": True, "window": 2, "scale": 0.75},
     "window": {"window": 2},
 }
-NAMES = ("attention_grad_query", "attention_grad_memory", "attention_grad_memory")
+
+
+def operation_name(which: int | None, window: bool) -> str:
+    """Of the operation that makes the result, or one of the gradients."""
+    return f"attention{'_window' * window}{'' if which is None else ('_grad_query', *['_grad_memory'] * 2)[which]}"
+
+
 for _name, _options in OPTIONS.items():
     row(
-        "attention",
+        operation_name(None, "window" in _options),
         _name,
         PLAIN,
         lambda f, q, k, v, o=_options: mtf.attention(q, k, v, "i", "j", "d", "e", **o),
@@ -113,12 +119,16 @@ for _which, _x, _variant in (
     (0, "q", "causal window"),
     (1, "k", "causal window"),
     (2, "v", "causal window"),
+    (0, "q", "window"),
+    (1, "k", "window"),
+    (0, "q", "causal"),
     (1, "k", "all"),
+    (2, "v", "causal"),
 ):
     _options = OPTIONS[_variant]
     row(
-        NAMES[_which],
-        f"of {_x}" if _variant != "all" else f"of {_x}, all seen",
+        operation_name(_which, "window" in _options),
+        f"of {_x}, {_variant}",
         {**PLAIN, "c": signed("b:2;h:2;i:4;e:5")},
         lambda f, q, k, v, c, x=_which, o=_options: gradient(
             mtf.attention(q, k, v, "i", "j", "d", "e", **o), (q, k, v)[x], c
@@ -138,13 +148,34 @@ row(
 )
 for _which, _x in enumerate("qkv"):
     row(
-        NAMES[_which],
+        operation_name(_which, window=False),
         f"grouped with mask of {_x}",
         {**GROUPED, "c": signed("i:4;b:2;g:2;h:1;d:3"), "m": flags("b:2;j:6")},
         lambda f, q, k, v, c, m, x=_which: gradient(
             mtf.attention(q, k, v, "i", "j", "d", causal=True, mask=m), (q, k, v)[x], c
         ),
         grouped(_which, causal=True),
+        "qkvc" if _x != "v" else "qkc",
+    )
+
+BAND = {"q": signed("i:6;b:2;g:2;h:1;d:3"), "k": signed("h:1;j:6;b:2;d:3"), "v": signed("b:2;j:6;h:1;d:3")}
+row(
+    "attention_window",
+    "grouped with mask",
+    {**BAND, "m": flags("b:2;j:6")},
+    lambda f, q, k, v, m: mtf.attention(q, k, v, "i", "j", "d", window=3, mask=m),
+    grouped(None, window=3),
+    "qkv",
+)
+for _which, _x in enumerate("qkv"):
+    row(
+        operation_name(_which, window=True),
+        f"grouped with mask of {_x}",
+        {**BAND, "c": signed("i:6;b:2;g:2;h:1;d:3"), "m": flags("b:2;j:6")},
+        lambda f, q, k, v, c, m, x=_which: gradient(
+            mtf.attention(q, k, v, "i", "j", "d", window=3, mask=m), (q, k, v)[x], c
+        ),
+        grouped(_which, window=3),
         "qkvc" if _x != "v" else "qkc",
     )
 

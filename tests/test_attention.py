@@ -62,15 +62,153 @@ def test_long_sequences_run_by_run(memory, causal, window):
 
 
 def test_a_split_sequence_knows_where_its_rows_are():
-    """On the exact executor: every device has 3 of 12 rows, all keys come to it, its keys' gradients go back."""
+    """On the exact executor: every device has 3 of 12 rows, and the 3 keys before its own come to it."""
     feeds = operands(12, 12)
     i, j = np.arange(12)[:, None], np.arange(12)
     made = program(12, 12, "p:4", "length:p;memory_length:p", causal=True, window=4)
     (found,) = run(made, feeds)
     assert_close(found, dense(*(feeds[n] for n in ("q", "k", "v", "dy")), (j <= i) & (i - j < 4)), 1e-13, "split")
-    kinds = [c.kind for c in made.collectives]
-    # Keys and values once forward and once backward; their gradients.
-    assert sorted(kinds) == ["all_gather"] * 4 + ["reduce_scatter"] * 2
+    row = 2 * 2 * 4 * 8
+    sent = sorted((c.kind, c.phase, c.tensor, c.sent_bytes // row) for c in made.collectives)
+    assert sent == [
+        # Of the 3 queries that see a block's last key, and of all keys that these see, which dq needs in part.
+        ("collective_permute", "backward", "dy", 3),
+        ("collective_permute", "backward", "k", 6),
+        ("collective_permute", "backward", "q", 3),
+        ("collective_permute", "backward", "v", 6),
+        ("collective_permute", "forward", "k", 3),
+        ("collective_permute", "forward", "v", 3),
+    ]
+    assert made.sent_bytes == 24 * row
+
+
+@pytest.mark.parametrize("masked", [(), ("memory_length",), ("batch", "length"), ("length", "memory_length")])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 4, 7, 30])
+def test_a_window_along_a_split_sequence(window, causal, masked):
+    """Narrower than a block, wider, wider than all; keys of one head, more heads of queries; masks of either dim."""
+    rows, keys, group = D("length", 12), D("memory_length", 12), D("group", 3)
+    rng = np.random.default_rng(window)
+    sizes = {d.name: d for d in (BATCH, rows, keys)}
+    shapes = {"q": [rows, BATCH, group, SIZE], "k": [BATCH, keys, SIZE], "v": [keys, BATCH, SIZE]}
+    shapes["dy"] = shapes["q"]
+    feeds = {n: rng.normal(size=[d.size for d in dims]) for n, dims in shapes.items()}
+    with mtf.Graph():
+        given = {n: mtf.input(n, dims, "float64") for n, dims in shapes.items()}
+        mask = None
+        if masked:
+            feeds["mask"] = rng.random([sizes[n].size for n in masked]) < 0.7
+            mask = mtf.input("mask", [sizes[n] for n in masked], "bool")
+        q, k, v, dy = given.values()
+        y = mtf.attention(q, k, v, rows, keys, SIZE, causal=causal, window=window, mask=mask)
+        outputs = dict(zip(("y", "dq", "dk", "dv"), [y, *mtf.gradients([y], [q, k, v], [dy])], strict=True))
+    (wanted,) = run(mtf.lower(outputs, precision="highest"), feeds)
+    for mesh in ("p:2", "p:4", "p:2;q:6"):
+        rules = "length:q;memory_length:q?;batch:p" if "q" in mesh else "length:p;memory_length:p?"
+        split = mtf.lower(outputs, mesh=mesh, layout=rules, precision="highest")
+        if masked != ("length", "memory_length"):  # of which no run tells what a block needs
+            assert not [c for c in split.collectives if c.kind != "collective_permute"]
+        for executor, fold in (("exact", True), ("fast", True), ("fast", False)):
+            (found,) = run(split, feeds, executor, fold)
+            assert_close(found, wanted, 1e-12, (mesh, executor, fold))
+
+
+@pytest.mark.parametrize("executor", ["exact", "fast"])
+def test_a_window_on_keys_that_lie_everywhere_moves_nothing(executor):
+    """Only queries are split: each device cuts what it needs of the keys that it has."""
+    feeds = operands(12, 12)
+    i, j = np.arange(12)[:, None], np.arange(12)
+    made = program(12, 12, "p:4", "length:p", window=3)
+    assert not [c for c in made.collectives if c.phase == "forward"]
+    (found,) = run(made, feeds, executor)
+    assert_close(found, dense(*(feeds[n] for n in ("q", "k", "v", "dy")), abs(i - j) < 3), 1e-13, executor)
+
+
+def test_a_window_moves_keys_beside_a_block_whatever_the_length():
+    """A window of 16: 15 keys before a block and 15 after it, of 128 or of 1024 rows."""
+    for length in (128, 1024):
+        rows, keys = D("length", length), D("memory_length", length)
+        with mtf.Graph():
+            q = mtf.input("q", [BATCH, rows, HEADS, SIZE])
+            k, v = (mtf.input(n, [BATCH, keys, HEADS, SIZE]) for n in "kv")
+            y = mtf.attention(q, k, v, rows, keys, SIZE, window=16)
+        made = mtf.lower([y], mesh="p:4", layout="length:p;memory_length:p")
+        assert [(c.tensor, c.sent_bytes) for c in made.collectives] == [(n, 30 * 2 * 2 * 4 * 4) for n in "kv"]
+
+
+# Memory split over 4 cores; one number for each of 2 x 2 x 2 batches, heads and queries.
+NUMBERS = 2 * 2 * 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("gradients", "wanted"),
+    [
+        # Of every query and head one number, of the result 4: all_reduces of 2 * 3/4 of what there is.
+        (False, {"k": 0, "v": 0, "q": 1.5 * NUMBERS, "attention": 1.5 * 4 * NUMBERS}),
+        # Twice two numbers more, and the queries' cotangent. What goes to keys and values stays with them.
+        (True, {"k": 0, "v": 0, "q": 1.5 * 5 * NUMBERS, "attention": 1.5 * 4 * NUMBERS, "query": 1.5 * 4 * NUMBERS}),
+    ],
+)
+def test_split_keys_stay_where_they_are(gradients, wanted):
+    """Decoding with a split cache: what moves does not depend on how many keys there are."""
+    rows, keys = D("length", 2), D("memory_length", 400)
+    with mtf.Graph():
+        q = mtf.input("q", [BATCH, rows, HEADS, SIZE], "float64")
+        k, v = (mtf.input(n, [BATCH, keys, HEADS, SIZE], "float64") for n in "kv")
+        y = mtf.attention(q, k, v, rows, keys, SIZE)
+        outputs = [y, *(mtf.gradients([y], [q, k, v]) if gradients else ())]
+    made = mtf.lower(outputs, mesh="p:4", layout="memory_length:p")
+    found = dict.fromkeys(wanted, 0)
+    for c in made.collectives:
+        assert c.kind == "all_reduce"
+        found[c.tensor.rpartition("_")[2]] += c.sent_bytes
+    assert found == wanted
+
+
+def test_a_context_is_scattered_where_it_is_wanted_split():
+    """Few queries, split like the many keys: they are gathered, and the result is reduced to where they were."""
+    rows, keys = D("length", 4), D("memory_length", 400)
+    with mtf.Graph():
+        q = mtf.input("q", [BATCH, rows, HEADS, SIZE], "float64")
+        k, v = (mtf.input(n, [BATCH, keys, HEADS, SIZE], "float64") for n in "kv")
+        y = mtf.attention(q, k, v, rows, keys, SIZE)
+    made = mtf.lower([y], mesh="p:4", layout="length:p;memory_length:p")
+    sent = {(c.kind, c.tensor): c.sent_bytes for c in made.collectives}
+    queries = 4 * 2 * NUMBERS  # bytes of q, and of y, in all
+    number = 2 * NUMBERS  # of one for each query
+    assert sent == {
+        ("all_gather", "q"): queries * 3 / 4,
+        ("all_reduce", "q"): 2 * number * 3 / 4,
+        ("reduce_scatter", "attention"): queries * 3 / 4,
+    }
+
+
+@pytest.mark.parametrize("masked", ["", "memory_length", "length memory_length", "batch memory_length"])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3), (True, 3)])
+def test_split_keys_give_the_same_numbers(masked, causal, window):
+    """Blocks in which a query sees every key, some, none; a query that sees none at all."""
+    rows, keys = D("length", 8), D("memory_length", 12)
+    dims = {d.name: d for d in (BATCH, rows, keys)}
+    feeds = operands(8, 12)
+    with mtf.Graph():
+        q, dy = (mtf.input(n, [BATCH, rows, HEADS, SIZE], "float64") for n in ("q", "dy"))
+        k, v = (mtf.input(n, [BATCH, keys, HEADS, SIZE], "float64") for n in "kv")
+        mask = None
+        if masked:
+            over = [dims[n] for n in masked.split()]
+            feeds["mask"] = np.random.default_rng(3).random([d.size for d in over]) < 0.5
+            mask = mtf.input("mask", over, "bool")
+        y = mtf.attention(q, k, v, rows, keys, SIZE, causal=causal, window=window, mask=mask)
+        outputs = dict(zip(("y", "dq", "dk", "dv"), [y, *mtf.gradients([y], [q, k, v], [dy])], strict=True))
+    (wanted,) = run(mtf.lower(outputs, precision="highest"), feeds)
+    layouts = {"memory_length:q": "q:4", "batch:p;memory_length:q": "p:2;q:4", "length:p;memory_length:q": "p:2;q:2"}
+    for layout, mesh in layouts.items():
+        split = mtf.lower(outputs, mesh=mesh, layout=layout, precision="highest", balance=mtf.Balance(1e-3, 1e-3))
+        inside = [i for i in split.instructions if i.transfers and not i.is_collective]
+        assert [i.opcode for i in inside] == ["attention", "attention_grad_query", "attention_grad_memory"]
+        for executor, fold in (("exact", True), ("fast", True), ("fast", False)):
+            (found,) = run(split, feeds, executor, fold)
+            assert_close(found, wanted, 1e-12, (layout, executor, fold))
 
 
 @pytest.mark.parametrize("executor", ["exact", "fast"])

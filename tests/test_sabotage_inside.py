@@ -73,6 +73,16 @@ def ranked_by_row() -> Lowered:
         return mtf.lower({"y": y}, mesh="m:4", layout="n:m"), {"x": np.random.default_rng(3).normal(size=(4, 8))}
 
 
+def attended() -> Lowered:
+    """Four queries on keys that are split over four cores; they see the keys of two of them."""
+
+    def build(x: mtf.Tensor) -> mtf.Tensor:
+        q = mtf.constant(np.random.default_rng(2).normal(size=(4, 3)), [D("i", 4), A], "float64")
+        return mtf.attention(q, x, mtf.cos(x), "i", N, A, causal=True)
+
+    return along(build)
+
+
 def looped() -> Lowered:
     """Two carries, slices of a stacked dim, a tensor from outside, a stacked result; a gather inside."""
     with mtf.Graph():
@@ -90,7 +100,7 @@ def looped() -> Lowered:
     return program, {**feeds("x"), "w": rng.normal(size=(8, 8)) * 0.3, "steps": np.array([0.5, 1.5, 0.9])}
 
 
-MOVING = (shifted, wrapped, sliced, padded, concatenated, summed, recurrent, ranked, ranked_by_row)
+MOVING = (shifted, wrapped, sliced, padded, concatenated, summed, recurrent, ranked, ranked_by_row, attended)
 
 
 def run(program: Program, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

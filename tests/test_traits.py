@@ -11,7 +11,20 @@ import pytest
 
 import meshlib as mtf
 from meshlib.graph import Operation
-from meshlib.operation import EVERY, NONLINEAR, OPERATIONS, Factor, Halo, Home, Kind, Linear, OpDef, Role, Storage
+from meshlib.operation import (
+    EVERY,
+    NONLINEAR,
+    OPERATIONS,
+    Factor,
+    Halo,
+    Home,
+    Kind,
+    Linear,
+    OpDef,
+    Role,
+    Storage,
+    Summary,
+)
 from meshlib.ops.cumulative import linear_recurrence
 from meshlib.ops.rules import named_factors
 from tests.cases import Array
@@ -64,6 +77,15 @@ def scores_of(name: str, **changes: Any) -> Any:
 
 
 masked = OPERATIONS["slice"].roles
+
+
+def weighed(combine: Any, gradient: str = "") -> Any:
+    """How attention runs over split keys, its blocks weighed otherwise."""
+    lower = OPERATIONS[f"attention_grad_{gradient}" if gradient else "attention"].lower
+    assert isinstance(lower, Summary)
+    return dataclasses.replace(lower, combine=combine)
+
+
 SLICE, SHIFT = (OPERATIONS[name].lower for name in ("slice", "shift"))
 WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     # linear: forgotten, or said without cause
@@ -190,6 +212,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("roles", "rotate_half", {"roles": every(Role.PARALLEL, "dim")}),
     ("roles", "attention", {"roles": every(Role.WHOLE, "memory_length", "key_dim", "value_dim", "length")}),
     ("roles", "attention", {"roles": every(Role.WHOLE, "memory_length", "value_dim")}),
+    ("roles", "attention", {"roles": every(Role.SUM, "memory_length")}),
     ("roles", "attention_grad_memory", {"roles": every(Role.WHOLE, "memory_length", "key_dim", "value_dim")}),
     ("roles", "random", {"roles": lambda op: named_factors(op, dict.fromkeys(op.output.shape.names, Role.WHOLE))}),
     ("split", "slice", {"lower": SHIFT}),
@@ -200,6 +223,15 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("split", "top_k", {"lower": OPERATIONS["cumsum"].lower}),
     ("split", "argmax", {"lower": OPERATIONS["top_k"].lower}),
     ("split", "argmax", {"roles": lambda op: [f for f in OPERATIONS["argmax"].roles(op) if f.shares is None]}),
+    ("split", "attention", {"lower": weighed(lambda levels: (levels[0],))}),
+    ("split", "attention", {"lower": weighed(lambda levels: (np.zeros(levels.shape[1:]),))}),
+    ("split", "attention", {"roles": every(Role.SUMMARY, "memory_length")}),
+    ("split", "attention_grad_query", {"lower": weighed(lambda levels, means: (levels[0], means.sum(0)), "query")}),
+    ("split", "attention_grad_query", {"lower": OPERATIONS["attention"].lower}),
+    ("split", "attention_window", {"lower": Halo(lambda op, i, start, stop: (start, stop))}),
+    ("split", "attention_window_grad_memory", {"lower": OPERATIONS["attention_window"].lower}),
+    ("split", "attention_window_grad_memory", {"local": OPERATIONS["attention_grad_memory"].local}),
+    ("split", "attention_grad_memory", {"lower": OPERATIONS["attention_grad_query"].lower}),
 )
 
 

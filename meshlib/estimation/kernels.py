@@ -20,6 +20,7 @@ from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
 from meshlib.graph import FORWARD, Tensor
 from meshlib.operation import RESIDENT, Kind, Scores, Storage
+from meshlib.ops.attention import seen_pairs
 from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program, walk
@@ -109,7 +110,7 @@ def kernel_of(
     forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
     """
     made = [i for i in reversed(members) if any(y not in fused for y in i.outputs)] or members[::-1]
-    large = (i for i in made if any(y.sharding.local_size > 1 for y in i.outputs))
+    large = (i for i in made if any(y.local_size > 1 for y in i.outputs))
     main = next((i for i in members if _is_matmul(i)), None) or next(large, members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
     attention = attention_of(program, main) if main.operation.kind.scores and isinstance(main, Compute) else None
@@ -180,12 +181,10 @@ def matmul_of(program: Program, instruction: Instruction) -> Matmul:
 
 def attention_of(program: Program, instruction: Instruction) -> Attention:
     """What a kernel of fused attention computes on one device."""
-    q, k, v = (x.local.shape for x in instruction.inputs[:3])
+    q, k, v = (x.sharding.local_shape for x in instruction.inputs[:3])
     attrs = instruction.operation.attrs
     key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
-    share = attrs["share"]
-    points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
-    scores = points * share.numerator // share.denominator
+    scores = seen_pairs(q, k, attrs)
     of = instruction.operation.kind.scores
     assert of is not None
     contracted, turned = Attention(of, scores, key, value, 1).products(together=False)
@@ -196,7 +195,7 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
 
 def padded_value_bytes(v: Value) -> int:
     """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named."""
-    return padded_block_bytes(v.sharding.local_shape.sizes, v.tensor.dtype.itemsize)
+    return padded_block_bytes(v.local_shape.sizes, v.tensor.dtype.itemsize)
 
 
 @lru_cache(maxsize=65536)
@@ -229,7 +228,7 @@ def _is_free(i: Instruction) -> bool:
 
 def _stretch(i: Instruction) -> float:
     """How much more elements the vector unit handles than there are: those of the tiles of the largest value."""
-    largest = max((*i.inputs, *i.outputs), key=lambda v: v.sharding.local_size)
+    largest = max((*i.inputs, *i.outputs), key=lambda v: v.local_size)
     if not largest.local.shape.sizes:
         return 1.0
     return padded_value_bytes(largest) / max(1, largest.local_bytes)
@@ -274,7 +273,7 @@ def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
 
 def _sizes(v: Value) -> tuple[int, int]:
     itemsize = _stored(v.tensor).dtype.itemsize
-    return v.sharding.local_size * itemsize, padded_block_bytes(v.sharding.local_shape.sizes, itemsize)
+    return v.local_size * itemsize, padded_block_bytes(v.local_shape.sizes, itemsize)
 
 
 def _buffer(v: Value) -> tuple[Tensor, Sharding]:

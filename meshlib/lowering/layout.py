@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from layouts import LayoutRules, Mesh, Sharding
 from meshlib.graph import Graph, Tensor
 from meshlib.lowering.choose import Balance
+from meshlib.lowering.halos import share_halos
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Makers
 from meshlib.lowering.memos import Memos
@@ -20,7 +21,7 @@ from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
-PASSES = (remove_dead_code, merge_small_collectives, order_and_fuse)
+PASSES = (remove_dead_code, share_halos, merge_small_collectives, order_and_fuse)
 
 
 @dataclass(frozen=True)

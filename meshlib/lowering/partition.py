@@ -49,15 +49,8 @@ class Partitioner:
     def run(self) -> None:
         """Lower every operation, in order."""
         given = self.graph, self.homes, self.balance, self.signatures, self.options, self.fetched, self.loops
-        beam = Beam(*given)
-        self.choices = beam.run()
-        import os
-
-        for i in range(int(os.environ.get("PASSES", "1"))):
-            b2 = Beam(*given, self.choices)
-            self.choices = b2.run()
-            if "V" in os.environ:
-                print(len(self.graph.operations), i, beam.cost, b2.cost)
+        self.choices = Beam(*given).run()
+        self.choices = Beam(*given, self.choices).run()
         for op in self.graph.operations:
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:

@@ -1,9 +1,12 @@
 """Fused attention, a kernel of its own: softmax(q k' + masks) v without the scores ever reaching HBM.
 
 Three operations: the result, and its gradients for the queries and for keys and values, each of which computes the
-scores again, as flash kernels do. Queries, heads and batches may be split over devices; every device needs all keys
-of its rows, so a split `memory_length` is gathered first. Source: Dao et al., arXiv:2205.14135; Splash attention in
-jax-ml/jax: jax/experimental/pallas/ops/tpu/splash_attention.
+scores again, as flash kernels do. Queries, heads and batches may be split over devices. So may keys and values: a
+device then needs of the others' keys one number per query (two for gradients), the logarithm of the sum of
+exp(scores), and what it makes of its own keys is a share of the result, a pending sum. Where keys and values are
+smaller than these and the result, they are gathered instead. Through a window of a sequence on itself, which has
+operations of its own, neighbours move. Source: Dao et al., arXiv:2205.14135; Splash attention
+in jax-ml/jax: jax/experimental/pallas/ops/tpu/splash_attention; shares of split keys: Liu et al., arXiv:2310.01889.
 
 Numerics are those of the MXU: float32 operands are rounded to bfloat16 on the way in, probabilities and their
 cotangents too, before they meet values, keys and queries; scores, sums and softmax are float32.
@@ -23,8 +26,17 @@ from meshlib.differentiation import composed_gradient
 from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import Factor, Kind, Linear, Role, Scores, Work, operation
+from meshlib.operation import Factor, Kind, Linear, Role, Scores, Work, operation, variant
 from meshlib.ops.attention_kernel import local_grad_memory, local_grad_query, local_result, seen_keys
+from meshlib.ops.attention_split import (
+    SPLIT_GRAD_MEMORY,
+    SPLIT_GRAD_QUERY,
+    SPLIT_RESULT,
+    WINDOW_GRAD_MEMORY,
+    WINDOW_RESULT,
+    joined_factors,
+    window_grad_memory,
+)
 from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, exp, greater_equal, less, logical_and, where
@@ -112,27 +124,50 @@ def attention_type(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
 
 
 def _whole(op: Operation) -> dict[str, Role]:
-    return dict.fromkeys((op.attrs[n] for n in ("memory_length", "key_dim", "value_dim")), Role.WHOLE)
+    return dict.fromkeys((op.attrs[n] for n in ("key_dim", "value_dim")), Role.WHOLE)
+
+
+def _query_roles(op: Operation) -> tuple[Factor, ...]:
+    return named_factors(op, {op.attrs["memory_length"]: Role.SHARE, **_whole(op)})
 
 
 def _memory_roles(op: Operation) -> tuple[Factor, ...]:
-    q, k = op.inputs[0].shape, op.inputs[1].shape
-    return named_factors(op, {**{d.name: Role.SUM for d in q if d.name not in k}, **_whole(op)})
+    return named_factors(op, {**_summed(op), op.attrs["memory_length"]: Role.SUMMARY, **_whole(op)})
+
+
+def _summed(op: Operation) -> dict[str, Role]:
+    """Dims that queries alone have, in the gradients of keys and values."""
+    return {d.name: Role.SUM for d in op.inputs[0].shape if d.name not in op.inputs[1].shape}
+
+
+def _window_roles(out: str) -> Callable[[Operation], tuple[Factor, ...]]:
+    """Those of attention through a window, whose result has the dim that attribute `out` names."""
+
+    def roles(op: Operation) -> tuple[Factor, ...]:
+        return joined_factors(op, out, {**(_summed(op) if out == "memory_length" else {}), **_whole(op)})
+
+    return roles
+
+
+def seen_pairs(q: Shape, k: Shape, attrs: Mapping[str, Any]) -> int:
+    """Pairs of query and key in the tiles that a kernel computes; a window reaches keys beyond its own block."""
+    keys = k.dim(attrs["memory_length"]).size if attrs["keys"] is None else attrs["keys"]
+    share: Fraction = attrs["share"]
+    points: int = prod(d.size for d in q if d.name != attrs["key_dim"]) * keys
+    return points * share.numerator // share.denominator
 
 
 def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
     """The work of so many matrix products over the key dim and over the value dim, and lane operations per score.
 
-    With `causal` or a window, the share of tiles that the whole kernel computes: where `length` is split, devices
-    then differ, and this is their mean, which kernels reach that deal out the rows evenly.
+    With `causal` or a window, the share of tiles that the whole kernel computes: where `length` or `memory_length` is
+    split, devices then differ, and this is their mean, which kernels reach that deal out the rows evenly.
     """
 
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
         q, k, v = (t.shape for t in ins[:3])
         key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
-        share: Fraction = attrs["share"]
-        points = prod(d.size for d in q if d.name != attrs["key_dim"]) * k.dim(attrs["memory_length"]).size
-        computed = points * share.numerator // share.denominator
+        computed = seen_pairs(q, k, attrs)
         passes = 6 if attrs.get("precision") == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as of einsum
         return Work(2 * computed * (over_key * key + over_value * value) * passes, computed * ops)
 
@@ -144,8 +179,9 @@ def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     q, k, v, *mask = op.inputs
-    dq = build(GRAD_QUERY, [q, k, v, dy, *mask], op.attrs)
-    dk, dv = build_all(GRAD_MEMORY, [q, k, v, dy, *mask], op.attrs)
+    of_query, of_memory = (WINDOW_QUERY, WINDOW_MEMORY) if op.kind is WINDOW else (GRAD_QUERY, GRAD_MEMORY)
+    dq = build(of_query, [q, k, v, dy, *mask], op.attrs)
+    dk, dv = build_all(of_memory, [q, k, v, dy, *mask], op.attrs)
     return [dq, dk, dv, *(None for _ in mask)]
 
 
@@ -199,8 +235,9 @@ ATTENTION = operation(
     "attention",
     kind=Kind.KERNEL,
     shape=attention_type,
-    roles=lambda op: named_factors(op, _whole(op)),
+    roles=_query_roles,
     local=local_result,
+    lower=SPLIT_RESULT,
     grad=_grad,
     linear=lambda op: Linear((2,)),
     work=_work(1, 1, _OPS),
@@ -210,8 +247,9 @@ GRAD_QUERY = operation(
     "attention_grad_query",
     kind=Kind.KERNEL,
     shape=lambda types, attrs: types[0],
-    roles=lambda op: named_factors(op, _whole(op)),
+    roles=_query_roles,
     local=local_grad_query,
+    lower=SPLIT_GRAD_QUERY,
     grad=lambda op, dz: _second(op, slice(0, 1), [dz]),
     linear=lambda op: Linear((2, 3)),
     work=_work(2, 1, _GRAD_OPS),
@@ -223,10 +261,21 @@ GRAD_MEMORY = operation(
     shape=lambda types, attrs: (types[1], types[2]),
     roles=_memory_roles,
     local=local_grad_memory,
+    lower=SPLIT_GRAD_MEMORY,
     grad=lambda op, dk, dv: _second(op, slice(1, 3), [dk, dv]),
     linear=lambda op: Linear((3,)),
     work=_work(2, 2, _GRAD_OPS),
     scores=Scores(_BOTH, turned=_BOTH, repeated=2, backward=True),
+)
+# A sequence on itself through a window: where both are split alike, neighbours move.
+WINDOW = variant(ATTENTION, "attention_window", roles=_window_roles("length"), lower=WINDOW_RESULT)
+WINDOW_QUERY = variant(GRAD_QUERY, "attention_window_grad_query", roles=_window_roles("length"), lower=WINDOW_RESULT)
+WINDOW_MEMORY = variant(
+    GRAD_MEMORY,
+    "attention_window_grad_memory",
+    roles=_window_roles("memory_length"),
+    local=window_grad_memory,
+    lower=WINDOW_GRAD_MEMORY,
 )
 
 
@@ -261,6 +310,10 @@ def attention(
       mask: bool, of dims of q and k: False hides a key. A query that sees none gets zeros.
       name: of the operation, in listings.
     Returns: [..., length, value_dim] in the order of q, dtype of q.
+    Split keys stay where they are if that sends less: of each query and head one number is reduced over the devices
+    (two for each gradient), and the result, as a pending sum. Of a sequence on itself through a window, with `length`
+    and `memory_length` split alike, the neighbours' keys and values in reach move, unless a mask has both dims.
+
     Cost: 2 matrix products forward, 3 for the queries' gradient, 4 for those of keys and values, each of 2 flops per
       query, key and element of a head; tiles of 512 x 512 that `causal` or `window` hide are skipped.
     Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
@@ -276,7 +329,13 @@ def attention(
     Source: Dao et al., "FlashAttention", arXiv:2205.14135.
     """
     attrs = arguments("attention", q, k, v, (length, memory_length, key_dim, value_dim), causal, window, scale)
-    return build(ATTENTION, [q, k, v, *([] if mask is None else [tensor(mask, "attention")])], attrs, name)
+    masks = () if mask is None else (tensor(mask, "attention"),)
+    rows, keys = q.shape.dim(attrs["length"]).size, k.shape.dim(attrs["memory_length"]).size
+    # Of a mask with both dims no run of either tells what a block needs.
+    both = any({attrs["length"], attrs["memory_length"]} <= {*m.shape.names} for m in masks)
+    near = window is not None and rows == keys and not both
+    attrs["keys"] = keys if near else None
+    return build(WINDOW if near else ATTENTION, [q, k, v, *masks], attrs, name)
 
 
 def arguments(

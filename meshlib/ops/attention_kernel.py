@@ -1,4 +1,7 @@
-"""NumPy for fused attention on one device's blocks: batched products over tiles of rows, so that memory stays small."""
+"""NumPy for fused attention on one device's blocks: batched products over tiles of rows, so that memory stays small.
+
+Of keys that are split a device knows what it has `heard` of the others: see `meshlib.ops.attention_split`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from meshlib.operation import Array, Block
+from meshlib.operation import Array, Block, Halo
 from meshlib.ops.rules import align
 
 # Scores held at once: what is done to them element by element stays in the second-level cache.
@@ -16,6 +19,7 @@ _CHUNK = 1 << 17
 
 Names = tuple[str, ...]
 Cut = tuple[slice, ...]
+Heard = tuple[Array, Array]  # of all blocks: log(sum(exp(scores))), and the mean of the weights' cotangents
 
 
 def seen_keys(start: int, stop: int, memory: int, causal: bool, window: int | None) -> tuple[int, int]:
@@ -57,10 +61,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Rows:
-    """Queries of these batches, and their cotangents: [batch, group and queries, dim]; the keys that they see."""
+    """Queries of these batches, and their cotangents: [batch, group and queries, dim]; the keys here that they see."""
 
     queries: slice
-    keys: slice
+    keys: slice  # of this block
     q: Array
     dy: Array
     hidden: Array | None  # bool, broadcasts to `shape`: what stays out of the softmax
@@ -86,6 +90,12 @@ class Kernel:
         count = 4 if with_cotangent else 3
         masks = zip(arrays[count:], named[count:], strict=True)
         self.mask = next((align(mask, names, (*rows, self.memory)) for mask, names in masks), None)
+        # Of runs that a window needs, `starts` says where they begin.
+        runs = isinstance(block.operation.kind.lower, Halo)
+        self.first_query = block.starts[0] if runs else block.offsets[self.length]
+        self.first_key = block.starts[1] if runs else block.offsets[self.memory]
+        whole = block.operation.inputs[1].shape.dim(self.memory).size
+        self.blind = self.mask is not None or self.k.shape[-2] < whole  # whether a query may see no key here
 
     def batches(self) -> Iterator[Memory]:
         """Batches, as many as have about `_CHUNK` scores."""
@@ -99,16 +109,18 @@ class Kernel:
     def rows(self, memory: Memory) -> Iterator[Rows]:
         """The queries of these batches, run by run."""
         count, length = len(self.batch), self.q.shape[-2]
-        offset, causal, window = self.block.offsets[self.length], self.block.attrs["causal"], self.block.attrs["window"]
+        causal, window = self.block.attrs["causal"], self.block.attrs["window"]
         step = self._most_rows()
         for start in range(0, length, step):
             queries = slice(start, min(start + step, length))
-            first, last = offset + queries.start, offset + queries.stop
-            keys = slice(*seen_keys(first, last, self.k.shape[-2], causal, window))
+            first, last = self.first_query + queries.start, self.first_query + queries.stop
+            here = self.first_key
+            low, high = (n - here for n in seen_keys(first, last, here + self.k.shape[-2], causal, window))
+            keys = slice(max(low, 0), max(low, high, 0))
             q, *more = (x[memory.batch][..., queries, :] for x in (self.q, self.dy) if x is not None)
             merged = [self._operand(x, count) for x in (q, *more)]
             shape = (*q.shape[:-1], keys.stop - keys.start)
-            hidden = self._hidden(np.arange(first, last)[:, None], np.arange(keys.start, keys.stop))
+            hidden = self._hidden(np.arange(first, last)[:, None], here + np.arange(keys.start, keys.stop))
             yield Rows(queries, keys, merged[0], merged[-1], self._masked(hidden, memory.batch, queries, keys), shape)
 
     def _most_rows(self) -> int:
@@ -137,33 +149,65 @@ class Kernel:
         return ~seen if hidden is None else ~seen | hidden
 
     def product(self, a: Array, b: Array) -> Array:
-        """a @ b on the MXU, batch by batch."""
+        """a @ b on the MXU, batch by batch; zeros if there is nothing to multiply, as with no key in sight."""
         out = np.empty((a.shape[0], a.shape[1], b.shape[2]), a.dtype)
-        self.engine.matmul(a, b, out)
+        if a.size and b.size:
+            self.engine.matmul(a, b, out)
+        else:
+            out.fill(0)
         return out
 
-    def weights(self, rows: Rows, memory: Memory) -> tuple[Array, Array]:
-        """exp(scores - maximum), and its sums over the keys: [batch, group and queries, keys] and [..., 1]."""
+    def row_sized(self) -> Array:
+        """A number for each query: [batches ..., groups ..., length, 1], of the type that sums have."""
+        return np.zeros((*self.q.shape[:-1], 1), self.q.dtype)
+
+    def weights(self, rows: Rows, memory: Memory) -> tuple[Array, Array, Array]:
+        """exp(scores - maximum), its sums over the keys, and log(sum(exp(scores))), -inf where a query sees no key.
+
+        [batch, group and queries, keys] and twice [..., 1]; a sum of nothing is given as 1.
+        """
         s = self.product(rows.q, memory.k_columns[:, :, rows.keys])
         np.multiply(s, s.dtype.type(self.block.attrs["scale"]), out=s)
         if rows.hidden is not None:
             np.copyto(s.reshape(rows.shape), -np.inf, where=rows.hidden)
         peak = _largest(s)
-        if self.mask is not None:
-            peak[np.isneginf(peak)] = 0  # a query that sees no key
+        if self.blind:
+            peak[np.isneginf(peak)] = 0
         np.subtract(s, peak, out=s)
         np.exp(s, out=s)
         total = s @ np.ones((s.shape[2], 1), s.dtype)  # several times as fast as a sum over short rows
-        if self.mask is not None:
+        level = peak + np.log(total)
+        if self.blind:
             total[total == 0] = 1
-        return s, total
+        return s, total, level
 
-    def cotangents(self, rows: Rows, memory: Memory) -> tuple[Array, Array]:
+    def share(self, level: Array, heard: Array, rows: Rows, memory: Memory) -> Array:
+        """This block's part of each query's softmax, from log(sum(exp(scores))) here and `heard` of all blocks."""
+        whole = self.of_rows(heard, rows, memory)
+        return np.where(np.isneginf(level), 0, np.exp(level - whole))
+
+    def of_rows(self, x: Array, rows: Rows, memory: Memory) -> Array:
+        """These rows of what is `row_sized`: [batch, group and queries, 1]."""
+        part: Array = x[memory.batch][..., rows.queries, :]
+        return part.reshape(memory.k.shape[0], -1, 1)
+
+    def probabilities(self, rows: Rows, memory: Memory, heard: Array | None = None) -> tuple[Array, Array]:
+        """The weights of the softmax over the keys here, or over all with what was `heard` of them; and its level."""
+        p, total, level = self.weights(rows, memory)
+        scale = 1 / total if heard is None else self.share(level, heard, rows, memory) / total
+        np.multiply(p, scale, out=p)
+        return p, level
+
+    def weight_cotangents(self, p: Array, rows: Rows, memory: Memory) -> tuple[Array, Array]:
+        """The cotangents of the probabilities, and their mean over the keys here: [..., keys] and [..., 1]."""
+        dp = self.product(rows.dy, memory.v_columns[:, :, rows.keys])
+        return dp, np.einsum("bij,bij->bi", p, dp)[..., None]
+
+    def cotangents(self, rows: Rows, memory: Memory, heard: Heard | None) -> tuple[Array, Array]:
         """The probabilities, and the cotangents of the products of queries and keys."""
-        p, total = self.weights(rows, memory)
-        np.multiply(p, 1 / total, out=p)
-        ds = self.product(rows.dy, memory.v_columns[:, :, rows.keys])
-        np.subtract(ds, np.einsum("bij,bij->bi", p, ds)[..., None], out=ds)
+        p, _ = self.probabilities(rows, memory, heard and heard[0])
+        ds, mean = self.weight_cotangents(p, rows, memory)
+        np.subtract(ds, mean if heard is None else self.of_rows(heard[1], rows, memory), out=ds)
         np.multiply(ds, p, out=ds)
         np.multiply(ds, ds.dtype.type(self.block.attrs["scale"]), out=ds)
         return p, self.engine.made_inside(ds)
@@ -174,26 +218,32 @@ def _largest(x: Array) -> Array:
     while x.shape[-1] > 8 and x.shape[-1] % 2 == 0:
         half = x.shape[-1] // 2
         x = np.maximum(x[..., :half], x[..., half:])
-    peak: Array = x.max(axis=-1, keepdims=True)
+    peak: Array = x.max(axis=-1, keepdims=True, initial=-np.inf)
     return peak
 
 
-def _put(out: Array, cut: Cut, queries: slice, made: Array) -> None:
+def put(out: Array, cut: Cut, queries: slice, made: Array) -> None:
     part = out[cut][..., queries, :]
     part[...] = made.reshape(part.shape)
 
 
 def local_result(block: Block, *arrays: Array) -> Array:
     """The attention of this device's queries."""
+    return result(block, arrays, None)
+
+
+def result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Array:
     kernel = Kernel(block, arrays, with_cotangent=False)
     out = block.result()
     y = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.value))
     for memory in kernel.batches():
         for rows in kernel.rows(memory):
-            weights, total = kernel.weights(rows, memory)
+            weights, total, level = kernel.weights(rows, memory)
             made = kernel.product(kernel.engine.made_inside(weights), memory.v[:, rows.keys])
             np.divide(made, total, out=made)
-            _put(y, memory.batch, rows.queries, made)
+            if heard is not None:
+                np.multiply(made, kernel.share(level, heard, rows, memory), out=made)
+            put(y, memory.batch, rows.queries, made)
     return out
 
 
@@ -212,18 +262,18 @@ def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, A
     """dq, dk, dv: what one of the two gradients of the same operands finds serves the other, too."""
     shared, attrs = block.engine.shared, block.attrs
     if shared is None:
-        return _gradients(block, arrays)
-    options = (attrs["causal"], attrs["window"], attrs["scale"], block.offsets[attrs["length"]])
+        return gradients(block, arrays)
+    options = (attrs["causal"], attrs["window"], attrs["scale"], block.offsets[attrs["length"]], *block.starts)
     key = ("attention", block.engine.trips, *options, *map(id, arrays))
     if key in shared:
         found: tuple[Array, Array, Array] = shared.pop(key)[0]
         return found
-    made = _gradients(block, arrays)
+    made = gradients(block, arrays)
     shared[key] = made, arrays  # the operands are kept, so that no other arrays take their identities
     return made
 
 
-def _gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+def gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:
     kernel = Kernel(block, arrays, with_cotangent=True)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
     q, k, v = (t.shape.names for t in block.inputs[:3])
@@ -233,10 +283,10 @@ def _gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, Array, A
     for memory in kernel.batches():
         k_sum, v_sum = np.zeros(memory.k.shape, memory.k.dtype), np.zeros(memory.v.shape, memory.v.dtype)
         for rows in kernel.rows(memory):
-            p, ds = kernel.cotangents(rows, memory)
-            _put(dq_rows, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
+            p, ds = kernel.cotangents(rows, memory, heard)
+            put(dq_rows, memory.batch, rows.queries, kernel.product(ds, memory.k[:, rows.keys]))
             k_sum[:, rows.keys] += kernel.product(ds.swapaxes(1, 2), rows.q)
             v_sum[:, rows.keys] += kernel.product(kernel.engine.made_inside(p).swapaxes(1, 2), rows.dy)
-        _put(dk_rows, memory.batch, slice(None), k_sum)
-        _put(dv_rows, memory.batch, slice(None), v_sum)
+        put(dk_rows, memory.batch, slice(None), k_sum)
+        put(dv_rows, memory.batch, slice(None), v_sum)
     return dq, dk, dv

@@ -19,10 +19,11 @@ from meshlib.checks import at, fitting, flag, items, whole
 from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import Array, Block, Factor, Halo, Kind, Linear, Role, Storage, operation
+from meshlib.operation import Array, Block, Factor, Halo, Kind, Linear, OpDef, Role, Storage, operation
 from meshlib.ops.building import build, tensor
 from meshlib.ops.rules import named_factors, same_dtype, vector_work
 from meshlib.ops.shape import reshape
+from meshlib.ops.sources import is_zero
 
 
 def _roles(op: Operation) -> tuple[Factor, ...]:
@@ -105,11 +106,17 @@ SLICE = _define(
 
 
 def slice(x: Tensor, begin: int, size: int, slice_dim_name: str, name: str | None = None) -> Tensor:
-    """Elements [begin, begin + size) of one dim; the dim keeps its name."""
+    """Elements [begin, begin + size) of one dim; the dim keeps its name.
+
+    As many elements of a tensor that was padded with zeros as it had before are a `shift` of it.
+    """
     d = find_dim(tensor(x, "slice"), slice_dim_name, "slice")
     begin, size = whole(begin, "slice", "begin"), whole(size, "slice", "size")
     if (begin, size) == (0, d.size):
         return x
+    padded = x.operation if _along(x, PAD, d) and x.operation.attrs["value"] == 0 else None
+    if padded is not None and size == padded.inputs[0].shape.dim(d.name).size and 0 <= begin <= d.size - size:
+        return shift(padded.inputs[0], padded.attrs["before"] - begin, d.name, False, name)
     return build(SLICE, [x], {"dim": d.name, "begin": begin, "size": size}, name)
 
 
@@ -291,14 +298,36 @@ CONCAT = _define(
 
 
 def concat(xs: Sequence[Tensor], concat_dim_name: str, name: str | None = None) -> Tensor:
-    """The tensors one after the other along a dim that all have; their other dims are the same, in the same order."""
+    """The tensors one after the other along a dim that all have; their other dims are the same, in the same order.
+
+    Zeros and what they leave of a tensor, which keeps its size, are a `shift` of it.
+    """
     operands = [tensor(x, "concat") for x in items(xs, "concat", "xs")]
     if not operands:
         raise ShapeError(f"{at('concat')}: needs at least one tensor, got an empty list")
     d = find_dim(operands[0], concat_dim_name, "concat")
     if len(operands) == 1:
         return operands[0]
+    if len(operands) == 2 and (shifted := _shifted(operands[0], operands[1], d.name, name)) is not None:
+        return shifted
     return build(CONCAT, operands, {"dim": d.name}, name)
+
+
+def _along(x: Tensor, kind: OpDef, dim: Dimension) -> bool:
+    """Whether an operation along a dim made it."""
+    return x.operation.kind is kind and x.operation.attrs["dim"] == dim.name
+
+
+def _shifted(first: Tensor, second: Tensor, dim: str, name: str | None) -> Tensor | None:
+    """A tensor moved along a dim, if one of these is zeros and the other what they leave of it; else None."""
+    zeros, kept = (first, second) if is_zero(first.operation) else (second, first)
+    if not is_zero(zeros.operation) or not _along(kept, SLICE, kept.shape.dim(dim)) or zeros.dtype is not kept.dtype:
+        return None
+    (x,), offset = kept.operation.inputs, zeros.shape.dim(dim).size
+    begin = 0 if zeros is first else offset  # of what stays
+    same = zeros.shape.resize(dim, 1) == kept.shape.resize(dim, 1)
+    fits = same and (x.shape.dim(dim).size, kept.operation.attrs["begin"]) == (offset + kept.shape.dim(dim).size, begin)
+    return shift(x, offset if zeros is first else -offset, dim, False, name) if fits else None
 
 
 # ---------------------------------------------------------------- halo exchange

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layouts import LayoutError, Mesh, Shape, Sharding
+from layouts.plan import Step
 from layouts.sharding import laid
 from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
 from meshlib.ops.sources import is_zero
 from meshlib.program.exchange import plan_exchanges
-from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
+from meshlib.program.margins import fits, given_away, keeps_margins, needed_margins, takes_margins
 from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside, derive
@@ -67,6 +69,8 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
     if not made.isdisjoint(instruction.outputs):
         y = next(y for y in instruction.outputs if y in made)
         raise ProgramError(f"result {y.tensor.name} {y} is made twice")
+    if any(x.margins for x in instruction.inputs) and not isinstance(instruction, Compute | Widen):
+        raise ProgramError("takes an operand with margins")
     match instruction:
         case Commit():
             _check_commit(instruction, program)
@@ -88,6 +92,8 @@ def _content(instruction: Instruction) -> object:
     match instruction:
         case Compute(op, inputs, outputs):
             return op, inputs, outputs, instruction.assignment, instruction.exchanges
+        case Widen():
+            return instruction
         case Move(op, inputs, outputs):
             return op, inputs, outputs, instruction.steps
     return instruction
@@ -101,6 +107,8 @@ def _check_alone(instruction: Instruction, mesh: Mesh, sound: Sound) -> None:
         if y.sharding.shape != y.tensor.shape:
             raise ProgramError(f"result {y.tensor.name} has shape {y.tensor.shape}, its sharding {y.sharding.shape}")
     match instruction:
+        case Widen():
+            _check_widened(instruction)
         case Move():
             _check_reshard(instruction)
         case Compute():
@@ -120,7 +128,7 @@ def _key(instruction: Compute, signatures: Signatures) -> object:
         instruction.assignment,
         instruction.exchanges,
         *[tensors.index(t) for t in tensors],
-        *[x.sharding for x in (*instruction.inputs, *instruction.outputs)],
+        *[(x.sharding, x.margins) for x in (*instruction.inputs, *instruction.outputs)],
     )
 
 
@@ -128,6 +136,8 @@ def _check_reshard(instruction: Move) -> None:
     for x, y, step in zip(instruction.inputs, instruction.outputs, instruction.steps, strict=True):
         if x.tensor is not y.tensor:
             raise ProgramError(f"moves {x.tensor.name} into {y.tensor.name}")
+        if x.margins or (y.margins and not _cuts_margins(step, y)):
+            raise ProgramError(f"moves {x} to {y}, which loses margins or makes them")
         if x.sharding != step.before or y.sharding != step.after:
             raise ProgramError(f"step {step.before} -> {step.after} does not move {x.sharding} to {y.sharding}")
         if step.kind != instruction.opcode:
@@ -139,6 +149,32 @@ def _check_reshard(instruction: Move) -> None:
             raise ProgramError(f"{step.kind} over {step.axes} makes {after}, not {y.sharding}")
         if step.payload_bytes != x.local_bytes or abs(step.sent_bytes - sent) > 1e-9 * max(1, sent):
             raise ProgramError(f"claims {step.sent_bytes} bytes sent of {step.payload_bytes}; a ring sends {sent}")
+
+
+def _cuts_margins(step: Step, y: Value) -> bool:
+    """Whether a local cut of what is whole leaves margins along its dim."""
+    whole = step.kind == "slice" and step.dim is not None and not step.before.of(step.dim) and not y.sharding.pending
+    return whole and all(m.dim == step.dim and fits(m, y.tensor, y.sharding) for m in y.margins)
+
+
+def _check_widened(instruction: Widen) -> None:
+    (x,), (y,), (step,) = instruction.inputs, instruction.outputs, instruction.steps
+    new = [m for m in y.margins if m not in x.margins]
+    if x.tensor is not y.tensor or x.sharding != y.sharding or len(new) != 1 or {*x.margins} != {*y.margins} - {*new}:
+        raise ProgramError(f"widens {x.tensor.name} {x} into {y.tensor.name} {y}")
+    (margin,) = new
+    size = x.tensor.shape.dim(margin.dim).size
+    axes = x.sharding.of(margin.dim)
+    count = x.sharding.mesh.group_size(axes)
+    block = size // count
+    taken = any(m.dim == margin.dim for m in x.margins)
+    if x.sharding.pending or taken or not fits(margin, x.tensor, x.sharding):
+        raise ProgramError(f"{x} can't have margins of {margin}")
+    row_bytes = x.local_bytes // block
+    sent = tuple(n * row_bytes for n in given_away(margin, count, size))
+    claims = (step.kind, step.axes, step.dim, instruction.by_block, step.payload_bytes, step.sent_bytes)
+    if claims != ("collective_permute", axes, margin.dim, sent, max(sent), max(sent)):
+        raise ProgramError(f"{step} claims {instruction.by_block} bytes sent; margins {margin} over {axes} take {sent}")
 
 
 def taken_step(
@@ -255,10 +291,30 @@ def _check_computation(instruction: Compute, signature: Signature) -> None:
     if is_zero(op):
         result = result.with_pending(out.sharding.pending)  # nothing on every core sums to nothing
     exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()
+    if any(v.margins for v in (*instruction.inputs, *instruction.outputs)):
+        _check_margins(instruction, factors, axes)
+        exchanges = ()  # what they would bring is there
     if instruction.exchanges != exchanges:
         raise ProgramError(f"sends {instruction.exchanges} inside; the assignment {axes} needs {exchanges}")
     if out.sharding != result:
         raise ProgramError(f"makes {result} under the assignment {axes}, not {out.sharding}")
+
+
+def _check_margins(instruction: Compute, factors: Sequence[Factor], axes: Mapping[str, tuple[str, ...]]) -> None:
+    """Whether the operands hold what the result and its margins need of their neighbours."""
+    op = instruction.operation
+    made = {m.dim: m for y in instruction.outputs for m in y.margins}
+    split = {f.outputs[0] for f in factors if axes.get(f.name)}
+    fitting = all(fits(m, y.tensor, y.sharding) for y in instruction.outputs for m in y.margins)
+    if made and not (fitting and keeps_margins(op, factors, axes) and split.issuperset(made)):
+        raise ProgramError(f"can't make margins {', '.join(map(str, made.values()))}")
+    if not takes_margins(op, factors, axes):
+        raise ProgramError("needs of other blocks what no margin has")
+    for n, x in enumerate(instruction.inputs):
+        held = {m.dim: m for m in x.margins}
+        for dim, margin in needed_margins(op, factors, n, made, axes).items():
+            if dim not in held or not held[dim].covers(margin):
+                raise ProgramError(f"operand {x.tensor.name} is {x}; its block needs margins {margin}")
 
 
 def instruction_factors(instruction: Instruction) -> tuple[tuple[Factor, ...], Linear]:
@@ -304,6 +360,8 @@ def _check_ends(program: Program, made: Iterable[Value], after: str) -> None:
         for name, v in values.items():
             if v not in known:
                 raise ProgramError(f"after {after}: {what} '{name}' is never made")
+            if v.margins:
+                raise ProgramError(f"after {after}: {what} '{name}' is still {v}")
             if v.sharding.pending and not program.is_body:
                 raise ProgramError(f"after {after}: {what} '{name}' is still {v}")
     written = [i.variable for i in program.instructions if isinstance(i, Commit)]

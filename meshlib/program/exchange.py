@@ -15,6 +15,7 @@ from meshlib.graph import Operation, TensorType
 from meshlib.operation import Factor, Halo, Role, Summary
 
 Axes = tuple[str, ...]
+TOGETHER = (Role.HALO, Role.SUMMARY, Role.SHARE)  # of factors whose blocks need each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,11 @@ class Exchange:
     dim: str
     operand: int
     payload_bytes: int
-    by_block: tuple[int, ...]
+    by_block: tuple[int | float, ...]
     to_dim: str | None = None
 
     @property
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> int | float:
         """Bytes that the busiest device sends."""
         return max(self.by_block)
 
@@ -66,8 +67,8 @@ def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[Ru
 
 
 def split_factor(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> Factor | None:
-    """The factor of role HALO or SUMMARY that is split, if any."""
-    return next((f for f in factors if f.role in (Role.HALO, Role.SUMMARY) and axes.get(f.name)), None)
+    """The factor that is split though its blocks need each other, if any."""
+    return next((f for f in factors if f.role in TOGETHER and axes.get(f.name)), None)
 
 
 def plan_exchanges(
@@ -87,10 +88,13 @@ def plan_exchanges(
         types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
         payload = sum(t.shape.size * t.dtype.itemsize for t in op.kind.lower.types(types, op.attrs))
         along = next(d for d in factor.operands if d is not None)
-        if factor.shares is None:
-            return (Exchange("all_gather", over, along, -1, payload, ((count - 1) * payload,) * count),)
-        sent = ((count - 1) * (payload // count),) * count
-        return (Exchange("all_to_all", over, along, -1, payload, sent, factor.shares),)
+        if factor.shares is not None:
+            sent: tuple[int | float, ...] = ((count - 1) * (payload // count),) * count
+            return (Exchange("all_to_all", over, along, -1, payload, sent, factor.shares),)
+        if op.kind.lower.combine is not None:  # by a ring, or as all_to_all, combining, all_gather: the same bytes
+            sent = (2 * (count - 1) * payload / count,) * count
+            return (Exchange("all_reduce", over, along, -1, payload, sent),)
+        return (Exchange("all_gather", over, along, -1, payload, ((count - 1) * payload,) * count),)
     assert isinstance(op.kind.lower, Halo)
     name = factor.outputs[0]
     assert name is not None
@@ -108,12 +112,12 @@ def plan_exchanges(
     return tuple(found)
 
 
-def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int:
+def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int | float:
     """Bytes sent by the device that sends most in all of them, each given with how often it runs.
 
     Exact along one set of mesh axes, and along several that have none in common: some device is the busiest on each.
     """
-    totals: dict[Axes, tuple[int, ...]] = {}
+    totals: dict[Axes, tuple[int | float, ...]] = {}
     for e, times in exchanges:
         before = totals.get(e.axes, (0,) * len(e.by_block))
         totals[e.axes] = tuple(a + times * b for a, b in zip(before, e.by_block, strict=True))

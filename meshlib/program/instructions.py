@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from layouts import Sharding
+from layouts import Shape, Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.loop_record import LoopRecord
 from meshlib.program.exchange import Exchange, busiest_bytes
+from meshlib.program.margins import Margin
 
 if TYPE_CHECKING:
     from meshlib.program.records import Program
@@ -25,23 +27,41 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "coll
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
-    """A tensor under one sharding: what an instruction makes. Compared by identity."""
+    """A tensor under one sharding: what an instruction makes. Compared by identity.
+
+    `margins`: what each block holds beside its own elements, of those of its neighbours.
+    """
 
     tensor: Tensor
     sharding: Sharding
+    margins: tuple[Margin, ...] = ()
+
+    @property
+    def local_shape(self) -> Shape:
+        """The shape of one device's block, margins included."""
+        shape = self.sharding.local_shape
+        for m in self.margins:
+            shape = shape.resize(m.dim, shape.dim(m.dim).size + m.before + m.after)
+        return shape
 
     @property
     def local(self) -> TensorType:
         """Shape and dtype of one device's block."""
-        return TensorType(self.sharding.local_shape, self.tensor.dtype)
+        return TensorType(self.local_shape, self.tensor.dtype)
+
+    @property
+    def local_size(self) -> int:
+        """Elements of one device's block."""
+        return prod(self.local_shape.sizes) if self.margins else self.sharding.local_size
 
     @property
     def local_bytes(self) -> int:
         """Bytes of one device's block, without padding. Exact."""
-        return self.sharding.local_size * self.tensor.dtype.itemsize
+        return self.local_size * self.tensor.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.tensor.dtype}{self.sharding}"
+        beside = f" with {', '.join(map(str, self.margins))}" if self.margins else ""
+        return f"{self.tensor.dtype}{self.sharding}{beside}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +110,11 @@ class Instruction:
         return ()
 
     @property
+    def uneven(self) -> tuple[Exchange, ...]:
+        """Those transfers of which some devices send more than others."""
+        return ()
+
+    @property
     def sent_bytes(self) -> int | float:
         """Bytes that the busiest device sends in one run. Exact."""
         return sum(t.sent.sent_bytes for t in self.transfers)
@@ -124,13 +149,17 @@ class Compute(Instruction):
     reasons: tuple[Reason, ...] = ()
 
     @property
+    def uneven(self) -> tuple[Exchange, ...]:
+        return self.exchanges
+
+    @property
     def transfers(self) -> Sequence[Transfer]:
         """The exchanges; a summary is made of all operands and stands under the first."""
         pairs = zip(self.exchanges, self.reasons, strict=True)
         return [Transfer(e, self.inputs[max(e.operand, 0)], reason) for e, reason in pairs]
 
     @property
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> int | float:
         """Bytes that the busiest device sends in one run, all exchanges together. Exact."""
         return busiest_bytes((e, 1) for e in self.exchanges)
 
@@ -163,6 +192,22 @@ class Move(Instruction):
         if not self.is_collective:
             return ()
         return [Transfer(*part) for part in zip(self.steps, self.inputs, self.reasons, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Widen(Move):
+    """Gives the blocks of its operand a margin along one dim, for all who need their neighbours' elements there.
+
+    `by_block` is what each device along the step's axes sends: blocks at the ends of the dim have fewer neighbours.
+    """
+
+    by_block: tuple[int, ...] = field(kw_only=True)
+
+    @property
+    def uneven(self) -> tuple[Exchange, ...]:
+        (step,) = self.steps
+        assert step.dim is not None
+        return (Exchange(step.kind, step.axes, step.dim, 0, step.payload_bytes, self.by_block),)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from layouts import LayoutRules, Mesh
 from meshlib.errors import GraphError
 from meshlib.operation import Kind, Work
 from meshlib.program.exchange import busiest_bytes
-from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.text import bytes_text
 
 if TYPE_CHECKING:
@@ -92,9 +92,8 @@ class Program:
         Less than those of the collectives add up to where different devices are the busiest: of two blocks that send
         each other their margins, each sends one.
         """
-        rings = sum(times * i.sent_bytes for i, _, times in walk(self) if isinstance(i, Move))
-        computed = [(i, times) for i, _, times in walk(self) if isinstance(i, Compute)]
-        return rings + busiest_bytes((e, times) for i, times in computed for e in i.exchanges)
+        rings = sum(times * i.sent_bytes for i, _, times in walk(self) if not i.uneven)
+        return rings + busiest_bytes((e, times) for i, _, times in walk(self) for e in i.uneven)
 
     @cached_property
     def to_host_bytes(self) -> int:

@@ -32,8 +32,8 @@ def derive(
         operands.append(_laid(shape, mesh, by_dim, tuple([(a, "sum") for a in passed[i]])))
     kinds = {a: "sum" for p in passed for a in p}
     for f, over in split:
-        if f.role.reduces:
-            kinds.update(dict.fromkeys(over, f.role.value))
+        if f.role.pending is not None:
+            kinds.update(dict.fromkeys(over, f.role.pending))
     by_dim = _by_dim([(f.outputs[0], over) for f, over in split if f.shares is None])
     for f, over in split:
         if f.shares is not None:  # what splits the dim already is major

@@ -12,7 +12,7 @@ from meshlib.dtypes import BFLOAT16
 from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation, TensorType
-from meshlib.operation import Block
+from meshlib.operation import Block, Summary
 
 Array = np.ndarray[Any, Any]
 
@@ -31,6 +31,31 @@ def compute(
     block = Block(op, inputs, outs[0], offsets, engine, buffer, starts or (0,) * len(inputs))
     with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
         return finished(op, outs, op.kind.local(block, *arrays))
+
+
+def summarised(
+    op: Operation,
+    outs: tuple[TensorType, ...],
+    blocks: Sequence[Block],
+    arrays: Sequence[Sequence[Array]],
+    told: bool = True,
+    shared: Sequence[int] = (),
+) -> list[tuple[Array, ...]]:
+    """Run an operation along a dim whose blocks, given in their order, need a summary of each other.
+
+    `told`: whether they tell each other; every one hears of the first only, if a collective was lost.
+    `shared`: per array of the summary the axis along which each of them is told its own part only, if any.
+    """
+    lower = op.kind.lower
+    assert isinstance(lower, Summary)
+    with np.errstate(all="ignore"):
+        summaries = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
+        heard = lower.heard(summaries if told else summaries[:1])
+        count = len(blocks)
+        cut = [[np.split(x, count, 1 + axis) for x, axis in zip(heard, shared, strict=True)]] if shared else []
+        parts = [tuple(x[n] for x in cut[0]) if cut else heard for n in range(count)]
+        made = [lower.finish(b, parts[n], n, *xs) for n, (b, xs) in enumerate(zip(blocks, arrays, strict=True))]
+        return [finished(op, outs, ys) for ys in made]
 
 
 def finished(op: Operation, outs: tuple[TensorType, ...], made: Array | tuple[Array, ...]) -> tuple[Array, ...]:

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 
 from hardware.numerics import ring_reduce, ring_reduce_scatter, round_to_bfloat16
-from layouts import Mesh, Sharding, permute_pairs
+from layouts import Mesh, Shape, Sharding, permute_pairs
 from layouts.plan import Step
 from meshlib.dtypes import BFLOAT16, DType
 from meshlib.engine import Engine
 from meshlib.errors import ProgramError
-from meshlib.graph import Operation
+from meshlib.graph import Operation, TensorType
 from meshlib.operation import Block, Factor, Halo, Role, Summary
 from meshlib.program.checker import instruction_factors
 from meshlib.program.exchange import runs, split_factor
-from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value, Widen
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
-from meshlib.simulation.blocks import compute, finished
+from meshlib.simulation.blocks import compute, summarised
 
 Array = np.ndarray[Any, Any]
 Blocks = list[Array]  # one per device
@@ -67,6 +67,10 @@ class _Exact(Interpreter[Blocks, Engine]):
         return _compute(program, i, inputs, context)
 
     def move(self, i: Move, inputs: Sequence[Blocks]) -> list[Blocks]:
+        if isinstance(i, Widen):
+            return [widened(i, inputs[0])]
+        if i.outputs[0].margins:
+            return [cut_wide(i.inputs[0], i.outputs[0], inputs[0])]
         parts = zip(i.steps, inputs, i.outputs, strict=True)
         return [_checked(move(step, blocks, y.tensor.dtype), y, i) for step, blocks, y in parts]
 
@@ -78,7 +82,7 @@ class _Exact(Interpreter[Blocks, Engine]):
 
     def made(self, i: Instruction, y: Value, value: Blocks) -> None:
         if self.watch is not None:
-            self.watch(i, y, value)
+            self.watch(i, y, without_margins(y, value) if y.margins else value)
 
 
 def _checked(blocks: Blocks, y: Value, instruction: Move) -> Blocks:
@@ -123,7 +127,9 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     split = split_factor(factors, axes)
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
-    if split is not None and split.role is Role.SUMMARY:
+    if any(v.margins for v in (*instruction.inputs, *instruction.outputs)):
+        made = [_within_margins(instruction, factors, place, d, inputs, engine) for d, place in enumerate(places)]
+    elif split is not None and split.role is not Role.HALO:
         made = _summarised(instruction, split, axes[split.name], places, inputs, engine)
     else:
         made = []
@@ -198,6 +204,98 @@ def _with_halo(
     return arrays, tuple(starts)
 
 
+def _within_margins(
+    instruction: Compute,
+    factors: Sequence[Factor],
+    place: _Place,
+    device: int,
+    inputs: Sequence[Blocks],
+    engine: Engine,
+) -> tuple[Array, ...]:
+    """The result of one device from what its operands hold, which is cut to what it needs of it."""
+    op = instruction.operation
+    y = instruction.outputs[0]
+    coordinate = y.sharding.mesh.coordinates()[device]
+    made, wide = held_runs(y, coordinate), {m.dim for m in y.margins}
+    by_factor = {f.name: made[f.outputs[0]] for f in factors if f.outputs[0] is not None}
+    offsets = place.offsets | {name: begin for name, (begin, _) in by_factor.items()}
+    arrays, starts, types = [], [], []
+    for n, (x, blocks) in enumerate(zip(instruction.inputs, inputs, strict=True)):
+        held, wanted, start = held_runs(x, coordinate), held_runs(Value(x.tensor, x.sharding), coordinate), 0
+        for f in factors:
+            dim = f.operands[n]
+            if dim is None or f.name not in by_factor:
+                continue
+            if f.role is Role.HALO and isinstance(op.kind.lower, Halo) and x.sharding.of(dim):
+                begin, end = op.kind.lower.needs(op, n, *by_factor[f.name])
+                low, high = held[dim]
+                if op.kind.lower.wrap(op):
+                    length, begin = end - begin, low + (begin - low) % x.tensor.shape.dim(dim).size
+                    end = begin + length
+                begin = min(max(begin, low), high)
+                wanted[dim], start = (begin, min(max(end, begin), high)), begin
+            elif f.outputs[0] in wide:
+                wanted[dim] = by_factor[f.name]
+        cuts = tuple(np.s_[b - held[d][0] : e - held[d][0]] for d, (b, e) in wanted.items())
+        arrays.append(blocks[device][cuts])
+        starts.append(start)
+        # A run that lies past the end of the dim is empty, which no type is.
+        types.append(TensorType(Shape([(d, max(e - b, 1)) for d, (b, e) in wanted.items()]), x.tensor.dtype))
+    outs = tuple(z.local for z in instruction.outputs)
+    if wide:
+        outs = (TensorType(Shape([(d, e - b) for d, (b, e) in made.items()]), y.tensor.dtype),)
+    return compute(op, tuple(types), outs, arrays, offsets, engine, None, tuple(starts))
+
+
+def held_runs(v: Value, coordinate: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+    """The indices of each dim that one device holds, margins included."""
+    margins = {m.dim: m for m in v.margins}
+    found = {}
+    for d, block, cut in zip(v.tensor.shape, v.sharding.local_shape.sizes, v.sharding.slices(coordinate), strict=True):
+        margin = margins.get(d.name)
+        found[d.name] = margin.run(cut.start // block, block, d.size) if margin else (cut.start, cut.stop)
+    return found
+
+
+def without_margins(v: Value, blocks: Blocks) -> Blocks:
+    """Each device's own block."""
+    found, plain = [], Value(v.tensor, v.sharding)
+    for block, c in zip(blocks, v.sharding.mesh.coordinates(), strict=True):
+        runs_held, own = held_runs(v, c), held_runs(plain, c)
+        found.append(block[tuple(np.s_[b - runs_held[d][0] : e - runs_held[d][0]] for d, (b, e) in own.items())])
+    return found
+
+
+def cut_wide(x: Value, y: Value, blocks: Blocks) -> Blocks:
+    """Each device's part, with margins, of what it holds."""
+    found = []
+    for block, c in zip(blocks, y.sharding.mesh.coordinates(), strict=True):
+        held, wanted = held_runs(x, c), held_runs(y, c)
+        for axis, d in enumerate(y.tensor.shape):
+            begin, end = wanted[d.name]
+            # Past the ends of a whole dim it goes round.
+            block = np.take(block, np.arange(begin, end) - held[d.name][0], axis=axis, mode="wrap")
+        found.append(block)
+    return found
+
+
+def widened(i: Widen, blocks: Blocks) -> Blocks:
+    """Each device's block with one margin more, of what the others hold."""
+    (x,), (y,) = i.inputs, i.outputs
+    (margin,) = (m for m in y.margins if m not in x.margins)
+    axis, size = x.tensor.shape.index(margin.dim), x.tensor.shape.dim(margin.dim).size
+    out = list(blocks)
+    for group in x.sharding.mesh.groups(i.steps[0].axes):
+        block = size // len(group)
+        for n, device in enumerate(group):
+            pieces = []
+            for run in runs(*margin.run(n, block, size), size, block, margin.wrap):
+                at = run.begin - run.source * block
+                pieces.append(blocks[group[run.source]][(np.s_[:],) * axis + (np.s_[at : at + run.end - run.begin],)])
+            out[device] = np.concatenate(pieces, axis=axis)
+    return out
+
+
 def _summarised(
     instruction: Compute,
     factor: Factor,
@@ -208,32 +306,29 @@ def _summarised(
 ) -> list[tuple[Array, ...]]:
     """Every block's summary, or each one's share of it, to every device of its group, then the rest of the work."""
     op = instruction.operation
-    lower = op.kind.lower
-    assert isinstance(lower, Summary)
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
     starts = (0,) * len(types)
     blocks = [Block(op, types, outs[0], p.offsets, engine, None, starts) for p in places]
-    arrays = [[b[device] for b in inputs] for device in range(len(places))]
     made: list[tuple[Array, ...]] = [()] * len(places)
-    with np.errstate(all="ignore"):
-        told = [lower.summarise(block, *xs) for block, xs in zip(blocks, arrays, strict=True)]
-        for group in instruction.outputs[0].sharding.mesh.groups(over):
-            heard = group if instruction.exchanges else group[:1]
-            whole = tuple(np.stack(parts) for parts in zip(*(told[d] for d in heard), strict=True))
-            for n, device in enumerate(group):
-                gathered = whole if factor.shares is None else _share(instruction, factor.shares, whole, n, len(group))
-                made[device] = finished(op, outs, lower.finish(blocks[device], gathered, n, *arrays[device]))
+    for group in instruction.outputs[0].sharding.mesh.groups(over):
+        arrays = [[b[device] for b in inputs] for device in group]
+        parts = summarised(
+            op, outs, [blocks[d] for d in group], arrays, bool(instruction.exchanges), _part_of(instruction, factor)
+        )
+        for device, part in zip(group, parts, strict=True):
+            made[device] = part
     return made
 
 
-def _share(instruction: Compute, dim: str, whole: tuple[Array, ...], index: int, count: int) -> tuple[Array, ...]:
-    """Of summaries, one of `count` parts of `dim`."""
+def _part_of(instruction: Compute, factor: Factor) -> tuple[int, ...]:
+    """The axes of the summaries along which each device is told a part only."""
     op = instruction.operation
     assert isinstance(op.kind.lower, Summary)
+    if factor.shares is None:
+        return ()
     types = op.kind.lower.types(tuple(x.local for x in instruction.inputs), op.attrs)
-    at = [1 + t.shape.index(dim) for t in types]
-    return tuple(np.split(x, count, axis=axis)[index] for x, axis in zip(whole, at, strict=True))
+    return tuple(t.shape.index(factor.shares) for t in types)
 
 
 def move(step: Step, blocks: Blocks, dtype: DType) -> Blocks:

@@ -25,12 +25,13 @@ from meshlib.arrays import new_array, unwritten
 from meshlib.dtypes import FLOAT32
 from meshlib.engine import Engine
 from meshlib.graph import TensorType
-from meshlib.operation import ON_MXU
+from meshlib.operation import ON_MXU, Block
 from meshlib.program.checker import instruction_factors
+from meshlib.program.exchange import split_factor
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
-from meshlib.simulation.blocks import compute
+from meshlib.simulation.blocks import compute, summarised
 from meshlib.simulation.buffers import Buffers
 
 Array = np.ndarray[Any, Any]
@@ -239,6 +240,9 @@ class FastExecutor(Interpreter[Array, Engine]):
         factors, _ = instruction_factors(i)
         split = {f.name: tuple(a for a, name in i.assignment if name == f.name and a in looped) for f in factors}
         results = tuple(new_array(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
+        outs = tuple(y.tensor.type for y in i.outputs)
+        shared = split_factor(factors, split)
+        groups: dict[tuple[int, ...], list[tuple[Block, list[Array], dict[str, int]]]] = {}
         for point in product(*(range(mesh.axis_size(a)) for a in looped)):
             at = dict(zip(looped, point, strict=True))
             offsets, counts = {}, {}
@@ -262,8 +266,20 @@ class FastExecutor(Interpreter[Array, Engine]):
                     dims.append(Dimension(d.name, size))
                 blocks.append(array[tuple(cuts)])
                 types.append(TensorType(Shape(dims), x.tensor.dtype))
-            outs = tuple(y.tensor.type for y in i.outputs)
-            made = compute(i.operation, tuple(types), outs, blocks, offsets, engine, None)
-            for y, result, part in zip(i.outputs, results, made, strict=True):
-                result[tuple(at[a] for a in self.apart.get(y, ()))] = part
+            if shared is None:
+                made = compute(i.operation, tuple(types), outs, blocks, offsets, engine, None)
+                self._keep(i, at, results, made)
+            else:
+                block = Block(i.operation, tuple(types), outs[0], offsets, engine, None, (0,) * len(types))
+                others = tuple(at[a] for a in looped if a not in split[shared.name])
+                groups.setdefault(others, []).append((block, blocks, at))
+        for group in groups.values():  # blocks that tell each other what they are
+            made_by = summarised(i.operation, outs, [block for block, _, _ in group], [xs for _, xs, _ in group])
+            for (_, _, at), made in zip(group, made_by, strict=True):
+                self._keep(i, at, results, made)
         return results
+
+    def _keep(self, i: Compute, at: Mapping[str, int], results: Sequence[Array], made: Sequence[Array]) -> None:
+        """Put what was made at one coordinate in its place."""
+        for y, result, part in zip(i.outputs, results, made, strict=True):
+            result[tuple(at[a] for a in self.apart.get(y, ()))] = part

@@ -16,9 +16,10 @@ from tests.cases import Array
 from tests.oracle import run
 from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same
 
-TOGETHER = (Role.HALO, Role.SUMMARY)  # blocks need each other
+TOGETHER = {Role.HALO: Halo, Role.SUMMARY: Summary, Role.SHARE: Summary}  # blocks need each other, and how
 ALONE = (Role.PARALLEL, Role.SUM, Role.MAX, Role.MIN)
 TOLERANCE = 1e-10
+SPLIT_ALL = mtf.Balance(1e-6, 1e-6)  # work done twice is dearer than anything sent
 
 
 def check_roles(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
@@ -46,9 +47,8 @@ def check_roles(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     for what, needed_at in kept.items():
         if not any(needed_at):
             yield f"{record.name}: {what} is never necessary"
-    wanted = {Halo: Role.HALO, Summary: Role.SUMMARY}.get(type(record.lower))  # type: ignore[arg-type]
-    found = {f.role for s in uses for f in record.roles(s.op) if f.role in TOGETHER}
-    if uses and found != ({wanted} if wanted else set()):
+    found = {TOGETHER[f.role] for s in uses for f in record.roles(s.op) if f.role in TOGETHER}
+    if uses and found != ({type(record.lower)} if record.lower else set()):
         yield f"{record.name}: its roles {found} do not go with how it runs along a split dim"
 
 
@@ -175,7 +175,7 @@ def _split(record: OpDef, s: Sample, f: Factor, count: int) -> tuple[str, str]:
     dims = "".join(dict.fromkeys(f"{d}:p;" for d in f.operands if d is not None))
     outputs = {f"y{n}": y for n, y in enumerate(made.outputs)}
     try:
-        program = mtf.lower(outputs, mesh=f"p:{count}", layout=dims[:-1], precision="highest")
+        program = mtf.lower(outputs, (), f"p:{count}", dims[:-1], "highest", SPLIT_ALL)
         (found,) = run(program, feeds)
     except Exception as fault:  # a wrong record may fail in any way
         return "", f"{type(fault).__name__} {fault}"
@@ -184,8 +184,12 @@ def _split(record: OpDef, s: Sample, f: Factor, count: int) -> tuple[str, str]:
     ways = {g.name: _way(g) for g in record.roles(s.op) if g.operands == f.operands}
     if took not in ways:
         return "", "it was not split there"
-    if any(x.tensor in xs for i in program.instructions if i.is_collective for x in i.inputs):
+    if any(i.is_collective for i in program.instructions if not {x.tensor for x in i.inputs} <= {*made.outputs}):
         return ways[took], "its operands moved"
+    pending = instruction.outputs[0].sharding.pending
+    kind = next(g.role.pending for g in record.roles(s.op) if g.name == took)
+    if pending != ((("p", kind),) if kind else ()):
+        return ways[took], f"it leaves {pending} pending"
     whole = [np.asarray(y, np.float64) for y in apply(record, s.op, s.arrays)]
     right = same([np.asarray(found[n], np.float64) for n in outputs], whole, TOLERANCE)
     return ways[took], "" if right else "other numbers"

@@ -25,6 +25,8 @@ from tests.test_operations import built, round_to
 EXCUSED = {
     ("attention", "value_dim"): "a kernel streams whole heads",
     ("attention_grad_query", "value_dim"): "a kernel streams whole heads",
+    ("attention_window", "value_dim"): "a kernel streams whole heads",
+    ("attention_window_grad_query", "value_dim"): "a kernel streams whole heads",
     ("rotate_half", "dim"): "the dim of a head is short, and both halves need each other whole",
     ("constrain", "linear"): "it binds its operand where it stands",
     ("assign", "linear"): "what stays after a step is whole",

@@ -1,0 +1,392 @@
+"""Several shifts along a split dim share what they need of their neighbours (a pass over a lowered program).
+
+A shift asks its operand's neighbours for as many rows as it shifts by. Where several ask for rows of one value, that
+value is widened once, by the most that is asked for on either side, and each of them works on what is there. What they
+ask for may follow from a value further up by element-wise operations, or shifts along other dims: then that one is
+widened, and these make their results with margins. So the taps of a causal convolution share one halo, forward and
+backward, and the nine of a 3x3 neighbourhood on a mesh of two axes one per side, corners included.
+
+Only what sends less is done; work on margins counts one byte an element, as in a balance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from layouts.plan import Step
+from meshlib.lowering.passes import remove_dead_code
+from meshlib.operation import Factor, Role
+from meshlib.program.checker import instruction_factors
+from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
+from meshlib.program.margins import Margin, fits, given_away, keeps_margins, needed_margins, takes_margins
+from meshlib.program.records import Program
+
+Wide = dict[str, Margin]  # by dim
+Root = tuple[Value, str]  # a value that is widened along a dim
+
+
+class Point(NamedTuple):
+    """A value by which a shift could be served, if it had this margin; `work` elements of margins lie between.
+
+    `free`: it is cut of what lies there whole, and may as well be cut with a margin.
+    """
+
+    value: Value
+    margin: Margin
+    work: int
+    free: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """A computation that needs rows of its operand's neighbours; where a margin could serve it, nearest first."""
+
+    instruction: Compute
+    points: tuple[Point, ...]
+
+    @property
+    def key(self) -> object:
+        """Those that may share an exchange have the same."""
+        first = self.points[0]
+        return (self.instruction.region, first.margin.dim, first.margin.wrap, first.value.sharding.of(first.margin.dim))
+
+
+def share_halos(program: Program) -> Program:
+    """Widen a value once for several who need its neighbours' elements, where that sends less."""
+    widening = _Widening(program)
+    found = list(widening.roots())
+    best = widening.better(frozenset().union(*found), program)
+    if best is not program or len(found) < 2:
+        return best
+    # Some stand in each other's way: one after the other.
+    taken: frozenset[Root] = frozenset()
+    for roots in found:
+        more = widening.better(taken | roots, best)
+        if more is not best:
+            best, taken = more, taken | roots
+    return best
+
+
+@dataclass(eq=False)
+class _Widening:
+    program: Program
+    makers: dict[Value, Compute] = field(default_factory=dict)
+    users: dict[Value, list[Instruction]] = field(default_factory=dict)
+    cuts: dict[Value, tuple[Value, Step]] = field(default_factory=dict)  # local cuts, and of what
+    factors: dict[Compute, tuple[Factor, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        moving = [i for i in self.program.instructions if isinstance(i, Compute) and i.exchanges]
+        self.demands: list[Demand] = []
+        if not moving:
+            return
+        self.pinned = {*self.program.outputs.values(), *self.program.updates.values()}
+        for i in self.program.instructions:
+            if isinstance(i, Compute):
+                self.makers.update((y, i) for y in i.outputs)
+            elif isinstance(i, Move) and i.opcode == "slice":
+                self.cuts.update(zip(i.outputs, zip(i.inputs, i.steps, strict=True), strict=True))
+            for x in i.inputs:
+                self.users.setdefault(x, []).append(i)
+        self.shifting = {i: f for i in moving if (f := self._uniform(i)) is not None}
+        for i, f in self.shifting.items():
+            for x, dim, needed in zip(i.inputs, f.operands, self.needs(i, {}), strict=True):
+                if dim in needed:
+                    self.demands.append(Demand(i, tuple(self._points(i, x, needed[dim]))))
+
+    # ------------------------------------------------------------ who needs what
+
+    def factors_of(self, i: Compute) -> tuple[Factor, ...]:
+        if i not in self.factors:
+            self.factors[i] = instruction_factors(i)[0]
+        return self.factors[i]
+
+    def _uniform(self, i: Compute) -> Factor | None:
+        """The split dim of a shift or window: every block needs equally much of its neighbours."""
+        split, factors = _split(i), self.factors_of(i)
+        found = [f for f in factors if f.name in split and f.role is Role.HALO]
+        if len(found) != 1 or not takes_margins(i.operation, factors, split):
+            return None
+        needed = zip(i.inputs, self.needs(i, {}), strict=True)
+        return found[0] if all(_may_have(x, m) for x, margins in needed for m in margins.values()) else None
+
+    def _points(self, i: Compute, value: Value, margin: Margin) -> Iterator[Point]:
+        """The operand; then what it is made of, and so on, as long as one operand alone has the dim."""
+        work, dim = 0, margin.dim
+        while _may_have(value, margin):
+            free = value in self.cuts and self.cuts[value][1].dim == dim and not self.cuts[value][0].sharding.of(dim)
+            yield Point(value, margin, work, free)
+            if not self._can_be_wide(value, i.region):
+                return
+            maker = self.makers[value]
+            needed = zip(maker.inputs, self.needs(maker, {dim: margin}), strict=True)
+            found = [(x, margins[dim]) for x, margins in needed if dim in margins]
+            if len(found) != 1 or found[0][1].wrap != margin.wrap:
+                return
+            work += (margin.before + margin.after) * _row(value, dim)
+            value, margin = found[0]
+
+    def _can_be_wide(self, v: Value, region: str) -> bool:
+        """Whether it can be made with margins: by work on what has them, for computations of its region alone."""
+        maker = self.makers.get(v)
+        if maker is None or v in self.pinned or maker.region != region or len(maker.outputs) > 1:
+            return False
+        if not keeps_margins(maker.operation, self.factors_of(maker), _split(maker)):
+            return False
+        return all(
+            isinstance(u, Compute)
+            and (u in self.shifting or (not u.exchanges and takes_margins(u.operation, self.factors_of(u), _split(u))))
+            and u.region == region
+            for u in (*self.users[v], *((maker,) if maker.exchanges else ()))
+        )
+
+    # ------------------------------------------------------------ where to widen
+
+    def roots(self) -> Iterator[frozenset[Root]]:
+        """What to widen, for each set of demands that meet somewhere, if that costs less."""
+        groups: dict[object, list[Demand]] = {}
+        for d in self.demands:
+            groups.setdefault(d.key, []).append(d)
+        for group in groups.values():
+            for linked in _linked(group):
+                apart = sum(_sent(d.points[0].value, d.points[0].margin) for d in linked)
+                chosen = _placed(linked)
+                if _total(chosen) >= apart:
+                    continue
+                served: dict[Value, list[Point]] = {}
+                for p in chosen.values():
+                    served.setdefault(p.value, []).append(p)
+                yield frozenset((v, p[0].margin.dim) for v, p in served.items() if len(p) > 1 or p[0].work or p[0].free)
+
+    # ------------------------------------------------------------ the new program
+
+    def better(self, chosen: frozenset[Root], than: Program) -> Program:
+        """The program with these values widened, if that can be and sends less; else `than`."""
+        made = self._widened(set(chosen)) if chosen else None
+        return made if made is not None and made.sent_bytes < than.sent_bytes else than
+
+    def _widened(self, roots: set[Root]) -> Program | None:
+        covered = {d.instruction for d in self.demands if any((p.value, p.margin.dim) in roots for p in d.points)}
+        while True:
+            wants = self._wants(roots, covered)
+            if wants is None:
+                return None
+            made = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
+            inside = {v for v, margins in made.items() if margins}
+            covered.update(i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0])))
+            # Who works with margins has no exchange of its own besides.
+            alone = {
+                (points[0].value, points[0].margin.dim)
+                for i, points in ((d.instruction, d.points) for d in self.demands)
+                if i in covered and not any((p.value, p.margin.dim) in roots for p in points)
+            }
+            if not alone:
+                break
+            roots |= alone
+        if not all(self._can_be_wide(v, self.makers[v].region) if v in self.makers else False for v in inside):
+            return None
+        return _Rewriter(self, roots, covered, made).run()
+
+    def needs(self, i: Compute, made: Wide) -> list[Wide]:
+        """Per operand, the margins it must have for a result with these."""
+        split, factors = _split(i), self.factors_of(i)
+        return [dict(needed_margins(i.operation, factors, n, made, split)) for n in range(len(i.inputs))]
+
+    def _wants(self, roots: set[Root], covered: set[Compute]) -> dict[Value, list[Wide]] | None:
+        """What the users of each value need it with; None if a dim goes round for some of them only."""
+        wants: dict[Value, list[Wide]] = {}
+        rounds: dict[Root, bool] = {}
+        for i in reversed(self.program.instructions):
+            if isinstance(i, Compute):
+                made = _without_roots(i.outputs[0], wants.get(i.outputs[0], []), roots)
+                if not made and i not in covered:
+                    continue
+                for x, margins in zip(i.inputs, self.needs(i, made), strict=True):
+                    if margins:
+                        wants.setdefault(x, []).append(margins)
+                    if any(rounds.setdefault((x, dim), m.wrap) != m.wrap for dim, m in margins.items()):
+                        return None
+        return wants
+
+
+@dataclass(eq=False)
+class _Rewriter:
+    """The instructions once more, with margins."""
+
+    widening: _Widening
+    roots: set[Root]
+    covered: set[Compute]
+    made: Mapping[Value, Wide]
+    instructions: list[Instruction] = field(default_factory=list)
+    now: dict[Value, Value] = field(default_factory=dict)  # what stands for a value that is made with margins
+    wide: dict[tuple[Value, str], list[Value]] = field(default_factory=dict)  # in each region, those that were widened
+    wanted: dict[tuple[Value, str], list[Wide]] = field(default_factory=dict)
+
+    def run(self) -> Program:
+        program = self.widening.program
+        for i in program.instructions:
+            if isinstance(i, Compute):
+                for x, margins in zip(i.inputs, self._needs(i), strict=True):
+                    if margins:
+                        self.wanted.setdefault((x, i.region), []).append(margins)
+        for i in program.instructions:
+            self.instructions.append(self._computed(i) if isinstance(i, Compute) else i)
+        return remove_dead_code(program.with_instructions(self.instructions))
+
+    def _needs(self, i: Compute) -> list[Wide]:
+        made = self.made.get(i.outputs[0], {})
+        return self.widening.needs(i, made) if made or i in self.covered else [{} for _ in i.inputs]
+
+    def _computed(self, i: Compute) -> Compute:
+        inputs = tuple(self._version(x, margins, i) for x, margins in zip(i.inputs, self._needs(i), strict=True))
+        outputs = i.outputs
+        if margins := self.made.get(outputs[0]):
+            (y,) = outputs
+            outputs = (Value(y.tensor, y.sharding, _in_order(y, margins)),)
+            self.now[y] = outputs[0]
+        if inputs == i.inputs and outputs == i.outputs and i not in self.covered:
+            return i
+        if i in self.covered:
+            return replace(i, inputs=inputs, outputs=outputs, exchanges=(), reasons=())
+        return replace(i, inputs=inputs, outputs=outputs)
+
+    def _version(self, x: Value, margins: Wide, user: Compute) -> Value:
+        """`x` with at least these margins, widened if need be."""
+        plain = self.now.get(x, x)
+        new = [d.name for d in x.tensor.shape if d.name in margins and (x, d.name) in self.roots]
+        if not new:
+            return plain
+        known = self.wide.setdefault((x, user.region), [])
+        if not known:
+            self._widen(x, plain, user, known)
+        held = [({m.dim: m for m in v.margins}, v) for v in known]
+        return next(v for has, v in held if all(d in has and has[d].covers(m) for d, m in margins.items()))
+
+    def _widen(self, x: Value, plain: Value, user: Compute, known: list[Value]) -> None:
+        """All that a region wants of `x`: one dim after the other where somebody needs a corner, else apart."""
+        wanted = self.wanted[x, user.region]
+        by_dim: Wide = {}
+        for margins in wanted:
+            for dim, m in margins.items():
+                if (x, dim) in self.roots:
+                    by_dim[dim] = m.joined(by_dim.get(dim))
+        corners = any(sum((x, dim) in self.roots for dim in margins) > 1 for margins in wanted)
+        at = plain
+        for d in x.tensor.shape:
+            if d.name in by_dim:
+                at = self._exchange(at if corners else plain, by_dim[d.name], user, len(wanted))
+                known.append(at)
+
+    def _exchange(self, x: Value, m: Margin, user: Compute, users: int) -> Value:
+        if x in self.widening.cuts and not x.margins and (cut := self._cut(x, m, user)) is not None:
+            return cut
+        axes, size = x.sharding.of(m.dim), x.tensor.shape.dim(m.dim).size
+        count = x.sharding.mesh.group_size(axes)
+        row_bytes = x.local_bytes // (size // count)
+        sent = tuple(n * row_bytes for n in given_away(m, count, size))
+        y = Value(x.tensor, x.sharding, _in_order(x, {**{o.dim: o for o in x.margins}, m.dim: m}))
+        op, over = user.operation, "+".join(axes)
+        step = Step("collective_permute", axes, m.dim, None, x.sharding, x.sharding, max(sent), max(sent))
+        others = f" and {users - 1} more need" if users > 1 else " needs"
+        lie = f"{m.before} before and {m.after} after each block, on other cores"
+        why = f"{op.kind.name} '{op.name}'{others} indices of '{m.dim}' of '{x.tensor.name}', split over {over}: {lie}"
+        rules = [str(r) for r in self.widening.program.layout.rules if r.dim == m.dim]
+        avoid = (
+            f"leave '{m.dim}' unsplit over {over} ({f'rule {rules[0]}' if rules else 'no rule of the layout says so'})"
+        )
+        reason = Reason(op.name, m.dim, why, avoid, op.source, op.region)
+        self.instructions.append(Widen(op, (x,), (y,), user.region, (step,), (reason,), by_block=sent))
+        return y
+
+    def _cut(self, x: Value, m: Margin, user: Compute) -> Value | None:
+        """With a margin of what it was cut of, if that is whole."""
+        whole, step = self.widening.cuts[x]
+        if step.dim != m.dim or whole.sharding.of(m.dim):
+            return None
+        y = Value(x.tensor, x.sharding, (m,))
+        op = user.operation
+        why = f"{op.kind.name} '{op.name}' needs a part of '{x.tensor.name}' only; each core keeps its own"
+        reason = Reason(op.name, m.dim, why, "costs nothing", op.source, user.region)
+        self.instructions.append(Move(op, (whole,), (y,), user.region, (step,), (reason,)))
+        return y
+
+
+def _split(i: Compute) -> set[str]:
+    """The factors that some axis splits."""
+    return {f for _, f in i.assignment}
+
+
+def _in_order(v: Value, margins: Wide) -> tuple[Margin, ...]:
+    return tuple(margins[d.name] for d in v.tensor.shape if d.name in margins)
+
+
+def _without_roots(v: Value, wanted: list[Wide], roots: set[Root]) -> Wide:
+    """What a value must be made with: what its users want, but for what it is widened by."""
+    found: Wide = {}
+    for margins in wanted:
+        for dim, m in margins.items():
+            if (v, dim) not in roots:
+                found[dim] = m.joined(found.get(dim))
+    return found
+
+
+def _may_have(v: Value, m: Margin) -> bool:
+    return not v.sharding.pending and fits(m, v.tensor, v.sharding)
+
+
+def _row(v: Value, dim: str) -> int:
+    """Elements of one index of a dim in a block."""
+    return v.sharding.local_size // v.sharding.local_shape.dim(dim).size
+
+
+def _joined(points: list[Point]) -> dict[Value, Margin]:
+    found: dict[Value, Margin] = {}
+    for p in points:
+        found[p.value] = p.margin.joined(found.get(p.value))
+    return found
+
+
+def _sent(v: Value, m: Margin) -> int:
+    return (m.before + m.after) * _row(v, m.dim) * v.tensor.dtype.itemsize
+
+
+def _total(chosen: Mapping[Demand, Point]) -> int:
+    moved = _joined([p for p in chosen.values() if not p.free])
+    return sum(_sent(v, m) for v, m in moved.items()) + sum(p.work for p in chosen.values())
+
+
+def _linked(demands: list[Demand]) -> list[list[Demand]]:
+    """The demands in sets that have a point in common, directly or by others."""
+    of: dict[Value, list[Demand]] = {}
+    for d in demands:
+        for p in d.points:
+            of.setdefault(p.value, []).append(d)
+    left, found = dict.fromkeys(demands), []
+    while left:
+        linked, waiting = [], [next(iter(left))]
+        while waiting:
+            d = waiting.pop()
+            if d in left:
+                del left[d]
+                linked.append(d)
+                waiting += [other for p in d.points for other in of[p.value]]
+        found.append(linked)
+    return found
+
+
+def _placed(demands: list[Demand]) -> dict[Demand, Point]:
+    """The point that serves each demand: the nearest; then, again and again, the one at which most is saved by more."""
+    chosen = {d: d.points[0] for d in demands}
+    candidates: dict[Value, dict[Demand, Point]] = {}
+    for d in demands:
+        for p in d.points:
+            candidates.setdefault(p.value, {})[d] = p
+    meeting = {v: d for v, d in candidates.items() if len(d) > 1 or any(p.free for p in d.values())}
+    while meeting:
+        best = min(meeting.values(), key=lambda served: _total({**chosen, **served}))
+        if _total({**chosen, **best}) >= _total(chosen):
+            break
+        chosen.update(best)
+    return chosen

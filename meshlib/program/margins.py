@@ -1,0 +1,122 @@
+"""Margins: indices of a split dim that a block holds beside its own, so that several operations need one exchange.
+
+A value with margins is made by `Widen`, which brings them from the blocks that have them; by a local cut of what lies
+there whole; or by an element-wise operation, or a shift, on operands that have them: it then works on its own block and
+the margins. Who needs less than a block holds cuts it off, which sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from layouts import Sharding
+from meshlib.graph import Operation, Tensor
+from meshlib.operation import ON_MXU, Factor, Halo, Kind, Role
+from meshlib.program.exchange import TOGETHER, runs
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """So many indices of a dim before a block and after it.
+
+    `wrap`: the ends of the dim are neighbours; else the blocks at the ends have nothing there, and lie apart from the
+    others in being shorter.
+    """
+
+    dim: str
+    before: int
+    after: int
+    wrap: bool
+
+    def run(self, index: int, block: int, size: int) -> tuple[int, int]:
+        """The indices that block number `index` of a dim holds; past the ends of the dim if they go round."""
+        begin, end = index * block - self.before, (index + 1) * block + self.after
+        return (begin, end) if self.wrap else (max(begin, 0), min(end, size))
+
+    def covers(self, other: Margin) -> bool:
+        """Whether who needs `other` has it here."""
+        enough = self.before >= other.before and self.after >= other.after
+        return (self.dim, self.wrap) == (other.dim, other.wrap) and enough
+
+    def joined(self, other: Margin | None) -> Margin:
+        """The least that covers both."""
+        if other is None:
+            return self
+        assert (self.dim, self.wrap) == (other.dim, other.wrap)
+        return Margin(self.dim, max(self.before, other.before), max(self.after, other.after), self.wrap)
+
+    def __str__(self) -> str:
+        return f"{self.dim} {self.before}+{self.after}{' round' if self.wrap else ''}"
+
+
+Margins = Mapping[str, Margin]  # by dim
+
+
+def reach(op: Operation, factor: Factor, operand: int) -> tuple[int, int] | None:
+    """How far before its own indices a result needs an operand, and how far after, either of which may be negative.
+
+    None where blocks of the result and of the operand do not lie side by side, so that each needs other rows.
+    """
+    lower, out, name = op.kind.lower, factor.outputs[0], factor.operands[operand]
+    if not isinstance(lower, Halo) or factor.role is not Role.HALO or out is None or name is None:
+        return None
+    size = op.output.shape.dim(out).size
+    if op.inputs[operand].shape.dim(name).size != size:
+        return None
+    begin, end = lower.needs(op, operand, 0, size)
+    if (begin + 1, end) != lower.needs(op, operand, 1, size):  # a run of other rows, not those at an offset
+        return None
+    before, after = -begin, end - size
+    if lower.wrap(op) and before > size // 2:  # it is nearer the other way round
+        before, after = before - size, after + size
+    return before, after
+
+
+def takes_margins(op: Operation, factors: Sequence[Factor], split: Collection[str]) -> bool:
+    """Whether an operation finds what it needs, if its operands have margins along the factors in `split`."""
+    apart = [f for f in factors if f.name in split and f.role in TOGETHER]
+    return all(reach(op, f, n) is not None for f in apart for n, dim in enumerate(f.operands) if dim is not None)
+
+
+def keeps_margins(op: Operation, factors: Sequence[Factor], split: Collection[str]) -> bool:
+    """Whether it can make its result with margins, too, by little work."""
+    alike = op.kind.kind is Kind.ELEMENTWISE or (isinstance(op.kind.lower, Halo) and op.kind.kind not in ON_MXU)
+    return alike and len(op.outputs) == 1 and takes_margins(op, factors, split)
+
+
+def needed_margins(
+    op: Operation, factors: Sequence[Factor], operand: int, made: Margins, split: Collection[str]
+) -> Margins:
+    """The margins that one operand must have, for a result with margins `made`, along the factors in `split`."""
+    found: dict[str, Margin] = {}
+    for f in factors:
+        dim, out = f.operands[operand], f.outputs[0]
+        if dim is None or f.name not in split:
+            continue
+        wanted = made.get(out) if out is not None else None
+        if f.role is Role.HALO and isinstance(op.kind.lower, Halo):
+            far = reach(op, f, operand)
+            assert far is not None
+            before, after = (n + far[k] for k, n in enumerate((wanted.before, wanted.after) if wanted else (0, 0)))
+            wanted = Margin(dim, max(before, 0), max(after, 0), op.kind.lower.wrap(op))
+        if wanted is not None and (wanted.before or wanted.after):
+            found[dim] = wanted
+    return found
+
+
+def given_away(margin: Margin, count: int, size: int) -> list[int]:
+    """How many indices each of `count` blocks gives to others that hold a margin."""
+    block, sent = size // count, [0] * count
+    for j in range(count):
+        for run in runs(*margin.run(j, block, size), size, block, margin.wrap):
+            if run.source != j:
+                sent[run.source] += run.end - run.begin
+    return sent
+
+
+def fits(margin: Margin, t: Tensor, sharding: Sharding) -> bool:
+    """Whether blocks can have a margin: those that go round must not meet themselves."""
+    size, block = t.shape.dim(margin.dim).size, sharding.local_shape.dim(margin.dim).size
+    held = block + margin.before + margin.after
+    return min(margin.before, margin.after) >= 0 and (held <= size or not margin.wrap)
