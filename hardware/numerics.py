@@ -141,8 +141,8 @@ def mxu_matmul(a: Array, b: Array, rows: int = 128) -> Array:
         left = np.broadcast_to(a, (*batch, m, depth)).reshape(-1, m, depth)
         right = np.broadcast_to(b, (*batch, depth, n)).reshape(-1, depth, n)
     out = np.zeros((left.shape[0], left.shape[1], n), a.dtype)
-    first = np.ascontiguousarray(np.moveaxis(left, -1, 0))  # [K, B, M]
-    second = np.ascontiguousarray(np.moveaxis(right, 1, 0))  # [K, B, N]
+    first = np.ascontiguousarray(left.transpose(2, 0, 1))  # [K, B, M]
+    second = np.ascontiguousarray(right.transpose(1, 0, 2))  # [K, B, N]
     target = out
     if first.shape[2] > n:  # the longer side is the contiguous one; products commute exactly
         first, second, target = second, first, out.swapaxes(1, 2)

@@ -95,7 +95,7 @@ def single(text: str, dtype: str) -> Input:
 # ---------------------------------------------------------------- rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A row.
 

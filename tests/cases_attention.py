@@ -1,6 +1,6 @@
 """Rows for fused attention and its two gradients, and for the quarter turn of rotary positions. See `tests/cases.py`.
 
-The reference goes head by head and query by query; it knows no batches, tiles or maxima.
+The reference goes head by head; it knows no batches, tiles or maxima.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from tests.cases import Array, dims, flags, row, signed
 D, E = dims("d:3;e:5")
 
 
-def weights(q: Array, k: Array, at: int, scale: float, causal: bool, window: int | None, seen: Array) -> Array:
-    """softmax of the scores of one query, by the definition: zeros where every key is hidden."""
-    e = np.exp(scale * (k @ q[at]))
-    for j in range(len(k)):
-        if (causal and j > at) or (window and abs(at - j) >= window) or not seen[at, j]:
-            e[j] = 0
-    return e / e.sum() if e.any() else e
+def weights(q: Array, k: Array, scale: float, causal: bool, window: int | None, seen: Array) -> Array:
+    """softmax of the scores of each query, by the definition: zeros where every key is hidden."""
+    query, key = np.indices(seen.shape)
+    hidden = ~seen
+    if causal:
+        hidden = hidden | (key > query)
+    if window:
+        hidden = hidden | (abs(query - key) >= window)
+    e = np.where(hidden, 0, np.exp(scale * (q @ k.T)))
+    total = e.sum(axis=1, keepdims=True)
+    return e / np.where(total > 0, total, 1)
 
 
 def reference(
@@ -39,16 +43,12 @@ def reference(
     """One head: y; with its cotangent dq, dk and dv, too."""
     scale = 1 / np.sqrt(q.shape[1]) if scale is None else scale
     seen = np.ones((len(q), len(k)), bool) if mask is None else mask
-    p = np.array([weights(q, k, i, scale, causal, window, seen) for i in range(len(q))])
+    p = weights(q, k, scale, causal, window, seen)
     if dy is None:
         return (p @ v,)
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for i in range(len(q)):
-        ds = scale * p[i] * (v @ dy[i] - dy[i] @ (p[i] @ v))
-        dq[i] = ds @ k
-        dk += np.outer(ds, q[i])
-        dv += np.outer(p[i], dy[i])
-    return dq, dk, dv
+    dp = dy @ v.T
+    ds = scale * p * (dp - (p * dp).sum(axis=1, keepdims=True))
+    return ds @ k, ds.T @ q, p.T @ dy
 
 
 def plain(which: int | None, **options: Any) -> Any:

@@ -902,48 +902,51 @@ def volume() -> mtf.Tensor:
     return mtf.input("volume", [BATCH, *(mtf.Dimension(d, 12) for d in ("depth", "height", "width")), CLASSES])
 
 
+# Values that parameters take, in most functions, and in some.
+SANE: dict[str, Callable[[], object]] = {
+    "x": x, "x1": x, "a": x, "logits": x, "targets": lambda: x(name="targets"), "loss": x, "weights": x,
+    "x2": lambda: x(name="x2"), "b": lambda: x(name="x2"), "condition": lambda: x(name="c") > 0,
+    "if_true": lambda: x(name="t"), "if_false": lambda: 0.0, "updates": lambda: [], "indices": ints,
+    "xs": lambda: [x(name="x1"), x(name="x2")], "ys": lambda: [x()],
+    "variable": lambda: mtf.variable("w", [BATCH, INNER]),
+    "value": lambda: 1.0, "shape": lambda: [BATCH, INNER], "dims": lambda: [BATCH], "name": lambda: "some",
+    "size": lambda: 4, "dim": lambda: BATCH, "output_dim": lambda: CLASSES, "reduced_dim": lambda: BATCH,
+    "vocab_dim": lambda: INNER, "new_dims": lambda: [CLASSES], "new_shape": lambda: [INNER, BATCH],
+    "old_name": lambda: "batch", "new_name": lambda: "rows", "begin": lambda: 0, "slice_dim_name": lambda: "batch",
+    "paddings": lambda: [1, 1], "dim_name": lambda: "batch", "dtype": lambda: "float32",
+    "layout": lambda: "batch:r", "split_dim": lambda: BATCH, "num_or_size_splits": lambda: 2,
+    "concat_dim_name": lambda: "batch", "stride": lambda: 1, "learning_rate": lambda: 0.1, "grads": lambda: [x()],
+    "max_norm": lambda: 1.0, "decay_steps": lambda: 2,
+    "mesh": lambda: "r:2", "axes": lambda: [("r",), ()], "rules": lambda: "batch:r", "lr": lambda: 0.1,
+    "peak": lambda: 0.1, "warmup_steps": lambda: 2, "is_training": lambda: True, "rate": lambda: 0.5,
+    "program": lambda: mtf.lower([x()]), "collectives": lambda: (), "outputs": lambda: [x()],
+    "input_dims": lambda: [BATCH], "output_shape": lambda: [BATCH, INNER], "disable_positional_args": lambda: None,
+    "trips": lambda: 2, "body": lambda: lambda v: v, "inputs": lambda: [x()],
+}  # fmt: skip
+SANE_FOR: dict[tuple[str, str], Callable[[], object]] = {
+    ("assign", "value"): lambda: x(name="value"), ("gather", "weights"): lambda: x(VOCAB, HIDDEN),
+    ("gather", "dim"): lambda: VOCAB, ("scatter_add", "updates"): x, ("scatter_add", "dim"): lambda: VOCAB,
+    ("scatter_add", "output_shape"): lambda: [VOCAB], ("logical_not", "x"): lambda: x() > 0,
+    ("logical_and", "x1"): lambda: x() > 0, ("logical_and", "x2"): lambda: x(name="x2") > 0,
+    ("logical_or", "x1"): lambda: x() > 0, ("logical_or", "x2"): lambda: x(name="x2") > 0,
+    ("while_loop", "inputs"): lambda: [x()], ("shift", "dim"): lambda: BATCH, ("shift", "offset"): lambda: 1,
+    ("shift", "wrap"): lambda: False,
+    ("logical_xor", "x1"): lambda: x() > 0, ("logical_xor", "x2"): lambda: x(name="x2") > 0,
+    ("reduce_all", "x"): lambda: x() > 0, ("reduce_any", "x"): lambda: x() > 0,
+    ("cond", "pred"): lambda: mtf.reduce_any(x() > 0), ("cond", "true_fn"): lambda: lambda: x(name="t"),
+    ("cond", "false_fn"): lambda: lambda: x(name="f"), ("clip_by_value", "clip_value_min"): lambda: 0,
+    ("clip_by_value", "clip_value_max"): lambda: 0.5, ("pool", "windows"): lambda: {"batch": 2},
+    ("dynamic_shift", "offset"): lambda: mtf.constant(1, [INNER], "int32"), ("dynamic_shift", "wrap"): lambda: True,
+    ("replace_dimensions", "tensor_or_shape"): x, ("replace_dimensions", "old_dim_or_dims"): lambda: BATCH,
+    ("replace_dimensions", "new_dim_or_dims"): lambda: mtf.Dimension("rows", BATCH.size),
+    ("zeros_like", "t"): x, ("ones_like", "t"): x,
+    **{(f"layers.{how}_pool{n}d", "x"): volume for how in ("max", "avg") for n in (2, 3)},
+}  # fmt: skip
+
+
 def sane(function: str, name: str) -> object:
     """A value that the parameter takes, in most functions; junk for a name that is new here."""
-    values: dict[str, Callable[[], object]] = {
-        "x": x, "x1": x, "a": x, "logits": x, "targets": lambda: x(name="targets"), "loss": x, "weights": x,
-        "x2": lambda: x(name="x2"), "b": lambda: x(name="x2"), "condition": lambda: x(name="c") > 0,
-        "if_true": lambda: x(name="t"), "if_false": lambda: 0.0, "updates": lambda: [], "indices": ints,
-        "xs": lambda: [x(name="x1"), x(name="x2")], "ys": lambda: [x()],
-        "variable": lambda: mtf.variable("w", [BATCH, INNER]),
-        "value": lambda: 1.0, "shape": lambda: [BATCH, INNER], "dims": lambda: [BATCH], "name": lambda: "some",
-        "size": lambda: 4, "dim": lambda: BATCH, "output_dim": lambda: CLASSES, "reduced_dim": lambda: BATCH,
-        "vocab_dim": lambda: INNER, "new_dims": lambda: [CLASSES], "new_shape": lambda: [INNER, BATCH],
-        "old_name": lambda: "batch", "new_name": lambda: "rows", "begin": lambda: 0, "slice_dim_name": lambda: "batch",
-        "paddings": lambda: [1, 1], "dim_name": lambda: "batch", "dtype": lambda: "float32",
-        "layout": lambda: "batch:r", "split_dim": lambda: BATCH, "num_or_size_splits": lambda: 2,
-        "concat_dim_name": lambda: "batch", "stride": lambda: 1, "learning_rate": lambda: 0.1, "grads": lambda: [x()],
-        "max_norm": lambda: 1.0, "decay_steps": lambda: 2,
-        "mesh": lambda: "r:2", "axes": lambda: [("r",), ()], "rules": lambda: "batch:r", "lr": lambda: 0.1,
-        "peak": lambda: 0.1, "warmup_steps": lambda: 2, "is_training": lambda: True, "rate": lambda: 0.5,
-        "program": lambda: mtf.lower([x()]), "collectives": lambda: (), "outputs": lambda: [x()],
-        "input_dims": lambda: [BATCH], "output_shape": lambda: [BATCH, INNER], "disable_positional_args": lambda: None,
-        "trips": lambda: 2, "body": lambda: lambda v: v, "inputs": lambda: [x()],
-    }  # fmt: skip
-    own: dict[tuple[str, str], Callable[[], object]] = {
-        ("assign", "value"): lambda: x(name="value"), ("gather", "weights"): lambda: x(VOCAB, HIDDEN),
-        ("gather", "dim"): lambda: VOCAB, ("scatter_add", "updates"): x, ("scatter_add", "dim"): lambda: VOCAB,
-        ("scatter_add", "output_shape"): lambda: [VOCAB], ("logical_not", "x"): lambda: x() > 0,
-        ("logical_and", "x1"): lambda: x() > 0, ("logical_and", "x2"): lambda: x(name="x2") > 0,
-        ("logical_or", "x1"): lambda: x() > 0, ("logical_or", "x2"): lambda: x(name="x2") > 0,
-        ("while_loop", "inputs"): lambda: [x()], ("shift", "dim"): lambda: BATCH, ("shift", "offset"): lambda: 1,
-        ("shift", "wrap"): lambda: False,
-        ("logical_xor", "x1"): lambda: x() > 0, ("logical_xor", "x2"): lambda: x(name="x2") > 0,
-        ("reduce_all", "x"): lambda: x() > 0, ("reduce_any", "x"): lambda: x() > 0,
-        ("cond", "pred"): lambda: mtf.reduce_any(x() > 0), ("cond", "true_fn"): lambda: lambda: x(name="t"),
-        ("cond", "false_fn"): lambda: lambda: x(name="f"), ("clip_by_value", "clip_value_min"): lambda: 0,
-        ("clip_by_value", "clip_value_max"): lambda: 0.5, ("pool", "windows"): lambda: {"batch": 2},
-        ("dynamic_shift", "offset"): lambda: mtf.constant(1, [INNER], "int32"), ("dynamic_shift", "wrap"): lambda: True,
-        ("replace_dimensions", "tensor_or_shape"): x, ("replace_dimensions", "old_dim_or_dims"): lambda: BATCH,
-        ("replace_dimensions", "new_dim_or_dims"): lambda: mtf.Dimension("rows", BATCH.size),
-        ("zeros_like", "t"): x, ("ones_like", "t"): x,
-        **{(f"layers.{how}_pool{n}d", "x"): volume for how in ("max", "avg") for n in (2, 3)},
-    }  # fmt: skip
-    return own.get((function, name), values.get(name, lambda: None))()
+    return SANE_FOR.get((function, name), SANE.get(name, lambda: None))()
 
 
 def known(function: str, name: str) -> bool:

@@ -257,7 +257,7 @@ def check_rule(name: str, layout: str, steps: int, tolerance: float) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RULES)
 def test_optimizers_follow_their_papers_under_every_layout(name: str, layout: str) -> None:
-    check_rule(name, layout, draws(8, 20), 1e-9)
+    check_rule(name, layout, draws(6, 20), 1e-9)
 
 
 @pytest.mark.parametrize("name", SCHEDULED)

@@ -85,7 +85,7 @@ def obtain(source: Source, wanted: Sharding) -> Way:
 
 
 def _parks(s: Sharding, ends: Iterable[Sharding]) -> bool:
-    """Whether it has an axis on a dim where none of `ends` has it: it makes a step smaller there, and is not at home."""
+    """Whether it has an axis on a dim where none of `ends` has it: that makes a step smaller, and is nobody's home."""
     return any(not any(a in end.axes[d] for end in ends) for d, entry in enumerate(s.axes) for a in entry)
 
 

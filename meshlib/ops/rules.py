@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import gcd, prod
 from typing import Any
+
+import numpy as np
 
 from layouts import Dimension, Shape
 from meshlib.dtypes import DType
@@ -58,19 +61,27 @@ def same_dtype(types: Sequence[TensorType]) -> DType:
 
 def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> tuple[Factor, ...]:
     """Factors by name: a dim is one factor wherever its name occurs; PARALLEL unless `special` says otherwise."""
-    special = special or {}
+    inputs, outputs = tuple([x.shape for x in op.inputs]), tuple([y.shape for y in op.outputs])
+    return _named_factors(inputs, outputs, tuple(special.items()) if special else ())
+
+
+@lru_cache(maxsize=65536)
+def _named_factors(
+    inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], special: tuple[tuple[str, Role], ...]
+) -> tuple[Factor, ...]:
+    roles = dict(special)
     # A dim whose size changes (slice, concat, ...) can only be split by what divides it everywhere.
     sizes: dict[str, int] = {}
-    for t in (*op.inputs, *op.outputs):
-        for d in t.shape:
+    for s in (*inputs, *outputs):
+        for d in s:
             sizes[d.name] = gcd(sizes.get(d.name, 0), d.size)
     return tuple(
         Factor(
             n,
             size,
-            tuple(n if n in x.shape else None for x in op.inputs),
-            tuple(n if n in y.shape else None for y in op.outputs),
-            special.get(n, Role.PARALLEL),
+            tuple(n if n in s else None for s in inputs),
+            tuple(n if n in s else None for s in outputs),
+            roles.get(n, Role.PARALLEL),
         )
         for n, size in sizes.items()
     )
@@ -78,11 +89,17 @@ def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> t
 
 def align(x: Array, names: Sequence[str], to: Sequence[str]) -> Array:
     """View of `x` with its dims in the order `to`, length-1 axes where it has none: broadcasting by name."""
-    if tuple(names) == tuple(to):
+    names, to = tuple(names), tuple(to)
+    if names == to:
         return x
-    order = [names.index(n) for n in to if n in names]
-    x = x.transpose(order)
-    return x.reshape([x.shape[[names[i] for i in order].index(n)] if n in names else 1 for n in to])
+    order, axes = _alignment(names, to)
+    return x.transpose(order)[axes]
+
+
+@lru_cache(maxsize=65536)
+def _alignment(names: tuple[str, ...], to: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[slice | None, ...]]:
+    """Where the dims of a view come from; its axes, None for those of length 1 that it gets."""
+    return tuple(names.index(n) for n in to if n in names), tuple(np.s_[:] if n in names else None for n in to)
 
 
 def size_of(dims: Sequence[Dimension]) -> int:

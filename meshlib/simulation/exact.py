@@ -7,6 +7,8 @@ is compared bit by bit when it is put together, so that a lost collective shows 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -94,36 +96,47 @@ def _checked(blocks: Blocks, y: Value, instruction: Move) -> Blocks:
 
 
 def cut(array: Array, sharding: Sharding) -> Blocks:
-    """One block per device."""
-    return [array[sharding.slices(c)] for c in sharding.mesh.coordinates()]
+    """One block per device: views, one for all that hold the same block."""
+    found = _holders(sharding)
+    views = {first: array[sharding.slices(sharding.mesh.coordinate(first))] for first in dict.fromkeys(found)}
+    return [views[first] for first in found]
+
+
+@lru_cache(maxsize=4096)
+def _holders(sharding: Sharding) -> tuple[int, ...]:
+    """Per device the first that holds the same block."""
+    first: dict[tuple[int, ...], int] = {}
+    return tuple(first.setdefault(sharding.block_index(c), n) for n, c in enumerate(sharding.mesh.coordinates()))
 
 
 def together(value: Value, blocks: Blocks, name: str) -> Array:
     """The global array. Raises ProgramError if devices that hold the same block disagree in any bit."""
     sharding = value.sharding
     out = np.empty(sharding.shape.sizes, value.tensor.dtype.storage)
-    first: dict[tuple[int, ...], int] = {}
-    for device, coordinate in enumerate(sharding.mesh.coordinates()):
-        index = sharding.block_index(coordinate)
-        holder = first.setdefault(index, device)
+    mesh = sharding.mesh
+    for device, holder in enumerate(_holders(sharding)):
+        mine, held = blocks[device], blocks[holder]
         if holder == device:
-            out[sharding.slices(coordinate)] = blocks[device]
-        elif not np.array_equal(blocks[holder], blocks[device], equal_nan=out.dtype.kind == "f"):
+            out[sharding.slices(mesh.coordinate(device))] = mine
+        elif mine is not held and not np.array_equal(held, mine, equal_nan=out.dtype.kind == "f"):
             raise ProgramError(
-                f"'{name}' {value}: cores {sharding.mesh.coordinate(holder)} and {coordinate} hold the same block, "
+                f"'{name}' {value}: cores {mesh.coordinate(holder)} and {mesh.coordinate(device)} hold the same block, "
                 "but different numbers; a collective is missing or wrong"
             )
     return out
 
 
 def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], engine: Engine) -> list[Blocks]:
-    """Run a computation on every device: per output its blocks."""
+    """Run a computation on every device: per output its blocks.
+
+    Each device computes by itself, on the same arrays too: an operation whose result depends on more would show.
+    """
     op = instruction.operation
     factors, _ = instruction_factors(instruction)
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:
         axes[factor] = (*axes.get(factor, ()), axis)
-    places = [_Place(program.mesh, c, factors, axes, op) for c in program.mesh.coordinates()]
+    places = _places(program.mesh, factors, axes, op)
     split = split_factor(factors, axes)
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
@@ -133,37 +146,38 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
         made = _summarised(instruction, split, axes[split.name], places, inputs, engine)
     else:
         made = []
-        for device, place in enumerate(places):
+        for device, offsets in enumerate(places):
             arrays, starts = [b[device] for b in inputs], (0,) * len(inputs)
             if split is not None:
                 arrays, starts = _with_halo(instruction, split, axes[split.name], device, inputs)
-            made.append(compute(op, types, outs, arrays, place.offsets, engine, None, starts))
+            made.append(compute(op, types, outs, arrays, offsets, engine, None, starts))
     return [[y[n] for y in made] for n in range(len(outs))]
 
 
-class _Place:
-    """Where one device stands: per factor the global index at which its block starts."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        coordinate: tuple[int, ...],
-        factors: Sequence[Factor],
-        axes: Mapping[str, tuple[str, ...]],
-        op: Operation,
-    ) -> None:
-        self.offsets: dict[str, int] = {}
-        self.index: dict[str, int] = {}
-        for f in factors:
-            index, count = 0, 1
-            for axis in axes.get(f.name, ()):
-                size = mesh.axis_size(axis)
-                index, count = index * size + coordinate[mesh.index(axis)], count * size
-            size = f.size
-            if f.role is Role.HALO and f.outputs[0] is not None:  # operands and result differ in size: the result's
-                size = op.output.shape.dim(f.outputs[0]).size
-            self.offsets[f.name] = index * (size // count)
-            self.index[f.name] = index
+def _places(
+    mesh: Mesh, factors: Sequence[Factor], axes: Mapping[str, tuple[str, ...]], op: Operation
+) -> list[dict[str, int]]:
+    """Where each device stands: per factor the global index at which its block starts."""
+    begin = {f.name: 0 for f in factors}
+    split = []
+    for f in factors:
+        if f.name not in axes:
+            continue
+        size = f.size
+        if f.role is Role.HALO and f.outputs[0] is not None:  # operands and result differ in size: the result's
+            size = op.output.shape.dim(f.outputs[0]).size
+        over = [(mesh.index(axis), mesh.axis_size(axis)) for axis in axes[f.name]]
+        split.append((f.name, over, size // prod(count for _, count in over)))
+    places = []
+    for coordinate in mesh.coordinates():
+        place = begin.copy()
+        for name, over, size in split:
+            index = 0
+            for axis, count in over:
+                index = index * count + coordinate[axis]
+            place[name] = index * size
+        places.append(place)
+    return places
 
 
 def _with_halo(
@@ -300,7 +314,7 @@ def _summarised(
     instruction: Compute,
     factor: Factor,
     over: tuple[str, ...],
-    places: list[_Place],
+    places: Sequence[Mapping[str, int]],
     inputs: Sequence[Blocks],
     engine: Engine,
 ) -> list[tuple[Array, ...]]:
@@ -309,7 +323,7 @@ def _summarised(
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
     starts = (0,) * len(types)
-    blocks = [Block(op, types, outs[0], p.offsets, engine, None, starts) for p in places]
+    blocks = [Block(op, types, outs[0], place, engine, None, starts) for place in places]
     made: list[tuple[Array, ...]] = [()] * len(places)
     for group in instruction.outputs[0].sharding.mesh.groups(over):
         arrays = [[b[device] for b in inputs] for device in group]

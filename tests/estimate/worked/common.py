@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import meshlib as mtf
-from hardware import CHIPS, Chip, Placement, Slice, placements
+from hardware import CHIPS, Chip, Placement, Slice
 from hardware.core import critical_intensity
+from hardware.placement import factorings
 from meshlib.estimation import Physics, Row
 
 D = mtf.Dimension
@@ -37,8 +38,9 @@ def estimate(program: mtf.Program, slice_: str | Slice, **options: Any) -> mtf.E
 
 def straight(slice_: str | Slice, mesh: mtf.Mesh) -> Placement:
     """The placement with each mesh axis along one torus axis, in order."""
-    found = placements(slice_ if isinstance(slice_, Slice) else Slice(slice_), dict(mesh.sizes_by_axis))
-    return next(p for p in found if [f.place for _, fs in p.factors for f in fs] == list(range(len(p.factors))))
+    slice_ = slice_ if isinstance(slice_, Slice) else Slice(slice_)
+    found = factorings(slice_, dict(mesh.sizes_by_axis))
+    return Placement(slice_, next(p for p in found if [f.place for _, fs in p for f in fs] == list(range(len(p)))))
 
 
 def product(
