@@ -221,7 +221,7 @@ def _with_halo(
 def _within_margins(
     instruction: Compute,
     factors: Sequence[Factor],
-    place: _Place,
+    place: Mapping[str, int],
     device: int,
     inputs: Sequence[Blocks],
     engine: Engine,
@@ -232,7 +232,7 @@ def _within_margins(
     coordinate = y.sharding.mesh.coordinates()[device]
     made, wide = held_runs(y, coordinate), {m.dim for m in y.margins}
     by_factor = {f.name: made[f.outputs[0]] for f in factors if f.outputs[0] is not None}
-    offsets = place.offsets | {name: begin for name, (begin, _) in by_factor.items()}
+    offsets = {**place, **{name: begin for name, (begin, _) in by_factor.items()}}
     arrays, starts, types = [], [], []
     for n, (x, blocks) in enumerate(zip(instruction.inputs, inputs, strict=True)):
         held, wanted, start = held_runs(x, coordinate), held_runs(Value(x.tensor, x.sharding), coordinate), 0
