@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.beam import Beam, as_it_lies, binding
+from meshlib.lowering.beam import best_choices
 from meshlib.lowering.choose import Balance, Choice, Option
+from meshlib.lowering.course import Course, as_it_lies, binding
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Loops
 from meshlib.lowering.places import Places, blockwise
@@ -48,9 +49,8 @@ class Partitioner:
 
     def run(self) -> None:
         """Lower every operation, in order."""
-        given = self.graph, self.homes, self.balance, self.signatures, self.options, self.fetched, self.loops
-        self.choices = Beam(*given).run()
-        self.choices = Beam(*given, self.choices).run()
+        course = Course(self.graph, self.homes, self.balance, self.signatures, self.options, self.fetched, self.loops)
+        self.choices = best_choices(course)
         for op in self.graph.operations:
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:

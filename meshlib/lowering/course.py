@@ -1,0 +1,200 @@
+"""What one operation does to where things lie: its options, and what each of them leaves where.
+
+Used by the search (`beam`), which follows many ways to run a program, and by its guide, which follows one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from layouts import Sharding
+from meshlib.graph import UPDATE, Operation, Tensor
+from meshlib.lowering.arrivals import Made, Path, Region, Source, Way, made_again, obtain, reach
+from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, options, settled
+from meshlib.lowering.homes import Homes
+from meshlib.lowering.loops import Loops
+from meshlib.lowering.simplification import Simplified
+from meshlib.operation import Home, Kind
+from meshlib.program.signature import Signatures
+from meshlib.program.split import beside
+
+Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
+Run: TypeAlias = Callable[["Where"], Sequence[Way | None]]
+
+
+@dataclass(eq=False, slots=True)
+class Where:
+    """Where each tensor lies: `own`, and for the others what is `common` to several."""
+
+    common: dict[Tensor, Lies]
+    own: dict[Tensor, Lies]
+
+    def of(self, t: Tensor) -> Lies:
+        """Where a tensor lies."""
+        return self.own.get(t) or self.common[t]
+
+
+@dataclass(eq=False)
+class Course:
+    """The operations of one graph under one layout."""
+
+    graph: Simplified
+    homes: Homes
+    balance: Balance
+    signatures: Signatures
+    found: dict[object, tuple[Option, ...]]  # at this balance
+    fetched: set[Tensor]
+    loops: Loops
+    again: set[Tensor] = field(init=False)  # what may be made again
+    last: dict[Tensor, int] = field(init=False)  # the last operation that needs each tensor
+
+    def __post_init__(self) -> None:
+        self.again = made_again(self.graph)
+        self.last = last_uses(self.graph, self.again)
+
+    def options(self, op: Operation, n: int, where: Where) -> Sequence[Option]:
+        """The ways to run operation number `n`."""
+        signature, home, inputs = self.signatures.of(op), self.homes.of(op.output), self.graph.inputs[op]
+        operands = []
+        for t in inputs:
+            held = self.balance.stationary if self.balance.stationary and self.homes.is_weight(t) else ()
+            operands.append(Operand(self.source(where, t, op.region), inputs.index(t), self.last[t] > n, held))
+        plain = settled(signature, operands, home)
+        if plain is not None:
+            return (Option(plain, 0.0, 0, 0, (), (plain.out,)),)
+        binds = binding(op.output, self.graph, self.homes, self.fetched)
+        passes = any(i in self.signatures.of(user).linear.operands for user, i in self.graph.uses.get(op.output, ()))
+        key = (signature, home, binds, passes, *operands)
+        found = self.found.get(key)
+        if found is None:
+            found = self.found[key] = options(signature, operands, home, binds, passes, self.balance)
+        return found
+
+    def fixed(self, op: Operation) -> tuple[Run, Sequence[Tensor]]:
+        """What leaves no choice, and the operands on which it depends."""
+        inputs = self.graph.inputs[op]
+        match op.kind.kind:
+            case Kind.INPUT | Kind.VARIABLE:
+                return lambda where: self._lay(where, op.output, ((None, self.homes.of(op.output)),)), ()
+            case Kind.COMMIT:
+                home = self.homes.of(self.homes.graph.variables[op.attrs["variable"]].output)
+                return lambda where: [self.bring(where, inputs[0], home, UPDATE)], inputs
+            case Kind.LOOP:
+                return lambda where: self._loop(where, op), self.loops.of(op).operands
+        assert op.kind.kind is Kind.COPY
+        return lambda where: self._copy(where, op), inputs
+
+    def _lay(self, where: Where, t: Tensor, lies: Lies) -> Sequence[Way | None]:
+        where.own[t] = lies
+        return ()
+
+    def _loop(self, where: Where, op: Operation) -> Sequence[Way | None]:
+        looped = self.loops.of(op)
+        wanted = zip(looped.operands, looped.wanted, strict=True)
+        ways: list[Way | None] = [self.bring(where, x, s, op.region) for x, s in wanted]
+        return [*ways, *(self.made(where, y.tensor, y.sharding) for y in looped.made)]
+
+    def _copy(self, where: Where, op: Operation) -> Sequence[Way | None]:
+        (x,) = self.graph.inputs[op]
+        s = as_it_lies([s for _, s in where.of(x)], self.homes.of(x))
+        return [self.bring(where, x, s, op.region), self.made(where, op.output, s)]
+
+    def source(self, where: Where, t: Tensor, region: str) -> Source:
+        """Where `t` is to be had in a region."""
+        made = None
+        if t in self.again:
+            op = t.operation
+            operands = tuple([self.source(where, x, region) for x in self.graph.inputs[op]])
+            made = Made(self.signatures.of(op), operands)
+        return Source(known(where.of(t), region), t.dtype.itemsize, made)
+
+    def take(self, where: Where, op: Operation, option: Option) -> None:
+        """Run an operation in one of its ways."""
+        self._also(where, op, option.new, op.region)
+        where.own[op.output] = laid_out(op.output, option.lies, self.homes)
+        for y, s in zip(op.outputs[1:], beside(op, option.lies[0])[1:], strict=True):
+            self.made(where, y, s)
+
+    def bring(self, where: Where, t: Tensor, wanted: Sharding, region: str) -> Way:
+        """Bring a tensor somewhere."""
+        way = obtain(self.source(where, t, region), wanted)
+        self._also(where, t.operation, way.new, region)
+        return way
+
+    def made(self, where: Where, t: Tensor, s: Sharding) -> Way | None:
+        """A result that lies as it does; brought home if it is bound there."""
+        home, way = self.homes.of(t), None
+        at: tuple[Sharding, ...] = (s,)
+        if binding(t, self.graph, self.homes, self.fetched).binds(s, home):
+            way = obtain(Source(at, t.dtype.itemsize), home)
+            at += tuple([s for _, s in way.new])
+        where.own[t] = laid_out(t, at, self.homes)
+        return way
+
+    def _also(self, where: Where, op: Operation, new: Iterable[tuple[Path, Sharding]], region: str) -> None:
+        """Operands of `op`, and what they are made of, are now to be had elsewhere too."""
+        for path, s in new:
+            t, at = op.output, op
+            for n in path:
+                t = self.graph.inputs[at][n]
+                at = t.operation
+            before = where.of(t)
+            if (None, s) not in before and (region, s) not in before:
+                where.own[t] = (*before, (reach(s, self.homes.of(t), region), s))
+
+
+def known(lies: Lies, region: Region) -> tuple[Sharding, ...]:
+    """The shardings in which a region may use a tensor."""
+    return tuple([s for r, s in lies if r is None or r == region])
+
+
+def laid_out(t: Tensor, lies: Sequence[Sharding], homes: Homes) -> Lies:
+    """A result that exists in these shardings: as it was made, and at home if it was brought there."""
+    home = homes.of(t)
+    if t.operation.kind.home is Home.GIVEN:
+        lies = lies[-1:]  # its users must not go round the constraint
+    return tuple([(reach(s, home, t.operation.region), s) for s in lies])
+
+
+def as_it_lies(lies: Sequence[Sharding], home: Sharding) -> Sharding:
+    """Where a value is to be had without moving it: at home, else in the smallest blocks; home if it is pending."""
+    whole = [s for s in lies if not s.pending]
+    return min(whole, key=lambda s: (s != home, s.local_size)) if whole else home
+
+
+def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) -> Binding:
+    """Whether a value is brought home when it is made: what is fetched, a gradient and a constrained value are."""
+    if t in fetched or t in homes.graph.gradient_of or t.operation.kind.home is Home.GIVEN:
+        return Binding.ALWAYS
+    region = t.operation.region
+    crosses = any(op.region != region for op, _ in graph.uses.get(t, ()))
+    return Binding.IF_LARGER if crosses else Binding.NEVER
+
+
+def last_uses(graph: Simplified, again: set[Tensor]) -> dict[Tensor, int]:
+    """Per tensor the number of the last operation that reads it; what nobody reads, of the one that makes it.
+
+    What others may be made of again is needed as long as they are.
+    """
+    last: dict[Tensor, int] = {}
+    for n, op in enumerate(graph.operations):
+        last.update(dict.fromkeys(op.outputs, n))
+        last.update(dict.fromkeys(graph.inputs[op], n))
+    last.update(dict.fromkeys(graph.taken, len(graph.operations)))
+    for op in reversed(graph.operations):
+        if op.output in again:
+            for x in graph.inputs[op]:
+                last[x] = max(last[x], last[op.output])
+    return last
+
+
+def is_fixed(op: Operation) -> bool:
+    """Whether an operation leaves no choice."""
+    return op.kind.kind in (Kind.INPUT, Kind.VARIABLE, Kind.COMMIT, Kind.LOOP, Kind.COPY)
+
+
+def chosen_option(found: Sequence[Option], choice: Choice) -> Option:
+    """The option of a choice."""
+    return next(o for o in found if o.choice == choice)
