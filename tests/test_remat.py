@@ -139,15 +139,22 @@ F32 = 4
 
 def block(x: mtf.Tensor, w1: mtf.Tensor, w2: mtf.Tensor) -> mtf.Tensor:
     """x + sin(x w1) w2: the gradient of sin needs its operand, that of the second product its result."""
-    h = mtf.einsum([x, w1], [ROWS, WIDE], name="h")
-    return x + mtf.einsum([mtf.sin(h), w2], [ROWS, MODEL], name="out")
+    rows = x.shape.dim("batch")
+    h = mtf.einsum([x, w1], [rows, WIDE], name="h")
+    return x + mtf.einsum([mtf.sin(h), w2], [rows, MODEL], name="out")
 
 
 def two_products(
-    remat: object, mesh: str = "a:1", layout: str = "", how: str = "scan", body: Callable = block
+    remat: object,
+    mesh: str = "a:1",
+    layout: str = "",
+    how: str = "scan",
+    body: Callable = block,
+    balance: mtf.Balance | None = None,
+    rows: mtf.Dimension = ROWS,
 ) -> mtf.Program:
     with mtf.Graph():
-        x = mtf.input("x", [ROWS, MODEL])
+        x = mtf.input("x", [rows, MODEL])
         w1, w2 = mtf.variable("w1", [LAYERS, MODEL, WIDE]), mtf.variable("w2", [LAYERS, WIDE, MODEL])
         if how == "scan":
             (y,), _ = mtf.scan(lambda c, s: ((body(c[0], *s),), ()), [x], [w1, w2], LAYERS, remat=remat)
@@ -156,7 +163,7 @@ def two_products(
             for part in zip(mtf.unstack(w1, LAYERS), mtf.unstack(w2, LAYERS), strict=True):
                 y = mtf.recompute_grad(body, [y, *part], remat=remat)
         d1, d2 = mtf.gradients([mtf.reduce_sum(mtf.square(y))], [w1, w2])
-        return mtf.lower({"d1": d1, "d2": d2}, mesh=mesh, layout=layout)
+        return mtf.lower({"d1": d1, "d2": d2}, mesh=mesh, layout=layout, balance=balance)
 
 
 FORWARD = N * 2 * (2 * B * M * F)
@@ -266,13 +273,17 @@ def test_a_repeated_sum_over_cores_is_repeated() -> None:
 
 
 def test_a_repeated_product_gathers_its_weights_again() -> None:
-    """Fully sharded; the operand of the product gets no gradient, which alone would need the weight."""
+    """Fully sharded; the operand of the product gets no gradient, which alone would need the weight.
+
+    The batch is so large that a weight is cheaper to gather than the product's operand.
+    """
 
     def body(x: mtf.Tensor, w1: mtf.Tensor, w2: mtf.Tensor) -> mtf.Tensor:
         return block(mtf.stop_gradient(x), w1, w2) + x
 
     gathered = N * (2 - 1) * M * F * F32 / 2  # one weight, once a layer
-    programs = {r: two_products(r, "a:2", "batch:a;variables/d_ff:a", body=body) for r in KEPT}
+    rows = D("batch", 2 * B)
+    programs = {r: two_products(r, "a:2", "batch:a;variables/d_ff:a", body=body, rows=rows) for r in KEPT}
     for remat, program in programs.items():
         assert collectives(program, "forward")["all_gather"] == 2 * gathered
         # The second weight for the cotangent of its operand; the first only to compute h again.
@@ -295,20 +306,28 @@ def test_what_is_known_is_known_at_second_order_too() -> None:
 
 @pytest.mark.parametrize("remat", ["full", "none", "matmuls", mtf.Remat(save=["out"])])
 def test_keeping_a_value_moves_nothing_in_the_forward(remat: object) -> None:
-    """A sum over cores that is constrained to parts is kept in parts: not made whole first."""
+    """A sum over cores that is constrained to parts is kept in parts: not made whole first.
+
+    With the weights gathered, the second block would send less. But then its hidden values lie by batch: where they are
+    kept, the backward would have to exchange them.
+    """
 
     def body(x: mtf.Tensor, w1: mtf.Tensor, w2: mtf.Tensor) -> mtf.Tensor:
         h = mtf.sin(mtf.einsum([x, w1], [ROWS, WIDE]))
         inner = mtf.constrain(mtf.einsum([h, w2], [ROWS, MODEL], name="out"), "batch:a")
         return x + mtf.einsum([mtf.sin(mtf.einsum([mtf.sin(inner), w1], [ROWS, WIDE])), w2], [ROWS, MODEL])
 
-    scattered, gathered = B * M * F32 / 2, B * M * F32 / 2
-    sent = collectives(two_products(remat, "a:2", "d_ff:a", body=body), "forward")
-    assert sent == {
+    scattered, gathered, weights = B * M * F32 / 2, B * M * F32 / 2, 2 * M * F * F32 / 2
+    stay = {
         "reduce_scatter": N * scattered,
         "all_gather": N * gathered,
         "all_reduce": N * B * M * F32,  # of the last product, which is added to x
     }
+    held = two_products(remat, "a:2", "d_ff:a", body=body, balance=mtf.Balance(stationary=("a",)))
+    assert collectives(held, "forward") == stay
+    come = {"reduce_scatter": N * scattered, "all_gather": N * (weights + gathered)}
+    sent = collectives(two_products(remat, "a:2", "d_ff:a", body=body), "forward")
+    assert sent == (stay if remat in KEPT and KEPT[str(remat)] else come)
 
 
 def test_a_value_with_the_dim_of_the_loop() -> None:

@@ -104,7 +104,7 @@ class Beam:
             else:
                 self._advance(op, n)
             self._forget(n)
-        best = min(self.states, key=lambda s: s.rank)
+        best = min(self.states, key=self._at_the_end)
         self.cost += best.cost
         trail = best.trail
         while trail is not None:
@@ -218,6 +218,13 @@ class Beam:
                 if cost > b.cost + 1:
                     return False
         return no_dearer((cost, collectives, a.strays), b.rank)
+
+    def _at_the_end(self, state: State) -> Rank:
+        """What a state has cost, and what it costs to bring results home."""
+        ways = [self.course.bring(state.where, t, self.course.homes.of(t), self._region) for t in self.course.ends]
+        state.cost += sum(way.cost for way in ways)
+        state.collectives += sum(way.collectives for way in ways)
+        return state.rank
 
     def _expected(self, state: State) -> Rank:
         """What a state costs once it is where the guide is, or at home."""

@@ -5,7 +5,7 @@ Used by the search (`beam`), which follows many ways to run a program, and by it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -47,12 +47,17 @@ class Course:
     found: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     loops: Loops
+    free: Collection[Tensor] = ()  # results that may stay as they are made
     again: set[Tensor] = field(init=False)  # what may be made again
     last: dict[Tensor, int] = field(init=False)  # the last operation that needs each tensor
+    # Results that are best at home, though nothing in this graph says so: who reads what a loop stacks does so later.
+    ends: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.again = made_again(self.graph)
         self.last = last_uses(self.graph, self.again)
+        made = (y for op in self.graph.operations for y in op.outputs)
+        self.ends = [y for y in made if y in self.graph.taken and y not in self.free]
 
     def options(self, op: Operation, n: int, where: Where) -> Sequence[Option]:
         """The ways to run operation number `n`."""
@@ -65,7 +70,8 @@ class Course:
         if plain is not None:
             return (Option(plain, 0.0, 0, 0, (), (plain.out,)),)
         binds = binding(op.output, self.graph, self.homes, self.fetched)
-        passes = any(i in self.signatures.of(user).linear.operands for user, i in self.graph.uses.get(op.output, ()))
+        users = self.graph.uses.get(op.output, ())
+        passes = op.output in self.free or any(i in self.signatures.of(user).linear.operands for user, i in users)
         key = (signature, home, binds, passes, *operands)
         found = self.found.get(key)
         if found is None:

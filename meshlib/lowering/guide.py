@@ -45,6 +45,9 @@ class Guide:
                 self.course.take(where, op, option)
             self._changes.append([(t, lies) for t, lies in where.own.items() if before.get(t) is not lies])
 
+        for t in self.course.ends:
+            self._note(t, self.course.homes.of(t), len(self._changes), t.operation.region, where)
+
     def _note_fixed(self, op: Operation, n: int, where: Where) -> None:
         graph, homes = self.course.graph, self.course.homes
         if op.loop is not None:

@@ -75,13 +75,17 @@ class Lowering:
         return program
 
     def trial(
-        self, graph: Graph, homes: Homes, results: Sequence[Tensor]
+        self, graph: Graph, homes: Homes, results: Sequence[Tensor], free: Sequence[Tensor]
     ) -> Callable[[Tensor], tuple[Sharding, Makers]]:
-        """The body of a loop partitioned, not finished: how it makes a tensor, and who leaves that pending."""
-        key = (graph, tuple(results), *(homes.of(op.output) for op in graph.inputs.values()))
+        """The body of a loop partitioned, not finished: how it makes a tensor, and who leaves that pending.
+
+        Results but those that are `free` are brought home.
+        """
+        key = (graph, tuple(results), tuple(free), *(homes.of(op.output) for op in graph.inputs.values()))
         if key not in self._trials:
-            simple = self.memos.simplified(graph, results, taken=False)
-            self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in results])
+            simple = self.memos.simplified(graph, results, taken=True)
+            bound = [simple.of(t) for t in results if t not in free]
+            self._trials[key] = self._sweep(simple, homes, bound, [simple.of(t) for t in free])
         sweep = self._trials[key]
 
         def made(t: Tensor) -> tuple[Sharding, Makers]:
@@ -90,11 +94,13 @@ class Lowering:
 
         return made
 
-    def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
+    def _sweep(
+        self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], free: Sequence[Tensor] = ()
+    ) -> Partitioner:
         memos = self.memos
         options = memos.options.setdefault(self.balance, {})
         body = Body(self.body, self.trial)
-        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body)
+        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body, free)
         sweep.run()
         return sweep
 
