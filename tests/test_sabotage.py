@@ -56,7 +56,9 @@ def moving() -> tuple[dict[str, mtf.Tensor], list[mtf.Operation]]:
     turned = mtf.constrain(rows, "b:r", name="turned")
     crossed = mtf.constrain(mtf.cos(rows), "a:c", name="crossed")
     whole = mtf.constrain(mtf.sigmoid(w), "", name="whole")
-    return {"turned": turned * 2, "crossed": crossed * 3, "whole": whole * 5}, [mtf.assign(w, turned + w)]
+    ordered = mtf.constrain(mtf.tanh(x), "a:c+r", name="ordered")
+    outputs = {"turned": turned * 2, "crossed": crossed * 3, "whole": whole * 5, "ordered": ordered * 7}
+    return outputs, [mtf.assign(w, turned + w)]
 
 
 CASES = {
