@@ -133,20 +133,20 @@ def options(
         option = made and _option(c, made, operands, home, binding, itemsize)
         if option:
             found.append(option)
+    if not passes:
+        found = [o for o in found if not any(o.choice.passed) or not _as_well_now(o, found, itemsize)]
     found.sort(key=rank)
     beside = sum(y.dtype.itemsize for y in signature.op.outputs[1:])
     kept: list[Option] = []
     for option in found:
         if not any(_covers(k, option, operands, itemsize, beside) for k in kept):
             kept.append(option)
-    if not passes:
-        kept = [o for o in kept if not any(o.choice.passed) or not _as_well_now(o, kept, itemsize)]
     return tuple(kept)
 
 
-def _as_well_now(passed: Option, kept: Sequence[Option], itemsize: int) -> bool:
+def _as_well_now(passed: Option, found: Sequence[Option], itemsize: int) -> bool:
     """Whether reducing its operands first is no dearer, wherever others would have the result."""
-    now = [o for o in kept if not o.choice.out.pending]
+    now = [o for o in found if not o.choice.out.pending]
     for s in dict.fromkeys(o.choice.out for o in now):
         later = passed.cost + obtain(Source(passed.lies, itemsize), s).cost
         if all(o.cost + obtain(Source(o.lies, itemsize), s).cost > later + slack(later) for o in now):

@@ -166,6 +166,8 @@ def _run(step: Step, blocks: list[np.ndarray]) -> list[np.ndarray]:
             out = [np.concatenate(mine, axis=at)] * k
         elif step.kind == "slice":
             out = [np.split(block, k, axis=at)[i] for i, block in enumerate(mine)]
+        elif step.kind == "mask":
+            out = [block * (i == 0) for i, block in enumerate(mine)]
         elif step.kind == "all_to_all":
             to = dims.index(step.to_dim)
             cut = [np.split(block, k, axis=to) for block in mine]

@@ -29,7 +29,7 @@ def placements(draw, mesh, ndim):
 
 
 @st.composite
-def shardings(draw, mesh=None, pending=True, count=1):
+def shardings(draw, mesh=None, pending=True, count=1, kinds=("sum", "max", "min")):
     """`count` shardings of one shape on one mesh, of small sizes that divide."""
     mesh = mesh or draw(meshes())
     ndim = draw(st.integers(1, 3))
@@ -39,7 +39,7 @@ def shardings(draw, mesh=None, pending=True, count=1):
         needed = {a for entries, _ in placed for a in entries[d]}
         sizes[d] *= prod(mesh.axis_size(a) for a in needed)
     shape = [("ABC"[d], size) for d, size in enumerate(sizes)]
-    kind = draw(st.sampled_from(["sum", "max", "min"]))
+    kind = draw(st.sampled_from(kinds))
     made = []
     for entries, rest in placed:
         awaited = draw(st.sets(st.sampled_from(rest))) if pending and rest else set()

@@ -39,6 +39,14 @@ def on(*axes, pending=(), shape="A:16;B:16", mesh=MESH):
         (on("x", (), pending={"y": "sum"}), on(("x", "y"), ()), ["reduce_scatter"], 128 * 4 * 3 // 4),
         (on((), (), pending={"y": "sum", "x": "sum"}), on(("y", "x"), ()), ["reduce_scatter"], 32 * 4 * 7),
         (on("x", (), pending={"y": "sum"}), on((), (), pending={"y": "sum"}), ["all_gather"], 128 * 4),
+        (on((), ()), on((), (), pending={"y": "sum"}), ["mask"], 0),
+        (on("x", ()), on("x", (), pending={"y": "sum"}), ["mask"], 0),
+        (on((), ()), on((), (), pending={"x": "sum", "y": "sum"}), ["mask"], 0),
+        (on((), ()), on("x", (), pending={"y": "sum"}), ["slice", "mask"], 0),
+        (on("x", ()), on((), (), pending={"x": "sum"}), ["all_gather", "mask"], 128 * 4),
+        (on((), (), pending={"x": "sum"}), on((), (), pending={"x": "sum", "y": "sum"}), ["mask"], 0),
+        (on((), (), pending={"x": "sum"}), on((), (), pending={"y": "sum"}), ["all_reduce", "mask"], 256 * 4),
+        (on((), (), pending={"x": "sum"}), on("x", (), pending={"y": "sum"}), ["reduce_scatter", "mask"], 256 * 4 // 2),
     ],
 )  # fmt: skip
 def test_known_plans(source, target, kinds, sent_bytes):
@@ -46,7 +54,7 @@ def test_known_plans(source, target, kinds, sent_bytes):
     assert [step.kind for step in plan.steps] == kinds
     assert plan.sent_bytes == sent_bytes
     assert isinstance(plan.sent_bytes, int)
-    assert plan.collectives == sum(kind != "slice" for kind in kinds)
+    assert plan.collectives == sum(kind not in ("slice", "mask") for kind in kinds)
 
 
 def test_steps_say_what_they_do():
@@ -60,6 +68,11 @@ def test_steps_say_what_they_do():
     assert (step.kind, step.axes, step.dim, step.to_dim) == ("all_to_all", ("x",), "A", "B")
     (step,) = reshard(on(("x", "y"), ()), on((), ()), 1).steps
     assert (step.kind, step.axes) == ("all_gather", ("x", "y"))
+    (step,) = reshard(on("x", ()), source, 2).steps
+    assert (step.kind, step.axes, step.dim, step.to_dim) == ("mask", ("y",), None, None)
+    assert (step.before, step.after) == (on("x", ()), source)
+    assert (step.payload_bytes, step.sent_bytes, step.is_local) == (128 * 2, 0, True)
+    assert str(step) == "mask over y: 0 bytes sent"
 
 
 def test_an_idle_dim_serves_as_a_parking_place():
@@ -82,8 +95,17 @@ def test_fractions_of_bytes_are_kept():
 def test_refusals():
     with pytest.raises(LayoutError, match="keeps shape and mesh"):
         reshard(on((), ()), on((), (), shape="A:16;B:8"), 4)
-    with pytest.raises(LayoutError, match=r"cannot make a reduction pending.*sum over x"):
-        reshard(on((), ()), on((), (), pending={"x": "sum"}), 4)
+    # What is zero elsewhere adds nothing to a sum; a maximum or a minimum it may change.
+    for before, after in (
+        ((), {"x": "max"}),
+        ((), {"x": "min"}),
+        ({"x": "max"}, {"x": "max", "y": "max"}),
+        ({"x": "max"}, {"x": "sum"}),
+        ({"x": "sum"}, {"x": "max"}),
+        ({"x": "max"}, {"y": "sum"}),
+    ):
+        with pytest.raises(LayoutError, match="can make only sums pending"):
+            reshard(on((), (), pending=before), on((), (), pending=after), 4)
     with pytest.raises(LayoutError, match="itemsize must be at least 1"):
         reshard(on("x", ()), on((), ()), 0)
 
@@ -140,6 +162,7 @@ def ring_bytes(step):
         "all_to_all": (k - 1) * b / k,
         "collective_permute": b,
         "slice": 0,
+        "mask": 0,
     }[step.kind]
 
 
@@ -165,6 +188,23 @@ def test_every_device_ends_with_its_block(pair):
         assert step.payload_bytes == step.before.local_size * 8
         assert step.sent_bytes == float(ring_bytes(step))
     assert plan.sent_bytes == float(sum(map(ring_bytes, plan.steps)))
+
+
+@properties
+@given(shardings(count=2, kinds=("sum",)))
+def test_what_becomes_pending_sums_to_the_same(pair):
+    """Whole values may be masked, pending ones be reduced or stay: over all that is pending, the sum is kept."""
+    source, target = pair
+    plan = reshard(source, target, 8)
+    blocks, parts = spread(source)
+    total = reduced(parts, source, source.pending_axes)
+    blocks = execute(plan, blocks)
+    for group in target.mesh.groups(target.pending_axes):
+        kept = total[block_of(target, group[0])]
+        np.testing.assert_array_equal(sum(blocks[d] for d in group), kept)
+    masked = {a for step in plan.steps if step.kind == "mask" for a in step.axes}
+    assert masked == set(target.pending_axes) - set(source.pending_axes)
+    assert plan.sent_bytes == reshard(source, target.with_pending(set(target.pending) & set(source.pending)), 8).sent_bytes
 
 
 def test_equal_shardings_give_equal_plans():
