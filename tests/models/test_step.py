@@ -180,8 +180,9 @@ def test_collectives_are_of_values_that_listings_name():
     config = small("llama2-70b").replace(numerics=mtf.Numerics(activation_dtype="bfloat16"))
     mesh = "fsdp:2;tensor:2"
     with mtf.Graph():
-        outputs, updates = train_step(config, 4, LENGTH, optimizer="sgd")
+        outputs, updates = train_step(config, 32, LENGTH, optimizer="sgd")
         program = mtf.lower(outputs, updates, mesh, layout("fsdp+tensor", config, mesh))
     named = {c.tensor for c in program.collectives if c.phase == "forward"}
-    assert {"embedding/lookup", "layers/scan/attention/q/kernel/cast", "layers/scan/feed_forward/wo"} <= named, named
+    # With so many tokens the weights move over fsdp, and the table to the tokens.
+    assert {"embedding/cast", "layers/scan/attention/q/kernel/cast", "layers/scan/feed_forward/wo"} <= named, named
     assert all("/" in name or name in program.inputs for name in named), named  # none is only called what it does
