@@ -111,13 +111,11 @@ class Linear:
     """In which operands an operation is linear, so that pending sums may pass.
 
     `together=False`: in each of `operands` alone (one of them may be pending on an axis, as in a product);
-    `together=True`: jointly (all of them must be pending on the axis, as in a sum). `terms=True` says besides that
-    the operation *is* the sum of its operands, so that equally pending ones may be added first.
+    `together=True`: jointly (all of them must be pending on the axis, as in a sum).
     """
 
     operands: tuple[int, ...]
     together: bool = False
-    terms: bool = False
 
 
 NONLINEAR = Linear(())
@@ -200,8 +198,7 @@ class Work:
 class Block:
     """What `local` is told besides its operands' blocks.
 
-    `inputs` and `out` are the local types of operands and result (an n-ary sum may run on some of its operands only);
-    `offsets` the global index at which this block starts, per factor; `buffer` an array to write the result into, or
+    `inputs` and `out` are the local types of operands and result; `offsets` the global index at which this block starts, per factor; `buffer` an array to write the result into, or
     None; `engine` the arithmetic and the random key.
     """
 

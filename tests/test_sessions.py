@@ -14,7 +14,8 @@ from hypothesis import given, settings
 
 import meshlib as mtf
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering import memos, partition
+from meshlib.lowering import memos
+from meshlib.lowering.choose import Operand
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
@@ -134,17 +135,31 @@ def test_check_is_that_of_a_program_alone() -> None:
 # ---------------------------------------------------------------- stale memos
 
 
-def without(part: int) -> Callable[..., object]:
-    """The key of a choice, weaker by one of its parts."""
-    whole = partition.choice_key
-    return lambda *args: tuple(x for n, x in enumerate(whole(*args)) if n != part)
-
-
 def kinds() -> tuple[dict[str, Tensor], list[Way]]:
     """A sum and a maximum of values that lie alike, with homes that lie alike."""
     a, b = D("a", 8), D("b", 8)
-    x = mtf.input("x", [a, b])
-    return {"sum": mtf.reduce_sum(x, reduced_dim=b), "most": mtf.reduce_max(x, reduced_dim=b)}, [way("b:p")]
+    x, y = (mtf.input(name, [a, b]) for name in "xy")
+    return {"sum": mtf.reduce_sum(x, reduced_dim=b), "most": mtf.reduce_max(y, reduced_dim=b)}, [way("b:p")]
+
+
+def homes() -> tuple[dict[str, Tensor], list[Way]]:
+    """A value that moves to where two results are wanted, or stays where they are wanted whole."""
+    x = mtf.variable("x", [D("a", 8), D("b", 8)])
+    return {"y": mtf.tanh(x), "z": mtf.sin(x)}, [way("variables/a:p;activations/b:p"), way("variables/a:p")]
+
+
+def ends() -> tuple[dict[str, Tensor], list[Way]]:
+    """A sum that is fetched, and one that only has to be a number; both are summed up on."""
+    a, b = D("a", 8), D("b", 8)
+    total, other = (mtf.reduce_sum(mtf.input(name, [a, b]), reduced_dim=b) for name in "xy")
+    return {"total": total, "one": mtf.reduce_sum(total), "two": mtf.reduce_sum(other)}, [way("b:p")]
+
+
+def chains() -> tuple[dict[str, Tensor], list[Way]]:
+    """A sum that nobody takes as it waits, and one that is summed up on."""
+    a, b = D("a", 8), D("b", 8)
+    whole, other = (-mtf.reduce_sum(mtf.input(name, [a, b]), reduced_dim=b) for name in "xy")
+    return {"whole": mtf.tanh(whole), "number": mtf.reduce_sum(other)}, [way("b:p")]
 
 
 def places() -> tuple[dict[str, Tensor], list[Way]]:
@@ -155,46 +170,101 @@ def places() -> tuple[dict[str, Tensor], list[Way]]:
 
 def squares() -> tuple[dict[str, Tensor], list[Way]]:
     """A value that is moved for both operands at once, and two that lie as it does."""
-    v, w = (mtf.variable(name, [D("a", 8), D("b", 8)]) for name in "vw")
-    return {"product": v * w, "square": v * v, "other": w * w}, [way("variables/a:p;activations/b:p")]
+    u, v, w = (mtf.variable(name, [D("a", 8), D("b", 8)]) for name in "uvw")
+    return {"square": u * u, "product": v * w}, [way("variables/a:p;activations/b:p")]
 
 
-def homes() -> tuple[dict[str, Tensor], list[Way]]:
-    """A value that moves to where two results are wanted, or stays where they are wanted whole."""
-    x = mtf.variable("x", [D("a", 8), D("b", 8)])
-    return {"y": mtf.tanh(x), "z": mtf.sin(x)}, [way("variables/a:p;activations/b:p"), way("variables/a:p")]
+def later() -> tuple[dict[str, Tensor], list[Way]]:
+    """A value that is moved after its only use, and one that is moved before two."""
+    dims = [D("a", 8), D("b", 8)]
+    v, w = (mtf.variable(name, dims) for name in "vw")
+    x, y, z = (mtf.input(name, dims) for name in "xyz")
+    outputs = {"x": x * mtf.tanh(v), "y": y * mtf.tanh(w), "z": z * mtf.sin(w)}
+    return outputs, [way("variables/a:p;activations/b:p")]
 
 
-def chains() -> tuple[dict[str, Tensor], list[Way]]:
-    """A product that is fetched, so that its operands rather move, and one that is wanted as a single number only."""
-    a, b, c = D("a", 512), D("b", 2), D("c", 64)
-    (u, v), (w, x) = ([mtf.variable(f"{d.name}{n}", [b, d]) for d in (a, c)] for n in range(2))
-    whole, product = mtf.einsum([u, v], [a, c]), mtf.einsum([w, x], [a, c])
-    return {"whole": whole, "number": mtf.reduce_sum(product)}, [way("b:p")]
+def weights() -> tuple[dict[str, Tensor], list[Way]]:
+    """A small variable that must not move, and an input as small that does."""
+    a, b, c = D("a", 256), D("b", 8), D("c", 8)
+    x, y, z = mtf.input("x", [a, b]), mtf.input("y", [a, b]), mtf.input("z", [b, c])
+    outputs = {"stays": mtf.einsum([x, mtf.variable("w", [b, c])], [a, c]), "comes": mtf.einsum([y, z], [a, c])}
+    return outputs, [("p:2", "a:p;c:p?", "default", mtf.Balance(stationary=("p",)))]
 
 
 def way(layout: str) -> Way:
     return "p:2", layout, "default", None
 
 
-@pytest.mark.parametrize(("part", "write"), list(enumerate([kinds, places, squares, homes, chains])))
-def test_a_choice_kept_by_too_little_is_found(
-    part: int, write: Callable[[], tuple[dict[str, Tensor], list[Way]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layout that must not share a choice with another: programs differ, or the checker refuses one."""
+class Forgetful(dict[object, Any]):
+    """Options under keys that lack some of their parts, or a field of each operand."""
+
+    def __init__(self, lost: Callable[[tuple[Any, ...]], object]) -> None:
+        super().__init__()
+        self.lost = lost
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(self.lost(key), default)
+
+    def __setitem__(self, key: Any, found: Any) -> None:
+        super().__setitem__(self.lost(key), found)
+
+
+def lacking(part: str) -> Callable[[tuple[Any, ...]], object]:
+    """The key of `Course.options` without one of its parts."""
+    parts = {name: n for n, name in enumerate(("signature", "home", "binds", "passes"))}
+
+    def lost(key: tuple[Any, ...]) -> object:
+        own, operands = key[: len(parts)], key[len(parts) :]
+        if part in parts:
+            return (*(x for n, x in enumerate(own) if n != parts[part]), *operands)
+        if part == "operands":
+            return own
+        return (*own, *(tuple(getattr(x, f) for f in x._fields if f != part) for x in operands))
+
+    return lost
+
+
+KEYS = {
+    "signature": kinds,
+    "home": homes,
+    "binds": ends,
+    "passes": chains,
+    "operands": places,
+    "source": places,
+    "first": squares,
+    "again": later,
+    "held": weights,
+}
+
+
+def test_every_part_of_the_key_is_tried() -> None:
+    """Four of its own, and all that an operand says."""
+    assert [*KEYS][5:] == [*Operand._fields]
+
+
+@pytest.mark.parametrize("part", KEYS)
+def test_a_choice_kept_by_too_little_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations that must not share options: programs differ, or the checker refuses one."""
     with mtf.Graph():
-        outputs, ways = write()
+        outputs, ways = KEYS[part]()
     wanted = alone(outputs, [], ways)
+
+    def keep_under(lost: Callable[[tuple[Any, ...]], object]) -> None:
+        balances = {w[3] or mtf.Balance() for w in ways}
+        given = lambda self: self.options.update((b, Forgetful(lost)) for b in balances if not self.options)  # noqa: E731
+        monkeypatch.setattr(memos.Memos, "trim", given)
+
+    keep_under(lambda key: key)
     assert_nothing_shows(outputs, [], wanted)
-    monkeypatch.setattr(partition, "choice_key", without(part))
-    with pytest.raises((AssertionError, mtf.MeshlibError)):
+    keep_under(lacking(part))
+    with pytest.raises((AssertionError, StopIteration, IndexError, mtf.MeshlibError)):
         assert_nothing_shows(outputs, [], wanted)
 
 
-class OneForAll(dict):
-    """Choices that all balances share."""
+class OneForAll(dict[object, Any]):
+    """Options that all balances share."""
 
-    def setdefault(self, key: object, default: object) -> object:
+    def setdefault(self, key: object, default: Any = None) -> Any:
         return super().setdefault("any", default)
 
 
@@ -206,7 +276,7 @@ def test_a_balance_must_not_share_choices(monkeypatch: pytest.MonkeyPatch) -> No
     split, gather = (mtf.Balance(mxu_flops_per_byte=f) for f in (1.0, 1e6))
     wanted = alone(outputs, [], [("p:2", "variables/a:p", "default", balance) for balance in (split, gather)])
     assert_nothing_shows(outputs, [], wanted)
-    monkeypatch.setattr(memos.Memos, "trim", lambda self: setattr(self, "choices", OneForAll(self.choices)))
+    monkeypatch.setattr(memos.Memos, "trim", lambda self: setattr(self, "options", OneForAll(self.options)))
     with pytest.raises(AssertionError):
         assert_nothing_shows(outputs, [], wanted)
 

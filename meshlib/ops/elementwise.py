@@ -417,7 +417,7 @@ _ADD_N = _define(
     _add_all,
     lambda op, dy: [reduce_to(dy, x.shape) for x in op.inputs],
     _NUMBERS,
-    linear=lambda op: Linear(tuple(range(len(op.inputs))), together=True, terms=True),
+    linear=lambda op: Linear(tuple(range(len(op.inputs))), together=True),
     overwrites=2,  # the others are read after the first sum is written
 )
 

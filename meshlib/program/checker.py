@@ -263,8 +263,6 @@ def _check_computation(instruction: Compute, signature: Signature) -> None:
     op = instruction.operation
     out = instruction.outputs[0]
     factors, linear = signature.factors, signature.linear
-    if linear.terms:
-        factors, linear = instruction_factors(instruction)
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:
         axes[factor] = (*axes.get(factor, ()), axis)
@@ -315,21 +313,6 @@ def _check_margins(instruction: Compute, factors: Sequence[Factor], axes: Mappin
         for dim, margin in needed_margins(op, factors, n, made, axes).items():
             if dim not in held or not held[dim].covers(margin):
                 raise ProgramError(f"operand {x.tensor.name} is {x}; its block needs margins {margin}")
-
-
-def instruction_factors(instruction: Instruction) -> tuple[tuple[Factor, ...], Linear]:
-    """Factors and linearity for the operands the instruction really has: an n-ary sum may take some of them."""
-    op = instruction.operation
-    linear = op.kind.linear(op)
-    factors = op.kind.roles(op)
-    if not linear.terms:
-        return factors, linear
-    shapes = [x.tensor.shape for x in instruction.inputs]
-    by_name = tuple(
-        Factor(f.name, f.size, tuple(f.name if f.name in s else None for s in shapes), f.outputs, f.role)
-        for f in factors
-    )
-    return by_name, Linear(tuple(range(len(shapes))), together=True, terms=True)
 
 
 def _check_pending(instruction: Instruction, linear: Linear) -> None:
