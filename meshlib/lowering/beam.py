@@ -22,7 +22,9 @@ from meshlib.lowering.course import Course, Lies, Where, is_fixed, known
 from meshlib.lowering.guide import Guide
 
 # Kept are so many states; fewer where there are many operations, so that the time stays in proportion.
-WIDEST, NARROWEST, STATES = 32, 8, 3000
+WIDEST, NARROWEST, STATES = 32, 8, 1000
+POOL = 4  # so many times as many are looked at before trifles are left out
+TRIFLES = (0.0, 1e-5, 1e-4, 1e-3)  # of what has been sent so far
 SEARCHES = 3  # each is guided by what the one before found
 
 
@@ -54,6 +56,7 @@ class State:
     """See above. `where.own` tells of the values that not all states have alike."""
 
     cost: float
+    sent: float  # bytes of it
     collectives: int
     strays: int
     where: Where
@@ -81,12 +84,13 @@ class Beam:
     differing: set[Tensor] = field(default_factory=set)  # those of which the states' `lies` tell
     chosen: dict[Operation, Choice] = field(default_factory=dict)
     cost: float = 0.0
+    sent: float = 0.0
     undecided: bool = False  # whether there was more than one state at a time
     _region: str = ""  # that of the operation that is on
     _changed: bool = False  # whether states were added, or changed
 
     def __post_init__(self) -> None:
-        self.states = [State(0.0, 0, 0, Where(self.common, {}), None)]
+        self.states = [State(0.0, 0.0, 0, 0, Where(self.common, {}), None)]
         self._all = Where(self.common, self.common)
         self._width = max(NARROWEST, min(WIDEST, STATES // max(1, len(self.course.graph.operations))))
         self._dying: dict[int, list[Tensor]] = {}
@@ -124,6 +128,7 @@ class Beam:
             return
         self.chosen[op] = found[0].choice
         self.cost += found[0].cost
+        self.sent += found[0].sent
         self.course.take(self._all, op, found[0])
 
     def _differ(self, tensors: Iterable[Tensor]) -> bool:
@@ -137,9 +142,9 @@ class Beam:
             for option in found:
                 where = Where(self.common, dict(state.lies)) if len(found) > 1 else state.where
                 self.course.take(where, op, option)
-                cost, collectives = state.cost + option.cost, state.collectives + option.collectives
-                trail = Trail(state.trail, op, option.choice)
-                after.append(State(cost, collectives, state.strays + option.strays, where, trail))
+                cost, sent = state.cost + option.cost, state.sent + option.sent
+                collectives, strays = state.collectives + option.collectives, state.strays + option.strays
+                after.append(State(cost, sent, collectives, strays, where, Trail(state.trail, op, option.choice)))
         self.states = after
         self._changed = True
 
@@ -147,12 +152,15 @@ class Beam:
         """What leaves no choice, in every state; once for all where they have its operands alike."""
         run, operands = self.course.fixed(op)
         if not self._differ(operands):
-            self.cost += sum(way.cost for way in run(self._all) if way is not None)
+            sent = sum(way.cost for way in run(self._all) if way is not None)
+            self.cost += sent
+            self.sent += sent
             return
         for state in self.states:
             for way in run(state.where):
                 if way is not None:
                     state.cost += way.cost
+                    state.sent += way.cost
                     state.collectives += way.collectives
         self._changed = True
 
@@ -192,20 +200,29 @@ class Beam:
         self.states = list(best.values())
 
     def _drop(self) -> None:
-        """Keep the best, but those that another covers. Whoever covers a state is expected to cost no more."""
-        kept: list[State] = []
-        for state in sorted(self.states, key=self._expected):
-            if not any(self._covers(k, state) for k in kept):
-                kept.append(state)
-                if len(kept) == self._width:
-                    break
-        self.states = kept
+        """Keep the best, but those that another covers. Whoever covers a state is expected to cost no more.
 
-    def _covers(self, a: State, b: State) -> bool:
-        """Whether whatever follows `b` may as well follow `a`, brought to where `b` lies, at no more cost."""
-        cost, collectives = a.cost, a.collectives
+        Where they are too many, trifles are left to the best of them, so that what matters stays undecided.
+        """
+        states = sorted(self.states, key=self._expected)
+        sent = self.sent + states[0].sent
+        for trifle in TRIFLES:
+            kept: list[State] = []
+            for state in states:
+                if not any(self._covers(k, state, trifle * sent) for k in kept):
+                    kept.append(state)
+                    if len(kept) == POOL * self._width:
+                        break
+            states = kept
+            if len(states) <= self._width:
+                break
+        self.states = states[: self._width]
+
+    def _covers(self, a: State, b: State, trifle: float) -> bool:
+        """Whether whatever follows `b` may as well follow `a`, brought to where `b` lies, at hardly more cost."""
+        cost, collectives = a.cost - trifle, a.collectives
         for t in {**a.lies, **b.lies}:
-            mine, other = a.lies.get(t) or self.common[t], b.lies.get(t) or self.common[t]
+            mine, other = a.where.of(t), b.where.of(t)
             if mine == other:
                 continue
             size = t.dtype.itemsize

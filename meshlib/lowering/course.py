@@ -63,7 +63,7 @@ class Course:
             operands.append(Operand(self.source(where, t, op.region), inputs.index(t), self.last[t] > n, held))
         plain = settled(signature, operands, home)
         if plain is not None:
-            return (Option(plain, 0.0, 0, 0, (), (plain.out,)),)
+            return (Option(plain, 0.0, 0.0, 0, 0, (), (plain.out,)),)
         binds = binding(op.output, self.graph, self.homes, self.fetched)
         passes = any(i in self.signatures.of(user).linear.operands for user, i in self.graph.uses.get(op.output, ()))
         key = (signature, home, binds, passes, *operands)
