@@ -3,8 +3,8 @@
 A *state* is a way to have run the operations so far: where each value that is still needed lies, what is a pending
 sum, and what all that has cost. Each operation takes every state on by its `options`. States that lie alike are one
 from there on, the cheapest; a state is dropped where another, brought to where it lies, would be no dearer; of the
-rest some are kept: those that would be cheapest once they are where a guide is, an earlier search's result, or, in the
-first search, at home.
+rest some are kept (`states`): those that would be cheapest once they are where a guide is, an earlier search's result,
+or, in the first search, at home.
 
 Values that all states have alike are held once, so that an operation costs as much as there is left to decide.
 """
@@ -13,18 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import NEARLY, Source, obtain
-from meshlib.lowering.choose import Choice, Option, Rank, no_dearer
-from meshlib.lowering.course import Course, Lies, Where, is_fixed, known
+from meshlib.lowering.choose import Choice, Option
+from meshlib.lowering.course import Course, Lies, Where, bringing, is_fixed
 from meshlib.lowering.guide import Guide
+from meshlib.lowering.states import Pool, State, Trail
 
 # Kept are so many states; fewer where there are many operations, so that the time stays in proportion.
 WIDEST, NARROWEST, STATES = 32, 8, 1000
-POOL = 4  # so many times as many are looked at before trifles are left out
-TRIFLES = (0.0, 1e-5, 1e-4, 1e-3)  # of what has been sent so far
 SEARCHES = 3  # each is guided by what the one before found
 
 
@@ -41,36 +38,6 @@ def best_choices(course: Course) -> Mapping[Operation, Choice]:
             break
         beam = guided
     return beam.chosen
-
-
-class Trail(NamedTuple):
-    """What a state decided, latest first."""
-
-    before: Trail | None
-    operation: Operation
-    choice: Choice
-
-
-@dataclass(eq=False, slots=True)
-class State:
-    """See above. `where.own` tells of the values that not all states have alike."""
-
-    cost: float
-    sent: float  # bytes of it
-    collectives: int
-    strays: int
-    where: Where
-    trail: Trail | None
-
-    @property
-    def lies(self) -> dict[Tensor, Lies]:
-        """Where it has what not all states have alike."""
-        return self.where.own
-
-    @property
-    def rank(self) -> Rank:
-        """Cheapest first."""
-        return self.cost, self.collectives, self.strays
 
 
 @dataclass(eq=False)
@@ -177,74 +144,19 @@ class Beam:
             return
         self._changed = False
         if len(self.states) > 1:
-            self._merge()
-        if len(self.states) > 1:
-            self._drop()
+            self.states = Pool(self.states, self._region, self._prices).best(self.sent, self._width)
         self.undecided |= len(self.states) > 1
         first, *others = self.states
-        for t, lies in list(first.lies.items()):
-            if all(s.lies.get(t) == lies for s in others):
+        for t in dict.fromkeys(t for s in self.states for t in s.lies):
+            lies = first.where.of(t)
+            if all(s.where.of(t) == lies for s in others):
                 self.common[t] = lies
                 for s in self.states:
-                    del s.lies[t]
+                    s.lies.pop(t, None)
         self.differing = {t for s in self.states for t in s.lies}
 
-    def _merge(self) -> None:
-        """Of states that lie alike, the cheapest."""
-        best: dict[object, State] = {}
-        for state in self.states:
-            key = frozenset(state.lies.items())
-            other = best.get(key)
-            if other is None or not no_dearer(other.rank, state.rank):
-                best[key] = state
-        self.states = list(best.values())
-
-    def _drop(self) -> None:
-        """Keep the best, but those that another covers. Whoever covers a state is expected to cost no more.
-
-        Where they are too many, trifles are left to the best of them, so that what matters stays undecided.
-        """
-        states = sorted(self.states, key=self._expected)
-        sent = self.sent + states[0].sent
-        for trifle in TRIFLES:
-            kept: list[State] = []
-            for state in states:
-                if not any(self._covers(k, state, trifle * sent) for k in kept):
-                    kept.append(state)
-                    if len(kept) == POOL * self._width:
-                        break
-            states = kept
-            if len(states) <= self._width:
-                break
-        self.states = states[: self._width]
-
-    def _covers(self, a: State, b: State, trifle: float) -> bool:
-        """Whether whatever follows `b` may as well follow `a`, brought to where `b` lies, at hardly more cost."""
-        cost, collectives = a.cost - trifle, a.collectives
-        for t in {**a.lies, **b.lies}:
-            mine, other = a.where.of(t), b.where.of(t)
-            if mine == other:
-                continue
-            size = t.dtype.itemsize
-            for region, s in other:
-                if (region, s) in mine or (None, s) in mine:
-                    continue
-                way = obtain(Source(known(mine, self._region), size), s)
-                cost += (1 - NEARLY) * way.cost
-                collectives += way.collectives
-                if cost > b.cost + 1:
-                    return False
-        return no_dearer((cost, collectives, a.strays), b.rank)
-
-    def _expected(self, state: State) -> Rank:
-        """What a state costs once it is where the guide is, or at home."""
-        cost, collectives = state.cost, state.collectives
-        for t, lies in state.lies.items():
-            if self.guide is not None:
-                more, number = self.guide.price(t, lies, self._region)
-            else:
-                source = Source(known(lies, self._region), t.dtype.itemsize)
-                more, number, *_ = obtain(source, self.course.homes.of(t))
-            cost += more
-            collectives += number
-        return round(cost, 2), collectives, state.strays
+    def _prices(self, t: Tensor, lies: Lies) -> tuple[float, int]:
+        """What it costs, and in how many collectives, to bring a tensor to where the guide needs it, or home."""
+        if self.guide is not None:
+            return self.guide.price(t, lies, self._region)
+        return bringing(t, lies, ((None, self.course.homes.of(t)),), self._region)

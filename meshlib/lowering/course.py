@@ -145,6 +145,19 @@ class Course:
                 where.own[t] = (*before, (reach(s, self.homes.of(t), region), s))
 
 
+def bringing(t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
+    """What it costs a region, and in how many collectives, to have a tensor wherever `ends` have it."""
+    cost, collectives = 0.0, 0
+    source = None
+    for r, s in ends:
+        if (r, s) not in lies and (None, s) not in lies:
+            source = source or Source(known(lies, region), t.dtype.itemsize)
+            way = obtain(source, s)
+            cost += way.cost
+            collectives += way.collectives
+    return cost, collectives
+
+
 def known(lies: Lies, region: Region) -> tuple[Sharding, ...]:
     """The shardings in which a region may use a tensor."""
     return tuple([s for r, s in lies if r is None or r == region])

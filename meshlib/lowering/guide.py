@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import Region, Source, obtain
+from meshlib.lowering.arrivals import Region, obtain
 from meshlib.lowering.choose import Choice
-from meshlib.lowering.course import Course, Lies, Where, chosen_option, is_fixed, known
+from meshlib.lowering.course import Course, Lies, Where, bringing, chosen_option, is_fixed, known
 
 
 @dataclass(eq=False)
@@ -72,12 +72,8 @@ class Guide:
 
     def price(self, t: Tensor, lies: Lies, region: str) -> tuple[float, int]:
         """What it costs, and in how many collectives, to bring `t` to where the guide has it and needs it still."""
-        cost, collectives = 0.0, 0
-        for r, s in self._lies[t]:
-            if self._read.get((t, s), -1) > self._now and (r, s) not in lies and (None, s) not in lies:
-                way = obtain(Source(known(lies, region), t.dtype.itemsize), s)
-                cost += way.cost
-                collectives += way.collectives
+        needed = tuple([at for at in self._lies[t] if self._read.get((t, at[1]), -1) > self._now])
+        cost, collectives = bringing(t, lies, needed, region)
         for n, r, s, saved in self._later.get(t, ()):
             if n > self._now and s in known(lies, r):
                 cost -= saved
