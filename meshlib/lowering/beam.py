@@ -20,9 +20,9 @@ from meshlib.lowering.course import Course, Lies, Where, bringing, is_fixed
 from meshlib.lowering.guide import Guide
 from meshlib.lowering.states import Pool, State, Trail
 
-# Kept are so many states; fewer where there are many operations, so that the time stays in proportion.
-WIDEST, NARROWEST, STATES = 32, 8, 1000
-SEARCHES = 3  # each is guided by what the one before found
+FIRST_WIDTH, WIDTH = 8, 24  # states kept without and with a guide
+WINDOW = 0.3  # of what the guide sends: who is expected to cost so much more than the best has lost
+SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
@@ -59,7 +59,8 @@ class Beam:
     def __post_init__(self) -> None:
         self.states = [State(0.0, 0.0, 0, 0, Where(self.common, {}), None)]
         self._all = Where(self.common, self.common)
-        self._width = max(NARROWEST, min(WIDEST, STATES // max(1, len(self.course.graph.operations))))
+        self._width = FIRST_WIDTH if self.guide is None else WIDTH
+        self._window = float("inf") if self.guide is None else WINDOW * self.guide.sent
         self._dying: dict[int, list[Tensor]] = {}
         for t, n in self.course.last.items():
             self._dying.setdefault(n, []).append(t)
@@ -144,7 +145,7 @@ class Beam:
             return
         self._changed = False
         if len(self.states) > 1:
-            self.states = Pool(self.states, self._region, self._prices).best(self.sent, self._width)
+            self.states = Pool(self.states, self._region, self._prices).best(self.sent, self._width, self._window)
         self.undecided |= len(self.states) > 1
         first, *others = self.states
         for t in dict.fromkeys(t for s in self.states for t in s.lies):

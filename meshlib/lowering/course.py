@@ -65,7 +65,8 @@ class Course:
         if plain is not None:
             return (Option(plain, 0.0, 0.0, 0, 0, (), (plain.out,)),)
         binds = binding(op.output, self.graph, self.homes, self.fetched)
-        passes = any(i in self.signatures.of(user).linear.operands for user, i in self.graph.uses.get(op.output, ()))
+        users = self.graph.uses.get(op.output, ())
+        passes = not users or any(i in self.signatures.of(user).linear.operands for user, i in users)
         key = (signature, home, binds, passes, *operands)
         found = self.found.get(key)
         if found is None:

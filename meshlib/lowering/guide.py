@@ -28,6 +28,7 @@ class Guide:
     # Per tensor and place, the last operation at which it is read there; and what it costs to bring it there, when.
     _read: dict[tuple[Tensor, Sharding], int] = field(default_factory=dict)
     _later: dict[Tensor, list[tuple[int, Region, Sharding, float]]] = field(default_factory=dict)
+    sent: float = 0.0  # bytes in all
     _now: int = -1
 
     def __post_init__(self) -> None:
@@ -36,13 +37,15 @@ class Guide:
             before = dict(where.own)
             if is_fixed(op):
                 self._note_fixed(op, n, where)
-                self.course.fixed(op)[0](where)
+                ways = self.course.fixed(op)[0](where)
+                self.sent += sum(way.cost for way in ways if way is not None)
             else:
                 choice = self.choices[op]
                 option = chosen_option(self.course.options(op, n, where), choice)
                 for x, s in zip(self.course.graph.inputs[op], choice.operands, strict=True):
                     self._note(x, s, n, op.region, where)
                 self.course.take(where, op, option)
+                self.sent += option.sent
             self._changes.append([(t, lies) for t, lies in where.own.items() if before.get(t) is not lies])
 
     def _note_fixed(self, op: Operation, n: int, where: Where) -> None:

@@ -75,13 +75,13 @@ class Lowering:
         return program
 
     def trial(
-        self, graph: Graph, homes: Homes, results: Sequence[Tensor]
+        self, graph: Graph, homes: Homes, results: Sequence[Tensor], bound: Sequence[Tensor]
     ) -> Callable[[Tensor], tuple[Sharding, Makers]]:
         """The body of a loop partitioned, not finished: how it makes a tensor, and who leaves that pending."""
-        key = (graph, tuple(results), *(homes.of(op.output) for op in graph.inputs.values()))
+        key = (graph, tuple(results), tuple(bound), *(homes.of(op.output) for op in graph.inputs.values()))
         if key not in self._trials:
             simple = self.memos.simplified(graph, results, taken=False)
-            self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in results])
+            self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in bound])
         sweep = self._trials[key]
 
         def made(t: Tensor) -> tuple[Sharding, Makers]:

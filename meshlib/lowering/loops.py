@@ -42,8 +42,9 @@ class Body:
 
     # (graph, homes, results, their shardings if bound, names of the inputs) -> Program
     lower: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding | None], Sequence[str]], Program]
-    # Partitions it without finishing it: (graph, homes, results) -> per result how it was made, and who left it pending
-    trial: Callable[[Graph, Homes, Sequence[Tensor]], Callable[[Tensor], tuple[Sharding, Makers]]]
+    # Partitions it without finishing it: (graph, homes, results, those of them that are brought home)
+    # -> per tensor how it was made, and who left it pending
+    trial: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Tensor]], Callable[[Tensor], tuple[Sharding, Makers]]]
 
 
 @dataclass(eq=False)
@@ -146,7 +147,8 @@ class Loops:
                 found[n] = others[0]
         if not found:
             return {}, {}
-        trial = self.body.trial(loop.body, homes, results)
+        ends = [y for n, y in enumerate(loop.made.finals) if n not in found]
+        trial = self.body.trial(loop.body, homes, results, [*ends, *loop.stacked])
         tried = {n: trial(t) for n, t in found.items()}
         lies = {n: s for n, (s, _) in tried.items()}
         sums = {

@@ -69,8 +69,10 @@ class Pool:
         self.by_number = [list(ways) for ways in self.ways]
         self.prices = [[price(t, lies) for lies in ways] for t, ways in zip(self.tensors, self.ways, strict=True)]
 
-    def best(self, sent: float, width: int) -> list[State]:
-        """At most `width` states, those that others cover left out; `sent`: bytes that all have sent besides.
+    def best(self, sent: float, width: int, window: float) -> list[State]:
+        """At most `width` states, those that others cover left out, and those expected to cost `window` more.
+
+        `sent`: bytes that all have sent besides.
 
         Whoever covers a state is expected to cost no more. Where they are too many, trifles are left to the best of
         them, so that what matters stays undecided.
@@ -79,9 +81,12 @@ class Pool:
             return list(self.coded.values())
         ranked = sorted(self.coded.items(), key=self._expected)
         sent += ranked[0][1].sent
+        limit = self._expected(ranked[0])[0] + window
         kept: list[tuple[tuple[int, ...], State]] = []
         advantages: list[float] = []  # what each has over those before it
         for code, state in ranked:
+            if self._expected((code, state))[0] > limit:
+                break
             advantage = min((self._advantage(a, state, k, code) for k, a in kept), default=float("inf"))
             if advantage > 0:
                 kept.append((code, state))
