@@ -179,11 +179,18 @@ def as_it_lies(lies: Sequence[Sharding], home: Sharding) -> Sharding:
 
 
 def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) -> Binding:
-    """Whether a value is brought home when it is made: what is fetched, a gradient and a constrained value are."""
-    if t in fetched or t in homes.graph.gradient_of or t.operation.kind.home is Home.GIVEN:
+    """Whether a value is brought home when it is made: what is fetched, a gradient and a constrained value are.
+
+    A gradient that is only added to others waits for them, so that two losses share one reduction, unless it takes more
+    memory until then.
+    """
+    if t in fetched or t.operation.kind.home is Home.GIVEN:
         return Binding.ALWAYS
-    region = t.operation.region
-    crosses = any(op.region != region for op, _ in graph.uses.get(t, ()))
+    users = [op for op, _ in graph.uses.get(t, ())]
+    if t in homes.graph.gradient_of:
+        added = users and all(op.kind.linear(op).together or op.kind.home is Home.OPERAND for op in users)
+        return Binding.IF_LARGER if added else Binding.ALWAYS
+    crosses = any(op.region != t.operation.region for op in users)
     return Binding.IF_LARGER if crosses else Binding.NEVER
 
 
