@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.arrivals import Made, Path, Region, Source, Way, made_again, obtain, reach
+from meshlib.lowering.arrivals import Made, Path, Source, Way, made_again, obtain
 from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, options, settled
-from meshlib.lowering.homes import Homes
+from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Home, Kind
@@ -143,7 +143,7 @@ class Course:
                 at = t.operation
             before = where.of(t)
             if (None, s) not in before and (region, s) not in before:
-                where.own[t] = (*before, (reach(s, self.homes.of(t), region), s))
+                where.own[t] = (*before, (self.homes.reach(t, s, region), s))
 
 
 def bringing(t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
@@ -166,10 +166,9 @@ def known(lies: Lies, region: Region) -> tuple[Sharding, ...]:
 
 def laid_out(t: Tensor, lies: Sequence[Sharding], homes: Homes) -> Lies:
     """A result that exists in these shardings: as it was made, and at home if it was brought there."""
-    home = homes.of(t)
     if t.operation.kind.home is Home.GIVEN:
         lies = lies[-1:]  # its users must not go round the constraint
-    return tuple([(reach(s, home, t.operation.region), s) for s in lies])
+    return tuple([(homes.reach(t, s, t.operation.region), s) for s in lies])
 
 
 def as_it_lies(lies: Sequence[Sharding], home: Sharding) -> Sharding:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import Region, obtain
+from meshlib.lowering.arrivals import obtain
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Course, Lies, Where, bringing, chosen_option, is_fixed, known
+from meshlib.lowering.homes import Region
 
 
 @dataclass(eq=False)

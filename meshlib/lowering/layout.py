@@ -32,6 +32,7 @@ class Lowering:
     rules: LayoutRules
     precision: str
     balance: Balance
+    regather: bool
     notes: tuple[str, ...]
     memos: Memos
     sound: Sound
@@ -42,7 +43,7 @@ class Lowering:
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, through all passes."""
         kept = {name: simple.of(t) for name, t in fetched.items()}
-        sweep = self._sweep(simple, Homes(simple.graph, self.mesh, self.rules), kept.values())
+        sweep = self._sweep(simple, Homes(simple.graph, self.mesh, self.rules, self.regather), kept.values())
         outputs = {name: sweep.at_home(t) for name, t in kept.items()}
         return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
 

@@ -103,7 +103,7 @@ class Loops:
         self, op: Operation, loop: LoopRecord, inner: Sequence[Tensor], sums: Mapping[int, Sharding]
     ) -> tuple[Homes, list[Sharding]]:
         """Homes inside the body of a loop, and where each operand has to be; `sums` says where some carries lie."""
-        homes = Homes(loop.body, self.homes.mesh, self.homes.rules)
+        homes = self.homes.inside(loop.body)
         wanted = []
         for n, y in zip(loop.needs, inner, strict=True):
             x = self.graph.inputs[op][n]
