@@ -198,8 +198,8 @@ class Work:
 class Block:
     """What `local` is told besides its operands' blocks.
 
-    `inputs` and `out` are the local types of operands and result; `offsets` the global index at which this block starts, per factor; `buffer` an array to write the result into, or
-    None; `engine` the arithmetic and the random key.
+    `inputs` and `out` are the local types of operands and result; `offsets` the global index at which this block
+    starts, per factor; `buffer` an array to write the result into, or None; `engine` the arithmetic and the random key.
     """
 
     operation: Operation

@@ -100,7 +100,6 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("linear", "add", {"linear": linear(0, 1)}),
     ("linear", "multiply", {"linear": linear(0, 1, together=True)}),
     ("linear", "where", {"linear": linear(1, 2)}),
-    ("linear", "subtract", {"linear": linear(0, 1, together=True, terms=True)}),
     ("linear", "concat", {"linear": lambda op: NONLINEAR}),
     ("linear", "pad", {"linear": linear(0)}),
     ("linear", "cast", {"linear": linear(0)}),

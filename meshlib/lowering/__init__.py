@@ -34,6 +34,7 @@ def lower(
     layout: Any = "",
     precision: str = "default",
     balance: Balance | None = None,
+    regather: bool = True,
 ) -> Program:
     """What one core of `mesh` runs to compute `outputs` and write `updates`, under `layout`.
 
@@ -46,6 +47,9 @@ def lower(
       layout: "batch:rows;hidden:cols", a dict, pairs or LayoutRules; nothing is split unless given.
       precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through.
       balance: what duplicated work is worth in bytes.
+      regather: what forward brought somewhere is there for backward too where that takes no more memory than where the
+        layout puts it; where it takes more, as a fully-sharded weight that was gathered, it is gathered again. False
+        keeps it: fewer bytes sent, more memory.
     Returns: a checked `Program`. Nothing is allocated; the time does not depend on the number of devices.
     Raises: LayoutError with all faults of the layout, GraphError for bad outputs or updates.
     Example:
@@ -57,7 +61,7 @@ def lower(
       >>> [(c.kind, c.axes, c.payload_bytes, c.sent_bytes) for c in program.collectives]
       [('all_reduce', ('rows',), 4, 4)]
     """
-    return Session(outputs, updates).lower(mesh, layout, precision, balance)
+    return Session(outputs, updates).lower(mesh, layout, precision, balance, regather)
 
 
 def check(

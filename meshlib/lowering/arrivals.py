@@ -18,7 +18,6 @@ from meshlib.ops.sources import is_zero
 from meshlib.program.signature import Signature
 
 Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): from its n-th operand
-Region: TypeAlias = str | None  # None: wherever it is wanted
 
 # Making something again is worth it nearly always: a lane operation takes a thousandth of the time of a byte sent.
 _BYTES_PER_OPERATION = 1e-3
@@ -153,11 +152,6 @@ def _can_run_again(op: Operation) -> bool:
 
 def _bytes(t: Tensor) -> int:
     return t.shape.size * t.dtype.itemsize
-
-
-def reach(s: Sharding, home: Sharding, region: str) -> Region:
-    """Who may use a tensor where it lies so: everybody, unless keeping it takes more memory than its home does."""
-    return None if s.local_size <= home.local_size else region
 
 
 # Of what bringing one thing to where another is would cost: less than that is no advantage.

@@ -3,8 +3,8 @@
 A *state* is a way to have run the operations so far: where each value that is still needed lies, what is a pending
 sum, and what all that has cost. Each operation takes every state on by its `options`. States that lie alike are one
 from there on, the cheapest; a state is dropped where another, brought to where it lies, would be no dearer; of the
-rest some are kept: those that would be cheapest once they are where a guide is, an earlier search's result, or, in the
-first search, at home.
+rest some are kept (`states`): those that would be cheapest once they are where a guide is, an earlier search's result,
+or, in the first search, at home.
 
 Values that all states have alike are held once, so that an operation costs as much as there is left to decide.
 """
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import NEARLY, Source, obtain
-from meshlib.lowering.choose import Choice, Option, Rank, no_dearer
-from meshlib.lowering.course import Course, Lies, Where, is_fixed, known
+from meshlib.lowering.choose import Choice, Option, Rank
+from meshlib.lowering.course import Course, Lies, Where, bringing, is_fixed
 from meshlib.lowering.guide import Guide
+from meshlib.lowering.states import Pool, State, Trail
 
-# Kept are so many states; fewer where there are many operations, so that the time stays in proportion.
-WIDEST, NARROWEST, STATES = 32, 8, 3000
-SEARCHES = 3  # each is guided by what the one before found
+FIRST_WIDTH, WIDTH = 8, 24  # states kept without and with a guide
+WINDOW = 0.3  # of what the guide sends: who is expected to cost so much more than the best has lost
+SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
@@ -41,35 +40,6 @@ def best_choices(course: Course) -> Mapping[Operation, Choice]:
     return beam.chosen
 
 
-class Trail(NamedTuple):
-    """What a state decided, latest first."""
-
-    before: Trail | None
-    operation: Operation
-    choice: Choice
-
-
-@dataclass(eq=False, slots=True)
-class State:
-    """See above. `where.own` tells of the values that not all states have alike."""
-
-    cost: float
-    collectives: int
-    strays: int
-    where: Where
-    trail: Trail | None
-
-    @property
-    def lies(self) -> dict[Tensor, Lies]:
-        """Where it has what not all states have alike."""
-        return self.where.own
-
-    @property
-    def rank(self) -> Rank:
-        """Cheapest first."""
-        return self.cost, self.collectives, self.strays
-
-
 @dataclass(eq=False)
 class Beam:
     """One search over one graph; `chosen` and `cost` are what it found."""
@@ -81,14 +51,16 @@ class Beam:
     differing: set[Tensor] = field(default_factory=set)  # those of which the states' `lies` tell
     chosen: dict[Operation, Choice] = field(default_factory=dict)
     cost: float = 0.0
+    sent: float = 0.0
     undecided: bool = False  # whether there was more than one state at a time
     _region: str = ""  # that of the operation that is on
     _changed: bool = False  # whether states were added, or changed
 
     def __post_init__(self) -> None:
-        self.states = [State(0.0, 0, 0, Where(self.common, {}), None)]
+        self.states = [State(0.0, 0.0, 0, 0, Where(self.common, {}), None)]
         self._all = Where(self.common, self.common)
-        self._width = max(NARROWEST, min(WIDEST, STATES // max(1, len(self.course.graph.operations))))
+        self._width = FIRST_WIDTH if self.guide is None else WIDTH
+        self._window = float("inf") if self.guide is None else WINDOW * self.guide.sent
         self._dying: dict[int, list[Tensor]] = {}
         for t, n in self.course.last.items():
             self._dying.setdefault(n, []).append(t)
@@ -124,6 +96,7 @@ class Beam:
             return
         self.chosen[op] = found[0].choice
         self.cost += found[0].cost
+        self.sent += found[0].sent
         self.course.take(self._all, op, found[0])
 
     def _differ(self, tensors: Iterable[Tensor]) -> bool:
@@ -137,9 +110,9 @@ class Beam:
             for option in found:
                 where = Where(self.common, dict(state.lies)) if len(found) > 1 else state.where
                 self.course.take(where, op, option)
-                cost, collectives = state.cost + option.cost, state.collectives + option.collectives
-                trail = Trail(state.trail, op, option.choice)
-                after.append(State(cost, collectives, state.strays + option.strays, where, trail))
+                cost, sent = state.cost + option.cost, state.sent + option.sent
+                collectives, strays = state.collectives + option.collectives, state.strays + option.strays
+                after.append(State(cost, sent, collectives, strays, where, Trail(state.trail, op, option.choice)))
         self.states = after
         self._changed = True
 
@@ -147,12 +120,15 @@ class Beam:
         """What leaves no choice, in every state; once for all where they have its operands alike."""
         run, operands = self.course.fixed(op)
         if not self._differ(operands):
-            self.cost += sum(way.cost for way in run(self._all) if way is not None)
+            sent = sum(way.cost for way in run(self._all) if way is not None)
+            self.cost += sent
+            self.sent += sent
             return
         for state in self.states:
             for way in run(state.where):
                 if way is not None:
                     state.cost += way.cost
+                    state.sent += way.cost
                     state.collectives += way.collectives
         self._changed = True
 
@@ -169,55 +145,16 @@ class Beam:
             return
         self._changed = False
         if len(self.states) > 1:
-            self._merge()
-        if len(self.states) > 1:
-            self._drop()
+            self.states = Pool(self.states, self._region, self._prices).best(self.sent, self._width, self._window)
         self.undecided |= len(self.states) > 1
         first, *others = self.states
-        for t, lies in list(first.lies.items()):
-            if all(s.lies.get(t) == lies for s in others):
+        for t in dict.fromkeys(t for s in self.states for t in s.lies):
+            lies = first.where.of(t)
+            if all(s.where.of(t) == lies for s in others):
                 self.common[t] = lies
                 for s in self.states:
-                    del s.lies[t]
+                    s.lies.pop(t, None)
         self.differing = {t for s in self.states for t in s.lies}
-
-    def _merge(self) -> None:
-        """Of states that lie alike, the cheapest."""
-        best: dict[object, State] = {}
-        for state in self.states:
-            key = frozenset(state.lies.items())
-            other = best.get(key)
-            if other is None or not no_dearer(other.rank, state.rank):
-                best[key] = state
-        self.states = list(best.values())
-
-    def _drop(self) -> None:
-        """Keep the best, but those that another covers. Whoever covers a state is expected to cost no more."""
-        kept: list[State] = []
-        for state in sorted(self.states, key=self._expected):
-            if not any(self._covers(k, state) for k in kept):
-                kept.append(state)
-                if len(kept) == self._width:
-                    break
-        self.states = kept
-
-    def _covers(self, a: State, b: State) -> bool:
-        """Whether whatever follows `b` may as well follow `a`, brought to where `b` lies, at no more cost."""
-        cost, collectives = a.cost, a.collectives
-        for t in {**a.lies, **b.lies}:
-            mine, other = a.lies.get(t) or self.common[t], b.lies.get(t) or self.common[t]
-            if mine == other:
-                continue
-            size = t.dtype.itemsize
-            for region, s in other:
-                if (region, s) in mine or (None, s) in mine:
-                    continue
-                way = obtain(Source(known(mine, self._region), size), s)
-                cost += (1 - NEARLY) * way.cost
-                collectives += way.collectives
-                if cost > b.cost + 1:
-                    return False
-        return no_dearer((cost, collectives, a.strays), b.rank)
 
     def _at_the_end(self, state: State) -> Rank:
         """What a state has cost, and what it costs to bring results home."""
@@ -226,15 +163,8 @@ class Beam:
         state.collectives += sum(way.collectives for way in ways)
         return state.rank
 
-    def _expected(self, state: State) -> Rank:
-        """What a state costs once it is where the guide is, or at home."""
-        cost, collectives = state.cost, state.collectives
-        for t, lies in state.lies.items():
-            if self.guide is not None:
-                more, number = self.guide.price(t, lies, self._region)
-            else:
-                source = Source(known(lies, self._region), t.dtype.itemsize)
-                more, number, *_ = obtain(source, self.course.homes.of(t))
-            cost += more
-            collectives += number
-        return round(cost, 2), collectives, state.strays
+    def _prices(self, t: Tensor, lies: Lies) -> tuple[float, int]:
+        """What it costs, and in how many collectives, to bring a tensor to where the guide needs it, or home."""
+        if self.guide is not None:
+            return self.guide.price(t, lies, self._region)
+        return bringing(t, lies, ((None, self.course.homes.of(t)),), self._region)

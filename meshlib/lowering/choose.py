@@ -39,7 +39,7 @@ class Balance:
     """
 
     mxu_flops_per_byte: float = 1.0
-    vpu_ops_per_byte: float = 1.0
+    vpu_ops_per_byte: float = 32.0
     stationary: tuple[str, ...] = ()
 
     def bytes_of(self, work: Work) -> float:
@@ -106,7 +106,8 @@ class Option(NamedTuple):
     """One way to run an operation where its operands lie as they do."""
 
     choice: Choice
-    cost: float  # bytes to bring the operands there and inside the operation, and duplicated work
+    cost: float  # bytes sent, and work beyond what the home means
+    sent: float  # bytes to bring the operands there, inside the operation, and to bring home what is bound
     collectives: int
     strays: int  # how far it is from what the layout plainly says
     new: tuple[tuple[Path, Sharding], ...]  # where an operand, or what it is made of, lies besides afterwards
@@ -184,7 +185,7 @@ def _option(
         out += tuple([s for _, s in way.new])
     strays = sum(map(len, c.passed)) + (made.out.axes != home.axes)
     choice = Choice(c.axes, made.operands, made.out, made.exchanges, c.passed)
-    return Option(choice, cost, collectives, strays, tuple(new), out)
+    return Option(choice, cost, cost - c.work, collectives, strays, tuple(new), out)
 
 
 def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int, beside: int) -> bool:

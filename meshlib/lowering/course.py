@@ -5,15 +5,15 @@ Used by the search (`beam`), which follows many ways to run a program, and by it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.arrivals import Made, Path, Region, Source, Way, made_again, obtain, reach
+from meshlib.lowering.arrivals import Made, Path, Source, Way, made_again, obtain
 from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, options, settled
-from meshlib.lowering.homes import Homes
+from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Home, Kind
@@ -47,7 +47,6 @@ class Course:
     found: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     loops: Loops
-    free: Collection[Tensor] = ()  # results that may stay as they are made
     again: set[Tensor] = field(init=False)  # what may be made again
     last: dict[Tensor, int] = field(init=False)  # the last operation that needs each tensor
     # Results that are best at home, though nothing in this graph says so: who reads what a loop stacks does so later.
@@ -56,8 +55,7 @@ class Course:
     def __post_init__(self) -> None:
         self.again = made_again(self.graph)
         self.last = last_uses(self.graph, self.again)
-        made = (y for op in self.graph.operations for y in op.outputs)
-        self.ends = [y for y in made if y in self.graph.taken and y not in self.free]
+        self.ends = [y for op in self.graph.operations for y in op.outputs if y in self.graph.taken]
 
     def options(self, op: Operation, n: int, where: Where) -> Sequence[Option]:
         """The ways to run operation number `n`."""
@@ -68,10 +66,10 @@ class Course:
             operands.append(Operand(self.source(where, t, op.region), inputs.index(t), self.last[t] > n, held))
         plain = settled(signature, operands, home)
         if plain is not None:
-            return (Option(plain, 0.0, 0, 0, (), (plain.out,)),)
+            return (Option(plain, 0.0, 0.0, 0, 0, (), (plain.out,)),)
         binds = binding(op.output, self.graph, self.homes, self.fetched)
         users = self.graph.uses.get(op.output, ())
-        passes = op.output in self.free or any(i in self.signatures.of(user).linear.operands for user, i in users)
+        passes = not users or any(i in self.signatures.of(user).linear.operands for user, i in users)
         key = (signature, home, binds, passes, *operands)
         found = self.found.get(key)
         if found is None:
@@ -148,7 +146,20 @@ class Course:
                 at = t.operation
             before = where.of(t)
             if (None, s) not in before and (region, s) not in before:
-                where.own[t] = (*before, (reach(s, self.homes.of(t), region), s))
+                where.own[t] = (*before, (self.homes.reach(t, s, region), s))
+
+
+def bringing(t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
+    """What it costs a region, and in how many collectives, to have a tensor wherever `ends` have it."""
+    cost, collectives = 0.0, 0
+    source = None
+    for r, s in ends:
+        if (r, s) not in lies and (None, s) not in lies:
+            source = source or Source(known(lies, region), t.dtype.itemsize)
+            way = obtain(source, s)
+            cost += way.cost
+            collectives += way.collectives
+    return cost, collectives
 
 
 def known(lies: Lies, region: Region) -> tuple[Sharding, ...]:
@@ -158,10 +169,9 @@ def known(lies: Lies, region: Region) -> tuple[Sharding, ...]:
 
 def laid_out(t: Tensor, lies: Sequence[Sharding], homes: Homes) -> Lies:
     """A result that exists in these shardings: as it was made, and at home if it was brought there."""
-    home = homes.of(t)
     if t.operation.kind.home is Home.GIVEN:
         lies = lies[-1:]  # its users must not go round the constraint
-    return tuple([(reach(s, home, t.operation.region), s) for s in lies])
+    return tuple([(homes.reach(t, s, t.operation.region), s) for s in lies])
 
 
 def as_it_lies(lies: Sequence[Sharding], home: Sharding) -> Sharding:
@@ -171,11 +181,18 @@ def as_it_lies(lies: Sequence[Sharding], home: Sharding) -> Sharding:
 
 
 def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) -> Binding:
-    """Whether a value is brought home when it is made: what is fetched, a gradient and a constrained value are."""
-    if t in fetched or t in homes.graph.gradient_of or t.operation.kind.home is Home.GIVEN:
+    """Whether a value is brought home when it is made: what is fetched, a gradient and a constrained value are.
+
+    A gradient that is only added to others waits for them, so that two losses share one reduction, unless it takes more
+    memory until then.
+    """
+    if t in fetched or t.operation.kind.home is Home.GIVEN:
         return Binding.ALWAYS
-    region = t.operation.region
-    crosses = any(op.region != region for op, _ in graph.uses.get(t, ()))
+    users = [op for op, _ in graph.uses.get(t, ())]
+    if t in homes.graph.gradient_of:
+        added = users and all(op.kind.linear(op).together or op.kind.home is Home.OPERAND for op in users)
+        return Binding.IF_LARGER if added else Binding.ALWAYS
+    crosses = any(op.region != t.operation.region for op in users)
     return Binding.IF_LARGER if crosses else Binding.NEVER
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import Region, Source, obtain
+from meshlib.lowering.arrivals import obtain
 from meshlib.lowering.choose import Choice
-from meshlib.lowering.course import Course, Lies, Where, chosen_option, is_fixed, known
+from meshlib.lowering.course import Course, Lies, Where, bringing, chosen_option, is_fixed, known
+from meshlib.lowering.homes import Region
 
 
 @dataclass(eq=False)
@@ -28,6 +29,7 @@ class Guide:
     # Per tensor and place, the last operation at which it is read there; and what it costs to bring it there, when.
     _read: dict[tuple[Tensor, Sharding], int] = field(default_factory=dict)
     _later: dict[Tensor, list[tuple[int, Region, Sharding, float]]] = field(default_factory=dict)
+    sent: float = 0.0  # bytes in all
     _now: int = -1
 
     def __post_init__(self) -> None:
@@ -36,15 +38,16 @@ class Guide:
             before = dict(where.own)
             if is_fixed(op):
                 self._note_fixed(op, n, where)
-                self.course.fixed(op)[0](where)
+                ways = self.course.fixed(op)[0](where)
+                self.sent += sum(way.cost for way in ways if way is not None)
             else:
                 choice = self.choices[op]
                 option = chosen_option(self.course.options(op, n, where), choice)
                 for x, s in zip(self.course.graph.inputs[op], choice.operands, strict=True):
                     self._note(x, s, n, op.region, where)
                 self.course.take(where, op, option)
+                self.sent += option.sent
             self._changes.append([(t, lies) for t, lies in where.own.items() if before.get(t) is not lies])
-
         for t in self.course.ends:
             self._note(t, self.course.homes.of(t), len(self._changes), t.operation.region, where)
 
@@ -75,12 +78,8 @@ class Guide:
 
     def price(self, t: Tensor, lies: Lies, region: str) -> tuple[float, int]:
         """What it costs, and in how many collectives, to bring `t` to where the guide has it and needs it still."""
-        cost, collectives = 0.0, 0
-        for r, s in self._lies[t]:
-            if self._read.get((t, s), -1) > self._now and (r, s) not in lies and (None, s) not in lies:
-                way = obtain(Source(known(lies, region), t.dtype.itemsize), s)
-                cost += way.cost
-                collectives += way.collectives
+        needed = tuple([at for at in self._lies[t] if self._read.get((t, at[1]), -1) > self._now])
+        cost, collectives = bringing(t, lies, needed, region)
         for n, r, s, saved in self._later.get(t, ()):
             if n > self._now and s in known(lies, r):
                 cost -= saved

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from layouts.plan import Step
 from meshlib.lowering.passes import remove_dead_code
 from meshlib.operation import Factor, Role
-from meshlib.program.checker import instruction_factors
 from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
 from meshlib.program.margins import Margin, fits, given_away, keeps_margins, needed_margins, takes_margins
 from meshlib.program.records import Program
@@ -100,7 +99,7 @@ class _Widening:
 
     def factors_of(self, i: Compute) -> tuple[Factor, ...]:
         if i not in self.factors:
-            self.factors[i] = instruction_factors(i)[0]
+            self.factors[i] = i.operation.kind.roles(i.operation)
         return self.factors[i]
 
     def _uniform(self, i: Compute) -> Factor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from layouts import LayoutRules, Mesh, Report, Shape, Sharding, check
 from layouts.checking import some
@@ -12,6 +13,8 @@ from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.operation import Home, Kind, Role
+
+Region: TypeAlias = str | None  # None: wherever it is wanted
 
 
 @dataclass(eq=False)
@@ -21,6 +24,7 @@ class Homes:
     graph: Graph
     mesh: Mesh
     rules: LayoutRules
+    regather: bool = True
     _made: dict[Tensor, Sharding] = field(default_factory=dict)
 
     def is_weight(self, t: Tensor) -> bool:
@@ -33,6 +37,17 @@ class Homes:
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
         self._made[t] = sharding
+
+    def reach(self, t: Tensor, s: Sharding, region: str) -> Region:
+        """Who may use a tensor that a region has at `s`.
+
+        Everybody, unless keeping it takes more memory than its home does, and it is to be gathered again instead.
+        """
+        return region if self.regather and s.local_size > self.of(t).local_size else None
+
+    def inside(self, body: Graph) -> Homes:
+        """The homes of a loop's body under the same layout."""
+        return Homes(body, self.mesh, self.rules, self.regather)
 
     def of(self, t: Tensor) -> Sharding:
         """The home of a tensor."""

@@ -32,6 +32,7 @@ class Lowering:
     rules: LayoutRules
     precision: str
     balance: Balance
+    regather: bool
     notes: tuple[str, ...]
     memos: Memos
     sound: Sound
@@ -42,7 +43,7 @@ class Lowering:
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, through all passes."""
         kept = {name: simple.of(t) for name, t in fetched.items()}
-        sweep = self._sweep(simple, Homes(simple.graph, self.mesh, self.rules), kept.values())
+        sweep = self._sweep(simple, Homes(simple.graph, self.mesh, self.rules, self.regather), kept.values())
         outputs = {name: sweep.at_home(t) for name, t in kept.items()}
         return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
 
@@ -75,17 +76,13 @@ class Lowering:
         return program
 
     def trial(
-        self, graph: Graph, homes: Homes, results: Sequence[Tensor], free: Sequence[Tensor]
+        self, graph: Graph, homes: Homes, results: Sequence[Tensor], bound: Sequence[Tensor]
     ) -> Callable[[Tensor], tuple[Sharding, Makers]]:
-        """The body of a loop partitioned, not finished: how it makes a tensor, and who leaves that pending.
-
-        Results but those that are `free` are brought home.
-        """
-        key = (graph, tuple(results), tuple(free), *(homes.of(op.output) for op in graph.inputs.values()))
+        """The body of a loop partitioned, not finished: how it makes a tensor, and who leaves that pending."""
+        key = (graph, tuple(results), tuple(bound), *(homes.of(op.output) for op in graph.inputs.values()))
         if key not in self._trials:
-            simple = self.memos.simplified(graph, results, taken=True)
-            bound = [simple.of(t) for t in results if t not in free]
-            self._trials[key] = self._sweep(simple, homes, bound, [simple.of(t) for t in free])
+            simple = self.memos.simplified(graph, results, taken=False)
+            self._trials[key] = self._sweep(simple, homes, [simple.of(t) for t in bound])
         sweep = self._trials[key]
 
         def made(t: Tensor) -> tuple[Sharding, Makers]:
@@ -94,13 +91,11 @@ class Lowering:
 
         return made
 
-    def _sweep(
-        self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], free: Sequence[Tensor] = ()
-    ) -> Partitioner:
+    def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
         memos = self.memos
         options = memos.options.setdefault(self.balance, {})
         body = Body(self.body, self.trial)
-        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body, free)
+        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body)
         sweep.run()
         return sweep
 

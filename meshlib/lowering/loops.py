@@ -42,8 +42,8 @@ class Body:
 
     # (graph, homes, results, their shardings if bound, names of the inputs) -> Program
     lower: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Sharding | None], Sequence[str]], Program]
-    # Partitions it without finishing it: (graph, homes, results, those that may stay as they are made) -> per tensor how
-    # it was made, and who left it pending
+    # Partitions it without finishing it: (graph, homes, results, those of them that are brought home)
+    # -> per tensor how it was made, and who left it pending
     trial: Callable[[Graph, Homes, Sequence[Tensor], Sequence[Tensor]], Callable[[Tensor], tuple[Sharding, Makers]]]
 
 
@@ -103,7 +103,7 @@ class Loops:
         self, op: Operation, loop: LoopRecord, inner: Sequence[Tensor], sums: Mapping[int, Sharding]
     ) -> tuple[Homes, list[Sharding]]:
         """Homes inside the body of a loop, and where each operand has to be; `sums` says where some carries lie."""
-        homes = Homes(loop.body, self.homes.mesh, self.homes.rules)
+        homes = self.homes.inside(loop.body)
         wanted = []
         for n, y in zip(loop.needs, inner, strict=True):
             x = self.graph.inputs[op][n]
@@ -147,7 +147,8 @@ class Loops:
                 found[n] = others[0]
         if not found:
             return {}, {}
-        trial = self.body.trial(loop.body, homes, results, [loop.made.finals[n] for n in found])
+        ends = [y for n, y in enumerate(loop.made.finals) if n not in found]
+        trial = self.body.trial(loop.body, homes, results, [*ends, *loop.stacked])
         tried = {n: trial(t) for n, t in found.items()}
         lies = {n: s for n, (s, _) in tried.items()}
         sums = {

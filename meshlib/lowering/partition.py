@@ -7,7 +7,7 @@ after it (rules 1 to 4, 7).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layouts import Sharding
@@ -37,7 +37,6 @@ class Partitioner:
     options: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     body: Body  # how loops are lowered
-    free: Collection[Tensor] = ()  # results that may stay as they are made
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)
@@ -50,8 +49,8 @@ class Partitioner:
 
     def run(self) -> None:
         """Lower every operation, in order."""
-        given = self.graph, self.homes, self.balance, self.signatures, self.options, self.fetched, self.loops
-        self.choices = best_choices(Course(*given, self.free))
+        course = Course(self.graph, self.homes, self.balance, self.signatures, self.options, self.fetched, self.loops)
+        self.choices = best_choices(course)
         for op in self.graph.operations:
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:

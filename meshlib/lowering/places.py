@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding, reshard
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import Made, Source, again_axes, made_again, obtain, reach
+from meshlib.lowering.arrivals import Made, Source, again_axes, made_again, obtain
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Makers
 from meshlib.lowering.reasons import explain_step
@@ -45,7 +45,7 @@ class Places:
 
     def add(self, t: Tensor, value: Value, region: str) -> None:
         """Another place where `t` is to be had."""
-        self.instances.setdefault(t, []).append((reach(value.sharding, self.homes.of(t), region), value))
+        self.instances.setdefault(t, []).append((self.homes.reach(t, value.sharding, region), value))
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
         """The value of `t` under `wanted`, for an operation."""

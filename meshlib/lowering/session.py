@@ -55,12 +55,19 @@ class Session:
         self._known: object = None
 
     def lower(
-        self, mesh: Any = "device:1", layout: Any = "", precision: str = "default", balance: Balance | None = None
+        self,
+        mesh: Any = "device:1",
+        layout: Any = "",
+        precision: str = "default",
+        balance: Balance | None = None,
+        regather: bool = True,
     ) -> Program:
         """What one core of `mesh` runs under `layout`: arguments, result and faults are those of `mtf.lower`."""
         choice(precision, "lower", "precision", ("default", "highest"))
         if balance is not None and not isinstance(balance, Balance):
             raise GraphError(f"lower: balance must be an mtf.Balance, got {type(balance).__name__} {balance!r:.80}")
+        if not isinstance(regather, bool):
+            raise GraphError(f"lower: regather must be True or False, got {type(regather).__name__} {regather!r:.80}")
         mesh, rules = _one(Mesh(mesh)), _one(LayoutRules(layout))
         self._learn()
         report = check_layout(self._subjects, mesh, rules)
@@ -68,7 +75,7 @@ class Session:
         memos = self._memos
         memos.trim()
         sound = Sound(memos.signatures, memos.computations)
-        lowering = Lowering(mesh, rules, precision, balance or Balance(), report.notes, memos, sound)
+        lowering = Lowering(mesh, rules, precision, balance or Balance(), regather, report.notes, memos, sound)
         return lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
 
     def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:

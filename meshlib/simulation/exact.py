@@ -21,7 +21,6 @@ from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation, TensorType
 from meshlib.operation import Block, Factor, Halo, Role, Summary
-from meshlib.program.checker import instruction_factors
 from meshlib.program.exchange import runs, split_factor
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value, Widen
 from meshlib.program.interpreter import Interpreter
@@ -132,7 +131,7 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     Each device computes by itself, on the same arrays too: an operation whose result depends on more would show.
     """
     op = instruction.operation
-    factors, _ = instruction_factors(instruction)
+    factors = op.kind.roles(op)
     axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in instruction.assignment:
         axes[factor] = (*axes.get(factor, ()), axis)

@@ -26,7 +26,6 @@ from meshlib.dtypes import FLOAT32
 from meshlib.engine import Engine
 from meshlib.graph import TensorType
 from meshlib.operation import ON_MXU, Block
-from meshlib.program.checker import instruction_factors
 from meshlib.program.exchange import split_factor
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
@@ -92,7 +91,9 @@ class FastExecutor(Interpreter[Array, Engine]):
         self.ready = self.program.with_instructions(self._rounding())
         self.buffers = Buffers(self.ready, self._stored_shape)
         self.zero_offsets = {
-            i: {f.name: 0 for f in instruction_factors(i)[0]} for i in self.ready.instructions if isinstance(i, Compute)
+            i: {f.name: 0 for f in i.operation.kind.roles(i.operation)}
+            for i in self.ready.instructions
+            if isinstance(i, Compute)
         }
         self._targets: Mapping[Value, Array] = _NONE  # where the run that is on writes
         self._stacks: dict[Loop, list[Array]] = {}
@@ -237,7 +238,7 @@ class FastExecutor(Interpreter[Array, Engine]):
     ) -> tuple[Array, ...]:
         """Run once per coordinate of the axes that stay apart, each time on the blocks at that coordinate."""
         mesh = self.program.mesh
-        factors, _ = instruction_factors(i)
+        factors = i.operation.kind.roles(i.operation)
         split = {f.name: tuple(a for a, name in i.assignment if name == f.name and a in looped) for f in factors}
         results = tuple(new_array(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
         outs = tuple(y.tensor.type for y in i.outputs)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from meshlib.errors import MeshlibError
-from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
+from meshlib.program.instructions import Compute, Instruction, Move, Resident, Value
 from meshlib.program.records import Program
 from meshlib.simulation.exact import Blocks
 from meshlib.verification.report import Divergence
@@ -35,19 +35,14 @@ class Search:
     values: Mapping[Key, Array]
     allowed: Mapping[Key, float]
     counted: Counted = field(default_factory=Counted)
-    partial: set[Value] = field(default_factory=set)
-    parts: dict[Value, tuple[Array, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.partial = set(_partial_sums(self.program))
 
     def watch(self, instruction: Instruction, value: Value, blocks: Blocks) -> None:
         """What `run_exact` calls with every value made."""
         trip = self.counted.next(value)
-        known = self._expected(instruction, value, trip)
-        if known is None or isinstance(instruction, Resident):
+        key = (value.tensor, trip)
+        if key not in self.values or isinstance(instruction, Resident):
             return
-        wanted, limit = known
+        wanted, limit = self.values[key], self.allowed[key]
         sharding = value.sharding
         kinds = {kind for _, kind in sharding.pending}
         merge = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kinds.pop() if kinds else "sum"]
@@ -62,22 +57,6 @@ class Search:
                 index = np.unravel_index(int(off.argmax()), off.shape)
                 numbers = float(block[index]), float(expected[index]), limit
                 raise Diverged(self._report(instruction, value, group, index, numbers, trip))
-
-    def _expected(self, instruction: Instruction, value: Value, trip: int) -> tuple[Array, float] | None:
-        """The unsharded value and what may differ in it; of a sum of some operands only, the sum of theirs."""
-        if value not in self.partial:
-            key = (value.tensor, trip)
-            return (self.values[key], self.allowed[key]) if key in self.values else None
-        if isinstance(instruction, Move):
-            x = instruction.inputs[instruction.outputs.index(value)]
-            self.parts[value] = self.parts[x]
-            return self.parts[value]
-        keys = [(x.tensor, trip if (x.tensor, trip) in self.values else 0) for x in instruction.inputs]
-        if any(key not in self.values for key in keys):
-            return None
-        total = np.add.reduce([np.asarray(self.values[key], np.float64) for key in keys])
-        self.parts[value] = total, sum(self.allowed[key] for key in keys)
-        return self.parts[value]
 
     def _report(
         self,
@@ -116,16 +95,3 @@ class Search:
             *numbers,
             trip if op.graph.parent is not None else None,
         )
-
-
-def _partial_sums(program: Program) -> Iterator[Value]:
-    """Values that carry an n-ary sum's tensor but hold some of its operands only: the sum itself takes them up."""
-    found: set[Value] = set()
-    for i in reversed(program.instructions):
-        if isinstance(i, Loop):
-            yield from _partial_sums(i.body)
-        elif isinstance(i, Move):
-            found.update(x for x, y in zip(i.inputs, i.outputs, strict=True) if y in found)
-        elif i.outputs:
-            found.update(x for x in i.inputs if x.tensor is i.outputs[0].tensor)
-    yield from found

@@ -204,7 +204,9 @@ def test_what_becomes_pending_sums_to_the_same(pair):
         np.testing.assert_array_equal(sum(blocks[d] for d in group), kept)
     masked = {a for step in plan.steps if step.kind == "mask" for a in step.axes}
     assert masked == set(target.pending_axes) - set(source.pending_axes)
-    assert plan.sent_bytes == reshard(source, target.with_pending(set(target.pending) & set(source.pending)), 8).sent_bytes
+    assert (
+        plan.sent_bytes == reshard(source, target.with_pending(set(target.pending) & set(source.pending)), 8).sent_bytes
+    )
 
 
 def test_equal_shardings_give_equal_plans():

@@ -93,7 +93,7 @@ class Ways:
         self.of[op] = list(self._ways(op, signature, able, range(len(xs))))
         for way in self.of[op]:
             self._waiting[y] |= {a for a, kind in way.out.pending if kind == "sum"}
-        if signature.linear.terms and len(xs) > 2:
+        if adds(signature) and len(xs) > 2:
             groups = [g for n in range(2, len(xs)) for g in combinations(range(len(xs)), n)]
             self.groups[op] = {g: list(self._ways(op, signature, able, g)) for g in groups}
 
@@ -124,7 +124,7 @@ class Ways:
         waiting = [sorted(self._waiting[x]) if i in some else [] for i, x in enumerate(xs)]
         if linear.together:
             given = [set(waiting[i]) for i in linear.operands]
-            common = set.union(*given) if linear.terms else set.intersection(*given)
+            common = set.union(*given) if adds(signature) else set.intersection(*given)
             for chosen in subsets(sorted(common)):
                 yield tuple(chosen if i in linear.operands else () for i in range(len(xs)))
             return
@@ -144,7 +144,7 @@ class Ways:
         if made is None or cut is None:
             return None
         work, wants = cut.work, tuple((s,) for s in made.operands)
-        if signature.linear.terms:
+        if adds(signature):
             wants = tuple(as_term(s) if i in some else () for i, s in enumerate(made.operands))
             work = self.adding(op, made.out, len(some))
         sent = float(busiest_bytes((e, 1) for e in made.exchanges))
@@ -164,3 +164,8 @@ class Ways:
             for a in axes.get(f.name, ()):
                 if not any(a in self.homes.of(ends[i]).of(d) for i, d in dims):
                     yield frozenset((i, d, a) for i, d in dims if i < len(ends) - 1)
+
+
+def adds(signature: Signature) -> bool:
+    """Whether an operation is the sum of its operands."""
+    return signature.op.kind.name == "add_n"
