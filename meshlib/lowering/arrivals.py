@@ -14,7 +14,6 @@ from layouts import Sharding, reshard
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Home, Kind, Role
-from meshlib.ops.sources import is_zero
 from meshlib.program.signature import Signature
 
 Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): from its n-th operand
@@ -117,7 +116,7 @@ def _made_again(made: Made, wanted: Sharding) -> Way:
 
 def again_axes(signature: Signature, wanted: Sharding) -> Mapping[str, tuple[str, ...]] | None:
     """The assignment under which an operation makes `wanted`, block by block; None if it can't."""
-    if wanted.pending and not is_zero(signature.op):  # nothing on every device sums to nothing
+    if wanted.pending:
         return None
     axes: dict[str, tuple[str, ...]] = {}
     for f in signature.factors:

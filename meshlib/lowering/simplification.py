@@ -6,10 +6,8 @@ a common subexpression holds the region, so that work repeated in the backward o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.operation import Home, Kind, Storage
@@ -29,11 +27,6 @@ class Simplified:
     same: dict[Tensor, Tensor]
     uses: dict[Tensor, list[tuple[Operation, int]]] = field(default_factory=dict)
     taken: set[Tensor] = field(default_factory=set)
-
-    @cached_property
-    def users(self) -> Counter[tuple[Tensor, str]]:
-        """How often a region uses each tensor."""
-        return Counter((x, op.region) for x, uses in self.uses.items() for op, _ in uses)
 
     def of(self, t: Tensor) -> Tensor:
         """The tensor that stands for `t`."""

@@ -74,7 +74,7 @@ def _beside(x: Tensor) -> Graph:
 
 
 def is_zero(op: Operation) -> bool:
-    """Whether it makes nothing but zeros, which are the same as partial sums and as their total."""
+    """Whether it makes nothing but zeros."""
     if op.kind is TABLE:
         return not op.attrs["value"].array.any()
     return op.kind is CONSTANT and op.attrs["value"] == 0

@@ -10,7 +10,6 @@ from layouts.plan import Step
 from layouts.sharding import laid
 from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
-from meshlib.ops.sources import is_zero
 from meshlib.program.exchange import plan_exchanges
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
 from meshlib.program.margins import fits, given_away, keeps_margins, needed_margins, takes_margins
@@ -286,8 +285,6 @@ def _check_computation(instruction: Compute, signature: Signature) -> None:
     for y, s in zip(instruction.outputs, beside(op, out.sharding), strict=True):
         if y.sharding != s:
             raise ProgramError(f"makes {y} beside {out}; the same axes split both")
-    if is_zero(op):
-        result = result.with_pending(out.sharding.pending)  # nothing on every core sums to nothing
     exchanges = plan_exchanges(op, factors, axes, wanted, result) if len(wanted) == len(op.inputs) else ()
     if any(v.margins for v in (*instruction.inputs, *instruction.outputs)):
         _check_margins(instruction, factors, axes)
