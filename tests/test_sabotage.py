@@ -61,6 +61,12 @@ def moving() -> tuple[dict[str, mtf.Tensor], list[mtf.Operation]]:
     return outputs, [mtf.assign(w, turned + w)]
 
 
+def beside() -> tuple[dict[str, mtf.Tensor], list[mtf.Operation]]:
+    """A whole value added to partial sums, of which only a total is wanted: one core counts it."""
+    x, w, c = mtf.input("x", [BATCH, INNER]), mtf.input("w", [INNER, HIDDEN]), mtf.input("c", [BATCH, HIDDEN])
+    return {"total": mtf.reduce_sum(mtf.einsum([x, w], output_shape=[BATCH, HIDDEN]) + c)}, []
+
+
 CASES = {
     "two axes": (training, "r:2;c:2", "batch:r;hidden:c"),
     "classes": (training, "r:2;c:2", "batch:r;classes:c"),
@@ -68,6 +74,7 @@ CASES = {
     "joint axes": (training, "r:2;c:2", "batch:r+c;variables/hidden:r+c"),
     "slots": (training, "r:2", "batch:r;slots/hidden:r"),
     "moving": (moving, "r:2;c:2", "a:r+c"),
+    "beside": (beside, "r:2;c:2", "inner:r"),
 }
 
 
@@ -134,7 +141,7 @@ def test_without_sabotage_nothing_is_noticed(case):
 
 def test_the_programs_hold_every_kind_of_move():
     kinds = {i.opcode for case in CASES for i in sound(case).instructions if isinstance(i, Move)}
-    assert kinds == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "slice"}
+    assert kinds == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "slice", "mask"}
 
 
 # ---------------------------------------------------------------- changing a program
@@ -197,6 +204,21 @@ def a_collective_dropped(program: Program) -> Iterator[Program]:
         rest = [without(part, n) for part in (i.inputs, i.outputs, i.steps, i.reasons)]
         kept = [replace(i, inputs=rest[0], outputs=rest[1], steps=rest[2], reasons=rest[3])] if rest[0] else []
         yield renamed(changed(program, i, *kept), {i.outputs[n]: i.inputs[n]})
+
+
+def a_mask_dropped(program: Program) -> Iterator[Program]:
+    """Every core adds a whole value to its part of a sum."""
+    for i, n in moves(program, "mask"):
+        x, y = i.inputs[n], i.outputs[n]
+        rest = [without(part, n) for part in (i.inputs, i.outputs, i.steps, i.reasons)]
+        kept = [replace(i, inputs=rest[0], outputs=rest[1], steps=rest[2], reasons=rest[3])] if rest[0] else []
+        yield renamed(changed(program, i, *kept), {y: x})
+
+
+def a_mask_over_the_wrong_axis(program: Program) -> Iterator[Program]:
+    """All cores along the axis of the sum keep the value, or none of them."""
+    for i, n in moves(program, "mask"):
+        yield with_step(program, i, n, axes=tuple(a for a in program.mesh.axes if a not in i.steps[n].axes))
 
 
 def a_reduction_of_another_kind(program: Program) -> Iterator[Program]:
@@ -336,6 +358,8 @@ def an_output_from_before_its_reshard(program: Program) -> Iterator[Program]:
 
 SABOTAGES: dict[Sabotage, tuple[str, ...]] = {
     a_collective_dropped: tuple(CASES),
+    a_mask_dropped: ("beside",),
+    a_mask_over_the_wrong_axis: ("beside",),
     a_reduction_of_another_kind: ("two axes", "classes", "fully sharded", "joint axes", "slots"),
     an_all_reduce_that_only_permutes: ("two axes", "classes", "fully sharded"),
     an_all_to_all_that_only_gathers: ("moving",),
@@ -347,7 +371,7 @@ SABOTAGES: dict[Sabotage, tuple[str, ...]] = {
     an_assignment_in_another_order: ("moving",),
     pending_forgotten: ("two axes", "classes", "fully sharded"),
     an_all_to_all_of_the_wrong_dims: ("moving",),
-    an_operand_from_before_its_reshard: tuple(CASES),
+    an_operand_from_before_its_reshard: tuple(c for c in CASES if c != "beside"),  # its total is fetched alone
     an_update_of_the_wrong_value: ("two axes", "fully sharded", "moving"),
     an_output_from_before_its_reshard: ("two axes", "classes"),
 }
