@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import NEARLY, slack
 from meshlib.lowering.choose import Choice, Rank
-from meshlib.lowering.course import Lies, Where, bringing
+from meshlib.lowering.course import Lies, Where
 
 LOOKED_AT = 4  # so many times as many as are kept are looked at before trifles are left out
 TRIFLES = (0.0, 1e-5, 1e-4, 1e-3)  # of what has been sent so far
@@ -54,8 +54,13 @@ class Pool:
     brought from one way to another is worked out once.
     """
 
-    def __init__(self, states: Sequence[State], region: str, price: Callable[[Tensor, Lies], Price]) -> None:
-        self.region = region
+    def __init__(
+        self,
+        states: Sequence[State],
+        price: Callable[[Tensor, Lies], Price],  # of bringing a tensor to where it is to be
+        bringing: Callable[[Tensor, Lies, Lies], Price],  # from one way to another
+    ) -> None:
+        self.bringing = bringing
         self.tensors = list(dict.fromkeys(t for s in states for t in s.lies))
         self.ways: list[dict[Lies, int]] = [{} for _ in self.tensors]
         self.bring: list[dict[tuple[int, int], Price]] = [{} for _ in self.tensors]
@@ -117,7 +122,7 @@ class Pool:
                 found = self.bring[n].get((i, j))
                 if found is None:
                     ways = self.by_number[n]
-                    found = self.bring[n][i, j] = bringing(self.tensors[n], ways[i], ways[j], self.region)
+                    found = self.bring[n][i, j] = self.bringing(self.tensors[n], ways[i], ways[j])
                 cost += found[0]
                 collectives += found[1]
                 if cost == limit:
