@@ -20,8 +20,8 @@ from meshlib.lowering.course import Course, Lies, Where, is_fixed
 from meshlib.lowering.guide import Guide
 from meshlib.lowering.states import Pool, State, Trail
 
-FIRST_WIDTH, WIDTH = 8, 24  # states kept without and with a guide
-WINDOW = 0.3  # of what the guide sends: who is expected to cost so much more than the best has lost
+FIRST_WIDTH, WIDTH = 8, 16  # states kept without and with a guide
+WINDOW = 0.15  # of what the guide sends: who is expected to cost so much more than the best has lost
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
 
