@@ -258,7 +258,7 @@ def assert_fits(program: Program, slice: Any) -> None:
     require_program(program, "assert_fits")
     if slice is None:
         raise GraphError("assert_fits: give a slice, a name like 'v3-8'")
-    found = slice_for("assert_fits", program, slice)
+    found = slice_for("assert_fits", program.mesh, slice)
     memory, room = program.memory, found.hbm_bytes_per_device
     if memory.peak_bytes <= room:
         return

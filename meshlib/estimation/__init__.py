@@ -26,6 +26,7 @@ from meshlib.estimation.fitting import DeviceMemory
 from meshlib.estimation.moves import Network
 from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.estimation.plan import plan_of
+from meshlib.estimation.pricing import balance
 from meshlib.estimation.remedies import Remedy
 from meshlib.estimation.result import Estimate, RooflinePoint
 from meshlib.estimation.rows import Row
@@ -34,7 +35,7 @@ from meshlib.estimation.times import Times
 from meshlib.program.records import Program, require_program
 from meshlib.slices import slice_for
 
-__all__ = ["DeviceMemory", "Estimate", "Physics", "Remedy", "RooflinePoint", "Row", "estimate"]
+__all__ = ["DeviceMemory", "Estimate", "Physics", "Remedy", "RooflinePoint", "Row", "balance", "estimate"]
 
 # Copies and small products on v7 take 1.4-1.8 us more than their bytes; 1 us of it is each operation's launch
 # (`hardware.chip_figures`), the rest that of a program. One-operation programs cannot tell the two apart: assumed.
@@ -81,7 +82,7 @@ def estimate(
         raise GraphError(f"estimate: step_overhead_seconds must not be negative, got {overhead}")
     if not isinstance(physics, Physics):
         raise GraphError(f"estimate: physics must be an mtf.Physics, got {physics!r:.80}")
-    slice_ = slice_for("estimate", program, slice)
+    slice_ = slice_for("estimate", program.mesh, slice)
     if placement is not None:
         _check_placement(program, slice_, placement)
     try:

@@ -11,11 +11,13 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding, reshard
+from layouts.plan import Plan
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Home, Kind, Role
 from meshlib.program.signature import Signature
 
+Prices: TypeAlias = tuple[tuple[str, float], ...]  # per axis, of a byte sent along it; 1 for axes that have none
 Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): from its n-th operand
 
 # Making something again is worth it nearly always: a lane operation takes a thousandth of the time of a byte sent.
@@ -29,6 +31,7 @@ class Source(NamedTuple):
 
     lies: tuple[Sharding, ...]
     itemsize: int
+    prices: Prices = ()
     made: Made | None = None  # how it can be made again
 
     def with_lies(self, new: Iterable[tuple[Path, Sharding]]) -> Source:
@@ -67,8 +70,9 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     for n, s in enumerate(source.lies):
         if can_become(s, wanted):
             plan = reshard(s, wanted, source.itemsize)
-            if (plan.sent_bytes, plan.collectives) < best:
-                best, found = (plan.sent_bytes, plan.collectives), (n, plan)
+            price = (priced(plan, source.prices), plan.collectives)
+            if price < best:
+                best, found = price, (n, plan)
     if source.made is not None and best[0] > 0:
         again = _made_again(source.made, wanted)
         if again is not NOWHERE and again.cost < best[0]:
@@ -80,6 +84,19 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     summed = [t.after for t in plan.steps[:-1] if t.before.pending and not t.after.pending]
     useful = [s for s in summed if s not in source.lies and not _parks(s, ends)]
     return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
+
+
+def priced(plan: Plan, prices: Prices) -> float:
+    """What a reshard costs: its bytes, each at the price of the dearest axis along which it goes."""
+    if not prices:
+        return plan.sent_bytes
+    return sum(step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps)
+
+
+def axes_price(axes: Iterable[str], prices: Prices) -> float:
+    """Of a byte sent along these axes at once."""
+    by_axis = dict(prices)
+    return max((by_axis.get(a, 1.0) for a in axes), default=1.0)
 
 
 def _parks(s: Sharding, ends: Iterable[Sharding]) -> bool:

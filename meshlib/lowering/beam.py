@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.choose import Choice, Option, Rank
-from meshlib.lowering.course import Course, Lies, Where, bringing, is_fixed
+from meshlib.lowering.course import Course, Lies, Where, is_fixed
 from meshlib.lowering.guide import Guide
 from meshlib.lowering.states import Pool, State, Trail
 
-FIRST_WIDTH, WIDTH = 8, 24  # states kept without and with a guide
-WINDOW = 0.3  # of what the guide sends: who is expected to cost so much more than the best has lost
+FIRST_WIDTH, WIDTH = 8, 16  # states kept without and with a guide
+WINDOW = 0.15  # of what the guide sends: who is expected to cost so much more than the best has lost
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
 
@@ -145,7 +145,7 @@ class Beam:
             return
         self._changed = False
         if len(self.states) > 1:
-            self.states = Pool(self.states, self._region, self._prices).best(self.sent, self._width, self._window)
+            self.states = Pool(self.states, self._prices, self._bringing).best(self.sent, self._width, self._window)
         self.undecided |= len(self.states) > 1
         first, *others = self.states
         for t in dict.fromkeys(t for s in self.states for t in s.lies):
@@ -167,4 +167,7 @@ class Beam:
         """What it costs, and in how many collectives, to bring a tensor to where the guide needs it, or home."""
         if self.guide is not None:
             return self.guide.price(t, lies, self._region)
-        return bringing(t, lies, ((None, self.course.homes.of(t)),), self._region)
+        return self.course.bringing(t, lies, ((None, self.course.homes.of(t)),), self._region)
+
+    def _bringing(self, t: Tensor, lies: Lies, ends: Lies) -> tuple[float, int]:
+        return self.course.bringing(t, lies, ends, self._region)

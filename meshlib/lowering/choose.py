@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
-from meshlib.lowering.arrivals import NEARLY, NOWHERE, Path, Source, obtain, slack
+from meshlib.lowering.arrivals import NEARLY, NOWHERE, Path, Prices, Source, axes_price, obtain, slack
 from meshlib.operation import Factor, Linear, Role, Work
 from meshlib.program.exchange import Exchange, busiest_bytes
 from meshlib.program.signature import Assigned, Signature
@@ -34,6 +34,9 @@ class Balance:
     on paper, but not what somebody who splits the batch means. So work that a layout divides stays divided unless
     duplicating it is next to free.
 
+    `axis_prices` are what a byte sent along an axis is worth, where they differ: (axis, price) pairs, 1 for the others.
+    `mtf.balance` makes all that of a slice.
+
     `stationary` are mesh axes over which variables never move: activations come to the weights, as in Megatron, even
     where gathering a weight would send less.
     """
@@ -41,6 +44,7 @@ class Balance:
     mxu_flops_per_byte: float = 1.0
     vpu_ops_per_byte: float = 32.0
     stationary: tuple[str, ...] = ()
+    axis_prices: Prices = ()
 
     def bytes_of(self, work: Work) -> float:
         """What a device's work is worth."""
@@ -127,30 +131,30 @@ def options(
     Left out is what another way and a reshard afterwards would be no dearer than. `passes` says whether any user may
     take the result as a pending sum: if none does, a sum is passed on only where that is cheaper here and now.
     """
-    itemsize = signature.op.output.dtype.itemsize
+    blank = Source((), signature.op.output.dtype.itemsize, balance.axis_prices)
     found = []
     for c in _candidates(signature, operands, home, balance):
         made = signature.under(home.mesh, c.axes, c.passed)
-        option = made and _option(c, made, operands, home, binding, itemsize)
+        option = made and _option(c, made, operands, home, binding, blank)
         if option:
             found.append(option)
     if not passes:
-        found = [o for o in found if not any(o.choice.passed) or not _as_well_now(o, found, itemsize)]
+        found = [o for o in found if not any(o.choice.passed) or not _as_well_now(o, found, blank)]
     found.sort(key=rank)
     beside = sum(y.dtype.itemsize for y in signature.op.outputs[1:])
     kept: list[Option] = []
     for option in found:
-        if not any(_covers(k, option, operands, itemsize, beside) for k in kept):
+        if not any(_covers(k, option, operands, blank, beside) for k in kept):
             kept.append(option)
     return tuple(kept)
 
 
-def _as_well_now(passed: Option, found: Sequence[Option], itemsize: int) -> bool:
+def _as_well_now(passed: Option, found: Sequence[Option], blank: Source) -> bool:
     """Whether reducing its operands first is no dearer, wherever others would have the result."""
     now = [o for o in found if not o.choice.out.pending]
     for s in dict.fromkeys(o.choice.out for o in now):
-        later = passed.cost + obtain(Source(passed.lies, itemsize), s).cost
-        if all(o.cost + obtain(Source(o.lies, itemsize), s).cost > later + slack(later) for o in now):
+        later = passed.cost + obtain(blank._replace(lies=passed.lies), s).cost
+        if all(o.cost + obtain(blank._replace(lies=o.lies), s).cost > later + slack(later) for o in now):
             return False
     return bool(now)
 
@@ -161,9 +165,11 @@ def rank(x: Option) -> Rank:
 
 
 def _option(
-    c: _Candidate, made: Assigned, operands: Sequence[Operand], home: Sharding, binding: Binding, itemsize: int
+    c: _Candidate, made: Assigned, operands: Sequence[Operand], home: Sharding, binding: Binding, blank: Source
 ) -> Option | None:
-    cost, collectives = c.work + busiest_bytes((e, 1) for e in made.exchanges), len(made.exchanges)
+    cost, collectives = c.work, len(made.exchanges)
+    if made.exchanges:
+        cost += busiest_bytes((e, 1) for e in made.exchanges) * axes_price(made.exchanges[0].axes, blank.prices)
     sources: dict[int, Source] = {}
     new: list[tuple[Path, Sharding]] = []
     for n, (x, wanted) in enumerate(zip(operands, made.operands, strict=True)):
@@ -179,7 +185,7 @@ def _option(
         sources[x.first] = source.with_lies(way.new)
     out: tuple[Sharding, ...] = (made.out,)
     if binding.binds(made.out, home):
-        way = obtain(Source(out, itemsize), home)
+        way = obtain(blank._replace(lies=out), home)
         cost += way.cost
         collectives += way.collectives
         out += tuple([s for _, s in way.new])
@@ -188,7 +194,7 @@ def _option(
     return Option(choice, cost, cost - c.work, collectives, strays, tuple(new), out)
 
 
-def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int, beside: int) -> bool:
+def _covers(a: Option, b: Option, operands: Sequence[Operand], blank: Source, beside: int) -> bool:
     """Whether whatever follows `b` may as well follow `a`, at no more cost.
 
     `beside` is the item size of all results but the first, which lie as that was made.
@@ -196,13 +202,13 @@ def _covers(a: Option, b: Option, operands: Sequence[Operand], itemsize: int, be
     cost, collectives = a.cost, a.collectives
     if cost > b.cost + slack(b.cost):
         return False
-    result = Source(a.lies, itemsize)
+    result = blank._replace(lies=a.lies)
     for s in b.lies:
         way = obtain(result, s)
         cost += (1 - NEARLY) * way.cost
         collectives += way.collectives
     if beside:
-        way = obtain(Source((a.choice.out,), beside), b.choice.out)
+        way = obtain(blank._replace(lies=(a.choice.out,), itemsize=beside), b.choice.out)
         cost += (1 - NEARLY) * way.cost
         collectives += way.collectives
     for n, x in enumerate(operands):

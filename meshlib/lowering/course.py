@@ -112,7 +112,7 @@ class Course:
             op = t.operation
             operands = tuple([self.source(where, x, region) for x in self.graph.inputs[op]])
             made = Made(self.signatures.of(op), operands)
-        return Source(known(where.of(t), region), t.dtype.itemsize, made)
+        return Source(known(where.of(t), region), t.dtype.itemsize, self.balance.axis_prices, made)
 
     def take(self, where: Where, op: Operation, option: Option) -> None:
         """Run an operation in one of its ways."""
@@ -132,10 +132,22 @@ class Course:
         home, way = self.homes.of(t), None
         at: tuple[Sharding, ...] = (s,)
         if binding(t, self.graph, self.homes, self.fetched).binds(s, home):
-            way = obtain(Source(at, t.dtype.itemsize), home)
+            way = obtain(Source(at, t.dtype.itemsize, self.balance.axis_prices), home)
             at += tuple([s for _, s in way.new])
         where.own[t] = laid_out(t, at, self.homes)
         return way
+
+    def bringing(self, t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
+        """What it costs a region, and in how many collectives, to have a tensor wherever `ends` have it."""
+        cost, collectives = 0.0, 0
+        source = None
+        for r, s in ends:
+            if (r, s) not in lies and (None, s) not in lies:
+                source = source or Source(known(lies, region), t.dtype.itemsize, self.balance.axis_prices)
+                way = obtain(source, s)
+                cost += way.cost
+                collectives += way.collectives
+        return cost, collectives
 
     def _also(self, where: Where, op: Operation, new: Iterable[tuple[Path, Sharding]], region: str) -> None:
         """Operands of `op`, and what they are made of, are now to be had elsewhere too."""
@@ -147,19 +159,6 @@ class Course:
             before = where.of(t)
             if (None, s) not in before and (region, s) not in before:
                 where.own[t] = (*before, (self.homes.reach(t, s, region), s))
-
-
-def bringing(t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
-    """What it costs a region, and in how many collectives, to have a tensor wherever `ends` have it."""
-    cost, collectives = 0.0, 0
-    source = None
-    for r, s in ends:
-        if (r, s) not in lies and (None, s) not in lies:
-            source = source or Source(known(lies, region), t.dtype.itemsize)
-            way = obtain(source, s)
-            cost += way.cost
-            collectives += way.collectives
-    return cost, collectives
 
 
 def known(lies: Lies, region: Region) -> tuple[Sharding, ...]:

@@ -14,7 +14,7 @@ from layouts import Sharding
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import obtain
 from meshlib.lowering.choose import Choice
-from meshlib.lowering.course import Course, Lies, Where, bringing, chosen_option, is_fixed, known
+from meshlib.lowering.course import Course, Lies, Where, chosen_option, is_fixed, known
 from meshlib.lowering.homes import Region
 
 
@@ -79,7 +79,7 @@ class Guide:
     def price(self, t: Tensor, lies: Lies, region: str) -> tuple[float, int]:
         """What it costs, and in how many collectives, to bring `t` to where the guide has it and needs it still."""
         needed = tuple([at for at in self._lies[t] if self._read.get((t, at[1]), -1) > self._now])
-        cost, collectives = bringing(t, lies, needed, region)
+        cost, collectives = self.course.bringing(t, lies, needed, region)
         for n, r, s, saved in self._later.get(t, ()):
             if n > self._now and s in known(lies, r):
                 cost -= saved

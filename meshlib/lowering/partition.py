@@ -44,7 +44,7 @@ class Partitioner:
     choices: Mapping[Operation, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.places = Places(self.graph, self.homes, self.signatures)
+        self.places = Places(self.graph, self.homes, self.signatures, self.balance.axis_prices)
         self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
 
     def run(self) -> None:

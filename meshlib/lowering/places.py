@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding, reshard
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import Made, Source, again_axes, made_again, obtain
+from meshlib.lowering.arrivals import Made, Prices, Source, again_axes, made_again, obtain
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Makers
 from meshlib.lowering.reasons import explain_step
@@ -26,6 +26,7 @@ class Places:
     graph: Simplified
     homes: Homes
     signatures: Signatures
+    prices: Prices
     instructions: list[Instruction] = field(default_factory=list)
     # For every region (None) or within one.
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Places:
         if t in self._again:
             op = t.operation
             made = Made(self.signatures.of(op), tuple([self.source(x, region) for x in self.graph.inputs[op]]))
-        return Source(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, made)
+        return Source(tuple([v.sharding for v in self.known(t, region)]), t.dtype.itemsize, self.prices, made)
 
     def _made_again(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         op, value = t.operation, Value(t, wanted)

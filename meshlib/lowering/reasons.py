@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from layouts import Sharding
 from layouts.plan import Step
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import Kind
+from meshlib.operation import Kind, Role
 from meshlib.program.exchange import Exchange
 from meshlib.program.instructions import Reason
 
@@ -31,7 +31,10 @@ def explain_step(
     source = user.source if user is not None else producer.source
     who = _who(user) if user is not None else f"the home of '{t.name}'"
     rules = _rules(homes, step.axes, (step.dim, step.to_dim))
-    if step.kind == "all_gather":
+    if step.kind == "all_gather" and _could_split(user, t, step.dim):
+        why = f"{who} could run split by '{step.dim}', as '{t.name}' is over {over}; having it whole sends least in all"
+        avoid = f"lay '{step.dim}' elsewhere ({rules}), or mtf.constrain what it makes"
+    elif step.kind == "all_gather":
         why = f"{who} needs all of dim '{step.dim}' of '{t.name}', which is split over {over}"
         avoid = f"lay '{step.dim}' elsewhere ({rules}), or use it where it lies"
     elif step.kind == "all_to_all":
@@ -45,6 +48,15 @@ def explain_step(
         avoid = "costs nothing"
     name = user.name if user is not None else producer.name
     return Reason(name, step.dim, why, avoid, source, phase)
+
+
+def _could_split(user: Operation | None, t: Tensor, dim: str | None) -> bool:
+    """Whether an operation needs no whole `dim` of its operand: another choice would have been possible."""
+    if user is None:
+        return False
+    at = [i for i, x in enumerate(user.inputs) if x is t]
+    split = (Role.PARALLEL, Role.SUM)
+    return any(f.role in split and any(f.operands[i] == dim for i in at) for f in user.kind.roles(user))
 
 
 def explain_exchange(exchange: Exchange, op: Operation, homes: Homes) -> Reason:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import NEARLY, slack
 from meshlib.lowering.choose import Choice, Rank
-from meshlib.lowering.course import Lies, Where, bringing
+from meshlib.lowering.course import Lies, Where
 
 LOOKED_AT = 4  # so many times as many as are kept are looked at before trifles are left out
 TRIFLES = (0.0, 1e-5, 1e-4, 1e-3)  # of what has been sent so far
@@ -54,8 +54,13 @@ class Pool:
     brought from one way to another is worked out once.
     """
 
-    def __init__(self, states: Sequence[State], region: str, price: Callable[[Tensor, Lies], Price]) -> None:
-        self.region = region
+    def __init__(
+        self,
+        states: Sequence[State],
+        price: Callable[[Tensor, Lies], Price],  # of bringing a tensor to where it is to be
+        bringing: Callable[[Tensor, Lies, Lies], Price],  # from one way to another
+    ) -> None:
+        self.bringing = bringing
         self.tensors = list(dict.fromkeys(t for s in states for t in s.lies))
         self.ways: list[dict[Lies, int]] = [{} for _ in self.tensors]
         self.bring: list[dict[tuple[int, int], Price]] = [{} for _ in self.tensors]
@@ -79,29 +84,32 @@ class Pool:
         """
         if len(self.coded) == 1:
             return list(self.coded.values())
-        ranked = sorted(self.coded.items(), key=self._expected)
-        sent += ranked[0][1].sent
-        limit = self._expected(ranked[0])[0] + window
+        ranked = sorted([(self._expected(code, state), n) for n, (code, state) in enumerate(self.coded.items())])
+        items = list(self.coded.items())
+        sent += items[ranked[0][1]][1].sent
+        limit, enough = ranked[0][0][0] + window, TRIFLES[-1] * sent + 1.0
         kept: list[tuple[tuple[int, ...], State]] = []
         advantages: list[float] = []  # what each has over those before it
-        for code, state in ranked:
-            if self._expected((code, state))[0] > limit:
+        for (expected, *_), n in ranked:
+            if expected > limit or len(kept) == LOOKED_AT * width:
                 break
-            advantage = min((self._advantage(a, state, k, code) for k, a in kept), default=float("inf"))
-            if advantage > 0:
+            code, state = items[n]
+            advantage = enough
+            for k, a in kept:
+                advantage = min(advantage, self._advantage(a, state, k, code, enough))
+                if advantage <= 0:
+                    break
+            else:
                 kept.append((code, state))
                 advantages.append(advantage)
-                if len(kept) == LOOKED_AT * width:
-                    break
         for trifle in TRIFLES:
             left = [state for (_, state), advantage in zip(kept, advantages, strict=True) if advantage > trifle * sent]
             if len(left) <= width:
                 break
         return left[:width]
 
-    def _expected(self, item: tuple[tuple[int, ...], State]) -> Rank:
+    def _expected(self, code: tuple[int, ...], state: State) -> Rank:
         """What a state costs once all is where it is to be."""
-        code, state = item
         cost, collectives = state.cost, state.collectives
         for prices, n in zip(self.prices, code, strict=True):
             more, number = prices[n]
@@ -109,23 +117,27 @@ class Pool:
             collectives += number
         return round(cost, 2), collectives, state.strays
 
-    def _advantage(self, a: State, b: State, here: tuple[int, ...], there: tuple[int, ...]) -> float:
-        """By how much `b` is cheaper than `a` brought to where `b` lies; not above 0 if `a` is as good."""
-        cost, collectives, limit = a.cost, a.collectives, float("inf")
+    def _advantage(self, a: State, b: State, here: tuple[int, ...], there: tuple[int, ...], enough: float) -> float:
+        """By how much `b` is cheaper than `a` brought to where `b` lies, at most `enough`.
+
+        Not above 0 if `a` is as good.
+        """
+        cost, collectives = a.cost, a.collectives
+        limit = b.cost + enough
         for n, (i, j) in enumerate(zip(here, there, strict=True)):
             if i != j:
+                if cost > limit:
+                    return enough
                 found = self.bring[n].get((i, j))
                 if found is None:
                     ways = self.by_number[n]
-                    found = self.bring[n][i, j] = bringing(self.tensors[n], ways[i], ways[j], self.region)
-                cost += found[0]
+                    found = self.bring[n][i, j] = self.bringing(self.tensors[n], ways[i], ways[j])
+                cost += (1 - NEARLY) * found[0]
                 collectives += found[1]
-                if cost == limit:
-                    return limit
-        advantage = cost - b.cost - NEARLY * (cost - a.cost)
+        advantage = cost - b.cost
         if abs(advantage) <= slack(b.cost):
             return 0.0 if (collectives, a.strays) <= (b.collectives, b.strays) else slack(b.cost)
-        return advantage
+        return min(advantage, enough)
 
 
 def _dearer(a: State, b: State) -> bool:

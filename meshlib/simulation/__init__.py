@@ -56,7 +56,7 @@ def simulate(
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise GraphError(f"simulate: seed must be an integer, got {seed!r}")
     return Simulation(
-        program, None if slice is None else slice_for("simulate", program, slice), int(seed), executor, check_nan
+        program, None if slice is None else slice_for("simulate", program.mesh, slice), int(seed), executor, check_nan
     )
 
 
