@@ -30,8 +30,8 @@ PLANS = (
     ("llama2-7b", "sequence", "tensor:8", "v5e-8"),
     ("llama2-7b", "fsdp+sequence", "fsdp:8;tensor:8", "v5e-64"),
     ("t5-11b", "fsdp+tensor", "fsdp:16;tensor:4", "v5e-64"),
-    ("gpt2", "data+tensor", "data:16;tensor:4", "v5e-64"),
-    ("gpt3-175b", "fsdp+sequence", "fsdp:32;tensor:8", "v5e-256"),
+    ("llama2-7b", "data+tensor", "data:16;tensor:4", "v5e-64"),
+    ("llama3.1-405b", "fsdp+sequence", "fsdp:32;tensor:8", "v5e-256"),
 )
 BATCHES = (64, 128, 192, 256, 320, 512)
 LENGTHS = (1024, 2048, 4096, 8192)
