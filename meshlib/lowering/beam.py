@@ -95,9 +95,9 @@ class Beam:
             self._spread(op, [(state, found) for state in self.states])
             return
         self.chosen[op] = found[0].choice
-        self.cost += found[0].cost
-        self.sent += found[0].sent
-        self.course.take(self._all, op, found[0])
+        more, _ = self.course.take(self._all, op, found[0])
+        self.cost += found[0].cost + more
+        self.sent += found[0].sent + more
 
     def _differ(self, tensors: Iterable[Tensor]) -> bool:
         """Whether states may have these, or what they are made of, in different places."""
@@ -109,9 +109,9 @@ class Beam:
         for state, found in ways:
             for option in found:
                 where = Where(self.common, dict(state.lies)) if len(found) > 1 else state.where
-                self.course.take(where, op, option)
-                cost, sent = state.cost + option.cost, state.sent + option.sent
-                collectives, strays = state.collectives + option.collectives, state.strays + option.strays
+                more, launches = self.course.take(where, op, option)
+                cost, sent = state.cost + option.cost + more, state.sent + option.sent + more
+                collectives, strays = state.collectives + option.collectives + launches, state.strays + option.strays
                 after.append(State(cost, sent, collectives, strays, where, Trail(state.trail, op, option.choice)))
         self.states = after
         self._changed = True

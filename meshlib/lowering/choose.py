@@ -205,11 +205,11 @@ def _covers(a: Option, b: Option, operands: Sequence[Operand], blank: Source, be
     result = blank._replace(lies=a.lies)
     for s in b.lies:
         way = obtain(result, s)
-        cost += (1 - NEARLY) * way.cost
+        cost += way.cost
         collectives += way.collectives
     if beside:
         way = obtain(blank._replace(lies=(a.choice.out,), itemsize=beside), b.choice.out)
-        cost += (1 - NEARLY) * way.cost
+        cost += way.cost
         collectives += way.collectives
     for n, x in enumerate(operands):
         others = [s for path, s in b.new if path == (n,)] if x.again else ()
@@ -217,16 +217,11 @@ def _covers(a: Option, b: Option, operands: Sequence[Operand], blank: Source, be
             source = x.source._replace(lies=(*x.lies, *(s for path, s in a.new if path == (n,))))
             for s in others:
                 way = obtain(source, s)
-                cost += (1 - NEARLY) * way.cost
+                cost += way.cost
                 collectives += way.collectives
-    return no_dearer((cost, collectives, a.strays), (b.cost, b.collectives, b.strays))
-
-
-def no_dearer(a: Rank, b: Rank) -> bool:
-    """Whether the first is as good as the second, but for what adding in another order makes of a float."""
-    if abs(a[0] - b[0]) > slack(b[0]):
-        return a[0] < b[0]
-    return a[1:] <= b[1:]
+    if abs(cost - b.cost) <= slack(b.cost):
+        return (collectives, a.strays) <= (b.collectives, b.strays)
+    return cost - NEARLY * (cost - a.cost) < b.cost
 
 
 def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -> Choice | None:

@@ -114,12 +114,17 @@ class Course:
             made = Made(self.signatures.of(op), operands)
         return Source(known(where.of(t), region), t.dtype.itemsize, self.balance.axis_prices, made)
 
-    def take(self, where: Where, op: Operation, option: Option) -> None:
-        """Run an operation in one of its ways."""
+    def take(self, where: Where, op: Operation, option: Option) -> tuple[float, int]:
+        """Run an operation in one of its ways; returns what bringing home its second results costs besides."""
         self._also(where, op, option.new, op.region)
         where.own[op.output] = laid_out(op.output, option.lies, self.homes)
+        cost, collectives = 0.0, 0
         for y, s in zip(op.outputs[1:], beside(op, option.lies[0])[1:], strict=True):
-            self.made(where, y, s)
+            way = self.made(where, y, s)
+            if way is not None:
+                cost += way.cost
+                collectives += way.collectives
+        return cost, collectives
 
     def bring(self, where: Where, t: Tensor, wanted: Sharding, region: str) -> Way:
         """Bring a tensor somewhere."""

@@ -45,8 +45,8 @@ class Guide:
                 option = chosen_option(self.course.options(op, n, where), choice)
                 for x, s in zip(self.course.graph.inputs[op], choice.operands, strict=True):
                     self._note(x, s, n, op.region, where)
-                self.course.take(where, op, option)
-                self.sent += option.sent
+                more, _ = self.course.take(where, op, option)
+                self.sent += option.sent + more
             self._changes.append([(t, lies) for t, lies in where.own.items() if before.get(t) is not lies])
         for t in self.course.ends:
             self._note(t, self.course.homes.of(t), len(self._changes), t.operation.region, where)

@@ -132,12 +132,11 @@ class Pool:
                 if found is None:
                     ways = self.by_number[n]
                     found = self.bring[n][i, j] = self.bringing(self.tensors[n], ways[i], ways[j])
-                cost += (1 - NEARLY) * found[0]
+                cost += found[0]
                 collectives += found[1]
-        advantage = cost - b.cost
-        if abs(advantage) <= slack(b.cost):
+        if abs(cost - b.cost) <= slack(b.cost):
             return 0.0 if (collectives, a.strays) <= (b.collectives, b.strays) else slack(b.cost)
-        return min(advantage, enough)
+        return min(cost - b.cost - NEARLY * (cost - a.cost), enough)
 
 
 def _dearer(a: State, b: State) -> bool:
