@@ -15,29 +15,40 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshlib.graph import Operation, Tensor
+from meshlib.lowering.arrivals import slack
 from meshlib.lowering.choose import Choice, Option, Rank
 from meshlib.lowering.course import Course, Lies, Where, is_fixed
 from meshlib.lowering.guide import Guide
 from meshlib.lowering.states import Pool, State, Trail
 
-FIRST_WIDTH, WIDTH = 8, 16  # states kept without and with a guide
+FIRST_WIDTH, WIDTH = 6, 16  # states kept without and with a guide
 WINDOW = 0.15  # of what the guide sends: who is expected to cost so much more than the best has lost
+HOMESICK = (1.0, 0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
     """What each operation does in the best program found."""
-    beam = Beam(course, None)
-    beam.run()
-    for _ in range(SEARCHES - 1):
-        if not beam.undecided:
-            break
-        guided = Beam(course, Guide(course, beam.chosen))
-        guided.run()
-        if not guided.cost < beam.cost:
+    first = _searched(Beam(course, None, HOMESICK[0]))
+    if not first.undecided:
+        return first.chosen
+    starts = [first, *(_searched(Beam(course, None, share)) for share in HOMESICK[1:])]
+    return _improved(min(starts, key=lambda beam: beam.cost)).chosen
+
+
+def _improved(beam: Beam) -> Beam:
+    """What searches find that are guided by it, one after the other as long as that helps."""
+    for _ in range(SEARCHES):
+        guided = _searched(Beam(beam.course, Guide(beam.course, beam.chosen)))
+        if not guided.cost < beam.cost - slack(beam.cost):
             break
         beam = guided
-    return beam.chosen
+    return beam
+
+
+def _searched(beam: Beam) -> Beam:
+    beam.run()
+    return beam
 
 
 @dataclass(eq=False)
@@ -46,6 +57,7 @@ class Beam:
 
     course: Course
     guide: Guide | None
+    homesick: float = 1.0  # without a guide: the share of the way home that is expected to be gone
     common: dict[Tensor, Lies] = field(default_factory=dict)
     states: list[State] = field(init=False)
     differing: set[Tensor] = field(default_factory=set)  # those of which the states' `lies` tell
@@ -167,7 +179,8 @@ class Beam:
         """What it costs, and in how many collectives, to bring a tensor to where the guide needs it, or home."""
         if self.guide is not None:
             return self.guide.price(t, lies, self._region)
-        return self.course.bringing(t, lies, ((None, self.course.homes.of(t)),), self._region)
+        cost, collectives = self.course.bringing(t, lies, ((None, self.course.homes.of(t)),), self._region)
+        return self.homesick * cost, collectives
 
     def _bringing(self, t: Tensor, lies: Lies, ends: Lies) -> tuple[float, int]:
         return self.course.bringing(t, lies, ends, self._region)
