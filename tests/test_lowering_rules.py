@@ -88,14 +88,11 @@ def fully_sharded() -> tuple[tuple, Moved]:
 def fully_sharded_small_batch() -> tuple[tuple, Moved]:
     """A batch of 4 is cheaper to move than the weights, which stay where they are (gathering w1 once: 12,288 bytes).
 
-    The hidden activations [4, 64] go home to the batch after each matmul split by hidden, and back before the next:
-    twice in the forward, three times in the backward (relu's output is wanted there by hidden once more).
+    The hidden activations stay split by hidden: nothing brings them home to the batch, forward or backward.
     """
-    exchange = ("all_to_all", "data", 64 * F32, 192)  # 3/4 x 256
     return (two_layers(4, pixels=64, hidden=64), "data:4", "batch:data;hidden:data?"), [
         ("all_gather", "data", 64 * F32, 3 * 256),  # images, forward: all examples to each part of w1
         ("all_gather", "data", 64 * F32, 3 * 256),  # images, backward
-        *[exchange] * 5,
         ("reduce_scatter", "data", 4 * 8 * F32, 96),  # partial logits of w2's parts
         ("all_gather", "data", 8 * F32, 96),  # cotangent of the logits
         ("all_reduce", "data", F32, 6),
