@@ -121,17 +121,19 @@ def options(
     binding: Binding,
     passes: bool,
     balance: Balance,
+    near: bool = False,
 ) -> tuple[Option, ...]:
     """The ways to run an operation that may be part of the best program, the cheapest first.
 
     Left out is what another way and a reshard afterwards would be no dearer than. `passes` says whether any user may
-    take the result as a pending sum: if none does, a sum is passed on only where that is cheaper here and now.
+    take the result as a pending sum: if none does, a sum is passed on only where that is cheaper here and now. `near`:
+    another operation brings what this one needs of its neighbours.
     """
     itemsize = signature.op.output.dtype.itemsize
     found = []
     for c in _candidates(signature, operands, home, balance):
         made = signature.under(home.mesh, c.axes, c.passed)
-        option = made and _option(c, made, operands, home, binding, itemsize)
+        option = made and _option(c, made, operands, home, binding, itemsize, near)
         if option:
             found.append(option)
     found.sort(key=rank)
@@ -161,9 +163,16 @@ def rank(x: Option) -> Rank:
 
 
 def _option(
-    c: _Candidate, made: Assigned, operands: Sequence[Operand], home: Sharding, binding: Binding, itemsize: int
+    c: _Candidate,
+    made: Assigned,
+    operands: Sequence[Operand],
+    home: Sharding,
+    binding: Binding,
+    itemsize: int,
+    near: bool,
 ) -> Option | None:
-    cost, collectives = c.work + busiest_bytes((e, 1) for e in made.exchanges), len(made.exchanges)
+    exchanges = () if near else made.exchanges
+    cost, collectives = c.work + busiest_bytes((e, 1) for e in exchanges), len(exchanges)
     sources: dict[int, Source] = {}
     new: list[tuple[Path, Sharding]] = []
     for n, (x, wanted) in enumerate(zip(operands, made.operands, strict=True)):

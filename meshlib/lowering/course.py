@@ -47,6 +47,7 @@ class Course:
     found: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     loops: Loops
+    near: frozenset[Operation] = frozenset()  # others bring what these need of their neighbours
     again: set[Tensor] = field(init=False)  # what may be made again
     last: dict[Tensor, int] = field(init=False)  # the last operation that needs each tensor
 
@@ -67,10 +68,11 @@ class Course:
         binds = binding(op.output, self.graph, self.homes, self.fetched)
         users = self.graph.uses.get(op.output, ())
         passes = not users or any(i in self.signatures.of(user).linear.operands for user, i in users)
-        key = (signature, home, binds, passes, *operands)
+        near = op in self.near
+        key = (signature, home, binds, passes, near, *operands)
         found = self.found.get(key)
         if found is None:
-            found = self.found[key] = options(signature, operands, home, binds, passes, self.balance)
+            found = self.found[key] = options(signature, operands, home, binds, passes, self.balance, near)
         return found
 
     def fixed(self, op: Operation) -> tuple[Run, Sequence[Tensor]]:
