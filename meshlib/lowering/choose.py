@@ -125,17 +125,19 @@ def options(
     binding: Binding,
     passes: bool,
     balance: Balance,
+    near: bool = False,
 ) -> tuple[Option, ...]:
     """The ways to run an operation that may be part of the best program, the cheapest first.
 
     Left out is what another way and a reshard afterwards would be no dearer than. `passes` says whether any user may
-    take the result as a pending sum: if none does, a sum is passed on only where that is cheaper here and now.
+    take the result as a pending sum: if none does, a sum is passed on only where that is cheaper here and now. `near`:
+    another operation brings what this one needs of its neighbours.
     """
     blank = Source((), signature.op.output.dtype.itemsize, balance.axis_prices)
     found = []
     for c in _candidates(signature, operands, home, balance):
         made = signature.under(home.mesh, c.axes, c.passed)
-        option = made and _option(c, made, operands, home, binding, blank)
+        option = made and _option(c, made, operands, home, binding, blank, near)
         if option:
             found.append(option)
     if not passes:
@@ -165,11 +167,18 @@ def rank(x: Option) -> Rank:
 
 
 def _option(
-    c: _Candidate, made: Assigned, operands: Sequence[Operand], home: Sharding, binding: Binding, blank: Source
+    c: _Candidate,
+    made: Assigned,
+    operands: Sequence[Operand],
+    home: Sharding,
+    binding: Binding,
+    blank: Source,
+    near: bool,
 ) -> Option | None:
-    cost, collectives = c.work, len(made.exchanges)
-    if made.exchanges:
-        cost += busiest_bytes((e, 1) for e in made.exchanges) * axes_price(made.exchanges[0].axes, blank.prices)
+    exchanges = () if near else made.exchanges
+    cost, collectives = c.work, len(exchanges)
+    if exchanges:
+        cost += busiest_bytes((e, 1) for e in exchanges) * axes_price(exchanges[0].axes, blank.prices)
     sources: dict[int, Source] = {}
     new: list[tuple[Path, Sharding]] = []
     for n, (x, wanted) in enumerate(zip(operands, made.operands, strict=True)):

@@ -47,6 +47,7 @@ class Course:
     found: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     loops: Loops
+    near: frozenset[Operation] = frozenset()  # others bring what these need of their neighbours
     again: set[Tensor] = field(init=False)  # what may be made again
     last: dict[Tensor, int] = field(init=False)  # the last operation that needs each tensor
     # Results that are best at home, though nothing in this graph says so: who reads what a loop stacks does so later.
@@ -70,10 +71,11 @@ class Course:
         binds = binding(op.output, self.graph, self.homes, self.fetched)
         users = self.graph.uses.get(op.output, ())
         passes = not users or any(i in self.signatures.of(user).linear.operands for user, i in users)
-        key = (signature, home, binds, passes, *operands)
+        near = op in self.near
+        key = (signature, home, binds, passes, near, *operands)
         found = self.found.get(key)
         if found is None:
-            found = self.found[key] = options(signature, operands, home, binds, passes, self.balance)
+            found = self.found[key] = options(signature, operands, home, binds, passes, self.balance, near)
         return found
 
     def fixed(self, op: Operation) -> tuple[Run, Sequence[Tensor]]:
@@ -187,17 +189,22 @@ def as_it_lies(lies: Sequence[Sharding], home: Sharding) -> Sharding:
 def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) -> Binding:
     """Whether a value is brought home when it is made: what is fetched, a gradient and a constrained value are.
 
-    A gradient that is only added to others waits for them, so that two losses share one reduction, unless it takes more
-    memory until then.
+    A gradient that is scaled and added to others before the update may wait for them, so that two losses share one
+    reduction, unless it takes more memory until then. So may one that nobody uses: a loop's running sum, in a trial.
     """
     if t in fetched or t.operation.kind.home is Home.GIVEN:
         return Binding.ALWAYS
-    users = [op for op, _ in graph.uses.get(t, ())]
+    uses = graph.uses.get(t, ())
     if t in homes.graph.gradient_of:
-        added = users and all(op.kind.linear(op).together or op.kind.home is Home.OPERAND for op in users)
-        return Binding.IF_LARGER if added else Binding.ALWAYS
-    crosses = any(op.region != t.operation.region for op in users)
+        waits = all(_is_linear(op, i) and op.region != UPDATE for op, i in uses)
+        return Binding.IF_LARGER if waits else Binding.ALWAYS
+    crosses = any(op.region != t.operation.region for op, _ in uses)
     return Binding.IF_LARGER if crosses else Binding.NEVER
+
+
+def _is_linear(op: Operation, n: int) -> bool:
+    """Whether an operation is linear in operand `n`, or but for how it rounds."""
+    return n in op.kind.linear(op).operands or op.kind.home is Home.OPERAND
 
 
 def last_uses(graph: Simplified, again: set[Tensor]) -> dict[Tensor, int]:

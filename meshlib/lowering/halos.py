@@ -6,7 +6,7 @@ ask for may follow from a value further up by element-wise operations, or shifts
 widened, and these make their results with margins. So the taps of a causal convolution share one halo, forward and
 backward, and the nine of a 3x3 neighbourhood on a mesh of two axes one per side, corners included.
 
-Only what sends less is done; work on margins counts one byte an element, as in a balance.
+Only what sends less is done; work on margins counts as duplicated work does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from layouts.plan import Step
+from meshlib.lowering.choose import Balance
 from meshlib.lowering.passes import remove_dead_code
-from meshlib.operation import Factor, Role
+from meshlib.operation import Factor, Role, Work
 from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
 from meshlib.program.margins import Margin, fits, given_away, keeps_margins, needed_margins, takes_margins
 from meshlib.program.records import Program
@@ -351,9 +352,10 @@ def _sent(v: Value, m: Margin) -> int:
     return (m.before + m.after) * _row(v, m.dim) * v.tensor.dtype.itemsize
 
 
-def _total(chosen: Mapping[Demand, Point]) -> int:
+def _total(chosen: Mapping[Demand, Point]) -> float:
     moved = _joined([p for p in chosen.values() if not p.free])
-    return sum(_sent(v, m) for v, m in moved.items()) + sum(p.work for p in chosen.values())
+    work = Work(0, sum(p.work for p in chosen.values()))
+    return sum(_sent(v, m) for v, m in moved.items()) + Balance().bytes_of(work)
 
 
 def _linked(demands: list[Demand]) -> list[list[Demand]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from layouts import LayoutRules, Mesh, Sharding
-from meshlib.graph import Graph, Tensor
+from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering.choose import Balance
 from meshlib.lowering.halos import share_halos
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Makers
 from meshlib.lowering.memos import Memos
+from meshlib.lowering.near import near_shifts
 from meshlib.lowering.order import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import merge_small_collectives, remove_dead_code
@@ -21,6 +23,7 @@ from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
+Near: TypeAlias = frozenset[Operation]  # see `near_shifts`
 PASSES = (remove_dead_code, share_halos, merge_small_collectives, order_and_fuse)
 
 
@@ -43,9 +46,14 @@ class Lowering:
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, through all passes."""
         kept = {name: simple.of(t) for name, t in fetched.items()}
-        sweep = self._sweep(simple, Homes(simple.graph, self.mesh, self.rules, self.regather), kept.values())
-        outputs = {name: sweep.at_home(t) for name, t in kept.items()}
-        return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
+        homes = Homes(simple.graph, self.mesh, self.rules, self.regather)
+
+        def lowered(near: Near) -> Program:
+            sweep = self._sweep(simple, homes, kept.values(), near)
+            outputs = {name: sweep.at_home(t) for name, t in kept.items()}
+            return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
+
+        return self._cheapest(simple, homes, lowered)
 
     def body(
         self,
@@ -65,14 +73,18 @@ class Lowering:
         for t, end in bound.items():
             if t.operation.kind.kind is not Kind.INPUT:
                 homes.bind(t, end)
-        sweep = self._sweep(simple, homes, bound)
-        placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
-        outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
-        for name in names:
-            if name not in sweep.inputs:  # a carry that the body ignores
-                sweep.resident(graph.inputs[name])
-        inputs = {name: sweep.inputs[name] for name in names}
-        program = self._bodies[key] = self._finished(sweep, inputs, outputs, False, (), is_body=True)
+
+        def lowered(near: Near) -> Program:
+            sweep = self._sweep(simple, homes, bound, near)
+            placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
+            outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
+            for name in names:
+                if name not in sweep.inputs:  # a carry that the body ignores
+                    sweep.resident(graph.inputs[name])
+            inputs = {name: sweep.inputs[name] for name in names}
+            return self._finished(sweep, inputs, outputs, False, (), is_body=True)
+
+        program = self._bodies[key] = self._cheapest(simple, homes, lowered)
         return program
 
     def trial(
@@ -91,11 +103,20 @@ class Lowering:
 
         return made
 
-    def _sweep(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Partitioner:
+    def _cheapest(self, simple: Simplified, homes: Homes, lowered: Callable[[Near], Program]) -> Program:
+        """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours."""
+        apart = lowered(frozenset())
+        near = near_shifts(simple, homes, self.memos.signatures)
+        together = lowered(near) if near else apart
+        return together if together.sent_bytes < apart.sent_bytes else apart
+
+    def _sweep(
+        self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], near: Near = frozenset()
+    ) -> Partitioner:
         memos = self.memos
         options = memos.options.setdefault(self.balance, {})
         body = Body(self.body, self.trial)
-        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body)
+        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body, near)
         sweep.run()
         return sweep
 

@@ -37,6 +37,7 @@ class Partitioner:
     options: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     body: Body  # how loops are lowered
+    near: frozenset[Operation] = frozenset()  # see `near`
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)
@@ -49,7 +50,9 @@ class Partitioner:
 
     def run(self) -> None:
         """Lower every operation, in order."""
-        course = Course(self.graph, self.homes, self.balance, self.signatures, self.options, self.fetched, self.loops)
+        course = Course(
+            self.graph, self.homes, self.balance, self.signatures, self.options, self.fetched, self.loops, self.near
+        )
         self.choices = best_choices(course)
         for op in self.graph.operations:
             match op.kind.kind:

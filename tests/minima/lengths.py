@@ -83,28 +83,33 @@ def memory(t: str) -> tuple[Tensor, Tensor]:
     return given("keys", [B, T, H, K], t), given("values", [B, T, H, K], t)
 
 
-def merged(queries: int, t: str) -> int:
-    """Maximum and sum of each query's scores, float32, and its context."""
+def merged(queries: int, t: str, statistics: int) -> int:
+    """So many float32 statistics of each query's scores, and its context."""
     rows = B.size * H.size * queries
-    return all_reduce(N, 2 * rows * F32) + all_reduce(N, rows * K.size * width(t))
+    return all_reduce(N, statistics * rows * F32) + all_reduce(N, rows * K.size * width(t))
 
 
 @row
 def decode_with_a_split_cache(t: str) -> Case:
-    """One new token a sequence; softmax written out: its statistics and the context are summed, no key moves."""
+    """One new token a sequence; softmax written out: its maximum, its sum and the context meet, no key moves."""
     keys, values = memory(t)
     q = given("q", [B, H, K], t)
     scores = mtf.cast(product(q, keys, B, H, T), "float32")
     y = product(mtf.cast(mtf.softmax(scores, T), t), values, B, H, K)
-    return Case({"y": y}, [], MESH, "t:m", merged(1, t), {"all_reduce": 3})
+    return Case({"y": y}, [], MESH, "t:m", merged(1, t, 2), {"all_reduce": 3})
 
 
 @row
 def decode_with_a_split_cache_fused(t: str) -> Case:
-    """The same by the kernel, each device on its part of the cache."""
+    """The same by the kernel, each device on its part of the cache.
+
+    The weight of a device's part is its share of the sum of exponentials: one logarithm of such a sum a query and head
+    is all that devices tell each other before they sum the contexts.
+    """
     keys, values = memory(t)
     q = given("q", [B, D("l", 1), H, K], t)
-    return Case({"y": mtf.attention(q, keys, values, "l", T, K)}, [], MESH, "t:m", merged(1, t))
+    y = mtf.attention(q, keys, values, "l", T, K)
+    return Case({"y": y}, [], MESH, "t:m", merged(1, t, 1), {"all_reduce": 2})
 
 
 @row
@@ -113,7 +118,8 @@ def attention_to_a_long_split_memory(t: str) -> Case:
     queries = 4
     keys, values = memory(t)
     q = given("q", [B, D("l", queries), H, K], t)
-    return Case({"y": mtf.attention(q, keys, values, "l", T, K)}, [], MESH, "t:m", merged(queries, t))
+    y = mtf.attention(q, keys, values, "l", T, K)
+    return Case({"y": y}, [], MESH, "t:m", merged(queries, t, 1), {"all_reduce": 2})
 
 
 @row

@@ -250,11 +250,11 @@ def argmax_of_a_split_batch(t: str) -> Case:
 
 @row
 def accuracy_over_a_split(t: str) -> Case:
-    """As the argmax; labels are everywhere."""
+    """Candidates as for the argmax; labels are everywhere, so who ranks an example compares it: one count is summed."""
     best = mtf.argmax(given("x", [B, V], t), V)
     right = mtf.equal(best, given("labels", [B], "int32"))
     accuracy = mtf.reduce_mean(mtf.cast(right, "float32"))
-    return Case({"accuracy": accuracy}, [], MESH, "v:m", candidates(t) + all_gather(N, B.size * INT))
+    return Case({"accuracy": accuracy}, [], MESH, "v:m", candidates(t) + all_reduce(N, F32))
 
 
 @row
@@ -275,12 +275,11 @@ def top_k_over_a_split(t: str) -> Case:
 
 @row
 def sample_of_the_top_k(t: str) -> Case:
-    """The best k, values and indices, are on all devices; drawing among them is local, and so is the index drawn."""
+    """Who ranks an example draws among its best k, with its part of the noise; the indices drawn go to all."""
     k = D("k", 4)
     values, indices = mtf.top_k(given("x", [B, V], t), V, k)
     drawn = mtf.gather(indices, mtf.sample_with_temperature(values, k), k)
-    found = B.size * k.size * (width(t) + INT)
-    return Case({"drawn": drawn}, [], MESH, "v:m", candidates(t, k.size) + all_gather(N, found))
+    return Case({"drawn": drawn}, [], MESH, "v:m", candidates(t, k.size) + all_gather(N, B.size * INT))
 
 
 # ---------------------------------------------------------------- contrasts and means over a split batch
