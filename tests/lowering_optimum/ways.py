@@ -119,6 +119,8 @@ class Ways:
 
     def least_work_of(self, op: Operation) -> float:
         """The least work an operation can do."""
+        if op.kind.kind is Kind.COMMIT or op.output in self.again:
+            return 0.0
         return min((way.work for way in self.of.get(op, ())), default=0.0)
 
     def _prepare(self, op: Operation) -> None:
