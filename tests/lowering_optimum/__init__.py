@@ -6,14 +6,18 @@ programming in the order of the program over where each live value lies. States 
 dropped if another costs no more after bringing values to wherever this one has them. So what is found is the least,
 unless there are too many states; then the pair is given up.
 
-    run an operation   any assignment; sums are reduced by whoever uses them, a whole term of a sum counts on one device
+    run an operation   any assignment; sums are reduced by whoever uses them; where an operation is linear in several
+                       operands jointly, one that is whole counts on one device
     bring an operand   `layouts.reshard` from anywhere it is; it is there from then on, a sum taken on the way too
+    make it again      wherever it is wanted, of nothing, of smaller operands or of such as it: no work is counted then,
+                       only what it takes to bring its operands
     keep a value       what is larger than at home serves the region that made it alone
-    end                outputs, gradients and what is written back lie at home
+    end                outputs, gradients and what is written back lie at home; a gradient that is only added to others
+                       need not, unless it is larger
 
 Not looked at: ways of one value by a third place other than its home, sums of sums of sums, and axes on dims where
-nothing but a step of a reshard had them. What it costs is bytes
-sent and work done, one operation a byte; or bytes alone, with no more work than the library's program does.
+nothing but a step of a reshard had them. What it costs is bytes sent and what the work is worth by `mtf.Balance`; or
+bytes alone, with no more work than the library's program does.
 
     spots.py    where one value is to be had, and what it costs to have it elsewhere
     ways.py     the ways to run each operation
@@ -35,9 +39,9 @@ from meshlib.program.instructions import Compute
 from meshlib.program.records import Program
 from meshlib.program.work import local_work
 from tests.lowering_optimum.search import Optimum, Search, TooMany
-from tests.lowering_optimum.spots import INFINITE, pairs
+from tests.lowering_optimum.spots import INFINITE
 from tests.lowering_optimum.steps import EPS, Steps
-from tests.lowering_optimum.ways import Axes, Ways
+from tests.lowering_optimum.ways import Ways
 
 BEAM = 64  # states of the search that finds what it can cost at most
 
@@ -47,8 +51,6 @@ class Comparison:
     """What the library's program costs, and the least: by cost, and by bytes with no more work. None: given up.
 
     beaten   the library's program costs less than the least: the search does not know what it does
-    strays   it costs less, but because an axis splits a dim on which a reshard parked it: rule 2 taken at its word
-             forbids that
     """
 
     sent: float
@@ -56,7 +58,6 @@ class Comparison:
     least: Optimum | None
     fewest: Optimum | None
     beaten: bool = False
-    strays: bool = False
 
     @property
     def known(self) -> bool:
@@ -129,15 +130,14 @@ def compare(outputs: Mapping[str, Tensor], updates: Sequence[Operation], mesh: s
     ways = subject.ways()
     computed = [i for i in program.instructions if isinstance(i, Compute)]
     sent = float(program.sent_bytes)
-    work = sum(ways.price(i.operation, local_work(program, i)) for i in computed)
+    work = sum(ways.price(i.operation, local_work(program, i), i.outputs[0].sharding) for i in computed)
     budget = sent + work - ways.least_work  # all that is not work that has to be done
     try:
         by_cost = subject.best(ways, sent + work, budget=budget)
     except TooMany:
         return Comparison(sent, work, None, None)
     if by_cost is None:
-        astray = strays(ways, program)
-        return Comparison(sent, work, None, None, beaten=not astray, strays=astray)
+        return Comparison(sent, work, None, None, beaten=True)
     if by_cost.cost > sent + work - EPS:
         return Comparison(sent, work, by_cost, by_cost)  # fewer bytes for as much work would cost less
     try:
@@ -145,23 +145,4 @@ def compare(outputs: Mapping[str, Tensor], updates: Sequence[Operation], mesh: s
         by_bytes = subject.best(ways, most, work, budget)
     except TooMany:
         return Comparison(sent, work, by_cost, None)
-    astray = by_bytes is None and strays(ways, program)
-    return Comparison(sent, work, by_cost, by_bytes, beaten=by_bytes is None and not astray, strays=astray)
-
-
-def strays(ways: Ways, program: Program) -> bool:
-    """Whether some axis splits a dim where no home has it, nor any operation before had a value of an operand so."""
-    at = {op: n for n, op in enumerate(ways.simple.operations)}
-    laid: dict[Tensor, set[tuple[str, str]]] = {}
-    computed = [i for i in program.instructions if isinstance(i, Compute) and not ways.remade(i.operation)]
-    for i in sorted(computed, key=lambda i: at[i.operation]):
-        split = dict[str, Axes]()
-        for axis, factor in i.assignment:
-            split[factor] = (*split.get(factor, ()), axis)
-        xs = ways.simple.inputs[i.operation]
-        for need in ways.needs(i.operation, split):
-            if not any((d, a) in laid.get(xs[n], ()) for n, d, a in need):
-                return True
-        for value in (*i.inputs, *i.outputs):
-            laid.setdefault(value.tensor, set()).update(pairs(value.sharding))
-    return False
+    return Comparison(sent, work, by_cost, by_bytes, beaten=by_bytes is None)

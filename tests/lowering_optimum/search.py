@@ -36,16 +36,18 @@ class Optimum:
 
     @property
     def cost(self) -> float:
-        """Bytes and work, one operation a byte."""
+        """Bytes, and what the work is worth."""
         return self.bytes + self.work
 
     def obeys(self, steps: Steps) -> bool:
         """Whether no axis is on a dim on which no value that was really there had it."""
-        laid: dict[Tensor, set[tuple[str, str]]] = {}
+        ways = steps.ways
+        laid = {y: set(pairs(steps.at[y].home)) for y in steps.at if y.operation.kind.kind in RESIDENT}
         for op, done in self.path:
-            xs = steps.ways.simple.inputs[op]
+            xs = ways.simple.inputs[op]
+            split = [ways.laid(x, lambda t: laid.get(t, set())) for x in xs]
             for way in done.ways:
-                if not all(any((d, a) in laid.get(xs[i], ()) for i, d, a in need) for need in way.needs):
+                if not all(any((d, a) in split[i] for i, d, a in need) for need in way.needs):
                     return False
             for way in done.ways:
                 lie = [(x, wants[0]) for x, wants in zip(xs, way.wants, strict=True) if wants]
@@ -135,7 +137,7 @@ class Search:
     def _undominated(self, live: list[Tensor], rows: Array, cost: Array, work: Array) -> Array:
         """The numbers of the states that no other is as good as, cheapest first."""
         order = np.lexsort((work, cost))
-        both = np.column_stack([rows[order], np.round(work[order]).astype(np.int64)])
+        both = np.column_stack([rows[order], np.round(64 * work[order]).astype(np.int64)])
         _, first = np.unique(both, axis=0, return_index=True)
         order = order[np.sort(first)]
         rows, cost, work = rows[order], cost[order], work[order]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from layouts import Sharding, reshard
 from meshlib.graph import Tensor
-from meshlib.ops.sources import is_zero
 
 INFINITE = float("inf")
 
@@ -22,10 +21,9 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Spot:
-    """All places where a value is. `free`: made anew wherever it is wanted. `laid`: dims and axes it was split over."""
+    """All places where a value is; none if it is yet to be made. `laid`: dims and axes it was split over."""
 
     held: frozenset[Held] = frozenset()
-    free: bool = False
     laid: frozenset[tuple[str, str]] = frozenset()
 
 
@@ -51,7 +49,6 @@ class Whereabouts:
 
     def __init__(self, t: Tensor, home: Sharding, bound: bool, strict: bool, budget: float) -> None:
         self.t, self.home, self.bound, self.strict, self.budget = t, home, bound, strict, budget
-        self.zero = is_zero(t.operation)
         self.spots: list[Spot] = []
         self._numbers: dict[Spot, int] = {}
         self._brought: dict[object, list[tuple[float, int]]] = {}
@@ -66,7 +63,7 @@ class Whereabouts:
                 others = (x for x in held if x != h and x.region in (None, h.region))
                 if any(is_slice(x.sharding, h.sharding) for x in others):
                     held.discard(h)
-            least = Spot(frozenset(held), spot.free, spot.laid)
+            least = Spot(frozenset(held), spot.laid)
             if least not in self._numbers:
                 self._numbers[least] = len(self.spots)
                 self.spots.append(least)
@@ -75,11 +72,17 @@ class Whereabouts:
 
     def made(self, sharding: Sharding, region: str | None) -> int:
         """The number of the spot of a value as its operation made it."""
-        return self.number(Spot(frozenset([self._held(sharding, region)]), False, self._laid(sharding)))
+        return self.number(Spot(frozenset([self._held(sharding, region)]), self._laid(sharding)))
 
-    def free(self) -> int:
-        """The number of the spot of a value that is made wherever it is wanted."""
-        return self.number(Spot(free=True))
+    def unmade(self) -> int:
+        """The number of the spot of a value that is made where it is wanted, later."""
+        return self.number(Spot())
+
+    def made_again(self, number: int, sharding: Sharding, region: str | None, lasts: bool) -> int:
+        """The spot after it was made besides; if it `lasts`, it is there from then on, and need not be made again."""
+        spot = self.spots[number]
+        held = {self._held(sharding, region)} if lasts else set[Held]()
+        return self.number(Spot(spot.held | held, spot.laid | self._laid(sharding)))
 
     def move(self, source: Sharding, target: Sharding) -> tuple[float, tuple[Sharding, ...]]:
         """Bytes of a reshard, and what it leaves on the way: the value with all sums taken."""
@@ -111,8 +114,6 @@ class Whereabouts:
         return found
 
     def _bring(self, spot: Spot, number: int, wanted: Sharding, region: str, again: bool) -> list[tuple[float, int]]:
-        if spot.free:
-            return [(0.0, number)] if not wanted.pending or self.zero else []
         cost, added = self._straight(spot.held, wanted, region)
         if cost == INFINITE:
             return []
@@ -125,29 +126,31 @@ class Whereabouts:
         return found
 
     def _with(self, spot: Spot, added: frozenset[Held], wanted: Sharding) -> int:
-        return self.number(Spot(spot.held | added, False, spot.laid | self._laid(wanted)))
+        return self.number(Spot(spot.held | added, spot.laid | self._laid(wanted)))
 
     def _straight(self, held: frozenset[Held], wanted: Sharding, region: str) -> tuple[float, frozenset[Held]]:
         """The cheapest way from what there is: its bytes, and what is there then."""
         best: tuple[float, int, frozenset[Held]] = (INFINITE, 0, frozenset())
         here = self._held(wanted, region)
+        ends = (*(h.sharding for h in held), wanted)
         for h in sorted(held, key=_order):
             for kept in self._serving(h, wanted, region):
                 if kept is None:
                     cost, summed = self.move(h.sharding, wanted)
-                    added = [here, *(self._held(s, h.region or region) for s in summed)]
+                    added = [here, *(self._held(s, h.region or region) for s in summed if not parks(s, ends))]
                 else:
                     (first, early), (then, late) = self.move(h.sharding, kept), self.move(kept, wanted)
                     cost = first + then
                     added = [Held(kept, None), here]
-                    added += [self._held(s, h.region) for s in early] + [self._held(s, region) for s in late]
+                    added += [self._held(s, h.region) for s in early if not parks(s, (*ends, kept))]
+                    added += [self._held(s, region) for s in late if not parks(s, (*ends, kept))]
                 if (cost, -len(added)) < best[:2]:
                     best = (cost, -len(added), frozenset(added))
         return best[0], best[2]
 
     def _serving(self, h: Held, wanted: Sharding, region: str) -> Iterator[Sharding | None]:
         """How `h` serves a region: itself (None), or by what of it is kept, which must be no larger than the home."""
-        if h.region in (None, region) or self._small(wanted):
+        if h.region in (None, region) or self.is_small(wanted):
             yield None
             return
         yield self.home
@@ -157,22 +160,18 @@ class Whereabouts:
         fits = zip(self.t.shape, cut, strict=True)
         if all(d.size % self.home.mesh.group_size(entry) == 0 for d, entry in fits):
             part = h.sharding.with_axes(cut)
-            if self._small(part):
+            if self.is_small(part):
                 yield part
 
-    def _small(self, s: Sharding) -> bool:
+    def is_small(self, s: Sharding) -> bool:
+        """Whether keeping it so takes no more memory than at home."""
         return s.local_size <= self.home.local_size
 
     def _held(self, s: Sharding, region: str | None) -> Held:
-        return Held(s, None if self._small(s) else region)
+        return Held(s, None if self.is_small(s) else region)
 
     def _laid(self, s: Sharding) -> frozenset[tuple[str, str]]:
         return frozenset(pairs(s)) if self.strict else frozenset()
-
-    def close(self, number: int) -> float:
-        """Bytes to end with it: to bring it home if it is bound there."""
-        spot = self.spots[number]
-        return self.nearest(spot.held, self.home) if self.bound and not spot.free else 0.0
 
     def short(self, a: int, b: int) -> float:
         """Bytes that surely suffice to have at spot `a` all that is at hand at `b`."""
@@ -184,10 +183,8 @@ class Whereabouts:
         return found
 
     def _short(self, a: Spot, b: Spot) -> float:
-        if not b.laid <= a.laid or (b.free and not a.free):
+        if not b.laid <= a.laid:
             return INFINITE
-        if a.free:
-            return 0.0 if self.zero or not any(h.sharding.pending for h in b.held) else INFINITE
         have, total = a.held, 0.0
         for h in sorted(b.held - a.held, key=lambda h: (-len(h.sharding.pending), -h.sharding.local_size, _order(h))):
             total += self.nearest(have, h.sharding) if h.region is None else self._straight(have, *h)[0]
@@ -195,6 +192,12 @@ class Whereabouts:
                 break
             have = have | {h}
         return total
+
+
+def parks(s: Sharding, ends: Iterable[Sharding]) -> bool:
+    """Whether it has an axis on a dim where none of `ends` has it: only a step of a reshard, and no place to be."""
+    known = {p for end in ends for p in pairs(end)}
+    return any(p not in known for p in pairs(s))
 
 
 def _order(h: Held) -> object:

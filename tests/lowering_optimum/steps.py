@@ -57,8 +57,13 @@ class Steps:
     def __post_init__(self) -> None:
         for op in self.ways.simple.operations:
             for y in op.outputs if op.kind.kind is not Kind.COMMIT else ():
-                bound = y in self.ends or y in self.ways.simple.graph.gradient_of
+                bound = y in self.ends or (y in self.ways.simple.graph.gradient_of and not self._waits(y))
                 self.at[y] = Whereabouts(y, self.ways.homes.of(y), bound, self.strict, self.budget)
+
+    def _waits(self, y: Tensor) -> bool:
+        """Whether a gradient is only added to others: then it need not be at home before, unless it is larger."""
+        users = [op for op, _ in self.ways.simple.uses.get(y, ())]
+        return bool(users) and all(op.kind.linear(op).together or op.kind.home is Home.OPERAND for op in users)
 
     def cost(self, sent: float, work: float) -> tuple[float, float]:
         """What is to be least, and what has a limit."""
@@ -72,23 +77,24 @@ class Steps:
         return found
 
     def operands(self, op: Operation) -> tuple[Tensor, ...]:
-        """The operands, each once."""
-        return tuple(dict.fromkeys(self.ways.simple.inputs[op]))
+        """The operands and what they may be made of again, each once."""
+        found = list(self.ways.simple.inputs[op])
+        for x in found:
+            found += self.ways.again.get(x, ())
+        return tuple(dict.fromkeys(found))
 
     def _all(self, op: Operation, spots: Spots) -> Iterator[Done]:
         if op.kind.kind is Kind.COMMIT:
             home = self.ways.homes.of(self.ways.simple.graph.variables[op.attrs["variable"]].output)
             for sent, after in self._bring(op, spots, [(home,)]):
-                yield self._ended(op, sent, 0.0, after, -1, ())
+                yield from self._ended(op, sent, 0.0, after, -1, ())
             return
-        if self.ways.remade(op):
-            whole = [(Sharding.replicated(x.shape, self.ways.homes.mesh),) for x in op.inputs]
-            for sent, after in self._bring(op, spots, whole):
-                yield self._ended(op, sent, 0.0, after, self.at[op.output].free(), ())
+        if op.output in self.ways.again:
+            yield from self._ended(op, 0.0, 0.0, spots, self.at[op.output].unmade(), ())
         for way in self.ways.of[op]:
             if self._allowed(op, spots, way):
                 for sent, after in self._bring(op, spots, way.wants):
-                    yield self._made(op, sent + way.bytes, way.work, after, way.out, (way,))
+                    yield from self._made(op, sent + way.bytes, way.work, after, way.out, (way,))
         for blocks in _partitions(len(op.inputs)) if op in self.ways.groups else ():
             yield from self._grouped(op, spots, blocks)
 
@@ -96,7 +102,7 @@ class Steps:
         if not self.strict or not way.needs:
             return True
         xs, inputs = self.operands(op), self.ways.simple.inputs[op]
-        laid = [self.at[x].spots[spots[xs.index(x)]].laid for x in inputs]
+        laid = [self.ways.laid(x, lambda t: set(self.at[t].spots[spots[xs.index(t)]].laid)) for x in inputs]
         return all(any((d, a) in laid[i] for i, d, a in need) for need in way.needs)
 
     def _bring(self, op: Operation, spots: Spots, wants: Sequence[Sequence[Sharding]]) -> list[tuple[float, Spots]]:
@@ -107,36 +113,68 @@ class Steps:
         for x, alternatives in zip(self.ways.simple.inputs[op], wants, strict=True):
             if not alternatives:
                 continue
-            n, where = xs.index(x), self.at[x]
-            again = where.bound or self.ways.last[x] is not op
             after: dict[Spots, float] = {}
             for at, cost in partial.items():
                 for wanted in alternatives:
-                    for more, to in where.bring(at[n], wanted, region, again):
-                        key = (*at[:n], to, *at[n + 1 :])
-                        after[key] = min(after.get(key, INFINITE), cost + more)
+                    for to, more in self._reach(op, xs, at, x, wanted, region).items():
+                        after[to] = min(after.get(to, INFINITE), cost + more)
             partial = after
         return [(cost, at) for at, cost in partial.items()]
 
+    def _reach(
+        self, op: Operation, xs: Sequence[Tensor], spots: Spots, x: Tensor, wanted: Sharding, region: str
+    ) -> dict[Spots, float]:
+        """Bytes for each of the spots of `xs` after bringing one of them somewhere, or making it again there."""
+        n, where = xs.index(x), self.at[x]
+        later = where.bound or self.ways.last.get(x) is not op
+        found = {(*spots[:n], to, *spots[n + 1 :]): c for c, to in where.bring(spots[n], wanted, region, later)}
+        operands = self.ways.making(x, wanted) if x in self.ways.again and 0.0 not in found.values() else None
+        if operands is None:
+            return found
+        partial, made_of = {spots: 0.0}, self.ways.again[x]
+        for z, s in zip(made_of, operands, strict=True):
+            after: dict[Spots, float] = {}
+            for at, cost in partial.items():
+                for to, more in self._reach(op, xs, at, z, s, region).items():
+                    after[to] = min(after.get(to, INFINITE), cost + more)
+            partial = after
+        lasts = not all(self.at[z].is_small(s) for z, s in zip(made_of, operands, strict=True))
+        for at, cost in partial.items():
+            key = (*at[:n], where.made_again(at[n], wanted, region, lasts), *at[n + 1 :])
+            found[key] = min(found.get(key, INFINITE), cost)
+        return found
+
     def _made(
         self, op: Operation, sent: float, work: float, after: Spots, out: Sharding, ways: tuple[Way, ...]
-    ) -> Done:
-        where = self.at[op.output]
+    ) -> Iterator[Done]:
+        where, y = self.at[op.output], op.output
         if op.kind.home is Home.GIVEN:  # nobody goes round a constraint
             sent, out = sent + where.move(out, where.home)[0], where.home
-        return self._ended(op, sent, work, after, where.made(out, op.region), ways)
+        spot = where.made(out, op.region)
+        if y in self.ways.simple.graph.gradient_of and not where.bound and not where.is_small(out):
+            for more, to in where.bring(spot, where.home, op.region, False):
+                yield from self._ended(op, sent + more, work, after, to, ways)
+            return
+        yield from self._ended(op, sent, work, after, spot, ways)
 
-    def _ended(self, op: Operation, sent: float, work: float, after: Spots, out: int, ways: tuple[Way, ...]) -> Done:
-        """With what nobody needs any more ended."""
-        spots = list(after)
-        for n, x in enumerate(self.operands(op)):
-            if self.ways.last[x] is op:
-                sent += self.at[x].close(spots[n])
-                spots[n] = -1
-        if out >= 0 and op.output not in self.ways.last:
-            sent += self.at[op.output].close(out)
-            out = -1
-        return Done(sent, work, tuple(spots), out, ways)
+    def _ended(
+        self, op: Operation, sent: float, work: float, after: Spots, out: int, ways: tuple[Way, ...]
+    ) -> Iterator[Done]:
+        """With what nobody needs any more ended: what is bound home is brought there, in each way to do so."""
+        xs, last = self.operands(op), self.ways.last
+        tensors, partial = (*xs, *op.outputs[: out >= 0]), {(*after, out)[: len(xs) + (out >= 0)]: 0.0}
+        ending = [x for x in tensors if last.get(x, op) is op]
+        for x in ending:
+            where = self.at[x]
+            if where.bound:
+                closed: dict[Spots, float] = {}
+                for at, cost in partial.items():
+                    for to, more in self._reach(op, tensors, at, x, where.home, op.region).items():
+                        closed[to] = min(closed.get(to, INFINITE), cost + more)
+                partial = closed
+        for at, more in partial.items():
+            spots = [-1 if x in ending else n for x, n in zip(tensors, at, strict=True)]
+            yield Done(sent + more, work, tuple(spots[: len(xs)]), spots[-1] if out >= 0 else -1, ways)
 
     def _best(self, op: Operation, found: list[Done]) -> list[Done]:
         kept: list[tuple[float, float, Done]] = []
@@ -176,12 +214,12 @@ class Steps:
         singles = [b[0] for b in blocks if len(b) == 1]
         for way in (w for w in self.ways.of[op] if self._allowed(op, spots, w)):
             wants = [way.wants[i] if i in singles else () for i in range(count)]
-            last = self.ways.price(op, self.ways.adding(op, way.out, len(blocks)))
+            last = self.ways.price(op, self.ways.adding(op, way.out, len(blocks)), way.out)
             for t in totals:
                 total = t.bytes + sum(min(where.move(w.out, s)[0] for s in as_term(way.out)) for w in t.ways)
                 if total < INFINITE:
                     for more, after in self._bring(op, t.after, wants):
-                        yield self._made(op, total + more, t.work + last, after, way.out, (*t.ways, way))
+                        yield from self._made(op, total + more, t.work + last, after, way.out, (*t.ways, way))
 
     def _best_totals(self, op: Operation, found: list[Total]) -> list[Total]:
         """Those that can't be had as cheaply from another."""

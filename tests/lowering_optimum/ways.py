@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, permutations, product
 from typing import NamedTuple
 
+import meshlib as mtf
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import RESIDENT, Kind, Role, Work
+from meshlib.operation import RESIDENT, Home, Kind, Role, Work
 from meshlib.ops.sources import is_zero
 from meshlib.program.exchange import busiest_bytes
 from meshlib.program.signature import Signature, Signatures
 
 Axes = tuple[str, ...]
 Laid = tuple[int, str, str]  # operand, dim, axis
+
+BALANCE = mtf.Balance()
+AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
 
 
 class Way(NamedTuple):
@@ -54,25 +58,69 @@ class Ways:
         self.last: dict[Tensor, Operation] = {}  # who uses it last
         self._laid: dict[Tensor, dict[str, set[str]]] = {}  # per dim the axes that it may be split over
         self._waiting: dict[Tensor, set[str]] = {}  # axes over which it may be a pending sum
+        self.again: dict[Tensor, tuple[Tensor, ...]] = {}  # what may be made again, and of what
+        self._makings: dict[tuple[Tensor, Sharding], tuple[Sharding, ...] | None] = {}
         self._signatures = Signatures()
         entries = [e for op in simple.operations for y in op.outputs for e in homes.of(y).axes]
         self._orders = dict.fromkeys(e for e in entries if len(e) > 1)
         for op in simple.operations:
             self.last.update(dict.fromkeys(simple.inputs[op], op))
+            if self._can_run_again(op):
+                self.again[op.output] = simple.inputs[op]
+        at = {op: n for n, op in enumerate(simple.operations)}
+        for y in reversed(self.again):  # what it is made of is needed as long as it is
+            for x in self.again[y] if y in self.last else ():
+                self.last[x] = max(self.last[x], self.last[y], key=at.__getitem__)
+        for op in simple.operations:
             if op.kind.kind is not Kind.COMMIT:
                 self._prepare(op)
         self.least_work = sum(map(self.least_work_of, simple.operations))
 
-    def remade(self, op: Operation) -> bool:
-        """Whether an operation's result is made anew wherever it is wanted: such work counts for nothing."""
-        return op.kind.remade and all(not x.shape for x in self.simple.inputs[op])
+    def _can_run_again(self, op: Operation) -> bool:
+        """Whether its result may be made wherever it is wanted: of nothing, of smaller operands, or of such as it."""
+        if op.kind.kind not in AGAIN or op.kind.home is Home.GIVEN or op.kind.show or len(op.outputs) > 1:
+            return False
+        y = op.output
+        small = (x in self.again or _bytes(x) < _bytes(y) for x in self.simple.inputs[op])
+        return y not in self.simple.graph.gradient_of and all(small)
 
-    def price(self, op: Operation, work: Work) -> float:
-        """Of work: flops and lane operations alike."""
-        return 0.0 if self.remade(op) else float(work.mxu_flops + work.vpu_ops)
+    def making(self, y: Tensor, wanted: Sharding) -> tuple[Sharding, ...] | None:
+        """How the operands of what is made again must lie for it to lie so; None if it can't be made so."""
+        key = y, wanted
+        if key not in self._makings:
+            self._makings[key] = self._making(y, wanted)
+        return self._makings[key]
+
+    def _making(self, y: Tensor, wanted: Sharding) -> tuple[Sharding, ...] | None:
+        op = y.operation
+        if wanted.pending and not is_zero(op):
+            return None
+        signature = self._signatures.of(op)
+        split = [(f, wanted.of(f.outputs[0])) for f in signature.factors if f.outputs[0] is not None]
+        if any(entry and f.role is not Role.PARALLEL for f, entry in split):
+            return None
+        axes = {f.name: entry for f, entry in split if entry}
+        made = signature.under(self.homes.mesh, axes, ((),) * len(op.inputs))
+        return made.operands if made is not None and made.out.axes == wanted.axes else None
+
+    def laid(self, y: Tensor, own: Callable[[Tensor], set[tuple[str, str]]]) -> set[tuple[str, str]]:
+        """Dims and axes that it was split over, or what it may be made of again; `own` tells of each tensor itself."""
+        found = set(own(y))
+        for i, x in enumerate(self.again.get(y, ())):
+            from_dim = {f.operands[i]: f.outputs[0] for f in self._signatures.of(y.operation).factors}
+            found |= {(name, a) for d, a in self.laid(x, own) if (name := from_dim[d]) is not None}
+        return found
+
+    def price(self, op: Operation, work: Work, out: Sharding) -> float:
+        """Of work, in bytes. To make something again counts for nothing."""
+        if op.output in self.again and (not out.pending or is_zero(op)):
+            return 0.0
+        return work.mxu_flops / BALANCE.mxu_flops_per_byte + work.vpu_ops / BALANCE.vpu_ops_per_byte
 
     def least_work_of(self, op: Operation) -> float:
         """The least work an operation can do."""
+        if op.kind.kind is Kind.COMMIT or op.output in self.again:
+            return 0.0
         return min((way.work for way in self.of.get(op, ())), default=0.0)
 
     def _prepare(self, op: Operation) -> None:
@@ -91,6 +139,8 @@ class Ways:
             for x, d in dims:
                 self._laid[x][d] |= able[f.name]
         self.of[op] = list(self._ways(op, signature, able, range(len(xs))))
+        if y in self.again:  # all that is not pending is made where it is wanted
+            self.of[op] = [w for w in self.of[op] if self.making(y, w.out) != tuple(wants[0] for wants in w.wants)]
         for way in self.of[op]:
             self._waiting[y] |= {a for a, kind in way.out.pending if kind == "sum"}
         if adds(signature) and len(xs) > 2:
@@ -124,8 +174,7 @@ class Ways:
         waiting = [sorted(self._waiting[x]) if i in some else [] for i, x in enumerate(xs)]
         if linear.together:
             given = [set(waiting[i]) for i in linear.operands]
-            common = set.union(*given) if adds(signature) else set.intersection(*given)
-            for chosen in subsets(sorted(common)):
+            for chosen in subsets(sorted(set().union(*given))):
                 yield tuple(chosen if i in linear.operands else () for i in range(len(xs)))
             return
         alone = [i for i in linear.operands if xs.count(xs[i]) == 1]
@@ -143,13 +192,15 @@ class Ways:
         cut = signature.cut(tuple(mesh.group_size(axes.get(n, ())) for n in signature.names))
         if made is None or cut is None:
             return None
-        work, wants = cut.work, tuple((s,) for s in made.operands)
+        work, linear = cut.work, signature.linear
+        counts_once = linear.operands if linear.together else ()
+        wants = tuple(as_term(s) if i in counts_once else (s,) for i, s in enumerate(made.operands))
         if adds(signature):
-            wants = tuple(as_term(s) if i in some else () for i, s in enumerate(made.operands))
+            wants = tuple(w if i in some else () for i, w in enumerate(wants))
             work = self.adding(op, made.out, len(some))
         sent = float(busiest_bytes((e, 1) for e in made.exchanges))
         needs = tuple(self.needs(op, axes))
-        return Way(tuple(axes.items()), wants, made.out, sent, self.price(op, work), needs)
+        return Way(tuple(axes.items()), wants, made.out, sent, self.price(op, work, made.out), needs)
 
     def adding(self, op: Operation, out: Sharding, count: int) -> Work:
         """The work of adding so many terms."""
@@ -169,3 +220,7 @@ class Ways:
 def adds(signature: Signature) -> bool:
     """Whether an operation is the sum of its operands."""
     return signature.op.kind.name == "add_n"
+
+
+def _bytes(t: Tensor) -> int:
+    return t.shape.size * t.dtype.itemsize
