@@ -21,7 +21,7 @@ _FACTORS = {  # factors stay inside sums
     "batch_norm_of_a_split_batch_step",
     "factor_moved_out_of_a_sum",
 }
-_HALOS = {  # each shift is thought to have a halo of its own
+_HALOS = {  # every block with margins is taken for one between two others, though none is on two devices
     "neighbourhood_in_split_rows_and_columns",
 }
 _LAUNCHES = {  # the bytes are right, in two collectives

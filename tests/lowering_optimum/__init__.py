@@ -36,7 +36,6 @@ from meshlib.lowering import lower
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import simplify
 from meshlib.program.instructions import Compute
-from meshlib.program.records import Program
 from meshlib.program.work import local_work
 from tests.lowering_optimum.search import Optimum, Search, TooMany
 from tests.lowering_optimum.spots import INFINITE
