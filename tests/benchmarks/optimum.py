@@ -3,8 +3,9 @@
     python tests/benchmarks/optimum.py [pairs] [--seed 0] [--workers 1] [--family chain]
 
 Cost is bytes sent and what the work of one device is worth, by `mtf.Balance`: what the library minimises. Bytes are
-compared with the fewest that suffice without doing more work than the library does. Printed: how many pairs are within 1.0001 of
-the least, how many are far above it, both by family of programs, and the worst, with what is needed to see them again:
+compared with the fewest that suffice without doing more work than the library does. Printed: how many pairs are
+within 1.0001 of the least, how many are far above it, both by family of programs, and the worst, with what is needed
+to see them again:
 `--only NUMBER` prints both programs of one pair.
 """
 
