@@ -72,7 +72,7 @@ class Course:
         users = self.graph.uses.get(op.output, ())
         passes = not users or any(i in self.signatures.of(user).linear.operands for user, i in users)
         near = op in self.near
-        key = (signature, home, binds, passes, near, *operands)
+        key = (signature, home, binds, (passes, near), *operands)
         found = self.found.get(key)
         if found is None:
             found = self.found[key] = options(signature, operands, home, binds, passes, self.balance, near)
