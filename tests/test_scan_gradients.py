@@ -185,7 +185,7 @@ def test_random_numbers_are_the_same_when_computed_again(wrapped: Callable) -> N
 
 
 def mlp(recompute: bool) -> mtf.Program:
-    b, d, f = D("batch", 256), D("d", 32), D("f", 512)
+    b, d, f = D("batch", 1024), D("d", 32), D("f", 512)
     with mtf.Graph():
         y = mtf.input("x", [b, d])
         for n in range(4):
@@ -212,7 +212,7 @@ def test_recomputation_lowers_the_peak_and_repeats_work_and_gathers() -> None:
     before = [c for c in plain.collectives if c.phase == "backward" and c.kind == "all_gather"]
     # Every block's first weight once more, except that three of them the backward gathers anyway.
     assert len(backward) == len(before) + 1
-    x = np.random.default_rng(0).normal(size=(256, 32))
+    x = np.random.default_rng(0).normal(size=(1024, 32))
     losses = [float(mtf.simulate(p, seed=1).step(x=x)["loss"]) for p in (plain, again)]
     assert losses[0] == losses[1]
 

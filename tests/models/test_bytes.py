@@ -358,10 +358,11 @@ def test_with_one_state_at_a_time(sabotage):
 
 
 def test_without_a_guide(sabotage):
-    """The lookup does not know that the logits need the table anyway, where few states are kept."""
+    """The lookup does not know that the logits need the table anyway, where one search is made that looks home."""
     sabotage.setattr(beam, "FIRST_WIDTH", 8)
+    sabotage.setattr(beam, "HOMESICK", (1.0,))
     good = lowered("fsdp+tensor", 8).sent_bytes
-    sabotage.setattr(beam, "SEARCHES", 1)
+    sabotage.setattr(beam, "SEARCHES", 0)
     assert_sends_more("fsdp+tensor", 8, good)
 
 
