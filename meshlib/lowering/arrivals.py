@@ -59,6 +59,7 @@ class Way(NamedTuple):
 
 
 NOWHERE = Way(float("inf"), 0, -1, ())
+STAYS = Way(0.0, 0, 0, ())
 
 
 @lru_cache(maxsize=1 << 17)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import slack
-from meshlib.lowering.choose import Choice, Option, Rank
+from meshlib.lowering.choose import Choice, Option
 from meshlib.lowering.course import Course, Lies, Where, is_fixed
 from meshlib.lowering.guide import Guide
 from meshlib.lowering.states import Pool, State, Trail
@@ -73,9 +73,6 @@ class Beam:
         self._all = Where(self.common, self.common)
         self._width = FIRST_WIDTH if self.guide is None else WIDTH
         self._window = float("inf") if self.guide is None else WINDOW * self.guide.sent
-        self._dying: dict[int, list[Tensor]] = {}
-        for t, n in self.course.last.items():
-            self._dying.setdefault(n, []).append(t)
 
     def run(self) -> None:
         """Search."""
@@ -88,7 +85,9 @@ class Beam:
             else:
                 self._advance(op, n)
             self._forget(n)
-        best = min(self.states, key=self._at_the_end)
+        for state in self.states:
+            self._bring_ends(state)
+        best = min(self.states, key=lambda state: state.rank)
         self.cost += best.cost
         trail = best.trail
         while trail is not None:
@@ -130,25 +129,23 @@ class Beam:
 
     def _run_fixed(self, op: Operation) -> None:
         """What leaves no choice, in every state; once for all where they have its operands alike."""
-        run, operands = self.course.fixed(op)
-        if not self._differ(operands):
-            sent = sum(way.cost for way in run(self._all) if way is not None)
+        if not self._differ(self.course.graph.inputs[op]):
+            sent, _ = self.course.run_fixed(op, self._all)
             self.cost += sent
             self.sent += sent
             return
         for state in self.states:
-            for way in run(state.where):
-                if way is not None:
-                    state.cost += way.cost
-                    state.sent += way.cost
-                    state.collectives += way.collectives
+            sent, collectives = self.course.run_fixed(op, state.where)
+            state.cost += sent
+            state.sent += sent
+            state.collectives += collectives
         self._changed = True
 
     # ------------------------------------------------------------ states
 
     def _forget(self, n: int) -> None:
         """After operation `n`: drop what nobody needs any more, states that are no better than others, the worst."""
-        for t in self._dying.get(n, ()):
+        for t in self.course.dying.get(n, ()):
             if t in self.differing:
                 self._changed = True
                 for state in self.states:
@@ -168,12 +165,13 @@ class Beam:
                     s.lies.pop(t, None)
         self.differing = {t for s in self.states for t in s.lies}
 
-    def _at_the_end(self, state: State) -> Rank:
-        """What a state has cost, and what it costs to bring results home."""
-        ways = [self.course.bring(state.where, t, self.course.homes.of(t), self._region) for t in self.course.ends]
-        state.cost += sum(way.cost for way in ways)
-        state.collectives += sum(way.collectives for way in ways)
-        return state.rank
+    def _bring_ends(self, state: State) -> None:
+        """After the last operation: results come home."""
+        for t in self.course.ends:
+            way = self.course.bring(state.where, t, self.course.homes.of(t), self._region)
+            state.cost += way.cost
+            state.sent += way.cost
+            state.collectives += way.collectives
 
     def _prices(self, t: Tensor, lies: Lies) -> tuple[float, int]:
         """What it costs, and in how many collectives, to bring a tensor to where the guide needs it, or home."""

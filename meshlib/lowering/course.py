@@ -5,13 +5,13 @@ Used by the search (`beam`), which follows many ways to run a program, and by it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.arrivals import Made, Path, Source, Way, made_again, obtain
+from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, made_again, obtain
 from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, options, settled
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
@@ -21,7 +21,6 @@ from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 
 Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
-Run: TypeAlias = Callable[["Where"], Sequence[Way | None]]
 
 
 @dataclass(eq=False, slots=True)
@@ -50,12 +49,16 @@ class Course:
     near: frozenset[Operation] = frozenset()  # others bring what these need of their neighbours
     again: set[Tensor] = field(init=False)  # what may be made again
     last: dict[Tensor, int] = field(init=False)  # the last operation that needs each tensor
+    dying: dict[int, list[Tensor]] = field(init=False)  # per operation, what none after it needs
     # Results that are best at home, though nothing in this graph says so: who reads what a loop stacks does so later.
     ends: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.again = made_again(self.graph)
         self.last = last_uses(self.graph, self.again)
+        self.dying = {}
+        for t, n in self.last.items():
+            self.dying.setdefault(n, []).append(t)
         self.ends = [y for op in self.graph.operations for y in op.outputs if y in self.graph.taken]
 
     def options(self, op: Operation, n: int, where: Where) -> Sequence[Option]:
@@ -78,34 +81,32 @@ class Course:
             found = self.found[key] = options(signature, operands, home, binds, passes, self.balance, near)
         return found
 
-    def fixed(self, op: Operation) -> tuple[Run, Sequence[Tensor]]:
-        """What leaves no choice, and the operands on which it depends."""
+    def takes(self, op: Operation, where: Where) -> Sequence[tuple[Tensor, Sharding]]:
+        """What an operation that leaves no choice takes, and where."""
         inputs = self.graph.inputs[op]
         match op.kind.kind:
             case Kind.INPUT | Kind.VARIABLE:
-                return lambda where: self._lay(where, op.output, ((None, self.homes.of(op.output)),)), ()
+                return ()
             case Kind.COMMIT:
-                home = self.homes.of(self.homes.graph.variables[op.attrs["variable"]].output)
-                return lambda where: [self.bring(where, inputs[0], home, UPDATE)], inputs
+                return [(inputs[0], self.homes.of(self.homes.graph.variables[op.attrs["variable"]].output))]
             case Kind.LOOP:
-                return lambda where: self._loop(where, op), self.loops.of(op).operands
+                looped = self.loops.of(op)
+                return list(zip(looped.operands, looped.wanted, strict=True))
         assert op.kind.kind is Kind.COPY
-        return lambda where: self._copy(where, op), inputs
+        return [(inputs[0], as_it_lies([s for _, s in where.of(inputs[0])], self.homes.of(inputs[0])))]
 
-    def _lay(self, where: Where, t: Tensor, lies: Lies) -> Sequence[Way | None]:
-        where.own[t] = lies
-        return ()
-
-    def _loop(self, where: Where, op: Operation) -> Sequence[Way | None]:
-        looped = self.loops.of(op)
-        wanted = zip(looped.operands, looped.wanted, strict=True)
-        ways: list[Way | None] = [self.bring(where, x, s, op.region) for x, s in wanted]
-        return [*ways, *(self.made(where, y.tensor, y.sharding) for y in looped.made)]
-
-    def _copy(self, where: Where, op: Operation) -> Sequence[Way | None]:
-        (x,) = self.graph.inputs[op]
-        s = as_it_lies([s for _, s in where.of(x)], self.homes.of(x))
-        return [self.bring(where, x, s, op.region), self.made(where, op.output, s)]
+    def run_fixed(self, op: Operation, where: Where) -> tuple[float, int]:
+        """Run what leaves no choice; returns what that costs, and in how many collectives."""
+        taken = self.takes(op, where)
+        ways = [self.bring(where, x, s, UPDATE if op.kind.kind is Kind.COMMIT else op.region) for x, s in taken]
+        match op.kind.kind:
+            case Kind.INPUT | Kind.VARIABLE:
+                where.own[op.output] = ((None, self.homes.of(op.output)),)
+            case Kind.LOOP:
+                ways += [self.made(where, y.tensor, y.sharding) for y in self.loops.of(op).made]
+            case Kind.COPY:
+                ways.append(self.made(where, op.output, taken[0][1]))
+        return sum(way.cost for way in ways), sum(way.collectives for way in ways)
 
     def source(self, where: Where, t: Tensor, region: str) -> Source:
         """Where `t` is to be had in a region."""
@@ -120,13 +121,8 @@ class Course:
         """Run an operation in one of its ways; returns what bringing home its second results costs besides."""
         self._also(where, op, option.new, op.region)
         where.own[op.output] = laid_out(op.output, option.lies, self.homes)
-        cost, collectives = 0.0, 0
-        for y, s in zip(op.outputs[1:], beside(op, option.lies[0])[1:], strict=True):
-            way = self.made(where, y, s)
-            if way is not None:
-                cost += way.cost
-                collectives += way.collectives
-        return cost, collectives
+        ways = [self.made(where, y, s) for y, s in zip(op.outputs[1:], beside(op, option.lies[0])[1:], strict=True)]
+        return sum(way.cost for way in ways), sum(way.collectives for way in ways)
 
     def bring(self, where: Where, t: Tensor, wanted: Sharding, region: str) -> Way:
         """Bring a tensor somewhere."""
@@ -134,9 +130,9 @@ class Course:
         self._also(where, t.operation, way.new, region)
         return way
 
-    def made(self, where: Where, t: Tensor, s: Sharding) -> Way | None:
+    def made(self, where: Where, t: Tensor, s: Sharding) -> Way:
         """A result that lies as it does; brought home if it is bound there."""
-        home, way = self.homes.of(t), None
+        home, way = self.homes.of(t), STAYS
         at: tuple[Sharding, ...] = (s,)
         if binding(t, self.graph, self.homes, self.fetched).binds(s, home):
             way = obtain(Source(at, t.dtype.itemsize, self.balance.axis_prices), home)

@@ -20,12 +20,12 @@ from meshlib.lowering.homes import Region
 
 @dataclass(eq=False)
 class Guide:
-    """Follows `choices`, step by step. `lies` is where it has things now."""
+    """Follows `choices`, step by step."""
 
     course: Course
     choices: Mapping[Operation, Choice]
-    _changes: list[list[tuple[Tensor, Lies]]] = field(default_factory=list)  # per operation
-    _lies: dict[Tensor, Lies] = field(default_factory=dict)
+    _changes: list[dict[Tensor, Lies]] = field(default_factory=list)  # per operation, where things lie after it
+    _lies: dict[Tensor, Lies] = field(default_factory=dict)  # where they lie now
     # Per tensor and place, the last operation at which it is read there; and what it costs to bring it there, when.
     _read: dict[tuple[Tensor, Sharding], int] = field(default_factory=dict)
     _later: dict[Tensor, list[tuple[int, Region, Sharding, float]]] = field(default_factory=dict)
@@ -33,33 +33,26 @@ class Guide:
     _now: int = -1
 
     def __post_init__(self) -> None:
-        where = Where({}, {})
-        for n, op in enumerate(self.course.graph.operations):
-            before = dict(where.own)
+        graph = self.course.graph
+        lies: dict[Tensor, Lies] = {}
+        for n, op in enumerate(graph.operations):
+            where = Where(lies, {})
             if is_fixed(op):
-                self._note_fixed(op, n, where)
-                ways = self.course.fixed(op)[0](where)
-                self.sent += sum(way.cost for way in ways if way is not None)
+                for x, s in self.course.takes(op, where):
+                    self._note(x, s, n, op.region, where)
+                sent, _ = self.course.run_fixed(op, where)
             else:
                 choice = self.choices[op]
                 option = chosen_option(self.course.options(op, n, where), choice)
-                for x, s in zip(self.course.graph.inputs[op], choice.operands, strict=True):
+                for x, s in zip(graph.inputs[op], choice.operands, strict=True):
                     self._note(x, s, n, op.region, where)
                 more, _ = self.course.take(where, op, option)
-                self.sent += option.sent + more
-            self._changes.append([(t, lies) for t, lies in where.own.items() if before.get(t) is not lies])
+                sent = option.sent + more
+            self.sent += sent
+            self._changes.append(where.own)
+            lies.update(where.own)
         for t in self.course.ends:
-            self._note(t, self.course.homes.of(t), len(self._changes), t.operation.region, where)
-
-    def _note_fixed(self, op: Operation, n: int, where: Where) -> None:
-        graph, homes = self.course.graph, self.course.homes
-        if op.loop is not None:
-            looped = self.course.loops.of(op)
-            for x, s in zip(looped.operands, looped.wanted, strict=True):
-                self._note(x, s, n, op.region, where)
-        else:
-            for x in graph.inputs[op]:
-                self._note(x, homes.of(x), n, op.region, where)
+            self._note(t, self.course.homes.of(t), len(self._changes), t.operation.region, Where(lies, {}))
 
     def _note(self, t: Tensor, wanted: Sharding, n: int, region: str, where: Where) -> None:
         """Operation `n` reads `t` at `wanted`."""
