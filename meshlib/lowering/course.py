@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
@@ -17,7 +17,7 @@ from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Home, Kind
-from meshlib.program.signature import Signatures
+from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside
 
 Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
@@ -33,6 +33,17 @@ class Where:
     def of(self, t: Tensor) -> Lies:
         """Where a tensor lies."""
         return self.own.get(t) or self.common[t]
+
+
+class _Facts(NamedTuple):
+    """What its options depend on besides where its operands lie."""
+
+    signature: Signature
+    home: Sharding
+    binds: Binding
+    passes: bool  # whether some user may take the result as a pending sum
+    near: bool
+    operands: list[tuple[int, bool, tuple[str, ...]]]  # all of `Operand` but the source
 
 
 @dataclass(eq=False)
@@ -52,6 +63,7 @@ class Course:
     dying: dict[int, list[Tensor]] = field(init=False)  # per operation, what none after it needs
     # Results that are best at home, though nothing in this graph says so: who reads what a loop stacks does so later.
     ends: list[Tensor] = field(init=False)
+    _facts: dict[Operation, _Facts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.again = made_again(self.graph)
@@ -63,23 +75,34 @@ class Course:
 
     def options(self, op: Operation, n: int, where: Where) -> Sequence[Option]:
         """The ways to run operation number `n`."""
-        signature, home, inputs = self.signatures.of(op), self.homes.of(op.output), self.graph.inputs[op]
-        operands = []
-        for t in inputs:
-            held = self.balance.stationary if self.balance.stationary and self.homes.is_weight(t) else ()
-            operands.append(Operand(self.source(where, t, op.region), inputs.index(t), self.last[t] > n, held))
-        plain = settled(signature, operands, home)
+        facts = self._facts.get(op)
+        if facts is None:
+            facts = self._facts[op] = self._facts_of(op, n)
+        sources = [self.source(where, t, op.region) for t in self.graph.inputs[op]]
+        operands = [Operand(x, *rest) for x, rest in zip(sources, facts.operands, strict=True)]
+        plain = settled(facts.signature, operands, facts.home)
         if plain is not None:
             return (Option(plain, 0.0, 0.0, 0, 0, (), (plain.out,)),)
-        binds = binding(op.output, self.graph, self.homes, self.fetched)
-        users = self.graph.uses.get(op.output, ())
-        passes = not users or any(i in self.signatures.of(user).linear.operands for user, i in users)
-        near = op in self.near
-        key = (signature, home, binds, (passes, near), *operands)
+        key = (facts.signature, facts.home, facts.binds, (facts.passes, facts.near), *operands)
         found = self.found.get(key)
         if found is None:
-            found = self.found[key] = options(signature, operands, home, binds, passes, self.balance, near)
+            found = self.found[key] = options(
+                facts.signature, operands, facts.home, facts.binds, facts.passes, self.balance, facts.near
+            )
         return found
+
+    def _facts_of(self, op: Operation, n: int) -> _Facts:
+        inputs, users = self.graph.inputs[op], self.graph.uses.get(op.output, ())
+        over = self.balance.stationary
+        held = [over if over and self.homes.is_weight(t) else () for t in inputs]
+        return _Facts(
+            self.signatures.of(op),
+            self.homes.of(op.output),
+            binding(op.output, self.graph, self.homes, self.fetched),
+            not users or any(i in self.signatures.of(user).linear.operands for user, i in users),
+            op in self.near,
+            [(inputs.index(t), self.last[t] > n, h) for t, h in zip(inputs, held, strict=True)],
+        )
 
     def takes(self, op: Operation, where: Where) -> Sequence[tuple[Tensor, Sharding]]:
         """What an operation that leaves no choice takes, and where."""
