@@ -6,8 +6,10 @@ and exact:
 - Bytes are counted in elements times the number of devices that take part. Every ring figure is then an integer, sums
   compare exactly, and the item size does not matter to the choice.
 - Of all steps only all_gather enlarges a block, and it sends exactly the elements by which the block grows.
-  So a state whose block is smaller than the target's is at least that growth away. This bound is
-  consistent, hence the first arrival that leaves the queue is cheapest.
+  So a state whose block is smaller than the target's is at least that growth away. A reduction over k devices
+  sends at least the k-th part that it leaves, k - 1 times, and an all_reduce of a block at least the block: with the
+  growth after it, at least the target's block. Both bounds are consistent, hence the first arrival that
+  leaves the queue is cheapest.
 - Slices cost nothing, so a state from which slices alone lead to the target is an arrival.
 
 - A whole value counts as a pending sum once all devices but the first along an axis hold zeros: that costs nothing.
@@ -60,6 +62,13 @@ def reshard(source: Sharding, target: Sharding, itemsize: int) -> Plan:
     if source == target:
         return _NOTHING
     return _plan(source, target, itemsize)
+
+
+def at_least(source: Sharding, target: Sharding) -> int:
+    """Elements that a device must send from `source` to `target`: a bound that needs no search."""
+    if any(a not in target.pending_axes for a in source.pending_axes):
+        return target.local_size
+    return max(0, target.local_size - source.local_size)
 
 
 _NOTHING = Plan((), 0, 0)
@@ -141,6 +150,7 @@ class _Search:
         self, sizes: tuple[int, ...], start: State, scatters: bool, goal: Splits, size_of: dict[str, int]
     ) -> None:
         self.start, self.goal, self.scatters = start, goal, scatters
+        self._blocks: dict[Splits, int] = {}
         self.usable = tuple(size_of)
         self.directed = len(self.usable) > EXHAUSTIVE_AXES
         self.size_of = size_of
@@ -155,7 +165,11 @@ class _Search:
 
     def block(self, splits: Splits) -> int:
         """Elements of a block, times the number of devices that take part."""
-        return self.volume // prod(self.size_of[a] for entry in splits for a in entry)
+        found = self._blocks.get(splits)
+        if found is None:
+            size_of = self.size_of
+            found = self._blocks[splits] = self.volume // prod([size_of[a] for entry in splits for a in entry])
+        return found
 
     def arrived(self, state: State) -> bool:
         """Whether slices alone lead to the target."""
@@ -185,9 +199,9 @@ class _Search:
                 best[after] = reached
                 came[after] = state, move
                 order += 1
-                growth = max(0, self.goal_block - self.block(after[0]))
+                ahead = self.goal_block if after[1] else max(0, self.goal_block - self.block(after[0]))
                 more = reached[1] + (not self.arrived(after))
-                heappush(queue, (reached[0] + growth, more, reached[2], order, 0, after))
+                heappush(queue, (reached[0] + ahead, more, reached[2], order, 0, after))
         raise AssertionError("unreachable: gathering and slicing lead everywhere")
 
     def walked(self, came: dict[State, tuple[State, Move]], state: State) -> list[Move]:

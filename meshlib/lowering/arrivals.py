@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding, reshard
 from layouts.plan import Plan
+from layouts.resharding import at_least
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Home, Kind, Role
@@ -49,7 +50,7 @@ class Made(NamedTuple):
 class Way(NamedTuple):
     """How a value comes to a place; `new` is where it and what it is made of lie besides afterwards.
 
-    What is summed up on the way is there for others.
+    What is summed up or put in another order on the way is there for others.
     """
 
     cost: float
@@ -69,7 +70,7 @@ def obtain(source: Source, wanted: Sharding) -> Way:
         return Way(0, 0, source.lies.index(wanted), ())
     best, found = (float("inf"), 0), None
     for n, s in enumerate(source.lies):
-        if can_become(s, wanted):
+        if can_become(s, wanted) and (found is None or _may_cost(source, s, wanted, best[0])):
             plan = reshard(s, wanted, source.itemsize)
             price = (priced(plan, source.prices), plan.collectives)
             if price < best:
@@ -82,9 +83,20 @@ def obtain(source: Source, wanted: Sharding) -> Way:
         return NOWHERE
     n, plan = found
     ends = (*source.lies, wanted)
-    summed = [t.after for t in plan.steps[:-1] if t.before.pending and not t.after.pending]
-    useful = [s for s in summed if s not in source.lies and not _parks(s, ends)]
+    between = [t for t in plan.steps[:-1] if not t.after.pending]
+    reached = [t.after for t in between if t.before.pending or t.kind == "collective_permute"]
+    useful = [s for s in reached if s not in source.lies and not parks(s, ends)]
     return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
+
+
+def may_cost(source: Source, wanted: Sharding, limit: float) -> bool:
+    """Whether moving it to `wanted` may cost no more than that, as far as can be said without a plan."""
+    return wanted in source.lies or any(_may_cost(source, s, wanted, limit) for s in source.lies)
+
+
+def _may_cost(source: Source, s: Sharding, wanted: Sharding, limit: float) -> bool:
+    cheapest = min([1.0, *(price for _, price in source.prices)])
+    return at_least(s, wanted) * source.itemsize * cheapest <= limit
 
 
 def priced(plan: Plan, prices: Prices) -> float:
@@ -100,8 +112,8 @@ def axes_price(axes: Iterable[str], prices: Prices) -> float:
     return max((by_axis.get(a, 1.0) for a in axes), default=1.0)
 
 
-def _parks(s: Sharding, ends: Iterable[Sharding]) -> bool:
-    """Whether it has an axis on a dim where none of `ends` has it: that makes a step smaller, and is nobody's home."""
+def parks(s: Sharding, ends: Iterable[Sharding]) -> bool:
+    """Whether it has an axis on a dim where none of `ends` has it: no user would bring it there (rule 2)."""
     return any(not any(a in end.axes[d] for end in ends) for d, entry in enumerate(s.axes) for a in entry)
 
 

@@ -21,7 +21,10 @@ from meshlib.lowering.course import Course, Lies, Where, is_fixed
 from meshlib.lowering.guide import Guide
 from meshlib.lowering.states import Pool, State, Trail
 
-FIRST_WIDTH, WIDTH = 6, 16  # states kept without and with a guide
+# How many states are kept, without and with a guide: the fewer operations, the more.
+FIRST_WIDTHS, WIDTHS = (6, 24), (16, 40)  # at least, at most
+EFFORT = 1600  # states times operations
+SMALL = 64  # operations; in so small a graph those that leave little to choose have all their options
 WINDOW = 0.15  # of what the guide sends: who is expected to cost so much more than the best has lost
 HOMESICK = (1.0, 0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
@@ -29,11 +32,12 @@ SEARCHES = 8  # at most; each is guided by what the one before found, as long as
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
     """What each operation does in the best program found."""
-    first = _searched(Beam(course, None, HOMESICK[0]))
-    if not first.undecided:
-        return first.chosen
-    starts = [first, *(_searched(Beam(course, None, share)) for share in HOMESICK[1:])]
-    return _improved(min(starts, key=lambda beam: beam.cost)).chosen
+    course.thorough = len(course.graph.operations) <= SMALL
+    best = _searched(Beam(course, None, HOMESICK[0]))
+    if best.undecided:
+        starts = [best, *(_searched(Beam(course, None, share)) for share in HOMESICK[1:])]
+        best = _improved(min(starts, key=lambda beam: beam.cost))
+    return best.chosen
 
 
 def _improved(beam: Beam) -> Beam:
@@ -71,7 +75,8 @@ class Beam:
     def __post_init__(self) -> None:
         self.states = [State(0.0, 0.0, 0, 0, Where(self.common, {}), None)]
         self._all = Where(self.common, self.common)
-        self._width = FIRST_WIDTH if self.guide is None else WIDTH
+        least, most = FIRST_WIDTHS if self.guide is None else WIDTHS
+        self._width = max(least, min(most, EFFORT // len(self.course.graph.operations)))
         self._window = float("inf") if self.guide is None else WINDOW * self.guide.sent
 
     def run(self) -> None:
@@ -181,4 +186,4 @@ class Beam:
         return self.homesick * cost, collectives
 
     def _bringing(self, t: Tensor, lies: Lies, ends: Lies) -> tuple[float, int]:
-        return self.course.bringing(t, lies, ends, self._region)
+        return self.course.matching(t, lies, ends, self._region)

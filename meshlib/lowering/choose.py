@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
-from meshlib.lowering.arrivals import NEARLY, NOWHERE, Path, Prices, Source, axes_price, obtain, slack
+from meshlib.lowering.arrivals import NEARLY, NOWHERE, Path, Prices, Source, axes_price, may_cost, obtain, parks, slack
 from meshlib.operation import Factor, Linear, Role, Work
 from meshlib.program.exchange import Exchange, busiest_bytes
 from meshlib.program.signature import Assigned, Signature
@@ -72,6 +72,7 @@ class Operand(NamedTuple):
 
     source: Source
     first: int  # which operand is the first that is the same tensor
+    home: Sharding
     again: bool = False  # somebody uses it later
     held: Axes = ()  # axes over which it must not move
 
@@ -146,7 +147,7 @@ def options(
     beside = sum(y.dtype.itemsize for y in signature.op.outputs[1:])
     kept: list[Option] = []
     for option in found:
-        if not any(_covers(k, option, operands, blank, beside) for k in kept):
+        if not any(_covers(k, option, operands, home, blank, beside) for k in kept):
             kept.append(option)
     return tuple(kept)
 
@@ -203,15 +204,18 @@ def _option(
     return Option(choice, cost, cost - c.work, collectives, strays, tuple(new), out)
 
 
-def _covers(a: Option, b: Option, operands: Sequence[Operand], blank: Source, beside: int) -> bool:
+def _covers(a: Option, b: Option, operands: Sequence[Operand], home: Sharding, blank: Source, beside: int) -> bool:
     """Whether whatever follows `b` may as well follow `a`, at no more cost.
 
     `beside` is the item size of all results but the first, which lie as that was made.
     """
     cost, collectives = a.cost, a.collectives
-    if cost > b.cost + slack(b.cost):
-        return False
     result = blank._replace(lies=a.lies)
+    limit = b.cost + slack(b.cost)
+    if cost > limit or any(not may_cost(result, s, limit - cost) for s in b.lies):
+        return False
+    if parks(b.choice.out, (*a.lies, home)):
+        return False
     for s in b.lies:
         way = obtain(result, s)
         cost += way.cost
@@ -237,6 +241,7 @@ def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -
     """The choice where there is nothing to choose: all lies as one assignment wants it, and nothing moves.
 
     Each axis may go to that one factor or to none; without it a device does as much or more.
+    What a later user of an operand would gather is not weighed: see `Course.thorough`.
     """
     lie = [x.lies[0] for x in operands if len(x.lies) == 1]
     if len(lie) < len(operands) or any(s.pending for s in lie) or any(x.held for x in operands):
@@ -288,7 +293,7 @@ def _plain_work(signature: Signature, home: Sharding, balance: Balance) -> float
 
 
 def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> Places:
-    """Per axis, in mesh order, the factors it may split: those whose dim it splits in an operand or in the home.
+    """Per axis, in mesh order, the factors it may split: those whose dim it splits in an operand or in a home.
 
     An axis never wanders to a dim that nobody laid on it: a layout that splits the batch alone reduces gradients,
     even where exchanging activations and cutting another dim would send a little less.
@@ -307,7 +312,7 @@ def _axes_of(f: Factor, operands: Sequence[Operand], home: Sharding) -> set[str]
     axes = set(home.of(name)) if name is not None else set()
     for x, own in zip(operands, f.operands, strict=True):
         if own is not None:
-            for s in x.lies:
+            for s in (*x.lies, x.home):
                 axes.update(s.of(own))
     return axes
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, made_again, obtain
+from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, made_again, obtain, parks
 from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, options, settled
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
@@ -43,7 +43,7 @@ class _Facts(NamedTuple):
     binds: Binding
     passes: bool  # whether some user may take the result as a pending sum
     near: bool
-    operands: list[tuple[int, bool, tuple[str, ...]]]  # all of `Operand` but the source
+    operands: list[tuple[int, Sharding, bool, tuple[str, ...]]]  # all of `Operand` but the source
 
 
 @dataclass(eq=False)
@@ -63,6 +63,8 @@ class Course:
     dying: dict[int, list[Tensor]] = field(init=False)  # per operation, what none after it needs
     # Results that are best at home, though nothing in this graph says so: who reads what a loop stacks does so later.
     ends: list[Tensor] = field(init=False)
+    # Whether an operation whose operands lie as it wants them may take one elsewhere, for what a later user gathers.
+    thorough: bool = False
     _facts: dict[Operation, _Facts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,15 +82,17 @@ class Course:
             facts = self._facts[op] = self._facts_of(op, n)
         sources = [self.source(where, t, op.region) for t in self.graph.inputs[op]]
         operands = [Operand(x, *rest) for x, rest in zip(sources, facts.operands, strict=True)]
-        plain = settled(facts.signature, operands, facts.home)
-        if plain is not None:
-            return (Option(plain, 0.0, 0.0, 0, 0, (), (plain.out,)),)
+        settles = settled(facts.signature, operands, facts.home)
+        plain = settles and Option(settles, 0.0, 0.0, 0, 0, (), (settles.out,))
+        if plain and not self.thorough:
+            return (plain,)
         key = (facts.signature, facts.home, facts.binds, (facts.passes, facts.near), *operands)
         found = self.found.get(key)
         if found is None:
-            found = self.found[key] = options(
-                facts.signature, operands, facts.home, facts.binds, facts.passes, self.balance, facts.near
-            )
+            found = options(facts.signature, operands, facts.home, facts.binds, facts.passes, self.balance, facts.near)
+            if plain and all(x.choice != plain.choice for x in found):
+                found = (plain, *found)
+            self.found[key] = found
         return found
 
     def _facts_of(self, op: Operation, n: int) -> _Facts:
@@ -101,7 +105,7 @@ class Course:
             binding(op.output, self.graph, self.homes, self.fetched),
             not users or any(i in self.signatures.of(user).linear.operands for user, i in users),
             op in self.near,
-            [(inputs.index(t), self.last[t] > n, h) for t, h in zip(inputs, held, strict=True)],
+            [(inputs.index(t), self.homes.of(t), self.last[t] > n, h) for t, h in zip(inputs, held, strict=True)],
         )
 
     def takes(self, op: Operation, where: Where) -> Sequence[tuple[Tensor, Sharding]]:
@@ -165,14 +169,26 @@ class Course:
 
     def bringing(self, t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
         """What it costs a region, and in how many collectives, to have a tensor wherever `ends` have it."""
+        missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
+        return self._bringing(t, lies, missing, region) if missing else (0.0, 0)
+
+    def matching(self, t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
+        """The same if its users could ask for that (rule 2)."""
+        missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
+        if not missing:
+            return 0.0, 0
+        reached = (*known(lies, region), self.homes.of(t))
+        if any(parks(s, reached) for s in missing):
+            return float("inf"), 0
+        return self._bringing(t, lies, missing, region)
+
+    def _bringing(self, t: Tensor, lies: Lies, missing: Iterable[Sharding], region: str) -> tuple[float, int]:
         cost, collectives = 0.0, 0
-        source = None
-        for r, s in ends:
-            if (r, s) not in lies and (None, s) not in lies:
-                source = source or Source(known(lies, region), t.dtype.itemsize, self.balance.axis_prices)
-                way = obtain(source, s)
-                cost += way.cost
-                collectives += way.collectives
+        source = Source(known(lies, region), t.dtype.itemsize, self.balance.axis_prices)
+        for s in missing:
+            way = obtain(source, s)
+            cost += way.cost
+            collectives += way.collectives
         return cost, collectives
 
     def _also(self, where: Where, op: Operation, new: Iterable[tuple[Path, Sharding]], region: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import obtain
+from meshlib.lowering.arrivals import can_become, obtain
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Course, Lies, Where, chosen_option, is_fixed, known
 from meshlib.lowering.homes import Region
@@ -72,6 +72,8 @@ class Guide:
     def price(self, t: Tensor, lies: Lies, region: str) -> tuple[float, int]:
         """What it costs, and in how many collectives, to bring `t` to where the guide has it and needs it still."""
         needed = tuple([at for at in self._lies[t] if self._read.get((t, at[1]), -1) > self._now])
+        have = known(lies, region)  # a maximum that was taken need not wait again: it goes where the guide brings it
+        needed = tuple([at for at in needed if any(can_become(s, at[1]) for s in have)])
         cost, collectives = self.course.bringing(t, lies, needed, region)
         for n, r, s, saved in self._later.get(t, ()):
             if n > self._now and s in known(lies, r):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import NEARLY, slack
 from meshlib.lowering.choose import Choice, Rank
@@ -63,7 +65,6 @@ class Pool:
         self.bringing = bringing
         self.tensors = list(dict.fromkeys(t for s in states for t in s.lies))
         self.ways: list[dict[Lies, int]] = [{} for _ in self.tensors]
-        self.bring: list[dict[tuple[int, int], Price]] = [{} for _ in self.tensors]
         self.coded: dict[tuple[int, ...], State] = {}
         for state in states:
             of = state.where.of
@@ -73,6 +74,12 @@ class Pool:
                 self.coded[code] = state
         self.by_number = [list(ways) for ways in self.ways]
         self.prices = [[price(t, lies) for lies in ways] for t, ways in zip(self.tensors, self.ways, strict=True)]
+        # What it costs to bring a tensor from one way to another, all in one row: 0 as long as nobody asked.
+        counts = [len(ways) for ways in self.ways]
+        self.begins = np.cumsum([0, *(n * n for n in counts)])[:-1]
+        self.counts = np.array(counts)
+        self.known = np.zeros(sum(n * n for n in counts))
+        self.bring: list[dict[tuple[int, int], Price]] = [{} for _ in self.tensors]
 
     def best(self, sent: float, width: int, window: float) -> list[State]:
         """At most `width` states, those that others cover left out, and those expected to cost `window` more.
@@ -86,20 +93,24 @@ class Pool:
             return list(self.coded.values())
         ranked = sorted([(self._expected(code, state), n) for n, (code, state) in enumerate(self.coded.items())])
         items = list(self.coded.items())
+        codes = np.array(list(self.coded))
         sent += items[ranked[0][1]][1].sent
         limit, enough = ranked[0][0][0] + window, TRIFLES[-1] * sent + 1.0
         kept: list[tuple[tuple[int, ...], State]] = []
+        rows, costs = np.empty((LOOKED_AT * width, len(self.tensors)), int), np.empty(LOOKED_AT * width)
         advantages: list[float] = []  # what each has over those before it
         for (expected, *_), n in ranked:
             if expected > limit or len(kept) == LOOKED_AT * width:
                 break
             code, state = items[n]
             advantage = enough
-            for k, a in kept:
-                advantage = min(advantage, self._advantage(a, state, k, code, enough))
+            at_least = costs[: len(kept)] + self.known[rows[: len(kept)] + codes[n]].sum(axis=1)
+            for m in (at_least <= state.cost + enough).nonzero()[0]:
+                advantage = min(advantage, self._advantage(kept[m][1], state, kept[m][0], code, enough))
                 if advantage <= 0:
                     break
             else:
+                rows[len(kept)], costs[len(kept)] = self.begins + codes[n] * self.counts, state.cost
                 kept.append((code, state))
                 advantages.append(advantage)
         for trifle in TRIFLES:
@@ -132,6 +143,7 @@ class Pool:
                 if found is None:
                     ways = self.by_number[n]
                     found = self.bring[n][i, j] = self.bringing(self.tensors[n], ways[i], ways[j])
+                    self.known[self.begins[n] + i * len(ways) + j] = found[0]
                 cost += found[0]
                 collectives += found[1]
         if abs(cost - b.cost) <= slack(b.cost):
