@@ -13,6 +13,7 @@ from meshlib.lowering import Balance
 from meshlib.slices import slice_for
 
 PAYLOAD_BYTES = 64 << 20  # large enough that the wire decides
+HEAVIER = 16  # times what the axis before it sends: layouts put what sends least first, and so over DCN
 EXPOSED = 0.5  # of a collective's time: products hide the rest, while nothing hides a product. Assumed
 
 
@@ -20,7 +21,8 @@ def balance(slice: Any, mesh: Any) -> Balance:
     """The balance of a slice: what `mtf.lower(..., balance=...)` weighs choices by, in place of a machine of no kind.
 
     A byte along each mesh axis costs what an all_gather along it takes per byte sent, the cheapest axis counting 1: an
-    axis over the slow links between slices is dear. Work is priced at the peak rates of matrix and vector unit, half of
+    axis over the slow links between slices is dear. Where the axes lie, if several placements are possible: as is best
+    if each sends much more than the one before it, so that the first goes over the slow links. Work is priced at the peak rates of matrix and vector unit, half of
     each collective being hidden behind products.
 
     Args:
@@ -41,7 +43,9 @@ def balance(slice: Any, mesh: Any) -> Balance:
     sizes = {axis: n for axis, n in mesh.sizes_by_axis.items() if n > 1}
     try:
         placement, _ = best_placement(
-            slice_, mesh.sizes_by_axis, [Demand("all_gather", (axis,), PAYLOAD_BYTES) for axis in sizes]
+            slice_,
+            mesh.sizes_by_axis,
+            [Demand("all_gather", (axis,), PAYLOAD_BYTES * HEAVIER**n) for n, axis in enumerate(sizes)],
         )
         seconds = {
             axis: collective_cost(placement, "all_gather", (axis,), PAYLOAD_BYTES).seconds / _sent(n)
