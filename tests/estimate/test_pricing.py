@@ -41,7 +41,7 @@ def test_a_dear_axis_sends_less() -> None:
     assert sent(mtf.Balance(axis_prices=(("slow", 1000.0), ("fast", 1.0)))) <= sent(mtf.Balance())
 
 
-@pytest.mark.parametrize("slice_, mesh", [("v5e-256", "data:8"), ("v9-8", "data:8")])
+@pytest.mark.parametrize(("slice_", "mesh"), [("v5e-256", "data:8"), ("v9-8", "data:8")])
 def test_refuses_other_slices(slice_: str, mesh: str) -> None:
     with pytest.raises(mtf.SliceError):
         mtf.balance(slice_, mesh)
