@@ -21,9 +21,9 @@ def balance(slice: Any, mesh: Any) -> Balance:
     """The balance of a slice: what `mtf.lower(..., balance=...)` weighs choices by, in place of a machine of no kind.
 
     A byte along each mesh axis costs what an all_gather along it takes per byte sent, the cheapest axis counting 1: an
-    axis over the slow links between slices is dear. Where the axes lie, if several placements are possible: as is best
-    if each sends much more than the one before it, so that the first goes over the slow links. Work is priced at the peak rates of matrix and vector unit, half of
-    each collective being hidden behind products.
+    axis over the slow links between slices is dear. The axes lie as is best if each sends much more than the one before
+    it, so the first goes over the slow links. Work is priced at the peak rates of matrix and vector unit, half of each
+    collective being hidden behind products.
 
     Args:
       slice: a name like "v5e-256", or a `hardware.Slice`.
