@@ -8,11 +8,11 @@ compared with central differences of the reference alone.
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 import meshlib as mtf
 from meshlib.graph import Tensor
 from tests.cases import CASES, Array, Case
+from tests.effort import each
 from tests.oracle import UNSHARDED, assert_close, run
 
 STEP = 1e-4  # its square and the rounding of a double difference, 1e-16 / STEP**2, are both 1e-8
@@ -75,7 +75,7 @@ def differences(case: Case, values: dict[str, Array], cotangent: Array, along: d
     return found
 
 
-@pytest.mark.parametrize("case", ROWS, ids=str)
+@each("case", ROWS, parts=8)
 def test_second_derivatives(case: Case) -> None:
     values = dict(zip(case.inputs, case.values(), strict=True))
     shape = np.shape(case.reference(*values.values()))
