@@ -15,6 +15,7 @@ import pytest
 import hardware
 import layouts
 import meshlib
+from tests.effort import each
 from tests.public import public_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,7 +94,7 @@ def test_the_floors_are_there():
     assert len(FILES) > 40
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@each("path", FILES)
 def test_imports_point_down(path):
     floor = path.relative_to(ROOT).parts[0]
     tree = ast.parse(path.read_text())
@@ -153,7 +154,7 @@ def test_every_module_has_its_floor():
     assert {unit(m) for m in INSIDE} == set(FLOORS)
 
 
-@pytest.mark.parametrize("module", INSIDE)
+@each("module", INSIDE)
 def test_imports_inside_meshlib_point_down(module):
     for name, line, when in own_imports(module):
         where = f"{MODULES[module]}:{line}: {module} imports {name}"

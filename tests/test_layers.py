@@ -532,7 +532,7 @@ def legal_layouts(b: Built) -> list[Layout]:
     shapes = [t.shape for t in needed(b.outputs.values())]
     names = list(dict.fromkeys(d.name for s in shapes for d in s))
     legal: dict[str, Layout] = {}
-    while len(legal) < draws(5, 30):
+    while len(legal) < draws(2, 30):
         layout = draw_layout(rng, names)
         if layout.rules and layout.allows(shapes):
             legal[str(layout)] = layout
