@@ -34,7 +34,7 @@ BY_OFFSET = ("range", "one_hot", "gather", "scatter_add", "random")
 
 def layouts_of(case: Case) -> int:
     """Legal layouts drawn for a row."""
-    return draws(6 if case.op in BY_OFFSET else 3 if str(case) in FIRST else 2, 100)
+    return draws(6 if case.op in BY_OFFSET else 3 if str(case) in FIRST else 1, 100)
 
 
 # ---------------------------------------------------------------- a row as a program
@@ -195,7 +195,7 @@ def drawn_layouts(case: Case, b: Built, count: int) -> tuple[list[Layout], list[
     names = b.dims
     legal: dict[str, Layout] = {}
     illegal: dict[str, Layout] = {}
-    for _ in range(20 * count):
+    for _ in range(max(60, 20 * count)):
         layout = draw_layout(rng, names)
         if not layout.allows(shapes):
             illegal[str(layout)] = layout
