@@ -80,7 +80,7 @@ def tensors_of(calls: Build, sizes: tuple[int, int, int]) -> tuple[dict[str, Ten
 def test_a_layout_that_fits_all_that_users_see_is_lowered(name: str) -> None:
     rng = np.random.default_rng([len(name), *name.encode()])
     tried = 0
-    for _ in range(draws(2, 100)):
+    for _ in range(draws(3, 100)):
         sizes = tuple(int(rng.choice((1, 2, 3, 4, 6, 8))) for _ in range(3))
         try:
             outputs, shapes = tensors_of(CALLS[name], sizes)
@@ -89,7 +89,7 @@ def test_a_layout_that_fits_all_that_users_see_is_lowered(name: str) -> None:
         feeds = {"x": rng.uniform(0.5, 1.5, sizes[:2]), "y": rng.uniform(0.5, 1.5, sizes[1:])}
         session = mtf.Session(outputs)
         wanted = run(session.lower(precision="highest"), feeds)[0]
-        for _ in range(draws(5, 12)):
+        for _ in range(draws(8, 12)):
             layout = draw_layout(rng, [A, B, C])
             if not layout.rules or not layout.allows(shapes):
                 continue
@@ -97,6 +97,8 @@ def test_a_layout_that_fits_all_that_users_see_is_lowered(name: str) -> None:
             check_program(program, "the end")
             assert_close(run(program, feeds)[0], wanted, 1e-8, f"{name} {sizes} {layout}", floor=1.0)
             tried += 1
+            if tried == draws(4, 1200):
+                return
     assert tried
 
 
