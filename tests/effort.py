@@ -1,13 +1,16 @@
-"""How much a run of the tests takes on: a sample by default, all of it under `--hypothesis-profile=deep`."""
+"""How much a run of the tests takes on: a sample by default, all of it under `--hypothesis-profile=deep`; tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import pytest
 from hypothesis import settings
 
 T = TypeVar("T")
+Check = TypeVar("Check", bound=Callable[..., None])
 
 DEEP_EXAMPLES = 10_000
 
@@ -26,3 +29,40 @@ def some(rows: Sequence[T], default: Sequence[T]) -> Sequence[T]:
     """The rows of a table that a run goes through: those of `default`, or all."""
     assert all(row in rows for row in default)
     return rows if deep() else default
+
+
+def each(names: str, rows: Mapping[str, object] | Sequence[object], parts: int = 1) -> Callable[[Check], Check]:
+    """A test of a whole table: it runs for all rows, one after the other, and tells of all that fail.
+
+    A test of its own costs milliseconds for each row, which tables of thousands of quick rows feel. `names` are those
+    of the parameters that a row fills, as for `pytest.mark.parametrize`; all others are fixtures. The rows are cut into
+    `parts` tests, which may run beside each other.
+    """
+    filled = [name.strip() for name in names.split(",")]
+    table = list(rows.items() if isinstance(rows, Mapping) else ((str(row), row) for row in rows))
+
+    def decorated(check: Check) -> Check:
+        def run(part: int, **fixtures: object) -> None:
+            faults, skipped, own = [], [], table[part::parts]
+            for name, row in own:
+                try:
+                    check(**dict(zip(filled, (row,) if len(filled) == 1 else row, strict=True)), **fixtures)
+                except pytest.skip.Exception as reason:
+                    skipped.append(str(reason))
+                except (Exception, pytest.fail.Exception) as fault:
+                    fault.add_note(f"row {name}")
+                    faults.append(fault)
+            if faults:
+                raise BaseExceptionGroup(f"{len(faults)} of {len(own)} rows fail", faults)
+            if own and len(skipped) == len(own):
+                pytest.skip(skipped[0])
+
+        signature = inspect.signature(check)
+        others = [p.replace(kind=p.KEYWORD_ONLY) for n, p in signature.parameters.items() if n not in filled]
+        part = inspect.Parameter("part", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = signature.replace(parameters=[part, *others])
+        for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+            setattr(run, attribute, getattr(check, attribute))
+        return pytest.mark.parametrize("part", range(parts))(run)
+
+    return decorated

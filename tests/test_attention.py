@@ -12,6 +12,7 @@ import pytest
 import meshlib as mtf
 from layouts import Dimension
 from meshlib.ops.attention import executed_share
+from tests.effort import some
 from tests.oracle import Array, assert_close, run
 
 D = Dimension
@@ -82,9 +83,15 @@ def test_a_split_sequence_knows_where_its_rows_are():
     assert made.sent_bytes == 24 * row
 
 
-@pytest.mark.parametrize("masked", [(), ("memory_length",), ("batch", "length"), ("length", "memory_length")])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [1, 2, 4, 7, 30])
+WINDOWS = [
+    (window, causal, masked)
+    for window in (1, 2, 4, 7, 30)
+    for causal in (False, True)
+    for masked in ((), ("memory_length",), ("batch", "length"), ("length", "memory_length"))
+]
+
+
+@pytest.mark.parametrize(("window", "causal", "masked"), some(WINDOWS, WINDOWS[::3]))
 def test_a_window_along_a_split_sequence(window, causal, masked):
     """Narrower than a block, wider, wider than all; keys of one head, more heads of queries; masks of either dim."""
     rows, keys, group = D("length", 12), D("memory_length", 12), D("group", 3)
@@ -183,8 +190,14 @@ def test_a_context_is_scattered_where_it_is_wanted_split():
     }
 
 
-@pytest.mark.parametrize("masked", ["", "memory_length", "length memory_length", "batch memory_length"])
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 3), (True, 3)])
+SPLIT_KEYS = [
+    (masked, *which)
+    for masked in ("", "memory_length", "length memory_length", "batch memory_length")
+    for which in ((False, None), (True, None), (False, 3), (True, 3))
+]
+
+
+@pytest.mark.parametrize(("masked", "causal", "window"), some(SPLIT_KEYS, SPLIT_KEYS[::3]))
 def test_split_keys_give_the_same_numbers(masked, causal, window):
     """Blocks in which a query sees every key, some, none; a query that sees none at all."""
     rows, keys = D("length", 8), D("memory_length", 12)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import meshlib as mtf
 from meshlib import checkpoint, files
 from meshlib.dtypes import BY_NAME
+from tests.effort import some
 
 A, B = mtf.Dimension("a", 4), mtf.Dimension("b", 6)
 NUMPY = {"F64": "<f8", "F32": "<f4", "I32": "<i4", "BOOL": "?", "BF16": ml_dtypes.bfloat16}
@@ -420,8 +421,10 @@ def training(optimizer: str, mesh: str, layout: str) -> mtf.Program:
         return mtf.lower({"loss": loss}, rule.minimize(loss), mesh, layout)
 
 
-@pytest.mark.parametrize("executor", ["fast", "exact"])
-@pytest.mark.parametrize("optimizer", ["Momentum", "Adam"])
+TEN = [("Momentum", "fast"), ("Adam", "exact"), ("Momentum", "exact"), ("Adam", "fast")]
+
+
+@pytest.mark.parametrize(("optimizer", "executor"), some(TEN, TEN[:2]))
 def test_ten_steps_are_five_saved_loaded_and_five(tmp_path: Path, optimizer: str, executor: str) -> None:
     data = np.random.default_rng(0).normal(size=(10, 8, 12)).astype(np.float32)
     path = tmp_path / "state"

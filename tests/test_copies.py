@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.simulation.fast import FastExecutor
+from tests.effort import some
 
 BATCH, IN, OUT, LAYERS = (mtf.Dimension(*d) for d in (("batch", 8), ("inner", 4), ("outer", 4), ("layers", 3)))
 X = np.random.default_rng(7).normal(size=(8, 4)).astype(np.float32)
@@ -83,12 +84,17 @@ def bits(sim: mtf.Simulation, made: dict[str, np.ndarray] | None = None) -> list
 # ---------------------------------------------------------------- programs
 
 
+@cache
+def described_apart() -> str:
+    """Of another one: nothing is kept in the first that its copy could take over."""
+    return described(training())
+
+
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copied_program_is_the_same_program(how: str, program: mtf.Program) -> None:
-    expected = described(training())  # of another one: nothing is kept in the first that its copy could take over
     made = COPIES[how](program)
-    assert described(made) == expected
-    assert described(COPIES[how](made)) == expected  # with everything kept that was asked for
+    assert described(made) == described_apart()
+    assert described(COPIES[how](made)) == described_apart()  # with everything kept that was asked for
     for executor in EXECUTORS:
         sims = [mtf.simulate(p, seed=3, executor=executor) for p in (program, made)]
         for _ in range(3):
@@ -186,8 +192,12 @@ def test_what_a_shallow_copy_is(program: mtf.Program) -> None:
 # ---------------------------------------------------------------- simulations
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("how", [*COPIES, "copy"])
+GOING_ON = [(how, executor) for how in (*COPIES, "copy") for executor in EXECUTORS]
+
+
+@pytest.mark.parametrize(
+    ("how", "executor"), some(GOING_ON, [row for n, row in enumerate(GOING_ON) if n % 4 in (0, 3)])
+)
 def test_a_copied_simulation_goes_on_by_itself(how: str, executor: str, program: mtf.Program) -> None:
     sim, alone = (mtf.simulate(program, seed=3, executor=executor) for _ in range(2))
     for s in (sim, alone):
@@ -338,7 +348,7 @@ def report() -> str:
             outputs = {f"y{n}": y for n, y in enumerate(ys)}
             parts.append(str(mtf.check(outputs, updates, mesh, layout)))
             parts.append(described(mtf.lower(outputs, updates, mesh, layout.removesuffix(";nobody:c"))))
-    parts.append(mtf.verify({"loss": loss}, (), layouts=6, mesh="a:2;b:2").table())
+    parts.append(mtf.verify({"loss": loss}, (), layouts=3, mesh="a:2;b:2").table())
     return "\n".join(parts)
 
 
@@ -358,7 +368,7 @@ def test_nothing_that_is_printed_depends_on_hashes_or_addresses() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed, junk in (("0", "0"), ("1", "1237"), ("2", "40013"))
+        for seed, junk in (("0", "0"), ("2", "40013"))
     ]
     assert len(runs[0]) > 10_000
-    assert runs[0] == runs[1] == runs[2]
+    assert runs[0] == runs[1]

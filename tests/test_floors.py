@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import hardware
 import layouts
 import meshlib
+from tests.effort import each
 from tests.public import public_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +66,11 @@ METHODS = {
 FILES = [path for floor in OWN for path in sorted((ROOT / floor).rglob("*.py"))]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(nodes: Iterator[ast.AST] | list[ast.stmt]) -> Iterator[tuple[str, int]]:
     """The top-level packages of import statements, with their lines."""
     for node in nodes:
@@ -93,10 +100,10 @@ def test_the_floors_are_there():
     assert len(FILES) > 40
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@each("path", FILES)
 def test_imports_point_down(path):
     floor = path.relative_to(ROOT).parts[0]
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     for name, line in imported(ast.walk(tree)):
         if name in OWN and name != floor:
             assert name in BELOW[floor], f"{path}:{line}: {floor} must not know {name}"
@@ -116,11 +123,13 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def own_imports(module: str) -> Iterator[tuple[str, int, str]]:
+@cache
+def own_imports(module: str) -> tuple[tuple[str, int, str], ...]:
     """The modules of meshlib that one imports, each with its line and when: "at once", "called", or for "types"."""
-    tree = ast.parse(MODULES[module].read_text())
+    tree = parsed(MODULES[module])
     at_once = set(map(id, at_module_level(tree)))
     called = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+    found = []
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -132,7 +141,8 @@ def own_imports(module: str) -> Iterator[tuple[str, int, str]]:
         for name in names:
             if name.partition(".")[0] == "meshlib":
                 when = "at once" if id(node) in at_once else "called" if id(node) in called else "types"
-                yield name, getattr(node, "lineno", 0), when
+                found.append((name, getattr(node, "lineno", 0), when))
+    return tuple(found)
 
 
 def unit(module: str) -> str:
@@ -153,7 +163,7 @@ def test_every_module_has_its_floor():
     assert {unit(m) for m in INSIDE} == set(FLOORS)
 
 
-@pytest.mark.parametrize("module", INSIDE)
+@each("module", INSIDE)
 def test_imports_inside_meshlib_point_down(module):
     for name, line, when in own_imports(module):
         where = f"{MODULES[module]}:{line}: {module} imports {name}"

@@ -97,6 +97,8 @@ def test_a_layout_that_fits_all_that_users_see_is_lowered(name: str) -> None:
             check_program(program, "the end")
             assert_close(run(program, feeds)[0], wanted, 1e-8, f"{name} {sizes} {layout}", floor=1.0)
             tried += 1
+            if tried == draws(4, 1200):
+                return
     assert tried
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.graph import Tensor
+from tests.effort import each, some
 from tests.lowering_optimum import Subject, compare, least, search
 from tests.lowering_optimum.steps import Done, Steps
 from tests.lowering_pairs import FAMILIES, pair
@@ -124,7 +125,10 @@ def test_nothing_is_cheaper_than_the_least():
     assert again.cost == found.cost
 
 
-@pytest.mark.parametrize("number", [20_001, 20_006, 20_007, 20_012, 20_019, 20_022, 20_025, 20_041])
+KEPT_WHOLE = (20_001, 20_006, 20_007, 20_012, 20_019, 20_022, 20_025, 20_041)
+
+
+@pytest.mark.parametrize("number", some(KEPT_WHOLE, KEPT_WHOLE[::3]))
 def test_states_are_dropped_without_loss(number, monkeypatch):
     p = pair(number)
     found = least(p.outputs, p.updates, p.mesh, p.layout)
@@ -162,7 +166,7 @@ ABOVE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", sorted([*LEAST, *ABOVE]))
+@each("number", sorted([*LEAST, *ABOVE]), parts=4)
 def test_the_library_against_the_least(number):
     p = pair(number)
     found = compare(p.outputs, p.updates, p.mesh, p.layout)

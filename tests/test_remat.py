@@ -111,8 +111,9 @@ def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 
 SPOTS = [(how, *place, policy) for how in ("scan", "recompute") for place in PLACES for policy in POLICIES]
-# Every policy of a loop in every place; of layers in a row, every other pair.
-USUAL = [spot for n, spot in enumerate(SPOTS) if spot[0] == "scan" or n % 2]
+# Each policy and each place, of a loop and of layers in a row.
+POLICY_AT = dict(zip(PLACES, (*POLICIES, *POLICIES), strict=False))
+USUAL = [spot for spot in SPOTS if spot[3] == POLICY_AT[spot[1:3]]]
 
 
 @pytest.mark.parametrize(("how", "mesh", "layout", "policy"), some(SPOTS, USUAL))
@@ -120,12 +121,13 @@ def test_equals_the_layers_written_out(how: str, mesh: str, layout: str, policy:
     assert_equal(run(policy, how, False, mesh, layout), on_one_core(None, how, False))
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "full"])
-@pytest.mark.parametrize(("mesh", "layout"), PLACES[-1:])
-@pytest.mark.parametrize("how", ["scan", "recompute"])
-def test_dropout_is_the_same_under_every_policy(how: str, mesh: str, layout: str, policy: str) -> None:
+DROPPING = [(how, policy) for how in ("scan", "recompute") for policy in POLICIES if policy != "full"]
+
+
+@pytest.mark.parametrize(("how", "policy"), some(DROPPING, [("scan", "offloaded"), ("recompute", "none")]))
+def test_dropout_is_the_same_under_every_policy(how: str, policy: str) -> None:
     expected = on_one_core("full", how, True)
-    assert_equal(run(policy, how, True, mesh, layout), expected)
+    assert_equal(run(policy, how, True, *PLACES[-1]), expected)
     without = on_one_core("full", how, False)
     assert np.abs(without["y"] - expected["y"]).max() > 1e-3
 
@@ -397,9 +399,12 @@ def test_what_nobody_needs_stays_away() -> None:
 # ---------------------------------------------------------------- second order, nesting, errors
 
 
-@pytest.mark.parametrize("remat", ["none", "matmuls", mtf.Remat(save=["wide"], offload=["y"], offload_carries=True)])
-@pytest.mark.parametrize("inner", ["scan", "recompute"])
-@pytest.mark.parametrize("order", [1, 2])
+STACKS_AWAY = mtf.Remat(save=["wide"], offload=["y"], offload_carries=True)
+NESTED = [(n, inner, p) for n in (1, 2) for inner in ("scan", "recompute") for p in ("none", "matmuls", STACKS_AWAY)]
+FIRST = [(1, "scan", STACKS_AWAY), (1, "recompute", "matmuls"), (2, "scan", "none"), (2, "recompute", STACKS_AWAY)]
+
+
+@pytest.mark.parametrize(("order", "inner", "remat"), some(NESTED, FIRST))
 def test_nested_and_second_order(order: int, inner: str, remat: object) -> None:
     steps, d, out = D("steps", 2), D("d", 8), D("out", 8)
 

@@ -72,7 +72,7 @@ def assert_nothing_shows(outputs: Any, updates: list[Operation], wanted: Alone, 
 # ---------------------------------------------------------------- programs
 
 
-@settings(max_examples=draws(15, 2500))
+@settings(max_examples=draws(10, 2500))
 @given(programs())
 def test_random_programs(p: Written) -> None:
     of, rng = (p.outputs, p.updates), np.random.default_rng(len(repr(p)))
@@ -109,16 +109,28 @@ def step(name: str, **options: Any) -> tuple[tuple[Any, list[Operation]], list[W
 STEPS = [("none", True), ("none", False), ("full", True), ("full", False)]
 
 
-@pytest.mark.parametrize(("remat", "scan"), some(STEPS, [STEPS[0], STEPS[3]]))
+@pytest.mark.parametrize(("remat", "scan"), some(STEPS, [("full", True)]))
 def test_transformers(remat: str, scan: bool) -> None:
     (outputs, updates), ways = step("llama2-7b", remat=remat, scan=scan)
-    assert_nothing_shows(outputs, updates, alone(outputs, updates, some(ways, ways[::2])))
+    assert_nothing_shows(outputs, updates, alone(outputs, updates, some(ways, ways[2::4])))
+
+
+def small_step() -> tuple[Any, list[Operation], list[Way]]:
+    """A step of two products, and four ways to lower it."""
+    batch, d, hidden = D("batch", 8), D("d", 4), D("hidden", 16)
+    with mtf.Graph():
+        x = mtf.input("x", [batch, d])
+        h = mtf.tanh(mtf.layers.dense(x, hidden, name="in"))
+        loss = mtf.reduce_mean(mtf.square(mtf.layers.dense(h, d, name="out") - x))
+        train = mtf.optimize.AdamOptimizer(0.1).minimize(loss)
+    layouts = ("batch:p", "batch:p;d:p?", "hidden:p", "batch:p;slots/hidden:p")
+    return {"loss": loss}, train, [way(layout) for layout in layouts]
 
 
 def test_memos_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memos, "MOST", 3)
-    (outputs, updates), ways = step("llama2-7b")
-    assert_nothing_shows(outputs, updates, alone(outputs, updates, ways[:4]))
+    outputs, updates, ways = small_step()
+    assert_nothing_shows(outputs, updates, alone(outputs, updates, ways))
 
 
 def test_check_is_that_of_a_program_alone() -> None:

@@ -28,6 +28,7 @@ from meshlib.operation import (
 from meshlib.ops.cumulative import linear_recurrence
 from meshlib.ops.rules import named_factors
 from tests.cases import Array
+from tests.effort import each
 from tests.oracle import run
 from tests.traits import kinds, numbers, roles, samples
 
@@ -41,7 +42,7 @@ def faults(record: OpDef, check: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("record", OPERATIONS.values(), ids=lambda r: r.name)
+@each("record", OPERATIONS)
 def test_traits(record: OpDef, check: str) -> None:
     assert not list(dict.fromkeys(faults(record, check)))
 
@@ -234,7 +235,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("check", "name", "wrong"), WRONG, ids=lambda x: "+".join(x) if isinstance(x, dict) else x)
+@each("check, name, wrong", WRONG, parts=2)
 def test_a_wrong_trait_is_seen(check: str, name: str, wrong: dict[str, Any]) -> None:
     assert any(faults(dataclasses.replace(OPERATIONS[name], **wrong), check))  # test_traits finds none in the right one
 

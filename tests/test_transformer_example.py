@@ -10,6 +10,7 @@ import pytest
 
 import meshlib as mtf
 from examples import transformer
+from tests.effort import some
 
 TINY = ["--size", "tiny", "--length", "16", "--batch", "8", "--sample", "5", "--every", "2"]
 
@@ -35,8 +36,12 @@ def test_it_learns_and_shows_what_it_did(text: Path, capsys: pytest.CaptureFixtu
         assert shown in out
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_goes_on_bit_for_bit(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = [*TINY, "--text", str(text), "--steps", "4"]
+    programs = transformer.build(transformer.parse(flags))
+    monkeypatch.setattr(transformer, "build", lambda args: programs)  # which do not depend on the checkpoint
     whole, halves = tmp_path / "whole.safetensors", tmp_path / "halves.safetensors"
     assert transformer.main([*flags, "--checkpoint", str(whole)]) == 0
     capsys.readouterr()
@@ -64,14 +69,15 @@ def curve(mesh: str, layout: str, text: Path) -> np.ndarray:
 
 def test_layouts_do_not_change_the_loss(text: Path) -> None:
     wanted = curve("one:1", "", text)
-    for layout, mesh in {
+    meshes = {
         "data": "data:4",
         "zero1": "data:4",
         "fsdp": "fsdp:4",
         "tensor": "tensor:4",
         "sequence": "tensor:4",
         "batch:rows;d_ff:cols": "rows:2;cols:2",
-    }.items():
+    }
+    for layout, mesh in some([*meshes.items()], [("zero1", "data:4"), ("batch:rows;d_ff:cols", "rows:2;cols:2")]):
         np.testing.assert_allclose(curve(mesh, layout, text), wanted, rtol=1e-4, err_msg=layout)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import each
 from tests.estimate.worked import inference, rooflines, sharding, training, transformers
 
 FILE = Path(__file__).resolve().parents[3] / "shared" / "reference" / "worked_problems.json"
@@ -26,9 +27,8 @@ EXCUSED = {
 }
 
 
-@pytest.mark.parametrize("key", ANSWERS, ids=" ".join)
-def test_answer_in_accepted_range(key):
-    answer, accept = ANSWERS[key]
+@each("answer, accept", ANSWERS, parts=4)
+def test_answer_in_accepted_range(answer, accept):
     value = answer()
     assert value in accept if isinstance(accept[0], str) else accept[0] <= value <= accept[1], (value, accept)
 

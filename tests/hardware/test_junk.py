@@ -9,11 +9,11 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
-import pytest
 
 import hardware
 from hardware import CHIPS, Chip, Demand, HardwareError, Links, Matmul, Placement, Slice, Torus, Work
 from hardware.placement import Factor, placements
+from tests.effort import each
 from tests.public import public_names
 
 JUNK: list[Callable[[], object]] = [
@@ -67,7 +67,7 @@ def call(function: Callable[..., object], given: dict[str, Callable[[], object]]
             raise AssertionError(f"{function.__name__}({arguments}): {fault!r}") from fault
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@each("name", list(PUBLIC))
 def test_junk_gives_a_hardware_error(name):
     function = PUBLIC[name]
     parameters = inspect.signature(function).parameters.values()
@@ -88,8 +88,7 @@ def test_what_is_right_is_taken():
             function(**{n: OWN.get((name, n), SANE.get(n, lambda: None))() for n in needed})
 
 
-@pytest.mark.parametrize("junk", range(len(JUNK)))
-@pytest.mark.parametrize("where", range(7))
+@each("where, junk", [(where, junk) for where in range(7) for junk in range(len(JUNK))])
 def test_junk_in_methods(where, junk):
     thing = JUNK[junk]()
     mxu, torus = hardware.MXU(2, 3), Torus((4, 2), (True, False))
@@ -101,7 +100,7 @@ def test_junk_in_methods(where, junk):
     call(uses[where], {})
 
 
-@pytest.mark.parametrize("junk", range(len(JUNK)))
+@each("junk", range(len(JUNK)))
 def test_junk_in_closed_forms(junk):
     from hardware import collectives
     from hardware.chips import chip_from_table
@@ -124,7 +123,7 @@ def test_junk_in_closed_forms(junk):
         call(lambda key=key: chip_from_table({"name": "own", "base": "v5e", key: thing}), {})
 
 
-@pytest.mark.parametrize("junk", range(len(JUNK)))
+@each("junk", range(len(JUNK)))
 def test_junk_in_messages(junk):
     from hardware import point_plans, ring_plans
 

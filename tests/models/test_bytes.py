@@ -34,10 +34,6 @@ F32 = 4
 VARIANTS = [
     ("float32", False, "none"), ("float32", True, "full"), ("bfloat16", True, "none"), ("bfloat16", False, "full"),
 ]  # fmt: skip
-# Between them each dtype, each kind of layers and each policy.
-each_variant = pytest.mark.parametrize(
-    ("dtype", "scan", "remat"), some(VARIANTS, [VARIANTS[1], VARIANTS[3]]), ids=lambda v: str(v)
-)
 
 
 def all_reduce(k: int, size: float) -> float:
@@ -256,6 +252,7 @@ def step(dtype: str, scan: bool, remat: str) -> tuple[mtf.models.TransformerConf
     return config, mtf.Session(outputs, updates), updates
 
 
+@lru_cache
 def lowered(name: str, devices: int, dtype: str = "float32", scan: bool = False, remat: str = "none") -> mtf.Program:
     """The step under a layout by name."""
     config, session, _ = step(dtype, scan, remat)
@@ -272,23 +269,40 @@ def allowed(name: str, devices: int, dtype: str = "float32", remat: str = "none"
     return HAND[name][1](Model(4 if dtype == "float32" else 2, remat == "full"), *SPLITS[devices])
 
 
-@each_variant
-@pytest.mark.parametrize("devices", SPLITS)
+ONE, OTHER = VARIANTS[1:3]
+# Between them each dtype, each policy, meshes of each size, and heads that two devices share.
+FIRST = {
+    "data": [(4, OTHER)],
+    "tensor": [(8, ONE), (16, ONE)],
+    "2d": [(8, OTHER)],
+    "fsdp": [(8, ONE)],
+    "fsdp+tensor": [(8, ONE), (4, OTHER)],
+    "zero1": [(8, OTHER)],
+    "zero1+tensor": [(4, ONE)],
+    "sequence": [(8, ONE), (4, OTHER)],
+    "context": [(4, ONE)],
+}
+
+
 @pytest.mark.parametrize("name", HAND)
-def test_a_step_sends_at_most_what_is_derived_by_hand(name: str, devices: int, dtype: str, scan: bool, remat: str):
+def test_a_step_sends_at_most_what_is_derived_by_hand(name: str):
+    for devices, variant in some([(k, variant) for k in SPLITS for variant in VARIANTS], FIRST[name]):
+        assert_at_most_what_is_derived(name, devices, *variant)
+
+
+def assert_at_most_what_is_derived(name: str, devices: int, dtype: str, scan: bool, remat: str) -> None:
     sent, hand = lowered(name, devices, dtype, scan, remat).sent_bytes, allowed(name, devices, dtype, remat)
-    assert sent <= hand * (1 + 1e-9)
-    assert sent > hand / 2  # the figures are no loose bounds
+    assert hand / 2 < sent <= hand * (1 + 1e-9), (devices, dtype, scan, remat)  # the figures are no loose bounds
 
 
-@pytest.mark.parametrize("devices", SPLITS)
+@pytest.mark.parametrize("devices", some([*SPLITS], [8]))
 @pytest.mark.parametrize("name", ["data", "fsdp", "zero1", "context"])
 def test_where_nothing_is_cheaper_the_figures_are_exact(name: str, devices: int):
     assert lowered(name, devices).sent_bytes == pytest.approx(allowed(name, devices), rel=1e-12)
 
 
-@each_variant
-@pytest.mark.parametrize(("d", "f", "t"), [(2, 2, 2), (2, 4, 2)])
+@pytest.mark.parametrize(("dtype", "scan", "remat"), some(VARIANTS, [VARIANTS[1]]))
+@pytest.mark.parametrize(("d", "f", "t"), some([(2, 2, 2), (2, 4, 2)], [(2, 2, 2)]))
 def test_three_axes(d: int, f: int, t: int, dtype: str, scan: bool, remat: str):
     """Fully sharded over f, of which there are d copies, and tensor parallel over t."""
     config, session, _ = step(dtype, scan, remat)
@@ -327,7 +341,7 @@ def test_data_parallel_sums_each_gradient_once():
     assert sum(c.payload_bytes for c in moved) == sum(v.shape.size for v in variables) * F32 + F32
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", some([False, True], [True]))
 def test_fully_sharded_gathers_each_weight_once_a_region(scan: bool):
     """In a loop once a trip."""
     moved = [c for c in lowered("fsdp", 8, "float32", scan, "full").collectives if c.kind == "all_gather"]
@@ -341,17 +355,23 @@ def test_fully_sharded_gathers_each_weight_once_a_region(scan: bool):
 @pytest.fixture
 def sabotage(monkeypatch):
     """Changes to the partitioner, which no session has learnt from or goes on with."""
-    monkeypatch.setattr(sys.modules[__name__], "step", step.__wrapped__)
+    for cached in (step, lowered):
+        monkeypatch.setattr(sys.modules[__name__], cached.__name__, cached.__wrapped__)
     return monkeypatch
 
 
-def assert_sends_more(name: str, devices: int, than: float) -> None:
-    assert lowered(name, devices).sent_bytes > than * 1.01
+def sent(name: str, devices: int, scan: bool = True) -> float:
+    """By what the partitioner is now."""
+    return lowered(name, devices, scan=scan).sent_bytes
+
+
+def assert_sends_more(name: str, devices: int, than: float, scan: bool = True) -> None:
+    assert sent(name, devices, scan) > than * 1.01
 
 
 def test_with_one_state_at_a_time(sabotage):
     """Who takes what is cheapest at once gathers for the products of a split length what is better scattered."""
-    good = lowered("sequence", 4).sent_bytes
+    good = sent("sequence", 4)
     sabotage.setattr(beam, "FIRST_WIDTH", 1)
     sabotage.setattr(beam, "SEARCHES", 1)
     assert_sends_more("sequence", 4, good)
@@ -361,9 +381,9 @@ def test_without_a_guide(sabotage):
     """The lookup does not know that the logits need the table anyway, where one search is made that looks home."""
     sabotage.setattr(beam, "FIRST_WIDTH", 8)
     sabotage.setattr(beam, "HOMESICK", (1.0,))
-    good = lowered("fsdp+tensor", 8).sent_bytes
+    good = sent("fsdp+tensor", 8, scan=False)
     sabotage.setattr(beam, "SEARCHES", 0)
-    assert_sends_more("fsdp+tensor", 8, good)
+    assert_sends_more("fsdp+tensor", 8, good, scan=False)
 
 
 def test_without_sums_that_wait(sabotage):
@@ -380,9 +400,9 @@ def test_without_whole_terms_that_count_once(sabotage):
             if not linear.together or all(set(p) <= set(x.pending()) for p, x in zip(passed, operands, strict=True)):
                 yield passed
 
-    good = lowered("tensor", 8).sent_bytes
+    good = sent("tensor", 8, scan=False)
     sabotage.setattr(choose, "pass_options", of_equal_terms)
-    assert_sends_more("tensor", 8, good)
+    assert_sends_more("tensor", 8, good, scan=False)
 
 
 def test_with_everything_brought_home(sabotage):

@@ -13,6 +13,7 @@ from meshlib.validation.published import TRAINING
 from meshlib.validation.runs import run_of
 from meshlib.validation.training import _lowered, config_of
 from meshlib.validation.validating import check_row
+from tests.effort import each
 
 ROW = next(row for row in TRAINING if row["id"] == "mt-v5e-16b-1x")
 SLICES = {**ROW, "n_chips": 1024, "n_slices": 4}
@@ -143,7 +144,9 @@ def test_float32_is_no_quantisation():
     assert run_of({**ROW, "precision": "bf16 (fp32 weights)"}).precision == "bf16"
 
 
-@pytest.mark.parametrize("key", [k for k in ROW if k not in ("id", "source")])
-@pytest.mark.parametrize("junk", [None, "x", -1, 0, [], {}, [1, 2], {"a": 1}, float("nan")])
+JUNK = (None, "x", -1, 0, [], {}, [1, 2], {"a": 1}, float("nan"))
+
+
+@each("key, junk", [(key, junk) for key in ROW if key not in ("id", "source") for junk in JUNK])
 def test_no_row_stops_the_others(key, junk):
     check_row({**ROW, key: junk})

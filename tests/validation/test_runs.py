@@ -19,7 +19,7 @@ from meshlib.validation.training import OVERLAP, config_of, layout_of, prepare
 ROWS = {row["id"]: row for row in TRAINING}
 MLPERF = {
     "kind": "mlperf", "chip": "v5p", "n_chips": 512, "slice": {"topology": "8x8x8"},
-    "model": ROWS["rc-v5p-gpt3-175b-int8"]["model"], "layout": {"ici_fsdp": 64, "ici_tensor": 8},
+    "model": ROWS["rc-v5p-gpt3-175b-int8"]["model"], "layout": {"ici_fsdp": 512},
     "batch": {"global_examples": 2048, "seq": 2048}, "precision": "int8 matmul (AQT)",
     "measured": {"block_s_median": 285.777},
     "derived": {"block": "12 training steps of 2048 x 2048 tokens + evaluation forward of 24,567 sequences"},
