@@ -372,18 +372,18 @@ def assert_sends_more(name: str, devices: int, than: float, scan: bool = True) -
 def test_with_one_state_at_a_time(sabotage):
     """Who takes what is cheapest at once gathers for the products of a split length what is better scattered."""
     good = sent("sequence", 4)
-    sabotage.setattr(beam, "FIRST_WIDTH", 1)
+    sabotage.setattr(beam, "FIRST_WIDTHS", (1, 1))
     sabotage.setattr(beam, "SEARCHES", 1)
     assert_sends_more("sequence", 4, good)
 
 
 def test_without_a_guide(sabotage):
-    """The lookup does not know that the logits need the table anyway, where one search is made that looks home."""
-    sabotage.setattr(beam, "FIRST_WIDTH", 8)
+    """One narrow search that looks home gathers for the products of a split length; those that it guides do not."""
+    sabotage.setattr(beam, "FIRST_WIDTHS", (2, 2))
     sabotage.setattr(beam, "HOMESICK", (1.0,))
-    good = sent("fsdp+tensor", 8, scan=False)
+    good = sent("sequence", 4)
     sabotage.setattr(beam, "SEARCHES", 0)
-    assert_sends_more("fsdp+tensor", 8, good, scan=False)
+    assert_sends_more("sequence", 4, good)
 
 
 def test_without_sums_that_wait(sabotage):
