@@ -17,6 +17,7 @@ from itertools import groupby
 
 from meshlib.operation import Kind
 from meshlib.program.instructions import Compute, Instruction, Move, Value
+from meshlib.program.kept import keeps_rows
 from meshlib.program.records import Program
 
 _FUSIBLE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
@@ -136,7 +137,7 @@ class _RowJoiner:
         last = max((place for place, _ in read), default=-1)
         if last < 0 or not self.open[last]:
             return None
-        whole = any(place == last and not _keeps_rows(i) for place, i in read)
+        whole = any(place == last and not keeps_rows(i) for place, i in read)
         return None if whole else last
 
     def _with_sources(self) -> Iterator[list[Instruction]]:
@@ -157,12 +158,3 @@ class _RowJoiner:
             for y in i.outputs:
                 del waiting[y]
         return source
-
-
-def _keeps_rows(i: Instruction) -> bool:
-    """Whether each row of the result needs one row of the operands: no reduction, or one over minor dims."""
-    if i.operation.kind.kind is not Kind.REDUCTION:
-        return True
-    names = i.inputs[0].tensor.shape.names
-    kept = [n for n in names if n in i.outputs[0].tensor.shape]
-    return list(names[: len(kept)]) == kept
