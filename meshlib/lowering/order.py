@@ -1,6 +1,6 @@
 """The order: fusion groups scheduled so that what frees memory runs as soon as it can.
 
-What uses a value that is still on its way waits for a product, if there is one, that hides the way; what no product
+What the backward pass computes again comes right before who needs it. What uses a value that is still on its way waits for a product, if there is one, that hides the way; what no product
 waits for (the update of a weight by a gradient that is being reduced) until about as much is computed as the way takes.
 Then groups that run row by row are joined, and collectives are issued one product early where they do not depend on it
 (the weights of the next layer arrive while this one computes), and no earlier, because what arrives takes memory. This
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from meshlib.graph import BACKWARD
 from meshlib.lowering.fuse import fusion_groups, groups_of, join_rows, numbered
 from meshlib.operation import Kind
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
@@ -164,8 +165,35 @@ def _hidden_flops(program: Program, i: Instruction) -> float:
 
 def order_and_fuse(program: Program) -> Program:
     """The program in its final order, every instruction with its fusion group."""
-    ordered = program.with_instructions(_Scheduler(program, fusion_groups(program)).run())
+    ordered = program.with_instructions(_Scheduler(program, _on_demand(fusion_groups(program))).run())
     return issue_early(join_rows(ordered))
+
+
+def _on_demand(groups: Sequence[Group]) -> list[Group]:
+    """Groups of the backward pass that only others of it need right before the first of these."""
+    maker = {y: g for g, group in enumerate(groups) for i in group for y in i.outputs}
+    backward = [all(i.operation.region == BACKWARD for i in group) for group in groups]
+    inner: set[int] = set()  # those that a group of the backward pass needs
+    for g, group in enumerate(groups):
+        if backward[g]:
+            inner |= {maker[x] for i in group for x in i.inputs if maker[x] != g and backward[maker[x]]}
+    order: list[Group] = []
+    written: set[int] = set()
+    for g in range(len(groups)):
+        if g in inner:
+            continue
+        waiting = [g]
+        while waiting:
+            last = waiting[-1]
+            needs = {maker[x] for i in groups[last] for x in i.inputs} - written - {last}
+            if needs and last not in written:
+                waiting += sorted(needs, reverse=True)
+                continue
+            waiting.pop()
+            if last not in written:
+                written.add(last)
+                order.append(groups[last])
+    return order
 
 
 def issue_early(program: Program) -> Program:
