@@ -61,7 +61,8 @@ def overwritten(program: Program, loop: Loop | None = None) -> Iterator[str]:
         group = list(members)
         made = {y for _, i in group for y in i.outputs}
         for n, i in group:
-            for x in (v for x in i.inputs if x not in made for v in (kept.again[x].of if x in kept.again else (x,))):
+            outside = [x for x in i.inputs if x not in made]
+            for x in (v for read in outside for v in (kept.again[read].of if read in kept.again else (read,))):
                 if x in made or x in fused or x.tensor.on_host or isinstance(i, Commit):
                     continue
                 if not of[x].begin <= n <= of[x].end:

@@ -1,10 +1,11 @@
 """The order: fusion groups scheduled so that what frees memory runs as soon as it can.
 
-What the backward pass computes again comes right before who needs it. What uses a value that is still on its way waits for a product, if there is one, that hides the way; what no product
-waits for (the update of a weight by a gradient that is being reduced) until about as much is computed as the way takes.
-Then groups that run row by row are joined, and collectives are issued one product early where they do not depend on it
-(the weights of the next layer arrive while this one computes), and no earlier, because what arrives takes memory. This
-is *the* order: the executors, the buffers and the estimate all use it.
+What the backward pass computes again comes right before who needs it. What uses a value that is still on its way waits
+for a product, if there is one, that hides the way; what no product waits for (the update of a weight by a gradient that
+is being reduced) until about as much is computed as the way takes. Then groups that run row by row are joined, and
+collectives are issued one product early where they do not depend on it (the weights of the next layer arrive while this
+one computes), and no earlier, because what arrives takes memory. This is *the* order: the executors, the buffers and
+the estimate all use it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from meshlib.graph import BACKWARD
 from meshlib.lowering.fuse import fusion_groups, groups_of, join_rows, numbered
 from meshlib.operation import Kind
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
@@ -170,26 +170,21 @@ def order_and_fuse(program: Program) -> Program:
 
 
 def _on_demand(groups: Sequence[Group]) -> list[Group]:
-    """Groups of the backward pass that only others of it need right before the first of these."""
+    """The groups, each that the backward pass computes again right before the first who needs it."""
     maker = {y: g for g, group in enumerate(groups) for i in group for y in i.outputs}
-    backward = [all(i.operation.region == BACKWARD for i in group) for group in groups]
-    inner: set[int] = set()  # those that a group of the backward pass needs
-    for g, group in enumerate(groups):
-        if backward[g]:
-            inner |= {maker[x] for i in group for x in i.inputs if maker[x] != g and backward[maker[x]]}
+    needs = [{maker[x] for i in group for x in i.inputs} - {g} for g, group in enumerate(groups)]
+    wanted = set().union(*needs)
+    again = [g in wanted and all(i.operation in i.operation.graph.again for i in groups[g]) for g in range(len(groups))]
     order: list[Group] = []
     written: set[int] = set()
     for g in range(len(groups)):
-        if g in inner:
-            continue
-        waiting = [g]
+        waiting = [] if again[g] else [g]
         while waiting:
-            last = waiting[-1]
-            needs = {maker[x] for i in groups[last] for x in i.inputs} - written - {last}
-            if needs and last not in written:
-                waiting += sorted(needs, reverse=True)
+            missing = needs[waiting[-1]] - written
+            if missing:
+                waiting += sorted(missing, reverse=True)
                 continue
-            waiting.pop()
+            last = waiting.pop()
             if last not in written:
                 written.add(last)
                 order.append(groups[last])

@@ -1,11 +1,12 @@
 """Which values share memory, and from when to when: the plan of a program's buffers, made once for its final order.
 
 Rules: variables, slots and inputs stay. A value used inside its fusion group only takes nothing, and neither does one
-that its readers make again (`meshlib.program.kept`). A value is freed after its last user, all operands of a group after
-the group's last member: one kernel reads them. A kernel writes over an operand of the same size that dies there and of
-which it needs, for each element of the result, the same element or row; so do all_reduce and, with what it carries, a
-loop. Renaming takes nothing; the new value of a variable takes its place if no later instruction reads the old one, that
-of a carry likewise, and what a loop stacks is written where the stack is. What lies on the host takes no HBM.
+that its readers make again (`meshlib.program.kept`). A value is freed after its last user, all operands of a group
+after the group's last member: one kernel reads them. A kernel writes over an operand of the same size that dies there
+and of which it needs, for each element of the result, the same element or row; so do all_reduce and, with what it
+carries, a loop. Renaming takes nothing; the new value of a variable takes its place if no later instruction reads the
+old one, that of a carry likewise, and what a loop stacks is written where the stack is. What lies on the host takes no
+HBM.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ cheaper is chosen, value by value in program order; where both cost the same it 
 Somebody must be able to make it: products, reductions and element-wise kernels read through such work, collectives,
 loops, copies to the host and kernels of their own (fused attention) find their operands in memory.
 
-Sources: openxla.org/xla/gpu_architecture, "fusion"; `InstructionFusion` in openxla/xla xla/service/instruction_fusion.cc
-duplicates producers into their consumers.
+Source: openxla/xla xla/service/instruction_fusion.cc, which duplicates producers into their consumers (from memory).
 """
 
 from __future__ import annotations
@@ -127,9 +126,9 @@ class Kept:
         _, i = self.made[x]
         if _is_through(i):
             other = self._by(i, end, known, depth + 1)
-            if other is not None and other.ops <= MOST_OPS * max(1, x.local_size):
-                if cost is None or self._cost(other.of, end) < cost:
-                    return other
+            short = other is not None and other.ops <= MOST_OPS * max(1, x.local_size)
+            if other is not None and short and (cost is None or self._cost(other.of, end) < cost):
+                return other
         return found
 
     def _cost(self, of: Mapping[Value, bool], end: int) -> int:
@@ -167,7 +166,9 @@ def _is_through(i: Instruction) -> bool:
     """Whether a kernel that reads the result can make it on the way."""
     if isinstance(i, Move):
         return not i.is_collective and len(i.outputs) == 1
-    return isinstance(i, Compute) and not i.exchanges and i.operation.kind.kind in _THROUGH and not i.operation.kind.show
+    return (
+        isinstance(i, Compute) and not i.exchanges and i.operation.kind.kind in _THROUGH and not i.operation.kind.show
+    )
 
 
 def _reads_through(i: Instruction, n: int) -> bool:
