@@ -21,8 +21,8 @@ _INFO = "jax-ml/jax jax/_src/pallas/mosaic/tpu_info.py @04c63627"
 _BOOK = "jax-ml/scaling-book @0819a7d tpus.md"
 _PRICE = "cloud.google.com/tpu/pricing (from memory)"
 _RECIPES = "AI-Hypercomputer/tpu-recipes @c8cfe2f microbenchmarks/"
-# Stacks of HBM come in powers of two, and 15.75 GiB are more than 16e9 bytes, 31.25 GiB more than 32e9.
-_READ_AS_GIB = "read as GiB: XLA reports 15.75 GiB usable on v5e and 31.25 on v6e (from memory)"
+# Stacks of HBM come in powers of two; the same docs print v3, v4, v5p and tpu7x in GiB.
+_READ_AS_GIB = "read as GiB, as the docs print other kinds"
 _APPLIED = "jax-ml/scaling-book applied-inference.md, February 2025"
 
 COMMON: Figures = {

@@ -10,7 +10,7 @@ from itertools import groupby, islice
 import pytest
 
 import meshlib as mtf
-from meshlib.estimation.kernels import padded_value_bytes
+from meshlib.estimation.tiles import tiled_value_bytes
 from meshlib.program.buffers import START, Buffer, fused_values, kept_of
 from meshlib.program.instructions import Commit, Compute, Loop, Move, Resident, Value
 from meshlib.program.memory import bytes_after, exact_size, kinds_after
@@ -128,7 +128,7 @@ def test_time_and_memory_go_by_one_order(step) -> None:
 
 
 @each_step
-@pytest.mark.parametrize("size", [exact_size, padded_value_bytes], ids=["exact", "padded"])
+@pytest.mark.parametrize("size", [exact_size, tiled_value_bytes], ids=["exact", "padded"])
 def test_parts_add_up(step, size) -> None:
     program = lowered(step)
     after, kinds = bytes_after(program, size)[1:], kinds_after(program, size)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TypeGuard
 
 from hardware.core import Matmul
-from hardware.memory import densest_bytes
+from hardware.memory import padded_bytes
 from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
 from meshlib.graph import FORWARD, Tensor
@@ -194,13 +194,14 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
 
 
 def padded_value_bytes(v: Value) -> int:
-    """Bytes of one device's block in HBM, whole tiles, the densest way round."""
+    """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named."""
     return padded_block_bytes(v.local_shape.sizes, v.tensor.dtype.itemsize)
 
 
+@lru_cache(maxsize=65536)
 def padded_block_bytes(sizes: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of a block of these sizes in whole tiles, the densest way round."""
-    return densest_bytes(sizes, itemsize) if sizes else itemsize
+    """Bytes of a block of these sizes in whole tiles."""
+    return padded_bytes(sizes, itemsize) if sizes else itemsize
 
 
 def _is_matmul(i: Instruction) -> TypeGuard[Compute]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from meshlib.estimation.kernels import padded_block_bytes, padded_value_bytes
+from meshlib.estimation.tiles import tiled_bytes, tiled_value_bytes
 from meshlib.graph import FORWARD
 from meshlib.program.instructions import Loop, Resident, Value
 from meshlib.program.memory import Size, bytes_after, kind_of, live_buffers
@@ -36,7 +36,7 @@ class Remedy:
 
 def remedies(program: Program) -> tuple[Remedy, ...]:
     """The best remedies, best first."""
-    usage = bytes_after(program, padded_value_bytes)
+    usage = bytes_after(program, tiled_value_bytes)
     peak = max(usage)
     n = usage.index(peak) - 1
     live = [b.at(n)[1] for b in live_buffers(program, n)]
@@ -50,13 +50,13 @@ def remedies(program: Program) -> tuple[Remedy, ...]:
 
 def _cut(v: Value, ways: Callable[[str], int]) -> int:
     """Bytes of a value's block with each dim in that many parts more."""
-    return padded_block_bytes(tuple(-(-d.size // ways(d.name)) for d in v.local.shape), v.tensor.dtype.itemsize)
+    return tiled_bytes(tuple(-(-d.size // ways(d.name)) for d in v.local.shape), v.tensor.dtype.itemsize)
 
 
 def _changed(change: Change) -> Size:
     def size(v: Value) -> int:
         found = change(v)
-        return padded_value_bytes(v) if found is None else found
+        return tiled_value_bytes(v) if found is None else found
 
     return size
 
@@ -102,7 +102,7 @@ def _rules(program: Program, live: list[Value], kinds: Mapping[Value, str]) -> I
             for dim, (_, change) in zip(dims, whole, strict=True)
         ]
         for rules in (whole, slots):
-            gains = [sum(padded_value_bytes(v) - _changed(change)(v) for v in live) for _, change in rules]
+            gains = [sum(tiled_value_bytes(v) - _changed(change)(v) for v in live) for _, change in rules]
             if any(gains):
                 yield rules[gains.index(max(gains))]
 

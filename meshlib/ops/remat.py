@@ -101,7 +101,9 @@ def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[t
             raise GraphError(f"{at(what)}: no operation is named '{name}', which remat keeps{nearest(name, named)}")
     settled = _Settled(operations)
     both = {"save": remat.save, "offload": remat.offload}
-    wanted = [(how, y) for how, names in both.items() for name in names for op in named[name] for y in op.public_outputs]
+    wanted = [
+        (how, y) for how, names in both.items() for name in names for op in named[name] for y in op.public_outputs
+    ]
     kept = {_unnamed(settled.of(y)): how for how, y in wanted}
     return [(y, y if how == "save" else to_host(y)) for y, how in kept.items()]
 
