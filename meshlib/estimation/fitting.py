@@ -52,7 +52,7 @@ class DeviceMemory:
 
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
-        """What would lower the peak, best first; each alone, worked out for this order of the program."""
+        """What would lower the peak, best first, worked out for this order of the program; each alone, or together."""
         return self.find_remedies()
 
     @property
@@ -80,7 +80,7 @@ class DeviceMemory:
         ]
         if self.remedies:
             lines += [
-                "  what would help (for this order of the program, each alone):",
+                "  what would help (for this order of the program, each alone unless it says so):",
                 *(f"    {r}" for r in self.remedies),
             ]
         return "\n".join(lines)
@@ -147,5 +147,5 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
         padded.timeline_bytes,
         tuple(zip(*kinds.values(), strict=True)),
         tuple(f"{i.opcode} {i.operation.name}" for i in program.instructions),
-        lambda: remedies(program),
+        lambda: remedies(program, slice_.hbm_bytes_per_device),
     )
