@@ -25,6 +25,7 @@ from meshlib.program.work import local_work
 # Lane operations for which a kernel makes a value again: as long as reading 4 bytes of it takes.
 # v5e: 8 x 128 lanes x 4 ALUs at 1.5 GHz are 6.1e12 a second, 819e9 bytes a second are 0.2e12 values of float32.
 MOST_OPS = 32
+NEAR_BYTES = 2**20  # of the 16 MiB of VMEM that the smallest chips have
 _DEEPEST = 32  # operations that follow each other
 
 _THROUGH = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
@@ -166,9 +167,17 @@ def _is_through(i: Instruction) -> bool:
     """Whether a kernel that reads the result can make it on the way."""
     if isinstance(i, Move):
         return not i.is_collective and len(i.outputs) == 1
-    return (
-        isinstance(i, Compute) and not i.exchanges and i.operation.kind.kind in _THROUGH and not i.operation.kind.show
-    )
+    if not isinstance(i, Compute) or i.exchanges or i.operation.kind.show:
+        return False
+    return i.operation.kind.kind in _THROUGH or _looks_up_near(i)
+
+
+def _looks_up_near(i: Compute) -> bool:
+    """Whether it looks up in a table that fits VMEM with the rest: the token that a cache takes, say."""
+    if i.operation.kind.kind is not Kind.INDEXED or not i.operation.kind.reads_part:
+        return False
+    table = i.inputs[0].local_bytes
+    return table <= NEAR_BYTES and table < i.outputs[0].local_bytes
 
 
 def _reads_through(i: Instruction, n: int) -> bool:
