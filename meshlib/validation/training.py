@@ -55,8 +55,8 @@ def prepare(run: Run) -> Prepared:
 
     Raises: MeshlibError where the library cannot express or lay out the run.
     """
-    evaluation = _plan(run, lowered(run, training=False)) if run.evaluation else None
-    return Prepared(run, _plan(run, lowered(run, training=True)), evaluation, run.slice.chip)
+    evaluation = _plan(run, _lowered(run, training=False)) if run.evaluation else None
+    return Prepared(run, _plan(run, _lowered(run, training=True)), evaluation, run.slice.chip)
 
 
 def _plan(run: Run, program: Program) -> Plan:
@@ -64,8 +64,7 @@ def _plan(run: Run, program: Program) -> Plan:
     return plan_of(program, Network(program, run.slice, placement))
 
 
-def lowered(run: Run, training: bool) -> Program:
-    """The program of a training step of a run, or of its forward pass."""
+def _lowered(run: Run, training: bool) -> Program:
     config = config_of(run)
     mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
     balance = Balance(stationary=("tensor",))
