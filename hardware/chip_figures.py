@@ -21,6 +21,8 @@ _INFO = "jax-ml/jax jax/_src/pallas/mosaic/tpu_info.py @04c63627"
 _BOOK = "jax-ml/scaling-book @0819a7d tpus.md"
 _PRICE = "cloud.google.com/tpu/pricing (from memory)"
 _RECIPES = "AI-Hypercomputer/tpu-recipes @c8cfe2f microbenchmarks/"
+# Stacks of HBM come in powers of two; the same docs print v3, v4, v5p and tpu7x in GiB.
+_READ_AS_GIB = "read as GiB, as the docs print other kinds"
 _APPLIED = "jax-ml/scaling-book applied-inference.md, February 2025"
 
 COMMON: Figures = {
@@ -172,7 +174,7 @@ FIGURES: dict[str, Figures] = {
         "peak_int8_flops": (393e12, _DOCS + "v5e"),
         "peak_int4_flops": (788e12, _INFO),
         "vmem_bytes_per_core": (128 * MIB, _INFO),
-        "hbm_bytes": (16 * 10**9, "16 GB: " + _DOCS + "v5e"),
+        "hbm_bytes": (16 * GIB, "16 GB: " + _DOCS + "v5e; " + _READ_AS_GIB),
         "hbm_bytes_per_second": (819e9, _DOCS + "v5e"),
         "ici_links": (4, _DOCS + "v5e"),
         "ici_bytes_per_second": (50e9, _DOCS + "v5e: 400 GB/s both ways / 4 ports / 2"),
@@ -226,7 +228,7 @@ FIGURES: dict[str, Figures] = {
         "peak_fp8_flops": (918e12, _DOCS + "tpu7x table"),
         "vpu_bf16": (True, "bf16 lanes from v6e on: " + _BOOK),
         "vmem_bytes_per_core": (128 * MIB, _INFO),
-        "hbm_bytes": (32 * 10**9, "32 GB: " + _DOCS + "v6e"),
+        "hbm_bytes": (32 * GIB, "32 GB: " + _DOCS + "v6e; " + _READ_AS_GIB),
         "hbm_bytes_per_second": (1638e9, _DOCS + "v6e"),
         "ici_links": (4, _DOCS + "v6e"),
         "ici_bytes_per_second": (100e9, _DOCS + "v6e: 800 GB/s both ways / 4 / 2"),

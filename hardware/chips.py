@@ -200,11 +200,11 @@ def _published(name: str) -> Chip:
 CHIPS: Mapping[str, Chip] = MappingProxyType({name: _published(name) for name in FIGURES})
 """The published chips by name: v1, v2, v3, v4, v5e, v5p, v6e, v7."""
 
-_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "tpu7x": "v7", "ironwood": "v7"}
+_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "tpu7x": "v7", "v7x": "v7", "ironwood": "v7"}
 
 
 def get_chip(name: str) -> Chip:
-    """The published chip of that name; also v5litepod, trillium, tpu7x, ironwood.
+    """The published chip of that name; also v5litepod, trillium, tpu7x, v7x, ironwood.
 
     Raises: HardwareError with the nearest names for an unknown chip.
     Example:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from hardware.checks import amount, whole, wholes
 from hardware.chips import Chip
@@ -82,6 +83,25 @@ def padded_bytes(shape: Sequence[int], itemsize: int = 4, tile: Sequence[int] | 
       128
     """
     return math.prod(padded_shape(shape, itemsize, tile)) * itemsize
+
+
+@lru_cache(maxsize=1 << 16)
+def densest_bytes(shape: tuple[int, ...], itemsize: int = 4) -> int:
+    """Bytes that an array occupies with those two of its dims in the tile that pad least.
+
+    Compilers choose the layout of an array in memory; which dim is named last does not bind them.
+
+    Example:
+      >>> densest_bytes((4096, 1)) // 4096, densest_bytes((24576, 48)), 24576 * 48 * 4
+      (4, 4718592, 4718592)
+      >>> padded_bytes((24576, 48)) / densest_bytes((24576, 48))
+      2.6666666666666665
+    """
+    if len(shape) < 2:
+        return padded_bytes(shape, itemsize)
+    orders = ((*shape[:n], *shape[n + 1 :], minor) for n, minor in enumerate(shape))
+    pairs = ((*o[:n], *o[n + 1 : -1], second, o[-1]) for o in orders for n, second in enumerate(o[:-1]))
+    return min(padded_bytes(order, itemsize) for order in pairs)
 
 
 def hbm_seconds(chip: Chip, size_bytes: float) -> float:

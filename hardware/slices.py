@@ -8,9 +8,10 @@ Which shapes exist:
 * 2-D kinds (v2, v3, v5e, v6e): both sides powers of two, one at most twice the other (v5e-2 and such
   do not exist), up to the pod. An axis wraps only where it has the full pod length (16, or 32 on v3).
 * 3-D kinds (v4, v5p, v7): 2x2x1, 2x2x2, 2x2x4, 2x4x4 without wrap, or sides that are multiples of 4, every
-  axis wrapped, within the pod (v4 16x16x16, v5p 16x20x28, v7 16x24x24) in some order of its axes. A number
-  alone means the most compact such shape. On v5p everything up to the whole pod of 8960 chips is a slice here
-  (v5p-17920); what is offered for rent ends at 6144 (v5p-12288).
+  axis wrapped, within the pod (v4 16x16x16, v5p 16x20x28, v7 16x24x24) in some order of its axes, and longer
+  boxes that are in use: v4 12x12x24, v5p 12x24x24. A number alone means the most compact such shape. On v5p
+  everything up to the whole pod of 8960 chips is a slice here (v5p-17920); what is offered for rent ends at
+  6144 (v5p-12288).
 * A chip of your own, or a published one with another `pod_shape`, follows the rule of its `wrap_cube`;
   otherwise any shape within its pod is legal, and numbers alone mean powers of two. So a multipod of
   2020 is `Slice("v3-128x32", replace(CHIPS["v3"], pod_shape=(128, 32), max_slice_chips=4096))`.
@@ -31,6 +32,10 @@ from hardware.errors import HardwareError
 
 _NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z][a-z0-9_]*)-([0-9]{1,9}(?:x[0-9]{1,9})*)", re.ASCII)
 _NOT_OFFERED = {"v5e": (2,), "v6e": (2,)}  # no 1x2: machines have 1, 4 or 8 chips
+# Boxes of cubes that are longer than the pod as one box. v4: the 3456 chips of MLPerf v2.0's tpu-v4-6912, the shape
+# from docs.cloud.google.com/tpu/docs/v4 (from memory); v5p: v5p-13824 of docs.cloud.google.com/tpu/docs/v5p (from
+# memory).
+_LONGER = {"v4": ((12, 12, 24),), "v5p": ((12, 24, 24),)}
 _CUBE_PARTS = ((1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
@@ -231,7 +236,7 @@ def _is_legal(chip: Chip, shape: tuple[int, ...]) -> bool:
     ordered = tuple(sorted(shape))
     if chip.wrap_cube is not None:
         if all(side % chip.wrap_cube == 0 for side in shape):
-            return _within(shape, chip.pod_shape)
+            return _is_box(chip, shape)
         return chip.wrap_cube == 4 and len(shape) == 3 and ordered in _CUBE_PARTS
     published = CHIPS.get(chip.name)
     if published is None or published.pod_shape != chip.pod_shape:
@@ -271,9 +276,16 @@ def _cube_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
             for c in range(b, cubes // (a * b) + 1):
                 sides = (a * edge, b * edge, c * edge)
                 chips = math.prod(sides)
-                if _within(sides, chip.pod_shape) and sum(sides) < sum(shapes.get(chips, (chip.max_slice_chips,) * 3)):
+                if _is_box(chip, sides) and sum(sides) < sum(shapes.get(chips, (chip.max_slice_chips,) * 3)):
                     shapes[chips] = sides
     return shapes
+
+
+def _is_box(chip: Chip, sides: tuple[int, ...]) -> bool:
+    """Whether whole cubes make a slice of these sides."""
+    published = CHIPS.get(chip.name)
+    longer = _LONGER.get(chip.name, ()) if published and published.pod_shape == chip.pod_shape else ()
+    return _within(sides, chip.pod_shape) or tuple(sorted(sides)) in longer
 
 
 def _within(sides: tuple[int, ...], pod: tuple[int, ...]) -> bool:

@@ -216,6 +216,8 @@ class Graph:
     known: dict[Tensor, Tensor] = field(default_factory=dict)
     # operations whose results the user never sees: see `meshlib.face`
     inner: set[Operation] = field(default_factory=set)
+    # copies of operations of the forward pass that a backward pass computes again
+    again: set[Operation] = field(default_factory=set)
     # runs of operations with a gradient of their own; inner ones come before those around them
     rewrites: list[Rewrite] = field(default_factory=list)
     # of a loop's body: the scope that names its operations, and the one around the loop, which variables made in the

@@ -44,6 +44,7 @@ def replay(
         with written_at(op.source):
             copy = graph.add(op.kind, inputs, [y.type for y in op.outputs], op.attrs, exact_name=op.name)
         copies[op] = copy
+        graph.again.add(copy)
         made.update(zip(op.outputs, copy.outputs, strict=True))
         known = op.graph.known
         for y in op.outputs:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlib.errors import GraphError, nearest
+from meshlib.estimation.fitting import memory_on
 from meshlib.graph import Operation, Tensor
 from meshlib.program.instructions import COLLECTIVES, Instruction, Move, Value
 from meshlib.program.records import Collective, Program, require_program, walk
@@ -239,15 +240,16 @@ def assert_layout_invariant(
 
 
 def assert_fits(program: Program, slice: Any) -> None:
-    """Assert that a program's peak memory fits the HBM of one device of a slice.
+    """Assert that a program's peak memory fits the HBM of one device of a slice: that `mtf.estimate(...).fits`.
 
-    The peak is exact for the program's order, without tile padding, and knows nothing of what a runtime reserves.
+    The peak is that of `est.memory`: exact for the program's order, in the tiles that its buffers fill. What a runtime
+    reserves is not in it.
 
     Args:
       program: what `mtf.lower` returned.
       slice: a name like "v3-8", or a Slice; its devices must be as many as the mesh has cores.
-    Raises: AssertionError with both sizes and the largest live tensors with their lines; SliceError for a slice that
-      is unknown or of another size than the mesh.
+    Raises: AssertionError with both sizes, the largest live tensors with their lines and what would help; SliceError
+      for a slice that is unknown or of another size than the mesh.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -258,14 +260,14 @@ def assert_fits(program: Program, slice: Any) -> None:
     require_program(program, "assert_fits")
     if slice is None:
         raise GraphError("assert_fits: give a slice, a name like 'v3-8'")
-    found = slice_for("assert_fits", program.mesh, slice)
-    memory, room = program.memory, found.hbm_bytes_per_device
-    if memory.peak_bytes <= room:
+    memory = memory_on(program, slice_for("assert_fits", program.mesh, slice))
+    if memory.fits:
         return
+    peak, room = memory.peak_bytes, memory.capacity_bytes
     lines = [
-        f"does not fit {found.name}: a core needs {bytes_text(memory.peak_bytes)} ({memory.peak_bytes} bytes) "
-        f"at its peak, a device has {bytes_text(room)} ({room} bytes), {bytes_text(memory.peak_bytes - room)} "
-        f"less ({memory.peak_bytes / room:.3g} times the memory is needed)",
+        f"does not fit {memory.slice_name}: a core needs {bytes_text(peak)} ({peak} bytes) at its peak, in tiles, "
+        f"a device has {bytes_text(room)} ({room} bytes), {bytes_text(peak - room)} less "
+        f"({peak / room:.3g} times the memory is needed)",
         f"  peak at {memory.at}; " + ", ".join(f"{k} {bytes_text(n)}" for k, n in memory.by_kind.items() if n),
         "  largest live tensors, bytes on one core:",
     ]
@@ -274,6 +276,8 @@ def assert_fits(program: Program, slice: Any) -> None:
     rest = live[SHOWN_TENSORS:]
     if rest:
         lines.append(f"    {bytes_text(sum(v.bytes for v in rest)):>10}  in {len(rest)} more")
+    lines += [f"  note: {note}" for note in memory.notes]
+    lines += ["  what would help:", *(f"    {r}" for r in memory.remedies)] if memory.remedies else []
     raise AssertionError("\n".join([*lines, _place(program)]))
 
 

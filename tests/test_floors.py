@@ -56,6 +56,7 @@ UP = {
 # Methods of the public face that are written in a module of their own, which builds on the class: bound when called.
 METHODS = {
     ("meshlib.program.records", "meshlib.program.buffers"): "Program.buffers",
+    ("meshlib.program.instructions", "meshlib.program.buffers"): "Loop.buffers",
     ("meshlib.program.records", "meshlib.program.memory"): "Program.memory",
     ("meshlib.program.records", "meshlib.program.work"): "Program.work",
     ("meshlib.program.records", "meshlib.program.listing"): "str(program)",

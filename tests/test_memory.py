@@ -99,5 +99,5 @@ def test_slots_do_not_hold_back_the_backward_pass() -> None:
         program = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss))
     one = 4096 * 64 * 2
     kinds = program.memory.by_kind
-    assert 7 * one <= kinds["activations"] < 7.1 * one
-    assert one <= kinds["temporaries"] < 1.1 * one
+    # What the layers after the first take, and the last result, over which the first cotangent is written.
+    assert 8 * one <= kinds["activations"] + kinds["temporaries"] < 8.1 * one

@@ -187,10 +187,11 @@ def test_executed_flops(remat: object, times: float, how: str) -> None:
 def test_peak_of_kept_values(remat: str) -> None:
     wide, narrow, weights = B * F * F32, B * M * F32, 2 * M * F * F32
     stacks = N * (narrow + KEPT[remat] * wide)  # the carry before each trip, and what is kept of it
-    # In the backward's last product: the weights' gradients of this trip, its cotangent of h, the next carry.
-    inside = weights + wide + narrow
+    # In the backward's last products: the cotangent of h. The weights' gradients of a trip are written where those of
+    # all trips are, the next carry where the last was, and sin's result under "matmuls" is made again.
+    inside = wide
     resident = N * weights + narrow
-    gradients = N * weights + narrow  # and the first carry
+    gradients = N * weights + narrow  # and the carry
     memory = two_products(remat).memory
     assert memory.peak_bytes == resident + gradients + stacks + inside
     assert memory.host_bytes == 0
@@ -199,7 +200,8 @@ def test_peak_of_kept_values(remat: str) -> None:
 def test_less_kept_is_less_memory() -> None:
     for how in ("scan", "recompute"):
         full, matmuls, none = (two_products(r, how=how).memory.peak_bytes for r in ("full", "matmuls", "none"))
-        assert full < matmuls < none
+        assert full < matmuls <= none
+        assert (matmuls < none) == (how == "scan")  # outside a loop sin's result is made again whatever is said
 
 
 def kept_types(program: mtf.Program) -> list[tuple[tuple[str, ...], str]]:
@@ -375,10 +377,10 @@ def test_carries_on_the_host() -> None:
     narrow, wide, weights = B * M * F32, B * F * F32, 2 * M * F * F32
     program = two_products(mtf.Remat(offload=["h"], offload_carries=True))
     assert program.to_host_bytes == program.from_host_bytes == N * (narrow + wide)
-    # Of the stacks nothing is left. In the backward's first products one trip's h and carry are back, and the first
-    # gradient of a weight, the activation and the cotangent of h are there.
+    # Of the stacks nothing is left. In the backward one trip's h and carry are back; the cotangent of h is written over
+    # h, of which the activation is made again for the gradient of the weights.
     resident, gradients = N * weights + narrow, N * weights + narrow
-    assert program.memory.peak_bytes == resident + gradients + (narrow + wide) + weights // 2 + wide
+    assert program.memory.peak_bytes == resident + gradients + narrow + wide
 
 
 def test_what_nobody_needs_stays_away() -> None:

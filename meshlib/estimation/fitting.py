@@ -1,10 +1,8 @@
 """Memory of one device over time, in whole tiles, whether it fits, and what would help where it does not.
 
-The buffers are those of the program (`meshlib.program.buffers`); here each takes the tiles that its block fills. Both
-figures are given: without padding exact, with padding exact for dims in their named order (a compiler may choose a
-denser order).
-
-Source: `hardware.memory` for tiles.
+The buffers are those of the program (`meshlib.program.buffers`); here each takes the tiles that its block fills, the
+densest way round. That is the figure that decides whether a program fits, here and in `mtf.testing.assert_fits`;
+`program.memory` has the same buffers without padding, for any machine.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from functools import cached_property
 from hardware.slices import Slice
 from meshlib.checks import at, whole
 from meshlib.errors import GraphError
-from meshlib.estimation.kernels import padded_value_bytes
 from meshlib.estimation.remedies import Remedy, remedies
+from meshlib.estimation.tiles import tiled_value_bytes
 from meshlib.program.memory import KINDS, Live, kinds_after, measure
 from meshlib.program.records import Program
 from meshlib.text import bytes_text, grid
@@ -25,7 +23,7 @@ from meshlib.text import bytes_text, grid
 
 @dataclass(frozen=True, repr=False)
 class DeviceMemory:
-    """Memory of one device in one step. Bytes are exact for the order and the dims as named.
+    """Memory of one device in one step. Bytes are exact for the program's order.
 
     Attributes:
       capacity_bytes: HBM of the device.
@@ -34,6 +32,7 @@ class DeviceMemory:
         same, divided; moments: these instructions.
       live: the buffers at the peak with their source lines, `bytes` padded, largest first.
       at: where the peak is.
+      notes: of the program, such as that an axis of the mesh splits nothing.
       host_bytes: what lies in the memory of the host at most, besides.
     """
 
@@ -44,6 +43,7 @@ class DeviceMemory:
     by_kind: dict[str, int]
     live: tuple[Live, ...]
     at: str
+    notes: tuple[str, ...]
     host_bytes: int
     timeline_bytes: tuple[int, ...]
     timeline_by_kind: tuple[tuple[int, ...], ...]
@@ -52,7 +52,7 @@ class DeviceMemory:
 
     @cached_property
     def remedies(self) -> tuple[Remedy, ...]:
-        """What would lower the peak, best first; each alone, worked out for this order of the program."""
+        """What would lower the peak, best first, worked out for this order of the program; each alone, or together."""
         return self.find_remedies()
 
     @property
@@ -62,34 +62,37 @@ class DeviceMemory:
 
     @property
     def message(self) -> str:
-        """One line where it fits; otherwise both sizes, the largest tensors and what would help."""
+        """One line where it fits, and one if tiles add much; otherwise both sizes, the largest tensors, notes of the
+        program and what would help."""
         peak, capacity = bytes_text(self.peak_bytes), bytes_text(self.capacity_bytes)
         share = f"{self.peak_bytes / self.capacity_bytes:.1%}"
         if self.fits:
-            return f"fits: peak {peak} of {capacity} on each device of {self.slice_name} ({share}; exact)"
+            line = f"fits: peak {peak} of {capacity} on each device of {self.slice_name} ({share}; in tiles)"
+            return "\n".join([line, *self._padding()])
         over = bytes_text(self.peak_bytes - self.capacity_bytes)
         lines = [
             f"does not fit: each device of {self.slice_name} has {capacity} ({self.capacity_bytes} bytes), "
-            f"the peak takes {peak} ({self.peak_bytes} bytes, {share}; exact), {over} too much, at {self.at}",
+            f"the peak takes {peak} ({self.peak_bytes} bytes, {share}; in tiles), {over} too much, at {self.at}",
             *self._padding(),
             "  largest tensors:",
             *(f"    {v}" for v in self.live[:5]),
+            *(f"  note: {note}" for note in self.notes),
         ]
         if self.remedies:
             lines += [
-                "  what would help (for this order of the program, each alone):",
+                "  what would help (for this order of the program, each alone unless it says so):",
                 *(f"    {r}" for r in self.remedies),
             ]
         return "\n".join(lines)
 
     def _padding(self) -> list[str]:
         """What tiles add, where it is worth a line."""
-        added = self.peak_bytes - self.exact_peak_bytes
+        added, exact = self.peak_bytes - self.exact_peak_bytes, bytes_text(self.exact_peak_bytes)
         if added < 0.05 * self.peak_bytes:
             return []
         return [
-            f"  without padding the peak takes {bytes_text(self.exact_peak_bytes)}: blocks whose last dim is no "
-            "multiple of 128 fill their tiles up; split another dim, or name a longer one last (a compiler may do that)"
+            f"  without padding it takes {exact}: blocks that do not fill tiles of 8 x 128, "
+            "however they lie, take whole ones; split another dim"
         ]
 
     def over_time(self, rows: int = 16) -> str:
@@ -129,8 +132,8 @@ class DeviceMemory:
 
 def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
     """The memory of one device of `slice_` that runs `program`."""
-    padded = measure(program, padded_value_bytes)
-    kinds = kinds_after(program, padded_value_bytes)
+    padded = measure(program, tiled_value_bytes)
+    kinds = kinds_after(program, tiled_value_bytes)
     return DeviceMemory(
         slice_.name,
         slice_.hbm_bytes_per_device,
@@ -139,9 +142,10 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
         padded.by_kind,
         tuple(sorted(padded.live, key=lambda v: v.type == "inside the loop")),  # the others stay largest first
         padded.at,
+        program.notes,
         padded.host_bytes,
         padded.timeline_bytes,
         tuple(zip(*kinds.values(), strict=True)),
         tuple(f"{i.opcode} {i.operation.name}" for i in program.instructions),
-        lambda: remedies(program),
+        lambda: remedies(program, slice_.hbm_bytes_per_device),
     )

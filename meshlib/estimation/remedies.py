@@ -2,25 +2,35 @@
 
 Each remedy is a change of what some buffers take. The program's buffers are added up again with that, so a gain
 counts that the peak moves elsewhere. It is exact for this order; a changed program may have another, and buffers that
-this one does not have, such as gathered weights or what is computed again.
+this one does not have, such as gathered weights or what is computed again. A layout that the library would refuse is
+no remedy. Where no remedy suffices those are combined that save most, until the program fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import prod
 
-from meshlib.estimation.kernels import padded_block_bytes, padded_value_bytes
-from meshlib.graph import FORWARD
+from layouts import LayoutRules, Mesh
+from meshlib.dtypes import FLOAT32
+from meshlib.estimation.tiles import tiled_bytes, tiled_value_bytes
+from meshlib.graph import BACKWARD, FORWARD
+from meshlib.lowering.homes import Subjects, check_layout
+from meshlib.operation import Kind
 from meshlib.program.instructions import Loop, Resident, Value
-from meshlib.program.memory import Size, bytes_after, kind_of, live_buffers
+from meshlib.program.memory import bytes_after, kind_of, live_buffers
 from meshlib.program.records import Program
 from meshlib.text import bytes_text
 
 Change = Callable[[Value], int | None]  # bytes that it would take instead; None: as many
 
 _WORTH = 0.01  # of the peak: what saves less is not worth a line
-_MOST = 6  # remedies shown
+_MOST = 8  # remedies shown
+_TOGETHER = 3  # remedies combined at most
+_PARTS = 8  # of a loss
 
 
 @dataclass(frozen=True)
@@ -34,36 +44,95 @@ class Remedy:
         return f"{self.what}: saves about {bytes_text(self.gain_bytes)}"
 
 
-def remedies(program: Program) -> tuple[Remedy, ...]:
-    """The best remedies, best first."""
-    usage = bytes_after(program, padded_value_bytes)
+@dataclass(frozen=True, eq=False)
+class _Idea:
+    """A remedy before it is worked out.
+
+    Attributes:
+      change: what buffers take then; more_bytes: what it takes besides.
+      subject: what it is about: of ideas about one thing one is taken.
+      mesh, rule: the mesh, and a further rule, under which the program has to be lowered then.
+    """
+
+    what: str
+    change: Change
+    subject: str
+    more_bytes: int = 0
+    mesh: str = ""
+    rule: str = ""
+
+
+def remedies(program: Program, room_bytes: int) -> tuple[Remedy, ...]:
+    """The best remedies for a device with `room_bytes`, best first; combined ones if none alone suffices."""
+    usage = bytes_after(program, tiled_value_bytes)
     peak = max(usage)
     n = usage.index(peak) - 1
     live = [b.at(n)[1] for b in live_buffers(program, n)]
     kinds = {b.owner: kind_of(program, b.owner, b.begin) for b in program.buffers}
-    changes = [*(_more_devices(program) or _new_axis(program, live)), *_rules(program, live, kinds)]
-    changes += _recomputed(program, live)
-    found = [Remedy(what, peak - max(bytes_after(program, _changed(change)))) for what, change in changes]
-    worth = sorted((r for r in found if r.gain_bytes >= _WORTH * peak), key=lambda r: -r.gain_bytes)
-    return tuple(worth[:_MOST])
+    legal = _Legal(program)
+    ideas = [*(_more_devices(program) or _new_axis(program, live)), *_rules(program, live, kinds, legal)]
+    ideas += [*_recomputed(program, live), *_smaller_batch(program, live, kinds), *_narrow(program), *_loss(program)]
+    gains = {idea: peak - _peak(program, [idea]) for idea in ideas}
+    worth = sorted((i for i in ideas if gains[i] >= _WORTH * peak), key=lambda i: -gains[i])
+    taken: list[_Idea] = []
+    for idea in worth:
+        if len(taken) < _MOST and legal([idea]):
+            taken.append(idea)
+    found = [Remedy(i.what, gains[i]) for i in taken]
+    if peak > room_bytes and taken and peak - gains[taken[0]] > room_bytes:
+        together = _combined(program, taken, legal, room_bytes)
+        if together:
+            what = "together: " + "; and ".join(i.what for i in together)
+            found.insert(0, Remedy(what, peak - _peak(program, together)))
+    return tuple(found)
+
+
+def _combined(program: Program, ideas: Sequence[_Idea], legal: _Legal, room_bytes: int) -> list[_Idea]:
+    """Ideas that save most together, as many as it takes to fit; none if they do not."""
+    chosen: list[_Idea] = []
+    while len(chosen) < _TOGETHER:
+        subjects = {i.subject for i in chosen}
+        others = [[*chosen, i] for i in ideas if i.subject not in subjects]
+        others = sorted(others, key=lambda these: _peak(program, these))
+        chosen = next((these for these in others if legal(these)), [])
+        if not chosen or _peak(program, chosen) <= room_bytes:
+            return chosen
+    return []
+
+
+def _peak(program: Program, ideas: Sequence[_Idea]) -> int:
+    """The peak with these changes, each of which shrinks what the others leave."""
+
+    def size(v: Value) -> int:
+        whole = tiled_value_bytes(v)
+        shares = [found / whole for i in ideas if whole and (found := i.change(v)) is not None]
+        return round(whole * prod(shares)) if shares else whole
+
+    return max(bytes_after(program, size)) + sum(i.more_bytes for i in ideas)
+
+
+class _Legal:
+    """Whether the library lowers a program with some ideas, as far as they are about mesh and layout."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        operations = dict.fromkeys(i.operation for i in program.instructions)
+        self.subjects = Subjects(next(iter(operations)).graph.root, operations)
+
+    def __call__(self, ideas: Iterable[_Idea]) -> bool:
+        mesh = next((i.mesh for i in ideas if i.mesh), str(self.program.mesh))
+        rules = ";".join(filter(None, (str(self.program.layout), *(i.rule for i in ideas))))
+        return check_layout(self.subjects, Mesh(mesh), LayoutRules(rules)).ok
 
 
 def _cut(v: Value, ways: Callable[[str], int]) -> int:
     """Bytes of a value's block with each dim in that many parts more."""
-    return padded_block_bytes(tuple(-(-d.size // ways(d.name)) for d in v.local.shape), v.tensor.dtype.itemsize)
+    return tiled_bytes(tuple(-(-d.size // ways(d.name)) for d in v.local.shape), v.tensor.dtype.itemsize)
 
 
-def _changed(change: Change) -> Size:
-    def size(v: Value) -> int:
-        found = change(v)
-        return padded_value_bytes(v) if found is None else found
-
-    return size
-
-
-def _more_devices(program: Program) -> list[tuple[str, Change]]:
+def _more_devices(program: Program) -> list[_Idea]:
     """An axis of the mesh twice as long."""
-    found: list[tuple[str, Change]] = []
+    found: list[_Idea] = []
     for axis in program.mesh.axes:
         size = program.mesh.axis_size(axis)
         if not any(axis in rule.axes for rule in program.layout.rules):
@@ -73,11 +142,13 @@ def _more_devices(program: Program) -> list[tuple[str, Change]]:
             split = {d.name for d, axes in zip(v.local.shape, v.sharding.axes, strict=True) if axis in axes}
             return _cut(v, lambda dim: 2 if dim in split else 1) if split else None
 
-        found.append((f"twice the devices, mesh axis '{axis}' {size} -> {2 * size}", change))
+        mesh = ";".join(f"{a}:{program.mesh.axis_size(a) * (1 + (a == axis))}" for a in program.mesh.axes)
+        what = f"twice the devices, mesh axis '{axis}' {size} -> {2 * size}"
+        found.append(_Idea(what, change, "devices", mesh=mesh))
     return found
 
 
-def _new_axis(program: Program, live: list[Value]) -> list[tuple[str, Change]]:
+def _new_axis(program: Program, live: list[Value]) -> list[_Idea]:
     """Where no axis splits anything: one that splits a dim of what is live."""
 
     def halved(dim: str) -> Change:
@@ -88,23 +159,30 @@ def _new_axis(program: Program, live: list[Value]) -> list[tuple[str, Change]]:
         for d in _free_dims(program, live)
         if all(v.local.shape.dim(d).size % 2 == 0 for v in live if d in v.local.shape)
     ]
-    return [(f"twice the devices, a new mesh axis 'new' of 2 with rule '{dim}:new'", halved(dim)) for dim in dims]
+    what, mesh = "twice the devices, a new mesh axis 'new' of 2 with rule", f"{program.mesh};new:2"
+    return [_Idea(f"{what} '{d}:new'", halved(d), "devices", mesh=mesh, rule=f"{d}:new") for d in dims]
 
 
-def _rules(program: Program, live: list[Value], kinds: Mapping[Value, str]) -> Iterator[tuple[str, Change]]:
+def _rules(program: Program, live: list[Value], kinds: Mapping[Value, str], legal: _Legal) -> Iterator[_Idea]:
     """For each axis the best layout rule that splits a dim wherever the axis is free, and the best for slots alone."""
     dims = _free_dims(program, live)
     for axis in program.mesh.axes:
-        what = f"(split wherever {axis} is free)"
-        whole = [(f"layout rule '{dim}:{axis}?' {what}", _split(program, dim, axis)) for dim in dims]
-        slots = [
-            (f"layout rule 'slots/{dim}:{axis}' (ZeRO-1: slots and gradients split)", _of_slots(change, kinds))
-            for dim, (_, change) in zip(dims, whole, strict=True)
-        ]
-        for rules in (whole, slots):
-            gains = [sum(padded_value_bytes(v) - _changed(change)(v) for v in live) for _, change in rules]
-            if any(gains):
-                yield rules[gains.index(max(gains))]
+        where, slots = f"(split wherever {axis} is free)", "(ZeRO-1: slots and gradients split)"
+        for scope, note in (("", where), ("slots/", slots)):
+            ideas = []
+            for dim in dims:
+                rule = f"{scope}{dim}:{axis}{'' if scope else '?'}"
+                change = _split(program, dim, axis)
+                change = _of_slots(change, kinds) if scope else change
+                ideas.append(_Idea(f"layout rule '{rule}' {note}", change, f"axis {axis}", rule=rule))
+            gains = {i: sum(map(partial(_gain, i.change), live)) for i in ideas}
+            better = sorted((i for i in ideas if gains[i]), key=lambda i: -gains[i])
+            yield from islice((i for i in better if legal([i])), 1)
+
+
+def _gain(change: Change, v: Value) -> int:
+    size = change(v)
+    return 0 if size is None else tiled_value_bytes(v) - size
 
 
 def _free_dims(program: Program, live: list[Value]) -> list[str]:
@@ -131,7 +209,7 @@ def _of_slots(change: Change, kinds: Mapping[Value, str]) -> Change:
     return lambda v: change(v) if kinds.get(v) in ("slots", "gradients") else None
 
 
-def _recomputed(program: Program, live: list[Value]) -> Iterator[tuple[str, Change]]:
+def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
     """What the forward pass keeps for the backward pass: computed again, or on the host."""
     regions = [i.region for i in program.instructions]
     stacked, carries, values = set(), set(), set()
@@ -149,9 +227,68 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[tuple[str, Chan
     kept = [v for v in live if v in values]
     if len(kept) > 1:
         spared = values - {max(kept, key=lambda v: v.local_bytes)}  # what is computed again takes its place in turn
-        yield "compute again what the forward pass keeps (mtf.recompute_grad)", lambda v: 0 if v in spared else None
+        again = "compute again what the forward pass keeps (mtf.recompute_grad)"
+        yield _Idea(again, lambda v: 0 if v in spared else None, "kept values")
     if stacked:
-        yield "compute again what the loop keeps (mtf.scan, remat='full')", lambda v: 0 if v in stacked else None
+        again = "compute again what the loop keeps (mtf.scan, remat='full')"
+        yield _Idea(again, lambda v: 0 if v in stacked else None, "what the loop keeps")
     if carries:
         offload = "keep what the loop carries on the host (mtf.scan, remat=mtf.Remat(offload_carries=True))"
-        yield offload, lambda v: 0 if v in carries else None
+        yield _Idea(offload, lambda v: 0 if v in carries else None, "carries")
+
+
+def _smaller_batch(program: Program, live: list[Value], kinds: Mapping[Value, str]) -> Iterator[_Idea]:
+    """Half the batch, at once or in two parts of a step: of the first dim that all inputs have and no variable."""
+    given = {*program.inputs.values()}
+    inputs = [v for v in given if v.local_shape.sizes]
+    own = {d.name for v in program.variables.values() for d in v.tensor.shape}
+    shared = [d for d in inputs[0].tensor.shape if all(d in v.tensor.shape for v in inputs)] if inputs else []
+    batch = next((d for d in shared if d.name not in own), None)
+    if batch is None or any(v.local_shape.dim(batch.name).size % 2 for v in inputs):
+        return
+    name = batch.name
+
+    def half(v: Value) -> int | None:
+        return _cut(v, lambda dim: 2 if dim == name else 1) if name in v.local_shape else None
+
+    yield _Idea(f"half the batch, '{name}' {batch.size} -> {batch.size // 2}", half, "batch")
+    if program.updates and any(i.operation.region == BACKWARD for i in program.instructions):
+        # Gradients of all parts are added up in float32, where those of variables lie.
+        sums = sum(tiled_bytes(v.local_shape.sizes, 4) for v in _trained(program))
+        there = sum(tiled_value_bytes(v) for v in live if kinds.get(v) == "gradients")
+        what = f"2 microbatches of '{name}' (mtf.serialize_training_step, num_splits=2)"
+        yield _Idea(what, lambda v: None if v in given else half(v), "batch", max(0, sums - there))
+
+
+def _trained(program: Program) -> list[Value]:
+    """The variables that gradients were declared for."""
+    return [v for v in program.variables.values() if v.tensor.operation in v.tensor.graph.gradient_of.values()]
+
+
+def _narrow(program: Program) -> Iterator[_Idea]:
+    """Variables that nothing updates, in bfloat16; an optimizer would keep them in float32 besides."""
+    wide = {v for name, v in program.variables.items() if v.tensor.dtype is FLOAT32 and name not in program.updates}
+    what = "variables in bfloat16 (slice_dtype='bfloat16')"
+    yield _Idea(what, lambda v: tiled_bytes(v.local_shape.sizes, 2) if v in wide else None, "variables")
+
+
+def _loss(program: Program) -> Iterator[_Idea]:
+    """A softmax over a dim of the variables, such as the vocabulary, in parts of all other dims."""
+    own = {d.name for v in program.variables.values() for d in v.tensor.shape}
+    over = {
+        d.name
+        for i in program.instructions
+        if i.operation.kind.kind is Kind.REDUCTION and i.opcode == "reduce_max"
+        for d in i.inputs[0].tensor.shape
+        if d not in i.outputs[0].tensor.shape and d.name in own
+    }
+    residents = {*program.variables.values(), *program.inputs.values()}
+    for name in sorted(over):
+
+        def part(v: Value, name: str = name) -> int | None:
+            if v in residents or name not in v.local_shape or own.issuperset(v.local_shape.names):
+                return None
+            rest = prod(d.size for d in v.local_shape if d.name not in own)
+            return -(-tiled_value_bytes(v) // _PARTS) if rest % _PARTS == 0 else None
+
+        yield _Idea(f"the loss over '{name}' in {_PARTS} parts (mtf.scan over them, remat='full')", part, "loss")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hardware.chips import Chip
 from meshlib.errors import GraphError
 from meshlib.estimation.rows import Row, names_of_forward
 from meshlib.graph import FORWARD
@@ -19,6 +20,7 @@ def table(est: Estimate, rows: int | None) -> str:
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 0):
         raise GraphError(f"Estimate.table: rows must be a number of rows or None, got {rows!r:.80}")
     lines = [*_head(est), "", *_rows(est, rows), "", est.memory.message]
+    lines += [f"note: {note}" for note in est.program.notes] if est.fits else []  # else the message has them
     lines += ["", *_bounds(est), f"overlap of collectives: {est.overlap}", *_placed(est)]
     return "\n".join(lines)
 
@@ -41,9 +43,14 @@ def _head(est: Estimate) -> list[str]:
     if est.slice.usd_per_hour is not None:
         lines.append(
             f"  cost             {usd_text(est.usd(1000)):>10}  modelled, for 1,000 steps at the list price of "
-            f"${est.slice.usd_per_hour:,.2f} an hour"
+            f"${est.slice.usd_per_hour:,.2f} an hour{_recalled(est.slice.chip, 'usd_per_chip_hour')}"
         )
     return lines
+
+
+def _recalled(chip: Chip, figure: str) -> str:
+    """Says so where nobody has read a figure again in its source."""
+    return " (from memory)" if "from memory" in chip.source(figure) else ""
 
 
 def _rows(est: Estimate, limit: int | None) -> list[str]:

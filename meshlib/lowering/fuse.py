@@ -4,6 +4,9 @@ A group runs as one kernel: at most one matmul with element-wise work before and
 ends in a reduction. Going backwards, an instruction joins the group of its users if they are all in one group; it then
 runs directly before them, which no dependency can forbid.
 
+A product does not join users that wait for later products while what it reads would lie in memory longer than what it
+makes: the gradient of the head's weights is there before the layers' backward pass, though the embedding's joins it.
+
 Such a group ends in a reduction, because somebody may need all of its result first. But what a softmax or a norm makes
 of one row depends on that row alone, and rows fit VMEM. So when the order is known, element-wise groups and reductions
 over minor dims, of which one reads what another makes, are joined: what passes between them never reaches HBM either.
@@ -16,7 +19,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from meshlib.operation import Kind
-from meshlib.program.instructions import Compute, Instruction, Move, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.kept import keeps_rows
 from meshlib.program.records import Program
 
 _FUSIBLE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
@@ -38,8 +42,15 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
     pinned = {*program.outputs.values(), *program.updates.values()}
     users: dict[Value, set[int]] = {}
     groups: list[Group] = []
+    rounds = _rounds(program)
+    resident = {*program.inputs.values(), *program.variables.values()}
     for instruction in reversed(program.instructions):
         joined = _joinable(instruction, users, groups, pinned)
+        if joined is not None and _kind(instruction) is Kind.CONTRACTION:
+            wait = max((rounds.get(x, 0) for i in groups[joined].members for x in i.inputs), default=0)
+            read = sum(x.local_bytes for x in instruction.inputs if x not in users and x not in resident)
+            if wait > rounds[instruction.outputs[0]] and read > sum(y.local_bytes for y in instruction.outputs):
+                joined = None
         if joined is None:
             joined = len(groups)
             groups.append(Group(open=_opens(instruction)))
@@ -51,6 +62,16 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
         for x in instruction.inputs:
             users.setdefault(x, set()).add(joined)
     return [g.members[::-1] for g in reversed(groups)]
+
+
+def _rounds(program: Program) -> dict[Value, int]:
+    """How many products and loops follow each other up to a value, it included."""
+    found: dict[Value, int] = {}
+    for i in program.instructions:
+        behind = max((found.get(x, 0) for x in i.inputs), default=0)
+        own = isinstance(i, Loop) or _kind(i) is Kind.CONTRACTION
+        found.update(dict.fromkeys(i.outputs, behind + own))
+    return found
 
 
 def _kind(instruction: Instruction) -> Kind | None:
@@ -136,7 +157,7 @@ class _RowJoiner:
         last = max((place for place, _ in read), default=-1)
         if last < 0 or not self.open[last]:
             return None
-        whole = any(place == last and not _keeps_rows(i) for place, i in read)
+        whole = any(place == last and not keeps_rows(i) for place, i in read)
         return None if whole else last
 
     def _with_sources(self) -> Iterator[list[Instruction]]:
@@ -157,12 +178,3 @@ class _RowJoiner:
             for y in i.outputs:
                 del waiting[y]
         return source
-
-
-def _keeps_rows(i: Instruction) -> bool:
-    """Whether each row of the result needs one row of the operands: no reduction, or one over minor dims."""
-    if i.operation.kind.kind is not Kind.REDUCTION:
-        return True
-    names = i.inputs[0].tensor.shape.names
-    kept = [n for n in names if n in i.outputs[0].tensor.shape]
-    return list(names[: len(kept)]) == kept

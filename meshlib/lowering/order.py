@@ -1,10 +1,11 @@
 """The order: fusion groups scheduled so that what frees memory runs as soon as it can.
 
-What uses a value that is still on its way waits for a product, if there is one, that hides the way; what no product
-waits for (the update of a weight by a gradient that is being reduced) until about as much is computed as the way takes.
-Then groups that run row by row are joined, and collectives are issued one product early where they do not depend on it
-(the weights of the next layer arrive while this one computes), and no earlier, because what arrives takes memory. This
-is *the* order: the executors, the buffers and the estimate all use it.
+What the backward pass computes again comes right before who needs it. What uses a value that is still on its way waits
+for a product, if there is one, that hides the way; what no product waits for (the update of a weight by a gradient that
+is being reduced) until about as much is computed as the way takes. Then groups that run row by row are joined, and
+collectives are issued one product early where they do not depend on it (the weights of the next layer arrive while this
+one computes), and no earlier, because what arrives takes memory. This is *the* order: the executors, the buffers and
+the estimate all use it.
 """
 
 from __future__ import annotations
@@ -164,8 +165,30 @@ def _hidden_flops(program: Program, i: Instruction) -> float:
 
 def order_and_fuse(program: Program) -> Program:
     """The program in its final order, every instruction with its fusion group."""
-    ordered = program.with_instructions(_Scheduler(program, fusion_groups(program)).run())
+    ordered = program.with_instructions(_Scheduler(program, _on_demand(fusion_groups(program))).run())
     return issue_early(join_rows(ordered))
+
+
+def _on_demand(groups: Sequence[Group]) -> list[Group]:
+    """The groups, each that the backward pass computes again right before the first who needs it."""
+    maker = {y: g for g, group in enumerate(groups) for i in group for y in i.outputs}
+    needs = [{maker[x] for i in group for x in i.inputs} - {g} for g, group in enumerate(groups)]
+    wanted = set().union(*needs)
+    again = [g in wanted and all(i.operation in i.operation.graph.again for i in groups[g]) for g in range(len(groups))]
+    order: list[Group] = []
+    written: set[int] = set()
+    for g in range(len(groups)):
+        waiting = [] if again[g] else [g]
+        while waiting:
+            missing = needs[waiting[-1]] - written
+            if missing:
+                waiting += sorted(missing, reverse=True)
+                continue
+            last = waiting.pop()
+            if last not in written:
+                written.add(last)
+                order.append(groups[last])
+    return order
 
 
 def issue_early(program: Program) -> Program:

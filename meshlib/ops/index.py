@@ -177,8 +177,19 @@ def _gather_roles(op: Operation) -> tuple[Factor, ...]:
 
 
 def _gather_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    """Where no element is looked up twice, each finds by itself whether it is at all: that fuses with what follows."""
     x, indices = op.inputs
-    return [scatter_add(dy, indices, op.attrs["dim"], x.shape, out_of_range=op.attrs["out_of_range"]), None]
+    dim: Dimension = op.attrs["dim"]
+    if all(d in x.shape for d in indices.shape):
+        return [_placed(dy, indices, dim, x.shape), None]
+    return [scatter_add(dy, indices, dim, x.shape, out_of_range=op.attrs["out_of_range"]), None]
+
+
+def _placed(dy: Tensor, indices: Tensor, dim: Dimension, shape: Shape) -> Tensor:
+    """`dy` at its index along `dim`, zeros elsewhere; an index that is none has no place."""
+    from meshlib.ops.elementwise import equal, where
+
+    return where(equal(indices, range(dim)), dy, 0, output_shape=shape)
 
 
 GATHER = operation(

@@ -1,9 +1,12 @@
 """Which values share memory, and from when to when: the plan of a program's buffers, made once for its final order.
 
-Rules: variables, slots and inputs stay. A value used inside its fusion group only takes nothing. A value is freed
-after its last user, all operands of a group after the group's last member: one kernel reads them. Element-wise work
-and all_reduce write over an operand of the same size that dies there; renaming takes nothing; the new value of a
-variable takes its place if no later instruction reads the old one. What lies on the host takes no HBM.
+Rules: variables, slots and inputs stay. A value used inside its fusion group only takes nothing, and neither does one
+that its readers make again (`meshlib.program.kept`). A value is freed after its last user, all operands of a group
+after the group's last member: one kernel reads them. A kernel writes over an operand of the same size that dies there
+and of which it needs, for each element of the result, the same element or row; so do all_reduce and, with what it
+carries, a loop. Renaming takes nothing; the new value of a variable takes its place if no later instruction reads the
+old one, that of a carry likewise, and what a loop stacks is written where the stack is. What lies on the host takes no
+HBM.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from meshlib.operation import Kind, Storage
-from meshlib.program.instructions import Compute, Instruction, Resident, Value
+from meshlib.program.instructions import Compute, Instruction, Loop, Resident, Value
+from meshlib.program.kept import Kept, is_elementwise, keeps_rows
 from meshlib.program.records import Program
 
 START = -1  # in place of the number of an instruction: before the first
@@ -38,20 +42,35 @@ class Buffer:
         return next((begin, v) for begin, v in reversed(self.shown) if begin <= n)
 
 
-def fused_values(program: Program) -> set[Value]:
-    """Values that are used inside the fusion group that makes them only, or by nobody: they occupy no HBM."""
+def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> set[Value]:
+    """Values that are used inside the fusion group that makes them only, or by nobody: they occupy no HBM.
+
+    `written`: results of a body that go into stacks outside.
+    """
     users: dict[Value, set[int]] = {}
     for i in program.instructions:
         for x in i.inputs:
             users.setdefault(x, set()).add(i.group)
-    kept = {*program.outputs.values(), *program.updates.values()}
+    kept = {*program.outputs.values(), *program.updates.values()} - written
     made = [(y, i.group) for i in program.instructions if not isinstance(i, Resident) for y in i.outputs]
     return {y for y, group in made if users.get(y, set()) <= {group} and y not in kept}
 
 
-def plan_buffers(program: Program) -> tuple[Buffer, ...]:
-    """The buffers in the order in which they are taken."""
-    return tuple(_Planner(program).run())
+def kept_of(program: Program, loop: Loop | None = None) -> Kept:
+    """What of a program, or of a body with the `loop` that runs it, is kept and what is made again."""
+    old = {v: program.variables[n] for n, v in program.updates.items() if n in program.variables}
+    written: frozenset[Value] = frozenset()
+    if loop is not None:
+        carried = {program.outputs[end]: program.inputs[start] for start, end in loop.carries}
+        written = frozenset(program.outputs[name] for name in loop.stacks) - carried.keys()
+        given = {*program.inputs.values()}
+        old |= {new: before for new, before in carried.items() if new not in given}
+    return Kept(program, fused_values(program, written), old, written)
+
+
+def plan_buffers(program: Program, loop: Loop | None = None) -> tuple[Buffer, ...]:
+    """The buffers in the order in which they are taken; of a body with the `loop` that runs it."""
+    return tuple(_Planner(program, loop).run())
 
 
 @dataclass(eq=False)
@@ -59,28 +78,27 @@ class _Planner:
     """One walk over a program's order that allocates, shares and frees."""
 
     program: Program
+    loop: Loop | None = None
     found: list[Buffer] = field(default_factory=list)
     of: dict[Value, Buffer] = field(default_factory=dict)  # live values
     holders: dict[Buffer, int] = field(default_factory=dict)  # live values in each
 
     def __post_init__(self) -> None:
         program = self.program
-        self.ends = ends = {i.group: n for n, i in enumerate(program.instructions)}
+        self.ends = {i.group: n for n, i in enumerate(program.instructions)}
         self.begins = {i.group: n for n, i in reversed([*enumerate(program.instructions)])}
-        # One kernel reads all operands of a group.
-        lasting = len(program.instructions)
-        use = program.last_use
-        self.last = {x: ends[program.instructions[n].group] if n < lasting else n for x, n in use.items()}
         groups: dict[int, list[Instruction]] = {}
         for i in program.instructions:
             groups.setdefault(i.group, []).append(i)
         self.groups = groups
-        self.in_place = {g for g, members in groups.items() if all(map(_is_elementwise, members))}
         self.resident = {v for v in (*program.inputs.values(), *program.variables.values()) if not v.tensor.on_host}
-        self.old = {v: program.variables[n] for n, v in program.updates.items() if n in program.variables}
+        self.kept = kept_of(program, self.loop)
+        self.old, self.last = self.kept.old, self.kept.last
+        self.unstored = (self.kept.fused - self.kept.inside) | self.kept.again.keys()
+        self.places: dict[int, list[Value]] = {}  # per group, what its results may be written over
 
     def run(self) -> list[Buffer]:
-        program, inside = self.program, fused_values(self.program)
+        program = self.program
         end = len(program.instructions)
         for v in (*program.inputs.values(), *program.variables.values()):
             if v in self.resident:
@@ -89,7 +107,7 @@ class _Planner:
         for n, i in enumerate(program.instructions):
             for k, y in enumerate(i.outputs):
                 leaving.setdefault(self.last.get(y, n), []).append(y)
-                if not (isinstance(i, Resident) or y in inside or y.tensor.on_host):
+                if not (isinstance(i, Resident) or y in self.unstored or y.tensor.on_host):
                     self._place(n, i, k)
             for y in leaving.pop(n, ()):
                 self._release(n, y)
@@ -110,22 +128,41 @@ class _Planner:
         buffer, last = self.of.get(old), self.last.get(old, START)
         if buffer is None or buffer.owner is not old:
             return False
-        return last < self.begins[group] or (group in self.in_place and last <= self.ends[group])
+        return last < self.begins[group] or (last <= self.ends[group] and old in self._overwritable(group))
 
     def _dying(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
         """Buffers that the result may take over: that of what it renames, or of an operand of its size that dies."""
         if isinstance(i, Compute) and i.operation.kind.storage is Storage.ALIAS and i.inputs[0] in self.of:
             yield self.of[i.inputs[0]]
-        if i.is_collective:
+        if isinstance(i, Loop):
+            starts = dict(zip(i.body.inputs, i.inputs, strict=True))
+            candidates = [starts[start] for start, _ in i.carries[k : k + 1]]
+        elif i.is_collective:
             candidates = [i.inputs[k]] if i.opcode == "all_reduce" else []
         else:
-            candidates = [x for m in self.groups[i.group] for x in m.inputs] if i.group in self.in_place else []
+            candidates = self._overwritable(i.group)
         for x in candidates:
             buffer = self.of.get(x)
             if buffer is None or buffer.owner in self.resident or self.holders[buffer] > 1:
                 continue
             if self.last[x] <= self.ends[i.group] and buffer.owner.local_bytes == y.local_bytes:
                 yield buffer
+
+    def _overwritable(self, group: int) -> list[Value]:
+        """The operands in memory of which a kernel needs, for each element of its results, the same element or row."""
+        if group not in self.places:
+            elsewhere: set[Value] = set()  # values of which something is needed for results at other places
+            placed: dict[Value, bool] = {}
+            for i in reversed(self.groups[group]):
+                same = (is_elementwise(i) or _reduces_rows(i)) and elsewhere.isdisjoint(i.outputs)
+                for x in i.inputs:
+                    if not same:
+                        elsewhere.add(x)
+                    made = self.kept.again.get(x)
+                    for v, at_its_place in ({x: True} if made is None else made.of).items():
+                        placed[v] = placed.get(v, True) and same and at_its_place
+            self.places[group] = [v for v, same in placed.items() if same]
+        return self.places[group]
 
     def _allocate(self, n: int, v: Value, end: int) -> Buffer:
         buffer = Buffer(v, n, end, [(n, v)])
@@ -149,9 +186,6 @@ class _Planner:
             buffer.end = n
 
 
-def _is_elementwise(i: Instruction) -> bool:
-    """Whether each element of the result needs operands at its own position only, or what is made anew there."""
-    if not isinstance(i, Compute) or i.exchanges:
-        return False
-    kind = i.operation.kind
-    return kind.kind is Kind.ELEMENTWISE or kind.storage is Storage.ALIAS or kind.remade
+def _reduces_rows(i: Instruction) -> bool:
+    """Whether it reduces each row by itself."""
+    return isinstance(i, Compute) and not i.exchanges and i.operation.kind.kind is Kind.REDUCTION and keeps_rows(i)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -19,6 +20,7 @@ from meshlib.program.exchange import Exchange, busiest_bytes
 from meshlib.program.margins import Margin
 
 if TYPE_CHECKING:
+    from meshlib.program.buffers import Buffer
     from meshlib.program.records import Program
 
 
@@ -230,6 +232,13 @@ class Loop(Instruction):
         """What the loop is to the graph."""
         assert self.operation.loop is not None
         return self.operation.loop
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Which values share memory during a trip, and from when to when."""
+        from meshlib.program.buffers import plan_buffers
+
+        return plan_buffers(self.body, self)
 
     @property
     def trip_order(self) -> range:

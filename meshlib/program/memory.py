@@ -88,10 +88,11 @@ def moment(i: Instruction) -> str:
     return f"{i.opcode} '{i.operation.name}' ({i.operation.source})"
 
 
-def bytes_after(program: Program, size: Size) -> list[int]:
-    """Bytes taken at the start, then during each instruction, where a buffer takes `size(owner)`."""
+def bytes_after(program: Program, size: Size, loop: Loop | None = None) -> list[int]:
+    """Bytes taken at the start, then during each instruction, where a buffer takes `size(owner)`; of a body with the
+    `loop` that runs it."""
     change = [0] * (len(program.instructions) + 2)
-    for b in program.buffers:
+    for b in program.buffers if loop is None else loop.buffers:
         change[b.begin + 1] += size(b.owner)
         if b.end < len(program.instructions):
             change[b.end + 2] -= size(b.owner)
@@ -106,7 +107,7 @@ def inside_loops(program: Program, size: Size) -> Iterator[tuple[int, int]]:
     for n, i in enumerate(program.instructions):
         if isinstance(i, Loop):
             outside = sum(size(v) for v in i.body.inputs.values() if not v.tensor.on_host)
-            yield n, max(bytes_after(i.body, size)) - outside
+            yield n, max(bytes_after(i.body, size, i)) - outside
 
 
 def kinds_after(program: Program, size: Size) -> Mapping[str, list[int]]:

@@ -138,7 +138,8 @@ def run_of(row: Row) -> Run:
     )
     padded = _padded(run)
     policy, why = _policy(row, run)
-    return replace(run, policy=policy, assumed=(*completed, *assumed, *axes.assumed, *counted, *padded, *why))
+    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *why, *_widened(row))
+    return replace(run, policy=policy, assumed=left_open)
 
 
 def known_model(name: str) -> TransformerConfig | None:
@@ -235,6 +236,12 @@ def _padded(run: Run) -> tuple[str, ...]:
     if run.batch < parts:
         raise NotExpressed(f"{run.batch} sequences do not divide over {parts} devices")
     return (f"{run.batch} sequences padded to {run.padded_batch}",)
+
+
+def _widened(row: Row) -> tuple[str, ...]:
+    """What is assumed of variables that a run keeps in 16 bits, slots included: optimizers here keep float32."""
+    narrow = re.search(r"weight_dtype\W+(bf16|bfloat16)", str(row.get("note", "")).lower())
+    return ("variables and slots in float32, though the row keeps them in bfloat16",) if narrow else ()
 
 
 def _precision(text: str) -> str:

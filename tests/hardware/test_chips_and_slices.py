@@ -92,6 +92,10 @@ def test_figures_agree_with_the_reference(name):
         ("v5litepod-8", 8, 8, 8, (2, 4), (False, False), 1),
         ("v5e-256", 256, 256, 256, (16, 16), (True, True), 32),
         ("V6e-128", 128, 128, 128, (8, 16), (False, True), 16),
+        ("v4-12x12x24", 3456, 6912, 3456, (12, 12, 24), (True,) * 3, 864),
+        ("v4-6912", 3456, 6912, 3456, (12, 12, 24), (True,) * 3, 864),
+        ("v5p-13824", 6912, 13824, 6912, (12, 24, 24), (True,) * 3, 1728),
+        ("v7x-8", 4, 8, 8, (2, 2, 1), (False,) * 3, 1),
         ("tpu7x-128", 64, 128, 128, (4, 4, 4), (True,) * 3, 16),
         ("2*v5e-256", 512, 512, 512, (16, 16), (True, True), 64),
         ("v1-1", 1, 1, 1, (1,), (False,), 1),
@@ -119,7 +123,7 @@ def test_per_device_figures():
     assert s.usd_per_hour == 8.0  # cloud.google.com/tpu/pricing
     pod = Slice("2*v5e-256")
     assert (pod.slices, pod.single, pod.peak_flops()) == (2, Slice("v5e-16x16"), 512 * 197e12)
-    assert pod.hbm_bytes == 512 * 16 * 10**9
+    assert pod.hbm_bytes == 512 * 16 * 2**30
     assert Slice("v1-1").peak_flops_per_device == 91.75e12
     assert Slice("v1-1").usd_per_hour is None
 

@@ -141,8 +141,8 @@ ANSWERS = {
     ("lat-04", "step B=8"): (nominal(V5E, (8 * 1.34e9 + 26e9) / 8), [0.00542963415, 0.00615731707]),
     ("lat-04", "step B=64"): (nominal(V5E, (64 * 1.34e9 + 26e9) / 8), [0.0165254878, 0.0187402439]),
     ("lat-04", "batch 64 fits"): ("yes" if Slice("v5e-8").hbm_bytes > 64 * 1.34e9 + 26e9 else "no", ["yes"]),
-    ("lat-07", "step"): (nominal(V5E, V5E.hbm_bytes), [0.0183414634, 0.0206829268]),
-    ("lat-07", "512 tokens"): (512 * nominal(V5E, V5E.hbm_bytes), [9, 10.8]),
+    ("lat-07", "step"): (nominal(V5E, 16e9), [0.0183414634, 0.0206829268]),
+    ("lat-07", "512 tokens"): (512 * nominal(V5E, 16e9), [9, 10.8]),
     ("ish-01", "ways"): (
         16384 / 32 / (core.critical_intensity(V5E, "ici") / core.critical_intensity(V5E)), [52, 68]
     ),

@@ -1,0 +1,19 @@
+"""Bytes that a block takes in HBM: whole tiles, the densest way round, as a compiler lays it out.
+
+Source: `hardware.memory`.
+"""
+
+from __future__ import annotations
+
+from hardware.memory import densest_bytes
+from meshlib.program.instructions import Value
+
+
+def tiled_value_bytes(v: Value) -> int:
+    """Bytes of the block of a value."""
+    return tiled_bytes(v.local_shape.sizes, v.tensor.dtype.itemsize)
+
+
+def tiled_bytes(sizes: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of a block of these sizes; a single number takes its own."""
+    return densest_bytes(sizes, itemsize) if sizes else itemsize

@@ -1,0 +1,204 @@
+"""Peak memory of whole programs, derived by hand: which buffers there are at the moment that takes most.
+
+What a fusing compiler makes again is none of them: activation functions, norms, softmaxes, casts, cotangents that
+follow element by element from what is there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import meshlib as mtf
+
+D = mtf.Dimension
+F32, BF16, INT32 = 4, 2, 4
+NUMBER = 4  # a float32 loss
+
+
+# ---------------------------------------------------------------- two products
+
+B, M, F, OUT = 512, 64, 256, 128
+
+
+def mlp(mesh: str = "chip:1", layout: str = "", train: bool = True, optimizer: str = "sgd") -> mtf.Program:
+    batch, inner, wide, outer = D("batch", B), D("inner", M), D("wide", F), D("outer", OUT)
+    with mtf.Graph():
+        x = mtf.input("x", [batch, inner])
+        w1, w2 = mtf.variable("w1", [inner, wide]), mtf.variable("w2", [wide, outer])
+        y = mtf.einsum([mtf.relu(mtf.einsum([x, w1], [batch, wide])), w2], [batch, outer])
+        if not train:
+            return mtf.lower({"y": y}, mesh=mesh, layout=layout)
+        loss = mtf.reduce_mean(mtf.square(y))
+        made = {"sgd": mtf.optimize.SgdOptimizer, "adam": mtf.optimize.AdamOptimizer}[optimizer](0.1)
+        return mtf.lower({"loss": loss}, made.minimize(loss), mesh=mesh, layout=layout)
+
+
+def test_mlp_forward() -> None:
+    """At the second product: all that is given, relu's result, the result."""
+    assert mlp(train=False).memory.peak_bytes == (B * M + M * F + F * OUT + B * F + B * OUT) * F32
+
+
+def test_mlp_trained_on_one_device() -> None:
+    """Where the hidden cotangent is made. That of the result is made again of the result; weights change in place."""
+    given = B * M + M * F + F * OUT
+    assert mlp().memory.peak_bytes == (given + B * F + B * OUT + B * F) * F32 + NUMBER
+
+
+def test_mlp_trained_data_parallel() -> None:
+    """At the first layer's gradient, which will be reduced; the second's comes after it, so that the result is there,
+    over which its cotangent is written."""
+    b = B // 4
+    given = b * M + M * F + F * OUT
+    peak = (given + b * F + b * F + b * OUT + M * F) * F32 + NUMBER
+    assert mlp("data:4", "batch:data").memory.peak_bytes == peak
+
+
+def test_mlp_under_zero_one() -> None:
+    """As before, with a quarter of two slots for each weight, and Adam's count of steps."""
+    b = B // 4
+    given = b * M + M * F + F * OUT + 2 * (M * F + F * OUT) // 4
+    program = mlp("data:4", "batch:data;slots/inner:data;slots/wide:data?", optimizer="adam")
+    assert program.memory.peak_bytes == (given + b * F + b * F + b * OUT + M * F) * F32 + NUMBER + INT32
+
+
+# ---------------------------------------------------------------- a classifier's loss
+
+ROWS, MODEL, VOCAB = 256, 64, 8192
+
+
+def test_cross_entropy_and_its_gradient() -> None:
+    """The logits in bfloat16, over which their gradient is written: no float32 copy, no exponential, no one-hot.
+
+    Where the loss is summed there are, for each row, the largest logit, the sum of exponentials and the wanted logit,
+    in float32. The gradient of the weights goes straight into them.
+    """
+    rows, d, vocab = D("rows", ROWS), D("d", MODEL), D("vocab", VOCAB)
+    with mtf.Graph():
+        x, labels = mtf.input("x", [rows, d], "bfloat16"), mtf.input("labels", [rows], "int32")
+        w = mtf.variable("w", [d, vocab])
+        logits = mtf.einsum([x, mtf.cast(w, "bfloat16")], [rows, vocab])
+        loss = mtf.reduce_mean(mtf.layers.softmax_cross_entropy_with_logits(logits, labels, vocab))
+        program = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss))
+    given = ROWS * MODEL * BF16 + ROWS * INT32 + MODEL * VOCAB * F32
+    assert program.memory.peak_bytes == given + ROWS * VOCAB * BF16 + 3 * ROWS * F32 + NUMBER
+
+
+# ---------------------------------------------------------------- a decode step
+
+
+def test_decode_step_writes_into_its_cache() -> None:
+    """Keys and values of the new token are written where the caches lie; what passes besides is a token's worth."""
+    batch, length, heads, key, model = D("batch", 4), D("memory", 1024), D("heads", 8), D("key", 32), D("model", 256)
+    with mtf.Graph():
+        x, place = mtf.input("x", [batch, model], "bfloat16"), mtf.input("place", [], "int32")
+        weights = [mtf.variable(n, [model, heads, key], dtype="bfloat16") for n in ("q", "k", "v")]
+        out = mtf.variable("out", [heads, key, model], dtype="bfloat16")
+        q, k, v = (mtf.einsum([x, w], [batch, heads, key]) for w in weights)
+        shape = [batch, length, heads, key]
+        caches = [mtf.variable(n, shape, 0.0, dtype="bfloat16", trainable=False) for n in ("keys", "values")]
+        one = mtf.Dimension("memory", 1)
+        keys, values = (
+            mtf.update_slice(c, mtf.broadcast(new, [batch, one, heads, key]), length, place)
+            for c, new in zip(caches, (k, v), strict=True)
+        )
+        scores = mtf.cast(mtf.einsum([q, keys], [batch, heads, length]), "float32")
+        found = mtf.einsum([mtf.cast(mtf.softmax(scores, length), "bfloat16"), values], [batch, heads, key])
+        y = mtf.einsum([found, out], [batch, model])
+        updates = [mtf.assign(c, new) for c, new in zip(caches, (keys, values), strict=True)]
+        program = mtf.lower({"y": y}, updates)
+    print(program.memory)
+    cache, token = 4 * 1024 * 8 * 32 * BF16, 4 * 8 * 32 * BF16
+    given = 2 * cache + 4 * 256 * 8 * 32 * BF16 + 4 * 256 * BF16 + INT32
+    scores_bytes = 4 * 8 * 1024 * BF16
+    assert program.memory.peak_bytes <= given + scores_bytes + 4 * token
+    assert program.memory.peak_bytes >= given + scores_bytes
+
+
+# ---------------------------------------------------------------- experts
+
+
+def test_dispatch_to_experts() -> None:
+    """Two devices with two of four experts each: tokens for all go out, tokens from all come in."""
+    groups, tokens, experts, room, model, wide = 2, 64, 4, 32, 128, 512
+    g, t, e, c = D("groups", groups), D("tokens", tokens), D("experts", experts), D("room", room)
+    d, f = D("model", model), D("wide", wide)
+    with mtf.Graph():
+        x, where = mtf.input("x", [g, t, d]), mtf.input("where", [g, t, e, c])
+        up, down = mtf.variable("up", [e, d, f]), mtf.variable("down", [e, f, d])
+        sent = mtf.constrain(mtf.einsum([where, x], [e, g, c, d]), "experts:all")
+        hidden = mtf.relu(mtf.einsum([sent, up], [e, g, c, f]))
+        back = mtf.einsum([hidden, down], [e, g, c, d])
+        y = mtf.einsum([where, mtf.constrain(back, "groups:all")], [g, t, d])
+        program = mtf.lower({"y": y}, mesh="all:2", layout="groups:all;experts:all?")
+    given = (tokens * model + tokens * experts * room + 2 * experts // 2 * model * wide) * F32
+    # At the second product: what the experts made of their tokens, and its result.
+    assert program.memory.peak_bytes == given + (experts // 2 * groups * room * (wide + model)) * F32
+
+
+# ---------------------------------------------------------------- a scanned Transformer layer, under each policy
+
+LAYERS, BATCH, LENGTH, WIDTH, HEADS, KEY, HIDDEN = 3, 4, 128, 64, 4, 16, 512
+STREAM = BATCH * LENGTH * WIDTH * BF16  # the residual stream; q, k, v and context are as large
+WIDE = BATCH * LENGTH * HIDDEN * BF16
+ROW = BATCH * LENGTH * F32  # a statistic of each token
+
+
+def transformer(remat: str) -> mtf.Program:
+    """Layers of fused attention and a GELU, RMS norms before each, trained in bfloat16 with float32 weights."""
+    layers, batch, length, width = D("layers", LAYERS), D("batch", BATCH), D("length", LENGTH), D("width", WIDTH)
+    heads, key, hidden = D("heads", HEADS), D("key", KEY), D("hidden", HIDDEN)
+    mixed = mtf.Numerics(activation_dtype="bfloat16")
+
+    def trip(carries: tuple[mtf.Tensor, ...], slices: tuple[()]) -> tuple[tuple[mtf.Tensor, ...], tuple[()]]:
+        (x,) = carries
+        scores = mtf.layers.Scores(causal=True, kernel="flash")
+        h = mtf.layers.rms_norm(x, width, numerics=mixed, name="first")
+        x = x + mtf.layers.multihead_attention(h, None, None, key, [heads], numerics=mixed, scores=scores)
+        h = mtf.layers.rms_norm(x, width, numerics=mixed, name="second")
+        return (x + mtf.layers.feed_forward(h, hidden, "gelu", False, False, numerics=mixed),), ()
+
+    with mtf.Graph():
+        x = mtf.input("x", [batch, length, width], "bfloat16")
+        (y,), _ = mtf.scan(trip, [x], dim=layers, remat=remat, stack_variables=True)
+        loss = mtf.reduce_mean(mtf.square(mtf.cast(y, "float32")))
+        return mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss))
+
+
+# What each policy keeps of a layer, and what is there besides in its backward pass when most is.
+POLICIES = {
+    # Its input. Computed again: q, k, v, context, the sum after attention, the hidden values; the cotangent of these;
+    # a statistic of each norm. When the weights that follow have their gradient, GELU is made again.
+    "full": (STREAM, 4 * STREAM + STREAM + WIDE + WIDE + 2 * ROW),
+    # Its input, q, k, v, what attention returns, the hidden values. Besides: the cotangents of the hidden values and of
+    # what they are made of, the second norm's statistic.
+    "matmuls": (STREAM + 4 * STREAM + WIDE, WIDE + STREAM + ROW),
+    # All that takes work: of each norm a statistic, the float32 quotient and the result; q, k, v, context, the sum; the
+    # hidden values and four steps of GELU.
+    "none": (
+        STREAM + 2 * (ROW + 2 * STREAM + STREAM) + 4 * STREAM + STREAM + 5 * WIDE,
+        WIDE + STREAM,
+    ),
+}
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_transformer_layers(remat: str) -> None:
+    kept, inside = POLICIES[remat]
+    weights = LAYERS * (4 * WIDTH * HEADS * KEY + 2 * WIDTH * HIDDEN + 2 * WIDTH) * F32
+    given = STREAM + weights
+    # Gradients of all layers are stacked; the cotangent of the stream is carried in one place.
+    backward = weights + STREAM + NUMBER
+    assert transformer(remat).memory.peak_bytes == given + backward + LAYERS * kept + inside
+
+
+def test_unrolled_layers_take_what_their_products_take() -> None:
+    """Element-wise work is made again whatever the policy says: keeping all takes little more than keeping products."""
+
+    def peak(remat: str) -> int:
+        shape = {"layers": 3, "d_model": 128, "d_ff": 512, "heads": 2, "kv_heads": 2, "head_dim": 64, "vocab": 256}
+        config = mtf.models.preset("llama2-7b").replace(**shape, attention="flash")
+        with mtf.Graph():
+            outputs, updates = mtf.models.train_step(config, 4, 512, "sgd", remat=remat, scan=False)
+            return mtf.lower(outputs, updates).memory.peak_bytes
+
+    assert peak("matmuls") <= peak("none") <= 1.2 * peak("matmuls")

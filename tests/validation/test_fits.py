@@ -1,0 +1,42 @@
+"""Published runs that ran fit the memory of their chips, by the plan of the programs that stand for them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshlib.estimation.fitting import memory_on
+from meshlib.validation.policies import NotExpressed
+from meshlib.validation.runs import Run, run_of
+from meshlib.validation.training import _lowered
+from tests.effort import deep
+from tests.validation.test_validate import FILE
+
+SAMPLE = ("mt-v4-22b-1x", "rc-v6e-gpt3-175b-bf16", "rc-v6e-llama3.1-8b-8")
+
+
+def decoders() -> list[Run]:
+    found = []
+    for row in json.loads(FILE.read_text(encoding="utf-8"))["rows"]:
+        try:
+            run = run_of(row)
+        except NotExpressed:
+            continue
+        if not run.encoder and (deep() or run.name in SAMPLE):
+            found.append(run)
+    return found
+
+
+@pytest.mark.skipif(not FILE.exists(), reason="the shared rows are not there")
+def test_published_decoders_fit_or_say_what_is_unknown() -> None:
+    """All 33 in a deep run, a few otherwise: those that were tightest."""
+    runs = decoders()
+    assert len(runs) >= (33 if deep() else len(SAMPLE))
+    too_large = []
+    for run in runs:
+        memory = memory_on(_lowered(run, training=True), run.slice)
+        if not memory.fits:
+            too_large.append(run)
+    assert all("in bfloat16" in " ".join(run.assumed) for run in too_large), [run.name for run in too_large]
+    assert len(too_large) <= 2
