@@ -6,74 +6,26 @@ Making a plan walks the program once; scheduling a plan again, with other consta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
-from hardware.network import Cost
-from meshlib.estimation.kernels import Kernel, forward_names, kernel_of, resident_values
-from meshlib.estimation.moves import Move, Network, moves_of
+from meshlib.estimation.combining import combined
+from meshlib.estimation.kernels import forward_names, kernel_of, resident_values
+from meshlib.estimation.moves import Network, moves_of
+from meshlib.estimation.units import Plan, Unit
 from meshlib.operation import Kind
 from meshlib.program.buffers import fused_values
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.instructions import Move as Reshard
 from meshlib.program.records import Program
 
-HOST_COPIES = ("to_host", "from_host")
-
-
-@dataclass(slots=True)
-class Unit:
-    """A fusion group, collective, copy to or from the host, or loop.
-
-    Attributes:
-      number: of its first instruction, which is that of the fusion group.
-      inputs, outputs: numbers of the values that it reads from outside and makes.
-      moves: what it sends, with the price of each; of a collective exactly one.
-      kernel: of a fusion group; body, trips: of a loop; host_bytes: of a copy to or from the host, by its direction.
-      early: a collective that is issued before the last product that it does not depend on.
-      chained: a collective that the first product after it needs, or after which there is none.
-      product: whether it holds a product written as einsum.
-    """
-
-    number: int
-    name: str
-    source: str
-    region: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    moves: tuple[tuple[Move, Cost], ...] = ()
-    kernel: Kernel | None = None
-    body: Plan | None = None
-    trips: int = 1
-    host_bytes: tuple[str, int] | None = None
-    early: bool = False
-    chained: bool = False
-    product: bool = False
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether it only sends."""
-        return bool(self.moves) and self.kernel is None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The units of a program, or of a loop's body, in order; nothing of the program itself."""
-
-    units: tuple[Unit, ...]
-
-    @property
-    def kernels(self) -> int:
-        """How many fusion groups run, loops' included once."""
-        inside = sum(u.body.kernels for u in self.units if u.body is not None)
-        return inside + sum(u.kernel is not None and not u.kernel.free for u in self.units)
-
 
 def plan_of(program: Program, network: Network, forward: frozenset[str] | None = None) -> Plan:
     """The plan of a program, or of a loop's body with the `forward` names of the program around it."""
     planner = _Planner(program, network, forward_names(program) if forward is None else forward)
     units = [planner.unit(n, [*members]) for n, members in groupby(program.instructions, key=lambda i: i.group)]
+    units = combined(units, network)
     _note_chains(units)
+    _note_windows(units)
     return Plan(tuple(units))
 
 
@@ -131,3 +83,25 @@ def _note_chains(units: Sequence[Unit]) -> None:
         needs.update(dict.fromkeys(unit.outputs, behind))
     for n in since:
         units[n].chained = True
+
+
+def _note_windows(units: Sequence[Unit]) -> None:
+    """Which product is the last of those that take one gathered value piece by piece.
+
+    A window holds products with nothing but element-wise work between them: the first product, loop or attention that
+    does not read the value ends it.
+    """
+    last: dict[int, Unit] = {}  # gathered value -> the last product of its open window
+    gathered: set[int] = set()
+    for unit in units:
+        if unit.is_collective and unit.moves[0][0].kind == "all_gather" and unit.chained:
+            gathered.update(unit.outputs)
+        if not (unit.product or unit.body is not None or (unit.kernel is not None and unit.kernel.attention)):
+            continue
+        taken = {x for x in unit.inputs if x in gathered} if unit.product else set()
+        for x in [x for x in last if x not in taken]:
+            last.pop(x).closes |= {x}
+            gathered.discard(x)
+        last.update(dict.fromkeys(taken, unit))
+    for x, unit in last.items():
+        unit.closes |= {x}

@@ -10,7 +10,7 @@ from hardware.memory import PCIE_EFFICIENCY, hbm_rate
 from hardware.network import Cost
 from hardware.placement import CORES, DCN
 from hardware.vpu import vpu_rate
-from meshlib.estimation.scheduling import COLLECTIVE_LAUNCH_SECONDS, Event, Schedule
+from meshlib.estimation.scheduling import Event, Schedule
 from meshlib.graph import FORWARD
 
 BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency")
@@ -105,27 +105,27 @@ def _compute_row(event: Event, chip: Chip, count: int) -> Row:
     )  # fmt: skip
 
 
-def network_parts(cost: Cost) -> tuple[float, float, float]:
+def network_parts(cost: Cost, chip: Chip) -> tuple[float, float, float]:
     """(ici, dcn, latency) seconds of a collective: the busiest link inside a slice, the NIC, and what is neither."""
     dcn = sum(seconds for place, seconds in cost.busy_seconds if place == DCN)
     cores = sum(seconds for place, seconds in cost.busy_seconds if place == CORES)
     links = max((seconds for place, seconds in cost.busy_seconds if place >= 0), default=0.0)
     ici = min(cores + links, cost.seconds - dcn)
-    return ici, dcn, max(0.0, cost.seconds - ici - dcn) + COLLECTIVE_LAUNCH_SECONDS
+    return ici, dcn, max(0.0, cost.seconds - ici - dcn) + chip.collective_launch_seconds
 
 
 def _collective_row(event: Event, chip: Chip, count: int) -> Row:
     move, cost = event.move, event.cost
     assert move is not None
     assert cost is not None
-    ici, dcn, latency = network_parts(cost)
-    own = cost.seconds + COLLECTIVE_LAUNCH_SECONDS
+    ici, dcn, latency = network_parts(cost, chip)
+    own = cost.seconds + chip.collective_launch_seconds
     parts = {"ici": ici, "dcn": dcn, "latency": latency}
     bound = max(parts, key=lambda name: parts[name])
     share = {"ici": ici * chip.ici_efficiency / own, "dcn": dcn / own}.get(bound, 0.0)
     return Row(
         move.name, move.kind, "collective", event.region, event.source, count, event.first, own, bound, share,
-        ici_seconds=ici, dcn_seconds=dcn, latency_seconds=latency, launch_seconds=COLLECTIVE_LAUNCH_SECONDS,
+        ici_seconds=ici, dcn_seconds=dcn, latency_seconds=latency, launch_seconds=chip.collective_launch_seconds,
         payload_bytes=move.payload_bytes, sent_bytes=move.sent_bytes, axes=move.axes,
     )  # fmt: skip
 

@@ -33,16 +33,12 @@ from typing import Any
 from hardware.memory import pcie_seconds
 from hardware.network import Cost
 from meshlib.estimation.kernels import Kernel
+from meshlib.estimation.links import Links
 from meshlib.estimation.moves import Move
-from meshlib.estimation.plan import HOST_COPIES, Plan, Unit
+from meshlib.estimation.units import HOST_COPIES, Plan, Unit
 from meshlib.estimation.times import KernelTime, Times
 
 POLICIES = ("none", "independent", "collective matmul")
-# An all_gather of 256 KiB on four chips of v7 takes 21.9 us, of which wire and hops explain 11, and three sizes agree
-# on the rest: starting every device of a group and waiting for the last. AI-Hypercomputer/tpu-recipes @c8cfe2f,
-# microbenchmarks/ironwood/collectives/all_gather.md.
-COLLECTIVE_LAUNCH_SECONDS = 10e-6
-
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -106,8 +102,10 @@ class _Run:
         self.made = Schedule()
         self.core = 0.0  # when the core is free
         self.ready: dict[int, float] = {}
-        self.free: dict[int, float] = {}  # place -> when it is free
+        self.links = Links()
         self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
+        self.sent: dict[int, tuple[int, ...]] = {}  # number of a collective's event -> values that it brings
+        self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have taken its pieces
 
     def run(self) -> Schedule:
         for unit in self.plan.units:
@@ -166,36 +164,51 @@ class _Run:
         elif self.overlap != "none" and not unit.chained:
             wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
             self.core += self.times.physics.early_exposed * wire
+        self.sent[len(self.made.events) - 1] = unit.outputs
         for y in unit.outputs:
             self.ready[y] = event.end
             if move.kind == "all_gather" and unit.chained:
                 self.pieces[y] = event
 
     def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
-        seconds = cost.seconds + COLLECTIVE_LAUNCH_SECONDS
-        places = [place for place, _ in cost.busy_seconds]
-        start = max([ready, *(self.free.get(p, 0.0) for p in places)])
+        seconds = cost.seconds + self.times.chip.collective_launch_seconds
         if self.overlap == "none":
-            start = max(start, self.core)
+            ready = max(ready, self.core)
+        # What is still on its way leaves the links to the next one.
+        start, shared, passed = self.links.send(len(self.made.events), cost, ready)
+        for other in passed:
+            self._delay(other.event, other.late_seconds)
+        if self.overlap == "none":
             self.core = start + seconds
         for place, busy in cost.busy_seconds:
-            self.free[place] = start + busy  # what is still on its way leaves the links to the next one
             self.made.use(place, busy)
         self.made.serial_seconds += seconds
-        return self._event(unit, start, start + seconds, move=move, cost=cost, name=f"{move.kind} of {move.name}")
+        name = f"{move.kind} of {move.name}"
+        return self._event(unit, start, start + seconds + shared, move=move, cost=cost, name=name)
+
+    def _delay(self, number: int, seconds: float) -> None:
+        """A collective has been passed: what it brings is there later."""
+        event = self.made.events[number]
+        later = self.made.events[number] = replace(event, end=event.end + seconds)
+        for y in self.sent.get(number, ()):
+            self.ready[y] = later.end
+            if self.pieces.get(y) is event:
+                self.pieces[y] = later
 
     def _kernel(self, unit: Unit, kernel: Kernel) -> None:
         if kernel.free:
             self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
             return
-        waits, floor = self._waits(unit)
+        waits, window = self._waits(unit)
         for move, cost in unit.moves:
             waits = max(waits, self._send(unit, move, cost, waits).end)
         time = self.times.of(kernel)
         start = max(self.core, waits)
         end = start + time.seconds
-        for event, group in floor:
-            end = max(end, event.end + time.seconds / group)
+        for x, gather, group in window:
+            taken = self.windows[x] = self.windows.get(x, 0.0) + time.seconds
+            if x in unit.closes:  # the last piece comes, and goes through all products of the window
+                end = max(end, gather.end + taken / group)
         self.core = end
         event = self._event(unit, start, end, kernel=kernel, time=time)
         self.made.use("mxu", time.mxu_seconds)
@@ -204,18 +217,18 @@ class _Run:
         self.made.serial_seconds += time.upper_seconds
         self._finish(unit, event)
 
-    def _waits(self, unit: Unit) -> tuple[float, list[tuple[Event, int]]]:
-        """When a group may start, and the collectives whose last piece it has to await before it ends."""
-        waits, floor = 0.0, []
+    def _waits(self, unit: Unit) -> tuple[float, list[tuple[int, Event, int]]]:
+        """When a group may start, and what it takes piece by piece: value, collective, and pieces of each."""
+        waits, window = 0.0, []
         taker = self.pieces_too and unit.product
         for x in unit.inputs:
             piece = self.pieces.get(x) if taker else None
             if piece is not None and piece.move is not None:
                 waits = max(waits, piece.start + piece.seconds / piece.move.group)
-                floor.append((piece, piece.move.group))
+                window.append((x, piece, piece.move.group))
             else:
                 waits = max(waits, self.ready.get(x, 0.0))
-        return waits, floor
+        return waits, window
 
     def _finish(self, unit: Unit, event: Event) -> None:
         for y in unit.outputs:
@@ -234,14 +247,12 @@ class _Run:
         body = schedule(plan, self.times, self.overlap)
         seconds = unit.trips * body.seconds
         # What the body sends must not meet what is still on the way.
-        places = [self.free.get(e, 0.0) for e in body.busy if isinstance(e, int)]
+        places = [self.links.free(e) for e in body.busy if isinstance(e, int)]
         start = max([self.core, self._given(unit), *places])
         self.core = start + seconds
         event = self._event(unit, start, self.core, loop=body, trips=unit.trips)
         for engine, busy in body.busy.items():
             self.made.use(engine, unit.trips * busy)
-            if isinstance(engine, int):
-                self.free[engine] = max(self.free.get(engine, 0.0), self.core)
         self.made.serial_seconds += unit.trips * body.serial_seconds
         self.made.exposed_seconds += unit.trips * body.exposed_seconds
         self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.placement import places
 from meshlib.errors import GraphError
-from meshlib.estimation.plan import HOST_COPIES
+from meshlib.estimation.units import HOST_COPIES
 from meshlib.estimation.result import engine_name
 from meshlib.estimation.rows import names_of_forward
 from meshlib.estimation.scheduling import Event, Schedule

@@ -13,9 +13,10 @@ from hardware.chips import Chip
 from layouts import LayoutRules, Mesh, Rule
 from meshlib.estimation.moves import Network, placed
 from meshlib.estimation.physics import Physics
-from meshlib.estimation.plan import Plan, plan_of
+from meshlib.estimation.plan import plan_of
 from meshlib.estimation.scheduling import schedule
 from meshlib.estimation.times import Times
+from meshlib.estimation.units import Plan
 from meshlib.graph import Graph
 from meshlib.lowering import Balance, lower
 from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
