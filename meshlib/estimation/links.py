@@ -32,14 +32,20 @@ class Links:
     """For each place of the network, what is being sent there from when to when, in the order in which it ends."""
 
     turns: dict[int, list[_Turn]] = field(default_factory=dict)
+    blocked: dict[int, float] = field(default_factory=dict)  # place -> until when a loop has it
+
+    def block(self, place: int, until: float) -> None:
+        """A loop sends there, and nothing beside it."""
+        self.blocked[place] = max(until, self.blocked.get(place, 0.0))
 
     def free(self, place: int) -> float:
         """When a place has nothing more to send."""
         turns = self.turns.get(place)
-        return turns[-1].end if turns else 0.0
+        return max(turns[-1].end if turns else 0.0, self.blocked.get(place, 0.0))
 
     def send(self, event: int, cost: Cost, ready: float) -> tuple[float, float, list[Sending]]:
         """A collective that is ready at a time: (when it starts, what sharing costs it, whom it has passed)."""
+        ready = max([ready, *(self.blocked.get(place, 0.0) for place, _ in cost.busy_seconds)])
         start, shared = ready, 0.0
         ahead: dict[int, int] = {}
         for place, busy in cost.busy_seconds:

@@ -26,6 +26,7 @@ def plan_of(program: Program, network: Network, forward: frozenset[str] | None =
     units = combined(units, network)
     _note_chains(units)
     _note_windows(units)
+    _note_leaders(units)
     return Plan(tuple(units))
 
 
@@ -96,7 +97,7 @@ def _note_windows(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.is_collective and unit.moves[0][0].kind == "all_gather" and unit.chained:
             gathered.update(unit.outputs)
-        if not (unit.product or unit.body is not None or (unit.kernel is not None and unit.kernel.attention)):
+        if not unit.is_large:
             continue
         taken = {x for x in unit.inputs if x in gathered} if unit.product else set()
         for x in [x for x in last if x not in taken]:
@@ -105,3 +106,12 @@ def _note_windows(units: Sequence[Unit]) -> None:
         last.update(dict.fromkeys(taken, unit))
     for x, unit in last.items():
         unit.closes |= {x}
+
+
+def _note_leaders(units: Sequence[Unit]) -> None:
+    """What a product, attention or loop needs, itself or through what runs in between."""
+    needed: set[int] = set()
+    for unit in reversed(units):
+        unit.leads_on = unit.is_large or not needed.isdisjoint(unit.outputs)
+        if unit.leads_on:
+            needed.update(unit.inputs)

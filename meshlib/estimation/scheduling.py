@@ -10,7 +10,8 @@ order, and holds up only the first group that uses its result. Policies:
                         kernel makes, run in as many pieces as there are devices in the group: the first piece of one
                         starts the other, the last ends it
 
-Nothing is reordered here. A collective that the program issues early starts when the core reaches the product before
+The order is the program's, but what waits for something on its way, and what nothing large waits for (the update of a
+weight by its gradient), holds up nobody: it runs when what it needs is there. A collective that the program issues early starts when the core reaches the product before
 which it stands. A collective is chained if the first product after it needs its result, or if there is none; only
 these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of the time
 for which links are busy (`Physics.early_exposed`).
@@ -26,6 +27,7 @@ matmul); openxla/xla latency_hiding_scheduler (start and done).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,7 +77,8 @@ class Schedule:
 
     `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
     `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
-    something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host.
+    something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host;
+    `core_seconds` is when the core has finished, though something may still be on its way.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -84,20 +87,29 @@ class Schedule:
     serial_seconds: float = 0.0
     exposed_seconds: float = 0.0
     host_exposed_seconds: float = 0.0
+    core_seconds: float = 0.0
+
+    @property
+    def host_seconds(self) -> float:
+        """What copies to or from the host take, the longer of both."""
+        return max(self.busy.get(way, 0.0) for way in HOST_COPIES)
 
     def use(self, engine: str | int, seconds: float) -> None:
         """Count busy time."""
         self.busy[engine] = self.busy.get(engine, 0.0) + seconds
 
 
-def schedule(plan: Plan, times: Times, overlap: str) -> Schedule:
-    """The schedule of a plan, from 0."""
-    return _Run(plan, times, overlap).run()
+def schedule(plan: Plan, times: Times, overlap: str, unrolled: bool = False) -> Schedule:
+    """The schedule of a plan, from 0.
+
+    `unrolled`: loops stand for trips written out one after the other, so that what one sends may end in the next.
+    """
+    return _Run(plan, times, overlap, unrolled).run()
 
 
 class _Run:
-    def __init__(self, plan: Plan, times: Times, overlap: str) -> None:
-        self.plan, self.times, self.overlap = plan, times, overlap
+    def __init__(self, plan: Plan, times: Times, overlap: str, unrolled: bool) -> None:
+        self.plan, self.times, self.overlap, self.unrolled = plan, times, overlap, unrolled
         self.pieces_too = overlap == "collective matmul"
         self.made = Schedule()
         self.core = 0.0  # when the core is free
@@ -105,22 +117,54 @@ class _Run:
         self.links = Links()
         self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
         self.sent: dict[int, tuple[int, ...]] = {}  # number of a collective's event -> values that it brings
+        self.later: list[Unit] = []  # what was put off, and the values that it makes
+        self.awaited: set[int] = set()
         self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have taken its pieces
 
     def run(self) -> Schedule:
         for unit in self.plan.units:
-            self._place(unit)
+            self._catch_up()
+            if not self._is_put_off(unit):
+                self._place(unit)
         made = self.made
+        made.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
+        while self.later:
+            self._place_later(min(self.later, key=self._when))
         made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
         sent = [(e.start, e.end) for e in made.events if e.move is not None]
         computed = [e for e in made.events if e.on_core]
         # A group that awaits the last piece of its operand computes at its end.
         busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in computed]
         made.exposed_seconds += uncovered(sent, busy)
-        copies = max(made.busy.get(way, 0.0) for way in HOST_COPIES)
+        copies = made.host_seconds
         made.host_exposed_seconds += max(0.0, copies - made.seconds)
         made.seconds = max(made.seconds, copies)
         return made
+
+    def _is_put_off(self, unit: Unit) -> bool:
+        """Whether a unit waits for something on its way while others run: nothing large waits for it."""
+        if unit.leads_on or self.overlap == "none":
+            return False
+        if self.awaited.isdisjoint(unit.inputs) and (unit.kernel is None or self._given(unit) <= self.core):
+            return False
+        self.later.append(unit)
+        self.awaited.update(unit.outputs)
+        return True
+
+    def _when(self, unit: Unit) -> float:
+        """When what was put off may run."""
+        return math.inf if not self.awaited.isdisjoint(unit.inputs) else self._given(unit)
+
+    def _catch_up(self) -> None:
+        """Run what was put off and has arrived."""
+        for unit in [*self.later]:
+            if self._when(unit) <= self.core:
+                self._place_later(unit)
+
+    def _place_later(self, unit: Unit) -> None:
+        self.later.remove(unit)
+        self.awaited.difference_update(unit.outputs)
+        self._place(unit)
 
     def _place(self, unit: Unit) -> None:
         if unit.body is not None:
@@ -244,17 +288,24 @@ class _Run:
         return found if found is not None and found.kernel is not None else None
 
     def _loop(self, unit: Unit, plan: Plan) -> None:
-        body = schedule(plan, self.times, self.overlap)
-        seconds = unit.trips * body.seconds
+        body = schedule(plan, self.times, self.overlap, self.unrolled)
+        period, tail = body.seconds, 0.0
+        if self.unrolled:
+            period = max([body.core_seconds, body.host_seconds, *(s for e, s in body.busy.items() if isinstance(e, int))])
+            tail = max(0.0, body.seconds - period)
+        seconds = unit.trips * period
         # What the body sends must not meet what is still on the way.
-        places = [self.links.free(e) for e in body.busy if isinstance(e, int)]
-        start = max([self.core, self._given(unit), *places])
+        places = [e for e in body.busy if isinstance(e, int)]
+        start = max([self.core, self._given(unit), *map(self.links.free, places)])
         self.core = start + seconds
-        event = self._event(unit, start, self.core, loop=body, trips=unit.trips)
+        for place in places:
+            self.links.block(place, self.core)
+        event = self._event(unit, start, self.core + tail, loop=body, trips=unit.trips)
         for engine, busy in body.busy.items():
             self.made.use(engine, unit.trips * busy)
         self.made.serial_seconds += unit.trips * body.serial_seconds
-        self.made.exposed_seconds += unit.trips * body.exposed_seconds
+        bare = body.exposed_seconds - tail if self.unrolled else body.exposed_seconds
+        self.made.exposed_seconds += unit.trips * max(0.0, bare)
         self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds
         self._finish(unit, event)
 

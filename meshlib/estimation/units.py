@@ -23,6 +23,7 @@ class Unit:
       early: a collective that is issued before the last product that it does not depend on.
       chained: a collective that the first product after it needs, or after which there is none.
       product: whether it holds a product written as einsum.
+      leads_on: whether a product, attention or loop is it, or needs what it makes.
       closes: of what it reads, gathered values that no further product of the same window reads.
     """
 
@@ -40,7 +41,13 @@ class Unit:
     early: bool = False
     chained: bool = False
     product: bool = False
+    leads_on: bool = False
     closes: frozenset[int] = frozenset()
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a product, attention, or a loop: what hides collectives."""
+        return self.product or self.body is not None or (self.kernel is not None and self.kernel.attention is not None)
 
     @property
     def is_collective(self) -> bool:

@@ -48,7 +48,8 @@ class Prepared:
         return total * (1 + physics.jitter(run.slice.slices))
 
     def _once(self, plan: Plan, physics: Physics) -> float:
-        return schedule(plan, Times(self.chip, physics), OVERLAP).seconds
+        # TensorFlow's layers are written out one after the other, JAX's are a loop.
+        return schedule(plan, Times(self.chip, physics), OVERLAP, unrolled=self.run.encoder).seconds
 
 
 def prepare(run: Run) -> Prepared:
