@@ -70,6 +70,8 @@ class Kernel:
         repeats and the model asks for (one pass). Exact.
       vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
       passing_bytes: padded, of each buffer at its boundary that only passes between groups; sorted.
+      quantised_bytes: padded, what quantising the operands of a product in eight bits reads and writes, where that has
+        not been done before; spared_bytes: by how much less the product then reads than the operands as they were.
       free: nothing runs: sources that are there already, renamings, constants of one element.
     """
 
@@ -88,12 +90,15 @@ class Kernel:
     free: bool
     passing_bytes: tuple[int, ...] = ()
     attention: Attention | None = None
+    quantised_bytes: int = 0
+    spared_bytes: int = 0
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """What its time depends on."""
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
-        return (*work, self.free, self.passing_bytes, self.attention)
+        narrow = self.quantised_bytes, self.spared_bytes
+        return (*work, self.free, self.passing_bytes, self.attention, *narrow)
 
     @cached_property
     def operand_bytes(self) -> int:
@@ -102,12 +107,18 @@ class Kernel:
 
 
 def kernel_of(
-    program: Program, members: Sequence[Instruction], fused: set[Value], held: set[Value], forward: frozenset[str]
+    program: Program,
+    members: Sequence[Instruction],
+    fused: set[Value],
+    held: set[Value],
+    forward: frozenset[str],
+    quantised: set[tuple[Value, Value]],
 ) -> Kernel:
     """The work of a fusion group.
 
     `fused` are the program's values that never reach HBM, `held` its `resident_values`, `forward` the names of the
     forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
+    `quantised` has the operands that are there in eight bits already, each with its scales; those of this group join.
     """
     made = [i for i in reversed(members) if any(y not in fused for y in i.outputs)] or members[::-1]
     large = (i for i in made if any(y.local_size > 1 for y in i.outputs))
@@ -128,6 +139,7 @@ def kernel_of(
             useful += product.flops * _share_useful(program, i, forward)
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
+    passed, spared = _quantised(main, quantised) if _is_matmul(main) else (0, 0)
     boundary = _boundary(members, fused, held)
     free = all(_is_free(i) for i in members)
     return Kernel(
@@ -146,7 +158,23 @@ def kernel_of(
         free,
         () if free else boundary.passing,
         attention,
+        passed,
+        spared,
     )
+
+
+def _quantised(product: Compute, done: set[tuple[Value, Value]]) -> tuple[int, int]:
+    """Of a product in eight bits, bytes that quantising moves, and those by which its operands are smaller then."""
+    if product.operation.attrs.get("precision") not in EIGHT_BIT:
+        return 0, 0
+    moved = spared = 0
+    for x, scales in zip(product.inputs[:2], product.inputs[2:], strict=True):
+        wide, narrow = (padded_block_bytes(x.local_shape.sizes, n) for n in (_stored(x.tensor).dtype.itemsize, 1))
+        spared += wide - narrow
+        if (x, scales) not in done:
+            done.add((x, scales))
+            moved += wide + narrow
+    return moved, spared
 
 
 def _share_useful(program: Program, i: Compute, forward: frozenset[str]) -> float:

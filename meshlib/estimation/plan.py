@@ -36,6 +36,7 @@ class _Planner:
         self.numbers: dict[Value, int] = {}
         self.fused = fused_values(program)
         self.held = resident_values(program)
+        self.quantised: set[tuple[Value, Value]] = set()
 
     def unit(self, number: int, members: Sequence[Instruction]) -> Unit:
         first = members[0]
@@ -59,7 +60,7 @@ class _Planner:
         unit.early = isinstance(first, Reshard) and first.early
         unit.moves = tuple((m, self.network.cost(m)) for i in members for m in moves_of(self.program, i))
         if not first.is_collective:
-            unit.kernel = kernel_of(self.program, members, self.fused, self.held, self.forward)
+            unit.kernel = kernel_of(self.program, members, self.fused, self.held, self.forward, self.quantised)
             unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit

@@ -11,6 +11,9 @@ A product alone in its program passes through VMEM in the best blocks (`hardware
 `product_rate` of that rate, and its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads m k n / edge
 elements of each operand.
 
+A product in eight bits reads its operands as they were quantised before, in a pass of its own: what is read, and a byte
+an element written. The pass is over before the product starts; products of one operand with the same scales share it.
+
 Fused attention contracts scores over the key dim (both passes) and cotangents over the value dim: dims narrower than
 the array fill it in part. Products over the memory dim can be turned so that these dims stream.
 
@@ -90,11 +93,11 @@ class Times:
             read, bare = self._blocked(product, itemsize)
             again += read - kernel.operand_bytes
             exposed += bare
-        traffic = kernel.padded_bytes + again - self._on_chip(kernel)
+        traffic = kernel.padded_bytes + again - self._on_chip(kernel) - kernel.spared_bytes + kernel.quantised_bytes
         # bfloat16 takes half the time where lanes work in it.
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
-        bare_seconds = hbm_seconds(chip, min(exposed, traffic)) if time.mxu_seconds else 0.0
+        bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
         mxu = time.mxu_seconds / self.physics.product_rate
         return KernelTime(mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic)
 
