@@ -34,6 +34,12 @@ COMMON: Figures = {
     "mxu_efficiency": (0.96, "large bf16 matmuls reach 95-97 % of peak on shipping chips"),
     "ici_efficiency": (0.9, "45/45/90/90 GB/s measured of 50/50/100/100: jax-ml/scaling-book sharding.md"),
     "ici_hop_seconds": (1e-6, "about 1 us per hop: jax-ml/scaling-book sharding.md"),
+    "dcn_efficiency": (
+        0.5,
+        "between pods of v4 81 Tbit/s, 3.3 of 6.25 GB/s per chip: PaLM, arXiv:2204.02311; on v6e an all-reduce of 606 MB "
+        "at 4.1 of 12.5 GB/s, up to 8.2 by the number of slices: AI-Hypercomputer/tpu-recipes @c8cfe2f "
+        "microbenchmarks/trillium/collectives",
+    ),
     "dcn_hop_seconds": (10e-6, "assumed: one switch traversal and two host stacks"),
     "launch_seconds": (
         1e-6,

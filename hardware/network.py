@@ -122,7 +122,7 @@ def _price(slice_: Slice, factors: tuple[Factor, ...], kind: str, payload_bytes:
         busy |= {place: times * per_byte * size for place, per_byte in way.busy}
         size = size if whole else size / route.torus_size
     if route.slices > 1:
-        wire = times * _share_sent(route.slices) * size / (chip.dcn_bytes_per_second / share)
+        wire = times * _share_sent(route.slices) * size / _dcn_rate(chip)
         busy[DCN] = wire
         seconds += wire + times * chip.dcn_hop_seconds * math.ceil(math.log2(route.slices))
     return Cost(seconds, tuple(sorted(busy.items())), hops, algorithm)
@@ -328,6 +328,11 @@ def _affine(ring: collectives.Axis, link: Links) -> tuple[float, float]:
     return fixed, collectives.ring_stage_seconds(1.0, ring, Links(link.bytes_per_second, 0.0))
 
 
+def _dcn_rate(chip: Chip) -> float:
+    """Bytes per second of one device over DCN, as reached."""
+    return chip.dcn_bytes_per_second * chip.dcn_efficiency / chip.devices_per_chip
+
+
 def _share_sent(n: int) -> float:
     return (n - 1) / n
 
@@ -356,7 +361,7 @@ def _point_cost(chip: Chip, kind: str, route: _Route, size: float) -> Cost:
         seconds = seconds + time if kind == "broadcast" else max(seconds, time, busy[f.place])
         hops += steps * f.stride
     if route.slices > 1:
-        busy[DCN] = size / (chip.dcn_bytes_per_second / share)
+        busy[DCN] = size / _dcn_rate(chip)
         time = busy[DCN] + chip.dcn_hop_seconds
         seconds = seconds + time if kind == "broadcast" else max(seconds, time)
     return Cost(seconds, tuple(sorted(busy.items())), hops, "-")

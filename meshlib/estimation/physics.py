@@ -64,7 +64,7 @@ class Physics:
     early_exposed: float = _constant(
         0.58, "share of the time on the wire of a collective beside the core that the core loses",
         "its buffers take HBM and VMEM bandwidth, the core starts transfers and adds what arrives",
-        FITTED, 0.0, 1.0, 0.4, 0.3,
+        FITTED, 0.0, 1.0, 0.8, 0.15,
     )  # fmt: skip
     slice_jitter: float = _constant(
         0.021, "share of a step per doubling of the slices",

@@ -6,6 +6,7 @@ Making a plan walks the program once; scheduling a plan again, with other consta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from meshlib.estimation.combining import combined
@@ -13,6 +14,7 @@ from meshlib.estimation.kernels import forward_names, kernel_of, resident_values
 from meshlib.estimation.moves import Network, moves_of
 from meshlib.estimation.units import Plan, Unit
 from meshlib.operation import Kind
+from meshlib.ops.einsum import EIGHT_BIT
 from meshlib.program.buffers import fused_values
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.instructions import Move as Reshard
@@ -37,6 +39,8 @@ class _Planner:
         self.fused = fused_values(program)
         self.held = resident_values(program)
         self.quantised: set[tuple[Value, Value]] = set()
+        self.narrow = narrow_values(program)
+        self.gathered: dict[Value, Value] = {}  # what is gathered narrow -> what it is gathered from
 
     def unit(self, number: int, members: Sequence[Instruction]) -> Unit:
         first = members[0]
@@ -58,15 +62,31 @@ class _Planner:
             unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
             return unit
         unit.early = isinstance(first, Reshard) and first.early
-        unit.moves = tuple((m, self.network.cost(m)) for i in members for m in moves_of(self.program, i))
+        moves = [m for i in members for m in moves_of(self.program, i)]
+        if first.is_collective and all(y in self.narrow for y in first.outputs):
+            self.gathered.update({y: self.gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
+            moves = [replace(m, larger_bytes=m.larger_bytes // first.inputs[0].tensor.dtype.itemsize) for m in moves]
+        unit.moves = tuple((m, self.network.cost(m)) for m in moves)
         if not first.is_collective:
-            unit.kernel = kernel_of(self.program, members, self.fused, self.held, self.forward, self.quantised)
+            unit.kernel = kernel_of(self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered)
             unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit
 
     def _number(self, value: Value) -> int:
         return self.numbers.setdefault(value, len(self.numbers))
+
+
+def narrow_values(program: Program) -> set[Value]:
+    """What is gathered for products in eight bits only: it is quantised before, and a byte an element is sent."""
+    wide = {*program.outputs.values(), *program.updates.values()}
+    narrow: set[Value] = set()
+    for i in reversed(program.instructions):
+        eight = i.operation.attrs.get("precision") in EIGHT_BIT if isinstance(i, Compute) else False
+        gather = i.is_collective and i.opcode == "all_gather" and i.outputs[0] in narrow
+        for n, x in enumerate(i.inputs):
+            (narrow if gather or (eight and n < 2) else wide).add(x)
+    return narrow - wide
 
 
 def _note_chains(units: Sequence[Unit]) -> None:

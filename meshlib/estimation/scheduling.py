@@ -32,14 +32,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hardware.memory import pcie_seconds
+from hardware.memory import hbm_seconds, pcie_seconds
 from hardware.network import Cost
+from meshlib.estimation.hbm import Hbm
 from meshlib.estimation.kernels import Kernel
 from meshlib.estimation.links import Links
 from meshlib.estimation.moves import Move
 from meshlib.estimation.units import HOST_COPIES, Plan, Unit
 from meshlib.estimation.times import KernelTime, Times
 
+# What arrives is written to HBM and what leaves is read: of an all_reduce in both of its halves.
+HBM_PASSES = {"all_reduce": 4}
 POLICIES = ("none", "independent", "collective matmul")
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class _Run:
         self.links = Links()
         self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
         self.sent: dict[int, tuple[int, ...]] = {}  # number of a collective's event -> values that it brings
+        self.hbm = Hbm()
         self.later: list[Unit] = []  # what was put off, and the values that it makes
         self.awaited: set[int] = set()
         self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have taken its pieces
@@ -127,6 +131,7 @@ class _Run:
             if not self._is_put_off(unit):
                 self._place(unit)
         made = self.made
+        self.core += self.hbm.owed_seconds
         made.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
         while self.later:
             self._place_later(min(self.later, key=self._when))
@@ -208,6 +213,8 @@ class _Run:
         elif self.overlap != "none" and not unit.chained:
             wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
             self.core += self.times.physics.early_exposed * wire
+        if self.overlap != "none":
+            self.hbm.owe(hbm_seconds(self.times.chip, HBM_PASSES.get(move.kind, 2) * move.larger_bytes))
         self.sent[len(self.made.events) - 1] = unit.outputs
         for y in unit.outputs:
             self.ready[y] = event.end
@@ -248,6 +255,7 @@ class _Run:
             waits = max(waits, self._send(unit, move, cost, waits).end)
         time = self.times.of(kernel)
         start = max(self.core, waits)
+        time = self.hbm.run(time, self.core, start)
         end = start + time.seconds
         for x, gather, group in window:
             taken = self.windows[x] = self.windows.get(x, 0.0) + time.seconds
