@@ -186,11 +186,16 @@ def _at_hand(product: Compute, members: Sequence[Instruction], held: set[Value])
     return here(first), here(second)
 
 
+def quantises(i: Instruction) -> bool:
+    """Whether an instruction is a product that quantises its operands, with scales beside them."""
+    return isinstance(i, Compute) and i.operation.attrs.get("precision") in EIGHT_BIT and len(i.inputs) == 4
+
+
 def _quantised(
     product: Compute, done: set[tuple[Value, Value]], gathered: Mapping[Value, Value]
 ) -> tuple[int, int]:
     """Of a product in eight bits, bytes that quantising moves, and those by which its operands are smaller then."""
-    if product.operation.attrs.get("precision") not in EIGHT_BIT:
+    if not quantises(product):
         return 0, 0
     moved = spared = 0
     for x, scales in zip(product.inputs[:2], product.inputs[2:], strict=True):

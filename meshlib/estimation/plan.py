@@ -10,11 +10,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from meshlib.estimation.combining import combined
-from meshlib.estimation.kernels import forward_names, kernel_of, resident_values
+from meshlib.estimation.kernels import forward_names, kernel_of, quantises, resident_values
 from meshlib.estimation.moves import Network, moves_of
 from meshlib.estimation.units import Plan, Unit
 from meshlib.operation import Kind
-from meshlib.ops.einsum import EIGHT_BIT
 from meshlib.program.buffers import fused_values
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.instructions import Move as Reshard
@@ -82,7 +81,7 @@ def narrow_values(program: Program) -> set[Value]:
     wide = {*program.outputs.values(), *program.updates.values()}
     narrow: set[Value] = set()
     for i in reversed(program.instructions):
-        eight = i.operation.attrs.get("precision") in EIGHT_BIT if isinstance(i, Compute) else False
+        eight = quantises(i)
         gather = i.is_collective and i.opcode == "all_gather" and i.outputs[0] in narrow
         for n, x in enumerate(i.inputs):
             (narrow if gather or (eight and n < 2) else wide).add(x)
