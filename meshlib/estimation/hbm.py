@@ -43,7 +43,12 @@ class Hbm:
         end = max(launched + max(time.mxu_seconds, time.vpu_seconds) + bare, done)
         self.until = done
         self._serve(max(start, done), end)
-        return replace(time, hidden_seconds=start + time.seconds - end)
+        return replace(time, hidden_seconds=max(0.0, start + time.seconds - end))
+
+    def left(self, core: float, end: float) -> float:
+        """What is still owed when the last collective has ended, the core being free since `core`."""
+        self._serve(core if self.until is None else max(core, self.until), end)
+        return self.owed_seconds
 
     def _serve(self, begin: float, end: float) -> None:
         """Time in which no kernel wants it goes to collectives."""

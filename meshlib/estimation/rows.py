@@ -20,6 +20,7 @@ BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency")
 class Row:
     """One fusion group, collective or copy to or from the host.
 
+    `hidden_seconds` is what of a kernel ran before its turn: operands that were fetched while others ran.
     `launch_seconds` is the part of `latency_seconds` that starting it takes; the rest is hops.
 
     Exact, for one run on one device: `mxu_flops` executed, `useful_flops` of them not repeated elsewhere,
@@ -46,6 +47,7 @@ class Row:
     dcn_seconds: float = 0.0
     latency_seconds: float = 0.0
     launch_seconds: float = 0.0
+    hidden_seconds: float = 0.0
     mxu_flops: int = 0
     useful_flops: float = 0.0
     vpu_ops: int = 0
@@ -100,7 +102,8 @@ def _compute_row(event: Event, chip: Chip, count: int) -> Row:
     return Row(
         kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
         mxu_seconds=time.mxu_seconds, vpu_seconds=time.vpu_seconds, hbm_seconds=time.hbm_seconds,
-        latency_seconds=latency, launch_seconds=latency, mxu_flops=kernel.mxu_flops, useful_flops=kernel.useful_flops,
+        latency_seconds=max(0.0, latency - time.hidden_seconds), launch_seconds=latency,
+        hidden_seconds=time.hidden_seconds, mxu_flops=kernel.mxu_flops, useful_flops=kernel.useful_flops,
         vpu_ops=kernel.vpu_ops, hbm_bytes=kernel.hbm_bytes, traffic_bytes=time.traffic_bytes, mxu_dtype=dtype,
     )  # fmt: skip
 

@@ -131,7 +131,7 @@ class _Run:
             if not self._is_put_off(unit):
                 self._place(unit)
         made = self.made
-        self.core += self.hbm.owed_seconds
+        self.core += self.hbm.left(self.core, max((e.end for e in self.made.events if e.copy is None), default=0.0))
         made.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
         while self.later:
             self._place_later(min(self.later, key=self._when))
