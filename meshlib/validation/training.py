@@ -121,7 +121,8 @@ def config_of(run: Run) -> TransformerConfig:
 def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
     """The run's axes as rules: the batch over slices, data and fully sharded axes, models by the library's presets."""
     named = [axis for axis in ("fsdp", "tensor", "context") if axis in mesh]
-    named = [{"tensor": "sequence"}.get(axis, axis) for axis in named]
+    if run.length % run.axis("tensor") == 0:  # activations between layers are split along the sequence
+        named = [{"tensor": "sequence"}.get(axis, axis) for axis in named]
     rules = list(model_layout("+".join(named), config, mesh).rules) if named else []
     batch = tuple(axis for axis in ("slices", "data", "shard", "fsdp") if axis in mesh)
     rules = [r for r in rules if r.dim != "batch"]
