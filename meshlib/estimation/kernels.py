@@ -15,7 +15,7 @@ from math import prod
 from typing import TypeGuard
 
 from hardware.core import Matmul
-from hardware.memory import padded_bytes
+from hardware.memory import SUBLANES, padded_bytes
 from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
 from meshlib.graph import FORWARD, Tensor
@@ -74,6 +74,8 @@ class Kernel:
         not been done before; spared_bytes: by how much less the product then reads than the operands as they were.
       at_hand_bytes: padded, of what it reads that is there from the start: variables, inputs, slices of a loop's
         stacks; at_hand: whether the first and the second operand of its product are.
+      row_bytes: in float32, of a block of rows that reductions in it run along; sweeps: reductions whose results its own
+        members need, each of which has to see all of a row first; read_bytes: padded, of what it reads.
       free: nothing runs: sources that are there already, renamings, constants of one element.
     """
 
@@ -96,13 +98,16 @@ class Kernel:
     spared_bytes: int = 0
     at_hand_bytes: int = 0
     at_hand: tuple[bool, bool] = (False, False)
+    row_bytes: int = 0
+    sweeps: int = 0
+    read_bytes: int = 0
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """What its time depends on."""
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
-        here = self.at_hand_bytes, self.at_hand
+        here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
         return (*work, self.free, self.passing_bytes, self.attention, *narrow, *here)
 
     @cached_property
@@ -169,7 +174,21 @@ def kernel_of(
         spared,
         boundary.at_hand,
         _at_hand(main, members, held) if _is_matmul(main) else (False, False),
+        *_rows(members),
+        boundary.read,
     )
+
+
+def _rows(members: Sequence[Instruction]) -> tuple[int, int]:
+    """Bytes of a block of rows that a group reduces, and how many of its reductions its own members wait for."""
+    used = {x for i in members for x in i.inputs}
+    row = sweeps = 0
+    for i in members:
+        if isinstance(i, Compute) and i.operation.kind.kind is Kind.REDUCTION and i.outputs[0] in used:
+            length = i.inputs[0].local_size // max(1, i.outputs[0].local_size)
+            if length > 1:
+                row, sweeps = max(row, 4 * SUBLANES * length), sweeps + 1
+    return row, sweeps
 
 
 def _at_hand(product: Compute, members: Sequence[Instruction], held: set[Value]) -> tuple[bool, bool]:
@@ -301,6 +320,7 @@ class _Boundary:
     padded: int
     passing: tuple[int, ...]
     at_hand: int
+    read: int
 
 
 def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value]) -> _Boundary:
@@ -322,7 +342,8 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
     moved = [*read.values(), *written.values()] if written else []
     passing = tuple(sorted(padded for _, padded, passes in moved if passes))
     here = sum(padded for _, padded, passes in read.values() if not passes)
-    return _Boundary(sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing, here)
+    all_read = sum(padded for _, padded, _ in read.values())
+    return _Boundary(sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing, here, all_read)
 
 
 def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:

@@ -13,22 +13,53 @@ from meshlib.estimation.combining import combined
 from meshlib.estimation.kernels import forward_names, kernel_of, quantises, resident_values
 from meshlib.estimation.moves import Network, moves_of
 from meshlib.estimation.units import Plan, Unit
+from meshlib.graph import UPDATE
 from meshlib.operation import Kind
 from meshlib.program.buffers import fused_values
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.instructions import Move as Reshard
 from meshlib.program.records import Program
 
+_ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
+
 
 def plan_of(program: Program, network: Network, forward: frozenset[str] | None = None) -> Plan:
     """The plan of a program, or of a loop's body with the `forward` names of the program around it."""
     planner = _Planner(program, network, forward_names(program) if forward is None else forward)
-    units = [planner.unit(n, [*members]) for n, members in groupby(program.instructions, key=lambda i: i.group)]
+    units = [planner.unit(members[0].group, members) for members in kernels_of(program)]
     units = combined(units, network)
     _note_chains(units)
     _note_windows(units)
     _note_leaders(units)
     return Plan(tuple(units))
+
+
+def kernels_of(program: Program) -> list[list[Instruction]]:
+    """The fusion groups in order; those of one weight's update, which share what they read, are one kernel.
+
+    Slots and weight are results of the program, so that each has a group of its own; a compiler writes them in one pass.
+    """
+    kernels: list[list[Instruction]] = []
+    for _, members in groupby(program.instructions, key=lambda i: i.group):
+        group = list(members)
+        if kernels and _is_update(group) and _is_update(kernels[-1]) and _share(kernels[-1], group):
+            kernels[-1] += group
+        else:
+            kernels.append(group)
+    return kernels
+
+
+def _is_update(group: Sequence[Instruction]) -> bool:
+    return all(
+        isinstance(i, Compute) and i.region == UPDATE and not i.transfers and i.operation.kind.kind in _ELEMENTWISE
+        for i in group
+    )
+
+
+def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
+    """Whether a group reads an array of more than one element that another one reads or makes."""
+    known = {x for i in a for x in (*i.inputs, *i.outputs) if x.local_size > 1}
+    return any(x in known for i in b for x in i.inputs)
 
 
 class _Planner:

@@ -9,7 +9,6 @@ from hardware.chips import Chip
 from hardware.memory import PCIE_EFFICIENCY, hbm_rate
 from hardware.network import Cost
 from hardware.placement import CORES, DCN
-from hardware.vpu import vpu_rate
 from meshlib.estimation.scheduling import Event, Schedule
 from meshlib.graph import FORWARD
 
@@ -92,13 +91,16 @@ def _compute_row(event: Event, chip: Chip, count: int) -> Row:
     bound = max(parts, key=lambda name: parts[name])
     dtype = kernel.matmuls[0][0].dtype if kernel.matmuls else "bf16" if chip.peak_bf16_flops else "int8"
     peak = chip.peak_flops(dtype) / chip.devices_per_chip
+    # Engines work on what is there: of the vector unit's time that on padding is none, and HBM moves what leaves VMEM.
+    whole = kernel.vpu_ops / kernel.padded_vpu_ops if kernel.padded_vpu_ops and kernel.attention is None else 1.0
     reached = {
         "mxu": kernel.mxu_flops / peak,
-        "vpu": kernel.vpu_ops / vpu_rate(chip),
-        "hbm": kernel.hbm_bytes / hbm_rate(chip),
+        "vpu": time.vpu_seconds * whole,
+        "hbm": min(kernel.hbm_bytes / hbm_rate(chip), time.hbm_seconds),
     }
     own = time.seconds
-    share = reached[bound] / own if bound in reached and own else 0.0
+    alone = own + time.hidden_seconds
+    share = reached[bound] / alone if bound in reached and alone else 0.0
     return Row(
         kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
         mxu_seconds=time.mxu_seconds, vpu_seconds=time.vpu_seconds, hbm_seconds=time.hbm_seconds,

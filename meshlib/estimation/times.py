@@ -14,6 +14,8 @@ elements of each operand.
 A product in eight bits reads its operands as they were quantised before, in a pass of its own: what is read, and a byte
 an element written. The pass is over before the product starts; products of one operand with the same scales share it.
 
+A softmax or norm keeps a block of rows in VMEM. Rows that do not fit are read again after every reduction.
+
 Fused attention contracts scores over the key dim (both passes) and cotangents over the value dim: dims narrower than
 the array fill it in part. Products over the memory dim can be turned so that these dims stream.
 
@@ -103,6 +105,8 @@ class Times:
             pieces = zip(kernel.at_hand, (blocks.rows, blocks.columns), strict=True)
             first += itemsize * blocks.depth * sum(edge for here, edge in pieces if here)
         traffic = kernel.padded_bytes + again - self._on_chip(kernel) - kernel.spared_bytes + kernel.quantised_bytes
+        if not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:  # a row and its result, half of VMEM
+            traffic += kernel.sweeps * kernel.read_bytes
         # bfloat16 takes half the time where lanes work in it.
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))

@@ -61,7 +61,7 @@ class Group:
         hbm = self.traffic_bytes / (rate * 0.9)
         if self.product is None:
             return 1e-6 + max(vpu, hbm)
-        mxu = cycles(*self.product, mxus) / clock / 0.96
+        mxu = ((cycles(*self.product, mxus) - 382) / 0.96 + 382) / clock
         # All of these fit VMEM; the first pieces of the operands and the last block of the result are exposed.
         blocks = matmul_blocks(CHIPS[name[:2]], Matmul(*self.product), F32)
         bare = min(blocks.exposed_bytes, self.traffic_bytes) / (rate * 0.9)
