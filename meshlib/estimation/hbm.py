@@ -19,40 +19,49 @@ from meshlib.estimation.times import KernelTime
 
 @dataclass(slots=True)
 class Hbm:
-    """HBM of one device: until when it is busy (None before the first kernel), and what it owes to collectives."""
+    """HBM of one device beside its core.
 
-    until: float | None = None
+    Attributes:
+      most_seconds: what half of VMEM holds, in time of HBM.
+      spare_seconds: time in which nobody wanted it, for what is fetched ahead; None before anything has run.
+      owed_seconds: what collectives still want.
+    """
+
+    most_seconds: float
+    spare_seconds: float | None = None
     owed_seconds: float = 0.0
 
     def owe(self, seconds: float) -> None:
-        """A collective that has been started wants that much of it."""
-        self.owed_seconds += seconds
+        """A collective that has been started wants that much of it; what half of VMEM holds passes there."""
+        if seconds > 2 * self.most_seconds:  # read and written
+            self.owed_seconds += seconds
 
     def run(self, time: KernelTime, core: float, start: float) -> KernelTime:
         """A kernel that starts at `start`, the core being free since `core`: its time with what is fetched before."""
         launched = start + time.launch_seconds
-        if self.until is None:
-            self.until = begin = launched
+        if self.spare_seconds is None:
+            self.spare_seconds, begin, ahead = 0.0, launched, 0.0
         else:
-            self._serve(max(core, self.until), start)
-            begin = max(self.until, start - time.early_seconds)
-        done = max(begin + time.hbm_seconds, launched + time.hbm_seconds - time.early_seconds)
+            self._idle(start - core)
+            begin, ahead = start, min(self.spare_seconds, time.early_seconds)
+        wanted = time.hbm_seconds - ahead
+        done = max(begin + wanted, launched + time.hbm_seconds - time.early_seconds)
         # The first pieces of what may be fetched early expose only what has not arrived by the launch.
-        first = min(time.first_seconds, max(0.0, begin + time.first_seconds - launched))
+        first = min(time.first_seconds, max(0.0, begin + time.first_seconds - ahead - launched))
         bare = time.exposed_seconds - time.first_seconds + first
         end = max(launched + max(time.mxu_seconds, time.vpu_seconds) + bare, done)
-        self.until = done
-        self._serve(max(start, done), end)
+        self.spare_seconds -= ahead
+        self._idle(end - begin - wanted)
         return replace(time, hidden_seconds=max(0.0, start + time.seconds - end))
 
-    def left(self, core: float, end: float) -> float:
-        """What is still owed when the last collective has ended, the core being free since `core`."""
-        self._serve(core if self.until is None else max(core, self.until), end)
+    def left(self, seconds: float) -> float:
+        """What is still owed when collectives have been awaited for that long after the last kernel."""
+        self._idle(seconds)
         return self.owed_seconds
 
-    def _serve(self, begin: float, end: float) -> None:
-        """Time in which no kernel wants it goes to collectives."""
-        served = min(self.owed_seconds, max(0.0, end - begin))
+    def _idle(self, seconds: float) -> None:
+        """Time in which no kernel wants it goes to collectives, then to what is fetched ahead."""
+        served = min(self.owed_seconds, max(0.0, seconds))
         self.owed_seconds -= served
-        if served and self.until is not None:
-            self.until = begin + served
+        if self.spare_seconds is not None:
+            self.spare_seconds = min(self.most_seconds, self.spare_seconds + max(0.0, seconds - served))

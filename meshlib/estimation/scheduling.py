@@ -81,7 +81,8 @@ class Schedule:
     `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
     `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
     something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host;
-    `core_seconds` is when the core has finished, though something may still be on its way.
+    `core_seconds` is when the core has finished, though something may still be on its way; `spare_seconds`, what HBM has
+    had to spare for what comes next.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Schedule:
     exposed_seconds: float = 0.0
     host_exposed_seconds: float = 0.0
     core_seconds: float = 0.0
+    spare_seconds: float = 0.0
 
     @property
     def host_seconds(self) -> float:
@@ -102,16 +104,21 @@ class Schedule:
         self.busy[engine] = self.busy.get(engine, 0.0) + seconds
 
 
-def schedule(plan: Plan, times: Times, overlap: str, unrolled: bool = False) -> Schedule:
+def schedule(
+    plan: Plan, times: Times, overlap: str, unrolled: bool = False, spare_seconds: float | None = None
+) -> Schedule:
     """The schedule of a plan, from 0.
 
+    `spare_seconds`: of HBM before it starts, for what is fetched ahead; None for a program, before which nothing runs.
     `unrolled`: loops stand for trips written out one after the other, so that what one sends may end in the next.
     """
-    return _Run(plan, times, overlap, unrolled).run()
+    return _Run(plan, times, overlap, unrolled, spare_seconds).run()
 
 
 class _Run:
-    def __init__(self, plan: Plan, times: Times, overlap: str, unrolled: bool) -> None:
+    def __init__(
+        self, plan: Plan, times: Times, overlap: str, unrolled: bool, spare_seconds: float | None
+    ) -> None:
         self.plan, self.times, self.overlap, self.unrolled = plan, times, overlap, unrolled
         self.pieces_too = overlap == "collective matmul"
         self.made = Schedule()
@@ -120,7 +127,7 @@ class _Run:
         self.links = Links()
         self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
         self.sent: dict[int, tuple[int, ...]] = {}  # number of a collective's event -> values that it brings
-        self.hbm = Hbm()
+        self.hbm = Hbm(times.ahead_seconds, spare_seconds)
         self.later: list[Unit] = []  # what was put off, and the values that it makes
         self.awaited: set[int] = set()
         self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have taken its pieces
@@ -131,8 +138,10 @@ class _Run:
             if not self._is_put_off(unit):
                 self._place(unit)
         made = self.made
-        self.core += self.hbm.left(self.core, max((e.end for e in self.made.events if e.copy is None), default=0.0))
+        end = max((e.end for e in self.made.events if e.copy is None), default=0.0)
+        self.core += self.hbm.left(end - self.core)
         made.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
+        made.spare_seconds = self.hbm.spare_seconds or 0.0
         while self.later:
             self._place_later(min(self.later, key=self._when))
         made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
@@ -296,7 +305,9 @@ class _Run:
         return found if found is not None and found.kernel is not None else None
 
     def _loop(self, unit: Unit, plan: Plan) -> None:
-        body = schedule(plan, self.times, self.overlap, self.unrolled)
+        body = schedule(plan, self.times, self.overlap, self.unrolled, 0.0)
+        if body.spare_seconds and unit.trips > 1:  # what HBM had to spare at the end of a trip serves the next
+            body = schedule(plan, self.times, self.overlap, self.unrolled, body.spare_seconds)
         period, tail = body.seconds, 0.0
         if self.unrolled:
             period = max([body.core_seconds, body.host_seconds, *(s for e, s in body.busy.items() if isinstance(e, int))])

@@ -84,6 +84,11 @@ class Times:
         self.physics = physics.without_losses() if alone else physics
         self._known: dict[tuple[object, ...], KernelTime] = {}
 
+    @property
+    def ahead_seconds(self) -> float:
+        """Time of HBM for what half of VMEM holds."""
+        return hbm_seconds(self.chip, vmem_bytes(self.chip) // 2)
+
     def of(self, kernel: Kernel) -> KernelTime:
         """Modelled time of a kernel."""
         key = kernel.key
