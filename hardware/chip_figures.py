@@ -36,8 +36,8 @@ COMMON: Figures = {
     "ici_hop_seconds": (1e-6, "about 1 us per hop: jax-ml/scaling-book sharding.md"),
     "dcn_efficiency": (
         0.5,
-        "between pods of v4 81 Tbit/s, 3.3 of 6.25 GB/s per chip: PaLM, arXiv:2204.02311; on v6e an all-reduce of 606 MB "
-        "at 4.1 of 12.5 GB/s, up to 8.2 by the number of slices: AI-Hypercomputer/tpu-recipes @c8cfe2f "
+        "between pods of v4 81 Tbit/s, 3.3 of 6.25 GB/s per chip: PaLM, arXiv:2204.02311; on v6e an all-reduce of "
+        "606 MB at 4.1 of 12.5 GB/s, up to 8.2 by the number of slices: AI-Hypercomputer/tpu-recipes @c8cfe2f "
         "microbenchmarks/trillium/collectives",
     ),
     "dcn_hop_seconds": (10e-6, "assumed: one switch traversal and two host stacks"),
@@ -180,7 +180,7 @@ FIGURES: dict[str, Figures] = {
         "peak_int4_flops": (788e12, _INFO),
         "collective_launch_seconds": (
             3e-6,
-            "a gather of 128 KiB over a line of 4 takes 8 us, wire and hops 5.2 of them: jax-ml/scaling-book sharding.md",
+            "a gather of 128 KiB over a line of 4 takes 8 us, wire and hops 5.2: jax-ml/scaling-book sharding.md",
         ),
         "vmem_bytes_per_core": (128 * MIB, _INFO),
         "hbm_bytes": (16 * 10**9, "16 GB: " + _DOCS + "v5e"),
@@ -258,12 +258,13 @@ FIGURES: dict[str, Figures] = {
         "mxus_per_core": (4, "assumed; not published"),
         "mxu_rows": (256, "by analogy with v6e; not published"),
         "mxu_columns": (256, "by analogy with v6e; not published"),
-        "mxu_efficiency": (0.825, "0.824 measured at 16384: " + _RECIPES + "ironwood/README.md"),
+        "mxu_efficiency": (0.824, "0.8237 measured at 16384: " + _RECIPES + "ironwood/README.md"),
         "hbm_efficiency": (0.87, "copies of 256 MiB and more: " + _RECIPES + "ironwood/hbm/hbm.md"),
         "collective_launch_seconds": (
             10e-6,
             "an all_gather of 256 KiB on four chips takes 21.9 us, wire and hops 11 of them; three sizes agree: "
-            + _RECIPES + "ironwood/collectives/all_gather.md",
+            + _RECIPES
+            + "ironwood/collectives/all_gather.md",
         ),
         "peak_bf16_flops": (2307e12, _DOCS + "tpu7x"),
         "peak_fp8_flops": (4614e12, _DOCS + "tpu7x"),

@@ -329,11 +329,12 @@ def _exchanges(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
         busy[factor.place] += max([b for _, b in paths])
     ways = [_Way("in turn", _hops(torus), tuple(per_axis), tuple(busy.items()))]
     if len(torus) > 1:
-        # Every block goes straight to its end, with no barriers between axes. Events (`point_plans.all_to_all`, "routed"):
-        # the longest way and half of the busiest link, or that link, which first come first served fills by 5/6.
-        way = sum(leg.link.hop_seconds * _steps(*leg.ring) for leg in torus)
-        link = max(busy.values())
-        ways.append(_Way("routed", _hops(torus), (((way, link / 2), (0.0, 1.2 * link)),), tuple(busy.items())))
+        # Every block goes straight to its end, with no barriers between axes. Events (`point_plans.all_to_all`,
+        # "routed"): the longest way and half of the busiest link, or that link, filled by 5/6 as they come.
+        longest = sum(leg.link.hop_seconds * _steps(*leg.ring) for leg in torus)
+        busiest = max(busy.values())
+        straight = ((float(longest), busiest / 2), (0.0, 1.2 * busiest))
+        ways.append(_Way("routed", _hops(torus), (straight,), tuple(busy.items())))
     if _apart(torus):  # in every stage each axis serves another part
         stage = tuple((a, b / len(torus)) for paths in per_axis for a, b in paths)
         ways.append(_Way("rotated", _hops(torus), (stage,) * len(torus), tuple(busy.items())))

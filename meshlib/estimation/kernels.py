@@ -74,8 +74,8 @@ class Kernel:
         not been done before; spared_bytes: by how much less the product then reads than the operands as they were.
       at_hand_bytes: padded, of what it reads that is there from the start: variables, inputs, slices of a loop's
         stacks; at_hand: whether the first and the second operand of its product are.
-      row_bytes: in float32, of a block of rows that reductions in it run along; sweeps: reductions whose results its own
-        members need, each of which has to see all of a row first; read_bytes: padded, of what it reads.
+      row_bytes: in float32, of a block of rows that reductions in it run along; sweeps: reductions whose results its
+        own members need, each of which has to see all of a row first; read_bytes: padded, of what it reads.
       free: nothing runs: sources that are there already, renamings, constants of one element.
     """
 
@@ -210,9 +210,7 @@ def quantises(i: Instruction) -> bool:
     return isinstance(i, Compute) and i.operation.attrs.get("precision") in EIGHT_BIT and len(i.inputs) == 4
 
 
-def _quantised(
-    product: Compute, done: set[tuple[Value, Value]], gathered: Mapping[Value, Value]
-) -> tuple[int, int]:
+def _quantised(product: Compute, done: set[tuple[Value, Value]], gathered: Mapping[Value, Value]) -> tuple[int, int]:
     """Of a product in eight bits, bytes that quantising moves, and those by which its operands are smaller then."""
     if not quantises(product):
         return 0, 0
@@ -343,7 +341,9 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
     passing = tuple(sorted(padded for _, padded, passes in moved if passes))
     here = sum(padded for _, padded, passes in read.values() if not passes)
     all_read = sum(padded for _, padded, _ in read.values())
-    return _Boundary(sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing, here, all_read)
+    return _Boundary(
+        sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing, here, all_read
+    )
 
 
 def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:

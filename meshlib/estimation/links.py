@@ -14,7 +14,7 @@ from hardware.network import Cost
 
 @dataclass(eq=False, slots=True)
 class Sending:
-    """A collective on its way: `event` is its number among the events; `late_seconds`, what others have cost it since."""
+    """A collective on its way: the number of its event, and by how much the last one that passed it has delayed it."""
 
     event: int
     late_seconds: float = 0.0

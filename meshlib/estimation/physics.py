@@ -63,8 +63,7 @@ class Physics:
     )  # fmt: skip
     early_exposed: float = _constant(
         0.82, "share of the time on the wire of a collective beside the core that the core loses",
-        "the core starts transfers and adds what arrives; what they take of HBM is counted apart. "
-        "Expected at about 0.8: one found 0.79 to 0.84 of gathers of weights not hidden on the same rows",
+        "the core starts transfers and adds what arrives; what they take of HBM is counted apart",
         FITTED, 0.0, 1.0, 0.8, 0.15,
     )  # fmt: skip
     slice_jitter: float = _constant(

@@ -37,7 +37,7 @@ def plan_of(program: Program, network: Network, forward: frozenset[str] | None =
 def kernels_of(program: Program) -> list[list[Instruction]]:
     """The fusion groups in order; those of one weight's update, which share what they read, are one kernel.
 
-    Slots and weight are results of the program, so that each has a group of its own; a compiler writes them in one pass.
+    Slots and weight are results of the program, so each has a group of its own; a compiler writes them in one pass.
     """
     kernels: list[list[Instruction]] = []
     for _, members in groupby(program.instructions, key=lambda i: i.group):
@@ -98,7 +98,9 @@ class _Planner:
             moves = [replace(m, larger_bytes=m.larger_bytes // first.inputs[0].tensor.dtype.itemsize) for m in moves]
         unit.moves = tuple((m, self.network.cost(m)) for m in moves)
         if not first.is_collective:
-            unit.kernel = kernel_of(self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered)
+            unit.kernel = kernel_of(
+                self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered
+            )
             unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit

@@ -1,25 +1,28 @@
 """When everything runs: a deterministic schedule of the program's order over the engines of one device.
 
-The core runs one fusion group at a time, in the program's order (`meshlib.estimation.times`). A collective starts when
-its operands are ready and the places it crosses (chip, torus axes, DCN) have sent what came before, in the program's
-order, and holds up only the first group that uses its result. Policies:
+The core runs one fusion group at a time, in the program's order (`meshlib.estimation.times`), while HBM fetches ahead
+(`hbm`). A collective starts when its operands are ready, shares the places that it crosses (chip, torus axes, DCN) with
+what else is on its way (`links`), and holds up only the first group that uses its result. Small ones go together
+(`combining`). Policies:
 
     none                each collective waits for the core, and the core for it
     independent         as above; work that does not depend on a collective hides it
-    collective matmul   besides, an all_gather that feeds a product, and a reduce_scatter or all_reduce of what a
+    collective matmul   besides, an all_gather that feeds products, and a reduce_scatter or all_reduce of what a
                         kernel makes, run in as many pieces as there are devices in the group: the first piece of one
-                        starts the other, the last ends it
+                        starts the other, the last ends it. All products in a row that take one gathered value share
+                        its window: only the last of them awaits the last piece, which then goes through all
 
-The order is the program's, but what waits for something on its way, and what nothing large waits for (the update of a
-weight by its gradient), holds up nobody: it runs when what it needs is there. A collective that the program issues early starts when the core reaches the product before
-which it stands. A collective is chained if the first product after it needs its result, or if there is none; only
-these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of the time
-for which links are busy (`Physics.early_exposed`).
+What waits for something on its way, and what nothing large waits for (the update of a weight by its gradient), holds up
+nobody: it runs when what it needs is there. A collective that the program issues early starts when the core reaches the
+product before which it stands. A collective is chained if the first product after it needs its result, or if there is
+none; only these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of
+the time for which links are busy (`Physics.early_exposed`).
 
 Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
 but a program, or a trip, lasts at least as long as its copies take in either direction.
 
-A loop is its body's schedule, `trips` times one after the other; trips do not overlap.
+A loop is its body's schedule, `trips` times one after the other; trips do not overlap, unless they are written out
+(`unrolled`): then what one sends may end in the next.
 
 Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023 (collective
 matmul); openxla/xla latency_hiding_scheduler (start and done).
@@ -38,12 +41,13 @@ from meshlib.estimation.hbm import Hbm
 from meshlib.estimation.kernels import Kernel
 from meshlib.estimation.links import Links
 from meshlib.estimation.moves import Move
-from meshlib.estimation.units import HOST_COPIES, Plan, Unit
 from meshlib.estimation.times import KernelTime, Times
+from meshlib.estimation.units import HOST_COPIES, Plan, Unit
 
 # What arrives is written to HBM and what leaves is read: of an all_reduce in both of its halves.
 HBM_PASSES = {"all_reduce": 4}
 POLICIES = ("none", "independent", "collective matmul")
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -81,8 +85,8 @@ class Schedule:
     `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
     `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
     something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host;
-    `core_seconds` is when the core has finished, though something may still be on its way; `spare_seconds`, what HBM has
-    had to spare for what comes next.
+    `core_seconds` is when the core has finished, though something may still be on its way; `spare_seconds`, what HBM
+    has had to spare for what comes next.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -116,9 +120,7 @@ def schedule(
 
 
 class _Run:
-    def __init__(
-        self, plan: Plan, times: Times, overlap: str, unrolled: bool, spare_seconds: float | None
-    ) -> None:
+    def __init__(self, plan: Plan, times: Times, overlap: str, unrolled: bool, spare_seconds: float | None) -> None:
         self.plan, self.times, self.overlap, self.unrolled = plan, times, overlap, unrolled
         self.pieces_too = overlap == "collective matmul"
         self.made = Schedule()
@@ -310,7 +312,9 @@ class _Run:
             body = schedule(plan, self.times, self.overlap, self.unrolled, body.spare_seconds)
         period, tail = body.seconds, 0.0
         if self.unrolled:
-            period = max([body.core_seconds, body.host_seconds, *(s for e, s in body.busy.items() if isinstance(e, int))])
+            period = max(
+                [body.core_seconds, body.host_seconds, *(s for e, s in body.busy.items() if isinstance(e, int))]
+            )
             tail = max(0.0, body.seconds - period)
         seconds = unit.trips * period
         # What the body sends must not meet what is still on the way.

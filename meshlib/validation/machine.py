@@ -70,7 +70,7 @@ def shape_of(where: object) -> tuple[int, ...]:
 
     >>> shape_of({"topology": "2-D mesh, 4x4, no wrap"}), shape_of([4, 4, 8]), shape_of(None)
     ((4, 4), (4, 4, 8), ())
-    >>> shape_of("a torus of 8 by 16"), shape_of("4 \u00d7 4 \u00d7 4"), shape_of("one cube of 4"), shape_of("a ring of 16")
+    >>> shape_of("a torus of 8 by 16"), shape_of("4 \u00d7 4 \u00d7 4"), shape_of("cube of 4"), shape_of("ring of 16")
     ((8, 16), (4, 4, 4), (4, 4, 4), (16,))
     """
     found = where.get("topology") if isinstance(where, Mapping) else where

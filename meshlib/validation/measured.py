@@ -82,9 +82,7 @@ def measured(
     return _from_flops(row, given, batch, length, slice_, model)
 
 
-def _block(
-    text: str, derived: Row, batch: int, model: Mapping[str, Any]
-) -> tuple[int, int, tuple[str, ...]] | None:
+def _block(text: str, derived: Row, batch: int, model: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]] | None:
     """(training steps, sequences evaluated, what of it is assumed) of a time stamp's block; None where it is not said.
 
     >>> _block("12 training steps of 2048 + evaluation forward of 24,567 sequences", {}, 2048, {})

@@ -102,7 +102,9 @@ def test_scales_do_not_wait_for_weights():
     rows, k, n = D("rows", 4096), D("k", 8192), D("n", 4096)
     with mtf.Graph():
         x = mtf.input("x", [rows, n], "bfloat16")
-        large = mtf.einsum([mtf.input("z", [rows, k], "bfloat16"), mtf.variable("w", [k, n], dtype="bfloat16")], [rows, n])
+        large = mtf.einsum(
+            [mtf.input("z", [rows, k], "bfloat16"), mtf.variable("w", [k, n], dtype="bfloat16")], [rows, n]
+        )
         small = mtf.sin(x) * mtf.variable("scale", [n], dtype="bfloat16")
         layout = "rows:chips;variables/n:chips"
         program = mtf.lower({"a": large, "b": small}, mesh="chips:4", layout=layout)
@@ -162,7 +164,9 @@ def test_a_chain_of_small_products_takes_as_long_as_its_bytes():
     rows = [r for r in est.rows if r.kind == "compute"]
     streamed = hbm_seconds(V5E, sum(r.traffic_bytes for r in rows))
     assert streamed <= est.step_seconds <= streamed + 2 * V5E.launch_seconds + 1.5e-6
-    assert sum(r.seconds + r.hidden_seconds for r in rows) == pytest.approx(streamed + 16 * V5E.launch_seconds, rel=1e-3)
+    assert sum(r.seconds + r.hidden_seconds for r in rows) == pytest.approx(
+        streamed + 16 * V5E.launch_seconds, rel=1e-3
+    )
     assert est.compute_seconds == pytest.approx(est.step_seconds - 0.5e-6)
 
 

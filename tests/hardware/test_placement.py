@@ -184,7 +184,9 @@ def test_unequal_axes_cost_what_the_closed_form_says():
 @pytest.mark.parametrize("shape", [(16, 32), (8, 16)])
 def test_axes_that_are_not_alike_share_a_gather_unequally(shape):
     """No gather is faster than all bytes over all links; equal parts take longer than unequal ones."""
-    chip = dataclasses.replace(CHIPS["v4"], pod_shape=tuple(sorted(shape)), max_slice_chips=math.prod(shape), wrap_cube=1)
+    chip = dataclasses.replace(
+        CHIPS["v4"], pod_shape=tuple(sorted(shape)), max_slice_chips=math.prod(shape), wrap_cube=1
+    )
     slice_ = Slice("v4-" + "x".join(map(str, shape)), chip)
     links = ici_links(slice_)
     cost = collective_cost(next(placements(slice_, {"x": math.prod(shape)})), "all_gather", ["x"], 1e9)

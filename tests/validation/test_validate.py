@@ -125,7 +125,7 @@ def test_other_collectives_are_programs_too(op, model):
         ({**TRAINING[1], "batch": {"seq": 2048}}, "its batch is not stated"),
         ({**TRAINING[1], "batch": {"per_device_batch_size": 6}}, "sequence length"),
         ({**TRAINING[1], "remat": "some_new_policy"}, "policy 'some_new_policy' is not known"),
-        ({**TRAINING[1], "measured": {}}, "no step time"),
+        ({**TRAINING[1], "measured": {}, "derived": {}}, "no step time"),
         ({"id": "a", "chip": "v9", "model": {"op": "matmul", "n": 8}, "measured": {"time_us": 1}}, "unknown chip 'v9'"),
         ({"id": "a", "chip": "v5e", "model": {"op": "matmul", "n": 8}, "measured": {}}, "no time"),
         ({"id": "a", "chip": "v5e", "model": {"op": "matmul"}, "measured": {"time_us": 1}}, "sizes of its product"),
