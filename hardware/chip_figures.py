@@ -36,12 +36,19 @@ COMMON: Figures = {
     "mxu_efficiency": (0.96, "large bf16 matmuls reach 95-97 % of peak on shipping chips"),
     "ici_efficiency": (0.9, "45/45/90/90 GB/s measured of 50/50/100/100: jax-ml/scaling-book sharding.md"),
     "ici_hop_seconds": (1e-6, "about 1 us per hop: jax-ml/scaling-book sharding.md"),
+    "dcn_efficiency": (
+        0.5,
+        "between pods of v4 81 Tbit/s, 3.3 of 6.25 GB/s per chip: PaLM, arXiv:2204.02311; on v6e an all-reduce of "
+        "606 MB at 4.1 of 12.5 GB/s, up to 8.2 by the number of slices: AI-Hypercomputer/tpu-recipes @c8cfe2f "
+        "microbenchmarks/trillium/collectives",
+    ),
     "dcn_hop_seconds": (10e-6, "assumed: one switch traversal and two host stacks"),
     "launch_seconds": (
         1e-6,
         "copies and small matmuls on v7 take 1.4-1.8 us more than their bytes: AI-Hypercomputer/tpu-recipes "
         "microbenchmarks/ironwood; 1 us of it per operation, the rest per program (assumed)",
     ),
+    "collective_launch_seconds": (5e-6, "assumed: between v5e and v7, where it was measured"),
     "pcie_bytes_per_second": (16e9, "each way, v4-v6e: " + _BOOK),
     "peak_int8_flops": (None, "no published integer rate"),
     "peak_fp8_flops": (None, "no published fp8 rate"),
@@ -173,6 +180,10 @@ FIGURES: dict[str, Figures] = {
         "peak_bf16_flops": (197e12, _DOCS + "v5e"),
         "peak_int8_flops": (393e12, _DOCS + "v5e"),
         "peak_int4_flops": (788e12, _INFO),
+        "collective_launch_seconds": (
+            3e-6,
+            "a gather of 128 KiB over a line of 4 takes 8 us, wire and hops 5.2: jax-ml/scaling-book sharding.md",
+        ),
         "vmem_bytes_per_core": (128 * MIB, _INFO),
         "hbm_bytes": (16 * GIB, "16 GB: " + _DOCS + "v5e; " + _READ_AS_GIB),
         "hbm_bytes_per_second": (819e9, _DOCS + "v5e"),
@@ -249,8 +260,14 @@ FIGURES: dict[str, Figures] = {
         "mxus_per_core": (4, "assumed; not published"),
         "mxu_rows": (256, "by analogy with v6e; not published"),
         "mxu_columns": (256, "by analogy with v6e; not published"),
-        "mxu_efficiency": (0.825, "0.824 measured at 16384: " + _RECIPES + "ironwood/README.md"),
+        "mxu_efficiency": (0.824, "0.8237 measured at 16384: " + _RECIPES + "ironwood/README.md"),
         "hbm_efficiency": (0.87, "copies of 256 MiB and more: " + _RECIPES + "ironwood/hbm/hbm.md"),
+        "collective_launch_seconds": (
+            10e-6,
+            "an all_gather of 256 KiB on four chips takes 21.9 us, wire and hops 11 of them; three sizes agree: "
+            + _RECIPES
+            + "ironwood/collectives/all_gather.md",
+        ),
         "peak_bf16_flops": (2307e12, _DOCS + "tpu7x"),
         "peak_fp8_flops": (4614e12, _DOCS + "tpu7x"),
         "vpu_bf16": (True, "bf16 lanes from v6e on: " + _BOOK),

@@ -77,9 +77,11 @@ class Chip:
     chips_per_host: int
     name_counts: str = "chips"
     dcn_bytes_per_second: float = 6.25e9
+    dcn_efficiency: float = 1.0
     dcn_hop_seconds: float = 10e-6
     pcie_bytes_per_second: float = 16e9
     launch_seconds: float = 1e-6
+    collective_launch_seconds: float = 5e-6
     usd_per_chip_hour: float | None = None
     tdp_watts: float | None = None
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
@@ -94,7 +96,7 @@ class Chip:
             whole(where + name, getattr(self, name))
         for name in _RATES:
             amount(where + name, getattr(self, name), positive=True)
-        for name in ("ici_bytes_per_second", "ici_hop_seconds", "dcn_hop_seconds", "launch_seconds"):
+        for name in ("ici_bytes_per_second", "ici_hop_seconds", "dcn_hop_seconds", *_LAUNCHES):
             amount(where + name, getattr(self, name))
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
@@ -126,7 +128,7 @@ class Chip:
             raise HardwareError(f"{where}name_counts must be 'cores' or 'chips', not {self.name_counts!r}")
         if self.ici_links and not self.ici_bytes_per_second:
             raise HardwareError(where + "ici_bytes_per_second must be > 0 where there are links")
-        for name in ("mxu_efficiency", "hbm_efficiency", "ici_efficiency"):
+        for name in ("mxu_efficiency", "hbm_efficiency", "ici_efficiency", "dcn_efficiency"):
             if getattr(self, name) > 1:
                 raise HardwareError(f"{where}{name} must be at most 1, not {getattr(self, name)!r}")
         if self.wrap_axis is not None and self.wrap_cube is not None:
@@ -182,8 +184,9 @@ _COUNTS = (
 )  # fmt: skip
 _RATES = (
     "clock_hz", "mxu_efficiency", "vmem_bandwidth_ratio", "hbm_bytes_per_second", "hbm_efficiency",
-    "ici_efficiency", "dcn_bytes_per_second", "pcie_bytes_per_second",
+    "ici_efficiency", "dcn_efficiency", "dcn_bytes_per_second", "pcie_bytes_per_second",
 )  # fmt: skip
+_LAUNCHES = ("launch_seconds", "collective_launch_seconds")
 _OPTIONAL = (
     "peak_bf16_flops", "peak_int8_flops", "peak_fp8_flops", "peak_int4_flops",
     "usd_per_chip_hour", "tdp_watts",

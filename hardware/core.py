@@ -167,6 +167,8 @@ def strength_reduced(chip: Chip, product: Matmul) -> bool:
 def matmul_seconds(chip: Chip, product: Matmul) -> float:
     """MXU time of one product on one device: cycles over the rate at which rows enter the array.
 
+    What large products lose of their peak they lose while rows stream; filling and draining the array is on the clock.
+
     Example:
       >>> from hardware.chips import CHIPS
       >>> thin, wide = (matmul_seconds(CHIPS["v4"], Matmul(4096, 4096, n)) for n in (1, 128))
@@ -174,8 +176,9 @@ def matmul_seconds(chip: Chip, product: Matmul) -> float:
       '0.99'
     """
     speed = chip.peak_flops(product.dtype) / (chip.peak_bf16_flops or chip.peak_flops("int8"))
-    cycles = matmul_cycles(chip, product)
-    return product.passes * cycles / (chip.mxu_clock_hz * speed * chip.mxu_efficiency)
+    fill = _fill_cycles(chip)
+    cycles = (matmul_cycles(chip, product) - fill) / chip.mxu_efficiency + fill
+    return product.passes * cycles / (chip.mxu_clock_hz * speed)
 
 
 def matmul_cycles(chip: Chip, product: Matmul) -> int:
@@ -195,9 +198,13 @@ def matmul_cycles(chip: Chip, product: Matmul) -> int:
             rows = -(-streamed // (units // groups))  # groups of MXUs share tiles, their members rows
             rows = -(-rows // chip.vpu_sublanes) * chip.vpu_sublanes
             share = -(-tiles // groups)
-            fill = 2 * array.rows + array.columns - 2
-            best = min(best, (share - 1) * max(rows, array.rows) + rows + fill)
-    return int(best)
+            best = min(best, (share - 1) * max(rows, array.rows) + rows)
+    return int(best) + _fill_cycles(chip)
+
+
+def _fill_cycles(chip: Chip) -> int:
+    """From the first weight to the first row, and from the last row to the last result."""
+    return 2 * chip.mxu_rows + chip.mxu_columns - 2
 
 
 def critical_intensity(chip: Chip, memory: str = "hbm", dtype: str = "bf16", axes: int = 1) -> float:

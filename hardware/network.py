@@ -2,8 +2,9 @@
 
 A collective over one or more mesh axes is staged by the speed of its levels: first the devices of a chip,
 then the torus, then DCN between slices (all_gather the other way round). On the torus it runs either along
-all its axes with rotated parts, or one part after the other, or round one snake through all its nodes;
-the fastest is taken and named.
+all its axes with rotated parts, or one part after the other, or round one snake through all its nodes, or, of an
+all_to_all, block by block straight to its end; the fastest is taken and named. Axes that are not alike take unequal
+parts.
 
 Shares: in one program all groups run the same collective at the same time, so a factor of stride s has
 1/s of its links, and the devices of one chip divide the chip's links and NIC among them.
@@ -62,7 +63,7 @@ class Cost:
       seconds: from start to end, alone on the network.
       busy_seconds: place (torus axis, CORES, DCN) -> time for which the busiest link there is occupied.
       hops: longest chain of links that a byte travels in sequence.
-      algorithm: how the torus part runs: "rotated", "in turn", "snake ring", "snake line" or "-".
+      algorithm: how the torus part runs: "rotated", "in turn", "routed", "snake ring", "snake line" or "-".
     """
 
     seconds: float
@@ -122,7 +123,7 @@ def _price(slice_: Slice, factors: tuple[Factor, ...], kind: str, payload_bytes:
         busy |= {place: times * per_byte * size for place, per_byte in way.busy}
         size = size if whole else size / route.torus_size
     if route.slices > 1:
-        wire = times * _share_sent(route.slices) * size / (chip.dcn_bytes_per_second / share)
+        wire = times * _share_sent(route.slices) * size / _dcn_rate(chip)
         busy[DCN] = wire
         seconds += wire + times * chip.dcn_hop_seconds * math.ceil(math.log2(route.slices))
     return Cost(seconds, tuple(sorted(busy.items())), hops, algorithm)
@@ -292,19 +293,30 @@ def _ways(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
 
 
 def _staged(name: str, orders: Sequence[Sequence[int]], torus: Sequence[_Leg]) -> _Way:
-    """Stages along the factors: each part of the data takes them in its own order; stages end together."""
-    own = [1 / len(orders)] * len(orders)
+    """Stages along the factors: each part of the data takes them in its own order; stages end together.
+
+    Factors that are not alike take unequal parts: those with which the stages take the least time.
+    """
+    lines = [_affine(leg.ring, leg.link) for leg in torus]
+    # Seconds per byte of all for each part in each stage, were it all of the data.
+    whole = [[lines[order[n]][1] / math.prod(torus[i].ring[0] for i in order[: n + 1]) for order in orders]
+             for n in range(len(torus))]  # fmt: skip
+    shares = _shares(whole)
     stages, busy = [], {leg.factor.place: 0.0 for leg in torus}
-    for stage in range(len(torus)):
+    for n, per_byte in enumerate(whole):
         parts = []
-        for part, order in enumerate(orders):
-            factor, ring, link = torus[order[stage]]
-            own[part] /= ring[0]
-            a, b = _affine(ring, link)
-            parts.append((a, b * own[part]))
-            busy[factor.place] += b * own[part]
+        for share, order, seconds in zip(shares, orders, per_byte, strict=True):
+            parts.append((lines[order[n]][0], share * seconds))
+            busy[torus[order[n]].factor.place] += share * seconds
         stages.append(tuple(parts))
     return _Way(name, _hops(torus), tuple(stages), tuple(busy.items()))
+
+
+def _shares(whole: Sequence[Sequence[float]]) -> list[float]:
+    """Of the data, the part that takes each order: equal ones, or those that end one stage together, the best."""
+    found = [[1.0] * len(whole[0]), *([1 / seconds for seconds in stage] for stage in whole)]
+    found = [[part / sum(parts) for part in parts] for parts in found]
+    return min(found, key=lambda parts: sum(max(map(math.prod, zip(parts, stage, strict=True))) for stage in whole))
 
 
 def _exchanges(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
@@ -316,6 +328,13 @@ def _exchanges(torus: Sequence[_Leg]) -> tuple[_Way, ...]:
         per_axis.append(tuple(paths))
         busy[factor.place] += max([b for _, b in paths])
     ways = [_Way("in turn", _hops(torus), tuple(per_axis), tuple(busy.items()))]
+    if len(torus) > 1:
+        # Every block goes straight to its end, with no barriers between axes. Events (`point_plans.all_to_all`,
+        # "routed"): the longest way and half of the busiest link, or that link, filled by 5/6 as they come.
+        longest = sum(leg.link.hop_seconds * _steps(*leg.ring) for leg in torus)
+        busiest = max(busy.values())
+        straight = ((float(longest), busiest / 2), (0.0, 1.2 * busiest))
+        ways.append(_Way("routed", _hops(torus), (straight,), tuple(busy.items())))
     if _apart(torus):  # in every stage each axis serves another part
         stage = tuple((a, b / len(torus)) for paths in per_axis for a, b in paths)
         ways.append(_Way("rotated", _hops(torus), (stage,) * len(torus), tuple(busy.items())))
@@ -326,6 +345,11 @@ def _affine(ring: collectives.Axis, link: Links) -> tuple[float, float]:
     """(a, b) of a + b * bytes for one stage, bytes being what each node contributes."""
     fixed = collectives.ring_stage_seconds(0.0, ring, link)
     return fixed, collectives.ring_stage_seconds(1.0, ring, Links(link.bytes_per_second, 0.0))
+
+
+def _dcn_rate(chip: Chip) -> float:
+    """Bytes per second of one device over DCN, as reached."""
+    return chip.dcn_bytes_per_second * chip.dcn_efficiency / chip.devices_per_chip
 
 
 def _share_sent(n: int) -> float:
@@ -356,7 +380,7 @@ def _point_cost(chip: Chip, kind: str, route: _Route, size: float) -> Cost:
         seconds = seconds + time if kind == "broadcast" else max(seconds, time, busy[f.place])
         hops += steps * f.stride
     if route.slices > 1:
-        busy[DCN] = size / (chip.dcn_bytes_per_second / share)
+        busy[DCN] = size / _dcn_rate(chip)
         time = busy[DCN] + chip.dcn_hop_seconds
         seconds = seconds + time if kind == "broadcast" else max(seconds, time)
     return Cost(seconds, tuple(sorted(busy.items())), hops, "-")

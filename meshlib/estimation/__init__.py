@@ -2,9 +2,13 @@
 
     kernels    fusion groups as work of one device           exact counts
     moves      collectives as demands, the best placement    exact bytes
-    plan       both in the program's order, dependencies
+    units      what is scheduled: groups, collectives, copies, loops
+    combining  small collectives that go together
+    plan       units in the program's order, dependencies
     physics    what real programs lose                       constants, each with its cause
     times      kernels on one chip                           modelled seconds
+    links      who sends when                                modelled seconds
+    hbm        what is fetched ahead                         modelled seconds
     scheduling when everything runs                          modelled seconds
     fitting    the program's buffers over time, in tiles     exact bytes
     remedies   what would lower its peak                     about as much

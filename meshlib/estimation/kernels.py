@@ -8,14 +8,14 @@ operation that looks only at a part of an operand (gather, slice) reads that par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import TypeGuard
 
 from hardware.core import Matmul
-from hardware.memory import padded_bytes
+from hardware.memory import SUBLANES, padded_bytes
 from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
 from meshlib.graph import FORWARD, Tensor
@@ -70,6 +70,12 @@ class Kernel:
         repeats and the model asks for (one pass). Exact.
       vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
       passing_bytes: padded, of each buffer at its boundary that only passes between groups; sorted.
+      quantised_bytes: padded, what quantising the operands of a product in eight bits reads and writes, where that has
+        not been done before; spared_bytes: by how much less the product then reads than the operands as they were.
+      at_hand_bytes: padded, of what it reads that is there from the start: variables, inputs, slices of a loop's
+        stacks; at_hand: whether the first and the second operand of its product are.
+      row_bytes: in float32, of a block of rows that reductions in it run along; sweeps: reductions whose results its
+        own members need, each of which has to see all of a row first; read_bytes: padded, of what it reads.
       free: nothing runs: sources that are there already, renamings, constants of one element.
     """
 
@@ -88,12 +94,21 @@ class Kernel:
     free: bool
     passing_bytes: tuple[int, ...] = ()
     attention: Attention | None = None
+    quantised_bytes: int = 0
+    spared_bytes: int = 0
+    at_hand_bytes: int = 0
+    at_hand: tuple[bool, bool] = (False, False)
+    row_bytes: int = 0
+    sweeps: int = 0
+    read_bytes: int = 0
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """What its time depends on."""
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
-        return (*work, self.free, self.passing_bytes, self.attention)
+        narrow = self.quantised_bytes, self.spared_bytes
+        here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
+        return (*work, self.free, self.passing_bytes, self.attention, *narrow, *here)
 
     @cached_property
     def operand_bytes(self) -> int:
@@ -102,12 +117,20 @@ class Kernel:
 
 
 def kernel_of(
-    program: Program, members: Sequence[Instruction], fused: set[Value], held: set[Value], forward: frozenset[str]
+    program: Program,
+    members: Sequence[Instruction],
+    fused: set[Value],
+    held: set[Value],
+    forward: frozenset[str],
+    quantised: set[tuple[Value, Value]],
+    gathered: Mapping[Value, Value],
 ) -> Kernel:
     """The work of a fusion group.
 
     `fused` are the program's values that never reach HBM, `held` its `resident_values`, `forward` the names of the
     forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
+    `quantised` has the operands that are there in eight bits already, each with its scales; those of this group join.
+    `gathered` says of operands that came in eight bits from which blocks.
     """
     made = [i for i in reversed(members) if any(y not in fused for y in i.outputs)] or members[::-1]
     large = (i for i in made if any(y.local_size > 1 for y in i.outputs))
@@ -128,6 +151,7 @@ def kernel_of(
             useful += product.flops * _share_useful(program, i, forward)
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
+    passed, spared = _quantised(main, quantised, gathered) if _is_matmul(main) else (0, 0)
     boundary = _boundary(members, fused, held)
     free = all(_is_free(i) for i in members)
     return Kernel(
@@ -146,7 +170,59 @@ def kernel_of(
         free,
         () if free else boundary.passing,
         attention,
+        passed,
+        spared,
+        boundary.at_hand,
+        _at_hand(main, members, held) if _is_matmul(main) else (False, False),
+        *_rows(members),
+        boundary.read,
     )
+
+
+def _rows(members: Sequence[Instruction]) -> tuple[int, int]:
+    """Bytes of a block of rows that a group reduces, and how many of its reductions its own members wait for."""
+    used = {x for i in members for x in i.inputs}
+    row = sweeps = 0
+    for i in members:
+        if isinstance(i, Compute) and i.operation.kind.kind is Kind.REDUCTION and i.outputs[0] in used:
+            length = i.inputs[0].local_size // max(1, i.outputs[0].local_size)
+            if length > 1:
+                row, sweeps = max(row, 4 * SUBLANES * length), sweeps + 1
+    return row, sweeps
+
+
+def _at_hand(product: Compute, members: Sequence[Instruction], held: set[Value]) -> tuple[bool, bool]:
+    """Which sides of a product, rows and columns, are made of nothing but what is there from the start."""
+    maker = {y: i for i in members for y in i.outputs}
+
+    def here(x: Value) -> bool:
+        made = maker.get(x)
+        return x in held if made is None else all(here(z) for z in made.inputs)
+
+    a, b = product.inputs[:2]
+    names = [x.local.shape.names for x in (a, b, product.outputs[0])]
+    first, second = (b, a) if matmul_plan(*names).swapped else (a, b)
+    return here(first), here(second)
+
+
+def quantises(i: Instruction) -> bool:
+    """Whether an instruction is a product that quantises its operands, with scales beside them."""
+    return isinstance(i, Compute) and i.operation.attrs.get("precision") in EIGHT_BIT and len(i.inputs) == 4
+
+
+def _quantised(product: Compute, done: set[tuple[Value, Value]], gathered: Mapping[Value, Value]) -> tuple[int, int]:
+    """Of a product in eight bits, bytes that quantising moves, and those by which its operands are smaller then."""
+    if not quantises(product):
+        return 0, 0
+    moved = spared = 0
+    for x, scales in zip(product.inputs[:2], product.inputs[2:], strict=True):
+        wide, narrow = (padded_block_bytes(x.local_shape.sizes, n) for n in (_stored(x.tensor).dtype.itemsize, 1))
+        spared += wide - narrow
+        if (x, scales) not in done:
+            done.add((x, scales))
+            block = gathered.get(x, x)
+            moved += (wide + narrow) * block.local_size // max(1, x.local_size)
+    return moved, spared
 
 
 def _share_useful(program: Program, i: Compute, forward: frozenset[str]) -> float:
@@ -241,6 +317,8 @@ class _Boundary:
     exact: int
     padded: int
     passing: tuple[int, ...]
+    at_hand: int
+    read: int
 
 
 def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value]) -> _Boundary:
@@ -261,7 +339,11 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
     # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
     moved = [*read.values(), *written.values()] if written else []
     passing = tuple(sorted(padded for _, padded, passes in moved if passes))
-    return _Boundary(sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing)
+    here = sum(padded for _, padded, passes in read.values() if not passes)
+    all_read = sum(padded for _, padded, _ in read.values())
+    return _Boundary(
+        sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing, here, all_read
+    )
 
 
 def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:

@@ -81,6 +81,11 @@ class Network:
         self.placement = placement or placed(slice_, program)
         self._prices: dict[tuple[str, tuple[str, ...], int], Cost] = {}
 
+    @property
+    def launch_seconds(self) -> float:
+        """What starting a collective takes besides wire and hops."""
+        return self.placement.slice.chip.collective_launch_seconds
+
     def cost(self, move: Move) -> Cost:
         """Modelled time of a collective alone on the network."""
         key = (move.kind, move.axes, move.larger_bytes)

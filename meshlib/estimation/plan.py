@@ -6,75 +6,60 @@ Making a plan walks the program once; scheduling a plan again, with other consta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import groupby
 
-from hardware.network import Cost
-from meshlib.estimation.kernels import Kernel, forward_names, kernel_of, resident_values
-from meshlib.estimation.moves import Move, Network, moves_of
+from meshlib.estimation.combining import combined
+from meshlib.estimation.kernels import forward_names, kernel_of, quantises, resident_values
+from meshlib.estimation.moves import Network, moves_of
+from meshlib.estimation.units import Plan, Unit
+from meshlib.graph import UPDATE
 from meshlib.operation import Kind
 from meshlib.program.buffers import fused_values
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.instructions import Move as Reshard
 from meshlib.program.records import Program
 
-HOST_COPIES = ("to_host", "from_host")
-
-
-@dataclass(slots=True)
-class Unit:
-    """A fusion group, collective, copy to or from the host, or loop.
-
-    Attributes:
-      number: of its first instruction, which is that of the fusion group.
-      inputs, outputs: numbers of the values that it reads from outside and makes.
-      moves: what it sends, with the price of each; of a collective exactly one.
-      kernel: of a fusion group; body, trips: of a loop; host_bytes: of a copy to or from the host, by its direction.
-      early: a collective that is issued before the last product that it does not depend on.
-      chained: a collective that the first product after it needs, or after which there is none.
-      product: whether it holds a product written as einsum.
-    """
-
-    number: int
-    name: str
-    source: str
-    region: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    moves: tuple[tuple[Move, Cost], ...] = ()
-    kernel: Kernel | None = None
-    body: Plan | None = None
-    trips: int = 1
-    host_bytes: tuple[str, int] | None = None
-    early: bool = False
-    chained: bool = False
-    product: bool = False
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether it only sends."""
-        return bool(self.moves) and self.kernel is None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The units of a program, or of a loop's body, in order; nothing of the program itself."""
-
-    units: tuple[Unit, ...]
-
-    @property
-    def kernels(self) -> int:
-        """How many fusion groups run, loops' included once."""
-        inside = sum(u.body.kernels for u in self.units if u.body is not None)
-        return inside + sum(u.kernel is not None and not u.kernel.free for u in self.units)
+_ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 
 def plan_of(program: Program, network: Network, forward: frozenset[str] | None = None) -> Plan:
     """The plan of a program, or of a loop's body with the `forward` names of the program around it."""
     planner = _Planner(program, network, forward_names(program) if forward is None else forward)
-    units = [planner.unit(n, [*members]) for n, members in groupby(program.instructions, key=lambda i: i.group)]
+    units = [planner.unit(members[0].group, members) for members in kernels_of(program)]
+    units = combined(units, network)
     _note_chains(units)
+    _note_windows(units)
+    _note_leaders(units)
     return Plan(tuple(units))
+
+
+def kernels_of(program: Program) -> list[list[Instruction]]:
+    """The fusion groups in order; those of one weight's update, which share what they read, are one kernel.
+
+    Slots and weight are results of the program, so each has a group of its own; a compiler writes them in one pass.
+    """
+    kernels: list[list[Instruction]] = []
+    for _, members in groupby(program.instructions, key=lambda i: i.group):
+        group = list(members)
+        if kernels and _is_update(group) and _is_update(kernels[-1]) and _share(kernels[-1], group):
+            kernels[-1] += group
+        else:
+            kernels.append(group)
+    return kernels
+
+
+def _is_update(group: Sequence[Instruction]) -> bool:
+    return all(
+        isinstance(i, Compute) and i.region == UPDATE and not i.transfers and i.operation.kind.kind in _ELEMENTWISE
+        for i in group
+    )
+
+
+def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
+    """Whether a group reads an array of more than one element that another one reads or makes."""
+    known = {x for i in a for x in (*i.inputs, *i.outputs) if x.local_size > 1}
+    return any(x in known for i in b for x in i.inputs)
 
 
 class _Planner:
@@ -83,6 +68,9 @@ class _Planner:
         self.numbers: dict[Value, int] = {}
         self.fused = fused_values(program)
         self.held = resident_values(program)
+        self.quantised: set[tuple[Value, Value]] = set()
+        self.narrow = narrow_values(program)
+        self.gathered: dict[Value, Value] = {}  # what is gathered narrow -> what it is gathered from
 
     def unit(self, number: int, members: Sequence[Instruction]) -> Unit:
         first = members[0]
@@ -104,15 +92,33 @@ class _Planner:
             unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
             return unit
         unit.early = isinstance(first, Reshard) and first.early
-        unit.moves = tuple((m, self.network.cost(m)) for i in members for m in moves_of(self.program, i))
+        moves = [m for i in members for m in moves_of(self.program, i)]
+        if first.is_collective and all(y in self.narrow for y in first.outputs):
+            self.gathered.update({y: self.gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
+            moves = [replace(m, larger_bytes=m.larger_bytes // first.inputs[0].tensor.dtype.itemsize) for m in moves]
+        unit.moves = tuple((m, self.network.cost(m)) for m in moves)
         if not first.is_collective:
-            unit.kernel = kernel_of(self.program, members, self.fused, self.held, self.forward)
+            unit.kernel = kernel_of(
+                self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered
+            )
             unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit
 
     def _number(self, value: Value) -> int:
         return self.numbers.setdefault(value, len(self.numbers))
+
+
+def narrow_values(program: Program) -> set[Value]:
+    """What is gathered for products in eight bits only: it is quantised before, and a byte an element is sent."""
+    wide = {*program.outputs.values(), *program.updates.values()}
+    narrow: set[Value] = set()
+    for i in reversed(program.instructions):
+        eight = quantises(i)
+        gather = i.is_collective and i.opcode == "all_gather" and i.outputs[0] in narrow
+        for n, x in enumerate(i.inputs):
+            (narrow if gather or (eight and n < 2) else wide).add(x)
+    return narrow - wide
 
 
 def _note_chains(units: Sequence[Unit]) -> None:
@@ -131,3 +137,34 @@ def _note_chains(units: Sequence[Unit]) -> None:
         needs.update(dict.fromkeys(unit.outputs, behind))
     for n in since:
         units[n].chained = True
+
+
+def _note_windows(units: Sequence[Unit]) -> None:
+    """Which product is the last of those that take one gathered value piece by piece.
+
+    A window holds products with nothing but element-wise work between them: the first product, loop or attention that
+    does not read the value ends it.
+    """
+    last: dict[int, Unit] = {}  # gathered value -> the last product of its open window
+    gathered: set[int] = set()
+    for unit in units:
+        if unit.is_collective and unit.moves[0][0].kind == "all_gather" and unit.chained:
+            gathered.update(unit.outputs)
+        if not unit.is_large:
+            continue
+        taken = {x for x in unit.inputs if x in gathered} if unit.product else set()
+        for x in [x for x in last if x not in taken]:
+            last.pop(x).closes |= {x}
+            gathered.discard(x)
+        last.update(dict.fromkeys(taken, unit))
+    for x, unit in last.items():
+        unit.closes |= {x}
+
+
+def _note_leaders(units: Sequence[Unit]) -> None:
+    """What a product, attention or loop needs, itself or through what runs in between."""
+    needed: set[int] = set()
+    for unit in reversed(units):
+        unit.leads_on = unit.is_large or not needed.isdisjoint(unit.outputs)
+        if unit.leads_on:
+            needed.update(unit.inputs)

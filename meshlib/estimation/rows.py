@@ -9,8 +9,7 @@ from hardware.chips import Chip
 from hardware.memory import PCIE_EFFICIENCY, hbm_rate
 from hardware.network import Cost
 from hardware.placement import CORES, DCN
-from hardware.vpu import vpu_rate
-from meshlib.estimation.scheduling import COLLECTIVE_LAUNCH_SECONDS, Event, Schedule
+from meshlib.estimation.scheduling import Event, Schedule
 from meshlib.graph import FORWARD
 
 BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency")
@@ -20,6 +19,7 @@ BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency")
 class Row:
     """One fusion group, collective or copy to or from the host.
 
+    `hidden_seconds` is what of a kernel ran before its turn: operands that were fetched while others ran.
     `launch_seconds` is the part of `latency_seconds` that starting it takes; the rest is hops.
 
     Exact, for one run on one device: `mxu_flops` executed, `useful_flops` of them not repeated elsewhere,
@@ -46,6 +46,7 @@ class Row:
     dcn_seconds: float = 0.0
     latency_seconds: float = 0.0
     launch_seconds: float = 0.0
+    hidden_seconds: float = 0.0
     mxu_flops: int = 0
     useful_flops: float = 0.0
     vpu_ops: int = 0
@@ -90,42 +91,46 @@ def _compute_row(event: Event, chip: Chip, count: int) -> Row:
     bound = max(parts, key=lambda name: parts[name])
     dtype = kernel.matmuls[0][0].dtype if kernel.matmuls else "bf16" if chip.peak_bf16_flops else "int8"
     peak = chip.peak_flops(dtype) / chip.devices_per_chip
+    # Engines work on what is there: of the vector unit's time that on padding is none, and HBM moves what leaves VMEM.
+    whole = kernel.vpu_ops / kernel.padded_vpu_ops if kernel.padded_vpu_ops and kernel.attention is None else 1.0
     reached = {
         "mxu": kernel.mxu_flops / peak,
-        "vpu": kernel.vpu_ops / vpu_rate(chip),
-        "hbm": kernel.hbm_bytes / hbm_rate(chip),
+        "vpu": time.vpu_seconds * whole,
+        "hbm": min(kernel.hbm_bytes / hbm_rate(chip), time.hbm_seconds),
     }
     own = time.seconds
-    share = reached[bound] / own if bound in reached and own else 0.0
+    alone = own + time.hidden_seconds
+    share = reached[bound] / alone if bound in reached and alone else 0.0
     return Row(
         kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
         mxu_seconds=time.mxu_seconds, vpu_seconds=time.vpu_seconds, hbm_seconds=time.hbm_seconds,
-        latency_seconds=latency, launch_seconds=latency, mxu_flops=kernel.mxu_flops, useful_flops=kernel.useful_flops,
+        latency_seconds=max(0.0, latency - time.hidden_seconds), launch_seconds=latency,
+        hidden_seconds=time.hidden_seconds, mxu_flops=kernel.mxu_flops, useful_flops=kernel.useful_flops,
         vpu_ops=kernel.vpu_ops, hbm_bytes=kernel.hbm_bytes, traffic_bytes=time.traffic_bytes, mxu_dtype=dtype,
     )  # fmt: skip
 
 
-def network_parts(cost: Cost) -> tuple[float, float, float]:
+def network_parts(cost: Cost, chip: Chip) -> tuple[float, float, float]:
     """(ici, dcn, latency) seconds of a collective: the busiest link inside a slice, the NIC, and what is neither."""
     dcn = sum(seconds for place, seconds in cost.busy_seconds if place == DCN)
     cores = sum(seconds for place, seconds in cost.busy_seconds if place == CORES)
     links = max((seconds for place, seconds in cost.busy_seconds if place >= 0), default=0.0)
     ici = min(cores + links, cost.seconds - dcn)
-    return ici, dcn, max(0.0, cost.seconds - ici - dcn) + COLLECTIVE_LAUNCH_SECONDS
+    return ici, dcn, max(0.0, cost.seconds - ici - dcn) + chip.collective_launch_seconds
 
 
 def _collective_row(event: Event, chip: Chip, count: int) -> Row:
     move, cost = event.move, event.cost
     assert move is not None
     assert cost is not None
-    ici, dcn, latency = network_parts(cost)
-    own = cost.seconds + COLLECTIVE_LAUNCH_SECONDS
+    ici, dcn, latency = network_parts(cost, chip)
+    own = cost.seconds + chip.collective_launch_seconds
     parts = {"ici": ici, "dcn": dcn, "latency": latency}
     bound = max(parts, key=lambda name: parts[name])
     share = {"ici": ici * chip.ici_efficiency / own, "dcn": dcn / own}.get(bound, 0.0)
     return Row(
         move.name, move.kind, "collective", event.region, event.source, count, event.first, own, bound, share,
-        ici_seconds=ici, dcn_seconds=dcn, latency_seconds=latency, launch_seconds=COLLECTIVE_LAUNCH_SECONDS,
+        ici_seconds=ici, dcn_seconds=dcn, latency_seconds=latency, launch_seconds=chip.collective_launch_seconds,
         payload_bytes=move.payload_bytes, sent_bytes=move.sent_bytes, axes=move.axes,
     )  # fmt: skip
 

@@ -1,24 +1,28 @@
 """When everything runs: a deterministic schedule of the program's order over the engines of one device.
 
-The core runs one fusion group at a time, in the program's order (`meshlib.estimation.times`). A collective starts when
-its operands are ready and the places it crosses (chip, torus axes, DCN) have sent what came before, in the program's
-order, and holds up only the first group that uses its result. Policies:
+The core runs one fusion group at a time, in the program's order (`meshlib.estimation.times`), while HBM fetches ahead
+(`hbm`). A collective starts when its operands are ready, shares the places that it crosses (chip, torus axes, DCN) with
+what else is on its way (`links`), and holds up only the first group that uses its result. Small ones go together
+(`combining`). Policies:
 
     none                each collective waits for the core, and the core for it
     independent         as above; work that does not depend on a collective hides it
-    collective matmul   besides, an all_gather that feeds a product, and a reduce_scatter or all_reduce of what a
+    collective matmul   besides, an all_gather that feeds products, and a reduce_scatter or all_reduce of what a
                         kernel makes, run in as many pieces as there are devices in the group: the first piece of one
-                        starts the other, the last ends it
+                        starts the other, the last ends it. All products in a row that take one gathered value share
+                        its window: only the last of them awaits the last piece, which then goes through all
 
-Nothing is reordered here. A collective that the program issues early starts when the core reaches the product before
-which it stands. A collective is chained if the first product after it needs its result, or if there is none; only
-these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of the time
-for which links are busy (`Physics.early_exposed`).
+What waits for something on its way, and what nothing large waits for (the update of a weight by its gradient), holds up
+nobody: it runs when what it needs is there. A collective that the program issues early starts when the core reaches the
+product before which it stands. A collective is chained if the first product after it needs its result, or if there is
+none; only these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of
+the time for which links are busy (`Physics.early_exposed`).
 
 Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
 but a program, or a trip, lasts at least as long as its copies take in either direction.
 
-A loop is its body's schedule, `trips` times one after the other; trips do not overlap.
+A loop is its body's schedule, `trips` times one after the other; trips do not overlap, unless they are written out
+(`unrolled`): then what one sends may end in the next.
 
 Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023 (collective
 matmul); openxla/xla latency_hiding_scheduler (start and done).
@@ -26,22 +30,23 @@ matmul); openxla/xla latency_hiding_scheduler (start and done).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hardware.memory import pcie_seconds
+from hardware.memory import hbm_seconds, pcie_seconds
 from hardware.network import Cost
+from meshlib.estimation.hbm import Hbm
 from meshlib.estimation.kernels import Kernel
+from meshlib.estimation.links import Links
 from meshlib.estimation.moves import Move
-from meshlib.estimation.plan import HOST_COPIES, Plan, Unit
 from meshlib.estimation.times import KernelTime, Times
+from meshlib.estimation.units import HOST_COPIES, Plan, Unit
 
+# What arrives is written to HBM and what leaves is read: of an all_reduce in both of its halves.
+HBM_PASSES = {"all_reduce": 4}
 POLICIES = ("none", "independent", "collective matmul")
-# An all_gather of 256 KiB on four chips of v7 takes 21.9 us, of which wire and hops explain 11, and three sizes agree
-# on the rest: starting every device of a group and waiting for the last. AI-Hypercomputer/tpu-recipes @c8cfe2f,
-# microbenchmarks/ironwood/collectives/all_gather.md.
-COLLECTIVE_LAUNCH_SECONDS = 10e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,9 @@ class Schedule:
 
     `busy` has, per engine ("mxu", "vpu", "hbm", a place of the network as its number), the seconds for which it works;
     `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
-    something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host.
+    something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host;
+    `core_seconds` is when the core has finished, though something may still be on its way; `spare_seconds`, what HBM
+    has had to spare for what comes next.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -88,41 +95,92 @@ class Schedule:
     serial_seconds: float = 0.0
     exposed_seconds: float = 0.0
     host_exposed_seconds: float = 0.0
+    core_seconds: float = 0.0
+    spare_seconds: float = 0.0
+
+    @property
+    def host_seconds(self) -> float:
+        """What copies to or from the host take, the longer of both."""
+        return max(self.busy.get(way, 0.0) for way in HOST_COPIES)
 
     def use(self, engine: str | int, seconds: float) -> None:
         """Count busy time."""
         self.busy[engine] = self.busy.get(engine, 0.0) + seconds
 
 
-def schedule(plan: Plan, times: Times, overlap: str) -> Schedule:
-    """The schedule of a plan, from 0."""
-    return _Run(plan, times, overlap).run()
+def schedule(
+    plan: Plan, times: Times, overlap: str, unrolled: bool = False, spare_seconds: float | None = None
+) -> Schedule:
+    """The schedule of a plan, from 0.
+
+    `spare_seconds`: of HBM before it starts, for what is fetched ahead; None for a program, before which nothing runs.
+    `unrolled`: loops stand for trips written out one after the other, so that what one sends may end in the next.
+    """
+    return _Run(plan, times, overlap, unrolled, spare_seconds).run()
 
 
 class _Run:
-    def __init__(self, plan: Plan, times: Times, overlap: str) -> None:
-        self.plan, self.times, self.overlap = plan, times, overlap
+    def __init__(self, plan: Plan, times: Times, overlap: str, unrolled: bool, spare_seconds: float | None) -> None:
+        self.plan, self.times, self.overlap, self.unrolled = plan, times, overlap, unrolled
         self.pieces_too = overlap == "collective matmul"
         self.made = Schedule()
         self.core = 0.0  # when the core is free
         self.ready: dict[int, float] = {}
-        self.free: dict[int, float] = {}  # place -> when it is free
+        self.links = Links()
         self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
+        self.sent: dict[int, tuple[int, ...]] = {}  # number of a collective's event -> values that it brings
+        self.hbm = Hbm(times.ahead_seconds, spare_seconds)
+        self.later: list[Unit] = []  # what was put off, and the values that it makes
+        self.awaited: set[int] = set()
+        self.windows: dict[int, float] = {}  # gathered value -> seconds of the products that have taken its pieces
 
     def run(self) -> Schedule:
         for unit in self.plan.units:
-            self._place(unit)
+            self._catch_up()
+            if not self._is_put_off(unit):
+                self._place(unit)
         made = self.made
+        end = max((e.end for e in self.made.events if e.copy is None), default=0.0)
+        self.core += self.hbm.left(end - self.core)
+        made.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
+        made.spare_seconds = self.hbm.spare_seconds or 0.0
+        while self.later:
+            self._place_later(min(self.later, key=self._when))
         made.seconds = max([self.core, *(e.end for e in made.events if e.copy is None)], default=0.0)
         sent = [(e.start, e.end) for e in made.events if e.move is not None]
         computed = [e for e in made.events if e.on_core]
         # A group that awaits the last piece of its operand computes at its end.
         busy = [(e.end - e.time.seconds if e.time else e.start, e.end) for e in computed]
         made.exposed_seconds += uncovered(sent, busy)
-        copies = max(made.busy.get(way, 0.0) for way in HOST_COPIES)
+        copies = made.host_seconds
         made.host_exposed_seconds += max(0.0, copies - made.seconds)
         made.seconds = max(made.seconds, copies)
         return made
+
+    def _is_put_off(self, unit: Unit) -> bool:
+        """Whether a unit waits for something on its way while others run: nothing large waits for it."""
+        if unit.leads_on or self.overlap == "none":
+            return False
+        if self.awaited.isdisjoint(unit.inputs) and (unit.kernel is None or self._given(unit) <= self.core):
+            return False
+        self.later.append(unit)
+        self.awaited.update(unit.outputs)
+        return True
+
+    def _when(self, unit: Unit) -> float:
+        """When what was put off may run."""
+        return math.inf if not self.awaited.isdisjoint(unit.inputs) else self._given(unit)
+
+    def _catch_up(self) -> None:
+        """Run what was put off and has arrived."""
+        for unit in [*self.later]:
+            if self._when(unit) <= self.core:
+                self._place_later(unit)
+
+    def _place_later(self, unit: Unit) -> None:
+        self.later.remove(unit)
+        self.awaited.difference_update(unit.outputs)
+        self._place(unit)
 
     def _place(self, unit: Unit) -> None:
         if unit.body is not None:
@@ -166,36 +224,54 @@ class _Run:
         elif self.overlap != "none" and not unit.chained:
             wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
             self.core += self.times.physics.early_exposed * wire
+        if self.overlap != "none":
+            self.hbm.owe(hbm_seconds(self.times.chip, HBM_PASSES.get(move.kind, 2) * move.larger_bytes))
+        self.sent[len(self.made.events) - 1] = unit.outputs
         for y in unit.outputs:
             self.ready[y] = event.end
             if move.kind == "all_gather" and unit.chained:
                 self.pieces[y] = event
 
     def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
-        seconds = cost.seconds + COLLECTIVE_LAUNCH_SECONDS
-        places = [place for place, _ in cost.busy_seconds]
-        start = max([ready, *(self.free.get(p, 0.0) for p in places)])
+        seconds = cost.seconds + self.times.chip.collective_launch_seconds
         if self.overlap == "none":
-            start = max(start, self.core)
+            ready = max(ready, self.core)
+        # What is still on its way leaves the links to the next one.
+        start, shared, passed = self.links.send(len(self.made.events), cost, ready)
+        for other in passed:
+            self._delay(other.event, other.late_seconds)
+        if self.overlap == "none":
             self.core = start + seconds
         for place, busy in cost.busy_seconds:
-            self.free[place] = start + busy  # what is still on its way leaves the links to the next one
             self.made.use(place, busy)
         self.made.serial_seconds += seconds
-        return self._event(unit, start, start + seconds, move=move, cost=cost, name=f"{move.kind} of {move.name}")
+        name = f"{move.kind} of {move.name}"
+        return self._event(unit, start, start + seconds + shared, move=move, cost=cost, name=name)
+
+    def _delay(self, number: int, seconds: float) -> None:
+        """A collective has been passed: what it brings is there later."""
+        event = self.made.events[number]
+        later = self.made.events[number] = replace(event, end=event.end + seconds)
+        for y in self.sent.get(number, ()):
+            self.ready[y] = later.end
+            if self.pieces.get(y) is event:
+                self.pieces[y] = later
 
     def _kernel(self, unit: Unit, kernel: Kernel) -> None:
         if kernel.free:
             self.ready.update(dict.fromkeys(unit.outputs, self._given(unit)))
             return
-        waits, floor = self._waits(unit)
+        waits, window = self._waits(unit)
         for move, cost in unit.moves:
             waits = max(waits, self._send(unit, move, cost, waits).end)
         time = self.times.of(kernel)
         start = max(self.core, waits)
+        time = self.hbm.run(time, self.core, start)
         end = start + time.seconds
-        for event, group in floor:
-            end = max(end, event.end + time.seconds / group)
+        for x, gather, group in window:
+            taken = self.windows[x] = self.windows.get(x, 0.0) + time.seconds
+            if x in unit.closes:  # the last piece comes, and goes through all products of the window
+                end = max(end, gather.end + taken / group)
         self.core = end
         event = self._event(unit, start, end, kernel=kernel, time=time)
         self.made.use("mxu", time.mxu_seconds)
@@ -204,18 +280,18 @@ class _Run:
         self.made.serial_seconds += time.upper_seconds
         self._finish(unit, event)
 
-    def _waits(self, unit: Unit) -> tuple[float, list[tuple[Event, int]]]:
-        """When a group may start, and the collectives whose last piece it has to await before it ends."""
-        waits, floor = 0.0, []
+    def _waits(self, unit: Unit) -> tuple[float, list[tuple[int, Event, int]]]:
+        """When a group may start, and what it takes piece by piece: value, collective, and pieces of each."""
+        waits, window = 0.0, []
         taker = self.pieces_too and unit.product
         for x in unit.inputs:
             piece = self.pieces.get(x) if taker else None
             if piece is not None and piece.move is not None:
                 waits = max(waits, piece.start + piece.seconds / piece.move.group)
-                floor.append((piece, piece.move.group))
+                window.append((x, piece, piece.move.group))
             else:
                 waits = max(waits, self.ready.get(x, 0.0))
-        return waits, floor
+        return waits, window
 
     def _finish(self, unit: Unit, event: Event) -> None:
         for y in unit.outputs:
@@ -231,19 +307,28 @@ class _Run:
         return found if found is not None and found.kernel is not None else None
 
     def _loop(self, unit: Unit, plan: Plan) -> None:
-        body = schedule(plan, self.times, self.overlap)
-        seconds = unit.trips * body.seconds
+        body = schedule(plan, self.times, self.overlap, self.unrolled, 0.0)
+        if body.spare_seconds and unit.trips > 1:  # what HBM had to spare at the end of a trip serves the next
+            body = schedule(plan, self.times, self.overlap, self.unrolled, body.spare_seconds)
+        period, tail = body.seconds, 0.0
+        if self.unrolled:
+            period = max(
+                [body.core_seconds, body.host_seconds, *(s for e, s in body.busy.items() if isinstance(e, int))]
+            )
+            tail = max(0.0, body.seconds - period)
+        seconds = unit.trips * period
         # What the body sends must not meet what is still on the way.
-        places = [self.free.get(e, 0.0) for e in body.busy if isinstance(e, int)]
-        start = max([self.core, self._given(unit), *places])
+        places = [e for e in body.busy if isinstance(e, int)]
+        start = max([self.core, self._given(unit), *map(self.links.free, places)])
         self.core = start + seconds
-        event = self._event(unit, start, self.core, loop=body, trips=unit.trips)
+        for place in places:
+            self.links.block(place, self.core)
+        event = self._event(unit, start, self.core + tail, loop=body, trips=unit.trips)
         for engine, busy in body.busy.items():
             self.made.use(engine, unit.trips * busy)
-            if isinstance(engine, int):
-                self.free[engine] = max(self.free.get(engine, 0.0), self.core)
         self.made.serial_seconds += unit.trips * body.serial_seconds
-        self.made.exposed_seconds += unit.trips * body.exposed_seconds
+        bare = body.exposed_seconds - tail if self.unrolled else body.exposed_seconds
+        self.made.exposed_seconds += unit.trips * max(0.0, bare)
         self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds
         self._finish(unit, event)
 

@@ -11,6 +11,11 @@ A product alone in its program passes through VMEM in the best blocks (`hardware
 `product_rate` of that rate, and its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads m k n / edge
 elements of each operand.
 
+A product in eight bits reads its operands as they were quantised before, in a pass of its own: what is read, and a byte
+an element written. The pass is over before the product starts; products of one operand with the same scales share it.
+
+A softmax or norm keeps a block of rows in VMEM. Rows that do not fit are read again after every reduction.
+
 Fused attention contracts scores over the key dim (both passes) and cotangents over the value dim: dims narrower than
 the array fill it in part. Products over the memory dim can be turned so that these dims stream.
 
@@ -21,10 +26,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hardware.blocking import matmul_blocks
+from hardware.blocking import Blocks, matmul_blocks
 from hardware.chips import Chip
 from hardware.core import Matmul, Time, Work, time_of
-from hardware.memory import hbm_seconds
+from hardware.memory import hbm_seconds, vmem_bytes
 from hardware.vpu import vpu_seconds
 from meshlib.estimation.kernels import Attention, Kernel
 from meshlib.estimation.physics import Physics
@@ -36,7 +41,11 @@ FUSED_BACKWARD_SINCE = 2025
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Modelled time of one fusion group. `traffic_bytes` are padded, with what a product reads again."""
+    """Modelled time of one fusion group. `traffic_bytes` are padded, with what a product reads again.
+
+    `early_seconds`: of those over HBM, what may be fetched while something else runs; `first_seconds`: of the exposed
+    ones, the first pieces of that. `hidden_seconds`: what the schedule has found to be fetched before.
+    """
 
     mxu_seconds: float
     vpu_seconds: float
@@ -44,11 +53,14 @@ class KernelTime:
     exposed_seconds: float
     launch_seconds: float
     traffic_bytes: float
+    early_seconds: float = 0.0
+    first_seconds: float = 0.0
+    hidden_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Of the group run on its own."""
-        return self.launch_seconds + self.busy_seconds
+        """From its launch to its end."""
+        return self.launch_seconds + self.busy_seconds - self.hidden_seconds
 
     @property
     def busy_seconds(self) -> float:
@@ -72,6 +84,11 @@ class Times:
         self.physics = physics.without_losses() if alone else physics
         self._known: dict[tuple[object, ...], KernelTime] = {}
 
+    @property
+    def ahead_seconds(self) -> float:
+        """Time of HBM for what half of VMEM holds."""
+        return hbm_seconds(self.chip, vmem_bytes(self.chip) // 2)
+
     def of(self, kernel: Kernel) -> KernelTime:
         """Modelled time of a kernel."""
         key = kernel.key
@@ -85,28 +102,39 @@ class Times:
             return KernelTime(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         if kernel.attention is not None:
             return self._attention(kernel, kernel.attention)
-        chip, again, exposed = self.chip, 0.0, 0.0
+        chip, again, exposed, first = self.chip, 0.0, 0.0, 0.0
         for product, itemsize in kernel.matmuls:
-            read, bare = self._blocked(product, itemsize)
-            again += read - kernel.operand_bytes
-            exposed += bare
-        traffic = kernel.padded_bytes + again - self._on_chip(kernel)
+            blocks = matmul_blocks(chip, product, itemsize)
+            again += self._read(blocks, product, itemsize) - kernel.operand_bytes
+            exposed += blocks.exposed_bytes
+            pieces = zip(kernel.at_hand, (blocks.rows, blocks.columns), strict=True)
+            first += itemsize * blocks.depth * sum(edge for here, edge in pieces if here)
+        traffic = kernel.padded_bytes + again - self._on_chip(kernel) - kernel.spared_bytes + kernel.quantised_bytes
+        if not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:  # a row and its result, half of VMEM
+            traffic += kernel.sweeps * kernel.read_bytes
         # bfloat16 takes half the time where lanes work in it.
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
-        bare_seconds = hbm_seconds(chip, min(exposed, traffic)) if time.mxu_seconds else 0.0
+        bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
         mxu = time.mxu_seconds / self.physics.product_rate
-        return KernelTime(mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic)
+        return KernelTime(
+            mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic,
+            early_seconds=self._early(kernel, time.hbm_seconds),
+            first_seconds=min(bare_seconds, hbm_seconds(chip, first)),
+        )  # fmt: skip
 
-    def _blocked(self, product: Matmul, itemsize: int) -> tuple[float, float]:
-        """Bytes that a product reads of its operands, and those that nothing overlaps."""
+    def _read(self, blocks: Blocks, product: Matmul, itemsize: int) -> float:
+        """Bytes that a product reads of its operands."""
         edge = self.physics.block_edge
-        blocks = matmul_blocks(self.chip, product, itemsize)
         if not edge:
-            return blocks.read_bytes, blocks.exposed_bytes
+            return blocks.read_bytes
         left = product.m * product.k * max(1.0, product.n / edge)
         right = product.k * product.n * max(1.0, product.m / edge)
-        return itemsize * product.batch * (left + right), blocks.exposed_bytes
+        return itemsize * product.batch * (left + right)
+
+    def _early(self, kernel: Kernel, most: float) -> float:
+        """Seconds over HBM of what may be fetched before a kernel starts: half of VMEM holds it."""
+        return min(most, hbm_seconds(self.chip, min(kernel.at_hand_bytes, vmem_bytes(self.chip) // 2)))
 
     def _on_chip(self, kernel: Kernel) -> int:
         """Bytes at the boundary that stay in the chip's common memory, where it has one (CMEM of v4).
@@ -128,4 +156,5 @@ class Times:
         vpu = vpu_seconds(chip, work.scores * physics.score_vpu_ops * factor)
         bare = (1 - physics.attention_overlap) * min(mxu, vpu)
         traffic = kernel.padded_bytes
-        return KernelTime(mxu, vpu, hbm_seconds(chip, traffic), bare, chip.launch_seconds, traffic)
+        hbm = hbm_seconds(chip, traffic)
+        return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm))

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.placement import places
 from meshlib.errors import GraphError
-from meshlib.estimation.plan import HOST_COPIES
 from meshlib.estimation.result import engine_name
 from meshlib.estimation.rows import names_of_forward
 from meshlib.estimation.scheduling import Event, Schedule
+from meshlib.estimation.units import HOST_COPIES
 from meshlib.files import replace_file
 from meshlib.graph import FORWARD
 from meshlib.program.memory import KINDS

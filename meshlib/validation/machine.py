@@ -44,7 +44,7 @@ def slice_of(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
 
     Raises: NotExpressed where the number of chips is not stated or no multiple of that of the slices.
     """
-    shape = shape_of(row.get("slice"))
+    shape = shape_of(row.get("slice")) or _pod_of(row.get("slice"), chip)
     count, chips = _counts(row, chip, shape)
     if chips % count:
         raise NotExpressed(f"its {chips} chips make no {count} equal slices")
@@ -66,16 +66,29 @@ def slice_of(row: Row, chip: Chip) -> tuple[Slice, tuple[str, ...]]:
 
 
 def shape_of(where: object) -> tuple[int, ...]:
-    """The sides of a slice as rows give them; () where they do not.
+    """The sides of a slice as rows give them, in digits or words; () where they do not.
 
     >>> shape_of({"topology": "2-D mesh, 4x4, no wrap"}), shape_of([4, 4, 8]), shape_of(None)
     ((4, 4), (4, 4, 8), ())
+    >>> shape_of("a torus of 8 by 16"), shape_of("4 \u00d7 4 \u00d7 4"), shape_of("cube of 4"), shape_of("ring of 16")
+    ((8, 16), (4, 4, 4), (4, 4, 4), (16,))
     """
     found = where.get("topology") if isinstance(where, Mapping) else where
     if isinstance(found, list | tuple):
         return tuple(int(side) for side in found)
-    shape = re.search(r"\d+(?:x\d+)+", str(found or ""))
-    return tuple(map(int, shape[0].split("x"))) if shape else ()
+    words = re.sub(r"(?<=\d)\s*(?:by|x|\*|\u00d7)\s*(?=\d)", "x", str(found or "").lower())
+    shape = re.search(r"\d+(?:x\d+)+", words)
+    if shape:
+        return tuple(map(int, shape[0].split("x")))
+    sides = {"ring": 1, "line": 1, "square": 2, "cube": 3}
+    named = re.search(rf"({'|'.join(sides)}) of (\d+)(?! *(?:chip|core|device))", words)
+    return (int(named[2]),) * sides[named[1]] if named else ()
+
+
+def _pod_of(where: object, chip: Chip) -> tuple[int, ...]:
+    """The sides of a whole pod, where a row says that it is one."""
+    found = where.get("topology") if isinstance(where, Mapping) else where
+    return chip.pod_shape if re.search(r"\b(?:full|whole|entire) pod\b", str(found or "").lower()) else ()
 
 
 def _counts(row: Row, chip: Chip, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -115,8 +128,15 @@ def stated_sizes(layout: object) -> dict[str, int]:
 
     >>> stated_sizes({"ici_fsdp": 64.0, "dcn_data": "2", "note": "data between slices"})
     {'ici_fsdp': 64, 'dcn_data': 2}
+    >>> stated_sizes("data:2 (DCN); fsdp:256; tensor:12")
+    {'data': 2, 'fsdp': 256, 'tensor': 12}
     """
     found = {}
+    texts = [layout] if isinstance(layout, str) else []
+    if isinstance(layout, Mapping):
+        texts = [text for key, text in layout.items() if key in ("mesh", "axes") and isinstance(text, str)]
+    for text in texts:
+        found.update({axis: int(n) for axis, n in re.findall(r"([A-Za-z_]+)\s*[:=]\s*(\d+)", text)})
     for key, size in layout.items() if isinstance(layout, Mapping) else ():
         if not isinstance(size, bool) and re.fullmatch(r"-?\d+(\.0*)?", str(size).strip()):
             found[str(key)] = int(float(size))

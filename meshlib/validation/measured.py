@@ -15,6 +15,9 @@ from meshlib.validation.policies import NotExpressed
 
 Row = Mapping[str, Any]
 
+_BLOCKS = ("block_s_median", "block_s_mean", "block_s")
+BERT_EVALUATION = 10_000  # sequences: mlcommons/training_policies training_rules.adoc (BERT's evaluation set)
+
 
 def parameters(model: Mapping[str, Any]) -> float:
     """What tokens are multiplied by: attention, feed-forward, and the head. No norms, biases, or table looked up in.
@@ -58,11 +61,10 @@ def measured(
     Raises: NotExpressed where no time follows from what the row gives.
     """
     given, derived = row.get("measured") or {}, row.get("derived") or {}
-    block = re.match(r"([\d,]+) (?:training )?steps of", str(derived.get("block", "")))
-    if given.get("block_s_median") and block:
-        evaluated = re.search(r"evaluation forward of ([\d,]+) sequences", str(derived["block"]))
-        count = int(evaluated[1].replace(",", "")) if evaluated else 0
-        return int(block[1].replace(",", "")), count, float(given["block_s_median"]), ()
+    seconds = next((float(given[key]) for key in _BLOCKS if given.get(key)), 0.0)
+    block = _block(str(derived.get("block", "")), derived, batch, model) if seconds else None
+    if block is not None:
+        return (*block[:2], seconds, block[2])
     for where in (given, derived):
         for key, unit in (("step_time_s", 1.0), ("step_time_ms", 1e-3)):
             if where.get(key):
@@ -78,6 +80,36 @@ def measured(
         if given.get(key):
             return 1, 0, work / float(given[key]), ()
     return _from_flops(row, given, batch, length, slice_, model)
+
+
+def _block(text: str, derived: Row, batch: int, model: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]] | None:
+    """(training steps, sequences evaluated, what of it is assumed) of a time stamp's block; None where it is not said.
+
+    >>> _block("12 training steps of 2048 + evaluation forward of 24,567 sequences", {}, 2048, {})
+    (12, 24567, ())
+    >>> _block("24,576 training sequences, evaluation of 24,567 included", {}, 2048, {})
+    (12, 24567, ())
+    """
+    steps = re.match(r"([\d,]+) (?:training )?steps of", text)
+    sequences = re.match(r"([\d,]+) (?:training )?(?:sequences|samples|examples)", text)
+    if steps:
+        count = _whole(steps[1])
+    elif derived.get("train_steps_per_block"):
+        count = round(float(derived["train_steps_per_block"]))
+    elif sequences and _whole(sequences[1]) >= batch:
+        count = round(_whole(sequences[1]) / batch)
+    else:
+        return None
+    evaluated = re.search(r"evaluation\D*?([\d,]*\d)", text)
+    if evaluated:
+        return count, _whole(evaluated[1]), ()
+    if "evaluation" in text and "bert" in str(model.get("name", "")).lower():
+        return count, BERT_EVALUATION, (f"evaluation of {BERT_EVALUATION:,} sequences",)
+    return count, 0, ()
+
+
+def _whole(digits: str) -> int:
+    return int(digits.replace(",", ""))
 
 
 def _from_flops(

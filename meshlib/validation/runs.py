@@ -20,6 +20,7 @@ from meshlib.models import PRESETS, TransformerConfig
 from meshlib.validation.machine import axes_of, slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
 from meshlib.validation.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
+from meshlib.validation.published import ROWS
 
 Row = Mapping[str, Any]
 
@@ -276,12 +277,29 @@ def _apart(row: Row, model: Mapping[str, Any]) -> str:
     return ""
 
 
+def _remat_text(row: Row, followed: int = 0) -> tuple[str, tuple[str, ...]]:
+    """The words that name a row's recomputation, and what of them is assumed: its own, a note's, or another row's."""
+    text = str(row.get("remat") or "").strip()
+    if text == "see note":
+        return policy_in(str(row.get("note", ""))), ()
+    other = re.match(r"(?:the )?(?:same )?(?:remat )?as (?:in )?(?:row )?['\"]?([\w.+-]+)", text.lower())
+    if other is None:
+        return text, ()
+    like = [r for r in ROWS if str(r.get("id", "")).lower() == other[1].rstrip(".")]
+    if like and followed < len(ROWS):
+        return _remat_text(like[0], followed + 1)[0], (f"recomputation as in {like[0]['id']}",)
+    named = policy_in(text)
+    if not named:
+        raise NotExpressed(f"its recomputation is {text!r}, which names no row and no policy")
+    return named, ()
+
+
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
     """What is computed again, and what of that is assumed."""
-    text = str(row.get("remat") or "")
-    found = policy_of(policy_in(str(row.get("note", ""))) if text == "see note" else text)
+    text, assumed = _remat_text(row)
+    found = policy_of(text)
     if found is not None:
-        return found, ()
+        return found, assumed
     if run.encoder:
         scores = ("scores",) if run.attention == "materialised" else ()
         return Policy((*NOTHING_TWICE.save, *scores)), ("no product is computed again",)

@@ -13,9 +13,10 @@ from hardware.chips import Chip
 from layouts import LayoutRules, Mesh, Rule
 from meshlib.estimation.moves import Network, placed
 from meshlib.estimation.physics import Physics
-from meshlib.estimation.plan import Plan, plan_of
+from meshlib.estimation.plan import plan_of
 from meshlib.estimation.scheduling import schedule
 from meshlib.estimation.times import Times
+from meshlib.estimation.units import Plan
 from meshlib.graph import Graph
 from meshlib.lowering import Balance, lower
 from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
@@ -47,7 +48,8 @@ class Prepared:
         return total * (1 + physics.jitter(run.slice.slices))
 
     def _once(self, plan: Plan, physics: Physics) -> float:
-        return schedule(plan, Times(self.chip, physics), OVERLAP).seconds
+        # TensorFlow's layers are written out one after the other, JAX's are a loop.
+        return schedule(plan, Times(self.chip, physics), OVERLAP, unrolled=self.run.encoder).seconds
 
 
 def prepare(run: Run) -> Prepared:
@@ -119,7 +121,8 @@ def config_of(run: Run) -> TransformerConfig:
 def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
     """The run's axes as rules: the batch over slices, data and fully sharded axes, models by the library's presets."""
     named = [axis for axis in ("fsdp", "tensor", "context") if axis in mesh]
-    named = [{"tensor": "sequence"}.get(axis, axis) for axis in named]
+    if run.length % run.axis("tensor") == 0:  # activations between layers are split along the sequence
+        named = [{"tensor": "sequence"}.get(axis, axis) for axis in named]
     rules = list(model_layout("+".join(named), config, mesh).rules) if named else []
     batch = tuple(axis for axis in ("slices", "data", "shard", "fsdp") if axis in mesh)
     rules = [r for r in rules if r.dim != "batch"]

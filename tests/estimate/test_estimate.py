@@ -183,7 +183,7 @@ def test_slices_joined_by_the_data_centre_network():
     across, within = build("b:pods+data"), build("b:data")
     gradient = next(r for r in across.rows if r.payload_bytes == 4096 * 4096 * 4)
     # Reduced within a slice first: a chip's share of 1/16 goes over its NIC, out and back.
-    assert gradient.dcn_seconds == pytest.approx(2 * 0.5 * gradient.payload_bytes / 16 / 3.125e9)
+    assert gradient.dcn_seconds == pytest.approx(2 * 0.5 * gradient.payload_bytes / 16 / (3.125e9 / 2))
     assert across.bound_seconds["dcn"] > 0
     assert "dcn" not in within.engine_seconds
     assert within.useful_flops == within.flops / 2

@@ -63,17 +63,16 @@ def test_repeated_work_counts_once_in_mfu():
 @pytest.mark.parametrize(
     ("case", "wanted"),
     [
-        # The gradients over 8 cores; w2's is small and waits for the loss only if it can.
-        (DATA, {("all_reduce", P * H * F32), ("all_reduce", H * C * F32), ("all_reduce", 4)}),
+        # The gradients over 8 cores; w2's is small and goes with the loss.
+        (DATA, {("all_reduce", P * H * F32), ("all_reduce", H * C * F32 + 4)}),
         # Only the logits, once: dx is not needed.
         (MODEL, {("all_reduce", B * C * F32)}),
         (
             TWO_D,
             {
                 ("all_reduce", B // 2 * C * F32),
-                ("all_reduce", P * H // 4 * F32),
-                ("all_reduce", H // 4 * C * F32),
-                ("all_reduce", 4),
+                # Between the two cores of a chip: less time than to start it.
+                ("all_reduce", (P * H // 4 + H // 4 * C) * F32 + 4),
             },
         ),
     ],
@@ -140,7 +139,7 @@ def test_time_of_the_first_layer(name, mesh, layout, rows, cols):
         ways.append((math.ceil(count / mxus), streamed))
         ways.append((count, streamed // mxus))
     cycles = min((n - 1) * max(t, 128) + t + 382 for n, t in ways)
-    assert row.mxu_seconds == pytest.approx(cycles / clock / 0.96)
+    assert row.mxu_seconds == pytest.approx(((cycles - 382) / 0.96 + 382) / clock)
     assert usual.mxu_seconds == pytest.approx(row.mxu_seconds / Physics().product_rate)
     # A value used inside its group only (the product before relu) takes no bytes.
     assert row.hbm_bytes == F32 * (b * P + P * h + b * h)
@@ -148,7 +147,7 @@ def test_time_of_the_first_layer(name, mesh, layout, rows, cols):
     assert row.traffic_bytes == tiles(b, P) + tiles(P, h) + tiles(b, h)
     assert row.hbm_seconds == pytest.approx(row.traffic_bytes / rate / 0.9)
     assert row.vpu_seconds == pytest.approx(b * h / ({"v2-8": 700e6, "v3-8": 940e6}[name] * 8 * 128 * 2))
-    assert row.seconds >= 1e-6 + max(row.mxu_seconds, row.hbm_seconds)
+    assert row.seconds + row.hidden_seconds >= 1e-6 + max(row.mxu_seconds, row.hbm_seconds)
     assert row.seconds <= 1e-6 + row.mxu_seconds + row.hbm_seconds
     assert row.count == 1
     assert "test_mnist_by_hand.py" in row.source
@@ -164,7 +163,7 @@ def test_time_of_the_gradient_reduction(name, link):
     within = 2 * (size / 2) / (hbm / 2 / 2)
     # Each core has half of each link, of which 90 % are reached; of S/2 bytes 3/8 cross each link, each way twice.
     over = 2 * (2 * 1e-6 + 3 / 8 * (size / 2) / (link * 0.9 / 2))
-    assert row.seconds == pytest.approx(within + over + 10e-6)
+    assert row.seconds == pytest.approx(within + over + 5e-6)
     assert row.ici_seconds + row.latency_seconds == pytest.approx(row.seconds)
 
 

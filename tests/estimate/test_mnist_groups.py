@@ -61,7 +61,7 @@ class Group:
         hbm = self.traffic_bytes / (rate * 0.9)
         if self.product is None:
             return 1e-6 + max(vpu, hbm)
-        mxu = cycles(*self.product, mxus) / clock / 0.96
+        mxu = ((cycles(*self.product, mxus) - 382) / 0.96 + 382) / clock
         # All of these fit VMEM; the first pieces of the operands and the last block of the result are exposed.
         blocks = matmul_blocks(CHIPS[name[:2]], Matmul(*self.product), F32)
         bare = min(blocks.exposed_bytes, self.traffic_bytes) / (rate * 0.9)
@@ -140,23 +140,25 @@ def test_every_group(name, mesh, layout, rows, cols):
         row = made[key]
         assert (row.mxu_flops, row.vpu_ops, row.hbm_bytes) == (group.flops, group.vpu_ops, group.hbm_bytes), key
         assert row.traffic_bytes == group.traffic_bytes, key
-        assert row.seconds == pytest.approx(group.seconds(name)), key
+        assert row.seconds + row.hidden_seconds == pytest.approx(group.seconds(name)), key
+        assert 0 <= row.hidden_seconds <= row.seconds + row.hidden_seconds - max(row.mxu_seconds, row.vpu_seconds), key
         assert row.useful_flops == row.mxu_flops
     assert est.flops == sum(g.flops for g in wanted.values())
     assert est.vpu_ops == sum(g.vpu_ops for g in wanted.values())
     assert est.hbm_bytes == sum(g.hbm_bytes for g in wanted.values())
-    assert est.compute_seconds == pytest.approx(sum(g.seconds(name) for g in wanted.values()))
+    hidden = sum(r.hidden_seconds for r in made.values())
+    assert est.compute_seconds + hidden == pytest.approx(sum(g.seconds(name) for g in wanted.values()))
 
 
 def reduction(size: int, axes: str, name: str) -> float:
-    """An all_reduce of `size` bytes on each core: 10 us to start, then over the chip and over 2 x 2 chips."""
+    """An all_reduce of `size` bytes on each core: 5 us to start, then over the chip and over 2 x 2 chips."""
     hbm, link = {"v2-8": (700e9, 62e9), "v3-8": (900e9, 82e9)}[name]
     within = 2 * (size / 2) / (hbm / 2 / 2)
     # Each core has half of each link, of which 90 % are reached; 3/8 of the bytes cross each link, each way twice.
     if axes == "rows":
-        return 10e-6 + within
+        return 5e-6 + within
     share, before = (size / 2, within) if axes == "cores" else (size, 0.0)
-    return 10e-6 + before + 2 * (2 * 1e-6 + 3 / 8 * share / (link * 0.9 / 2))
+    return 5e-6 + before + 2 * (2 * 1e-6 + 3 / 8 * share / (link * 0.9 / 2))
 
 
 @pytest.mark.parametrize("case", [DATA, MODEL, TWO_D])
@@ -175,23 +177,35 @@ def test_every_collective(name, case):
     if rows == 1:  # the batch is whole: losses and gradients are
         wanted = {"ffn_out": wanted["ffn_out"]}
     est = mtf.estimate(program(mesh, layout), name)
-    made = {r.name: r for r in est.rows if r.kind == "collective"}
-    assert made.keys() == wanted.keys()
-    for key, (elements, axes) in wanted.items():
+    made = [r for r in est.rows if r.kind == "collective"]
+    # What takes longer to start than to send goes together: all but dw1 over more than the cores of a chip.
+    found = {key: [key] for key in wanted}
+    if cols == 1:
+        found = {
+            "reduce_sum_2": ["reduce_sum_2", "ffn_out/grad/einsum_1"],
+            "ffn_in/grad/einsum_1": ["ffn_in/grad/einsum_1"],
+        }
+    elif rows > 1:
+        found = {"ffn_out": ["ffn_out"], "rows": [k for k, (_, axes) in wanted.items() if axes == "rows"]}
+    assert len(made) == len(found)
+    for members in found.values():
+        elements, axes = sum(wanted[m][0] for m in members), wanted[members[0]][1]
         k = {"cores": 8, "rows": 2, "cols": 4}[axes]
-        assert (made[key].opcode, made[key].axes) == ("all_reduce", (axes,))
-        assert made[key].payload_bytes == F32 * elements
-        assert made[key].sent_bytes == 2 * (k - 1) * F32 * elements / k
-        assert made[key].seconds == pytest.approx(reduction(F32 * elements, axes, name)), key
+        (row,) = (r for r in made if r.payload_bytes == F32 * elements)
+        assert (row.opcode, row.axes) == ("all_reduce", (axes,))
+        assert row.name.endswith(f" and {len(members) - 1} more") == (len(members) > 1)
+        assert row.sent_bytes == pytest.approx(2 * (k - 1) * F32 * elements / k)
+        assert row.seconds == pytest.approx(reduction(F32 * elements, axes, name)), members
 
 
 @LAYOUTS
 @SLICES
 def test_the_step_is_bounded_by_its_parts(name, mesh, layout, rows, cols):
     est = mtf.estimate(program(mesh, layout), name, physics=Physics().without_losses())
-    kernels = sum(g.seconds(name) for g in groups(rows, cols).values())
+    kernels = sum(g.seconds(name) for g in groups(rows, cols).values()) - sum(r.hidden_seconds for r in est.rows)
     sent = sum(r.seconds for r in est.rows if r.kind == "collective")
     assert kernels + 0.5e-6 <= est.step_seconds <= kernels + sent + 0.5e-6
     assert est.step_seconds == pytest.approx(kernels + est.exposed_comm_seconds + 0.5e-6)
     none = mtf.estimate(program(mesh, layout), name, overlap="none", physics=Physics().without_losses())
+    kernels = sum(r.seconds for r in none.rows if r.kind == "compute")
     assert none.step_seconds == pytest.approx(kernels + sent + 0.5e-6)

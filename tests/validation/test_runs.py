@@ -12,9 +12,9 @@ from hardware import Slice
 from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed, Policy, lightest, policy_of
-from meshlib.validation.published import TRAINING
 from meshlib.validation.runs import run_of
 from meshlib.validation.training import OVERLAP, config_of, layout_of, prepare
+from tests.validation.rows import TRAINING
 
 ROWS = {row["id"]: row for row in TRAINING}
 MLPERF = {

@@ -22,7 +22,9 @@ BYTE = "bool"
 
 def ideal(kind: str, **figures: object) -> Chip:
     """A chip that reaches its nominal rates and launches for nothing: what the book's rooflines assume."""
-    return dataclasses.replace(CHIPS[kind], mxu_efficiency=1.0, hbm_efficiency=1.0, launch_seconds=0.0, **figures)
+    return dataclasses.replace(
+        CHIPS[kind], mxu_efficiency=1.0, hbm_efficiency=1.0, dcn_efficiency=1.0, launch_seconds=0.0, **figures
+    )
 
 
 def ring(kind: str, n: int, **figures: object) -> Slice:
