@@ -111,12 +111,12 @@ def save(sim: Simulation, path: Path) -> None:
 
 
 def _save(sim: Simulation, path: object) -> None:
-    arrays = dict(sim.state.arrays)
-    if METADATA in arrays:
+    names = list(sim.state.arrays)
+    if METADATA in names:
         raise CheckpointError(f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it")
-    types = {name: _type(sim, name) for name in arrays}
+    types = {name: _type(sim, name) for name in names}
     entries, begin = {}, 0
-    for name in sorted(arrays, key=lambda n: (-types[n][1].itemsize, n)):
+    for name in sorted(names, key=lambda n: (-types[n][1].itemsize, n)):
         shape, dtype = types[name]
         end = begin + shape.size * dtype.itemsize
         entries[name] = _Entry(CODES[dtype.name], shape.sizes, begin, end)
@@ -131,7 +131,7 @@ def _save(sim: Simulation, path: object) -> None:
         sums = {}
         for name in entries:
             total = 0
-            for block in _encoded(arrays[name], types[name][1], name):
+            for block in _encoded(sim.state.stored(name), types[name][1], name):
                 total = zlib.crc32(block, total)
                 file.write(block)
             sums[SUM + name] = _hex(total)
@@ -206,7 +206,8 @@ def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str
             _refuse(target, skipped, strict)
         arrays = {name: _read(file, header, name, _type(sim, name), target) for name in fitting}
     with sim.state.lock:
-        sim.state.arrays.update(arrays)
+        for name, array in arrays.items():
+            sim.state.put(name, array)
         if seed is not None:
             sim.seed = sim.state.seed = seed
     return skipped

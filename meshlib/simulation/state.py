@@ -16,6 +16,7 @@ from meshlib.errors import FeedError, nearest
 from meshlib.graph import Operation
 from meshlib.initializers import make_key
 from meshlib.ops.sources import STEP
+from meshlib.program.records import Program
 
 Array = np.ndarray[Any, Any]
 
@@ -52,6 +53,25 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
             f"array.astype(np.{'float32' if dtype.is_float else dtype.name})"
         )
     return stored(array, dtype, what, FeedError)
+
+
+def fed_arrays(program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
+    """The feeds of a program in storage form; all names checked at once."""
+    unknown = [n for n in given if n not in program.inputs]
+    missing = [n for n in program.inputs if n not in given]
+    faults = [f"unknown feed '{n}'{nearest(n, program.inputs)}" for n in unknown]
+    faults += [
+        f"missing feed '{n}', {program.inputs[n].tensor.dtype.name}{program.inputs[n].tensor.shape} "
+        f"({program.inputs[n].tensor.operation.source})"
+        for n in missing
+    ]
+    if faults:
+        raise FeedError("; ".join(faults) + f"; the program's inputs: {', '.join(program.inputs) or 'none'}")
+    fed = {}
+    for name, v in program.inputs.items():
+        t = v.tensor
+        fed[name] = to_storage(given[name], t.shape, t.dtype, f"feed '{name}' ({t.operation.source})")
+    return fed
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,15 @@ class State(MutableMapping[str, Array]):
                 if name not in self.arrays:
                     made = self._initial(name, slot, op)
                     what = f"initial value of variable '{name}' ({op.source})"
-                    self.arrays[name] = to_storage(np.asanyarray(made), slot.shape, slot.dtype, what)
+                    self.put(name, to_storage(np.asanyarray(made), slot.shape, slot.dtype, what))
+
+    def stored(self, name: str) -> Array:
+        """The whole array of a variable as the simulation stores it; not to be written to."""
+        return self.arrays[name]
+
+    def put(self, name: str, array: Array) -> None:
+        """Take an array, of the right shape and storage dtype, for the value of a variable."""
+        self.arrays[name] = array
 
     def _initial(self, name: str, slot: Slot, op: Operation) -> object:
         try:
@@ -122,7 +150,7 @@ class State(MutableMapping[str, Array]):
         self._check_name(name)
         public = self.slots[name].public.public if name in self.slots else np.dtype(np.int32)
         with self.lock:
-            return self.arrays[name].astype(public)
+            return self.stored(name).astype(public)
 
     def __setitem__(self, name: str, value: Array) -> None:
         self._check_name(name)
@@ -130,7 +158,7 @@ class State(MutableMapping[str, Array]):
         shape, dtype = (slot.shape, slot.dtype) if slot else (Shape([]), INT32)
         made = to_storage(value, shape, dtype, f"state['{name}']").copy()
         with self.lock:
-            self.arrays[name] = made
+            self.put(name, made)
 
     def __delitem__(self, name: str) -> None:
         raise FeedError(f"variable '{name}' can't be deleted; a program needs it")

@@ -1,0 +1,28 @@
+"""The same program on JAX's devices: `mtf.on_jax`, and what goes with it. Brings in JAX with the first name used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from meshlib.errors import MissingError
+
+if TYPE_CHECKING:
+    from meshlib.jax.running import OnJax as OnJax
+    from meshlib.jax.running import on_jax as on_jax
+    from meshlib.jax.table import row as row
+
+# Public name -> the module here that defines it.
+NAMES = {"on_jax": "running", "OnJax": "running", "row": "table"}
+PUBLIC = ("on_jax",)  # names of `meshlib` itself
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    try:
+        return getattr(import_module(f"{__name__}.{NAMES[name]}"), name)
+    except ModuleNotFoundError as fault:
+        if (fault.name or "").partition(".")[0] not in ("jax", "jaxlib"):
+            raise
+        raise MissingError(f"meshlib.jax.{name} needs JAX, which is not installed: pip install 'meshlib-tpu[jax]'") from None
