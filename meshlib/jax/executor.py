@@ -272,8 +272,8 @@ def _cut_wide(x: Value, y: Value, array: Array, context: Context) -> Array:
     """The part of the block, with margins, that the new sharding leaves here."""
     held, wanted = {m.dim: m for m in x.margins}, {m.dim: m for m in y.margins}
     for axis, d in enumerate(y.tensor.shape):
-        old, new = x.sharding.of(d), y.sharding.of(d)
-        length = y.local_shape.dim(d).size
+        old, new = x.sharding.of(d.name), y.sharding.of(d.name)
+        length = y.local_shape.dim(d.name).size
         before = (held[d.name].before if d.name in held else 0) - (wanted[d.name].before if d.name in wanted else 0)
         if old == new:
             array = _cut(array, axis, before, before + length)

@@ -15,7 +15,7 @@ from jax import lax
 
 from meshlib.jax.context import Array, Index
 from meshlib.jax.rows.products import dot, operand
-from meshlib.jax.table import Part, Split, aligned, row, widened
+from meshlib.jax.table import Part, Split, aligned, row
 
 CHUNK = 1 << 22  # scores that are there at once
 Names = tuple[str, ...]
@@ -168,8 +168,10 @@ class Kernel:
         return aligned(x.reshape(*(self.sizes[n] for n in names[:-1]), x.shape[-1]), names, to)
 
     def heard_rows(self, x: Array) -> Array:
-        """A number per query, as `weights` has them: [batch, group, length, 1]."""
-        return x.reshape(self.count, self.groups, self.queries, 1)
+        """A number per query, in the order of q, as `weights` has them: [batch, group, length, 1]."""
+        names = tuple(n for n in self.part.names[0] if n != self.key)
+        rows = aligned(x, names, (*self.batch, *self.group, self.length))
+        return rows.reshape(self.count, self.groups, self.queries, 1)
 
 
 def _share(level: Array, heard: Array | None) -> Array:
@@ -294,5 +296,3 @@ def _window_grad_memory(part: Part, *arrays: Array) -> tuple[Array, Array]:
         found.append(lax.slice_in_dim(x, begin, begin + made, axis=names.index(memory)))
     return found[0], found[1]
 
-
-_ = widened
