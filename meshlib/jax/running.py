@@ -15,6 +15,7 @@ import meshlib.jax.rows  # the library's own rows  # noqa: F401
 from meshlib.checks import flag
 from meshlib.errors import GraphError, NotFiniteError
 from meshlib.jax.placing import HostArray, place, whole
+from meshlib.jax.processes import JaxProcesses
 from meshlib.jax.step import Made, Prints, Step
 from meshlib.ops.index import index_fault
 from meshlib.ops.sources import STEP
@@ -60,6 +61,8 @@ class DeviceState(State):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.places: dict[str, NamedSharding] = {}
+        if jax.process_count() > 1:
+            self.processes = JaxProcesses(self.arrays)
 
     def stored(self, name: str) -> HostArray:
         if name == STEP:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -89,11 +89,44 @@ class Slot:
         return cls(op.attrs["shape"], op.attrs["dtype"], op.attrs["public_dtype"], op.source)
 
 
+class Processes(Protocol):
+    """Several processes that hold parts of one state each, and write and read one file together.
+
+    `places` says of each tensor where in the file it begins, in bytes, and what it is. Each method is called in all
+    processes; if it fails in one, it raises in all.
+    """
+
+    first: bool  # whether this process is the one that makes the file
+
+    def write(self, file: BinaryIO, places: Mapping[str, tuple[int, Shape, DType]]) -> dict[str, int]:
+        """Write the tensors into a file that the first process has open; their CRC-32s."""
+        ...
+
+    def follow(self, places: Mapping[str, tuple[int, Shape, DType]]) -> None:
+        """What the others do meanwhile."""
+        ...
+
+    def agree(self, fault: str | None, done: bool = False) -> None:
+        """Wait for all; raise CheckpointError if one has a fault."""
+        ...
+
+    def mine(self, names: Sequence[str]) -> list[str]:
+        """Of tensors those that this process looks through for damage."""
+        ...
+
+    def blocks(self, path: str, places: Mapping[str, tuple[int, Shape, DType]]) -> dict[str, Array]:
+        """The tensors of a file, of which no more is read than is asked for."""
+        ...
+
+
 class State(MutableMapping[str, Array]):
     """Variables by name, as plain global NumPy arrays: `sim.state["w1"]`, assignable.
 
-    Reading gives a copy in the variable's declared dtype. Assigning checks shape and dtype.
+    Reading gives a copy in the variable's declared dtype. Assigning checks shape and dtype. `processes`: those that
+    share the state, if there are several.
     """
+
+    processes: Processes | None = None
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
