@@ -3,6 +3,7 @@
     python examples/mnist.py                                       # 2x4 cores of a v3-8, batch and hidden split
     python examples/mnist.py --mesh data:8 --layout "batch:data"   # data-parallel instead
     python examples/mnist.py --mesh model:8 --layout "hidden:model" --precision float32
+    python examples/mnist.py --on jax --mesh data:1                # on the devices that JAX has, as many as the mesh
 
 The network is written once, in named dimensions. Change the mesh or the layout and the same program is lowered to
 other local shapes with other collectives; the numbers stay the same up to rounding.
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import meshlib as mtf
 from examples import mnist_data
 from examples.terminal import finish, line, progress
+from hardware import Slice
 
 PIXELS, CLASSES = mtf.Dimension("pixels", 784), mtf.Dimension("classes", 10)
 
@@ -67,8 +69,8 @@ def train(args: argparse.Namespace) -> None:
     digits = mnist_data.load(args.data, seed=args.seed)
     print(f"data: {digits.source}")
     training, evaluation = build(args)
-    sim = mtf.simulate(training, args.slice, seed=args.seed, executor=args.executor)
-    print(f"slice: {sim.slice}")
+    sim = runner(training, args)
+    print(f"slice: {sim.slice}" if args.on == "simulation" else f"devices: {sim}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
     for note in training.notes:
         print(f"note: {note}")
@@ -84,6 +86,8 @@ def train(args: argparse.Namespace) -> None:
         line(f"epoch {epoch:>2}  loss {np.mean(losses):.4f}  test accuracy {right:.2%}  ({seconds:.1f} s)")
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
     print(f"\n{training.memory}")
+    if args.on == "jax":
+        print(f"\n{sim}")
     if sim.slice is not None:
         hbm = sim.slice.hbm_bytes_per_device
         print(
@@ -92,6 +96,16 @@ def train(args: argparse.Namespace) -> None:
 
 
 PRECISIONS = {"bfloat16": "default", "float32": "highest"}
+
+
+def runner(program: mtf.Program, args: argparse.Namespace) -> mtf.Simulation:
+    """The program on simulated cores, or on JAX's devices: the same face."""
+    if args.on == "jax":
+        size = program.mesh.size
+        run = mtf.on_jax(program, seed=args.seed)
+        run.slice = run.slice or Slice(f"measured-{size}", mtf.measure_chip(run.mesh_devices))
+        return run
+    return mtf.simulate(program, args.slice, seed=args.seed, executor=args.executor)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -111,6 +125,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     parser.add_argument("--data", default=None, help="folder of IDX files; also $MESHLIB_MNIST")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--on", choices=("simulation", "jax"), default="simulation", help="simulated cores, or devices")
     parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
     args = parser.parse_args(argv)
     for name, least in (("hidden", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):

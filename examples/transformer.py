@@ -2,6 +2,7 @@
 
     python examples/transformer.py                                      # 2x4 cores of a v3-8, batch and heads split
     python examples/transformer.py --mesh fsdp:8 --layout fsdp          # fully sharded instead
+    python examples/transformer.py --on jax --mesh data:1 --layout data # on the devices that JAX has, as many as the mesh
     python examples/transformer.py --text ~/books --size base --steps 1000 --checkpoint model.safetensors
 
 The model is written once, in named dimensions. Mesh and layout say where the dimensions lie; the numbers stay the same
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import meshlib as mtf
 from examples import text_data
 from examples.terminal import finish, line, progress
+from hardware import Slice
 
 SIZES = {  # layers, d_model, heads of 32, d_ff
     "tiny": (2, 128, 4, 512),
@@ -73,10 +75,11 @@ def train(args: argparse.Namespace) -> None:
     """Lower, train, write a sample, and show what the layout made of the program and what a step would take."""
     text = text_data.load(args.text)
     training, sampling = build(args)
-    sim = mtf.simulate(training, args.slice, seed=args.seed, executor=args.executor)
-    est = mtf.estimate(training, args.slice)
+    sim = runner(training, args)
+    assert sim.slice is not None
+    est = mtf.estimate(training, sim.slice)
     print(f"text: {text.source}; unigram entropy {text.unigram_entropy:.3f} nats a byte")
-    print(f"slice: {sim.slice}")
+    print(f"slice: {sim.slice}" if args.on == "simulation" else f"devices: {sim}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; activations: {args.precision}")
     for note in training.notes:
         print(f"note: {note}")
@@ -90,6 +93,8 @@ def train(args: argparse.Namespace) -> None:
     print(f"\nsample\n{indented(sample(sim, sampling, text.held_out, args))}")
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
     print(f"\n{est}")
+    if args.on == "jax":
+        print(f"\n{sim}")
 
 
 def examples_of(args: argparse.Namespace, sim: mtf.Simulation, stop: int) -> Iterator[text_data.Windows]:
@@ -113,7 +118,7 @@ def learn(args: argparse.Namespace, sim: mtf.Simulation, est: mtf.Estimate) -> N
             here = tokens * len(losses) / (time.perf_counter() - begun)
             line(
                 f"step {step:>5}  loss {np.mean(losses):.4f}  {here:,.0f} tokens/s here, "
-                f"{there:,.0f} tokens/s on {args.slice} (modelled)"
+                f"{there:,.0f} tokens/s on {est.slice.name} (modelled)"
             )
             if args.checkpoint:
                 mtf.save(sim, args.checkpoint)
@@ -144,6 +149,16 @@ def indented(text: str) -> str:
 PRECISIONS = {"bfloat16": "default", "float32": "highest"}
 
 
+def runner(program: mtf.Program, args: argparse.Namespace) -> mtf.Simulation:
+    """The program on simulated cores, or on JAX's devices: the same face."""
+    if args.on == "jax":
+        size = program.mesh.size
+        run = mtf.on_jax(program, seed=args.seed)
+        run.slice = run.slice or Slice(f"measured-{size}", mtf.measure_chip(run.mesh_devices))
+        return run
+    return mtf.simulate(program, args.slice, seed=args.seed, executor=args.executor)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(
@@ -167,6 +182,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is more certain")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--on", choices=("simulation", "jax"), default="simulation", help="simulated cores, or devices")
     parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
     args = parser.parse_args(argv)
     for name, least in (("length", 2), ("batch", 1), ("steps", 1), ("every", 1), ("sample", 0), ("seed", 0)):

@@ -144,9 +144,9 @@ def _save(sim: Simulation, path: object) -> None:
             replace_file(path, write, "save", CheckpointError)
         else:
             processes.follow(places)
-    except CheckpointError as found:
-        fault = str(found)
-    processes.agree(fault, done=True)
+    except Exception as found:  # whatever it is, the others must not wait for ever
+        fault = str(found) if isinstance(found, CheckpointError) else f"save: {type(found).__name__}: {found}"
+    processes.agree(fault)
 
 
 Places = Mapping[str, tuple[int, Shape, DType]]  # where each tensor begins in the file, in bytes, and what it is

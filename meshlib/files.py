@@ -114,7 +114,7 @@ def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         except FileExistsError:
             continue
-        file = os.fdopen(descriptor, "wb")
+        file = open(path, "wb", opener=lambda path, flags, held=descriptor: held)  # `file.name` is the path
         # Another writer may take the file for a stale one in the moment before the lock: then it is gone.
         if _lock(descriptor, wait=True) is None or _same(descriptor, path):
             return file, path

@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Any
 from meshlib.errors import MissingError
 
 if TYPE_CHECKING:
+    from meshlib.jax.measuring import measure_chip as measure_chip
     from meshlib.jax.running import OnJax as OnJax
     from meshlib.jax.running import on_jax as on_jax
+    from meshlib.jax.specs import partition_specs as partition_specs
     from meshlib.jax.table import row as row
 
 # Public name -> the module here that defines it.
-NAMES = {"on_jax": "running", "OnJax": "running", "row": "table"}
-PUBLIC = ("on_jax",)  # names of `meshlib` itself
+NAMES = {
+    "OnJax": "running",
+    "measure_chip": "measuring",
+    "on_jax": "running",
+    "partition_specs": "specs",
+    "row": "table",
+}
+PUBLIC = ("OnJax", "measure_chip", "on_jax", "partition_specs")  # names of `meshlib` itself
 
 
 def __getattr__(name: str) -> Any:

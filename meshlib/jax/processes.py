@@ -30,33 +30,32 @@ class JaxProcesses:
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self.arrays = arrays
         self.first = jax.process_index() == 0
-        self._opened = False
+        self._told = False  # whether all have heard of a fault
 
     def write(self, file: BinaryIO, places: Places) -> dict[str, int]:
         """See `meshlib.simulation.state.Processes`."""
         end = max(begin + shape.size * dtype.itemsize for begin, shape, dtype in places.values())
-        file.truncate(end)
         file.flush()
-        self._opened = True
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, end)  # a full disk is an error here, and no fault of memory later
+        file.truncate(end)
         self._share(os.fspath(file.name))
         return self._written(os.fspath(file.name), places)
 
     def follow(self, places: Places) -> None:
         """See `meshlib.simulation.state.Processes`."""
-        self._opened = True
         path = self._share("")[0]
         self._written(path, places)
 
-    def agree(self, fault: str | None, done: bool = False) -> None:
+    def agree(self, fault: str | None) -> None:
         """See `meshlib.simulation.state.Processes`."""
-        if done:
-            if not self._opened and self.first:  # the others wait for its file
-                self._opened = True
-                self._share(f"!{fault}")
-            self._opened = False
-            if fault is not None:
-                raise CheckpointError(fault)
-        self._share("" if fault is None else f"!{fault}")
+        if fault is not None and self._told:  # by the others, or to them: none waits
+            self._told = False
+            raise CheckpointError(fault)
+        try:
+            self._share("" if fault is None else f"!{fault}")
+        finally:
+            self._told = False
 
     def mine(self, names: Sequence[str]) -> list[str]:
         """See `meshlib.simulation.state.Processes`."""
@@ -104,6 +103,7 @@ class JaxProcesses:
         texts = [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
         faults = [t[1:] for t in texts if t.startswith("!")]
         if faults:
+            self._told = True
             raise CheckpointError(faults[0])
         return texts
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import jax
@@ -12,8 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import meshlib.jax.rows  # the library's own rows  # noqa: F401
+from hardware.slices import Slice
 from meshlib.checks import flag
 from meshlib.errors import GraphError, NotFiniteError
+from meshlib.estimation import estimate
+from meshlib.jax.measuring import known_slice
 from meshlib.jax.placing import HostArray, place, whole
 from meshlib.jax.processes import JaxProcesses
 from meshlib.jax.step import Made, Prints, Step
@@ -22,11 +26,16 @@ from meshlib.ops.sources import STEP
 from meshlib.program.records import Program, require_program
 from meshlib.simulation import READY_PROGRAMS, Simulation, State
 from meshlib.simulation.state import fed_arrays
+from meshlib.slices import slice_for
+from meshlib.text import seconds_text
 
+TIMED_STEPS = 100  # of which the median is the time of a step
 EXACT_CORES = 16  # up to so many the exact executor is asked where a NaN came from
 
 
-def on_jax(program: Program, devices: Sequence[Any] | None = None, seed: int = 0, checked: bool = True) -> OnJax:
+def on_jax(
+    program: Program, devices: Sequence[Any] | None = None, seed: int = 0, checked: bool = True, slice: Any = None
+) -> OnJax:
     """Run a program on the devices that JAX has: the same face, and the same numbers up to rounding, as `simulate`.
 
     One `shard_map` runs the program instruction by instruction, its collectives as they stand there. In several
@@ -39,6 +48,8 @@ def on_jax(program: Program, devices: Sequence[Any] | None = None, seed: int = 0
       checked: indices out of range and NaN raise and leave the state as it was, for which it is held twice while a step
         runs. Without it the step writes over the state, NaN is not looked for, and what an index out of range looks up
         becomes NaN; never another element.
+      slice: what the devices are, a name or a Slice, for the estimate beside the measured times (`print(run)`); what
+        JAX says of them unless given. `mtf.measure_chip` makes a chip of any devices.
     Raises: ProgramError for too few devices, float64 without JAX's own switch for it, or an operation without a row
       (see `meshlib.jax.row`); MissingError without JAX.
     Example:
@@ -52,7 +63,8 @@ def on_jax(program: Program, devices: Sequence[Any] | None = None, seed: int = 0
     require_program(program, "on_jax")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise GraphError(f"on_jax: seed must be an integer, got {seed!r}")
-    return OnJax(program, devices, int(seed), flag(checked, "on_jax", "checked"))
+    found = None if slice is None else slice_for("on_jax", program.mesh, slice)
+    return OnJax(program, devices, int(seed), flag(checked, "on_jax", "checked"), found)
 
 
 class DeviceState(State):
@@ -82,25 +94,57 @@ class DeviceState(State):
 
 
 class OnJax(Simulation):
-    """The variables of a program on JAX devices; see `on_jax`.
+    """The variables of a program on JAX devices; see `on_jax`. `print(run)` says how long a step takes, and should."""
 
-    seconds  how long each step took, from feeds on the host to results on the host, without compiling
-    """
-
-    def __init__(self, program: Program, devices: Sequence[Any] | None, seed: int, checked: bool) -> None:
+    def __init__(
+        self, program: Program, devices: Sequence[Any] | None, seed: int, checked: bool, slice: Slice | None
+    ) -> None:
         self.program, self.seed, self.checked = program, seed, checked
-        self.slice, self.executor, self.check_nan = None, "jax", checked
+        self.executor, self.check_nan = "jax", checked
         self.devices = devices
-        self.seconds: list[float] = []
+        self.seconds: dict[int, deque[float]] = {}  # by id of the program, of those whose steps are kept
         self.state = DeviceState(seed)
         self._steps: OrderedDict[int, Step] = OrderedDict()
         self._stepping = False
         self._declare(program)
+        self.slice = slice or known_slice(self.mesh_devices)
+
+    def __str__(self) -> str:
+        mesh = self.compiled().mesh
+        first = mesh.devices.flat[0]
+        there = f"{mesh.size} x {first.device_kind} ({first.platform}), mesh {self.program.mesh}"
+        if self.step_seconds is None:
+            return there
+        lines = [f"{there}: {seconds_text(self.step_seconds)} a step, measured; median of {len(self._taken())}"]
+        if self.slice is not None:
+            est = estimate(self.program, self.slice)
+            ratio = self.step_seconds / est.step_seconds
+            lines.append(
+                f"  {seconds_text(est.step_seconds)} modelled for {self.slice.name}; measured / modelled {ratio:.2f}"
+            )
+        return "\n".join(lines)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """What a step of the run's own program takes, from arrays on the host to results on the host; None before one.
+
+        The median of the last steps. Neither compiling nor the first step is counted.
+        """
+        taken = self._taken()
+        return median(taken) if taken else None
+
+    @property
+    def mesh_devices(self) -> list[Any]:
+        """The devices of the program's mesh, the last axis fastest."""
+        return list(self.compiled().mesh.devices.flat)
+
+    def _taken(self) -> list[float]:
+        return list(self.seconds.get(id(self.program), ()))
 
     def __getstate__(self) -> dict[str, Any]:
         from copy import copy
 
-        return {**vars(self), "state": copy(self.state), "seconds": [], "_stepping": False, "_steps": self._steps.copy()}
+        return {**vars(self), "state": copy(self.state), "seconds": {}, "_stepping": False, "_steps": self._steps.copy()}
 
     def compiled(self, program: Program | None = None) -> Step:
         """The step of a program as it is compiled for these devices: of this run's own unless given."""
@@ -109,7 +153,7 @@ class OnJax(Simulation):
             self._steps[id(found)] = Step(found, self.devices, self.checked)
         self._steps.move_to_end(id(found))
         while len(self._steps) > READY_PROGRAMS:
-            self._steps.popitem(last=False)
+            self.seconds.pop(self._steps.popitem(last=False)[0], None)
         return self._steps[id(found)]
 
     # ------------------------------------------------------------ inside
@@ -124,6 +168,7 @@ class OnJax(Simulation):
             self._declare(program)
         fed = fed_arrays(program, given)
         step, arrays = self.compiled(program), self.state.arrays
+        warm = step.compile_seconds > 0
         _ = step.compiled
         begun = time.perf_counter()
         number = int(arrays[STEP])
@@ -136,7 +181,8 @@ class OnJax(Simulation):
         counted = {STEP: np.asarray(number + 1, np.int32)} if program.counts_steps else {}
         back = {n: _moved(y, self.state.places[n]) for n, y in made.updates.items()}
         arrays.update({**back, **counted})
-        self.seconds.append(time.perf_counter() - begun)
+        if warm:
+            self.seconds.setdefault(id(program), deque(maxlen=TIMED_STEPS)).append(time.perf_counter() - begun)
         return results
 
     def _lying(self, step: Step) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Processes(Protocol):
         """What the others do meanwhile."""
         ...
 
-    def agree(self, fault: str | None, done: bool = False) -> None:
+    def agree(self, fault: str | None) -> None:
         """Wait for all; raise CheckpointError if one has a fault."""
         ...
 
