@@ -19,8 +19,8 @@ HostArray = np.ndarray[Any, Any]
 def spec_of(sharding: Sharding) -> PartitionSpec:
     """The PartitionSpec of a sharding: per dim its axes, major first.
 
-    >>> spec_of(Sharding("batch:8;hidden:4", "rows:2;cols:2", [("rows", "cols"), ()]))
-    PartitionSpec(('rows', 'cols'),)
+    >>> tuple(spec_of(Sharding("batch:8;hidden:4", "rows:2;cols:2", [("rows", "cols"), ()])))
+    (('rows', 'cols'),)
     """
     entries: list[Any] = [a[0] if len(a) == 1 else a or None for a in sharding.axes]
     while entries and entries[-1] is None:
