@@ -2,7 +2,7 @@
 
     python examples/transformer.py                                      # 2x4 cores of a v3-8, batch and heads split
     python examples/transformer.py --mesh fsdp:8 --layout fsdp          # fully sharded instead
-    python examples/transformer.py --on jax --mesh data:1 --layout data # on the devices that JAX has, as many as the mesh
+    python examples/transformer.py --on jax --mesh data:1 --layout data # on JAX's devices, as many as the mesh has
     python examples/transformer.py --text ~/books --size base --steps 1000 --checkpoint model.safetensors
 
 The model is written once, in named dimensions. Mesh and layout say where the dimensions lie; the numbers stay the same

@@ -201,8 +201,8 @@ def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
 def random_words(
     name: str, shape: Sequence[int], seed: int = 0, step: int = 0, trips: Sequence[int] = ()
 ) -> Iterator[tuple[int, int]]:
-    """The words of each element, in row-major order: key from seed and name, under which step and trips are encrypted one
-    after the other; counter the global position."""
+    """The words of each element, in row-major order: key from seed and name, under which step and trips are encrypted
+    one after the other; counter the global position."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     key = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
     for number in (step, *trips):

@@ -33,4 +33,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as fault:
         if (fault.name or "").partition(".")[0] not in ("jax", "jaxlib"):
             raise
-        raise MissingError(f"meshlib.jax.{name} needs JAX, which is not installed: pip install 'meshlib-tpu[jax]'") from None
+        raise MissingError(f"{name} needs JAX, which is not installed: pip install 'meshlib-tpu[jax]'") from None

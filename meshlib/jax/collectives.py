@@ -96,7 +96,8 @@ def gathered_run(
     count = mesh.group_size(axes)
     spans = [needs(j) for j in range(count)]
     length = spans[0][1] - spans[0][0]
-    pieces, at_home = [], []
+    pieces: list[_Piece] = []
+    at_home: list[_Piece] = []
     for j, (begin, end) in enumerate(spans):
         at = begin if wrap else max(begin, 0)
         for run in runs(begin, end, size, block, wrap):

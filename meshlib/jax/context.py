@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from jax import lax
 from layouts import Mesh
 from meshlib.graph import Operation
 
-Array = jax.Array
-Index = int | Array  # of an element or a block: known while tracing, or only on the device
+Array: TypeAlias = jax.Array
+Index: TypeAlias = int | Array  # of an element or a block: known while tracing, or only on the device
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Context:
     platform  "cpu", "gpu" or "tpu"
     highest   whether products keep float32
     step      int32, the number of the step
+    checked   whether indices are checked
     keys      the random key of each operation that draws, before step and trips are folded in
     trips     the trip of each loop around
     """
@@ -48,6 +49,7 @@ class Context:
     step: Array
     keys: Mapping[str, Array]
     found: Found
+    checked: bool = False
     trips: tuple[Array, ...] = ()
 
     def in_trip(self, trip: Any) -> Context:
@@ -64,7 +66,9 @@ class Context:
         return place
 
     def check_indices(self, op: Operation, indices: Array) -> None:
-        """Leave word whether some index is out of range for the dim that `op` looks up."""
+        """Leave word whether some index is out of range for the dim that `op` looks up, if anybody is to look."""
+        if not self.checked:
+            return
         size = op.attrs["dim"].size
         wrong = (indices < 0) | (indices >= size)
         bad = jnp.min(jnp.where(wrong, indices, jnp.iinfo(jnp.int32).max), initial=jnp.iinfo(jnp.int32).max)

@@ -168,7 +168,14 @@ def _with_halo(
         shape = op.inputs[n].shape
         spans = [lower.needs(op, n, j * made, (j + 1) * made) for j in range(count)]
         run = gathered_run(
-            x, shape.index(dim), axes, part.context, spans.__getitem__, shape.dim(dim).size, lower.wrap(op), n in received
+            x,
+            shape.index(dim),
+            axes,
+            part.context,
+            spans.__getitem__,
+            shape.dim(dim).size,
+            lower.wrap(op),
+            n in received,
         )
         arrays.append(run)
         leads.append(spans[0][0])

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from math import prod
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_COLLECTIVE = re.compile(
-    r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-)
+_COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[(\d+),(\d+)\])")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")

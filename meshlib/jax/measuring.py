@@ -33,14 +33,22 @@ KINDS = {
     "TPU7x": "v7",
 }
 _MATMUL = {"cpu": 512}  # rows and columns of the product that is timed; more elsewhere
+_MEASURED = (
+    "clock_hz",
+    "peak_bf16_flops",
+    "hbm_bytes_per_second",
+    "ici_bytes_per_second",
+    "ici_hop_seconds",
+    "launch_seconds",
+)
 _TILE = 8  # of a device whose matrix unit is not known: what its products are rounded up to
 
 
 def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -> Chip:
     """The rates that JAX devices reach, all of them at work at once, as a chip for `mtf.estimate`.
 
-    Products, vector work, copies in memory, an all-gather over all devices and an operation that does nothing are timed;
-    each figure is the median of five runs. Takes about two seconds on a CPU.
+    Products, vector work, copies in memory, an all-gather over all devices and small operations are timed; each figure
+    is the median of five runs. Takes a few seconds on a CPU.
 
     Args:
       devices: to measure; those there are unless given.
@@ -69,18 +77,15 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
     copied = timer.seconds(lambda x: x + 1, (long,), jnp.float32, nothing)
     vector = timer.seconds(lambda x: _steps(x, 64), (1 << 14,), jnp.float32, nothing)
     launch = timer.seconds(lambda x: _chain(x, 64), (8, 8), jnp.float32, nothing) / 64
-    links = {"ici_links": 0, "ici_bytes_per_second": 0.0}
-    hop = 1e-6
+    links, link, hop = 0, 0.0, 1e-6
     if count > 1:
         part = 1 << (18 if platform == "cpu" else 22)
         gather = timer.seconds(lambda x: lax.all_gather(x, "d").sum(0), (part,), jnp.float32, nothing)
         hop = max(1e-9, timer.seconds(lambda x: lax.psum(x, "d"), (1,), jnp.float32) - nothing) / (2 * (count - 1))
-        links = {"ici_links": 2, "ici_bytes_per_second": (count - 1) * part * 4 / gather / 2}
+        links, link = 2, (count - 1) * part * 4 / gather / 2
     alus = 8
     stats = there[0].memory_stats() or {}
-    sources = {name: f"measured on {count} {there[0].device_kind}" for name in (
-        "clock_hz", "peak_bf16_flops", "hbm_bytes_per_second", "ici_bytes_per_second", "ici_hop_seconds", "launch_seconds",
-    )}  # fmt: skip
+    sources = dict.fromkeys(_MEASURED, f"measured on {count} {there[0].device_kind}")
     return Chip(
         name=name,
         cores_per_chip=1,
@@ -96,7 +101,8 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
         vmem_bytes_per_core=1 << 20,
         hbm_bytes=int(stats.get("bytes_limit", 16 << 30)),
         hbm_bytes_per_second=2 * 4 * long / copied,
-        **links,
+        ici_links=links,
+        ici_bytes_per_second=link,
         ici_hop_seconds=hop,
         pod_shape=(count,),
         max_slice_chips=count,
@@ -129,7 +135,9 @@ class _Timer:
         """The median of the runs, without what a step takes that does nothing."""
         spec = PartitionSpec("d")
         mapped = jax.jit(
-            jax.shard_map(lambda x: function(x[0])[None], mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            jax.shard_map(
+                lambda x: function(x[0])[None], mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
         )
         sharding = jax.sharding.NamedSharding(self.mesh, spec)
         whole = (self.mesh.size, *shape)

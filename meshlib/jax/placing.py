@@ -45,8 +45,8 @@ def device_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None) -> jax.shardin
         local = [d for d in there if d.process_index == jax.process_index()]
         if len({d.process_index for d in there}) > 1 and len(local) < mesh.size:
             raise ProgramError(
-                f"on_jax: mesh {mesh} has {mesh.size} cores, but there are {len(there)} devices, {len(local)} of them in "
-                "this process; lower for all of them, or for as many as a process has"
+                f"on_jax: mesh {mesh} has {mesh.size} cores, but there are {len(there)} devices, {len(local)} of them "
+                "in this process; lower for all of them, or for as many as a process has"
             )
         there = local[: mesh.size] if len(local) >= mesh.size else there[: mesh.size]
     elif devices is None and there[0].platform == "tpu":

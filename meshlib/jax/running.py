@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from copy import copy
 from statistics import median
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding
 import meshlib.jax.rows  # the library's own rows  # noqa: F401
 from hardware.slices import Slice
 from meshlib.checks import flag
+from meshlib.engine import Engine
 from meshlib.errors import GraphError, NotFiniteError
 from meshlib.estimation import estimate
 from meshlib.jax.measuring import known_slice
@@ -83,7 +85,7 @@ class DeviceState(State):
 
     def put(self, name: str, array: HostArray) -> None:
         if name in self.slots and name in self.places:
-            self.arrays[name] = place(array, self.slots[name].dtype, self.places[name])  # type: ignore[assignment]
+            self.arrays[name] = place(array, self.slots[name].dtype, self.places[name])
         else:
             self.arrays[name] = array
 
@@ -103,7 +105,7 @@ class OnJax(Simulation):
         self.executor, self.check_nan = "jax", checked
         self.devices = devices
         self.seconds: dict[int, deque[float]] = {}  # by id of the program, of those whose steps are kept
-        self.state = DeviceState(seed)
+        self.state: DeviceState = DeviceState(seed)
         self._steps: OrderedDict[int, Step] = OrderedDict()
         self._stepping = False
         self._declare(program)
@@ -142,9 +144,8 @@ class OnJax(Simulation):
         return list(self.seconds.get(id(self.program), ()))
 
     def __getstate__(self) -> dict[str, Any]:
-        from copy import copy
-
-        return {**vars(self), "state": copy(self.state), "seconds": {}, "_stepping": False, "_steps": self._steps.copy()}
+        changed = {"state": copy(self.state), "seconds": {}, "_stepping": False, "_steps": self._steps.copy()}
+        return vars(self) | changed
 
     def compiled(self, program: Program | None = None) -> Step:
         """The step of a program as it is compiled for these devices: of this run's own unless given."""
@@ -204,9 +205,7 @@ class OnJax(Simulation):
     def _origin(self, program: Program, fed: Mapping[str, HostArray]) -> str:
         """Which operation made the first NaN, of a program small enough to be run again core by core."""
         if program.mesh.size > EXACT_CORES:
-            return f"its {program.mesh.size} cores are too many to be run again one by one; simulate it on a smaller mesh"
-        from meshlib.engine import Engine
-
+            return f"its {program.mesh.size} cores are too many to run one by one; simulate it on a smaller mesh"
         sim = Simulation(program, None, self.seed, "exact", True)
         sim.state.arrays.update({n: self.state.stored(n) for n in self.state.arrays})
         engine = Engine(self.seed, int(sim.state.arrays[STEP]), program.precision == "highest", False)

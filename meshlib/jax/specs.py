@@ -58,8 +58,8 @@ class PartitionSpecs:
     def xla_sent_bytes(self, devices: Sequence[Any] | None = None) -> float:
         """What a device sends in a step if XLA partitions this program by these specs, by the rules of rings.
 
-        Compiles the unsharded program with the specs on variables, inputs, outputs and values, and reads the collectives
-        off the result: exact for the compiler at hand, which needs as many devices as the mesh has.
+        Compiles the unsharded program with the specs on variables, inputs, outputs and values, and reads the
+        collectives off the result: exact for the compiler at hand, which needs as many devices as the mesh has.
         """
         return sent_bytes(_compiled(self, devices).as_text())
 
@@ -82,8 +82,8 @@ def partition_specs(program: Program) -> PartitionSpecs:
 
     Args:
       program: what `mtf.lower` returned.
-    Returns: specs by name, with `constrain(name, x)` for values and `note()`, how many bytes XLA will send then: its own
-      partitioner chooses the collectives, and may choose others.
+    Returns: specs by name, with `constrain(name, x)` for values and `note()`, how many bytes XLA will send then: its
+      own partitioner chooses the collectives, and may choose others.
     Raises: GraphError for what is no program; MissingError without JAX.
     Example:
       >>> import meshlib as mtf
@@ -141,7 +141,7 @@ def _compiled(specs: PartitionSpecs, devices: Sequence[Any] | None) -> Any:
     def step(state: dict[str, Array], feeds: dict[str, Array]) -> Any:
         keys = {i.operation.name: np.zeros(2, np.uint32) for i, _, _ in walk(whole)}
         number = state.get(STEP, np.int32(0))
-        context = Context(whole.mesh, platform, program.precision == "highest", number, keys, Found())  # type: ignore[arg-type]
+        context = Context(whole.mesh, platform, program.precision == "highest", number, keys, Found())
         given = {v: feeds[n] for n, v in whole.inputs.items()} | {v: state[n] for n, v in whole.variables.items()}
         values = _Constrained(context, specs, mesh).run(whole, given, context)
         return {n: values[v] for n, v in whole.outputs.items()}, {n: values[v] for n, v in whole.updates.items()}

@@ -129,7 +129,7 @@ class Step:
         p, found = self.program, Found()
         drawn = {name: keys[n] for n, name in enumerate(self.drawing)}
         platform = self.mesh.devices.flat[0].platform
-        context = Context(p.mesh, platform, p.precision == "highest", number, drawn, found)
+        context = Context(p.mesh, platform, p.precision == "highest", number, drawn, found, self.checked)
         state = {STEP: number, **changed, **kept}
         given = {v: feeds[n] for n, v in p.inputs.items()} | {v: state[n] for n, v in p.variables.items()}
         values = Executor(context).run(p, given, context)
@@ -149,7 +149,7 @@ class Step:
     def _check_types(self) -> None:
         """Raise where a value's dtype or an operation is unknown to JAX, all at once."""
         faults = []
-        if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        if not jax.config.jax_enable_x64:
             wide = {y.tensor.name for i, _, _ in walk(self.program) for y in i.outputs if y.tensor.dtype.itemsize > 4}
             if wide:
                 faults.append(

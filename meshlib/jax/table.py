@@ -129,6 +129,11 @@ def storage(dtype: DType) -> Any:
     return jnp.dtype(dtype.public)
 
 
+def widest(dtype: DType) -> Any:
+    """The dtype in which values are made: float32 for bfloat16, to which results are rounded once."""
+    return jnp.float32 if dtype is BFLOAT16 else storage(dtype)
+
+
 def widened(x: Array) -> Array:
     """bfloat16 as float32, others as they are."""
     return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
@@ -172,6 +177,3 @@ def aligned(x: Array, names: Sequence[str], to: Sequence[str]) -> Array:
     order = [names.index(n) for n in to if n in names]
     sizes = [x.shape[names.index(n)] if n in names else 1 for n in to]
     return jnp.transpose(x, order).reshape(sizes)
-
-
-__all__ = ["ROWS", "Part", "Row", "Split", "aligned", "as_declared", "row", "row_of", "run_row", "storage"]

@@ -29,8 +29,8 @@ def index_fault(op: Operation, bad: int) -> FeedError:
     """What is wrong where an operation looks up the index `bad`."""
     dim = op.attrs["dim"]
     return FeedError(
-        f"{op.kind.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} (0 to {dim.size - 1}); it "
-        f"comes from {op.inputs[op.kind.indices or 0]}; out_of_range='zero' makes zeros of such"
+        f"{op.kind.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} (0 to {dim.size - 1}); "
+        f"it comes from {op.inputs[op.kind.indices or 0]}; out_of_range='zero' makes zeros of such"
     )
 
 

@@ -199,4 +199,3 @@ class Simulation:
 def _has_nan(x: Array) -> bool:
     # The sum of an array with a NaN is NaN; the sum of one without it seldom is (infinities of both signs).
     return x.dtype.kind == "f" and bool(np.isnan(np.add.reduce(x, axis=None))) and bool(np.isnan(x).any())
-

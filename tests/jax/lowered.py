@@ -88,7 +88,7 @@ def in_program(program: Program) -> Counter[Found]:
 
 
 def exchanges(program: Program) -> Counter[Found]:
-    """How the summaries of blocks travel: as the program says, or of an all_reduce that no machine has its two halves."""
+    """How the summaries of blocks travel: as the program says, or as the two halves of an all_reduce."""
     mesh, found = program.mesh, Counter[Found]()
     for i, _, times in walk(program):
         if not isinstance(i, Compute):

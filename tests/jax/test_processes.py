@@ -48,7 +48,9 @@ def test_two_processes_train_save_and_load(tmp_path: Path) -> None:
         np.testing.assert_allclose(found["loss"], losses, rtol=2e-6)
         for variable in sim.state:
             wanted = sim.state[variable]
-            np.testing.assert_allclose(found[variable.replace("/", "|")], wanted, atol=2e-6 * max(1, np.abs(wanted).max()))
+            np.testing.assert_allclose(
+                found[variable.replace("/", "|")], wanted, atol=2e-6 * max(1, np.abs(wanted).max())
+            )
         resumed = mtf.simulate(program, seed=8)
         mtf.load(tmp_path / f"{name}.safetensors", resumed)  # sums and all
         assert float(resumed.step(feeds[2])["loss"]) == pytest.approx(losses[2], rel=2e-6)

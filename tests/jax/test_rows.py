@@ -62,9 +62,7 @@ class Together:
             self.feeds[f"{scope}/cotangent"] = case.rng(1).uniform(0.4, 1.6, y.shape.sizes)
             floats = {n: x for n, x in zip(case.inputs, operands, strict=True) if x.dtype.is_float}
             found = mtf.gradients([y], list(floats.values()), [cotangent])
-            self.outputs |= {
-                f"{scope} {case} d_{n}": dx for n, dx in zip(floats, found, strict=True) if dx is not None
-            }
+            self.outputs |= {f"{scope} {case} d_{n}": dx for n, dx in zip(floats, found, strict=True) if dx is not None}
 
     def program(self, layout: Layout) -> mtf.Program:
         return mtf.lower(self.outputs, self.updates, layout.mesh_text, layout.rules_text, precision="highest")

@@ -1,5 +1,7 @@
 """PartitionSpecs out of a program: they are JAX's own, and what XLA sends by them."""
 
+# ruff: noqa: E402 (whatever needs JAX comes after a look whether it is there)
+
 from __future__ import annotations
 
 import numpy as np

@@ -66,7 +66,8 @@ ALL = [(mesh, layout, way) for mesh, layout in TRANSFORMER for way in WAYS]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layout", "way"), some(ALL, [(*TRANSFORMER[4], WAYS[0]), (*TRANSFORMER[6], WAYS[2]), (*TRANSFORMER[7], WAYS[3])])
+    ("mesh", "layout", "way"),
+    some(ALL, [(*TRANSFORMER[4], WAYS[0]), (*TRANSFORMER[6], WAYS[2]), (*TRANSFORMER[7], WAYS[3])]),
 )
 def test_transformer(mesh: str, layout: str, way: tuple[bool, str, str, float]) -> None:
     scan, remat, optimizer, dropout = way

@@ -1,6 +1,6 @@
 """One of two processes with four CPU devices each: trains, saves and loads together with the other.
 
-    python tests/jax/worker.py INDEX PORT FOLDER
+python tests/jax/worker.py INDEX PORT FOLDER
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -61,11 +62,11 @@ class Kernel:
         """bool [batch, group, length, memory], of size 1 where the mask has none of these dims."""
         parts = (self.batch, self.group, (self.length,), (self.memory,))
         shown = aligned(mask, names, tuple(n for part in parts for n in part))
-        merged = []
+        full, merged = [], []
         for part in parts:
-            here = [n for n in part if n in names]
-            merged.append(prod(self.sizes[n] for n in part) if here else 1)
-        full = [s for part, m in zip(parts, merged, strict=True) for s in ([self.sizes[n] for n in part] if m > 1 else [1] * len(part))]
+            sizes = [self.sizes[n] if any(n in names for n in part) else 1 for n in part]
+            full += sizes
+            merged.append(prod(sizes))
         return jnp.broadcast_to(shown, full).reshape(merged)
 
     def product(self, subscripts: str, a: Array, b: Array) -> Array:
@@ -110,9 +111,7 @@ class Kernel:
         total = jnp.sum(p, axis=-1, keepdims=True)
         return p, jnp.where(total == 0, 1, total), peak + jnp.log(total)
 
-    def probabilities(
-        self, q: Array, start: Index, mask: Array | None, heard: Array | None
-    ) -> tuple[Array, Array]:
+    def probabilities(self, q: Array, start: Index, mask: Array | None, heard: Array | None) -> tuple[Array, Array]:
         """The softmax over the keys here, or over all with the level heard of them; and the level here."""
         p, total, level = self.weights(q, start, mask)
         return p * (_share(level, heard) / total), level
@@ -150,8 +149,6 @@ class Kernel:
         return joined, sums
 
     def _zeros(self, run: Callable[..., Any], given: list[Array], rows: int) -> Any:
-        import jax
-
         parts = [jax.ShapeDtypeStruct((*x.shape[:2], rows, *x.shape[3:]), x.dtype) for x in given]
         _, sums = jax.eval_shape(lambda *xs: run(0, list(xs)), *parts)
         return tuple(jnp.zeros(s.shape, s.dtype) for s in sums)
@@ -185,7 +182,7 @@ def _share(level: Array, heard: Array | None) -> Array:
 def _result(part: Part, arrays: tuple[Array, ...], heard: Array | None = None) -> Array:
     kernel = Kernel(part, arrays, with_cotangent=False)
 
-    def step(start: Index, mask: Array | None, q: Array, dy: None, *levels: Array) -> Any:
+    def step(start: Index, mask: Array | None, q: Array, dy: Any, *levels: Array) -> Any:
         p, total, level = kernel.weights(q, start, mask)
         made = kernel.product("bgqk,bke->bgqe", p, kernel.v) / total
         return (made * _share(level, *levels or (None,)),), ()
@@ -295,4 +292,3 @@ def _window_grad_memory(part: Part, *arrays: Array) -> tuple[Array, Array]:
     for x, names in zip(_grad_memory(part, *arrays), part.names[1:3], strict=True):
         found.append(lax.slice_in_dim(x, begin, begin + made, axis=names.index(memory)))
     return found[0], found[1]
-

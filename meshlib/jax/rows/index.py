@@ -7,7 +7,7 @@ from math import prod
 import jax.numpy as jnp
 
 from meshlib.jax.context import Array
-from meshlib.jax.table import Part, aligned, row, storage
+from meshlib.jax.table import Part, aligned, row, widest
 
 
 def _checked(part: Part, n: int, indices: Array) -> Array | None:
@@ -30,7 +30,7 @@ def _poison(y: Array, wrong: Array | None) -> Array:
 def _one_hot(part: Part, indices: Array) -> Array:
     dim, size = part.attrs["dim"].name, part.out.shape.sizes[-1]
     wrong = _checked(part, 0, indices)
-    dtype = jnp.float32 if part.out.dtype.name == "bfloat16" else storage(part.out.dtype)
+    dtype = widest(part.out.dtype)
     hit = indices[..., None] == part.positions(dim, size)
     y = jnp.where(hit, jnp.asarray(part.attrs["on"], dtype), jnp.asarray(part.attrs["off"], dtype))
     return _poison(y, None if wrong is None else wrong[..., None])
@@ -62,7 +62,9 @@ def _gather(part: Part, weights: Array, indices: Array) -> Array:
 def _scatter_add(part: Part, updates: Array, indices: Array) -> Array:
     """As rows of one table: [index dims of the result and `dim`, the other dims of the result]."""
     dim, (u_names, i_names), out = part.attrs["dim"].name, part.names, part.out.shape
-    sizes = dict(zip((*u_names, *i_names), (*updates.shape, *indices.shape), strict=True)) | {d.name: d.size for d in out}
+    sizes = dict(zip((*u_names, *i_names), (*updates.shape, *indices.shape), strict=True)) | {
+        d.name: d.size for d in out
+    }
     stray = tuple(n for n in u_names if n not in i_names and n not in out.names)
     if stray:
         updates = jnp.sum(updates, axis=tuple(u_names.index(n) for n in stray)).astype(updates.dtype)
@@ -76,7 +78,9 @@ def _scatter_add(part: Part, updates: Array, indices: Array) -> Array:
     for n in batch:
         place = place * sizes[n] + aligned(jnp.arange(sizes[n], dtype=jnp.int32), (n,), i_names)
     rows = prod(sizes[n] for n in (*batch, dim))
-    place = jnp.where(hit, jnp.broadcast_to(place * sizes[dim], indices.shape) + local, rows).reshape(-1)  # else outside
+    place = jnp.where(hit, jnp.broadcast_to(place * sizes[dim], indices.shape) + local, rows).reshape(
+        -1
+    )  # else outside
     space = (*i_names, *kept)
     given = jnp.broadcast_to(aligned(updates, u_names, space), [sizes[n] for n in space]).reshape(place.size, -1)
     table = jnp.zeros((rows, given.shape[1]), updates.dtype).at[place].add(given, mode="drop")

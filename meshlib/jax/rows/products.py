@@ -1,6 +1,6 @@
 """Products on JAX, in the arithmetic that the program says: float32 operands are rounded to bfloat16 unless kept.
 
-A TPU and a GPU multiply bfloat16 and add in float32. A CPU multiplies the rounded numbers in float32, which is the same.
+A TPU and a GPU multiply bfloat16 and add in float32. A CPU multiplies the rounded numbers in float32: the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import numpy as np
 from jax import lax
 
 from hardware.eight_bit import LARGEST
+from meshlib.engine import Engine
+from meshlib.graph import TensorType
 from meshlib.jax.context import Array, Context
-from meshlib.jax.table import Part, aligned, row, rounded, widened
+from meshlib.jax.table import Part, aligned, rounded, row, widened
+from meshlib.operation import Block
 from meshlib.ops.einsum import EIGHT_BIT, Names, matmul_plan
 
 
@@ -28,12 +31,13 @@ def operand(x: Array, context: Context, precise: bool = False) -> Array:
 
 def dot(a: Array, b: Array, dims: Any) -> Array:
     """`lax.dot_general`, summed in float32 (float64 of float64); the operands' own precision."""
-    return lax.dot_general(
-        a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float64 if a.dtype == jnp.float64 else jnp.float32
-    )
+    summed = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
+    return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=summed)
 
 
-def product(a: Array, b: Array, a_names: Names, b_names: Names, out: Names, multiply: Callable[..., Array] = dot) -> Array:
+def product(
+    a: Array, b: Array, a_names: Names, b_names: Names, out: Names, multiply: Callable[..., Array] = dot
+) -> Array:
     """The sum over all dims that are not in `out` of the product, dims matched by name."""
     plan = matmul_plan(a_names, b_names, out)
     if plan.swapped:
@@ -101,10 +105,6 @@ def _rounded_to(x: Array, grid: str) -> Array:
 @row("slicewise")
 def _slicewise(part: Part, *arrays: Array) -> Array:
     """The user's NumPy function, called back on the host with each block."""
-    from meshlib.engine import Engine
-    from meshlib.graph import TensorType
-    from meshlib.operation import Block
-
     op, out = part.operation, part.out
 
     def local(*blocks: Any) -> np.ndarray[Any, Any]:

@@ -16,7 +16,7 @@ from jax import lax
 
 from meshlib.initializers import limits
 from meshlib.jax.context import Array, Index
-from meshlib.jax.table import Part, rounded, row, storage
+from meshlib.jax.table import Part, rounded, row, storage, widest
 from meshlib.threefry import PARITY, ROTATIONS
 
 
@@ -33,7 +33,7 @@ def _loop(part: Part, *arrays: Array) -> Array:
 
 @row("constant")
 def _constant(part: Part) -> Array:
-    return jnp.full(part.out.shape.sizes, part.attrs["value"], jnp.float32 if part.out.dtype.name == "bfloat16" else storage(part.out.dtype))
+    return jnp.full(part.out.shape.sizes, part.attrs["value"], widest(part.out.dtype))
 
 
 @row("table")
@@ -46,7 +46,7 @@ def _table(part: Part) -> Array:
 def _range(part: Part) -> Array:
     (d,) = part.out.shape
     place = part.positions(d.name, d.size)
-    return place.astype(jnp.float32 if part.out.dtype.name == "bfloat16" else storage(part.out.dtype))
+    return place.astype(widest(part.out.dtype))
 
 
 # ---------------------------------------------------------------- random numbers
@@ -96,7 +96,8 @@ def _random(part: Part) -> Array:
     key = (base[0], base[1])
     for number in (context.step, *context.trips):
         key = threefry2x32(key, jnp.zeros((), jnp.uint32), number.astype(jnp.uint32))
-    x, y = threefry2x32(key, *_positions([part.offsets[n] for n in out.shape.names], out.shape.sizes, op.output.shape.sizes))
+    offsets = [part.offsets[n] for n in out.shape.names]
+    x, y = threefry2x32(key, *_positions(offsets, out.shape.sizes, op.output.shape.sizes))
     kind, a, b = part.attrs["law"]
     number = jnp.float64 if out.dtype.name == "float64" else jnp.float32
     first, second = x >> 8, y >> 8  # 24 bits, which float32 holds
@@ -129,4 +130,3 @@ def _cosine_of_turns(n: Array, number: type) -> Array:
     across = (octant == 1) | (octant == 2) | (octant == 5) | (octant == 6)
     size = jnp.where(across, jnp.sin(angle), jnp.cos(angle))
     return jnp.where((octant >= 2) & (octant <= 5), -size, size)
-
