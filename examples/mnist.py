@@ -23,9 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
 
 import meshlib as mtf
-from examples import mnist_data
+from examples import devices, mnist_data
 from examples.terminal import finish, line, progress
-from hardware import Slice
 
 PIXELS, CLASSES = mtf.Dimension("pixels", 784), mtf.Dimension("classes", 10)
 
@@ -69,7 +68,7 @@ def train(args: argparse.Namespace) -> None:
     digits = mnist_data.load(args.data, seed=args.seed)
     print(f"data: {digits.source}")
     training, evaluation = build(args)
-    sim = runner(training, args)
+    sim = devices.runner(training, args)
     print(f"slice: {sim.slice}" if args.on == "simulation" else f"devices: {sim}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
     for note in training.notes:
@@ -98,16 +97,6 @@ def train(args: argparse.Namespace) -> None:
 PRECISIONS = {"bfloat16": "default", "float32": "highest"}
 
 
-def runner(program: mtf.Program, args: argparse.Namespace) -> mtf.Simulation:
-    """The program on simulated cores, or on JAX's devices: the same face."""
-    if args.on == "jax":
-        size = program.mesh.size
-        run = mtf.on_jax(program, seed=args.seed)
-        run.slice = run.slice or Slice(f"measured-{size}", mtf.measure_chip(run.mesh_devices))
-        return run
-    return mtf.simulate(program, args.slice, seed=args.seed, executor=args.executor)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(
@@ -118,16 +107,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--mesh", default="rows:2;cols:4", help="axes and sizes of the logical mesh")
     parser.add_argument("--layout", default="batch:rows;hidden:cols", help="dim:axis rules")
-    parser.add_argument("--slice", default="v3-8", help="the slice of TPU cores; as many as the mesh has")
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bfloat16", help="of the operands of matmuls; sums are float32"
     )
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     parser.add_argument("--data", default=None, help="folder of IDX files; also $MESHLIB_MNIST")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--on", choices=("simulation", "jax"), default="simulation", help="simulated cores, or devices")
-    parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
+    devices.add_flags(parser)
     args = parser.parse_args(argv)
+    devices.check_flags(parser, args)
     for name, least in (("hidden", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")

@@ -23,9 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
 
 import meshlib as mtf
-from examples import text_data
+from examples import devices, text_data
 from examples.terminal import finish, line, progress
-from hardware import Slice
 
 SIZES = {  # layers, d_model, heads of 32, d_ff
     "tiny": (2, 128, 4, 512),
@@ -75,7 +74,7 @@ def train(args: argparse.Namespace) -> None:
     """Lower, train, write a sample, and show what the layout made of the program and what a step would take."""
     text = text_data.load(args.text)
     training, sampling = build(args)
-    sim = runner(training, args)
+    sim = devices.runner(training, args)
     assert sim.slice is not None
     est = mtf.estimate(training, sim.slice)
     print(f"text: {text.source}; unigram entropy {text.unigram_entropy:.3f} nats a byte")
@@ -149,16 +148,6 @@ def indented(text: str) -> str:
 PRECISIONS = {"bfloat16": "default", "float32": "highest"}
 
 
-def runner(program: mtf.Program, args: argparse.Namespace) -> mtf.Simulation:
-    """The program on simulated cores, or on JAX's devices: the same face."""
-    if args.on == "jax":
-        size = program.mesh.size
-        run = mtf.on_jax(program, seed=args.seed)
-        run.slice = run.slice or Slice(f"measured-{size}", mtf.measure_chip(run.mesh_devices))
-        return run
-    return mtf.simulate(program, args.slice, seed=args.seed, executor=args.executor)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(
@@ -173,7 +162,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layout", default="2d", help="a name, or dim:axis rules; names: " + ", ".join(mtf.models.LAYOUTS)
     )
-    parser.add_argument("--slice", default="v3-8", help="the slice of TPU cores; as many as the mesh has")
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16", help="of activations and of products")
     parser.add_argument("--remat", default="none", help="what the backward computes again: none, matmuls, full")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate of AdamW")
@@ -182,9 +170,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is more certain")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--on", choices=("simulation", "jax"), default="simulation", help="simulated cores, or devices")
-    parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
+    devices.add_flags(parser)
     args = parser.parse_args(argv)
+    devices.check_flags(parser, args)
     for name, least in (("length", 2), ("batch", 1), ("steps", 1), ("every", 1), ("sample", 0), ("seed", 0)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")

@@ -32,7 +32,7 @@ KINDS = {
     "TPU v6e": "v6e",
     "TPU7x": "v7",
 }
-_MATMUL = {"cpu": 512}  # rows and columns of the product that is timed; more elsewhere
+_MATMUL = {"cpu": 256}  # rows and columns of the product that is timed; more elsewhere
 _MEASURED = (
     "clock_hz",
     "peak_bf16_flops",
@@ -73,18 +73,19 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
     nothing = timer.seconds(lambda x: x + 1, (8,), jnp.float32)
     product = timer.seconds(lambda x: _products(x, 8), (n, n), dtype, nothing) / 8
-    long = 1 << (21 if platform == "cpu" else 26)
+    long = 1 << (19 if platform == "cpu" else 26)
     copied = timer.seconds(lambda x: x + 1, (long,), jnp.float32, nothing)
     vector = timer.seconds(lambda x: _steps(x, 64), (1 << 14,), jnp.float32, nothing)
     launch = timer.seconds(lambda x: _chain(x, 64), (8, 8), jnp.float32, nothing) / 64
     links, link, hop = 0, 0.0, 1e-6
     if count > 1:
-        part = 1 << (18 if platform == "cpu" else 22)
+        part = 1 << (16 if platform == "cpu" else 22)
         gather = timer.seconds(lambda x: lax.all_gather(x, "d").sum(0), (part,), jnp.float32, nothing)
         hop = max(1e-9, timer.seconds(lambda x: lax.psum(x, "d"), (1,), jnp.float32) - nothing) / (2 * (count - 1))
         links, link = 2, (count - 1) * part * 4 / gather / 2
     alus = 8
-    stats = there[0].memory_stats() or {}
+    local = next((d for d in there if d.process_index == jax.process_index()), None)
+    stats = (local and local.memory_stats()) or {}
     sources = dict.fromkeys(_MEASURED, f"measured on {count} {there[0].device_kind}")
     return Chip(
         name=name,

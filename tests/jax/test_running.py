@@ -133,7 +133,7 @@ def test_too_few_devices_float64_and_an_operation_without_a_row() -> None:
         mtf.on_jax(large)
     with pytest.raises(mtf.ProgramError, match="are float64, which JAX has only after"):
         mtf.on_jax(wide)
-    with pytest.raises(mtf.GraphError, match="on_jax: expected what mtf.lower returned"):
+    with pytest.raises(mtf.GraphError, match=r"on_jax: expected what mtf\.lower returned"):
         mtf.on_jax(x)  # type: ignore[arg-type]
     with pytest.raises(mtf.GraphError, match="seed must be an integer"):
         mtf.on_jax(large, seed=1.5)  # type: ignore[arg-type]

@@ -5,8 +5,10 @@ python tests/jax/worker.py INDEX PORT FOLDER
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -16,7 +18,8 @@ import jax
 import numpy as np
 
 import meshlib as mtf
-from tests.jax.models import mlp, mlp_feeds, transformer, transformer_feeds
+from tests.jax.examples_run import EXAMPLES
+from tests.jax.models import mlp, mlp_feeds
 
 
 def trained(program: mtf.Program, feeds: list[dict[str, np.ndarray]], folder: Path, name: str) -> None:
@@ -26,7 +29,7 @@ def trained(program: mtf.Program, feeds: list[dict[str, np.ndarray]], folder: Pa
     path = folder / f"{name}.safetensors"
     mtf.save(run, path)
     losses.append(float(run.step(feeds[2])["loss"]))
-    other = mtf.on_jax(program, seed=99)
+    other = copy.copy(run)  # which is compiled already
     mtf.load(path, other)
     assert float(other.step(feeds[2])["loss"]) == losses[2]
     for variable in run.state:
@@ -44,7 +47,9 @@ def main(index: int, port: int, folder: Path) -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 4)
     trained(mlp("rows:2;cols:4", "batch:rows;hidden:cols"), mlp_feeds(), folder, "mlp")
-    trained(transformer("fsdp:2;tensor:4", "fsdp+tensor"), transformer_feeds(), folder, "transformer")
+    for name, example in EXAMPLES.items():
+        with open(folder / f"{name}.{index}.txt", "w") as out, redirect_stdout(out):
+            assert example(folder, "--on", "jax") == 0
     jax.distributed.shutdown()
 
 
