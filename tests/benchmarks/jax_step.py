@@ -2,7 +2,7 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/benchmarks/jax_step.py
 
-Both run in turns, on arrays that lie on the devices; the ratio of medians is what counts. Compiled alike, donated alike.
+Both run in turns, on arrays that lie on the devices, compiled and donated alike; what counts is the ratio of medians.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def compared(program: mtf.Program, feeds: Feeds, tolerance: float = WEIGHTS) -> 
         assert np.abs(a - b).max() <= tolerance * max(1e-3, np.abs(b).max()), name
 
 
-@pytest.mark.parametrize(("mesh", "layout"), MLP)
+@pytest.mark.parametrize(("mesh", "layout"), some(MLP, [MLP[0], MLP[3], MLP[6]]))
 def test_mlp(mesh: str, layout: str) -> None:
     compared(mlp(mesh, layout), mlp_feeds())
 
@@ -65,10 +65,7 @@ WAYS = (
 ALL = [(mesh, layout, way) for mesh, layout in TRANSFORMER for way in WAYS]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "layout", "way"),
-    some(ALL, [(*TRANSFORMER[4], WAYS[0]), (*TRANSFORMER[6], WAYS[2]), (*TRANSFORMER[7], WAYS[3])]),
-)
+@pytest.mark.parametrize(("mesh", "layout", "way"), some(ALL, [(*TRANSFORMER[4], WAYS[0]), (*TRANSFORMER[7], WAYS[3])]))
 def test_transformer(mesh: str, layout: str, way: tuple[bool, str, str, float]) -> None:
     scan, remat, optimizer, dropout = way
     program = transformer(mesh, layout, scan, remat, optimizer, dropout)
