@@ -3,6 +3,7 @@
     python examples/mnist.py                                       # 2x4 cores of a v3-8, batch and hidden split
     python examples/mnist.py --mesh data:8 --layout "batch:data"   # data-parallel instead
     python examples/mnist.py --mesh model:8 --layout "hidden:model" --precision float32
+    python examples/mnist.py --on jax --mesh data:1                # on the devices that JAX has, as many as the mesh
 
 The network is written once, in named dimensions. Change the mesh or the layout and the same program is lowered to
 other local shapes with other collectives; the numbers stay the same up to rounding.
@@ -22,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
 
 import meshlib as mtf
-from examples import mnist_data
+from examples import devices, mnist_data
 from examples.terminal import finish, line, progress
 
 PIXELS, CLASSES = mtf.Dimension("pixels", 784), mtf.Dimension("classes", 10)
@@ -67,8 +68,8 @@ def train(args: argparse.Namespace) -> None:
     digits = mnist_data.load(args.data, seed=args.seed)
     print(f"data: {digits.source}")
     training, evaluation = build(args)
-    sim = mtf.simulate(training, args.slice, seed=args.seed, executor=args.executor)
-    print(f"slice: {sim.slice}")
+    sim = devices.runner(training, args)
+    print(f"slice: {sim.slice}" if args.on == "simulation" else f"devices: {sim}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
     for note in training.notes:
         print(f"note: {note}")
@@ -84,6 +85,8 @@ def train(args: argparse.Namespace) -> None:
         line(f"epoch {epoch:>2}  loss {np.mean(losses):.4f}  test accuracy {right:.2%}  ({seconds:.1f} s)")
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
     print(f"\n{training.memory}")
+    if args.on == "jax":
+        print(f"\n{sim}")
     if sim.slice is not None:
         hbm = sim.slice.hbm_bytes_per_device
         print(
@@ -104,15 +107,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--mesh", default="rows:2;cols:4", help="axes and sizes of the logical mesh")
     parser.add_argument("--layout", default="batch:rows;hidden:cols", help="dim:axis rules")
-    parser.add_argument("--slice", default="v3-8", help="the slice of TPU cores; as many as the mesh has")
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bfloat16", help="of the operands of matmuls; sums are float32"
     )
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     parser.add_argument("--data", default=None, help="folder of IDX files; also $MESHLIB_MNIST")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
+    devices.add_flags(parser)
     args = parser.parse_args(argv)
+    devices.check_flags(parser, args)
     for name, least in (("hidden", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")

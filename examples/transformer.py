@@ -2,6 +2,7 @@
 
     python examples/transformer.py                                      # 2x4 cores of a v3-8, batch and heads split
     python examples/transformer.py --mesh fsdp:8 --layout fsdp          # fully sharded instead
+    python examples/transformer.py --on jax --mesh data:1 --layout data # on JAX's devices, as many as the mesh has
     python examples/transformer.py --text ~/books --size base --steps 1000 --checkpoint model.safetensors
 
 The model is written once, in named dimensions. Mesh and layout say where the dimensions lie; the numbers stay the same
@@ -22,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
 
 import meshlib as mtf
-from examples import text_data
+from examples import devices, text_data
 from examples.terminal import finish, line, progress
 
 SIZES = {  # layers, d_model, heads of 32, d_ff
@@ -73,10 +74,11 @@ def train(args: argparse.Namespace) -> None:
     """Lower, train, write a sample, and show what the layout made of the program and what a step would take."""
     text = text_data.load(args.text)
     training, sampling = build(args)
-    sim = mtf.simulate(training, args.slice, seed=args.seed, executor=args.executor)
-    est = mtf.estimate(training, args.slice)
+    sim = devices.runner(training, args)
+    assert sim.slice is not None
+    est = mtf.estimate(training, sim.slice)
     print(f"text: {text.source}; unigram entropy {text.unigram_entropy:.3f} nats a byte")
-    print(f"slice: {sim.slice}")
+    print(f"slice: {sim.slice}" if args.on == "simulation" else f"devices: {sim}")
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; activations: {args.precision}")
     for note in training.notes:
         print(f"note: {note}")
@@ -90,6 +92,8 @@ def train(args: argparse.Namespace) -> None:
     print(f"\nsample\n{indented(sample(sim, sampling, text.held_out, args))}")
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
     print(f"\n{est}")
+    if args.on == "jax":
+        print(f"\n{sim}")
 
 
 def examples_of(args: argparse.Namespace, sim: mtf.Simulation, stop: int) -> Iterator[text_data.Windows]:
@@ -113,7 +117,7 @@ def learn(args: argparse.Namespace, sim: mtf.Simulation, est: mtf.Estimate) -> N
             here = tokens * len(losses) / (time.perf_counter() - begun)
             line(
                 f"step {step:>5}  loss {np.mean(losses):.4f}  {here:,.0f} tokens/s here, "
-                f"{there:,.0f} tokens/s on {args.slice} (modelled)"
+                f"{there:,.0f} tokens/s on {est.slice.name} (modelled)"
             )
             if args.checkpoint:
                 mtf.save(sim, args.checkpoint)
@@ -158,7 +162,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layout", default="2d", help="a name, or dim:axis rules; names: " + ", ".join(mtf.models.LAYOUTS)
     )
-    parser.add_argument("--slice", default="v3-8", help="the slice of TPU cores; as many as the mesh has")
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16", help="of activations and of products")
     parser.add_argument("--remat", default="none", help="what the backward computes again: none, matmuls, full")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate of AdamW")
@@ -167,8 +170,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is more certain")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--executor", choices=("fast", "exact"), default="fast", help="exact: core by core, slow")
+    devices.add_flags(parser)
     args = parser.parse_args(argv)
+    devices.check_flags(parser, args)
     for name, least in (("length", 2), ("batch", 1), ("steps", 1), ("every", 1), ("sample", 0), ("seed", 0)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")

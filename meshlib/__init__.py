@@ -9,6 +9,8 @@ Each `import x as x` below makes a name public, for readers and type checkers al
 # ruff: noqa: E402 (the packages below are checked before anything is taken from them)
 
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 import hardware as _hardware
 import layouts as _layouts
@@ -34,6 +36,7 @@ from layouts import Mesh as Mesh
 from layouts import Shape as Shape
 from layouts import Sharding as Sharding
 from meshlib import initializers as initializers
+from meshlib import jax as _door
 from meshlib import layers as layers
 from meshlib import models as models
 from meshlib import optimize as optimize
@@ -47,6 +50,7 @@ from meshlib.errors import FeedError as FeedError
 from meshlib.errors import GraphError as GraphError
 from meshlib.errors import LayoutError as LayoutError
 from meshlib.errors import MeshlibError as MeshlibError
+from meshlib.errors import MissingError as MissingError
 from meshlib.errors import NotFiniteError as NotFiniteError
 from meshlib.errors import ProgramError as ProgramError
 from meshlib.errors import ShapeError as ShapeError
@@ -208,3 +212,16 @@ from meshlib.verification import Verification as Verification
 from meshlib.verification import verify as verify
 
 _show(globals(), ["meshlib.ops.", "meshlib.differentiation", "meshlib.optimize."])
+
+# What needs JAX comes with its first use.
+if _TYPE_CHECKING:
+    from meshlib.jax import OnJax as OnJax
+    from meshlib.jax import measure_chip as measure_chip
+    from meshlib.jax import on_jax as on_jax
+    from meshlib.jax import partition_specs as partition_specs
+else:
+
+    def __getattr__(name: str) -> _Any:
+        if name in _door.PUBLIC:
+            return getattr(_door, name)
+        raise AttributeError(f"module 'meshlib' has no attribute '{name}'")

@@ -111,12 +111,12 @@ def save(sim: Simulation, path: Path) -> None:
 
 
 def _save(sim: Simulation, path: object) -> None:
-    arrays = dict(sim.state.arrays)
-    if METADATA in arrays:
+    names = list(sim.state.arrays)
+    if METADATA in names:
         raise CheckpointError(f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it")
-    types = {name: _type(sim, name) for name in arrays}
+    types = {name: _type(sim, name) for name in names}
     entries, begin = {}, 0
-    for name in sorted(arrays, key=lambda n: (-types[n][1].itemsize, n)):
+    for name in sorted(names, key=lambda n: (-types[n][1].itemsize, n)):
         shape, dtype = types[name]
         end = begin + shape.size * dtype.itemsize
         entries[name] = _Entry(CODES[dtype.name], shape.sizes, begin, end)
@@ -126,19 +126,42 @@ def _save(sim: Simulation, path: object) -> None:
     metadata = {"format": "np", "meshlib": "1", SEED: seed, SUM + METADATA: _sum(seed.encode())}
     header = _header_bytes(entries, {**metadata, **{SUM + name: "00000000" for name in entries}})
 
+    places = {name: (len(header) + e.begin, *types[name]) for name, e in entries.items()}
+    processes = sim.state.processes
+
     def write(file: BinaryIO) -> None:
         file.write(header)
-        sums = {}
-        for name in entries:
-            total = 0
-            for block in _encoded(arrays[name], types[name][1], name):
-                total = zlib.crc32(block, total)
-                file.write(block)
-            sums[SUM + name] = _hex(total)
+        sums = _write_all(sim, file, places) if processes is None else processes.write(file, places)
         file.seek(0)
-        file.write(_header_bytes(entries, {**metadata, **sums}))
+        file.write(_header_bytes(entries, {**metadata, **{SUM + name: _hex(sums[name]) for name in entries}}))
 
-    replace_file(path, write, "save", CheckpointError)
+    if processes is None:
+        replace_file(path, write, "save", CheckpointError)
+        return
+    fault = None
+    try:
+        if processes.first:
+            replace_file(path, write, "save", CheckpointError)
+        else:
+            processes.follow(places)
+    except Exception as found:  # whatever it is, the others must not wait for ever
+        fault = str(found) if isinstance(found, CheckpointError) else f"save: {type(found).__name__}: {found}"
+    processes.agree(fault)
+
+
+Places = Mapping[str, tuple[int, Shape, DType]]  # where each tensor begins in the file, in bytes, and what it is
+
+
+def _write_all(sim: Simulation, file: BinaryIO, places: Places) -> dict[str, int]:
+    """Write all tensors, one after the other; their CRC-32s."""
+    sums = {}
+    for name, (_, _, dtype) in places.items():
+        total = 0
+        for block in _encoded(sim.state.stored(name), dtype, name):
+            total = zlib.crc32(block, total)
+            file.write(block)
+        sums[name] = total
+    return sums
 
 
 def _header_bytes(entries: Mapping[str, _Entry], metadata: Mapping[str, str]) -> bytes:
@@ -204,12 +227,29 @@ def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str
             skipped[METADATA] = f"no '{SEED}' in it, only {', '.join(header.metadata) or 'nothing'}"
         if skipped and (strict or not fitting):
             _refuse(target, skipped, strict)
-        arrays = {name: _read(file, header, name, _type(sim, name), target) for name in fitting}
+        arrays = _read_all(sim, file, header, fitting, target)
     with sim.state.lock:
-        sim.state.arrays.update(arrays)
+        for name, array in arrays.items():
+            sim.state.put(name, array)
         if seed is not None:
             sim.seed = sim.state.seed = seed
     return skipped
+
+
+def _read_all(sim: Simulation, file: BinaryIO, header: _Header, names: list[str], target: str) -> Mapping[str, Array]:
+    """The tensors. Of several processes each looks through some of them for damage, and then reads its blocks."""
+    processes = sim.state.processes
+    if processes is None:
+        return {name: _read(file, header, name, _type(sim, name), target) for name in names}
+    fault = None
+    try:
+        for name in processes.mine(names):
+            _read(file, header, name, _type(sim, name), target)
+    except CheckpointError as found:
+        fault = str(found)
+    processes.agree(fault)
+    places = {name: (header.data_start + header.entries[name].begin, *_type(sim, name)) for name in names}
+    return processes.blocks(target, places)
 
 
 def _match(header: _Header, sim: Simulation, patterns: list[str] | None) -> tuple[list[str], dict[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hardware.numerics import mxu_matmul, round_to_bfloat16
-from meshlib.initializers import Key, make_key
+from meshlib.initializers import Key, fold, make_key
 
 Array = np.ndarray[Any, Any]
 
@@ -36,7 +36,7 @@ class Engine:
 
     def key(self, name: str) -> Key:
         """The random key of the operation `name` in this step."""
-        return make_key(self.seed, name, self.step, *self.trips)
+        return fold(make_key(self.seed, name), self.step, *self.trips)
 
     def in_trip(self, trip: int) -> Engine:
         """The same inside one trip of a loop."""

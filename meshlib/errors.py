@@ -33,3 +33,7 @@ class CheckpointError(MeshlibError):
 
 class NotFiniteError(MeshlibError, ArithmeticError):
     """A fetched value or a variable became NaN; names the operation and core that first made it, or an infinity."""
+
+
+class MissingError(MeshlibError, ImportError):
+    """An optional library is needed and not installed; the message says how to install it."""

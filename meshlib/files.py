@@ -15,6 +15,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from typing import BinaryIO
 
@@ -114,11 +115,15 @@ def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         except FileExistsError:
             continue
-        file = os.fdopen(descriptor, "wb")
+        file = open(path, "wb", opener=partial(_opened, descriptor))  # noqa: SIM115 (so that `file.name` is the path)
         # Another writer may take the file for a stale one in the moment before the lock: then it is gone.
         if _lock(descriptor, wait=True) is None or _same(descriptor, path):
             return file, path
         file.close()
+
+
+def _opened(descriptor: int, path: str, flags: int) -> int:
+    return descriptor
 
 
 def _remove_stale(folder: str, name: str) -> None:

@@ -33,6 +33,17 @@ def make_key(*parts: object) -> Key:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
+def fold(key: Key, *numbers: int) -> Key:
+    """The key of one step, or of one trip in it: each number is encrypted under the key of those before it.
+
+    Threefry alone, so that a device can do it, where the step is known only when it runs.
+    """
+    for n in numbers:
+        x, y = threefry2x32(key, np.zeros(1, np.uint32), np.array([n & 0xFFFFFFFF], np.uint32))
+        key = int(x[0]), int(y[0])
+    return key
+
+
 def draw(
     law: tuple[str, float, float],
     key: Key,
@@ -62,10 +73,10 @@ def draw(
     out = np.asarray(value, dtype.storage)
     if dtype is BFLOAT16:
         out = round_to_bfloat16(out)
-    return np.clip(out, *_limits(a, b, dtype), out=out) if kind == "uniform" and a < b else out
+    return np.clip(out, *limits(a, b, dtype), out=out) if kind == "uniform" and a < b else out
 
 
-def _limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.generic]:
+def limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.generic]:
     """The first value of `dtype` from `low` on and the last one below `high`: rounding must not pass either."""
     number = dtype.public.type
     first, last = number(low), number(high)

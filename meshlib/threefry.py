@@ -11,8 +11,8 @@ import numpy as np
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = 0x1BD11BDA
 
 
 def threefry2x32(key: tuple[int, int], high: Words, low: Words) -> tuple[Words, Words]:
@@ -22,12 +22,12 @@ def threefry2x32(key: tuple[int, int], high: Words, low: Words) -> tuple[Words, 
     >>> hex(x[0]), hex(y[0])  # published test vector
     ('0x6b200159', '0x99ba4efe')
     """
-    words = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    words = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
     # asarray: NumPy makes scalars of sums without dims, which `out=` does not take.
     x, y = np.asarray(high + np.uint32(words[0])), np.asarray(low + np.uint32(words[1]))
     scratch = np.empty_like(y)
     for group in range(5):
-        for r in _ROTATIONS[group % 2]:
+        for r in ROTATIONS[group % 2]:
             np.add(x, y, out=x)
             np.left_shift(y, np.uint32(r), out=scratch)
             np.right_shift(y, np.uint32(32 - r), out=y)

@@ -6,6 +6,13 @@ import os
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
+# Eight devices for JAX, where it is installed, before it is imported; a step is compiled to be run once or twice.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true",
+)
+
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from meshlib import arrays  # noqa: E402

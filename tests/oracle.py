@@ -201,10 +201,12 @@ def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
 def random_words(
     name: str, shape: Sequence[int], seed: int = 0, step: int = 0, trips: Sequence[int] = ()
 ) -> Iterator[tuple[int, int]]:
-    """The words of each element, in row-major order: key from seed, name, step, trips; counter the global position."""
-    parts = "\0".join(str(part) for part in (seed, name, step, *trips))
-    digest = hashlib.blake2b(parts.encode(), digest_size=8).digest()
+    """The words of each element, in row-major order: key from seed and name, under which step and trips are encrypted
+    one after the other; counter the global position."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     key = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
+    for number in (step, *trips):
+        key = threefry(key, (0, number))
     return (threefry(key, (n >> 32, n & 0xFFFFFFFF)) for n in range(prod(shape)))
 
 

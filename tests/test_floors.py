@@ -23,12 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 OWN = ("meshlib", "layouts", "hardware")
 BELOW = {"meshlib": {"layouts", "hardware"}, "layouts": set(), "hardware": set()}
 REQUIRED = {"numpy", "ml_dtypes", "einops"}
+# Packages of extras, and what may import them at once: modules that nothing outside their package imports. Its
+# `__init__` names them and imports them when a name is asked for.
+OPTIONAL = {"jax": "meshlib/jax/"}
 # The floors inside meshlib, the highest first, by the first part of a module's name. A module imports from lower lines
 # and from its own package; operations and gradients are written in one another.
 HOUSE = """
 __main__
 meshlib
 testing
+jax
 verification validation checkpoint
 simulation estimation models
 slices lowering optimize layers
@@ -108,9 +112,20 @@ def test_imports_point_down(path):
     for name, line in imported(ast.walk(tree)):
         if name in OWN and name != floor:
             assert name in BELOW[floor], f"{path}:{line}: {floor} must not know {name}"
+    here = path.relative_to(ROOT).as_posix()
+    allowed = {name for name, folder in OPTIONAL.items() if here.startswith(folder) and here != f"{folder}__init__.py"}
     for name, line in imported(at_module_level(tree)):
-        fine = name in {*sys.stdlib_module_names, *REQUIRED, *OWN}
+        fine = name in {*sys.stdlib_module_names, *REQUIRED, *OWN, *allowed}
         assert fine, f"{path}:{line}: {name} is no requirement of the core; import it where it is used"
+
+
+@pytest.mark.parametrize("folder", OPTIONAL.values())
+def test_nobody_outside_imports_what_needs_an_extra(folder):
+    package = folder.strip("/").replace("/", ".")
+    for module in MODULES:
+        if module == package or not module.startswith(package):
+            at_once = [name for name, _, when in own_imports(module) if when == "at once"]
+            assert not [name for name in at_once if name.startswith(f"{package}.")], module
 
 
 # ---------------------------------------------------------------- floors inside meshlib
@@ -198,6 +213,8 @@ def test_no_module_is_shadowed_by_a_name_of_its_package(package):
     """`import meshlib.lowering.choose` gives the module, whatever the packages export."""
     root = importlib.import_module(package)
     for found in pkgutil.walk_packages(root.__path__, f"{package}."):
+        if any(found.name.startswith(folder.replace("/", ".")) for folder in OPTIONAL.values()):
+            continue  # may need what is not installed
         parent, _, name = found.name.rpartition(".")
         module = importlib.import_module(found.name)
         assert getattr(sys.modules[parent], name) is module, (

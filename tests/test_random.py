@@ -10,7 +10,7 @@ import pytest
 import meshlib as mtf
 from layouts import Dimension, Shape
 from meshlib.dtypes import as_dtype
-from meshlib.initializers import draw, make_key
+from meshlib.initializers import draw, fold, make_key
 from meshlib.threefry import threefry2x32
 from tests.cases import Array
 from tests.oracle import random_words, threefry
@@ -52,7 +52,7 @@ def test_counters_are_not_written_to() -> None:
 
 def sample(law: str, dtype: str = "float64", seed: int = 3, name: str = "sample", count: int = COUNT) -> Array:
     """Many numbers of one stream."""
-    return draw(LAWS[law], make_key(seed, name, 0), [count], [0], [count], as_dtype(dtype)).astype(np.float64)
+    return draw(LAWS[law], fold(make_key(seed, name), 0), [count], [0], [count], as_dtype(dtype)).astype(np.float64)
 
 
 def test_positions_beyond_32_bits_use_the_high_word() -> None:

@@ -25,15 +25,19 @@ from meshlib.ops.rules import align, named_factors, not_differentiable, union, v
 _OUT_OF_RANGE = ("error", "zero")
 
 
+def index_fault(op: Operation, bad: int) -> FeedError:
+    """What is wrong where an operation looks up the index `bad`."""
+    dim = op.attrs["dim"]
+    return FeedError(
+        f"{op.kind.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} (0 to {dim.size - 1}); "
+        f"it comes from {op.inputs[op.kind.indices or 0]}; out_of_range='zero' makes zeros of such"
+    )
+
+
 def _check_indices(block: Block, indices: Array) -> None:
-    op, dim = block.operation, block.attrs["dim"]
-    if block.attrs["out_of_range"] == "error" and indices.size and (indices.min() < 0 or indices.max() >= dim.size):
-        bad = indices[(indices < 0) | (indices >= dim.size)][0]
-        raise FeedError(
-            f"{op.kind.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} "
-            f"(0 to {dim.size - 1}); it comes from {op.inputs[op.kind.indices or 0]}; out_of_range='zero' makes zeros "
-            "of such"
-        )
+    size = block.attrs["dim"].size
+    if block.attrs["out_of_range"] == "error" and indices.size and (indices.min() < 0 or indices.max() >= size):
+        raise index_fault(block.operation, indices[(indices < 0) | (indices >= size)][0])
 
 
 # ---------------------------------------------------------------- range

@@ -13,13 +13,13 @@ from hardware.slices import Slice
 from layouts import Sharding
 from meshlib.checks import at, choice, flag
 from meshlib.engine import Engine
-from meshlib.errors import FeedError, GraphError, NotFiniteError, nearest
+from meshlib.errors import FeedError, GraphError, NotFiniteError
 from meshlib.ops.sources import STEP
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program, require_program
 from meshlib.simulation.exact import Blocks, run_exact
 from meshlib.simulation.fast import FastExecutor
-from meshlib.simulation.state import State, to_storage
+from meshlib.simulation.state import State, fed_arrays
 from meshlib.slices import slice_for
 
 __all__ = ["Simulation", "State", "simulate"]
@@ -128,7 +128,7 @@ class Simulation:
     def _run(self, program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
         if program is not self.program:
             self._declare(program)
-        fed = _feeds(program, given)
+        fed = fed_arrays(program, given)
         step = self.state.arrays[STEP]
         engine = Engine(self.seed, int(step), program.precision == "highest", self.executor == "exact")
         with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
@@ -199,22 +199,3 @@ class Simulation:
 def _has_nan(x: Array) -> bool:
     # The sum of an array with a NaN is NaN; the sum of one without it seldom is (infinities of both signs).
     return x.dtype.kind == "f" and bool(np.isnan(np.add.reduce(x, axis=None))) and bool(np.isnan(x).any())
-
-
-def _feeds(program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
-    """The feeds in storage form; all names checked at once."""
-    unknown = [n for n in given if n not in program.inputs]
-    missing = [n for n in program.inputs if n not in given]
-    faults = [f"unknown feed '{n}'{nearest(n, program.inputs)}" for n in unknown]
-    faults += [
-        f"missing feed '{n}', {program.inputs[n].tensor.dtype.name}{program.inputs[n].tensor.shape} "
-        f"({program.inputs[n].tensor.operation.source})"
-        for n in missing
-    ]
-    if faults:
-        raise FeedError("; ".join(faults) + f"; the program's inputs: {', '.join(program.inputs) or 'none'}")
-    fed = {}
-    for name, v in program.inputs.items():
-        t = v.tensor
-        fed[name] = to_storage(given[name], t.shape, t.dtype, f"feed '{name}' ({t.operation.source})")
-    return fed

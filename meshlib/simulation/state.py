@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from meshlib.errors import FeedError, nearest
 from meshlib.graph import Operation
 from meshlib.initializers import make_key
 from meshlib.ops.sources import STEP
+from meshlib.program.records import Program
 
 Array = np.ndarray[Any, Any]
 
@@ -54,6 +55,25 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
     return stored(array, dtype, what, FeedError)
 
 
+def fed_arrays(program: Program, given: Mapping[str, Any]) -> dict[str, Array]:
+    """The feeds of a program in storage form; all names checked at once."""
+    unknown = [n for n in given if n not in program.inputs]
+    missing = [n for n in program.inputs if n not in given]
+    faults = [f"unknown feed '{n}'{nearest(n, program.inputs)}" for n in unknown]
+    faults += [
+        f"missing feed '{n}', {program.inputs[n].tensor.dtype.name}{program.inputs[n].tensor.shape} "
+        f"({program.inputs[n].tensor.operation.source})"
+        for n in missing
+    ]
+    if faults:
+        raise FeedError("; ".join(faults) + f"; the program's inputs: {', '.join(program.inputs) or 'none'}")
+    fed = {}
+    for name, v in program.inputs.items():
+        t = v.tensor
+        fed[name] = to_storage(given[name], t.shape, t.dtype, f"feed '{name}' ({t.operation.source})")
+    return fed
+
+
 @dataclass(frozen=True)
 class Slot:
     """What a variable is: its dims, the dtype the devices store, the dtype users see."""
@@ -69,11 +89,44 @@ class Slot:
         return cls(op.attrs["shape"], op.attrs["dtype"], op.attrs["public_dtype"], op.source)
 
 
+class Processes(Protocol):
+    """Several processes that hold parts of one state each, and write and read one file together.
+
+    `places` says of each tensor where in the file it begins, in bytes, and what it is. Each method is called in all
+    processes; if it fails in one, it raises in all.
+    """
+
+    first: bool  # whether this process is the one that makes the file
+
+    def write(self, file: BinaryIO, places: Mapping[str, tuple[int, Shape, DType]]) -> dict[str, int]:
+        """Write the tensors into a file that the first process has open; their CRC-32s."""
+        ...
+
+    def follow(self, places: Mapping[str, tuple[int, Shape, DType]]) -> None:
+        """What the others do meanwhile."""
+        ...
+
+    def agree(self, fault: str | None) -> None:
+        """Wait for all; raise CheckpointError if one has a fault."""
+        ...
+
+    def mine(self, names: Sequence[str]) -> list[str]:
+        """Of tensors those that this process looks through for damage."""
+        ...
+
+    def blocks(self, path: str, places: Mapping[str, tuple[int, Shape, DType]]) -> dict[str, Array]:
+        """The tensors of a file, of which no more is read than is asked for."""
+        ...
+
+
 class State(MutableMapping[str, Array]):
     """Variables by name, as plain global NumPy arrays: `sim.state["w1"]`, assignable.
 
-    Reading gives a copy in the variable's declared dtype. Assigning checks shape and dtype.
+    Reading gives a copy in the variable's declared dtype. Assigning checks shape and dtype. `processes`: those that
+    share the state, if there are several.
     """
+
+    processes: Processes | None = None
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -105,7 +158,15 @@ class State(MutableMapping[str, Array]):
                 if name not in self.arrays:
                     made = self._initial(name, slot, op)
                     what = f"initial value of variable '{name}' ({op.source})"
-                    self.arrays[name] = to_storage(np.asanyarray(made), slot.shape, slot.dtype, what)
+                    self.put(name, to_storage(np.asanyarray(made), slot.shape, slot.dtype, what))
+
+    def stored(self, name: str) -> Array:
+        """The whole array of a variable as the simulation stores it; not to be written to."""
+        return self.arrays[name]
+
+    def put(self, name: str, array: Array) -> None:
+        """Take an array, of the right shape and storage dtype, for the value of a variable."""
+        self.arrays[name] = array
 
     def _initial(self, name: str, slot: Slot, op: Operation) -> object:
         try:
@@ -122,7 +183,7 @@ class State(MutableMapping[str, Array]):
         self._check_name(name)
         public = self.slots[name].public.public if name in self.slots else np.dtype(np.int32)
         with self.lock:
-            return self.arrays[name].astype(public)
+            return self.stored(name).astype(public)
 
     def __setitem__(self, name: str, value: Array) -> None:
         self._check_name(name)
@@ -130,7 +191,7 @@ class State(MutableMapping[str, Array]):
         shape, dtype = (slot.shape, slot.dtype) if slot else (Shape([]), INT32)
         made = to_storage(value, shape, dtype, f"state['{name}']").copy()
         with self.lock:
-            self.arrays[name] = made
+            self.put(name, made)
 
     def __delitem__(self, name: str) -> None:
         raise FeedError(f"variable '{name}' can't be deleted; a program needs it")

@@ -1,0 +1,36 @@
+"""The same program on JAX's devices: `mtf.on_jax`, and what goes with it. Brings in JAX with the first name used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from meshlib.errors import MissingError
+
+if TYPE_CHECKING:
+    from meshlib.jax.measuring import measure_chip as measure_chip
+    from meshlib.jax.running import OnJax as OnJax
+    from meshlib.jax.running import on_jax as on_jax
+    from meshlib.jax.specs import partition_specs as partition_specs
+    from meshlib.jax.table import row as row
+
+# Public name -> the module here that defines it.
+NAMES = {
+    "OnJax": "running",
+    "measure_chip": "measuring",
+    "on_jax": "running",
+    "partition_specs": "specs",
+    "row": "table",
+}
+PUBLIC = ("OnJax", "measure_chip", "on_jax", "partition_specs")  # names of `meshlib` itself
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    try:
+        return getattr(import_module(f"{__name__}.{NAMES[name]}"), name)
+    except ModuleNotFoundError as fault:
+        if (fault.name or "").partition(".")[0] not in ("jax", "jaxlib"):
+            raise
+        raise MissingError(f"{name} needs JAX, which is not installed: pip install 'meshlib-tpu[jax]'") from None

@@ -1,0 +1,191 @@
+"""The steps of a reshard as JAX's collectives, and what moves inside an operation: runs of a dim, or summaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from layouts import Mesh, permute_pairs
+from layouts.plan import Step
+from meshlib.jax.context import Array, Context, Index
+from meshlib.program.exchange import runs
+
+_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+_LOCAL = {"max": jnp.max, "min": jnp.min}
+
+
+def move(step: Step, x: Array, context: Context) -> Array:
+    """One step of a reshard on this device's block. Flags travel as bytes."""
+    if x.dtype == jnp.bool_ and not step.is_local:
+        return move(step, x.astype(jnp.uint8), context).astype(jnp.bool_)
+    axes, mesh = step.axes, step.before.mesh
+    if step.kind == "collective_permute":
+        # Over all axes of the mesh: only there are devices numbered as the pairs number them.
+        return lax.ppermute(x, mesh.axes, permute_pairs(step.before, step.after))
+    dim = step.before.shape.index(step.dim) if step.dim else 0
+    count = mesh.group_size(axes)
+    match step.kind:
+        case "all_gather":
+            return lax.all_gather(x, axes, axis=dim, tiled=True)
+        case "all_reduce":
+            return _REDUCE[_kind(step)](x, axes)
+        case "reduce_scatter":
+            return _reduce_scatter(x, axes, dim, count, _kind(step))
+        case "slice":
+            size = x.shape[dim] // count
+            return lax.dynamic_slice_in_dim(x, context.index(axes) * size, size, dim)
+        case "mask":
+            return jnp.where(context.index(axes) == 0, x, jnp.zeros_like(x))
+    assert step.kind == "all_to_all"
+    assert step.to_dim is not None
+    return lax.all_to_all(x, axes, step.before.shape.index(step.to_dim), dim, tiled=True)
+
+
+def _kind(step: Step) -> str:
+    return dict(step.before.pending)[step.axes[0]]
+
+
+def _reduce_scatter(x: Array, axes: tuple[str, ...], dim: int, count: int, kind: str) -> Array:
+    if kind == "sum":
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    # JAX scatters sums alone. Each device's part goes to its owner, who reduces: the same bytes.
+    parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+    return _LOCAL[kind](lax.all_to_all(parts, axes, dim, dim), axis=dim)
+
+
+# ---------------------------------------------------------------- runs of a dim
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Indices [begin, begin + length) of a block, which go to position `to` of what a device receives."""
+
+    source: int
+    target: int
+    begin: int
+    to: int
+    length: int
+
+
+def gathered_run(
+    x: Array,
+    axis: int,
+    axes: tuple[str, ...],
+    context: Context,
+    needs: Callable[[int], tuple[int, int]],
+    size: int,
+    wrap: bool,
+    received: bool = True,
+) -> Array:
+    """The run of a split dim that this device needs; what lies outside the dim is anything.
+
+    Args:
+      x: this device's block.
+      axis: where the split dim stands.
+      axes: the mesh axes that split it, major first.
+      needs: number of a block along `axes` -> the indices [begin, end) that it needs, all of one length.
+      size: of the whole dim.
+      wrap: whether the run goes round.
+      received: whether others send; else only what lies here comes.
+    """
+    mesh, block = context.mesh, x.shape[axis]
+    count = mesh.group_size(axes)
+    spans = [needs(j) for j in range(count)]
+    length = spans[0][1] - spans[0][0]
+    pieces: list[_Piece] = []
+    at_home: list[_Piece] = []
+    for j, (begin, end) in enumerate(spans):
+        at = begin if wrap else max(begin, 0)
+        for run in runs(begin, end, size, block, wrap):
+            piece = _Piece(run.source, j, run.begin - run.source * block, at - begin, run.end - run.begin)
+            (at_home if run.source == j else pieces).append(piece)
+            at += piece.length
+    index = context.index(axes)
+    parts, table, width = [x], np.full((count, length), -1), block
+    _fill(table, at_home, 0)
+    for turn in _turns(pieces if received else []):
+        longest = max(p.length for p in turn)
+        begins = np.full(count, min(turn[0].begin, block - longest), np.int32)  # who sends nothing cuts as others do
+        for p in turn:
+            begins[p.source] = min(p.begin, block - longest)
+        sent = lax.dynamic_slice_in_dim(x, _at(begins, index), longest, axis)
+        parts.append(lax.ppermute(sent, mesh.axes, _pairs(mesh, axes, turn)))
+        # A shorter piece lies further inside what was sent where the block ends.
+        _fill(table, [_Piece(p.source, p.target, p.begin - int(begins[p.source]), p.to, p.length) for p in turn], width)
+        width += longest
+    return _taken(jnp.concatenate(parts, axis) if len(parts) > 1 else x, axis, table, index)
+
+
+def _fill(table: np.ndarray, pieces: Sequence[_Piece], width: int) -> None:
+    for p in pieces:
+        table[p.target, p.to : p.to + p.length] = width + p.begin + np.arange(p.length)
+
+
+def _turns(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Pieces in turns in which a device sends at most one and receives at most one; those of like length together."""
+    turns: list[list[_Piece]] = []
+    apart = sorted(pieces, key=lambda p: (-p.length, p.to, p.target))
+    for p in apart:
+        for turn in turns:
+            if all(p.source != q.source and p.target != q.target for q in turn):
+                turn.append(p)
+                break
+        else:
+            turns.append([p])
+    return turns
+
+
+def _pairs(mesh: Mesh, axes: tuple[str, ...], turn: Sequence[_Piece]) -> list[tuple[int, int]]:
+    return [(group[p.source], group[p.target]) for group in mesh.groups(axes) for p in turn]
+
+
+def _at(values: np.ndarray, index: Index) -> Index:
+    """The entry of a table of one number per block."""
+    return int(values[0]) if (values == values[0]).all() else jnp.asarray(values)[index]
+
+
+def _taken(x: Array, axis: int, table: np.ndarray, index: Index) -> Array:
+    """Along `axis` the elements that the row of this block names; -1 is anything."""
+    wanted = table.max(axis=0)
+    if ((table == wanted) | (table < 0)).all():  # one row serves all blocks
+        wanted = np.maximum(wanted, 0)
+        cuts = np.flatnonzero(np.diff(wanted) != 1) + 1
+        if len(cuts) < 8:
+            spans = [(int(s[0]), int(s[-1]) + 1) for s in np.split(wanted, cuts)]
+            parts = [lax.slice_in_dim(x, begin, end, axis=axis) for begin, end in spans]
+            return jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]
+        return jnp.take(x, jnp.asarray(wanted), axis=axis, mode="clip")
+    rows = jnp.asarray(np.maximum(table, 0).astype(np.int32))
+    return jnp.take(x, rows[index], axis=axis, mode="clip")
+
+
+# ---------------------------------------------------------------- summaries
+
+
+def all_summaries(x: Array, axes: tuple[str, ...]) -> Array:
+    """The summaries of all blocks, on a new leading dim."""
+    return lax.all_gather(x, axes, axis=0)
+
+
+def shared_summaries(x: Array, axes: tuple[str, ...], dim: int, count: int) -> Array:
+    """Of the summaries of all blocks this device's share along `dim`, on a new leading dim."""
+    parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+    return lax.all_to_all(jnp.moveaxis(parts, dim, 0), axes, 0, 0)
+
+
+def combined_summaries(
+    xs: Sequence[Array], axes: tuple[str, ...], count: int, combine: Callable[..., tuple[Array, ...]]
+) -> tuple[Array, ...]:
+    """One summary of all blocks, which nothing but `combine` can make: shares, combined, gathered. Bytes as of an
+    all_reduce."""
+    shape, size = xs[0].shape, xs[0].size
+    short = -size % count
+    flat = [jnp.pad(x.reshape(-1), (0, short)).reshape(count, -1) for x in xs]
+    shares = lax.all_to_all(jnp.stack(flat, 1), axes, 0, 0)
+    mine = jnp.stack(combine(*(shares[:, n] for n in range(len(xs)))))
+    whole = lax.all_gather(mine, axes, axis=1)
+    return tuple(whole[n].reshape(-1)[:size].reshape(shape) for n in range(len(xs)))

@@ -1,0 +1,76 @@
+"""What one trace of a program hands down: the mesh, the random keys, the trip; and what rows leave for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from layouts import Mesh
+from meshlib.graph import Operation
+
+Array: TypeAlias = jax.Array
+Index: TypeAlias = int | Array  # of an element or a block: known while tracing, or only on the device
+
+
+@dataclass
+class Found:
+    """What the host is to see of a step, in the order of the program.
+
+    checks   per operation that checks indices [wrong or not, a wrong one]
+    prints   what `Print` shows: per operation its values, of a loop one list of all trips
+    """
+
+    checked: list[Operation] = field(default_factory=list)
+    checks: list[Array] = field(default_factory=list)
+    prints: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Of one trace.
+
+    mesh      the program's; its axes are those of the shard_map around
+    platform  "cpu", "gpu" or "tpu"
+    highest   whether products keep float32
+    step      int32, the number of the step
+    checked   whether indices are checked
+    keys      the random key of each operation that draws, before step and trips are folded in
+    trips     the trip of each loop around
+    """
+
+    mesh: Mesh
+    platform: str
+    highest: bool
+    step: Array
+    keys: Mapping[str, Array]
+    found: Found
+    checked: bool = False
+    trips: tuple[Array, ...] = ()
+
+    def in_trip(self, trip: Any) -> Context:
+        """The same inside one trip of a loop."""
+        return replace(self, trips=(*self.trips, trip))
+
+    def index(self, axes: tuple[str, ...]) -> Index:
+        """This device's place along some mesh axes together, the first of them major."""
+        place: Index = 0
+        for axis in axes:
+            size = self.mesh.axis_size(axis)
+            if size > 1:
+                place = place * size + lax.axis_index(axis)
+        return place
+
+    def check_indices(self, op: Operation, indices: Array) -> None:
+        """Leave word whether some index is out of range for the dim that `op` looks up, if anybody is to look."""
+        if not self.checked:
+            return
+        size = op.attrs["dim"].size
+        wrong = (indices < 0) | (indices >= size)
+        bad = jnp.min(jnp.where(wrong, indices, jnp.iinfo(jnp.int32).max), initial=jnp.iinfo(jnp.int32).max)
+        self.found.checked.append(op)
+        self.found.checks.append(jnp.stack([jnp.any(wrong).astype(jnp.int32), bad]))

@@ -1,0 +1,292 @@
+"""A Program on the blocks of one device: the body of the one shard_map, traced instruction by instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
+from meshlib.jax.context import Array, Context, Found, Index
+from meshlib.jax.repeats import Repeats
+from meshlib.jax.table import Part, row_of, run_row
+from meshlib.operation import Factor, Halo, Role, Summary
+from meshlib.program.exchange import split_factor
+from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
+from meshlib.program.interpreter import Interpreter
+from meshlib.program.records import Program
+
+Axes = Mapping[str, tuple[str, ...]]
+
+
+class Executor(Interpreter[Array, Context]):
+    """Values are this device's blocks. A block with margins has all of them; past the ends of a dim lies anything."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._repeats = Repeats()
+
+    def run(self, program: Program, given: Mapping[Value, Array], context: Context) -> dict[Value, Array]:
+        """As everywhere; what the program makes again, the compiler shall not merge with the first."""
+        around, self._repeats = self._repeats, Repeats()
+        try:
+            return super().run(program, given, context)
+        finally:
+            self._repeats = around
+
+    def results(
+        self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Context
+    ) -> Iterable[Array]:
+        if isinstance(i, Resident | Commit):
+            return super().results(program, i, inputs, values, context)
+        with jax.named_scope(_scope(i)):
+            made = list(super().results(program, i, self._repeats.apart(i, inputs), values, context))
+        self._repeats.note(i, made)
+        return made
+
+    # ------------------------------------------------------------ moves
+
+    def move(self, i: Move, inputs: Sequence[Array]) -> list[Array]:
+        if isinstance(i, Widen):
+            return [_widened(i, inputs[0], self.context)]
+        if i.outputs[0].margins:
+            return [_cut_wide(i.inputs[0], i.outputs[0], inputs[0], self.context)]
+        return [move(step, x, self.context) for step, x in zip(i.steps, inputs, strict=True)]
+
+    # ------------------------------------------------------------ loops
+
+    def sliced(self, x: Array, trip: int, axis: int) -> Array:
+        raise AssertionError("loops are one lax.scan")
+
+    def stacked(self, i: Loop, n: int, parts: Sequence[Array]) -> Array:
+        raise AssertionError("loops are one lax.scan")
+
+    def loop(self, i: Loop, inputs: Sequence[Array], context: Context) -> list[Array]:
+        """All trips in one lax.scan, whose body holds the loop's own once."""
+        body = i.body
+        given = dict(zip(body.inputs.values(), inputs, strict=True))
+        stacked = {name: (given.pop(body.inputs[name]), i.slice_axis(name)) for name in i.slices}
+        first = {name: x for name, (x, axis) in stacked.items() if axis == 0}
+        inside: Found | None = None
+
+        def trip(carries: list[Array], scanned: tuple[Array, dict[str, Array]]) -> tuple[list[Array], Any]:
+            nonlocal inside
+            number, slices = scanned
+            inside = Found()
+            here = replace(context.in_trip(number), found=inside)
+            values = dict(given)
+            values.update({body.inputs[begin]: x for (begin, _), x in zip(i.carries, carries, strict=True)})
+            for name, (x, axis) in stacked.items():
+                values[body.inputs[name]] = (
+                    lax.dynamic_index_in_dim(x, number, axis, keepdims=False) if axis else slices[name]
+                )
+            made = self.run(body, values, here)
+            left = (inside.checks, inside.prints)
+            return [made[body.outputs[end]] for _, end in i.carries], ([made[body.outputs[n]] for n in i.stacks], left)
+
+        begin = [given[body.inputs[name]] for name, _ in i.carries]
+        numbers = jnp.arange(i.trips, dtype=jnp.int32)
+        finals, (stacks, left) = lax.scan(trip, begin, (numbers, first), reverse=i.trip_order.step < 0)
+        assert inside is not None
+        checks, prints = left
+        context.found.checked += inside.checked
+        context.found.checks += [jnp.stack([c[:, 0].max(), c[:, 1].min()]) for c in checks]
+        if prints:
+            context.found.prints.append(prints)
+        return [*finals, *stacks]
+
+    # ------------------------------------------------------------ computations
+
+    def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Context) -> Sequence[Array]:
+        op = i.operation
+        if op.kind.show is not None and len(inputs) > 1:
+            context.found.prints.append(list(inputs[1:]))
+        factors = op.kind.roles(op)
+        axes: dict[str, tuple[str, ...]] = {}
+        for axis, factor in i.assignment:
+            axes[factor] = (*axes.get(factor, ()), axis)
+        split = split_factor(factors, axes)
+        part = Part(
+            op,
+            tuple(x.tensor.shape.names for x in i.inputs),
+            tuple(y.local for y in i.outputs),
+            _offsets(i, factors, axes, context),
+            context,
+            (None,) * len(inputs),
+            (None,) * len(inputs),
+        )
+        if any(v.margins for v in (*i.inputs, *i.outputs)):
+            return _within_margins(i, part, factors, inputs)
+        if split is None:
+            return run_row(part, row_of(op).local, inputs)
+        if split.role is not Role.HALO:
+            return _summarised(i, part, split, axes[split.name], inputs)
+        return _with_halo(i, part, split, axes[split.name], inputs)
+
+
+def _scope(i: Instruction) -> str:
+    """What JAX's profiler calls an instruction: its name in the listing."""
+    name = i.operation.name
+    return f"{i.opcode}:{name}" if isinstance(i, Move) else name
+
+
+def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: Context) -> dict[str, Index]:
+    """Per factor the global index at which this device's block starts: of a run, the result's."""
+    offsets: dict[str, Index] = {}
+    for f in factors:
+        over = axes.get(f.name, ())
+        size = f.size
+        if f.role is Role.HALO and f.outputs[0] is not None:
+            size = i.operation.output.shape.dim(f.outputs[0]).size
+        offsets[f.name] = context.index(over) * (size // context.mesh.group_size(over)) if over else 0
+    return offsets
+
+
+def _with_halo(
+    i: Compute, part: Part, factor: Factor, axes: tuple[str, ...], inputs: Sequence[Array]
+) -> tuple[Array, ...]:
+    """An operation whose operands come as the runs that this device's block of the result needs."""
+    op = i.operation
+    lower, out = op.kind.lower, factor.outputs[0]
+    assert isinstance(lower, Halo)
+    assert out is not None
+    count = part.context.mesh.group_size(axes)
+    made = op.output.shape.dim(out).size // count
+    received = {e.operand for e in i.exchanges}
+    arrays: list[Array] = []
+    leads: list[int | None] = []
+    for n, x in enumerate(inputs):
+        dim = factor.operands[n]
+        if dim is None:
+            arrays.append(x)
+            leads.append(None)
+            continue
+        shape = op.inputs[n].shape
+        spans = [lower.needs(op, n, j * made, (j + 1) * made) for j in range(count)]
+        run = gathered_run(
+            x,
+            shape.index(dim),
+            axes,
+            part.context,
+            spans.__getitem__,
+            shape.dim(dim).size,
+            lower.wrap(op),
+            n in received,
+        )
+        arrays.append(run)
+        leads.append(spans[0][0])
+    return run_row(replace(part, leads=tuple(leads)), row_of(op).local, arrays)
+
+
+def _within_margins(i: Compute, part: Part, factors: Sequence[Factor], inputs: Sequence[Array]) -> tuple[Array, ...]:
+    """The result with its margins, from operands that are cut to what it needs of theirs."""
+    op, (y, *_) = i.operation, i.outputs
+    lower = op.kind.lower
+    wide = {m.dim: m for m in y.margins}
+    offsets, before = dict(part.offsets), {}
+    for f in factors:
+        out = f.outputs[0]
+        if out is not None:
+            before[f.name] = wide[out].before if out in wide else 0
+            offsets[f.name] = offsets[f.name] - before[f.name]
+    arrays: list[Array] = []
+    leads: list[int | None] = []
+    own: list[tuple[slice, ...] | None] = []
+    for n, (x, array) in enumerate(zip(i.inputs, inputs, strict=True)):
+        held = {m.dim: m for m in x.margins}
+        lead, mine = None, {}
+        for f in factors:
+            dim, out = f.operands[n], f.outputs[0]
+            if dim is None or out is None:
+                continue
+            axis, size = x.tensor.shape.index(dim), x.tensor.shape.dim(dim).size
+            start = -held[dim].before if dim in held else 0  # of what lies here, from the block's own begin
+            length = y.local_shape.dim(out).size
+            begin, end = -before[f.name], length - before[f.name]
+            if f.role is Role.HALO and isinstance(lower, Halo) and x.sharding.of(dim):
+                begin, end = lower.needs(op, n, begin, end)
+                lead = begin + before[f.name]
+                if lower.wrap(op):
+                    begin, end = start + (begin - start) % size, start + (begin - start) % size + end - begin
+            elif out not in wide and dim not in held:
+                continue
+            array = _cut(array, axis, begin - start, end - start)
+            mine[axis] = slice(-begin, x.sharding.local_shape.dim(dim).size - begin)
+        arrays.append(array)
+        leads.append(lead)
+        whole = any(s != slice(0, array.shape[a]) for a, s in mine.items())
+        own.append(tuple(mine.get(a, slice(None)) for a in range(array.ndim)) if whole else None)
+    part = replace(part, offsets=offsets, leads=tuple(leads), own=tuple(own))
+    return run_row(part, row_of(op).local, arrays)
+
+
+def _cut(x: Array, axis: int, begin: int, end: int) -> Array:
+    """Elements [begin, end) along an axis; past its ends lies anything, for they lie past the ends of the dim."""
+    size = x.shape[axis]
+    if (begin, end) == (0, size):
+        return x
+    if begin >= 0 and end <= size:
+        return lax.slice_in_dim(x, begin, end, axis=axis)
+    return jnp.take(x, jnp.clip(jnp.arange(begin, end), 0, size - 1), axis=axis)
+
+
+def _summarised(
+    i: Compute, part: Part, factor: Factor, axes: tuple[str, ...], inputs: Sequence[Array]
+) -> tuple[Array, ...]:
+    """An operation whose blocks tell each other a summary first."""
+    op, mesh = i.operation, part.context.mesh
+    found = row_of(op)
+    split, lower = found.split, op.kind.lower
+    assert split is not None, f"{op} has no row for a split dim"
+    assert isinstance(lower, Summary)
+    arrays = list(inputs)
+    types = lower.types(tuple(x.local for x in i.inputs), op.attrs)
+    summary_part = replace(part, outs=types)
+    count = mesh.group_size(axes)
+    summaries = run_row(summary_part, split.summarise, arrays)
+    if factor.shares is not None:
+        places = [t.shape.index(factor.shares) for t in types]
+        heard = tuple(shared_summaries(x, axes, dim, count) for x, dim in zip(summaries, places, strict=True))
+    elif split.combine is not None:
+        heard = combined_summaries(summaries, axes, count, split.combine)
+    else:
+        heard = tuple(all_summaries(x, axes) for x in summaries)
+    return run_row(part, split.finish, arrays, heard, part.context.index(axes))
+
+
+# ---------------------------------------------------------------- margins
+
+
+def _widened(i: Widen, x: Array, context: Context) -> Array:
+    """The block with one margin more, of what the others hold."""
+    (before,), (after,) = i.inputs, i.outputs
+    (margin,) = (m for m in after.margins if m not in before.margins)
+    shape = before.tensor.shape
+    axis, size = shape.index(margin.dim), shape.dim(margin.dim).size
+    block = x.shape[axis]
+
+    def needs(j: int) -> tuple[int, int]:
+        return j * block - margin.before, (j + 1) * block + margin.after
+
+    return gathered_run(x, axis, i.steps[0].axes, context, needs, size, margin.wrap)
+
+
+def _cut_wide(x: Value, y: Value, array: Array, context: Context) -> Array:
+    """The part of the block, with margins, that the new sharding leaves here."""
+    held, wanted = {m.dim: m for m in x.margins}, {m.dim: m for m in y.margins}
+    for axis, d in enumerate(y.tensor.shape):
+        old, new = x.sharding.of(d.name), y.sharding.of(d.name)
+        length = y.local_shape.dim(d.name).size
+        before = (held[d.name].before if d.name in held else 0) - (wanted[d.name].before if d.name in wanted else 0)
+        if old == new:
+            array = _cut(array, axis, before, before + length)
+            continue
+        sizes = (context.mesh.group_size(a) for a in (old, new))
+        start_old, start_new = (context.index(a) * (d.size // n) for a, n in zip((old, new), sizes, strict=True))
+        places = start_new - start_old + before + jnp.arange(length)
+        array = jnp.take(array, places, axis=axis, mode="wrap")  # past the ends of a whole dim it goes round
+    return array

@@ -1,0 +1,75 @@
+"""Where arrays lie: a program's mesh as one of JAX's, shardings as PartitionSpecs, arrays to devices and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layouts import Mesh, Sharding
+from meshlib.dtypes import DType
+from meshlib.errors import ProgramError
+
+HostArray = np.ndarray[Any, Any]
+
+
+def spec_of(sharding: Sharding) -> PartitionSpec:
+    """The PartitionSpec of a sharding: per dim its axes, major first.
+
+    >>> tuple(spec_of(Sharding("batch:8;hidden:4", "rows:2;cols:2", [("rows", "cols"), ()])))
+    (('rows', 'cols'),)
+    """
+    entries: list[Any] = [a[0] if len(a) == 1 else a or None for a in sharding.axes]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def device_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None) -> jax.sharding.Mesh:
+    """The program's mesh over JAX devices: of those given in their order, else of those there are.
+
+    Of several processes a mesh that does not take all devices must fit one process: each runs it alone.
+    Raises: ProgramError if there are too few, with both numbers and a remedy.
+    """
+    there = list(jax.devices() if devices is None else devices)
+    if len(there) < mesh.size:
+        raise ProgramError(
+            f"on_jax: mesh {mesh} has {mesh.size} cores, but there are {len(there)} {there[0].platform} devices; lower "
+            "for a smaller mesh, or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count="
+            f"{mesh.size} before JAX is imported"
+        )
+    if len(there) > mesh.size:
+        local = [d for d in there if d.process_index == jax.process_index()]
+        if len({d.process_index for d in there}) > 1 and len(local) < mesh.size:
+            raise ProgramError(
+                f"on_jax: mesh {mesh} has {mesh.size} cores, but there are {len(there)} devices, {len(local)} of them "
+                "in this process; lower for all of them, or for as many as a process has"
+            )
+        there = local[: mesh.size] if len(local) >= mesh.size else there[: mesh.size]
+    elif devices is None and there[0].platform == "tpu":
+        from jax.experimental import mesh_utils
+
+        return jax.sharding.Mesh(mesh_utils.create_device_mesh(mesh.sizes, there), mesh.axes)
+    return jax.sharding.Mesh(np.array(there, dtype=object).reshape(mesh.sizes), mesh.axes)
+
+
+def place(array: HostArray, dtype: DType, sharding: NamedSharding) -> jax.Array:
+    """An array in storage form on the devices: each process gives its own devices their blocks."""
+    public = dtype.public
+
+    def block(index: Any) -> HostArray:
+        return np.asarray(array[index]).astype(public)  # a copy: the devices may hold on to it
+
+    return jax.make_array_from_callback(array.shape, sharding, block, dtype=public)
+
+
+def whole(x: Any) -> HostArray:
+    """The whole array on the host, in every process."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -1,0 +1,127 @@
+"""Several processes that write and read one checkpoint: each the blocks that its devices hold.
+
+The first process makes the file; the others write into it while it has a temporary name. So whoever is killed leaves
+the old file. What processes tell each other goes over the devices, as everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from layouts import Shape
+from meshlib.dtypes import DType
+from meshlib.errors import CheckpointError
+
+Places = Mapping[str, tuple[int, Shape, DType]]
+READ_BYTES = 1 << 22  # of a file at once
+
+
+class JaxProcesses:
+    """The processes of `jax.distributed`, for a state whose arrays lie on their devices."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self.arrays = arrays
+        self.first = jax.process_index() == 0
+        self._told = False  # whether all have heard of a fault
+
+    def write(self, file: BinaryIO, places: Places) -> dict[str, int]:
+        """See `meshlib.simulation.state.Processes`."""
+        end = max(begin + shape.size * dtype.itemsize for begin, shape, dtype in places.values())
+        file.flush()
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, end)  # a full disk is an error here, and no fault of memory later
+        file.truncate(end)
+        self._share(os.fspath(file.name))
+        return self._written(os.fspath(file.name), places)
+
+    def follow(self, places: Places) -> None:
+        """See `meshlib.simulation.state.Processes`."""
+        path = self._share("")[0]
+        self._written(path, places)
+
+    def agree(self, fault: str | None) -> None:
+        """See `meshlib.simulation.state.Processes`."""
+        if fault is not None and self._told:  # by the others, or to them: none waits
+            self._told = False
+            raise CheckpointError(fault)
+        try:
+            self._share("" if fault is None else f"!{fault}")
+        finally:
+            self._told = False
+
+    def mine(self, names: Sequence[str]) -> list[str]:
+        """See `meshlib.simulation.state.Processes`."""
+        return list(names)[jax.process_index() :: jax.process_count()]
+
+    def blocks(self, path: str, places: Places) -> dict[str, np.ndarray[Any, Any]]:
+        """See `meshlib.simulation.state.Processes`."""
+        return {name: _mapped(path, *place, "r") for name, place in places.items()}
+
+    # ------------------------------------------------------------ inside
+
+    def _written(self, path: str, places: Places) -> dict[str, int]:
+        """Write the blocks that are this process's to write; the sums of all tensors, each read by one process."""
+        fault, sums = None, {}
+        try:
+            for name, place in places.items():
+                self._write_blocks(path, name, place)
+        except OSError as found:
+            fault = f"save: {path:.200} can't be written: {found.strerror or found}"
+        self._share("" if fault is None else f"!{fault}")
+        for name in self.mine(list(places)):
+            begin, shape, dtype = places[name]
+            sums[name] = _sum(path, begin, shape.size * dtype.itemsize)
+        return {name: n for text in self._share(json.dumps(sums)) for name, n in json.loads(text).items()}
+
+    def _write_blocks(self, path: str, name: str, place: tuple[int, Shape, DType]) -> None:
+        x = self.arrays[name]
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            if self.first:
+                _mapped(path, *place, "r+")[...] = np.asarray(x)
+            return
+        held = None
+        for shard in x.addressable_shards:
+            if shard.replica_id == 0:  # of those that hold the same block one writes it
+                held = _mapped(path, *place, "r+") if held is None else held
+                held[shard.index] = np.asarray(shard.data)
+
+    def _share(self, text: str) -> list[str]:
+        """The texts of all processes. Raises CheckpointError if one begins with '!'."""
+        data = np.frombuffer(text.encode(), np.uint8)
+        sizes = np.asarray(multihost_utils.process_allgather(np.array([data.size], np.int32))).reshape(-1)
+        padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+        padded[: data.size] = data
+        rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+        texts = [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+        faults = [t[1:] for t in texts if t.startswith("!")]
+        if faults:
+            self._told = True
+            raise CheckpointError(faults[0])
+        return texts
+
+
+def _mapped(path: str, begin: int, shape: Shape, dtype: DType, mode: Any) -> np.ndarray[Any, Any]:
+    """A tensor of a file, as memory."""
+    stored = np.uint8 if dtype.name == "bool" else np.dtype(f"<u{dtype.itemsize}")
+    flat = np.memmap(path, stored, mode, begin, (shape.size,))
+    return flat.view(dtype.public).reshape(shape.sizes)
+
+
+def _sum(path: str, begin: int, count: int) -> int:
+    total = 0
+    with open(path, "rb") as file:
+        file.seek(begin)
+        while count > 0:
+            part = file.read(min(count, READ_BYTES))
+            if not part:
+                break
+            total, count = zlib.crc32(part, total), count - len(part)
+    return total

@@ -1,0 +1,68 @@
+"""What a program makes a second time on purpose, kept from being merged with the first.
+
+A program gathers weights again for the backward pass, and computes a layer again, so that nothing has to be held in
+between. A compiler that sees two equal operations on equal operands makes one of them, and holds it. So the second
+takes its operands through a barrier, together with an element of what was made just before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from jax import lax
+
+from meshlib.jax.context import Array
+from meshlib.operation import Kind
+from meshlib.program.instructions import Compute, Instruction, Move, Value
+
+
+class Repeats:
+    """The values of one program or body, numbered: equal numbers for equal values."""
+
+    def __init__(self) -> None:
+        self._fresh = count()
+        self._numbers: dict[Value, int] = {}
+        self._made: dict[Any, tuple[int, ...]] = {}
+        self._last: Array | None = None
+
+    def apart(self, i: Instruction, inputs: Sequence[Array]) -> Sequence[Array]:
+        """The operands, behind a barrier if the instruction was there before with the same ones."""
+        if not _minds(i) or self._key(i) not in self._made or self._last is None or not inputs:
+            return inputs
+        self._numbers.update((y, next(self._fresh)) for y in i.outputs)  # from here on it is another value
+        made = lax.optimization_barrier((*inputs, self._last.reshape(-1)[:1]))
+        return list(made[:-1])
+
+    def note(self, i: Instruction, made: Sequence[Array]) -> None:
+        """What an instruction has made."""
+        key = self._key(i)
+        numbers = self._made.get(key)
+        if numbers is None:
+            numbers = self._made[key] = tuple(next(self._fresh) for _ in i.outputs)
+        for y, number in zip(i.outputs, numbers, strict=True):
+            self._numbers.setdefault(y, number)
+        if made and made[-1].size and made[-1].dtype.kind != "b":
+            self._last = made[-1]
+
+    def _key(self, i: Instruction) -> Any:
+        """What makes two instructions equal."""
+        operands, op = tuple(self._number(x) for x in i.inputs), i.operation
+        if isinstance(i, Move):
+            return (tuple((s.kind, s.axes, s.dim, s.to_dim) for s in i.steps), operands)
+        if isinstance(i, Compute) and not op.kind.unique:
+            return (op.kind.name, tuple(op.attrs.items()), operands, i.assignment, tuple(y.margins for y in i.outputs))
+        return i
+
+    def _number(self, x: Value) -> int:
+        if x not in self._numbers:
+            self._numbers[x] = next(self._fresh)
+        return self._numbers[x]
+
+
+def _minds(i: Instruction) -> bool:
+    """Whether it matters that it is made again: it moves something, or holding its result takes memory."""
+    if isinstance(i, Compute):
+        return not i.operation.kind.cheap and i.operation.kind.kind is not Kind.COPY
+    return i.is_collective

@@ -1,0 +1,144 @@
+"""Running sums, recurrences and order along a dim, on JAX; along a split dim with a summary of each block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+
+from meshlib.jax.context import Array, Index
+from meshlib.jax.table import Part, Split, row
+from meshlib.operation import Factor
+
+
+def _axis(part: Part) -> int:
+    return part.names[0].index(part.attrs["dim"])
+
+
+def _weights_before(part: Part, count: int, index: Index) -> Array:
+    """Of `count` blocks which come before this one: bool."""
+    blocks = jnp.arange(count)
+    return blocks > index if part.attrs["reverse"] else blocks < index
+
+
+# ---------------------------------------------------------------- running sums
+
+
+def _total(part: Part, x: Array) -> tuple[Array, ...]:
+    return (jnp.sum(x, axis=_axis(part)).astype(x.dtype),)
+
+
+def _cumsum(part: Part, x: Array) -> Array:
+    axis, reverse = _axis(part), part.attrs["reverse"]
+    y = lax.cumsum(x, axis=axis, reverse=reverse)
+    if not part.attrs["exclusive"]:
+        return y
+    pads = [(0, 0, 0)] * x.ndim
+    pads[axis] = (-1, 1, 0) if reverse else (1, -1, 0)
+    return lax.pad(y, jnp.zeros((), x.dtype), pads)
+
+
+def _cumsum_after(part: Part, heard: tuple[Array], index: Index, x: Array) -> Array:
+    (totals,) = heard
+    before = _weights_before(part, totals.shape[0], index).reshape(-1, *(1,) * (totals.ndim - 1))
+    total = jnp.sum(jnp.where(before, totals, jnp.zeros((), totals.dtype)), axis=0).astype(x.dtype)
+    return _cumsum(part, x) + jnp.expand_dims(total, _axis(part))
+
+
+# `finish` takes (part, what was heard, this block's place, *operands).
+row("cumsum", split=Split(_total, _cumsum_after))(_cumsum)
+
+
+# ---------------------------------------------------------------- linear recurrences
+
+
+def _then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Two maps h -> a h + x, one after the other."""
+    return first[0] * second[0], second[0] * first[1] + second[1]
+
+
+def _maps(part: Part, a: Array, x: Array) -> tuple[Array, Array]:
+    """Per index the map from what enters the block to the value there."""
+    factors, values = lax.associative_scan(_then, (a, x), axis=_axis(part), reverse=part.attrs["reverse"])
+    return factors, values
+
+
+def _recurrence(part: Part, a: Array, x: Array) -> Array:
+    return _maps(part, a, x)[1]
+
+
+def _whole_map(part: Part, a: Array, x: Array) -> tuple[Array, ...]:
+    last = 0 if part.attrs["reverse"] else -1
+    return tuple(jnp.take(m, last, axis=_axis(part)) for m in _maps(part, a, x))
+
+
+def _recurrence_after(part: Part, heard: Sequence[Array], index: Index, a: Array, x: Array) -> Array:
+    factors, ends = heard
+    count = factors.shape[0]
+    before = _weights_before(part, count, index)
+    carry = jnp.zeros_like(ends[0])
+    for n in range(count)[:: -1 if part.attrs["reverse"] else 1]:
+        carry = jnp.where(before[n], factors[n] * carry + ends[n], carry)
+    mine, values = _maps(part, a, x)
+    return mine * jnp.expand_dims(carry, _axis(part)) + values
+
+
+row("linear_recurrence", split=Split(_whole_map, _recurrence_after))(_recurrence)
+
+
+# ---------------------------------------------------------------- order
+
+
+def _best(x: Array, k: int) -> Array:
+    """Indices of the k largest along the last axis, largest first, ties by index, NaN last."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = jnp.where(jnp.isnan(x), -jnp.inf, x) + 0.0  # of -0 and 0 neither is larger
+    return lax.top_k(x, k)[1]
+
+
+def _candidates(part: Part, x: Array, k: int) -> tuple[Array, Array]:
+    """The k largest of this block along the ranked dim, or all, and their global indices; that dim last."""
+    x = jnp.moveaxis(x, _axis(part), -1)
+    factors: tuple[Factor, ...] = part.operation.kind.roles(part.operation)
+    start = sum(part.offsets[f.name] for f in factors if f.operands[0] == part.attrs["dim"])
+    chosen = _best(x, min(k, x.shape[-1]))
+    return jnp.take_along_axis(x, chosen, -1), chosen.astype(jnp.int32) + start
+
+
+def _best_of(heard: Sequence[Array], k: int) -> tuple[Array, Array]:
+    # Candidates in the order of their blocks: equal ones keep the order of their indices.
+    values, indices = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in heard)
+    chosen = _best(values, k)
+    return jnp.take_along_axis(values, chosen, -1), jnp.take_along_axis(indices, chosen, -1)
+
+
+def _top_k(part: Part, x: Array) -> tuple[Array, Array]:
+    return _candidates(part, x, part.attrs["k_dim"].size)
+
+
+def _top_k_after(part: Part, heard: Sequence[Array], index: Index, x: Array) -> tuple[Array, Array]:
+    return _best_of(heard, part.attrs["k_dim"].size)
+
+
+def _largest(part: Part, x: Array) -> tuple[Array, Array]:
+    return _candidates(part, x, 1)
+
+
+def _argmax_after(part: Part, heard: Sequence[Array], index: Index, x: Array) -> Array:
+    return _best_of(heard, 1)[1][..., 0]
+
+
+row("top_k", split=Split(_top_k, _top_k_after))(_top_k)
+
+
+@row("argmax", split=Split(_largest, _argmax_after))
+def _argmax(part: Part, x: Array) -> Array:
+    return _candidates(part, x, 1)[1][..., 0]
+
+
+@row("argsort")
+def _argsort(part: Part, x: Array) -> Array:
+    if part.attrs["descending"]:
+        x = -x if jnp.issubdtype(x.dtype, jnp.floating) else ~x
+    return jnp.argsort(x, axis=_axis(part), stable=True).astype(jnp.int32)

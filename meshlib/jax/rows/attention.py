@@ -1,0 +1,343 @@
+"""Fused attention on JAX: cuDNN's kernel where it makes just this, else queries run by run; scores are never whole.
+
+Each operation is the same walk over runs of queries. Of keys that are split, a device knows what it has heard of the
+others' (see `meshlib.ops.attention_split`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshlib.jax.context import Array, Index
+from meshlib.jax.rows.products import dot, operand
+from meshlib.jax.table import Part, Split, aligned, row
+
+CHUNK = 1 << 22  # scores that are there at once
+Names = tuple[str, ...]
+
+
+class Kernel:
+    """One device's operands, seen as q [batch, group, length, key] and k, v [batch, memory, key or value]."""
+
+    def __init__(self, part: Part, arrays: tuple[Array, ...], with_cotangent: bool) -> None:
+        self.part, self.context = part, part.context
+        attrs, named = part.attrs, part.names
+        self.length, self.memory, self.key, self.value = (
+            attrs[n] for n in ("length", "memory_length", "key_dim", "value_dim")
+        )
+        q, k = named[:2]
+        self.batch: Names = tuple(n for n in q if n in k and n != self.key)
+        self.group: Names = tuple(n for n in q if n not in k and n != self.length)
+        self.sizes = {n: s for x, names in zip(arrays, named, strict=True) for n, s in zip(names, x.shape, strict=True)}
+        self.count, self.groups = (prod(self.sizes[n] for n in names) for names in (self.batch, self.group))
+        self.queries, self.keys = self.sizes[self.length], self.sizes[self.memory]
+        self.q = self._rows(arrays[0], q, self.key)
+        self.k, self.v = (
+            aligned(x, names, (*self.batch, self.memory, last)).reshape(self.count, self.keys, -1)
+            for x, names, last in ((arrays[1], k, self.key), (arrays[2], named[2], self.value))
+        )
+        self.dy = self._rows(arrays[3], named[3], self.value) if with_cotangent else None
+        masks = list(zip(arrays, named, strict=True))[4 if with_cotangent else 3 :]
+        self.mask = self._mask(*masks[0]) if masks else None
+        self.first_query = self._first(0, self.length)
+        self.first_key = self._first(1, self.memory)
+        self.type = jnp.float64 if self.q.dtype == jnp.float64 else jnp.float32
+
+    def _first(self, n: int, dim: str) -> Index:
+        """The global index of the first query or key here. Of a run, `offsets` has the result's."""
+        lead = self.part.leads[n]
+        return self.part.offsets.get(dim, 0) if lead is None else self.part.offsets[self.length] + lead
+
+    def _rows(self, x: Array, names: Names, last: str) -> Array:
+        rows = aligned(x, names, (*self.batch, *self.group, self.length, last))
+        return rows.reshape(self.count, self.groups, self.queries, -1)
+
+    def _mask(self, mask: Array, names: Names) -> Array:
+        """bool [batch, group, length, memory], of size 1 where the mask has none of these dims."""
+        parts = (self.batch, self.group, (self.length,), (self.memory,))
+        shown = aligned(mask, names, tuple(n for part in parts for n in part))
+        full, merged = [], []
+        for part in parts:
+            sizes = [self.sizes[n] if any(n in names for n in part) else 1 for n in part]
+            full += sizes
+            merged.append(prod(sizes))
+        return jnp.broadcast_to(shown, full).reshape(merged)
+
+    def product(self, subscripts: str, a: Array, b: Array) -> Array:
+        """An einsum of operands as the MXU takes them."""
+        a, b = (operand(x, self.context) for x in (a, b))
+        ins, out = subscripts.split("->")
+        left, right = ins.split(",")
+        batch = [c for c in out if c in left and c in right]
+        summed = [c for c in left if c in right and c not in out]
+        dims = (
+            (tuple(left.index(c) for c in summed), tuple(right.index(c) for c in summed)),
+            (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
+        )
+        made = [*batch, *(c for c in left if c not in batch + summed), *(c for c in right if c not in batch + summed)]
+        return aligned(dot(a, b, dims), made, tuple(out))
+
+    def weights(self, q: Array, start: Index, mask: Array | None) -> tuple[Array, Array, Array]:
+        """exp(scores - maximum), their sums (1 of nothing), log(sum(exp(scores))), of some queries.
+
+        [batch, group, queries, keys] and twice [..., 1].
+        """
+        attrs = self.part.attrs
+        s = self.product("bgqd,bkd->bgqk", q, self.k) * self.type(attrs["scale"])
+        i = self.first_query + start + jnp.arange(q.shape[2])[:, None]
+        j = self.first_key + jnp.arange(self.keys)[None, :]
+        seen = None
+        if attrs["causal"]:
+            seen = j <= i
+        if attrs["window"] is not None:
+            near = jnp.abs(i - j) < attrs["window"]
+            seen = near if seen is None else seen & near
+        if self.part.leads[1] is not None:  # of runs, what lies outside the sequence is not there
+            size = self.part.operation.inputs[1].shape.dim(self.memory).size
+            there = (j >= 0) & (j < size) & (i >= 0) & (i < size)
+            seen = there if seen is None else seen & there
+        for hides in (seen, mask):
+            if hides is not None:
+                s = jnp.where(hides, s, -jnp.inf)
+        peak = jnp.max(s, axis=-1, keepdims=True)
+        peak = jnp.where(jnp.isneginf(peak), 0, peak)
+        p = jnp.exp(s - peak)
+        total = jnp.sum(p, axis=-1, keepdims=True)
+        return p, jnp.where(total == 0, 1, total), peak + jnp.log(total)
+
+    def probabilities(self, q: Array, start: Index, mask: Array | None, heard: Array | None) -> tuple[Array, Array]:
+        """The softmax over the keys here, or over all with the level heard of them; and the level here."""
+        p, total, level = self.weights(q, start, mask)
+        return p * (_share(level, heard) / total), level
+
+    def walk(self, step: Callable[..., Any], *by_row: Array) -> Any:
+        """`step(start, mask, q, dy, *by_row)` of each run of queries: a pair of what is stacked and what is summed.
+
+        `by_row` are [batch, group, length, ...].
+        """
+        rows = max(1, min(self.queries, CHUNK // max(1, self.count * self.groups * self.keys)))
+        while self.queries % rows:
+            rows -= 1
+        given = [self.q, *([] if self.dy is None else [self.dy]), *by_row]
+        long_mask = self.mask is not None and self.mask.shape[2] > 1
+        if long_mask:
+            given.append(self.mask)
+
+        def run(start: Index, parts: list[Array]) -> Any:
+            mask = parts.pop() if long_mask else self.mask
+            dy = None if self.dy is None else parts[1]
+            return step(start, mask, parts[0], dy, *parts[1 if self.dy is None else 2 :])
+
+        if rows == self.queries:
+            return run(0, list(given))
+
+        def turn(sums: Any, n: Array) -> Any:
+            parts = [lax.dynamic_slice_in_dim(x, n * rows, rows, 2) for x in given]
+            made, more = run(n * rows, parts)
+            return tuple(a + b for a, b in zip(sums, more, strict=True)), made
+
+        zeros = self._zeros(run, given, rows)
+        sums, made = lax.scan(turn, zeros, jnp.arange(self.queries // rows, dtype=jnp.int32))
+        # [runs, batch, group, rows, ...] -> [batch, group, length, ...]
+        joined = tuple(jnp.moveaxis(y, 0, 2).reshape(*y.shape[1:3], self.queries, *y.shape[4:]) for y in made)
+        return joined, sums
+
+    def _zeros(self, run: Callable[..., Any], given: list[Array], rows: int) -> Any:
+        parts = [jax.ShapeDtypeStruct((*x.shape[:2], rows, *x.shape[3:]), x.dtype) for x in given]
+        _, sums = jax.eval_shape(lambda *xs: run(0, list(xs)), *parts)
+        return tuple(jnp.zeros(s.shape, s.dtype) for s in sums)
+
+    def of_rows(self, x: Array, last: str | None, to: Names) -> Array:
+        """[batch, group, length, ...] as the dims `to`."""
+        names = (*self.batch, *self.group, self.length, *([] if last is None else [last]))
+        sizes = [self.sizes[n] for n in names[: len(self.batch) + len(self.group) + 1]]
+        return aligned(x.reshape(*sizes, *([] if last is None else [x.shape[-1]])), names, to)
+
+    def of_keys(self, x: Array, last: str, to: Names) -> Array:
+        """[batch, memory, ...] as the dims `to`."""
+        names = (*self.batch, self.memory, last)
+        return aligned(x.reshape(*(self.sizes[n] for n in names[:-1]), x.shape[-1]), names, to)
+
+    def heard_rows(self, x: Array) -> Array:
+        """A number per query, in the order of q, as `weights` has them: [batch, group, length, 1]."""
+        names = tuple(n for n in self.part.names[0] if n != self.key)
+        rows = aligned(x, names, (*self.batch, *self.group, self.length))
+        return rows.reshape(self.count, self.groups, self.queries, 1)
+
+
+def _share(level: Array, heard: Array | None) -> Array:
+    """This block's part of each query's softmax."""
+    return jnp.ones_like(level) if heard is None else jnp.where(jnp.isneginf(level), 0, jnp.exp(level - heard))
+
+
+# ---------------------------------------------------------------- the vendor's kernel
+
+
+def fusable(kernel: Kernel) -> bool:
+    """Whether cuDNN's kernel makes just this: bfloat16 on a GPU, whole keys, no mask but by position."""
+    attrs, size = kernel.part.attrs, kernel.q.shape[-1]
+    by_position = attrs["causal"] or attrs["window"] is not None
+    here = kernel.context.platform == "gpu" and kernel.q.dtype == jnp.bfloat16
+    # Positions are counted from the first query and key: both must be the sequence's own.
+    whole = all(isinstance(n, int) and n == 0 for n in (kernel.first_query, kernel.first_key))
+    aligned_rows = whole and kernel.part.leads[1] is None and (not by_position or kernel.queries == kernel.keys)
+    fits = size == kernel.v.shape[-1] and size % 8 == 0 and size <= 128
+    return here and kernel.mask is None and aligned_rows and fits
+
+
+def fused(kernel: Kernel, q: Array, k: Array, v: Array, implementation: str) -> Array:
+    """`jax.nn.dot_product_attention` of q [batch, group, length, key], k and v [batch, memory, key]."""
+    attrs = kernel.part.attrs
+    far = None if attrs["window"] is None else attrs["window"] - 1
+    y = jax.nn.dot_product_attention(
+        jnp.swapaxes(q, 1, 2),
+        k[:, :, None],
+        v[:, :, None],
+        scale=attrs["scale"],
+        is_causal=attrs["causal"],
+        local_window_size=None if far is None else (far, 0 if attrs["causal"] else far),
+        implementation=implementation,
+    )
+    return jnp.swapaxes(y, 1, 2)
+
+
+def fused_gradients(kernel: Kernel, implementation: str) -> tuple[Array, Array, Array]:
+    """Of `fused`, which is made again for them; one call serves both of the program's operations."""
+    assert kernel.dy is not None
+    _, back = jax.vjp(lambda q, k, v: fused(kernel, q, k, v, implementation), kernel.q, kernel.k, kernel.v)
+    made: tuple[Array, Array, Array] = back(kernel.dy)
+    return made
+
+
+# ---------------------------------------------------------------- the result
+
+
+def _result(part: Part, arrays: tuple[Array, ...], heard: Array | None = None) -> Array:
+    kernel = Kernel(part, arrays, with_cotangent=False)
+    if heard is None and fusable(kernel):
+        y = fused(kernel, kernel.q, kernel.k, kernel.v, "cudnn")
+        return kernel.of_rows(y, kernel.value, part.out.shape.names)
+
+    def step(start: Index, mask: Array | None, q: Array, dy: Any, *levels: Array) -> Any:
+        p, total, level = kernel.weights(q, start, mask)
+        made = kernel.product("bgqk,bke->bgqe", p, kernel.v) / total
+        return (made * _share(level, *levels or (None,)),), ()
+
+    (y,), _ = kernel.walk(step, *([] if heard is None else [kernel.heard_rows(heard)]))
+    return kernel.of_rows(y, kernel.value, part.out.shape.names)
+
+
+def _levels(part: Part, *arrays: Array) -> tuple[Array, ...]:
+    kernel = Kernel(part, arrays, with_cotangent=False)
+    (levels,), _ = kernel.walk(lambda start, mask, q, dy: ((kernel.weights(q, start, mask)[2],), ()))
+    return (kernel.of_rows(levels, None, part.out.shape.names),)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def _gradients(part: Part, arrays: tuple[Array, ...], query: bool, heard: tuple[Array, Array] | None = None) -> Any:
+    """dq, or dk and dv."""
+    kernel = Kernel(part, arrays, with_cotangent=True)
+    if heard is None and fusable(kernel):
+        dq, dk, dv = fused_gradients(kernel, "cudnn")
+        return _given_back(kernel, (dq,) if query else (), () if query else (dk, dv))
+    scale = kernel.type(part.attrs["scale"])
+
+    def step(start: Index, mask: Array | None, q: Array, dy: Array, *told: Array) -> Any:
+        p, _ = kernel.probabilities(q, start, mask, told[0] if told else None)
+        dp = kernel.product("bgqe,bke->bgqk", dy, kernel.v)
+        mean = told[1] if told else jnp.sum(p * dp, axis=-1, keepdims=True)
+        ds = p * (dp - mean) * scale
+        if query:
+            return (kernel.product("bgqk,bkd->bgqd", ds, kernel.k),), ()
+        return (), (kernel.product("bgqk,bgqd->bkd", ds, q), kernel.product("bgqk,bgqe->bke", p, dy))
+
+    by_row, sums = kernel.walk(step, *([] if heard is None else map(kernel.heard_rows, heard)))
+    return _given_back(kernel, by_row, sums)
+
+
+def _given_back(kernel: Kernel, by_row: tuple[Array, ...], sums: tuple[Array, ...]) -> Any:
+    """dq in the order of q, or dk and dv in those of k and v."""
+    names = kernel.part.names
+    if by_row:
+        return kernel.of_rows(by_row[0], kernel.key, names[0])
+    lasts = (kernel.key, kernel.value)
+    return tuple(kernel.of_keys(x, last, n) for x, last, n in zip(sums, lasts, names[1:3], strict=True))
+
+
+def _levels_and_means(part: Part, *arrays: Array) -> tuple[Array, ...]:
+    kernel = Kernel(part, arrays, with_cotangent=True)
+
+    def step(start: Index, mask: Array | None, q: Array, dy: Array) -> Any:
+        p, level = kernel.probabilities(q, start, mask, None)
+        dp = kernel.product("bgqe,bke->bgqk", dy, kernel.v)
+        return (level, jnp.sum(p * dp, axis=-1, keepdims=True)), ()
+
+    found, _ = kernel.walk(step)
+    return tuple(kernel.of_rows(x, None, part.out.shape.names) for x in found)
+
+
+def _combined(levels: Array, means: Array | None = None) -> tuple[Array, ...]:
+    """Those over the keys of all blocks, which stand on the leading dim."""
+    peak = jnp.max(levels, axis=0)
+    peak = jnp.where(jnp.isneginf(peak), 0, peak)
+    whole = peak + jnp.log(jnp.sum(jnp.exp(levels - peak), axis=0))
+    if means is None:
+        return (whole,)
+    shares = jnp.where(jnp.isneginf(levels), 0, jnp.exp(levels - whole))
+    return whole, jnp.sum(shares * means, axis=0)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def _attention(part: Part, *arrays: Array) -> Array:
+    return _result(part, arrays)
+
+
+def _grad_query(part: Part, *arrays: Array) -> Array:
+    made: Array = _gradients(part, arrays, query=True)
+    return made
+
+
+def _grad_memory(part: Part, *arrays: Array) -> tuple[Array, Array]:
+    made: tuple[Array, Array] = _gradients(part, arrays, query=False)
+    return made
+
+
+def _attention_after(part: Part, heard: tuple[Array], index: Index, *arrays: Array) -> Array:
+    return _result(part, arrays, heard[0])
+
+
+def _grad_query_after(part: Part, heard: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
+    return _gradients(part, arrays, True, heard)
+
+
+def _grad_memory_after(part: Part, heard: tuple[Array, Array], index: Index, *arrays: Array) -> Any:
+    return _gradients(part, arrays, False, heard)
+
+
+row("attention", native=True, split=Split(_levels, _attention_after, _combined))(_attention)
+row("attention_grad_query", native=True, split=Split(_levels_and_means, _grad_query_after, _combined))(_grad_query)
+row("attention_grad_memory", native=True, split=Split(_levels_and_means, _grad_memory_after, _combined))(_grad_memory)
+row("attention_window", native=True)(_attention)
+row("attention_window_grad_query", native=True)(_grad_query)
+
+
+@row("attention_window_grad_memory", native=True)
+def _window_grad_memory(part: Part, *arrays: Array) -> tuple[Array, Array]:
+    """The cotangents of the keys and values of this block, of the run that was needed."""
+    memory = part.attrs["memory_length"]
+    made = part.out.shape.dim(memory).size
+    begin = -(part.leads[1] or 0)
+    found = []
+    for x, names in zip(_grad_memory(part, *arrays), part.names[1:3], strict=True):
+        found.append(lax.slice_in_dim(x, begin, begin + made, axis=names.index(memory)))
+    return found[0], found[1]

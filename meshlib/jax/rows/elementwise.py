@@ -1,0 +1,101 @@
+"""Element-wise operations and reductions on JAX, one line each where JAX has the function."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshlib.jax.context import Array
+from meshlib.jax.table import Part, aligned, row, storage
+
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "abs": jnp.abs,
+    "add": jnp.add,
+    "add_n": lambda *xs: reduce(operator.add, xs),
+    "ceil": jnp.ceil,
+    "cos": jnp.cos,
+    "divide": jnp.divide,
+    "equal": jnp.equal,
+    "erf": lax.erf,
+    "exp": jnp.exp,
+    "expm1": jnp.expm1,
+    "floor": jnp.floor,
+    "floordiv": jnp.floor_divide,
+    "greater": jnp.greater,
+    "greater_equal": jnp.greater_equal,
+    "less": jnp.less,
+    "less_equal": jnp.less_equal,
+    "log": jnp.log,
+    "logical_and": jnp.logical_and,
+    "logical_not": jnp.logical_not,
+    "logical_or": jnp.logical_or,
+    "maximum": jnp.maximum,
+    "minimum": jnp.minimum,
+    "mod": jnp.mod,
+    "multiply": jnp.multiply,
+    "negative": jnp.negative,
+    "not_equal": jnp.not_equal,
+    "pow": jnp.power,
+    "reciprocal": lambda x: 1 / x,
+    "relu": lambda x: jnp.maximum(x, 0),
+    "relu_grad": lambda dy, y: jnp.where(y > 0, dy, jnp.zeros_like(dy) * dy),  # NaN stays, as in a product
+    "round": jnp.round,
+    "rsqrt": lambda x: 1 / jnp.sqrt(x),
+    "sigmoid": jax.nn.sigmoid,
+    "sign": jnp.sign,
+    "sin": jnp.sin,
+    "softplus": lambda x: jnp.logaddexp(x, 0),
+    "sqrt": jnp.sqrt,
+    "square": jnp.square,
+    "subtract": jnp.subtract,
+    "tanh": jnp.tanh,
+    "where": jnp.where,
+}
+REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "reduce_all": jnp.all,
+    "reduce_any": jnp.any,
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_sum": jnp.sum,
+}
+
+
+def _by_name(function: Callable[..., Any]) -> Callable[..., Array]:
+    """`function` of operands that are broadcast by name."""
+
+    def local(part: Part, *arrays: Array) -> Array:
+        to = part.out.shape.names
+        y = function(*(aligned(x, names, to) for x, names in zip(arrays, part.names, strict=True)))
+        return jnp.broadcast_to(y, part.out.shape.sizes)
+
+    return local
+
+
+def _over(function: Callable[..., Any]) -> Callable[..., Array]:
+    """`function` over the dims that the result lacks."""
+
+    def local(part: Part, x: Array) -> Array:
+        (names,), out = part.names, part.out.shape.names
+        kept = [n for n in names if n in out]
+        y = function(x, axis=tuple(a for a, n in enumerate(names) if n not in out))
+        return aligned(y.astype(x.dtype), kept, out)  # JAX may widen sums of integers
+
+    return local
+
+
+for _name, _function in ELEMENTWISE.items():
+    row(_name)(_by_name(_function))
+for _name, _function in REDUCTIONS.items():
+    row(_name)(_over(_function))
+
+
+@row("cast")
+def cast(part: Part, x: Array) -> Array:
+    """Floats to int32 are cut towards zero."""
+    return x if part.out.dtype.name == "bfloat16" and x.dtype == jnp.float32 else x.astype(storage(part.out.dtype))

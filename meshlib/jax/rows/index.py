@@ -1,0 +1,89 @@
+"""Operations that address elements by index, on JAX. An index out of range is an error, or NaN where nobody checks."""
+
+from __future__ import annotations
+
+from math import prod
+
+import jax.numpy as jnp
+
+from meshlib.jax.context import Array
+from meshlib.jax.table import Part, aligned, row, widest
+
+
+def _checked(part: Part, n: int, indices: Array) -> Array | None:
+    """Which indices are no index, if that is an error; word of it is left for the host."""
+    if part.attrs["out_of_range"] != "error":
+        return None
+    own = part.own[n]
+    part.context.check_indices(part.operation, indices if own is None else indices[own])
+    return (indices < 0) | (indices >= part.attrs["dim"].size)
+
+
+def _poison(y: Array, wrong: Array | None) -> Array:
+    """NaN where the index is none: should nobody look at the check, the result tells."""
+    if wrong is None or not jnp.issubdtype(y.dtype, jnp.floating):
+        return y
+    return jnp.where(wrong, jnp.asarray(jnp.nan, y.dtype), y)
+
+
+@row("one_hot")
+def _one_hot(part: Part, indices: Array) -> Array:
+    dim, size = part.attrs["dim"].name, part.out.shape.sizes[-1]
+    wrong = _checked(part, 0, indices)
+    dtype = widest(part.out.dtype)
+    hit = indices[..., None] == part.positions(dim, size)
+    y = jnp.where(hit, jnp.asarray(part.attrs["on"], dtype), jnp.asarray(part.attrs["off"], dtype))
+    return _poison(y, None if wrong is None else wrong[..., None])
+
+
+@row("gather")
+def _gather(part: Part, weights: Array, indices: Array) -> Array:
+    dim, (w_names, i_names), out = part.attrs["dim"].name, part.names, part.out.shape.names
+    axis = w_names.index(dim)
+    wrong = _checked(part, 1, indices)
+    local = indices - part.offsets[dim]
+    hit = (local >= 0) & (local < weights.shape[axis])
+    chosen = jnp.where(hit, local, 0)
+    if not set(w_names) & set(i_names):  # whole rows
+        found = jnp.take(jnp.moveaxis(weights, axis, 0), chosen, axis=0, mode="clip")
+        rest = tuple(n for n in w_names if n != dim)
+        found = aligned(found, (*i_names, *rest), out)
+    else:
+        places = (
+            aligned(chosen, i_names, out) if n == dim else aligned(jnp.arange(size), (n,), out)
+            for n, size in zip(w_names, weights.shape, strict=True)
+        )
+        found = weights.at[tuple(places)].get(mode="clip")
+    y = jnp.where(aligned(hit, i_names, out), found, jnp.zeros((), found.dtype))
+    return _poison(y, None if wrong is None else aligned(wrong, i_names, out))
+
+
+@row("scatter_add")
+def _scatter_add(part: Part, updates: Array, indices: Array) -> Array:
+    """As rows of one table: [index dims of the result and `dim`, the other dims of the result]."""
+    dim, (u_names, i_names), out = part.attrs["dim"].name, part.names, part.out.shape
+    sizes = dict(zip((*u_names, *i_names), (*updates.shape, *indices.shape), strict=True)) | {
+        d.name: d.size for d in out
+    }
+    stray = tuple(n for n in u_names if n not in i_names and n not in out.names)
+    if stray:
+        updates = jnp.sum(updates, axis=tuple(u_names.index(n) for n in stray)).astype(updates.dtype)
+        u_names = tuple(n for n in u_names if n not in stray)
+    batch = tuple(n for n in i_names if n in out.names)
+    kept = tuple(n for n in u_names if n not in i_names)
+    wrong = _checked(part, 1, indices)
+    local = indices - part.offsets[dim]
+    hit = (local >= 0) & (local < sizes[dim])
+    place = jnp.zeros((1,) * len(i_names), jnp.int32)
+    for n in batch:
+        place = place * sizes[n] + aligned(jnp.arange(sizes[n], dtype=jnp.int32), (n,), i_names)
+    rows = prod(sizes[n] for n in (*batch, dim))
+    place = jnp.where(hit, jnp.broadcast_to(place * sizes[dim], indices.shape) + local, rows).reshape(
+        -1
+    )  # else outside
+    space = (*i_names, *kept)
+    given = jnp.broadcast_to(aligned(updates, u_names, space), [sizes[n] for n in space]).reshape(place.size, -1)
+    table = jnp.zeros((rows, given.shape[1]), updates.dtype).at[place].add(given, mode="drop")
+    names = (*batch, dim, *kept)
+    y = aligned(table.reshape([sizes[n] for n in names]), names, out.names)
+    return _poison(y, None if wrong is None else jnp.any(wrong))

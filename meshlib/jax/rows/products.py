@@ -1,0 +1,115 @@
+"""Products on JAX, in the arithmetic that the program says: float32 operands are rounded to bfloat16 unless kept.
+
+A TPU and a GPU multiply bfloat16 and add in float32. A CPU multiplies the rounded numbers in float32: the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from hardware.eight_bit import LARGEST
+from meshlib.engine import Engine
+from meshlib.graph import TensorType
+from meshlib.jax.context import Array, Context
+from meshlib.jax.table import Part, aligned, rounded, row, widened
+from meshlib.operation import Block
+from meshlib.ops.einsum import EIGHT_BIT, Names, matmul_plan
+
+
+def operand(x: Array, context: Context, precise: bool = False) -> Array:
+    """An operand as the MXU takes it."""
+    if x.dtype == jnp.float32 and not (precise or context.highest):
+        x = rounded(x) if context.platform == "cpu" else x.astype(jnp.bfloat16)
+    return widened(x) if context.platform == "cpu" else x
+
+
+def dot(a: Array, b: Array, dims: Any) -> Array:
+    """`lax.dot_general`, summed in float32 (float64 of float64); the operands' own precision."""
+    summed = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
+    return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=summed)
+
+
+def product(
+    a: Array, b: Array, a_names: Names, b_names: Names, out: Names, multiply: Callable[..., Array] = dot
+) -> Array:
+    """The sum over all dims that are not in `out` of the product, dims matched by name."""
+    plan = matmul_plan(a_names, b_names, out)
+    if plan.swapped:
+        a, b, a_names, b_names = b, a, b_names, a_names
+    a, a_names = _without(a, a_names, plan.summed_a)
+    b, b_names = _without(b, b_names, plan.summed_b)
+    contracted = [[names.index(n) for n in plan.contracted] for names in (a_names, b_names)]
+    batch = [[names.index(n) for n in plan.batch] for names in (a_names, b_names)]
+    made = multiply(a, b, (tuple(map(tuple, contracted)), tuple(map(tuple, batch))))
+    left = [n for n in a_names if n not in plan.batch and n not in plan.contracted]
+    right = [n for n in b_names if n not in plan.batch and n not in plan.contracted]
+    return aligned(made, (*plan.batch, *left, *right), out)
+
+
+def _without(x: Array, names: Names, summed: Names) -> tuple[Array, Names]:
+    if not summed:
+        return x, names
+    kept = tuple(n for n in names if n not in summed)
+    return jnp.sum(widened(x), axis=tuple(names.index(n) for n in summed)), kept
+
+
+@row("einsum", native=True)
+def _einsum(part: Part, a: Array, b: Array) -> Array:
+    names, out, precision = part.names, part.out.shape.names, part.attrs["precision"]
+    if precision in EIGHT_BIT:
+        return _eight_bits(part, widened(a), widened(b))
+    a, b = (operand(x, part.context, precision == "highest") for x in (a, b))
+    return product(a, b, names[0], names[1], out)
+
+
+@row("quantized_einsum")
+def _quantized(part: Part, a: Array, b: Array, *scales: Array) -> Array:
+    names = part.names
+    held = (x / aligned(s, names[n + 2], names[n]) for n, (x, s) in enumerate(zip((a, b), scales, strict=True)))
+    y = _eight_bits(part, *held)
+    for n, s in enumerate(scales, start=2):
+        y = y * aligned(s, names[n], part.out.shape.names)
+    return y
+
+
+def _eight_bits(part: Part, a: Array, b: Array) -> Array:
+    """The product of operands rounded to a grid of eight bits."""
+    grid, names = part.attrs["precision"], part.names
+    a, b = (_rounded_to(x, grid) for x in (a, b))
+    if grid == "int8" and part.context.platform != "cpu" and not _summed_first(part):
+        whole = product(a.astype(jnp.int8), b.astype(jnp.int8), names[0], names[1], part.out.shape.names, _whole_dot)
+        return whole.astype(a.dtype)
+    return product(a, b, names[0], names[1], part.out.shape.names)
+
+
+def _whole_dot(a: Array, b: Array, dims: Any) -> Array:
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.int32)
+
+
+def _summed_first(part: Part) -> bool:
+    plan = matmul_plan(part.names[0], part.names[1], part.out.shape.names)
+    return bool(plan.summed_a or plan.summed_b)
+
+
+def _rounded_to(x: Array, grid: str) -> Array:
+    near = jnp.clip(x, -LARGEST[grid], LARGEST[grid])
+    return jnp.round(near) if grid == "int8" else near.astype(jnp.float8_e4m3fn).astype(x.dtype)
+
+
+@row("slicewise")
+def _slicewise(part: Part, *arrays: Array) -> Array:
+    """The user's NumPy function, called back on the host with each block."""
+    op, out = part.operation, part.out
+
+    def local(*blocks: Any) -> np.ndarray[Any, Any]:
+        given = [np.asarray(x) for x in blocks]
+        types = tuple(TensorType(x.shape, x.dtype) for x in op.inputs)
+        return np.asarray(op.kind.local(Block(op, types, out, {}, Engine(0, 0, True, False)), *given))
+
+    return jax.pure_callback(local, jax.ShapeDtypeStruct(out.shape.sizes, out.dtype.storage), *arrays)

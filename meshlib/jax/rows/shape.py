@@ -1,0 +1,131 @@
+"""Operations that pass elements on, on JAX: under other names, in another order, at another place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshlib.jax.context import Array
+from meshlib.jax.table import Part, aligned, row
+
+
+def _same(part: Part, x: Array, *more: Array) -> Array:
+    return x
+
+
+for _name in ("assign", "constrain", "identity", "print", "rename_dimension", "stop_gradient"):
+    row(_name)(_same)
+
+
+@row("transpose")
+def _transpose(part: Part, x: Array) -> Array:
+    return aligned(x, part.names[0], part.out.shape.names)
+
+
+@row("broadcast")
+def _broadcast(part: Part, x: Array) -> Array:
+    return jnp.broadcast_to(aligned(x, part.names[0], part.out.shape.names), part.out.shape.sizes)
+
+
+@row("reshape")
+def _reshape(part: Part, x: Array) -> Array:
+    return x.reshape(part.out.shape.sizes)
+
+
+@row("rotate_half")
+def _rotate_half(part: Part, x: Array) -> Array:
+    first, second = jnp.split(x, 2, axis=part.names[0].index(part.attrs["dim"]))
+    return jnp.concatenate([-second, first], axis=part.names[0].index(part.attrs["dim"]))
+
+
+def _host(kind: str) -> Any:
+    def local(part: Part, x: Array) -> Array:
+        if part.context.platform == "cpu":  # whose memory is the host's
+            return x
+        return jax.device_put(x, jax.memory.Space.Host if kind == "to_host" else jax.memory.Space.Device)
+
+    return local
+
+
+row("to_host")(_host("to_host"))
+row("from_host")(_host("from_host"))
+
+
+@row("stack")
+def _stack(part: Part, *xs: Array) -> Array:
+    # A device that holds only part of the new dim takes only these tensors.
+    dim, axis = part.attrs["dim"].name, part.attrs["axis"]
+    whole = jnp.stack(xs, axis)
+    return lax.dynamic_slice_in_dim(whole, part.offsets[dim], part.out.shape.dim(dim).size, axis)
+
+
+# ---------------------------------------------------------------- runs of a dim
+
+
+def _placed(x: Array, axis: int, first: int, length: int, fill: Any) -> Array:
+    """y[p] = x[p + first] for p < length, `fill` outside x."""
+    pads = [(0, 0, 0)] * x.ndim
+    pads[axis] = (-first, first + length - x.shape[axis], 0)
+    return lax.pad(x, jnp.asarray(fill, x.dtype), pads)
+
+
+def _moved(part: Part, n: int, x: Array, begin: int, fill: Any) -> tuple[Array, Array]:
+    """The elements of operand number `n` that lie `begin` after those of the result; which of them there are.
+
+    [... length ...] and, along the dim, bool.
+    """
+    dim = part.attrs["dim"]
+    axis, length = part.out.shape.index(dim), part.out.shape.dim(dim).size
+    place = part.positions(dim, length) + begin
+    there = (place >= 0) & (place < part.operation.inputs[n].shape.dim(dim).size)
+    there = there.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+    y = _placed(x, axis, begin - (part.leads[n] or 0), length, fill)
+    # Of a whole operand padding has seen to it; past the ends of a run lies anything.
+    return (y if part.leads[n] is None else jnp.where(there, y, jnp.asarray(fill, x.dtype))), there
+
+
+@row("slice")
+def _slice(part: Part, x: Array) -> Array:
+    dim, begin = part.attrs["dim"], part.attrs["begin"]
+    axis, length = part.out.shape.index(dim), part.out.shape.dim(dim).size
+    if part.leads[0] is not None:
+        return _placed(x, axis, begin - part.leads[0], length, 0)
+    start = part.offsets[f"{dim}'"]
+    if isinstance(start, int):
+        return _placed(x, axis, begin - start, length, 0)
+    place = begin + jnp.arange(length) - start  # in this block, whose elements count in a sum
+    there = ((place >= 0) & (place < x.shape[axis])).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+    return jnp.where(there, jnp.take(x, place, axis=axis, mode="clip"), jnp.zeros((), x.dtype))
+
+
+@row("pad")
+def _pad(part: Part, x: Array) -> Array:
+    return _moved(part, 0, x, -part.attrs["before"], part.attrs["value"])[0]
+
+
+@row("shift")
+def _shift(part: Part, x: Array) -> Array:
+    dim, offset = part.attrs["dim"], part.attrs["offset"]
+    if not part.attrs["wrap"]:
+        return _moved(part, 0, x, -offset, 0)[0]
+    axis = part.out.shape.index(dim)
+    if part.leads[0] is None:
+        return jnp.roll(x, offset, axis)
+    return _placed(x, axis, -offset - part.leads[0], part.out.shape.dim(dim).size, 0)
+
+
+@row("concat")
+def _concat(part: Part, *xs: Array) -> Array:
+    axis, begin = part.out.shape.index(part.attrs["dim"]), 0
+    if all(lead is None for lead in part.leads):
+        return jnp.concatenate(xs, axis)
+    made: Array | None = None
+    for n, x in enumerate(xs):
+        y, there = _moved(part, n, x, -begin, 0)
+        made = y if made is None else jnp.where(there, y, made)
+        begin += part.operation.inputs[n].shape.dim(part.attrs["dim"]).size
+    assert made is not None
+    return made

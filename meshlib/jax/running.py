@@ -1,0 +1,237 @@
+"""`on_jax`: the face of a simulation on real devices."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from copy import copy
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+import meshlib.jax.rows  # the library's own rows  # noqa: F401
+from hardware.slices import Slice
+from meshlib.checks import flag
+from meshlib.engine import Engine
+from meshlib.errors import GraphError, NotFiniteError
+from meshlib.estimation import estimate
+from meshlib.jax.measuring import known_slice
+from meshlib.jax.placing import HostArray, place, whole
+from meshlib.jax.processes import JaxProcesses
+from meshlib.jax.step import Made, Prints, Step
+from meshlib.ops.index import index_fault
+from meshlib.ops.sources import STEP
+from meshlib.program.records import Program, require_program
+from meshlib.simulation import READY_PROGRAMS, Simulation, State
+from meshlib.simulation.state import fed_arrays
+from meshlib.slices import slice_for
+from meshlib.text import seconds_text
+
+TIMED_STEPS = 100  # of which the median is the time of a step
+EXACT_CORES = 16  # up to so many the exact executor is asked where a NaN came from
+
+
+def on_jax(
+    program: Program, devices: Sequence[Any] | None = None, seed: int = 0, checked: bool = True, slice: Any = None
+) -> OnJax:
+    """Run a program on the devices that JAX has: the same face, and the same numbers up to rounding, as `simulate`.
+
+    One `shard_map` runs the program instruction by instruction, its collectives as they stand there. In several
+    processes (`jax.distributed.initialize()` first) each calls the same with the same feeds.
+
+    Args:
+      program: what `mtf.lower` returned.
+      devices: JAX devices in the order of the mesh, the last axis fastest; those there are unless given.
+      seed: of initial values and random numbers, which are those of a simulation.
+      checked: indices out of range and NaN raise and leave the state as it was, for which it is held twice while a step
+        runs. Without it the step writes over the state, NaN is not looked for, and what an index out of range looks up
+        becomes NaN; never another element.
+      slice: what the devices are, a name or a Slice, for the estimate beside the measured times (`print(run)`); what
+        JAX says of them unless given. `mtf.measure_chip` makes a chip of any devices.
+    Raises: ProgramError for too few devices, float64 without JAX's own switch for it, or an operation without a row
+      (see `meshlib.jax.row`); MissingError without JAX.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 4)])
+      ...     program = mtf.lower({"total": mtf.reduce_sum(x)})
+      >>> float(mtf.on_jax(program).step(x=np.arange(4.0))["total"])
+      6.0
+    """
+    require_program(program, "on_jax")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise GraphError(f"on_jax: seed must be an integer, got {seed!r}")
+    found = None if slice is None else slice_for("on_jax", program.mesh, slice)
+    return OnJax(program, devices, int(seed), flag(checked, "on_jax", "checked"), found)
+
+
+class DeviceState(State):
+    """Variables on devices, each where its program wants it; read and assigned as whole arrays."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.places: dict[str, NamedSharding] = {}
+        if jax.process_count() > 1:
+            self.processes = JaxProcesses(self.arrays)
+
+    def stored(self, name: str) -> HostArray:
+        if name == STEP:
+            return self.arrays[name]
+        return whole(self.arrays[name]).astype(self.slots[name].dtype.storage)
+
+    def put(self, name: str, array: HostArray) -> None:
+        if name in self.slots and name in self.places:
+            self.arrays[name] = place(array, self.slots[name].dtype, self.places[name])
+        else:
+            self.arrays[name] = array
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            arrays = {n: x.copy() for n, x in self.arrays.items()}
+        return {"seed": self.seed, "arrays": arrays, "slots": dict(self.slots), "places": dict(self.places)}
+
+
+class OnJax(Simulation):
+    """The variables of a program on JAX devices; see `on_jax`. `print(run)` says how long a step takes, and should."""
+
+    def __init__(
+        self, program: Program, devices: Sequence[Any] | None, seed: int, checked: bool, slice: Slice | None
+    ) -> None:
+        self.program, self.seed, self.checked = program, seed, checked
+        self.executor, self.check_nan = "jax", checked
+        self.devices = devices
+        self.seconds: dict[int, deque[float]] = {}  # by id of the program, of those whose steps are kept
+        self.state: DeviceState = DeviceState(seed)
+        self._steps: OrderedDict[int, Step] = OrderedDict()
+        self._stepping = False
+        self._declare(program)
+        self.slice = slice or known_slice(self.mesh_devices)
+
+    def __str__(self) -> str:
+        mesh = self.compiled().mesh
+        first = mesh.devices.flat[0]
+        there = f"{mesh.size} x {first.device_kind} ({first.platform}), mesh {self.program.mesh}"
+        if self.step_seconds is None:
+            return there
+        lines = [f"{there}: {seconds_text(self.step_seconds)} a step, measured; median of {len(self._taken())}"]
+        if self.slice is not None:
+            est = estimate(self.program, self.slice)
+            ratio = self.step_seconds / est.step_seconds
+            lines.append(
+                f"  {seconds_text(est.step_seconds)} modelled for {self.slice.name}; measured / modelled {ratio:.2f}"
+            )
+        return "\n".join(lines)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """What a step of the run's own program takes, from arrays on the host to results on the host; None before one.
+
+        The median of the last steps. Neither compiling nor the first step is counted.
+        """
+        taken = self._taken()
+        return median(taken) if taken else None
+
+    @property
+    def mesh_devices(self) -> list[Any]:
+        """The devices of the program's mesh, the last axis fastest."""
+        return list(self.compiled().mesh.devices.flat)
+
+    def _taken(self) -> list[float]:
+        return list(self.seconds.get(id(self.program), ()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        changed = {"state": copy(self.state), "seconds": {}, "_stepping": False, "_steps": self._steps.copy()}
+        return vars(self) | changed
+
+    def compiled(self, program: Program | None = None) -> Step:
+        """The step of a program as it is compiled for these devices: of this run's own unless given."""
+        found = self.program if program is None else program
+        if id(found) not in self._steps:
+            self._steps[id(found)] = Step(found, self.devices, self.checked)
+        self._steps.move_to_end(id(found))
+        while len(self._steps) > READY_PROGRAMS:
+            self.seconds.pop(self._steps.popitem(last=False)[0], None)
+        return self._steps[id(found)]
+
+    # ------------------------------------------------------------ inside
+
+    def _declare(self, program: Program) -> None:
+        for name, sharding in self.compiled(program).variables.items():
+            self.state.places.setdefault(name, sharding)
+        super()._declare(program)
+
+    def _run(self, program: Program, given: Mapping[str, Any]) -> dict[str, HostArray]:
+        if program is not self.program:
+            self._declare(program)
+        fed = fed_arrays(program, given)
+        step, arrays = self.compiled(program), self.state.arrays
+        warm = step.compile_seconds > 0
+        _ = step.compiled
+        begun = time.perf_counter()
+        number = int(arrays[STEP])
+        feeds = {n: place(x, program.inputs[n].tensor.dtype, step.inputs[n]) for n, x in fed.items()}
+        made = step(self._lying(step), feeds, number, step.keys(self.seed))
+        self._check(program, step, made, fed)
+        _show(step.prints, made.prints)
+        results = {n: whole(y).astype(program.outputs[n].tensor.dtype.public) for n, y in made.outputs.items()}
+        jax.block_until_ready(made.updates)
+        counted = {STEP: np.asarray(number + 1, np.int32)} if program.counts_steps else {}
+        back = {n: _moved(y, self.state.places[n]) for n, y in made.updates.items()}
+        arrays.update({**back, **counted})
+        if warm:
+            self.seconds.setdefault(id(program), deque(maxlen=TIMED_STEPS)).append(time.perf_counter() - begun)
+        return results
+
+    def _lying(self, step: Step) -> dict[str, Any]:
+        """The state where a step wants it."""
+        return {n: _moved(self.state.arrays[n], sharding) for n, sharding in step.variables.items()}
+
+    def _check(self, program: Program, step: Step, made: Made, fed: Mapping[str, HostArray]) -> None:
+        """Raise what the checks of some device found."""
+        if not (step.checks or step.watched):
+            return
+        rows = whole(made.checks)
+        wrong = rows[:, :, 0].max(axis=0)
+        for n in np.flatnonzero(wrong):
+            if n < len(step.checks):
+                raise index_fault(step.checks[n], int(rows[:, n, 1].min()))
+            what = step.watched[n - len(step.checks)]
+            raise NotFiniteError(f"{what} became NaN: {self._origin(program, fed)}")
+
+    def _origin(self, program: Program, fed: Mapping[str, HostArray]) -> str:
+        """Which operation made the first NaN, of a program small enough to be run again core by core."""
+        if program.mesh.size > EXACT_CORES:
+            return f"its {program.mesh.size} cores are too many to run one by one; simulate it on a smaller mesh"
+        sim = Simulation(program, None, self.seed, "exact", True)
+        sim.state.arrays.update({n: self.state.stored(n) for n in self.state.arrays})
+        engine = Engine(self.seed, int(sim.state.arrays[STEP]), program.precision == "highest", False)
+        with np.errstate(all="ignore"):
+            return sim._find_nan(program, fed, engine)
+
+
+def _moved(x: Any, sharding: NamedSharding) -> Any:
+    """An array where it is wanted; through the host where devices of other processes are concerned."""
+    if not isinstance(x, jax.Array) or x.sharding == sharding:
+        return x
+    if x.is_fully_addressable and sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    held = whole(x)
+    return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
+
+
+def _show(prints: Sequence[Prints], made: Sequence[Any]) -> None:
+    """Print what the program prints, in its order."""
+    for p, arrays in zip(prints, made, strict=True):
+        if p.inside:
+            held = jax.tree.map(whole, arrays)
+            for trip in p.order:
+                _show(p.inside, jax.tree.map(lambda x, trip=trip: x[trip], held))
+        else:
+            assert p.operation.kind.show is not None
+            p.operation.kind.show(
+                p.operation, [whole(x).astype(v.tensor.dtype.storage) for x, v in zip(arrays, p.values, strict=True)]
+            )

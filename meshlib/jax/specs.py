@@ -1,0 +1,162 @@
+"""PartitionSpecs of a program, for code of your own under plain `jit`; and what XLA's partitioner sends then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshlib.jax.rows  # the library's own rows  # noqa: F401
+from meshlib.errors import GraphError, nearest
+from meshlib.graph import FORWARD
+from meshlib.jax.context import Array, Context, Found
+from meshlib.jax.executor import Executor
+from meshlib.jax.hlo import sent_bytes
+from meshlib.jax.placing import device_mesh, spec_of
+from meshlib.jax.table import storage
+from meshlib.lowering import lower
+from meshlib.ops.sources import STEP
+from meshlib.program.instructions import Commit, Instruction, Loop, Value
+from meshlib.program.records import Program, require_program, walk
+from meshlib.text import bytes_text
+
+Specs = dict[str, PartitionSpec]
+
+
+@dataclass(frozen=True)
+class PartitionSpecs:
+    """How a program's arrays lie, in JAX's terms: per name a PartitionSpec over axes of the program's mesh.
+
+    variables, inputs, outputs  by their names
+    values                      what forward computes, by the operations' names: see `constrain`
+    """
+
+    program: Program = field(repr=False)
+    variables: Specs
+    inputs: Specs
+    outputs: Specs
+    values: Specs
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+        """The program's mesh over JAX devices."""
+        return device_mesh(self.program.mesh, devices)
+
+    def constrain(self, name: str, x: Any) -> Any:
+        """`jax.lax.with_sharding_constraint` of what the program calls `name`; under a mesh that is set.
+
+        Raises: GraphError for a name that forward does not compute.
+        """
+        if name not in self.values:
+            raise GraphError(f"constrain: forward computes no '{name}'{nearest(name, self.values)}")
+        return lax.with_sharding_constraint(x, self.values[name])
+
+    def xla_sent_bytes(self, devices: Sequence[Any] | None = None) -> float:
+        """What a device sends in a step if XLA partitions this program by these specs, by the rules of rings.
+
+        Compiles the unsharded program with the specs on variables, inputs, outputs and values, and reads the
+        collectives off the result: exact for the compiler at hand, which needs as many devices as the mesh has.
+        """
+        return sent_bytes(_compiled(self, devices).as_text())
+
+    def note(self, devices: Sequence[Any] | None = None) -> str:
+        """How many bytes XLA will send, beside those of the program."""
+        theirs, ours = self.xla_sent_bytes(devices), self.program.sent_bytes
+        ratio = f", {theirs / ours:.2f} times as many" if ours else ""
+        return (
+            f"under jit with these specs XLA sends {bytes_text(theirs)} a device and step{ratio} as the program "
+            f"({bytes_text(ours)})"
+        )
+
+    def __str__(self) -> str:
+        parts = (("variables", self.variables), ("inputs", self.inputs), ("outputs", self.outputs))
+        return "\n".join(f"{kind}\n" + "\n".join(f"  {n}: {s}" for n, s in specs.items()) for kind, specs in parts)
+
+
+def partition_specs(program: Program) -> PartitionSpecs:
+    """The layout of a program as PartitionSpecs, for models that stay as they are under plain `jit`.
+
+    Args:
+      program: what `mtf.lower` returned.
+    Returns: specs by name, with `constrain(name, x)` for values and `note()`, how many bytes XLA will send then: its
+      own partitioner chooses the collectives, and may choose others.
+    Raises: GraphError for what is no program; MissingError without JAX.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [mtf.Dimension("batch", 8), mtf.Dimension("k", 4)])
+      ...     w = mtf.variable("w", [mtf.Dimension("k", 4), mtf.Dimension("hidden", 6)])
+      ...     y = mtf.einsum([x, w], name="y")
+      >>> specs = mtf.partition_specs(mtf.lower({"y": y}, mesh="rows:2;cols:2", layout="batch:rows;hidden:cols"))
+      >>> tuple(specs.variables["w"]), tuple(specs.values["y"])
+      ((None, 'cols'), ('rows', 'cols'))
+    """
+    require_program(program, "partition_specs")
+    values: Specs = {}
+    for i, _, _ in walk(program):
+        if i.operation.region == FORWARD:
+            for y in i.outputs:
+                if not y.sharding.pending and not y.margins and y.tensor.name not in program.variables:
+                    values.setdefault(y.tensor.name, spec_of(y.sharding))
+
+    def of(named: Mapping[str, Value]) -> Specs:
+        return {n: spec_of(v.sharding) for n, v in named.items()}
+
+    return PartitionSpecs(program, of(program.variables), of(program.inputs), of(program.outputs), values)
+
+
+class _Constrained(Executor):
+    """Whole values, each bound to where the program has it."""
+
+    def __init__(self, context: Context, specs: PartitionSpecs, mesh: jax.sharding.Mesh) -> None:
+        super().__init__(context)
+        self.specs, self.jax_mesh = specs, mesh
+
+    def results(
+        self, program: Program, i: Instruction, inputs: Sequence[Array], values: Mapping[Value, Array], context: Context
+    ) -> list[Array]:
+        made = list(super().results(program, i, inputs, values, context))
+        if isinstance(i, Loop):
+            return made
+        return [self._bound(y.tensor.name, x) for y, x in zip(i.outputs, made, strict=True)]
+
+    def _bound(self, name: str, x: Array) -> Array:
+        spec = self.specs.values.get(name)
+        if spec is None or len(spec) > x.ndim:
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, spec))
+
+
+def _compiled(specs: PartitionSpecs, devices: Sequence[Any] | None) -> Any:
+    program, mesh = specs.program, specs.mesh(devices)
+    fetched = {n: v.tensor for n, v in program.outputs.items()}
+    updates = [i.operation for i in program.instructions if isinstance(i, Commit)]
+    whole = lower(fetched, updates, precision=program.precision)
+    platform = mesh.devices.flat[0].platform
+
+    def step(state: dict[str, Array], feeds: dict[str, Array]) -> Any:
+        keys = {i.operation.name: np.zeros(2, np.uint32) for i, _, _ in walk(whole)}
+        number = state.get(STEP, np.int32(0))
+        context = Context(whole.mesh, platform, program.precision == "highest", number, keys, Found())
+        given = {v: feeds[n] for n, v in whole.inputs.items()} | {v: state[n] for n, v in whole.variables.items()}
+        values = _Constrained(context, specs, mesh).run(whole, given, context)
+        return {n: values[v] for n, v in whole.outputs.items()}, {n: values[v] for n, v in whole.updates.items()}
+
+    def shaped(named: Mapping[str, Value], by: Specs) -> dict[str, Any]:
+        return {
+            n: jax.ShapeDtypeStruct(
+                v.tensor.shape.sizes, storage(v.tensor.dtype), sharding=NamedSharding(mesh, by.get(n, PartitionSpec()))
+            )
+            for n, v in named.items()
+        }
+
+    out = (
+        {n: NamedSharding(mesh, specs.outputs[n]) for n in whole.outputs},
+        {n: NamedSharding(mesh, specs.variables[n]) for n in whole.updates},
+    )
+    arguments = shaped(whole.variables, specs.variables), shaped(whole.inputs, specs.inputs)
+    return jax.jit(step, out_shardings=out).lower(*arguments).compile()

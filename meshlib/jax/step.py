@@ -1,0 +1,187 @@
+"""One step of a program as a compiled function on JAX's devices: one jit of one shard_map."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshlib.errors import ProgramError
+from meshlib.graph import Operation
+from meshlib.initializers import make_key
+from meshlib.jax.context import Array, Context, Found
+from meshlib.jax.executor import Executor
+from meshlib.jax.placing import device_mesh, spec_of
+from meshlib.jax.table import row_of, storage
+from meshlib.ops.sources import RANDOM, STEP
+from meshlib.program.instructions import Compute, Loop, Value
+from meshlib.program.records import Program, walk
+
+
+class Prints(NamedTuple):
+    """What a program prints, in its order: of an operation its values, of a loop what its body prints."""
+
+    operation: Operation
+    values: tuple[Value, ...]
+    inside: tuple[Prints, ...]
+    order: range
+
+
+class Made(NamedTuple):
+    """What a step makes: fetched outputs, new values of variables, what `Print` shows, and per device the checks."""
+
+    outputs: dict[str, Array]
+    updates: dict[str, Array]
+    prints: list[Any]
+    checks: Array
+
+
+class Step:
+    """A program, its place on the devices, and the compiled function.
+
+    checked  whether NaN is looked for, and variables keep their old arrays until the caller drops them; else those of
+             updated variables are given to the step, which writes the new ones over them
+    """
+
+    def __init__(self, program: Program, devices: Sequence[jax.Device] | None, checked: bool) -> None:
+        self.program, self.checked = program, checked
+        self.mesh = device_mesh(program.mesh, devices)
+        self.variables = {n: self.sharding(v) for n, v in program.variables.items() if n != STEP}
+        self.inputs = {n: self.sharding(v) for n, v in program.inputs.items()}
+        self.drawing = sorted(
+            {i.operation.name for i, _, _ in walk(program) if isinstance(i, Compute) and i.operation.kind is RANDOM}
+        )
+        self.prints = _prints(program)
+        self.checks: list[Operation] = []  # those behind the rows of `Made.checks`; then what may be NaN
+        self.watched: list[str] = []
+        self.compile_seconds = 0.0
+        self._compiled: Any = None
+        self._check_types()
+
+    def sharding(self, v: Value) -> NamedSharding:
+        """Where a value lies."""
+        return NamedSharding(self.mesh, spec_of(v.sharding))
+
+    def keys(self, seed: int) -> np.ndarray[Any, Any]:
+        """The random keys of a seed, uint32 [operations that draw, 2]."""
+        return np.array([make_key(seed, name) for name in self.drawing], np.uint32).reshape(-1, 2)
+
+    def lowered(self) -> Any:
+        """JAX's lowering of the step, whose `as_text()` shows what the compiler is given."""
+        return self._jitted().trace(*self._arguments()).lower()
+
+    @property
+    def compiled(self) -> Any:
+        """The compiled step."""
+        if self._compiled is None:
+            begun = time.perf_counter()
+            self._compiled = self.lowered().compile()
+            self.compile_seconds = time.perf_counter() - begun
+        return self._compiled
+
+    def __call__(
+        self, state: Mapping[str, Array], feeds: Mapping[str, Array], number: int, keys: np.ndarray[Any, Any]
+    ) -> Made:
+        """Run it: the state's arrays lie where `variables` says, the feeds where `inputs` does."""
+        changed = {n: state[n] for n in self.program.updates if n != STEP}
+        kept = {n: state[n] for n in self.variables if n not in changed}
+        outputs, updates, prints, checks = self.compiled(changed, kept, dict(feeds), np.int32(number), keys)
+        return Made(outputs, updates, prints, checks)
+
+    # ------------------------------------------------------------ inside
+
+    def _arguments(self) -> tuple[Any, ...]:
+        def shaped(v: Value) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(v.tensor.shape.sizes, storage(v.tensor.dtype), sharding=self.sharding(v))
+
+        variables, updates = self.program.variables, self.program.updates
+        changed = {n: shaped(variables[n]) for n in updates if n != STEP}
+        kept = {n: shaped(v) for n, v in variables.items() if n != STEP and n not in changed}
+        feeds = {n: shaped(v) for n, v in self.program.inputs.items()}
+        return changed, kept, feeds, np.int32(0), self.keys(0)
+
+    def _jitted(self) -> Any:
+        p = self.program
+        nowhere = PartitionSpec()
+        changed = {n: spec_of(p.variables[n].sharding) for n in p.updates if n != STEP}
+        kept = {n: spec_of(v.sharding) for n, v in p.variables.items() if n != STEP and n not in changed}
+        feeds = {n: spec_of(v.sharding) for n, v in p.inputs.items()}
+        outputs = {n: spec_of(v.sharding) for n, v in p.outputs.items()}
+        made = (outputs, changed, _print_specs(self.prints, 0), PartitionSpec(tuple(p.mesh.axes)))
+        mapped = jax.shard_map(
+            self._local,
+            mesh=self.mesh,
+            in_specs=(changed, kept, feeds, nowhere, nowhere),
+            out_specs=made,
+            check_vma=False,
+        )
+        return jax.jit(mapped, donate_argnums=() if self.checked else (0,))
+
+    def _local(
+        self, changed: dict[str, Array], kept: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array
+    ) -> tuple[Any, ...]:
+        """What one device runs."""
+        p, found = self.program, Found()
+        drawn = {name: keys[n] for n, name in enumerate(self.drawing)}
+        platform = self.mesh.devices.flat[0].platform
+        context = Context(p.mesh, platform, p.precision == "highest", number, drawn, found, self.checked)
+        state = {STEP: number, **changed, **kept}
+        given = {v: feeds[n] for n, v in p.inputs.items()} | {v: state[n] for n, v in p.variables.items()}
+        values = Executor(context).run(p, given, context)
+        outputs = {n: values[v] for n, v in p.outputs.items()}
+        updates = {n: values[v] for n, v in p.updates.items() if n != STEP}
+        self.checks, self.watched, checks = found.checked, [], list(found.checks)
+        if self.checked:
+            fetched = {f"output '{n}'": y for n, y in outputs.items()}
+            fetched |= {f"the new value of variable '{n}'": y for n, y in updates.items()}
+            for what, y in fetched.items():
+                if jnp.issubdtype(y.dtype, jnp.floating):
+                    self.watched.append(what)
+                    checks.append(jnp.stack([jnp.any(jnp.isnan(y)).astype(jnp.int32), jnp.int32(0)]))
+        rows = jnp.stack(checks) if checks else jnp.zeros((0, 2), jnp.int32)
+        return outputs, updates, found.prints, rows[None]
+
+    def _check_types(self) -> None:
+        """Raise where a value's dtype or an operation is unknown to JAX, all at once."""
+        faults = []
+        if not jax.config.jax_enable_x64:
+            wide = {y.tensor.name for i, _, _ in walk(self.program) for y in i.outputs if y.tensor.dtype.itemsize > 4}
+            if wide:
+                faults.append(
+                    f"{', '.join(sorted(wide)[:3])} are float64, which JAX has only after "
+                    "jax.config.update('jax_enable_x64', True)"
+                )
+        for i, _, _ in walk(self.program):
+            if isinstance(i, Compute | Loop):
+                try:
+                    row_of(i.operation)
+                except ProgramError as fault:
+                    faults.append(str(fault))
+        if faults:
+            raise ProgramError("on_jax: " + "\n  ".join(dict.fromkeys(faults)))
+
+
+def _prints(program: Program) -> tuple[Prints, ...]:
+    found = []
+    for i in program.instructions:
+        if isinstance(i, Loop):
+            inside = _prints(i.body)
+            if inside:
+                found.append(Prints(i.operation, (), inside, i.trip_order))
+        elif isinstance(i, Compute) and i.operation.kind.show is not None and len(i.inputs) > 1:
+            found.append(Prints(i.operation, i.inputs[1:], (), range(1)))
+    return tuple(found)
+
+
+def _print_specs(prints: Sequence[Prints], loops: int) -> list[Any]:
+    return [
+        _print_specs(p.inside, loops + 1)
+        if p.inside
+        else [PartitionSpec(*(None,) * loops, *spec_of(v.sharding)) for v in p.values]
+        for p in prints
+    ]

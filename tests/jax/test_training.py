@@ -1,0 +1,73 @@
+"""Training on eight JAX devices under many layouts: the collectives that the program has, the weights that it makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
+
+import meshlib as mtf
+from tests.effort import some
+from tests.jax.lowered import exchanges, in_program, in_text
+from tests.jax.models import Feeds, mlp, mlp_feeds, transformer, transformer_feeds
+
+WEIGHTS = 1e-6  # of float32 weights after plain gradient steps, of the largest of each array
+
+MLP = (
+    ("rows:2;cols:4", "batch:rows;hidden:cols"),
+    ("data:8", "batch:data"),
+    ("model:8", "hidden:model"),
+    ("data:8", "batch:data;hidden:data?"),
+    ("data:2;fsdp:4", "batch:data+fsdp;hidden:fsdp?"),
+    ("data:8", "batch:data;slots/hidden:data"),
+    ("a:2;b:2;c:2", "batch:c+a;hidden:b;pixels:b?"),
+    ("cols:4;rows:2", "hidden:rows+cols;pixels:cols?"),
+)
+
+
+def compared(program: mtf.Program, feeds: Feeds, tolerance: float = WEIGHTS) -> None:
+    sim, run = mtf.simulate(program, seed=3), mtf.on_jax(program, seed=3, checked=False)
+    assert in_text(run.compiled()) == in_program(program) + exchanges(program)
+    for name in sim.state:
+        assert np.array_equal(sim.state[name], run.state[name]), name
+    for fed in feeds:
+        wanted, found = sim.step(fed), run.step(fed)
+        assert abs(float(found["loss"]) - float(wanted["loss"])) <= 2e-6 * abs(float(wanted["loss"]))
+    assert int(run.state["step"]) == int(sim.state["step"])
+    for name in sim.state:
+        a, b = (np.asarray(s.state[name], np.float64) for s in (run, sim))
+        assert np.abs(a - b).max() <= tolerance * max(1e-3, np.abs(b).max()), name
+
+
+@pytest.mark.parametrize(("mesh", "layout"), some(MLP, [MLP[0], MLP[3], MLP[6]]))
+def test_mlp(mesh: str, layout: str) -> None:
+    compared(mlp(mesh, layout), mlp_feeds())
+
+
+TRANSFORMER = (
+    ("data:2;tensor:4", "data+tensor"),
+    ("data:8", "data"),
+    ("tensor:8", "tensor"),
+    ("fsdp:8", "fsdp"),
+    ("fsdp:2;tensor:4", "fsdp+tensor"),
+    ("data:8", "zero1"),
+    ("data:2;tensor:4", "data+sequence"),
+    ("data:2;context:4", "data+context"),
+)
+# scan, remat, optimizer, dropout
+WAYS = (
+    (True, "full", "sgd", 0.0),
+    (False, "none", "sgd", 0.0),
+    (False, "full", "sgd", 0.25),
+    (True, "matmuls", "adamw", 0.25),
+)
+ALL = [(mesh, layout, way) for mesh, layout in TRANSFORMER for way in WAYS]
+
+
+@pytest.mark.parametrize(("mesh", "layout", "way"), some(ALL, [(*TRANSFORMER[4], WAYS[0]), (*TRANSFORMER[7], WAYS[3])]))
+def test_transformer(mesh: str, layout: str, way: tuple[bool, str, str, float]) -> None:
+    scan, remat, optimizer, dropout = way
+    program = transformer(mesh, layout, scan, remat, optimizer, dropout)
+    # The first steps of Adam follow the signs of gradients, of which tiny ones are rounding.
+    compared(program, transformer_feeds(), WEIGHTS if optimizer == "sgd" else 5e-3)

@@ -1,0 +1,57 @@
+"""One of two processes with four CPU devices each: trains, saves and loads together with the other.
+
+python tests/jax/worker.py INDEX PORT FOLDER
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").replace("device_count=8", "device_count=4")
+
+import jax
+import numpy as np
+
+import meshlib as mtf
+from tests.jax.examples_run import EXAMPLES
+from tests.jax.models import mlp, mlp_feeds
+
+
+def trained(program: mtf.Program, feeds: list[dict[str, np.ndarray]], folder: Path, name: str) -> None:
+    """Two steps, a checkpoint, a third step; then again from the checkpoint, which must be the same."""
+    run = mtf.on_jax(program, seed=3)
+    losses = [float(run.step(fed)["loss"]) for fed in feeds[:2]]
+    path = folder / f"{name}.safetensors"
+    mtf.save(run, path)
+    losses.append(float(run.step(feeds[2])["loss"]))
+    other = copy.copy(run)  # which is compiled already
+    mtf.load(path, other)
+    assert float(other.step(feeds[2])["loss"]) == losses[2]
+    for variable in run.state:
+        assert np.array_equal(run.state[variable], other.state[variable]), variable
+    with np.testing.assert_raises(mtf.CheckpointError):  # in both processes, though one alone can't write
+        mtf.save(run, folder / "absent" / "file")
+    if jax.process_index() == 0:
+        np.savez(folder / f"{name}.npz", loss=losses, **{n.replace("/", "|"): run.state[n] for n in run.state})
+    else:
+        _ = [run.state[n] for n in run.state]  # reading takes both
+
+
+def main(index: int, port: int, folder: Path) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
+    assert (len(jax.devices()), len(jax.local_devices())) == (8, 4)
+    trained(mlp("rows:2;cols:4", "batch:rows;hidden:cols"), mlp_feeds(), folder, "mlp")
+    for name, example in EXAMPLES.items():
+        with open(folder / f"{name}.{index}.txt", "w") as out, redirect_stdout(out):
+            assert example(folder, "--on", "jax") == 0
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
