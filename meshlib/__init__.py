@@ -62,6 +62,7 @@ from meshlib.graph import Graph as Graph
 from meshlib.graph import Operation as Operation
 from meshlib.graph import Tensor as Tensor
 from meshlib.graph import scope as scope
+from meshlib.jax.importing import from_jax as from_jax
 from meshlib.layers.numerics import Numerics as Numerics
 from meshlib.lowering import Balance as Balance
 from meshlib.lowering import Collective as Collective

@@ -28,6 +28,7 @@ __main__
 meshlib
 testing
 verification validation checkpoint
+jax
 simulation estimation models
 slices lowering optimize layers
 program

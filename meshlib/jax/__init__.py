@@ -1,0 +1,1 @@
+"""JAX: functions of its users brought in as programs."""
