@@ -38,6 +38,7 @@ def compared(
             (have,) = graph.to_jax({name: found[name]}).values()
             scale = max(1e-3, float(np.abs(want[np.isfinite(want)]).max(initial=0)))
             np.testing.assert_allclose(have, want, rtol=loss_close, atol=loss_close * scale, err_msg=f"{name} {layout}")
+        steepest = max((float(np.abs(x).max(initial=0)) for x in slopes.values()), default=0.0) if variables else 0.0
         for v in variables:
             want = slopes[v.name]
             have = found.get(f"gradient of {v.name}")
@@ -45,7 +46,7 @@ def compared(
                 assert not np.abs(want).max(initial=0), v.name
                 continue
             (have,) = graph.to_jax({v.name: have}).values()
-            scale = max(1e-6, float(np.abs(want).max(initial=0)))
+            scale = max(1e-3 * steepest, float(np.abs(want).max(initial=0)))
             np.testing.assert_allclose(have, want, rtol=close, atol=close * scale, err_msg=f"{v.name} {layout}")
     return graph
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
-from layouts import Shape
+from layouts import Dimension, Shape
 from meshlib.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import Step, Var
 from meshlib.jax.importing.table import give, rule, same_axes
-from meshlib.jax.importing.writing import Writer
-from meshlib.ops.elementwise import add, cast, equal, maximum, minimum, where
+from meshlib.jax.importing.writing import Writer, renamed
+from meshlib.ops.elementwise import add, cast, equal, maximum, minimum, negative, subtract, where
 from meshlib.ops.index import gather, scatter_add
 from meshlib.ops.index import range as positions
 from meshlib.ops.reduce import reduce_sum
@@ -26,15 +27,17 @@ from meshlib.ops.shape import broadcast
 class _Lookup:
     """Indices along one axis of a table; other axes are whole, or go along with an axis of the indices.
 
-    `indices` is the value that holds them, `spread` for each of its axes that of the index space, or None if it is
-    not there; `along` pairs axes of the table with those of the index space, which has `sizes`.
+    `indices` is the value that holds them, in `column` of its last axis, `spread` for each of its other axes that of
+    the index space. `along` pairs axes of the table with those of the index space, which has `sizes`. From each index
+    on `run` elements are taken.
     """
 
     indices: Var
+    column: int
     axis: int
     along: dict[int, int]
     sizes: tuple[int, ...]
-    spread: tuple[int | None, ...]
+    run: int = 1
 
 
 def _is_positions(x: Var, axis: int) -> bool:
@@ -80,37 +83,29 @@ def _unwrapped(x: Var) -> Var:
     return as_given if ok and plus else x
 
 
-def _components(x: Var) -> list[tuple[Var, tuple[int | None, ...]]]:
-    """The indices into each axis, of a value whose last axis holds one each; with where its own axes lie."""
-    rank = len(x.shape) - 1
-    if x.shape[-1] == 1:
-        return [(x, (*range(rank), None))]
+def _components(x: Var) -> list[tuple[Var, int]]:
+    """The values that hold the indices into each axis, each with its column there."""
     step = x.maker
-    if step is not None and step.kind == "concatenate" and int(step.params["dimension"]) == rank:
-        if all(y.shape[-1] == 1 for y in step.ins):
-            return [(y, (*range(rank), None)) for y in step.ins]
-    return []
+    if step is not None and step.kind == "concatenate" and int(step.params["dimension"]) == len(x.shape) - 1:
+        return [(y, n) for y in step.ins for n in range(y.shape[-1])]
+    return [(x, n) for n in range(x.shape[-1])]
 
 
-def _lookup(step: Step, table: Var, indices: Var, axes: tuple[int, ...], batch: dict[int, int]) -> _Lookup | str:
+def _lookup(table: Var, indices: Var, axes: Sequence[int], columns: Sequence[int], batch: dict[int, int]) -> _Lookup | str:
     """How `axes` of a table are looked up in; a text if in a way that is not there."""
-    sizes = indices.shape[:-1]
-    parts = _components(indices)
-    if len(parts) != len(axes):
-        return f"with {len(axes)} indices at once, computed together"
-    along = dict(batch)
-    left = []
-    for axis, (part, spread) in zip(axes, parts, strict=True):
+    sizes, parts, along, left = indices.shape[:-1], _components(indices), dict(batch), []
+    for axis, column in zip(axes, columns, strict=True):
+        part, own = parts[column]
         here = [n for n, size in enumerate(sizes) if size == table.shape[axis] and n not in along.values()]
-        found = next((n for n in here if len(axes) > 1 and _is_positions(part, n)), None)
-        if found is None:
-            left.append((axis, part, spread))
+        found = next((n for n in here if part.shape[-1] == 1 and _is_positions(part, n)), None)
+        if found is None or len(axes) == 1:
+            left.append((axis, part, own))
         else:
             along[axis] = found
     if len(left) != 1:
-        return f"with {len(left)} indices at once, along axes {[axis for axis, _, _ in left]}"
-    ((axis, part, spread),) = left
-    return _Lookup(part, axis, along, sizes, spread)
+        return f"with {len(left)} indices at once, along axes {[axis for axis, _, _ in left]} of {table}"
+    ((axis, part, own),) = left
+    return _Lookup(part, own, axis, along, sizes)
 
 
 def _of_gather(step: Step) -> _Lookup | str:
@@ -119,11 +114,21 @@ def _of_gather(step: Step) -> _Lookup | str:
     axes = tuple(map(int, d.start_index_map))
     sizes = [int(n) for n in step.params["slice_sizes"]]
     batch = dict(zip(map(int, d.operand_batching_dims), map(int, d.start_indices_batching_dims), strict=True))
-    if {*axes} != {*map(int, d.collapsed_slice_dims)}:
-        return f"of runs of {[sizes[a] for a in axes]} elements"
-    if any(n != x.shape[a] for a, n in enumerate(sizes) if a not in axes and a not in batch):
+    whole = [n for n, a in enumerate(axes) if sizes[a] == x.shape[a] and x.shape[a] > 1]  # begins at 0, always
+    looked = [n for n in range(len(axes)) if n not in whole]
+    if len(looked) > 1:  # an axis of length 1 needs no index
+        looked = [n for n in looked if x.shape[axes[n]] > 1] or looked[:1]
+    runs = {axes[n]: sizes[axes[n]] for n in looked}
+    if any(n != x.shape[a] for a, n in enumerate(sizes) if a not in runs and a not in batch):
         return f"of parts, {sizes} of {list(x.shape)}"
-    return _lookup(step, x, indices, axes, batch)
+    if not looked:
+        return f"of all of {x}"
+    found = _lookup(x, indices, [axes[n] for n in looked], looked, batch)
+    if isinstance(found, str):
+        return found
+    if any(runs[a] != 1 for a in runs if a != found.axis):
+        return f"of runs of {sizes} elements of {x}"
+    return replace(found, run=runs[found.axis])
 
 
 def _gather_fault(step: Step) -> str | None:
@@ -138,54 +143,70 @@ def _gather_axes(axes: Axes, step: Step) -> None:
     x, out = step.ins[0], step.outs[0]
     found = _of_gather(step)
     assert isinstance(found, _Lookup)
-    offsets = [int(n) for n in step.params["dimension_numbers"].offset_dims]
-    index_axes = _index_axes(axes, found)
-    whole = [a for n, a in enumerate(x.axes) if n != found.axis and n not in found.along]
-    kept = [axes.new(a.size) for a in whole]
-    looked = axes.new(x.shape[found.axis])
-    axes.hold(axes.space(), [*index_axes, *kept, looked])
+    d = step.params["dimension_numbers"]
+    offsets, collapsed = [int(n) for n in d.offset_dims], {int(n) for n in d.collapsed_slice_dims}
+    index_axes = [axes.new(n) for n in found.sizes]
+    looked, run = axes.new(x.shape[found.axis]), axes.new(found.run)
+    kept = {n: axes.new(a.size) for n, a in enumerate(x.axes) if n != found.axis and n not in found.along}
+    axes.hold(axes.space(), [*index_axes, *kept.values(), looked, run])
     _tie_indices(axes, found, index_axes)
     for n, at in found.along.items():
         axes.tie(index_axes[at], x.axes[n])
-    for label, axis in zip([*kept, looked], [*whole, x.axes[found.axis]], strict=True):
-        axes.tie(label, axis)
-    rest, indexed = iter(kept), iter(index_axes)
+    for n, label in (*kept.items(), (found.axis, looked)):
+        axes.tie(label, x.axes[n])
+    axes.kin.append((run, looked))
+    windows = [n for n in range(len(x.shape)) if n not in collapsed and n not in {*map(int, d.operand_batching_dims)}]
+    of_window = {n: kept.get(n, run if n == found.axis else axes.new(1)) for n in windows}
+    rest, indexed = (of_window[n] for n in windows), iter(index_axes)
     give(axes, out, [next(rest) if n in offsets else next(indexed) for n in range(len(out.shape))])
-    step.labels = [looked, *index_axes, *kept]
-
-
-def _index_axes(axes: Axes, found: _Lookup) -> list[Axis]:
-    return [axes.new(n) for n in found.sizes]
+    table = [looked if n == found.axis else kept[n] if n in kept else index_axes[found.along[n]] for n in range(len(x.shape))]
+    step.labels = [run, *index_axes, *table]
 
 
 def _tie_indices(axes: Axes, found: _Lookup, made: list[Axis]) -> None:
-    for own, at in enumerate(found.spread):
-        if at is not None and found.indices.shape[own] == made[at].size:
-            axes.tie(made[at], found.indices.axes[own])
+    for own, label in zip(found.indices.axes, made, strict=False):
+        if own.size == label.size:
+            axes.tie(label, own)
 
 
-def _indices(w: Writer, found: _Lookup, index_axes: list[Axis], size: int, clip: bool) -> Tensor:
-    own = [a if at is None else index_axes[at] for a, at in zip(found.indices.axes, found.spread, strict=True)]
-    t = cast(w.under(found.indices, own), "int32")
-    return minimum(maximum(t, 0), size - 1) if clip else t
+def _indices(w: Writer, found: _Lookup, index_axes: Sequence[Axis]) -> Tensor:
+    """The indices, under the dims of the index space."""
+    x = found.indices
+    own = [a if a.size == 1 else label for a, label in zip(x.axes, index_axes, strict=False)]
+    t = cast(w.under(x, [*own, x.axes[-1]]) if x.axes else w.tensor(x), "int32")
+    return t if x.shape[-1] == 1 or not x.axes else w.element(t, x.axes[-1], found.column)
 
 
 def _gather(w: Writer, step: Step) -> Tensor:
     x = step.ins[0]
     found = _of_gather(step)
     assert isinstance(found, _Lookup)
-    looked, index_axes = step.labels[0], step.labels[1 : 1 + len(found.sizes)]
-    kept = iter(step.labels[1 + len(found.sizes) :])
-    target = [
-        looked if n == found.axis else index_axes[found.along[n]] if n in found.along else next(kept)
-        for n in range(len(x.shape))
-    ]
-    table = w.whole(x, target, found.axis)
-    clip = "CLIP" in str(step.params["mode"])
-    indices = _indices(w, found, index_axes, x.shape[found.axis], clip)
-    one = w.whole_dim(looked)
+    count = len(found.sizes)
+    run, index_axes, target = step.labels[0], step.labels[1 : 1 + count], step.labels[1 + count :]
+    table, one = w.whole(x, target, found.axis), w.whole_dim(target[found.axis])
     if x.shape[found.axis] == 1:
         return reduce_sum(table, reduced_dim=one)
+    indices = _indices(w, found, index_axes)
+    if "CLIP" in str(step.params["mode"]):
+        indices = minimum(maximum(indices, 0), x.shape[found.axis] - found.run)
+    if found.run == 1:
+        return _looked_up(table, indices, one)
+    made = gather(table, indices + positions(Dimension("run_of_indices", found.run)), one)
+    whole = w.whole_dim(run)
+    return w.apart(renamed(made, {"run_of_indices": whole.name}), run)
+
+
+def _looked_up(table: Tensor, indices: Tensor, one: Dimension) -> Tensor:
+    """The elements at these indices; of a difference with what is the same along `one`, as a logarithm of softmax is,
+    those of the first operand are looked up, so that the rest of the differences are never made."""
+    op = table.operation
+    if op.kind.name == "cast" and op.inputs[0].dtype.is_float:
+        return cast(_looked_up(op.inputs[0], indices, one), table.dtype)
+    if op.kind.name == "negative":
+        return negative(_looked_up(op.inputs[0], indices, one))
+    if op.kind.name == "subtract" and one in op.inputs[0].shape and one not in op.inputs[1].shape:
+        if {*op.inputs[1].shape} <= {*indices.shape}:
+            return subtract(_looked_up(op.inputs[0], indices, one), op.inputs[1])
     return gather(table, indices, one)
 
 
@@ -201,12 +222,12 @@ def _of_scatter(step: Step) -> _Lookup | str:
     axes = tuple(map(int, d.scatter_dims_to_operand_dims))
     batch = dict(zip(map(int, d.operand_batching_dims), map(int, d.scatter_indices_batching_dims), strict=True))
     if {*axes} != {*map(int, d.inserted_window_dims)}:
-        return "of runs of elements"
+        return f"of runs of elements, {list(updates.shape)} into {list(x.shape)}"
     windows = [int(n) for n in d.update_window_dims]
     whole = [n for n in range(len(x.shape)) if n not in axes and n not in batch]
     if any(updates.shape[a] != x.shape[n] for a, n in zip(windows, whole, strict=True)):
         return f"of parts, {list(updates.shape)} into {list(x.shape)}"
-    found = _lookup(step, x, indices, axes, batch)
+    found = _lookup(x, indices, axes, range(len(axes)), batch)
     if step.kind == "scatter" and isinstance(found, _Lookup) and prod(found.sizes) != prod(
         found.sizes[at] for at in found.along.values()
     ):
@@ -220,7 +241,7 @@ def _scatter_axes(axes: Axes, step: Step) -> None:
     found = _of_scatter(step)
     assert isinstance(found, _Lookup)
     same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
-    index_axes = _index_axes(axes, found)
+    index_axes = [axes.new(n) for n in found.sizes]
     kept = [a for n, a in enumerate(out.axes) if n != found.axis and n not in found.along]
     labels = [axes.new(a.size) for a in kept]
     looked = axes.new(x.shape[found.axis])
@@ -254,7 +275,7 @@ def _scatter(w: Writer, step: Step) -> Tensor:
     ]
     table = w.whole(x, target, found.axis)
     given = w.under(updates, of_updates)
-    indices = _indices(w, found, index_axes, x.shape[found.axis], clip=False)
+    indices = _indices(w, found, index_axes)
     one = w.whole_dim(looked)
     if step.kind == "scatter":
         made = where(equal(positions(one), indices), given, table)

@@ -180,6 +180,17 @@ def name_all(axes: Axes, code: Code, leaves: Sequence[Leaf]) -> None:
     _Names(axes, leaves).give(code)
 
 
+# What says of a variable that it is one, not which.
+_PLAIN = ("kernel", "weight", "bias", "scale", "value", "array", "embedding", "w", "b")
+
+
+def _word(path: str) -> str:
+    """What to call an axis after: the last part of a path that says something."""
+    parts = [re.sub(r"\W", "_", part) for part in path.split(".")]
+    telling = [part for part in parts if part.isidentifier()]
+    return next((part for part in reversed(telling) if part not in _PLAIN), telling[-1] if telling else "argument")
+
+
 class _Names:
     def __init__(self, axes: Axes, leaves: Sequence[Leaf]) -> None:
         self.axes, self.leaves = axes, leaves
@@ -199,8 +210,7 @@ class _Names:
             if d.name is not None:
                 self._spread(d)
         for leaf in self.leaves:
-            word = re.sub(r"\W", "_", leaf.path.rpartition(".")[2]) or "argument"
-            word = word if word.isidentifier() else f"{re.sub(chr(92) + 'W', '_', leaf.path)}"
+            word = _word(leaf.path)
             for n, axis in enumerate(leaf.var.axes):
                 dims = self.axes.dims(axis)
                 for m, d in enumerate(dims):
@@ -216,7 +226,7 @@ class _Names:
         if d.name is not None:
             return
         if not shared:
-            name = self._free(name if name.isidentifier() else f"axis_{name}")
+            name = self._free(name)
         d.name = name
         self.taken.add(name)
         self.axes.named.setdefault(name, []).append(d)

@@ -65,12 +65,9 @@ def same_axes(axes: Axes, step: Step) -> None:
     for out in step.outs:
         operands = [x for x in step.ins if len(x.shape) == len(out.shape) and x.axes]
         operands.sort(key=lambda x: not x.data)  # those that depend on data say what the axes are
-        made = []
-        for n, size in enumerate(out.shape):
-            along = [x.axes[n] for x in operands if x.shape[n] == size]
-            made.append(along[0] if along else axes.new(size))
-        give(axes, out, made)
+        whole = next((x for x in operands if x.shape == out.shape), None)
+        give(axes, out, [axes.new(n) for n in out.shape] if whole is None else whole.axes)
         for x in operands:
             for a, b in zip(x.axes, out.axes, strict=True):
                 if a.size == b.size:
-                    axes.tie(a, b)
+                    axes.tie(b, a)

@@ -69,8 +69,8 @@ class Tracing:
             x.const = np.asarray(array.reshape(-1)[0])
         else:
             x.const = array
-            x.axes = [self.axes.new(n) for n in x.shape]
-            self.axes.hold(x.space, x.axes)
+        x.axes = [self.axes.new(n) for n in x.shape]
+        self.axes.hold(x.space, x.axes)
 
     # ------------------------------------------------------------ code
 

@@ -25,6 +25,7 @@ from meshlib.ops.index import range as positions
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose
 from meshlib.ops.sources import constant
 from meshlib.ops.state import identity
+from meshlib.ops.window import slice
 from meshlib.origin import written_at
 
 
@@ -152,6 +153,12 @@ class Writer:
             return t
         rest = [d for d in t.shape if d not in dims]
         return reshape(broadcast(t, [*rest, *dims]), [*rest, one])
+
+    def element(self, t: Tensor, axis: Axis, index: int) -> Tensor:
+        """Without an axis, at one index of it."""
+        one = self.whole_dim(axis)
+        cut = slice(self.merge(t, axis), index, 1, one.name)
+        return reshape(cut, [d for d in cut.shape if d.name != one.name])
 
     def rename_apart(self, x: Var, axes: Sequence[Axis], at: int, name: str) -> Tensor:
         """The value under other axes' dims, but with axis `at` as one dim of this name, if it is not 1 long."""
