@@ -133,6 +133,57 @@ def _precision(step: Step) -> str:
 rule("dot_general", axes=_dot_axes, write=_dot)
 
 
+# ---------------------------------------------------------------- convolutions of patches
+
+
+def _patches_fault(step: Step) -> str | None:
+    """Windows that do not overlap and fill their input are a product; others are not there yet."""
+    p, x, kernel = step.params, *step.ins
+    space, of_kernel = p["dimension_numbers"].lhs_spec[2:], p["dimension_numbers"].rhs_spec[2:]
+    sizes = [kernel.shape[n] for n in of_kernel]
+    plain = p["feature_group_count"] == p["batch_group_count"] == 1
+    plain = plain and {*p["lhs_dilation"], *p["rhs_dilation"]} <= {1} and not any(a or b for a, b in p["padding"])
+    plain = plain and [*p["window_strides"]] == sizes
+    plain = plain and not any(x.shape[n] % size for n, size in zip(space, sizes, strict=True))
+    return None if plain else "a convolution whose windows overlap; only patches, and windows of 1, are there"
+
+
+def _patches_axes(axes: Axes, step: Step) -> None:
+    x, kernel = step.ins
+    (out,) = step.outs
+    numbers = step.params["dimension_numbers"]
+    batch, features, *space = numbers.lhs_spec
+    into, channels, *of_kernel = numbers.rhs_spec
+    places = [axes.new(out.shape[n]) for n in numbers.out_spec[2:]]
+    inside = [axes.new(kernel.shape[n]) for n in of_kernel]
+    rows, made, summed = axes.new(x.shape[batch]), axes.new(kernel.shape[into]), axes.new(x.shape[features])
+    axes.hold(axes.space(), [*places, *inside, rows, made, summed])
+    axes.tie(rows, x.axes[batch])
+    axes.tie(summed, x.axes[features])
+    for n, place, within in zip(space, places, inside, strict=True):
+        axes.tie_runs([place, within], [x.axes[n]])
+    for n, label in ((into, made), (channels, summed), *zip(of_kernel, inside, strict=True)):
+        axes.tie(label, kernel.axes[n])
+    found = dict(zip(numbers.out_spec, [rows, made, *places], strict=True))
+    give(axes, out, [found[n] for n in range(len(out.shape))])
+    step.labels = [summed, *inside]
+
+
+def _patches(w: Writer, step: Step) -> Tensor:
+    x, kernel = step.ins
+    (out,) = step.outs
+    numbers, (summed, *inside) = step.params["dimension_numbers"], step.labels
+    rows, made, *places = (out.axes[n] for n in numbers.out_spec)
+    of_x = dict(zip(numbers.lhs_spec, [[rows], [summed], *map(list, zip(places, inside, strict=True))], strict=True))
+    of_kernel = dict(zip(numbers.rhs_spec, [made, summed, *inside], strict=True))
+    a = w.rename(w.tensor(x), w.axes.flat(x.axes), w.axes.flat(d for n in range(len(x.shape)) for d in of_x[n]))
+    b = w.under(kernel, [of_kernel[n] for n in range(len(kernel.shape))])
+    return einsum([a, b], w.shape(out.axes), precision=_precision(step))
+
+
+rule("conv_general_dilated", axes=_patches_axes, write=_patches, fault=_patches_fault)
+
+
 def mark_scores(code: Code) -> None:
     """Tell products of which a maximum is taken over one axis, element-wise steps later, which axis that is."""
     marks: dict[Var, int] = {}

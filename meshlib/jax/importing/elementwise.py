@@ -184,7 +184,9 @@ def _sign(x: Operand) -> Operand:
 
 
 def _abs(x: Operand) -> Operand:
-    return abs(x) if isinstance(x, Tensor) or x >= 0 else -x
+    if isinstance(x, Tensor):
+        return abs(x)
+    return x if x >= 0 else -x
 
 
 def _pow(x: Operand, y: Operand) -> Operand:

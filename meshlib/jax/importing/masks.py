@@ -53,7 +53,13 @@ def condition_of(x: Operand, y: Operand, holds: Callable[[Any, Any], Any]) -> Te
     yes, no = bool(holds(if_true, y)), bool(holds(if_false, y))
     if yes == no:
         return None
-    return flags if yes else logical_not(flags)
+    return flags if yes else negated(flags)
+
+
+def negated(flags: Tensor) -> Tensor:
+    """not flags."""
+    op = op_of(flags)
+    return op.inputs[0] if op.kind.name == "logical_not" else logical_not(flags)
 
 
 def hot(x: Tensor, dtype: str) -> Tensor | None:

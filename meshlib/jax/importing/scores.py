@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from layouts import Dimension, Shape
 from meshlib.graph import Tensor
-from meshlib.jax.importing.masks import lowest, number_of, op_of, seen_by
+from meshlib.jax.importing.masks import lowest, negated, number_of, op_of, seen_by
 from meshlib.ops.attention import attention
-from meshlib.ops.elementwise import cast, logical_and, logical_not
+from meshlib.ops.elementwise import cast, logical_and, not_equal
 from meshlib.ops.shape import broadcast, reshape
 
 _SAME = ("identity", "broadcast", "transpose", "stop_gradient")
@@ -128,7 +128,7 @@ def _product(x: Tensor, memory: Dimension, found: _Found) -> tuple[Tensor, Tenso
             found.flags.append(op.inputs[0])
             x = op.inputs[1]
         elif name == "where" and lowest(numbers[1]):
-            found.flags.append(logical_not(op.inputs[0]))
+            found.flags.append(negated(op.inputs[0]))
             x = op.inputs[2]
         elif name == "add" and (hidden := _hiding(op.inputs)) is not None:
             x, flag = hidden
@@ -148,14 +148,15 @@ def _hiding(sides: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
             if numbers[0] == 0 and lowest(numbers[1]):
                 return x, flag
             if numbers[1] == 0 and lowest(numbers[0]):
-                return x, logical_not(flag)
-        if op.kind.name == "multiply":  # (1 - flags) * -1e9
+                return x, negated(flag)
+        if op.kind.name == "multiply":  # (1 - flags) * -1e9, of flags that may be kept as integers
             for side, factor in (op.inputs, op.inputs[::-1]):
                 less = op_of(_bare(side))
                 if lowest(number_of(factor)) and less.kind.name == "subtract" and number_of(less.inputs[0]) == 1:
-                    flags = op_of(_bare(less.inputs[1]))
-                    if flags.kind.name == "cast" and flags.inputs[0].dtype.name == "bool":
-                        return x, flags.inputs[0]
+                    flags = op_of(less.inputs[1])
+                    if flags.kind.name == "cast" and not flags.inputs[0].dtype.is_float:
+                        seen = flags.inputs[0]
+                        return x, seen if seen.dtype.name == "bool" else not_equal(seen, 0)
     return None
 
 
@@ -197,13 +198,13 @@ def _written(
     if op.kind.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize < v.dtype.itemsize:
         v = op.inputs[0]
     of_values = [d for d in v.shape if d not in k.shape]
-    if not of_values:  # keys and values under one name
-        return None
+    if not of_values:  # as the elements of keys
+        of_values = contracted if all(d in v.shape for d in contracted) else []
     lengths = [d for d in q.shape if d not in k.shape]
     flags = [f for f in found.flags if {*f.shape.names} <= {*q.shape.names, *k.shape.names}]
-    if not contracted or not lengths or len(flags) != len(found.flags) or not math.isfinite(found.scale):
+    if not contracted or not of_values or not lengths or len(flags) != len(found.flags) or not math.isfinite(found.scale):
         return None
-    if any(d in q.shape for d in of_values):
+    if of_values is not contracted and any(d in q.shape for d in of_values):
         return None
     batch = [d for d in k.shape if d not in contracted and d != memory]
     if any(d not in q.shape for d in batch):

@@ -15,12 +15,13 @@ from meshlib.jax.importing.code import DTYPES, Array, Step
 from meshlib.jax.importing.table import fresh, give, rule, same_axes
 from meshlib.jax.importing.writing import Writer
 from meshlib.ops.cumulative import cumprod, cumsum
-from meshlib.ops.elementwise import cast, multiply, negative, pow
+from meshlib.ops.elementwise import cast, exp, log, multiply, negative, pow
 from meshlib.ops.index import gather
 from meshlib.ops.index import range as positions
 from meshlib.ops.ranking import argmax, argsort, top_k
 from meshlib.ops.reduce import reduce_all, reduce_any, reduce_max, reduce_min, reduce_sum
 from meshlib.ops.shape import rename_dimension
+from meshlib.ops.state import stop_gradient
 from meshlib.ops.window import slice
 
 # ---------------------------------------------------------------- the same value
@@ -186,6 +187,14 @@ def _running(function: Any) -> Any:
 
 rule("cumsum", axes=same_axes, write=_running(cumsum))
 rule("cumprod", axes=same_axes, write=_running(cumprod))
+
+
+def _log_of_sums(t: Tensor, dim: Dimension, reverse: bool) -> Tensor:
+    peak = stop_gradient(reduce_max(t, reduced_dim=dim))
+    return log(cumsum(exp(t - peak), dim, reverse=reverse)) + peak
+
+
+rule("cumlogsumexp", axes=same_axes, write=_running(_log_of_sums))
 
 
 def _reverse(w: Writer, step: Step) -> Tensor:

@@ -30,7 +30,8 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "jaxpr",
-    "run_state": "jaxpr",
+    "composite": "jaxpr",
+    "remat_call": "call_jaxpr",
 }
 _WORD = re.compile(r"[\w.\-]+")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
@@ -118,7 +119,10 @@ class Tracing:
     ) -> list[Var]:
         outs = [self.var(v.aval, any(x.data for x in ins)) for v in eqn.outvars]
         step = Step(kind, ins, outs, {**eqn.params, **params}, place, bodies)
-        if self._folded(step):
+        for out in outs:
+            if 0 in out.shape and not out.key:
+                self.set_known(out, np.zeros(out.shape, numpy_type(out.dtype)))
+        if self._folded(step) or all(0 in out.shape for out in outs):
             return outs
         for out in outs:
             out.maker = step

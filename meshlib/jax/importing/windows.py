@@ -184,45 +184,57 @@ def _pad_axes(axes: Axes, step: Step) -> None:
 
 
 def _pad_fault(step: Step) -> str | None:
-    if any(inside for _, _, inside in _pads(step)):
-        return "between elements"
     return None if step.ins[1].number is not None else "with a value that is computed"
 
 
 def _pad(w: Writer, step: Step) -> Tensor:
     x, out = step.ins[0], step.outs[0]
-    t = w.tensor(x)
-    for n, (before, after, _) in enumerate(_pads(step)):
-        if before or after:
+    t, value = w.tensor(x), step.ins[1].number.item()
+    for n, pads in enumerate(_pads(step)):
+        if any(pads):
             t, old = w.merge(t, x.axes[n]), w.whole_dim(x.axes[n])
-            begin, end = max(0, -before), x.shape[n] - max(0, -after)
-            t = slice(t, begin, end - begin, old.name)
-            t = pad(t, [max(0, before), max(0, after)], old.name, step.ins[1].number.item())
+            t = _padded(t, old, pads, value)
             new = w.whole_dim(out.axes[n])
             t = w.apart(renamed(t, {old.name: new.name}) if old.name != new.name else t, out.axes[n])
     return t
 
 
-def _pad_fold(step: Step, x: Array, value: Array) -> Array:
-    return np.pad(x, [(a, b) for a, b, _ in _pads(step)], constant_values=value)
+def _padded(t: Tensor, d: Dimension, pads: tuple[int, int, int], value: float) -> Tensor:
+    """`t` with elements added between those along a dim, then at its ends, or cut off there."""
+    before, after, between = pads
+    size = d.size
+    if between:
+        rest = [e for e in t.shape if e != d]
+        apart = Dimension(f"{d.name}_apart", between + 1)
+        t = broadcast(t, [*rest, d])
+        t = pad(reshape(t, [*rest, d, Dimension(apart.name, 1)]), [0, between], apart.name, value)
+        size = (d.size - 1) * (between + 1) + 1
+        t = slice(reshape(t, [*rest, Dimension(d.name, d.size * apart.size)]), 0, size, d.name)
+    begin, end = max(0, -before), size - max(0, -after)
+    return pad(slice(t, begin, end - begin, d.name), [max(0, before), max(0, after)], d.name, value)
 
 
-rule("pad", axes=_pad_axes, write=_pad, fault=_pad_fault, fold=_pad_fold)
+rule("pad", axes=_pad_axes, write=_pad, fault=_pad_fault)
 
 
 # ---------------------------------------------------------------- concatenation
 
 
+def _joined(step: Step) -> list[Var]:
+    """The operands that have elements."""
+    return [x for x in step.ins if 0 not in x.shape]
+
+
 def _concat_axes(axes: Axes, step: Step) -> None:
     out, at = step.outs[0], int(step.params["dimension"])
-    base = max(step.ins, key=lambda x: x.data)
+    base = max(_joined(step), key=lambda x: x.data)
     joined = axes.new(out.shape[at])
     give(axes, out, [joined if n == at else a for n, a in enumerate(base.axes)])
-    for x in step.ins:
+    for x in _joined(step):
         for n, a in enumerate(x.axes):
             if n != at:
                 axes.tie(a, out.axes[n])
-    axes.kin += [(joined, x.axes[at]) for x in step.ins if x.shape[at] > 1]
+    axes.kin += [(joined, x.axes[at]) for x in _joined(step) if x.shape[at] > 1]
     # Halves that a step by element has turned come back to the axis they were cut from.
     whole = _cut_from(base, at)
     if whole is not None and whole.size == joined.size:
@@ -247,17 +259,17 @@ def _concat(w: Writer, step: Step) -> Tensor:
     out, at = step.outs[0], int(step.params["dimension"])
     one = w.whole_dim(out.axes[at])
     others = [a for n, a in enumerate(out.axes) if n != at]
-    parts = []
-    for x in step.ins:
+    parts, joined = [], _joined(step)
+    for x in joined:
         # Along the joined axis each keeps its own dims; elsewhere it takes those of the result.
         target = [a if n == at else b for n, (a, b) in enumerate(zip(x.axes, out.axes, strict=True))]
         t = w.rename_apart(x, target, at, one.name)
         parts.append(t)
     held = [d for d in w.shape(others) if any(d in t.shape for t in parts)]
-    if all(x.shape[at] == 1 for x in step.ins):
+    if all(x.shape[at] == 1 for x in joined):
         parts = [transpose(broadcast(_dropped(t, one.name) if one.name in t.shape else t, held), held) for t in parts]
         return w.apart(stack(parts, one.name), out.axes[at])
-    parts = [broadcast(t, [*held, Dimension(one.name, x.shape[at])]) for t, x in zip(parts, step.ins, strict=True)]
+    parts = [broadcast(t, [*held, Dimension(one.name, x.shape[at])]) for t, x in zip(parts, joined, strict=True)]
     return w.apart(concat(parts, one.name), out.axes[at])
 
 
@@ -267,6 +279,57 @@ rule(
     write=_concat,
     fold=lambda step, *xs: np.concatenate(xs, int(step.params["dimension"])),
 )
+
+
+def _stack_axes(axes: Axes, step: Step) -> None:
+    out, at = step.outs[0], int(step.params["axis"])
+    base = max(step.ins, key=lambda x: x.data)
+    give(axes, out, [*base.axes[:at], axes.new(len(step.ins)), *base.axes[at:]])
+    for x in step.ins:
+        for a, b in zip(x.axes, [*out.axes[:at], *out.axes[at + 1 :]], strict=True):
+            axes.tie(b, a)
+
+
+def _stack(w: Writer, step: Step) -> Tensor:
+    out, at = step.outs[0], int(step.params["axis"])
+    others = [a for n, a in enumerate(out.axes) if n != at]
+    parts = [w.under(x, others) if x.number is None else w.tensor(x) for x in step.ins]
+    held = [d for d in w.shape(others) if any(d in t.shape for t in parts)]
+    if len(parts) == 1:
+        return parts[0]
+    return w.apart(stack([broadcast(t, held) for t in parts], w.whole_dim(out.axes[at]).name), out.axes[at])
+
+
+rule("stack", axes=_stack_axes, write=_stack)
+
+
+def _unstack_axes(axes: Axes, step: Step) -> None:
+    at = int(step.params["axis"])
+    for out in step.outs:
+        give(axes, out, [a for n, a in enumerate(step.ins[0].axes) if n != at])
+
+
+def _unstack(w: Writer, step: Step) -> list[Tensor | None]:
+    x = step.ins[0]
+    axis = x.axes[int(step.params["axis"])]
+    t = w.tensor(x)
+    if not any(d in t.shape for d in w.shape([axis])):
+        return [t] * len(step.outs)
+    return [w.element(t, axis, n) for n in range(len(step.outs))]
+
+
+rule("unstack", axes=_unstack_axes, write=_unstack)
+
+
+def _tile_axes(axes: Axes, step: Step) -> None:
+    x, out = step.ins[0], step.outs[0]
+    made = []
+    for a, count in zip(x.axes, map(int, step.params["reps"]), strict=True):
+        made.append(a if count == 1 else Axis(count * a.size, parts=(axes.new(count), a)))
+    give(axes, out, made)
+
+
+rule("tile", axes=_tile_axes, write=lambda w, step: w.tensor(step.ins[0]))
 
 
 # ---------------------------------------------------------------- runs that begin where the program says
