@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import meshlib as mtf
+from meshlib.jax.importing.leaves import is_array, leaves_of
 
 
 def compared(
@@ -23,14 +24,30 @@ def compared(
     import jax
 
     graph = mtf.from_jax(fn, *args, names=names)
-    wanted = [np.asarray(x) for x in jax.tree_util.tree_leaves(fn(*args))]
+    arrays, rest = _parted(args)
+    floats = [np.asarray(x).dtype.kind not in "iub" for x in arrays]
+
+    def of(moving: list[Any]) -> tuple[Any, Any]:
+        given = iter(moving)
+        result = fn(*_joined([next(given) if f else x for x, f in zip(arrays, floats, strict=True)], rest))
+        return first(result), result
+
+    moving = [x for x, f in zip(arrays, floats, strict=True) if f]
+    function = jax.value_and_grad(of, has_aux=True) if gradients else lambda xs: (of(xs), ())
+    # Little is computed, so that optimising the code would take longest.
+    (_, result), slope = jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})(moving)
+    wanted = [np.asarray(x) for x in jax.tree_util.tree_leaves(result)]
     outputs = dict(graph.outputs)
     variables = [op for op in graph.variables.values() if op.attrs["trainable"]] if gradients else []
+    slopes: dict[str, Any] = {}
     if variables:
         with graph:
             made = mtf.gradients([graph.loss], [v.output for v in variables])
         outputs |= {f"gradient of {v.name}": dy for v, dy in zip(variables, made, strict=True) if dy is not None}
-        slopes = by_path(jax.grad(lambda *a: first(fn(*a)), allow_int=True)(*args), graph, args)
+        sloped = iter(slope)
+        placed = _joined([next(sloped) if f else x for x, f in zip(arrays, floats, strict=True)], rest)
+        slopes = {n: np.asarray(x) for n, x in leaves_of(graph._parameters, placed) if n in graph.variables}
+    steepest = max((float(np.abs(x).max(initial=0)) for x in slopes.values()), default=0.0)
     for mesh, layout in layouts:
         program = mtf.lower(outputs, mesh=mesh, layout=layout, precision="highest")
         found = mtf.simulate(program).step(**graph.feeds(*args))
@@ -38,7 +55,6 @@ def compared(
             (have,) = graph.to_jax({name: found[name]}).values()
             scale = max(1e-3, float(np.abs(want[np.isfinite(want)]).max(initial=0)))
             np.testing.assert_allclose(have, want, rtol=loss_close, atol=loss_close * scale, err_msg=f"{name} {layout}")
-        steepest = max((float(np.abs(x).max(initial=0)) for x in slopes.values()), default=0.0) if variables else 0.0
         for v in variables:
             want = slopes[v.name]
             have = found.get(f"gradient of {v.name}")
@@ -58,8 +74,17 @@ def first(result: Any) -> Any:
     return jax.tree_util.tree_leaves(result)[0]
 
 
-def by_path(tree: Any, graph: Any, args: Sequence[Any]) -> dict[str, Any]:
-    """Gradients for the first argument by the names of variables."""
-    from meshlib.jax.importing.leaves import leaves_of
+def _parted(args: Any) -> tuple[list[Any], tuple[Any, list[Any]]]:
+    """The arrays among arguments, and the rest."""
+    import jax
 
-    return {name: np.asarray(x) for name, x in leaves_of(graph._parameters[:1], [tree])}
+    leaves, tree = jax.tree_util.tree_flatten(args)
+    return [x for x in leaves if is_array(x)], (tree, [None if is_array(x) else (x,) for x in leaves])
+
+
+def _joined(arrays: Sequence[Any], rest: tuple[Any, list[Any]]) -> Any:
+    import jax
+
+    tree, others = rest
+    given = iter(arrays)
+    return jax.tree_util.tree_unflatten(tree, [next(given) if x is None else x[0] for x in others])

@@ -22,7 +22,7 @@ from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, NotImported, Place, Var, prune
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, ImportedGraph
-from meshlib.jax.importing.leaves import concrete, is_array, leaves_of, parameter_names
+from meshlib.jax.importing.leaves import concrete, is_array, leaves_of, named_leaves, parameter_names
 from meshlib.jax.importing.naming import WHAT, Leaf, call_first, call_products, name_all, parsed
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
@@ -45,7 +45,8 @@ def from_jax(
         custom derivatives (of which the forward is taken), and libraries that come to that.
       args: arrays, or `jax.ShapeDtypeStruct`s, in trees as `fn` takes them. What is no array in them (numbers, flags,
         functions, None) is passed on as it is.
-      names: names of axes, for those that layouts speak of: {"params.layers.wq": "layers d_model heads head_dim"}. Keys
+      names: names of axes, for those that layouts speak of: {"params.layers.wq": "layers d_model heads head_dim"}, beside
+        those that arrays bear themselves (Haliax, Flax's boxes of logical names). Keys
         are paths: the name of the argument, then keys, attributes or indices; "*" stands for anything. Values have a
         name for each axis, "_" for none, "(heads head_dim)" for an axis that the function splits. The rest gets names,
         see `meshlib.jax.importing.naming`.
@@ -117,12 +118,13 @@ def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: 
     """The arrays among the arguments, each with axes of its own."""
     made = []
     for n, (name, arg) in enumerate(zip(own, args, strict=True)):
-        for path, leaf in leaves_of([name], [arg]):
+        for path, leaf, known in named_leaves([name], [arg]):
             var = tracing.var(leaf)
             if not var.key:
                 var.axes = [tracing.axes.new(size) for size in var.shape]
                 tracing.axes.hold(var.space, var.axes)
-            made.append(Leaf(path.replace("/", "."), var, n in numbers))
+            tokens = None if known is None else [None if word == "_" else ((word, None),) for word in known]
+            made.append(Leaf(path.replace("/", "."), var, n in numbers, tokens))
     return made
 
 

@@ -26,15 +26,35 @@ def parameter_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 def leaves_of(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Every array among arguments, with the name of its variable or input, as in "params/layers/wq"."""
+    yield from ((path, leaf) for path, leaf, _ in named_leaves(names, args))
+
+
+def named_leaves(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...] | None]]:
+    """As `leaves_of`, with the names that an array's axes have already: of Haliax, or in a box of Flax."""
     import jax
 
+    flatten = jax.tree_util.tree_flatten_with_path
     for name, arg in zip(names, args, strict=True):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
-            if is_array(leaf):
-                yield "/".join((name, *_words(path))), leaf
+        for path, held in flatten(arg, is_leaf=lambda x: _axis_names(x) is not None)[0]:
+            for inner, leaf in flatten(held)[0]:
+                if is_array(leaf):
+                    own = _axis_names(held)
+                    fits = own is not None and len(own) == len(leaf.shape)
+                    yield "/".join((name, *words((*path, *inner)))), leaf, own if fits else None
 
 
-def _words(path: Sequence[Any]) -> Iterator[str]:
+def _axis_names(x: Any) -> tuple[str, ...] | None:
+    """The names of axes that a holder of one array has; "_" for those without."""
+    if hasattr(x, "axes") and hasattr(x, "array") and isinstance(x.axes, tuple):
+        found = [getattr(a, "name", None) for a in x.axes]
+    elif isinstance(getattr(x, "names", None), tuple) and hasattr(x, "value") and hasattr(x, "unbox"):
+        found = list(x.names)
+    else:
+        return None
+    return tuple(n if isinstance(n, str) and n.isidentifier() else "_" for n in found)
+
+
+def words(path: Sequence[Any]) -> Iterator[str]:
     for key in path:
         word = next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key)
         text = "_".join(str(word).split()).strip(".")

@@ -32,7 +32,7 @@ def rules_of(
 def _leaves(name: str, tree: Specs) -> list[tuple[str, tuple[Any, ...]]]:
     import jax
 
-    from meshlib.jax.importing.leaves import _words
+    from meshlib.jax.importing.leaves import words
 
     def is_spec(x: object) -> bool:
         return isinstance(x, jax.sharding.PartitionSpec) or hasattr(x, "spec")
@@ -41,7 +41,7 @@ def _leaves(name: str, tree: Specs) -> list[tuple[str, tuple[Any, ...]]]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]:
         if not is_spec(leaf):
             raise LayoutError(f"layout: expected a PartitionSpec or a NamedSharding, got {leaf!r:.80}")
-        made.append(("/".join((name, *_words(path))), tuple(getattr(leaf, "spec", leaf))))
+        made.append(("/".join((name, *words(path))), tuple(getattr(leaf, "spec", leaf))))
     return made
 
 
