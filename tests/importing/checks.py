@@ -35,7 +35,8 @@ def compared(
     moving = [x for x, f in zip(arrays, floats, strict=True) if f]
     function = jax.value_and_grad(of, has_aux=True) if gradients else lambda xs: (of(xs), ())
     # Little is computed, so that optimising the code would take longest.
-    (_, result), slope = jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})(moving)
+    compiled = jax.jit(function).lower(moving).compile(compiler_options={"xla_backend_optimization_level": 0})
+    (_, result), slope = compiled(moving)
     wanted = [np.asarray(x) for x in jax.tree_util.tree_leaves(result)]
     outputs = dict(graph.outputs)
     variables = [op for op in graph.variables.values() if op.attrs["trainable"]] if gradients else []

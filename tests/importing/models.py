@@ -279,8 +279,10 @@ def plain_vit():
     }  # fmt: skip
     params = {"conv": weights(4, 4, 3, d), "cls": weights(1, 1, d), "pos": weights(1, 10, d), "head": weights(d, 10)}
     names = {
-        "img": "batch _ _ _", "params.blocks.w1": "layers d_model d_ff", "params.blocks.q": "layers d_model (heads head_dim)",
-    }  # fmt: skip
+        "img": "batch _ _ _",
+        "params.blocks.w1": "layers d_model d_ff",
+        "params.blocks.q": "layers d_model (heads head_dim)",
+    }
     layouts = [
         ("data:2;model:2", "batch:data;d_ff:model;heads:model"),
         ("fsdp:4", "batch:fsdp;d_model:fsdp?"),

@@ -41,15 +41,15 @@ def from_jax(
     """A JAX function as a graph, from which on everything of the library works: layouts, reasons, estimates.
 
     Args:
-      fn: a function of arrays and trees of them; its forward pass, as of a loss. It may use jit, scan, checkpoint, vmap,
-        custom derivatives (of which the forward is taken), and libraries that come to that.
-      args: arrays, or `jax.ShapeDtypeStruct`s, in trees as `fn` takes them. What is no array in them (numbers, flags,
-        functions, None) is passed on as it is.
-      names: names of axes, for those that layouts speak of: {"params.layers.wq": "layers d_model heads head_dim"}, beside
-        those that arrays bear themselves (Haliax, Flax's boxes of logical names). Keys
-        are paths: the name of the argument, then keys, attributes or indices; "*" stands for anything. Values have a
-        name for each axis, "_" for none, "(heads head_dim)" for an axis that the function splits. The rest gets names,
-        see `meshlib.jax.importing.naming`.
+      fn: a function of arrays and trees of them; its forward pass, as of a loss. It may use jit, scan, checkpoint,
+        vmap, custom derivatives (of which the forward is taken), and libraries that come to that.
+      args: arrays, or `jax.ShapeDtypeStruct`s, in trees as `fn` takes them. What is no array in them (numbers,
+        flags, functions, None) is passed on as it is.
+      names: names of axes, for those that layouts speak of, beside those that arrays bear themselves (Haliax, Flax's
+        boxes of logical names): {"params.layers.wq": "layers d_model heads head_dim"}. Keys are paths: the name of the
+        argument, then keys, attributes or indices; "*" stands for anything. Values have a name for each axis, "_" for
+        none, "(heads head_dim)" for an axis that the function splits. The rest gets names, see
+        `meshlib.jax.importing.naming`.
       argnums: which arguments hold variables, as of `jax.grad`; the others are inputs. Variables begin with the values
         given, if any; float ones are trainable.
     Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
@@ -156,6 +156,9 @@ def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str]) -> None:
         raise NotImported("\n  ".join([f"{at(WHAT)}: there is no counterpart of", *lines]))
 
 
+_INSTEAD = {"float16": "; use bfloat16 or float32", "uint32": "; use int32"}
+
+
 def _faults(step: Any) -> list[str]:
     where = f"{step.kind.removeprefix('jit:')} ({step.place.line})"
     rule = RULES.get(step.kind)
@@ -167,8 +170,7 @@ def _faults(step: Any) -> list[str]:
     strange = {x.dtype for x in step.outs if not x.key and x.dtype not in DTYPES}
     if not step.kind.startswith(("jit:_", "random", "scan", "checkpoint", "cond")):
         strange |= {x.dtype for x in step.ins if x.dtype not in DTYPES and x.const is None}
-    hint = {"float16": "; use bfloat16 or float32", "uint32": "; use int32"}
-    return found + [f"{where}: of dtype {dtype}{hint.get(dtype, '')}" for dtype in sorted(strange)]
+    return found + [f"{where}: of dtype {dtype}{_INSTEAD.get(dtype, '')}" for dtype in sorted(strange)]
 
 
 def _graph(

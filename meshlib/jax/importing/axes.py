@@ -101,7 +101,8 @@ class Axes:
     def split(self, axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:
         """Make a dim the product of new ones; the major one keeps the user's name."""
         root = self.find(axis)
-        assert not root.parts and prod(sizes) == root.size
+        assert not root.parts
+        assert prod(sizes) == root.size
         root.parts = tuple(Axis(n, holders=set(root.holders)) for n in sizes)
         if root.name is not None:
             major = next((p for p in root.parts if p.size > 1), root.parts[0])

@@ -84,8 +84,9 @@ def _dot(w: Writer, step: Step) -> Tensor:
     (out,) = step.outs
     batch, left = out.axes[: len(at.batch)], out.axes[len(at.batch) : len(at.batch) + len(at.left)]
     right, contracted = out.axes[len(at.batch) + len(at.left) :], step.labels
-    a, b = _operand(w, x, [a for a, _ in at.batch], at.left, [a for a, _ in at.contracted], batch, left, contracted), (
-        _operand(w, y, [b for _, b in at.batch], at.right, [b for _, b in at.contracted], batch, right, contracted)
+    a, b = (
+        _operand(w, x, [a for a, _ in at.batch], at.left, [a for a, _ in at.contracted], batch, left, contracted),
+        (_operand(w, y, [b for _, b in at.batch], at.right, [b for _, b in at.contracted], batch, right, contracted)),
     )
     summed = list(w.shape(contracted))
     if len(summed) == 1:
@@ -102,7 +103,10 @@ def _dot(w: Writer, step: Step) -> Tensor:
         made = einsum([a, b], held, precision=_precision(step))
     elif here:
         # one operand is the same along what is summed over
-        a, b = (reduce_sum(t, output_shape=[d for d in t.shape if d not in here or d in o.shape]) for t, o in ((a, b), (b, a)))
+        a, b = (
+            reduce_sum(t, output_shape=[d for d in t.shape if d not in here or d in o.shape])
+            for t, o in ((a, b), (b, a))
+        )
         both = [d for d in here if d in a.shape and d in b.shape]
         made = einsum([a, b], held, precision=_precision(step)) if both else multiply(a, b)
     else:

@@ -91,9 +91,7 @@ def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
         inner.tensors.update(zip((body.ins[n] for n in carried), held, strict=True))
         inner.tensors.update(zip((inside for inside, _ in stacked), slices, strict=False))
         inner.run(body)
-        ends = [
-            inner.full(inner.under(body.outs[n], body.ins[n].axes), body.ins[n].axes) for n in carried
-        ]
+        ends = [inner.full(inner.under(body.outs[n], body.ins[n].axes), body.ins[n].axes) for n in carried]
         return ends, [inner.tensor(body.outs[carries + n]) for n in kept]
 
     finals, stacks = make_loop(

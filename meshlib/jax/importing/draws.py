@@ -15,9 +15,7 @@ from meshlib.jax.importing.writing import Writer
 from meshlib.ops.elementwise import less
 from meshlib.ops.sources import random_normal, random_uniform
 
-KEYS = (
-    "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"
-)
+KEYS = "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"
 
 
 def _bounds(step: Step) -> tuple[Any, Any]:

@@ -101,7 +101,7 @@ def _power(x: Tensor, y: int) -> Tensor:
 
 
 def _round(w: Writer, step: Step) -> Tensor:
-    (x,) = w.operands(step)
+    x = w.operand_tensor(step, 0)
     if int(step.params["rounding_method"]) == 1:
         return round(x)
     return multiply(sign(x), floor(abs(x) + 0.5))
@@ -111,7 +111,8 @@ def _not(x: Tensor) -> Tensor:
     return logical_not(x) if x.dtype is BOOL else negative(x) - 1
 
 
-for _name, _function, _fold in (
+_Row = tuple[str, Function, Function | None]
+_UNARY: tuple[_Row, ...] = (
     ("neg", negative, np.negative),
     ("exp", exp, np.exp),
     ("exp2", lambda x: exp(x * math.log(2)), np.exp2),
@@ -138,14 +139,15 @@ for _name, _function, _fold in (
     ("not", _not, np.invert),
     ("is_finite", lambda x: equal(x - x, 0.0), np.isfinite),
     ("jit:relu", relu, None),
-):
-    _row(_name, _function, _fold)
+)
+for _row_of in _UNARY:
+    _row(*_row_of)
 
 rule("round", axes=same_axes, write=_round, fold=lambda step, x: np.rint(x), by_element=True)
 rule(
     "integer_pow",
     axes=same_axes,
-    write=lambda w, step: _power(w.operands(step)[0], int(step.params["y"])),
+    write=lambda w, step: _power(w.operand_tensor(step, 0), int(step.params["y"])),
     fold=lambda step, x: np.power(x, x.dtype.type(step.params["y"])),
     by_element=True,
 )
@@ -208,7 +210,8 @@ def _logic(function: Function, neutral: bool) -> Function:
         for a, b in ((x, y), (y, x)):
             if not isinstance(b, Tensor) and b is neutral:
                 return a
-        return function(*(v if isinstance(v, Tensor) else bool(v) for v in (x, y)))
+        made: Operand = function(*(v if isinstance(v, Tensor) else bool(v) for v in (x, y)))
+        return made
 
     return write
 
@@ -217,7 +220,7 @@ def _flags(step: Step) -> str | None:
     return None if all(x.dtype == "bool" for x in step.ins) else "of integers, bit by bit"
 
 
-for _name, _function, _fold in (
+_BINARY: tuple[_Row, ...] = (
     ("add add_any", _neutral(add, 0), np.add),
     ("sub", _neutral(subtract, 0, either=False), np.subtract),
     ("mul", _neutral(multiply, 1), np.multiply),
@@ -232,8 +235,9 @@ for _name, _function, _fold in (
     ("ge", _compared(greater_equal, np.greater_equal), np.greater_equal),
     ("eq", _compared(equal, np.equal), np.equal),
     ("ne", _compared(not_equal, np.not_equal), np.not_equal),
-):
-    _row(_name, _function, _fold)
+)
+for _row_of in _BINARY:
+    _row(*_row_of)
 _row("and", _logic(logical_and, True), np.bitwise_and, _flags)
 _row("or", _logic(logical_or, False), np.bitwise_or, _flags)
 _row("xor", _logic(logical_xor, False), np.bitwise_xor, _flags)

@@ -12,6 +12,7 @@ from layouts import LayoutRules, Shape
 from meshlib.checks import at
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Graph, Tensor
+from meshlib.jax.importing.leaves import leaves_of
 from meshlib.jax.importing.placement import Specs, rules_of
 
 Array = np.ndarray[Any, Any]
@@ -96,8 +97,6 @@ class ImportedGraph(Graph):
         return self._parameters[:count]
 
     def _arrays(self, args: tuple[Any, ...], variables: bool) -> dict[str, Array]:
-        from meshlib.jax.importing.leaves import leaves_of
-
         found = {}
         for name, value in leaves_of(self._names(len(args)), args):
             argument = self.arguments.get(name)

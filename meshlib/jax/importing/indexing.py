@@ -47,7 +47,11 @@ def _is_positions(x: Var, axis: int) -> bool:
         if x.const is not None:
             shape = [1] * len(x.shape)
             shape[axis] = x.shape[axis]
-            return bool(np.array_equal(x.elements, np.broadcast_to(np.arange(x.shape[axis]).reshape(shape), x.shape)))
+            return bool(
+                np.array_equal(
+                    np.broadcast_to(x.const, x.shape), np.broadcast_to(np.arange(x.shape[axis]).reshape(shape), x.shape)
+                )
+            )
         if step is None:
             return False
         if step.kind == "iota":
@@ -91,7 +95,9 @@ def _components(x: Var) -> list[tuple[Var, int]]:
     return [(x, n) for n in range(x.shape[-1])]
 
 
-def _lookup(table: Var, indices: Var, axes: Sequence[int], columns: Sequence[int], batch: dict[int, int]) -> _Lookup | str:
+def _lookup(
+    table: Var, indices: Var, axes: Sequence[int], columns: Sequence[int], batch: dict[int, int]
+) -> _Lookup | str:
     """How `axes` of a table are looked up in; a text if in a way that is not there."""
     sizes, parts, along, left = indices.shape[:-1], _components(indices), dict(batch), []
     for axis, column in zip(axes, columns, strict=True):
@@ -159,7 +165,9 @@ def _gather_axes(axes: Axes, step: Step) -> None:
     of_window = {n: kept.get(n, run if n == found.axis else axes.new(1)) for n in windows}
     rest, indexed = (of_window[n] for n in windows), iter(index_axes)
     give(axes, out, [next(rest) if n in offsets else next(indexed) for n in range(len(out.shape))])
-    table = [looked if n == found.axis else kept[n] if n in kept else index_axes[found.along[n]] for n in range(len(x.shape))]
+    table = [
+        looked if n == found.axis else kept[n] if n in kept else index_axes[found.along[n]] for n in range(len(x.shape))
+    ]
     step.labels = [run, *index_axes, *table]
 
 
@@ -204,9 +212,8 @@ def _looked_up(table: Tensor, indices: Tensor, one: Dimension) -> Tensor:
         return cast(_looked_up(op.inputs[0], indices, one), table.dtype)
     if op.kind.name == "negative":
         return negative(_looked_up(op.inputs[0], indices, one))
-    if op.kind.name == "subtract" and one in op.inputs[0].shape and one not in op.inputs[1].shape:
-        if {*op.inputs[1].shape} <= {*indices.shape}:
-            return subtract(_looked_up(op.inputs[0], indices, one), op.inputs[1])
+    if op.kind.name == "subtract" and one in op.inputs[0].shape and {*op.inputs[1].shape} <= {*indices.shape}:
+        return subtract(_looked_up(op.inputs[0], indices, one), op.inputs[1])
     return gather(table, indices, one)
 
 
@@ -228,8 +235,10 @@ def _of_scatter(step: Step) -> _Lookup | str:
     if any(updates.shape[a] != x.shape[n] for a, n in zip(windows, whole, strict=True)):
         return f"of parts, {list(updates.shape)} into {list(x.shape)}"
     found = _lookup(x, indices, axes, range(len(axes)), batch)
-    if step.kind == "scatter" and isinstance(found, _Lookup) and prod(found.sizes) != prod(
-        found.sizes[at] for at in found.along.values()
+    if (
+        step.kind == "scatter"
+        and isinstance(found, _Lookup)
+        and prod(found.sizes) != prod(found.sizes[at] for at in found.along.values())
     ):
         return "of several elements at once, which may meet"
     return found
@@ -281,9 +290,11 @@ def _scatter(w: Writer, step: Step) -> Tensor:
         made = where(equal(positions(one), indices), given, table)
     else:
         summed = [d for d in w.shape(index_axes) if d not in w.shape(target)]
-        given = broadcast(given, [d for d in w.shape(of_updates)])
+        given = broadcast(given, list(w.shape(of_updates)))
         shape = Shape([*(d for d in w.shape(target) if d in given.shape), one])
-        indices = broadcast(indices, Shape([*(d for d in indices.shape), *(d for d in summed if d not in indices.shape)]))
+        indices = broadcast(
+            indices, Shape([*(d for d in indices.shape), *(d for d in summed if d not in indices.shape)])
+        )
         made = add(table, scatter_add(given, indices, one, shape, out_of_range="zero"))
     made = w.apart(made, looked)
     return w.rename(made, w.axes.flat(target), w.axes.flat(out.axes))

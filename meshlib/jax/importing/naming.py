@@ -92,8 +92,8 @@ def _token(word: object, key: str) -> Token:
             if made:
                 return tuple(made)
     raise GraphError(
-        f"{at(WHAT)}: names: {word!r:.40} in {key!r} is no name of an axis: letters, digits and _; '(heads head_dim)' for "
-        "a product, '_' for none"
+        f"{at(WHAT)}: names: {word!r:.40} in {key!r} is no name of an axis: letters, digits and _; '(heads head_dim)' "
+        "for a product, '_' for none"
     )
 
 
@@ -159,8 +159,8 @@ def call_products(axes: Axes, waiting: Iterable[tuple[Leaf, Axis, tuple[Part, ..
         names = [name for name, _ in token]
         if len(dims) != len(names):
             raise GraphError(
-                f"{at(WHAT)}: names: {leaf.path}: an axis of {axis.size} is called ({' '.join(names)}), but the function "
-                f"takes it as {' x '.join(str(d.size) for d in dims)}; say sizes, as in ({names[0]}:{dims[0].size} ...)"
+                f"{at(WHAT)}: names: {leaf.path}: an axis of {axis.size} is called ({' '.join(names)}), but the "
+                f"function takes it as {' x '.join(str(d.size) for d in dims)}; say sizes, as in ({names[0]}:{dims[0].size} ...)"
             )
         for d, name in zip(dims, names, strict=True):
             if d.name is None:

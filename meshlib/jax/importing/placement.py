@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from layouts import LayoutRules
 from layouts.errors import LayoutError
 from layouts.readers import from_partition_specs
+from meshlib.jax.importing.leaves import words
 
 if TYPE_CHECKING:
     from meshlib.jax.importing.imported import Argument
@@ -25,14 +26,12 @@ def rules_of(
             below = [a for path, a in arguments.items() if path == prefix or path.startswith(f"{prefix}/")]
             for argument in below:
                 found[argument.name] = _of_dims(argument, spec)
-    dims = {name: arguments[name].shape.names for name in found}
-    return from_partition_specs(found, dims, scope)
+    dims: dict[str, Any] = {name: arguments[name].shape.names for name in found}
+    return from_partition_specs(dict[Any, Any](found), dims, scope)
 
 
 def _leaves(name: str, tree: Specs) -> list[tuple[str, tuple[Any, ...]]]:
     import jax
-
-    from meshlib.jax.importing.leaves import words
 
     def is_spec(x: object) -> bool:
         return isinstance(x, jax.sharding.PartitionSpec) or hasattr(x, "spec")
@@ -48,7 +47,9 @@ def _leaves(name: str, tree: Specs) -> list[tuple[str, tuple[Any, ...]]]:
 def _of_dims(argument: Argument, spec: tuple[Any, ...]) -> tuple[Any, ...]:
     """The entries of a spec for dims: of an axis that is a product, its axes go to the major dim."""
     if len(spec) > len(argument.axes):
-        raise LayoutError(f"layout: {spec} has {len(spec)} entries for the {len(argument.axes)} axes of {argument.name}")
+        raise LayoutError(
+            f"layout: {spec} has {len(spec)} entries for the {len(argument.axes)} axes of {argument.name}"
+        )
     made: list[Any] = []
     for n, dims in enumerate(argument.axes):
         entry = spec[n] if n < len(spec) else None

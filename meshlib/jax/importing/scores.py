@@ -103,7 +103,9 @@ def _unshifted(x: Tensor, memory: Dimension) -> Tensor:
     if op.kind.name == "subtract" and memory not in op.inputs[1].shape:
         peak = op_of(_bare(op.inputs[1]))
         while peak.kind.name in ("maximum", "where"):  # of rows that are hidden altogether
-            peak = op_of(_bare(next((y for y in peak.inputs if number_of(y) is None and y.dtype.is_float), peak.output)))
+            peak = op_of(
+                _bare(next((y for y in peak.inputs if number_of(y) is None and y.dtype.is_float), peak.output))
+            )
             if peak.kind.name not in ("maximum", "where", "reduce_max"):
                 break
         if peak.kind.name == "reduce_max":
@@ -202,7 +204,13 @@ def _written(
         of_values = contracted if all(d in v.shape for d in contracted) else []
     lengths = [d for d in q.shape if d not in k.shape]
     flags = [f for f in found.flags if {*f.shape.names} <= {*q.shape.names, *k.shape.names}]
-    if not contracted or not of_values or not lengths or len(flags) != len(found.flags) or not math.isfinite(found.scale):
+    if (
+        not contracted
+        or not of_values
+        or not lengths
+        or len(flags) != len(found.flags)
+        or not math.isfinite(found.scale)
+    ):
         return None
     if of_values is not contracted and any(d in q.shape for d in of_values):
         return None
@@ -211,7 +219,7 @@ def _written(
         return None
     length = _length(lengths, memory, flags)
     seen = seen_by(flags, length, memory)
-    dtype = next((t.dtype for t in (q, k, v) if t.dtype.itemsize == min(t.dtype.itemsize for t in (q, k, v))))
+    dtype = next(t.dtype for t in (q, k, v) if t.dtype.itemsize == min(t.dtype.itemsize for t in (q, k, v)))
     q, k, v = (cast(t, dtype) for t in (q, k, v))
     if len(v.shape) != len(batch) + 1 + len(of_values):
         v = broadcast(v, [*batch, memory, *of_values])

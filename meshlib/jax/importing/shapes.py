@@ -139,9 +139,9 @@ def _reducing(function: Any, fold: Any, times: Any = None) -> dict[str, Any]:
     def write(w: Writer, step: Step) -> Tensor:
         x = step.ins[0]
         t, gone = w.tensor(x), w.shape([x.axes[n] for n in _reduced(step)])
-        made = function(t, reduced_dim=[d for d in gone if d in t.shape])
+        made: Tensor = function(t, reduced_dim=[d for d in gone if d in t.shape])
         missing = prod(d.size for d in gone if d not in t.shape)
-        return made if times is None or missing == 1 else times(made, missing)
+        return made if times is None or missing == 1 else w.as_tensor(times(made, missing), step.outs[0])
 
     return {"axes": _reduce_axes, "write": write, "fold": lambda step, x: fold(x, axis=tuple(_reduced(step)))}
 
@@ -222,10 +222,7 @@ def _sort(w: Writer, step: Step) -> list[Tensor | None]:
     order = rename_dimension(argsort(_widest(tensors[0]), one), one.name, sorted_dim)
     made: list[Tensor | None] = []
     for t in tensors:
-        if t.operation.kind.name == "range":
-            found = order
-        else:
-            found = gather(t, order, one)
+        found = order if t.operation.kind.name == "range" else gather(t, order, one)
         found = rename_dimension(found, sorted_dim, one.name)
         made.append(w.apart(found, axes[at]))
     return made

@@ -25,7 +25,7 @@ class Rule:
     write    the results as tensors, whose dims are those of the results' axes, or fewer: along others they are the same
     fault    why a step can't be brought in, if it can't
     fold     its result where all operands are known; of numbers if `by_element`
-    by_element  whether each element depends on those at the same position, so that axes of operands are those of results
+    by_element  whether each element depends on those at the same position: axes of operands are those of results
     """
 
     axes: Callable[[Axes, Step], None]

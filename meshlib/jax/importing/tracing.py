@@ -140,12 +140,11 @@ class Tracing:
         (out,) = step.outs
         if out.key or not step.ins:
             return False
-        if all(x.number is not None for x in step.ins):
-            if rule.by_element or step.kind in _NUMBERS_STAY:
-                array = rule.fold(step, *(x.const for x in step.ins)) if rule.by_element else step.ins[0].const
-                assert array is not None
-                self.set_known(out, _typed(array, out))
-                return True
+        if all(x.number is not None for x in step.ins) and (rule.by_element or step.kind in _NUMBERS_STAY):
+            array = rule.fold(step, *(x.const for x in step.ins)) if rule.by_element else step.ins[0].const
+            assert array is not None
+            self.set_known(out, _typed(array, out))
+            return True
         if int(np.prod(out.shape)) * 4 > _FOLDED_BYTES or step.kind == "broadcast_in_dim":
             return False
         arrays = [x.elements for x in step.ins]
@@ -163,8 +162,7 @@ class Tracing:
 
     def _scan(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
         p = eqn.params
-        consts, carries = p["num_consts"], p["num_carry"]
-        closed = p["jaxpr"]
+        consts, closed = p["num_consts"], p["jaxpr"]
         own = [self.var(v.aval) for v in closed.jaxpr.invars[consts:]]
         body = self.body(closed, [*ins[:consts], *own], Place(place.line, ()))
         body.ins = own
@@ -193,7 +191,17 @@ class Tracing:
         return self._add("cond", eqn, [which], place, bodies)
 
 
-_NUMBERS_STAY = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "reduce_max", "reduce_min")
+_NUMBERS_STAY = (
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "slice",
+    "rev",
+    "reduce_max",
+    "reduce_min",
+)
 
 
 def _replace(body: Code, swap: Mapping[Var, Var]) -> None:

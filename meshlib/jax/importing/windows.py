@@ -11,7 +11,7 @@ import numpy as np
 from layouts import Dimension
 from meshlib.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import Array, Step, Var
+from meshlib.jax.importing.code import Step, Var
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import Writer, renamed
 from meshlib.ops.elementwise import cast, maximum, minimum
@@ -63,9 +63,7 @@ def _dropped(t: Tensor, name: str) -> Tensor:
 def _runs_of(step: Step) -> list[Run]:
     starts, limits = step.params["start_indices"], step.params["limit_indices"]
     strides = step.params["strides"] or [1] * len(starts)
-    return [
-        (int(a), -(-(int(b) - int(a)) // int(s)), int(s)) for a, b, s in zip(starts, limits, strides, strict=True)
-    ]
+    return [(int(a), -(-(int(b) - int(a)) // int(s)), int(s)) for a, b, s in zip(starts, limits, strides, strict=True)]
 
 
 def _slice_axes(axes: Axes, step: Step) -> None:
@@ -389,7 +387,9 @@ def _update(w: Writer, step: Step) -> Tensor:
     (at,) = cut
     one = w.whole_dim(out.axes[at])
     t = w.whole(x, out.axes, at)
-    p = w.rename_apart(part, [a if n == at else b for n, (a, b) in enumerate(zip(part.axes, out.axes, strict=True))], at, one.name)
+    p = w.rename_apart(
+        part, [a if n == at else b for n, (a, b) in enumerate(zip(part.axes, out.axes, strict=True))], at, one.name
+    )
     others = [d for d in w.shape([a for n, a in enumerate(out.axes) if n != at]) if d in t.shape or d in p.shape]
     t = broadcast(t, [*others, one])
     p = broadcast(p, [*others, Dimension(one.name, part.shape[at])])

@@ -78,7 +78,9 @@ class Writer:
     def whole_dim(self, axis: Axis) -> Dimension:
         """One dim for an axis, be it a product of several or none."""
         dims = self.axes.dims(axis)
-        return self.dim(dims[0]) if len(dims) == 1 else Dimension("_".join(d.name or "" for d in dims) or "one", axis.size)
+        return (
+            self.dim(dims[0]) if len(dims) == 1 else Dimension("_".join(d.name or "" for d in dims) or "one", axis.size)
+        )
 
     # ------------------------------------------------------------ values
 
@@ -115,6 +117,10 @@ class Writer:
         if x.number is not None:
             return _plain(x.number)
         return self.under(x, [a if a.size == 1 else b for a, b in zip(x.axes, axes, strict=False)])
+
+    def operand_tensor(self, step: Step, number: int) -> Tensor:
+        """One of `operands`, as a tensor."""
+        return self.as_tensor(self.operands(step)[number], step.ins[number])
 
     def under(self, x: Var, axes: Sequence[Axis]) -> Tensor:
         """The value under the dims of other axes; both hold as many elements in row-major order."""
@@ -173,7 +179,9 @@ class Writer:
         one = self.whole_dim(axis)
         if one not in t.shape:
             return t
-        return reshape(t, [e for d in t.shape for e in ([self.dim(a) for a in self.axes.dims(axis)] if d == one else [d])])
+        return reshape(
+            t, [e for d in t.shape for e in ([self.dim(a) for a in self.axes.dims(axis)] if d == one else [d])]
+        )
 
 
 def renamed(t: Tensor, names: Mapping[str, str]) -> Tensor:
