@@ -8,12 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from layouts import Dimension
+from layouts import Dimension, Shape
 from meshlib.dtypes import BOOL, INT32
 from meshlib.graph import Operation, Tensor
+from meshlib.jax.importing.code import Array
 from meshlib.jax.importing.table import Operand
-from meshlib.ops.elementwise import logical_not
+from meshlib.ops.elementwise import cast, greater_equal, logical_not
 from meshlib.ops.index import RANGE, one_hot
+from meshlib.ops.index import range as positions
+from meshlib.ops.sources import constant
+
+
+# Scores from here on down have no weight in a softmax with others: exp(-10000 + 9900) is 0 in float32.
+HIDING = -1e4
 
 
 def op_of(t: Tensor) -> Operation:
@@ -71,6 +78,20 @@ def hot(x: Tensor, dtype: str) -> Tensor | None:
         if op_of(place).kind is RANGE and index.dtype is INT32 and place.shape[0] not in index.shape:
             return one_hot(index, place.shape[0], dtype=dtype, out_of_range="zero")
     return None
+
+
+# ---------------------------------------------------------------- known elements
+
+
+def known(array: Array, shape: Shape, dtype: str) -> Tensor:
+    """Elements that are part of the program: causal masks and ranges are made from positions, others are a table."""
+    array = array.reshape(shape.sizes)
+    if array.ndim == 2 and array.dtype == np.bool_ and np.array_equal(array, np.tri(*array.shape, dtype=bool)):
+        rows, keys = map(positions, shape)
+        return greater_equal(rows, keys)
+    if array.ndim == 1 and array.dtype.kind in "iu" and np.array_equal(array, np.arange(array.size)):
+        return cast(positions(shape[0]), dtype)
+    return constant(array, shape, dtype)
 
 
 # ---------------------------------------------------------------- positions
@@ -194,4 +215,4 @@ def _reach(flag: Tensor, length: str, memory: str) -> tuple[str, int] | None:
 
 def lowest(value: Any) -> bool:
     """Whether a number hides a score that it takes the place of, or is added to."""
-    return value is not None and bool(np.asarray(value) <= -1e4)
+    return value is not None and bool(np.asarray(value) <= HIDING)

@@ -160,7 +160,8 @@ def call_products(axes: Axes, waiting: Iterable[tuple[Leaf, Axis, tuple[Part, ..
         if len(dims) != len(names):
             raise GraphError(
                 f"{at(WHAT)}: names: {leaf.path}: an axis of {axis.size} is called ({' '.join(names)}), but the "
-                f"function takes it as {' x '.join(str(d.size) for d in dims)}; say sizes, as in ({names[0]}:{dims[0].size} ...)"
+                f"function takes it as {' x '.join(str(d.size) for d in dims)}; say sizes, as in "
+                f"({names[0]}:{dims[0].size if dims else axis.size} ...)"
             )
         for d, name in zip(dims, names, strict=True):
             if d.name is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from layouts import Dimension, Shape
 from meshlib.graph import Tensor
-from meshlib.jax.importing.masks import lowest, negated, number_of, op_of, seen_by
+from meshlib.jax.importing.masks import HIDING, known, lowest, negated, number_of, op_of, seen_by
 from meshlib.ops.attention import attention
 from meshlib.ops.elementwise import cast, logical_and, not_equal
 from meshlib.ops.shape import broadcast, reshape
@@ -151,6 +151,11 @@ def _hiding(sides: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
                 return x, flag
             if numbers[1] == 0 and lowest(numbers[0]):
                 return x, negated(flag)
+        if op.kind.name == "table":
+            array = op.attrs["value"].array
+            if ((array == 0) | (array <= HIDING)).all():
+                with x.graph:
+                    return x, known(array == 0, op.output.shape, "bool")
         if op.kind.name == "multiply":  # (1 - flags) * -1e9, of flags that may be kept as integers
             for side, factor in (op.inputs, op.inputs[::-1]):
                 less = op_of(_bare(side))

@@ -17,9 +17,10 @@ from layouts import Dimension, Shape
 from meshlib.face import public
 from meshlib.graph import Tensor, current_graph, scope
 from meshlib.jax.importing.axes import Axes, Axis
-from meshlib.jax.importing.code import DTYPES, Array, Code, Place, Step, Var
+from meshlib.jax.importing.code import DTYPES, Code, Place, Step, Var
+from meshlib.jax.importing.masks import known
 from meshlib.jax.importing.table import RULES, Operand
-from meshlib.ops.elementwise import cast, greater_equal
+from meshlib.ops.elementwise import cast
 from meshlib.ops.index import RANGE
 from meshlib.ops.index import range as positions
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose
@@ -90,23 +91,11 @@ class Writer:
             return self.tensors[x]
         if x.number is not None:
             return constant(_plain(x.number), [], DTYPES[x.dtype])
-        return self._table(x, np.asarray(x.const))
+        return known(np.asarray(x.const), self.shape(x.axes), DTYPES[x.dtype])
 
     def as_tensor(self, x: Operand, like: Var) -> Tensor:
         """A tensor, or a number in the dtype of `like`."""
         return x if isinstance(x, Tensor) else constant(x, [], DTYPES[like.dtype])
-
-    def _table(self, x: Var, array: Array) -> Tensor:
-        """Known elements; those of a causal mask and of a range are made from positions."""
-        dims = [self.axes.dims(a) for a in x.axes]
-        if all(len(d) == 1 for d in dims):
-            if array.ndim == 2 and array.dtype == np.bool_ and np.array_equal(array, np.tri(*array.shape, dtype=bool)):
-                rows, keys = (positions(self.dim(d)) for (d,) in dims)
-                return greater_equal(rows, keys)
-            if array.ndim == 1 and array.dtype.kind in "iu" and np.array_equal(array, np.arange(array.size)):
-                return positions(self.dim(dims[0][0]))
-        shape = self.shape(x.axes)
-        return constant(np.asarray(array).reshape(shape.sizes), shape, DTYPES[x.dtype])
 
     def operands(self, step: Step) -> list[Operand]:
         """Operands of a step that works element by element: numbers, and tensors under the dims of the result."""
