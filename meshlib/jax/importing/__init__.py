@@ -28,6 +28,7 @@ from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import Writer
 from meshlib.ops.sources import input, variable
+from meshlib.replay import needed
 
 _ROWS = (control, draws, elementwise, indexing, shapes, windows)
 
@@ -83,7 +84,7 @@ def from_jax(
     closed, results = _traced(jax, fn, flat, tree, held)
     outs = tracing.inline(closed, [leaf.var for leaf in leaves], Place("unknown line"), inherit=False)
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
-    needed = prune(code)
+    used = prune(code)
     _check(code, leaves, results)
     parsed(names, leaves)
     waiting = call_first(axes, leaves)
@@ -91,7 +92,7 @@ def from_jax(
     control.unify(axes, code)
     call_products(axes, waiting)
     name_all(axes, code, leaves)
-    return _graph(axes, code, leaves, held, needed, own, results)
+    return _graph(axes, code, leaves, held, used, own, results)
 
 
 def _jax() -> Any:
@@ -178,7 +179,7 @@ def _graph(
     code: Code,
     leaves: Sequence[Leaf],
     held: Sequence[Any],
-    needed: set[Var],
+    read: set[Var],
     own: tuple[str, ...],
     results: Sequence[str],
 ) -> ImportedGraph:
@@ -186,7 +187,7 @@ def _graph(
     graph = ImportedGraph()
     graph._parameters = own
     writer = Writer(axes, {})
-    used = [leaf for leaf in leaves if leaf.var in needed and not leaf.var.key]
+    used = [leaf for leaf in leaves if leaf.var in read and not leaf.var.key]
     arrays = dict(zip(leaves, held, strict=True))
     graph.unused = tuple(leaf.name for leaf in leaves if leaf not in used and not leaf.var.key)
     with graph:
@@ -205,7 +206,18 @@ def _graph(
         for name, out in zip(results, code.outs, strict=True):
             graph.outputs[name] = writer.full(writer.tensor(out), out.axes)
             graph.shapes[name] = out.shape
+    _drop_unused(graph)
     return graph
+
+
+def _drop_unused(graph: ImportedGraph) -> None:
+    """Without the arguments that no result depends on, after all."""
+    live = needed(y.operation for y in graph.outputs.values())
+    for there in (graph.inputs, graph.variables):
+        for name in [name for name, op in there.items() if op not in live]:
+            graph.operations.remove(there.pop(name))
+            del graph.arguments[name]
+            graph.unused = (*graph.unused, name)
 
 
 def _initial(value: Any, shape: Shape, dtype: str) -> Initializer | np.ndarray[Any, Any] | None:

@@ -97,8 +97,9 @@ def _reshape_axes(axes: Axes, step: Step) -> None:
     for left, right in _runs(olds, [a for a in made if a.size > 1]):
         if len(left) != 1 or len(right) != 1:
             axes.tie_runs(left, right)
-            # Where they have no factors in common, the first new axis goes by the name of the first old one.
-            axes.kin.append((right[0], left[0]))
+            a, b = left[0].size, right[0].size
+            if not a % b or not b % a:  # a split stays on the major part
+                axes.kin.append((right[0], left[0]))
 
 
 def _runs(olds: Sequence[Axis], news: Sequence[Axis]) -> list[tuple[list[Axis], list[Axis]]]:
