@@ -18,7 +18,6 @@ from meshlib.ops.index import RANGE, one_hot
 from meshlib.ops.index import range as positions
 from meshlib.ops.sources import constant
 
-
 # Scores from here on down have no weight in a softmax with others: exp(-10000 + 9900) is 0 in float32.
 HIDING = -1e4
 

@@ -121,7 +121,13 @@ def call_first(axes: Axes, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Axis, tup
             continue
         found = [size or (next(iter(sizes[n])) if len(sizes.get(n, ())) == 1 else None) for n, size in token]
         known = prod(size for size in found if size)
-        if found.count(None) == 1 and axis.size % known == 0:
+        if axis.size % known:
+            raise GraphError(
+                f"{at(WHAT)}: names: {leaf.path} {list(leaf.var.shape)}: an axis of {axis.size} can't be the product "
+                f"({' '.join(n for n, _ in token)}), of which {known} is known: {axis.size} % {known} = "
+                f"{axis.size % known}"
+            )
+        if found.count(None) == 1:
             found = [size or axis.size // known for size in found]
         if None in found:
             waiting.append((leaf, axis, token))

@@ -64,7 +64,8 @@ def same_axes(axes: Axes, step: Step) -> None:
     """Results and operands of one shape, but for axes of length 1, which are repeated, and numbers."""
     for out in step.outs:
         operands = [x for x in step.ins if len(x.shape) == len(out.shape) and x.axes]
-        operands.sort(key=lambda x: not x.data)  # those that depend on data say what the axes are
+        # What depends on data says what the axes are; first what the user has named, as the stream of a residual sum.
+        operands.sort(key=lambda x: (not x.data, -sum(d.name is not None for d in axes.flat(x.axes))))
         whole = next((x for x in operands if x.shape == out.shape), None)
         give(axes, out, [axes.new(n) for n in out.shape] if whole is None else whole.axes)
         for x in operands:
