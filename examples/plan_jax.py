@@ -38,6 +38,13 @@ NAMES = {
 Model = tuple[Callable[..., Any], Any]  # the loss, and the shapes of its parameters
 
 
+def shape(*sizes: int, dtype: str = "float32") -> Any:
+    """An array that is not there."""
+    import jax
+
+    return jax.ShapeDtypeStruct(sizes, dtype)  # type: ignore[no-untyped-call, unused-ignore]
+
+
 # ------------------------------------------------------------ somebody's model, in Flax
 
 
@@ -48,7 +55,7 @@ def flax_model(args: argparse.Namespace) -> Model:
     import jax.numpy as jnp
 
     class Block(nn.Module):  # type: ignore[misc, unused-ignore]
-        @nn.compact
+        @nn.compact  # type: ignore[untyped-decorator, unused-ignore]
         def __call__(self, x: Any, mask: Any) -> tuple[Any, None]:
             h = nn.RMSNorm(dtype=jnp.bfloat16)(x)
             q, k, v = (
@@ -62,7 +69,7 @@ def flax_model(args: argparse.Namespace) -> Model:
             return x + nn.Dense(args.d_model, use_bias=False, dtype=jnp.bfloat16, name="down")(h), None
 
     class Transformer(nn.Module):  # type: ignore[misc, unused-ignore]
-        @nn.compact
+        @nn.compact  # type: ignore[untyped-decorator, unused-ignore]
         def __call__(self, tokens: Any) -> Any:
             x = nn.Embed(args.vocab, args.d_model, dtype=jnp.bfloat16, name="embed")(tokens)
             layers = nn.scan(
@@ -83,8 +90,7 @@ def flax_model(args: argparse.Namespace) -> Model:
         logs = jax.nn.log_softmax(logits)
         return -jnp.mean(jnp.take_along_axis(logs, targets[..., None], axis=-1))
 
-    tokens = jax.ShapeDtypeStruct((args.batch, args.length), "int32")
-    return loss, jax.eval_shape(model.init, jax.random.key(0), tokens)
+    return loss, jax.eval_shape(model.init, jax.random.key(0), shape(args.batch, args.length, dtype="int32"))
 
 
 # ------------------------------------------------------------ the same in plain JAX
@@ -114,9 +120,6 @@ def plain_model(args: argparse.Namespace) -> Model:
         x, _ = jax.lax.scan(jax.checkpoint(block), x, params["layers"])
         logits = (norm(x, params["norm"]) @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1))
-
-    def shape(*sizes: int) -> Any:
-        return jax.ShapeDtypeStruct(sizes, "float32")
 
     d, n, heads = args.d_model, args.layers, (args.heads, args.head_dim)
     layers = {name: shape(n, d, *heads) for name in ("query", "key", "value")} | {"out": shape(n, *heads, d)}
@@ -172,14 +175,12 @@ def plan(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("jax") is None:
         print("This example needs JAX: pip install jax")
         return
-    import jax
-
     plain = args.plain or importlib.util.find_spec("flax") is None
     if plain and not args.plain:
         print("Flax is not installed (pip install flax): the same model in plain JAX.\n")
     devices = Slice(args.slice).devices
     loss, params = (plain_model if plain else flax_model)(args)
-    tokens = jax.ShapeDtypeStruct((args.batch, args.length), "int32")
+    tokens = shape(args.batch, args.length, dtype="int32")
     begun = time.perf_counter()
     graph = mtf.from_jax(loss, params, tokens, tokens, names=NAMES)
     count = sum(x.shape.size for x in graph.trainable_variables)
