@@ -216,6 +216,7 @@ _show(globals(), ["meshlib.ops.", "meshlib.differentiation", "meshlib.optimize."
 # What needs JAX comes with its first use.
 if _TYPE_CHECKING:
     from meshlib.jax import OnJax as OnJax
+    from meshlib.jax import from_jax as from_jax
     from meshlib.jax import measure_chip as measure_chip
     from meshlib.jax import on_jax as on_jax
     from meshlib.jax import partition_specs as partition_specs

@@ -33,7 +33,7 @@ def source_line() -> str:
     frame = _user_frame()
     if given is not None and frame is given[1]:
         return given[0]
-    return "unknown line" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "unknown line" if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def is_users(frame: FrameType) -> bool:
     """Whether a frame runs the user's code: not this package, nor what Python and NumPy put in between."""
     code = frame.f_code
     # What dataclasses make from text has no file; text that the user runs has none either.
-    return bool(_shown(code.co_filename)) and not code.co_qualname.startswith("__create_fn__.")
+    return bool(shown_file(code.co_filename)) and not code.co_qualname.startswith("__create_fn__.")
 
 
 def _user_frame() -> FrameType | None:
@@ -85,7 +85,7 @@ _NUMPY, _LIBRARY = os.path.dirname(np.__file__), os.path.dirname(contextlib.__fi
 
 
 @functools.cache
-def _shown(file: str) -> str:
+def shown_file(file: str) -> str:
     """The name of a file of the user's; "" for this package and what calls back: NumPy, Python's own library."""
     if file.startswith("<frozen ") or any(file.startswith(folder + os.sep) for folder in (_PACKAGE, _NUMPY)):
         return ""

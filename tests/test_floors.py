@@ -34,6 +34,7 @@ meshlib
 testing
 jax
 verification validation checkpoint
+jax
 simulation estimation models
 slices lowering optimize layers
 program

@@ -1,4 +1,4 @@
-"""The same program on JAX's devices: `mtf.on_jax`, and what goes with it. Brings in JAX with the first name used."""
+"""JAX: programs on its devices (`mtf.on_jax`), its functions as programs (`mtf.from_jax`). Comes with the first use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meshlib.errors import MissingError
 
 if TYPE_CHECKING:
+    from meshlib.jax.importing import from_jax as from_jax
     from meshlib.jax.measuring import measure_chip as measure_chip
     from meshlib.jax.running import OnJax as OnJax
     from meshlib.jax.running import on_jax as on_jax
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
 # Public name -> the module here that defines it.
 NAMES = {
     "OnJax": "running",
+    "from_jax": "importing",
     "measure_chip": "measuring",
     "on_jax": "running",
     "partition_specs": "specs",
     "row": "table",
 }
-PUBLIC = ("OnJax", "measure_chip", "on_jax", "partition_specs")  # names of `meshlib` itself
+PUBLIC = ("OnJax", "from_jax", "measure_chip", "on_jax", "partition_specs")  # names of `meshlib` itself
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,227 @@
+"""A JAX function, unchanged, as a program of the library: its axes become dims with names, its steps operations.
+
+`jax.make_jaxpr` traces it; nothing is computed or allocated. Axes are named by unification over the primitives
+(`axes`), steps are written in the library's own operations (`writing`, and a table of rules by primitive), attention
+that is written out becomes the kernel it is (`scores`). Gradients are the library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layouts import Shape
+from meshlib.checks import at
+from meshlib.dtypes import as_dtype
+from meshlib.errors import GraphError
+from meshlib.initializers import Initializer, zeros
+from meshlib.jax.importing import control, draws, elementwise, indexing, shapes, windows  # the table's rows
+from meshlib.jax.importing.axes import Axes
+from meshlib.jax.importing.code import DTYPES, Code, NotImported, Place, Var, prune
+from meshlib.jax.importing.contraction import mark_scores
+from meshlib.jax.importing.imported import Argument, ImportedGraph
+from meshlib.jax.importing.leaves import concrete, is_array, leaves_of, named_leaves, parameter_names
+from meshlib.jax.importing.naming import WHAT, Leaf, call_first, call_products, name_all, parsed
+from meshlib.jax.importing.table import RULES
+from meshlib.jax.importing.tracing import Tracing
+from meshlib.jax.importing.writing import Writer
+from meshlib.ops.sources import input, variable
+from meshlib.replay import needed
+
+_ROWS = (control, draws, elementwise, indexing, shapes, windows)
+
+
+def from_jax(
+    fn: Callable[..., Any],
+    *args: Any,
+    names: Mapping[str, Any] | None = None,
+    argnums: int | Sequence[int] = 0,
+) -> ImportedGraph:
+    """A JAX function as a graph, from which on everything of the library works: layouts, reasons, estimates.
+
+    Args:
+      fn: a function of arrays and trees of them; its forward pass, as of a loss. It may use jit, scan, checkpoint,
+        vmap, custom derivatives (of which the forward is taken), and libraries that come to that.
+      args: arrays, or `jax.ShapeDtypeStruct`s, in trees as `fn` takes them. What is no array in them (numbers,
+        flags, functions, None) is passed on as it is.
+      names: names of axes, for those that layouts speak of, beside those that arrays bear themselves (Haliax, Flax's
+        boxes of logical names): {"params.layers.wq": "layers d_model heads head_dim"}. Keys are paths: the name of the
+        argument, then keys, attributes or indices; "*" stands for anything. Values have a name for each axis, "_" for
+        none, "(heads head_dim)" for an axis that the function splits. The rest gets names, see
+        `meshlib.jax.importing.naming`.
+      argnums: which arguments hold variables, as of `jax.grad`; the others are inputs. Variables begin with the values
+        given, if any; float ones are trainable.
+    Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
+      what a simulation takes of arguments; `.layout(*specs)` makes rules of PartitionSpecs. An axis that `fn` splits or
+      merges is the product of several dims; axes of length 1 are none.
+    Raises: NotImported, which names everything that has no counterpart, with its lines; GraphError for bad arguments.
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import meshlib as mtf
+      >>> def loss(params, x):
+      ...     return jnp.mean(jnp.tanh(x @ params["w1"]) @ params["w2"])
+      >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
+      >>> graph = mtf.from_jax(loss, {"w1": shape(4, 8), "w2": shape(8, 2)}, shape(16, 4),
+      ...                      names={"x": "batch features", "params.w1": "features hidden"})
+      >>> print(graph.variables["params/w2"].output.shape)
+      [hidden:8, w2_1:2]
+      >>> program = mtf.lower(graph.outputs, mesh="rows:4;cols:2", layout="batch:rows;hidden:cols")
+      >>> [(c.kind, c.axes) for c in program.collectives]
+      [('all_reduce', ('rows', 'cols'))]
+    """
+    jax = _jax()
+    if not callable(fn):
+        raise GraphError(f"{at(WHAT)}: expected a function, got {fn!r:.80}")
+    numbers = _argnums(argnums, len(args))
+    own = parameter_names(fn, len(args))
+    axes = Axes()
+    tracing = Tracing(axes)
+    flat, tree = jax.tree_util.tree_flatten(args)
+    held = [leaf for leaf in flat if is_array(leaf)]
+    leaves = _leaves(tracing, own, args, numbers)
+    closed, results = _traced(jax, fn, flat, tree, held)
+    outs = tracing.inline(closed, [leaf.var for leaf in leaves], Place("unknown line"), inherit=False)
+    code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
+    used = prune(code)
+    _check(code, leaves, results)
+    parsed(names, leaves)
+    waiting = call_first(axes, leaves)
+    mark_scores(code)
+    control.unify(axes, code)
+    call_products(axes, waiting)
+    name_all(axes, code, leaves)
+    return _graph(axes, code, leaves, held, used, own, results)
+
+
+def _jax() -> Any:
+    try:
+        import jax
+    except ImportError:
+        raise GraphError(
+            f"{at(WHAT)} needs JAX, which is not installed: pip install 'meshlib-tpu[jax]', or pip install jax"
+        ) from None
+    return jax
+
+
+def _argnums(argnums: object, count: int) -> tuple[int, ...]:
+    given = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise GraphError(f"{at(WHAT)}: argnums must be a number or several, got {argnums!r:.80}")
+    for n in given:
+        if not isinstance(n, int) or isinstance(n, bool) or not -count <= n < max(count, 1):
+            raise GraphError(f"{at(WHAT)}: argnums {n!r:.40} is none of the {count} arguments")
+    return tuple(n % count for n in given) if count else ()
+
+
+def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: Sequence[int]) -> list[Leaf]:
+    """The arrays among the arguments, each with axes of its own."""
+    made = []
+    for n, (name, arg) in enumerate(zip(own, args, strict=True)):
+        for path, leaf, known in named_leaves([name], [arg]):
+            var = tracing.var(leaf)
+            if not var.key:
+                var.axes = [tracing.axes.new(size) for size in var.shape]
+                tracing.axes.hold(var.space, var.axes)
+            tokens = None if known is None else [None if word == "_" else ((word, None),) for word in known]
+            made.append(Leaf(path.replace("/", "."), var, n in numbers, tokens))
+    return made
+
+
+def _traced(jax: Any, fn: Callable[..., Any], flat: Sequence[Any], tree: Any, held: Sequence[Any]) -> tuple[Any, Any]:
+    """The jaxpr of the function in its arrays alone, and its results by name."""
+
+    def of_arrays(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        return fn(*jax.tree_util.tree_unflatten(tree, [next(rest) if is_array(x) else x for x in flat]))
+
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held]
+    closed, out = jax.make_jaxpr(of_arrays, return_shape=True)(*specs)
+    named = [name.replace("/", ".") for name, _ in leaves_of(["output"], [out])]
+    return closed, [name.removeprefix("output.") if isinstance(out, dict) else name for name in named]
+
+
+def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str]) -> None:
+    """Raise NotImported with all that has no counterpart."""
+    faults: dict[str, int] = {}
+    for step in code.walk():
+        if all(out.key for out in step.outs):
+            continue
+        for why in _faults(step):
+            faults[why] = faults.get(why, 0) + 1
+    if not results:
+        raise GraphError(f"{at(WHAT)}: the function returns no array")
+    if faults:
+        lines = [f"{why}{f', {n} times' if n > 1 else ''}" for why, n in faults.items()]
+        raise NotImported("\n  ".join([f"{at(WHAT)}: there is no counterpart of", *lines]))
+
+
+_INSTEAD = {"float16": "; use bfloat16 or float32", "uint32": "; use int32"}
+
+
+def _faults(step: Any) -> list[str]:
+    where = f"{step.kind.removeprefix('jit:')} ({step.place.line})"
+    rule = RULES.get(step.kind)
+    if rule is None:
+        hint = "; draw by jax.random.uniform, normal or bernoulli" if step.kind == "random_bits" else ""
+        return [f"{where}: an unknown primitive{hint}"]
+    fault = rule.fault(step)
+    found = [] if fault is None else [f"{where}: {fault}"]
+    strange = {x.dtype for x in step.outs if not x.key and x.dtype not in DTYPES}
+    if not step.kind.startswith(("jit:_", "random", "scan", "checkpoint", "cond")):
+        strange |= {x.dtype for x in step.ins if x.dtype not in DTYPES and x.const is None}
+    return found + [f"{where}: of dtype {dtype}{_INSTEAD.get(dtype, '')}" for dtype in sorted(strange)]
+
+
+def _graph(
+    axes: Axes,
+    code: Code,
+    leaves: Sequence[Leaf],
+    held: Sequence[Any],
+    read: set[Var],
+    own: tuple[str, ...],
+    results: Sequence[str],
+) -> ImportedGraph:
+    """The program, written."""
+    graph = ImportedGraph()
+    graph._parameters = own
+    writer = Writer(axes, {})
+    used = [leaf for leaf in leaves if leaf.var in read and not leaf.var.key]
+    arrays = dict(zip(leaves, held, strict=True))
+    graph.unused = tuple(leaf.name for leaf in leaves if leaf not in used and not leaf.var.key)
+    with graph:
+        for leaf in used:
+            shape = writer.shape(leaf.var.axes)
+            parts = tuple(writer.shape([a]) for a in leaf.var.axes)
+            graph.arguments[leaf.name] = Argument(leaf.name, leaf.var.shape, shape, leaf.variable, parts)
+            dtype = DTYPES[leaf.var.dtype]
+            if leaf.variable:
+                start = _initial(arrays[leaf], shape, dtype)
+                value = variable(leaf.name, shape, start, dtype, trainable=as_dtype(dtype).is_float)
+            else:
+                value = input(leaf.name, shape, dtype)
+            writer.tensors[leaf.var] = value
+        writer.run(code)
+        for name, out in zip(results, code.outs, strict=True):
+            graph.outputs[name] = writer.full(writer.tensor(out), out.axes)
+            graph.shapes[name] = out.shape
+    _drop_unused(graph)
+    return graph
+
+
+def _drop_unused(graph: ImportedGraph) -> None:
+    """Without the arguments that no result depends on, after all."""
+    live = needed(y.operation for y in graph.outputs.values())
+    for there in (graph.inputs, graph.variables):
+        for name in [name for name, op in there.items() if op not in live]:
+            graph.operations.remove(there.pop(name))
+            del graph.arguments[name]
+            graph.unused = (*graph.unused, name)
+
+
+def _initial(value: Any, shape: Shape, dtype: str) -> Initializer | np.ndarray[Any, Any] | None:
+    array = concrete(value)
+    if array is None:
+        return None if as_dtype(dtype).is_float else zeros()
+    return array.reshape(shape.sizes)

@@ -1,0 +1,179 @@
+"""Which axes of a traced program are one dim: union-find over axes that may be products of smaller ones.
+
+Arrays have axes, programs have dims. Two axes that an operation brings together are one dim, unless one tensor would
+then have it twice: then they stay two, and whoever writes the operation renames one of them. An axis that is reshaped
+into several is their product from then on, wherever it occurs, so that splitting and merging heads costs nothing. An
+axis of length 1 is the product of no dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+
+
+@dataclass(eq=False)
+class Axis:
+    """One axis: its length, and what it is: a dim, a product of `parts` (major first), or the same as `same_as`."""
+
+    size: int
+    name: str | None = None  # that the user gave it
+    same_as: Axis | None = None
+    parts: tuple[Axis, ...] = ()
+    holders: set[int] = field(default_factory=set)  # the index spaces that it spans, with others
+
+
+@dataclass
+class Axes:
+    """All axes of a program."""
+
+    named: dict[str, list[Axis]] = field(default_factory=dict)
+    # pairs that an operation brought together and that stayed two
+    apart: list[tuple[Axis, Axis]] = field(default_factory=list)
+    # (part, whole): what is left of an axis that was cut, padded, joined
+    kin: list[tuple[Axis, Axis]] = field(default_factory=list)
+    _spaces: int = 0
+
+    # ------------------------------------------------------------ reading
+
+    def find(self, axis: Axis) -> Axis:
+        """What stands for all that are the same."""
+        while axis.same_as is not None:
+            if axis.same_as.same_as is not None:
+                axis.same_as = axis.same_as.same_as
+            axis = axis.same_as
+        return axis
+
+    def dims(self, axis: Axis) -> list[Axis]:
+        """The dims whose product an axis is, major first; none of an axis of length 1."""
+        root = self.find(axis)
+        if root.parts:
+            return [d for part in root.parts for d in self.dims(part)]
+        return [root] if root.size > 1 else []
+
+    def flat(self, axes: Iterable[Axis]) -> list[Axis]:
+        """The dims of several axes, in row-major order."""
+        return [d for axis in axes for d in self.dims(axis)]
+
+    # ------------------------------------------------------------ making
+
+    def new(self, size: int) -> Axis:
+        """An axis that nothing is known of."""
+        return Axis(size)
+
+    def space(self) -> int:
+        """A new index space: its axes stay apart."""
+        self._spaces += 1
+        return self._spaces
+
+    def hold(self, space: int, axes: Iterable[Axis]) -> None:
+        """Say that an index space spans these axes."""
+        for axis in axes:
+            for one in self._all(axis):
+                one.holders.add(space)
+
+    def _all(self, axis: Axis) -> Iterator[Axis]:
+        root = self.find(axis)
+        yield root
+        for part in root.parts:
+            yield from self._all(part)
+
+    def call(self, axis: Axis, name: str) -> Axis | None:
+        """Give a dim the user's name, which makes it one with others of that name and length.
+
+        Returns: None, or the dim of that name that an operation holds beside it.
+        """
+        root = self.find(axis)
+        same = next((a for a in self.named.get(name, []) if self.find(a).size == root.size), None)
+        if same is not None and self.find(same) is root:
+            return None
+        for other in self.named.get(name, []):
+            if self.find(other).holders & root.holders:
+                return self.find(other)
+        root.name = name
+        self.named.setdefault(name, []).append(root)
+        if same is not None:
+            self.tie(root, same)
+        return None
+
+    def split(self, axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:
+        """Make a dim the product of new ones; the major one keeps the user's name."""
+        root = self.find(axis)
+        assert not root.parts
+        assert prod(sizes) == root.size
+        root.parts = tuple(Axis(n, holders=set(root.holders)) for n in sizes)
+        if root.name is not None:
+            major = next((p for p in root.parts if p.size > 1), root.parts[0])
+            major.name, self.named[root.name] = (
+                root.name,
+                [major if self.find(a) is root else a for a in self.named[root.name]],
+            )
+        return root.parts
+
+    # ------------------------------------------------------------ bringing together
+
+    def may_be_one(self, a: Axis, b: Axis) -> bool:
+        """Whether no index space would have a dim, or a name, twice."""
+        a, b = self.find(a), self.find(b)
+        if a is b:
+            return True
+        if a.holders & b.holders or (a.name and b.name and a.name != b.name):
+            return False
+        name, strangers = (a.name, b) if a.name else (b.name, a)
+        rivals = self.named.get(name, []) if name else []
+        return not any(self.find(r).holders & strangers.holders for r in rivals if self.find(r) not in (a, b))
+
+    def tie(self, a: Axis, b: Axis) -> None:
+        """Make two axes of one length the same, as far as that goes."""
+        self.tie_runs([a], [b])
+
+    def tie_runs(self, left: Sequence[Axis], right: Sequence[Axis]) -> bool:
+        """Make two runs of axes of one size the same, dim by dim; False if they can't be cut into common factors."""
+        olds, news = self.flat(left), self.flat(right)
+        if [d.size for d in olds] != [d.size for d in news]:
+            cuts = sorted({*_cuts(olds), *_cuts(news)})
+            if any(high % low for low, high in pairwise(cuts)):
+                return False
+            for d in {*olds, *news}:
+                self._refine(d, olds if d in olds else news, cuts)
+            olds, news = self.flat(left), self.flat(right)
+            if [d.size for d in olds] != [d.size for d in news]:
+                return False  # one dim, on both sides, is cut in two ways
+        for a, b in zip(olds, news, strict=True):
+            self._unite(a, b)
+        return True
+
+    def _refine(self, d: Axis, run: Sequence[Axis], cuts: Sequence[int]) -> None:
+        if self.find(d).parts:
+            return
+        low = prod(e.size for e in run[run.index(d) + 1 :])
+        inside = [c // low for c in cuts if low <= c <= low * d.size and not c % low]
+        sizes = [high // low for low, high in pairwise(inside)][::-1]
+        if len(sizes) > 1:
+            self.split(d, sizes)
+
+    def _unite(self, a: Axis, b: Axis) -> None:
+        a, b = self.find(a), self.find(b)
+        if a is b:
+            return
+        if a.parts or b.parts:  # made so by a split on the other side
+            self.tie_runs([a], [b])
+            return
+        if not self.may_be_one(a, b):
+            self.apart.append((a, b))
+            return
+        if len(a.holders) < len(b.holders):
+            a, b = b, a
+        b.same_as, a.name = a, a.name or b.name
+        a.holders |= b.holders
+        b.holders = set()
+
+
+def _cuts(run: Sequence[Axis]) -> list[int]:
+    """Where a run of dims is cut: the strides at its boundaries, from 1 to its size."""
+    found = [1]
+    for d in reversed(run):
+        found.append(found[-1] * d.size)
+    return found

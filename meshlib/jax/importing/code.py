@@ -1,0 +1,125 @@
+"""The traced function as plain records: values with axes, steps that make them; calls inlined, constants folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshlib.errors import GraphError
+from meshlib.jax.importing.axes import Axis
+
+Array = np.ndarray[Any, Any]
+
+# JAX's dtypes -> the library's. Narrow integers are computed in 32 bits.
+DTYPES = {
+    **{name: name for name in ("float64", "float32", "bfloat16", "int32", "bool")},
+    **dict.fromkeys(("int8", "int16", "int64", "uint8", "uint16"), "int32"),
+}
+
+
+class NotImported(GraphError):
+    """A JAX function holds something that has no counterpart; all of it is named at once."""
+
+
+@dataclass(eq=False)
+class Var:
+    """One array of the traced function.
+
+    `const`: its number if all its elements are one, or its elements, where they are known. `key`: it is a key of random
+    numbers, which draws of the library do not need. `data`: it depends on an argument.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    space: int
+    axes: list[Axis] = field(default_factory=list)
+    const: Array | None = None
+    key: bool = False
+    data: bool = False
+    maker: Step | None = None
+    users: list[Step] = field(default_factory=list)
+
+    @property
+    def number(self) -> Any:
+        """The one number that all its elements are, if known; else None."""
+        return self.const[()] if self.const is not None and not self.const.shape else None
+
+    @property
+    def elements(self) -> Array | None:
+        """All its elements, where they are known."""
+        return None if self.const is None else np.broadcast_to(self.const, self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step was written: "model.py:12", and the named scopes around."""
+
+    line: str
+    scope: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Step:
+    """One primitive of the traced function, or one that holds others: a loop, a checkpoint, branches."""
+
+    kind: str
+    ins: list[Var]
+    outs: list[Var]
+    params: Mapping[str, Any]
+    place: Place
+    bodies: tuple[Code, ...] = ()
+    labels: list[Axis] = field(default_factory=list)  # axes of its index space that no result has
+    saved: str | None = None  # the name by which a checkpoint's policy keeps its result
+    memory: int | None = None  # of a product that makes scores: the axis of the keys
+
+    def within(self) -> Iterator[Step]:
+        """Itself and all that it holds."""
+        yield self
+        for body in self.bodies:
+            for step in body.steps:
+                yield from step.within()
+
+
+@dataclass(eq=False)
+class Code:
+    """Steps in their order. A body refers to what lies around it by the same `Var`; `ins` are its own."""
+
+    ins: list[Var]
+    outs: list[Var]
+    steps: list[Step]
+
+    def walk(self) -> Iterator[Step]:
+        """All steps, those of bodies after what holds them."""
+        for step in self.steps:
+            yield from step.within()
+
+    def vars(self) -> Iterator[Var]:
+        """All values that it makes or is given."""
+        yield from self.ins
+        for step in self.walk():
+            yield from step.outs
+            for body in step.bodies:
+                yield from body.ins
+
+
+def prune(code: Code, wanted: Iterable[Var] | None = None) -> set[Var]:
+    """Drop the steps whose results nobody needs, and say who uses each value; returns what the code needs."""
+    needed = {*(code.outs if wanted is None else wanted)}
+    kept: list[Step] = []
+    for step in reversed(code.steps):
+        if any(out in needed for out in step.outs):
+            kept.append(step)
+            needed.update(x for x in step.ins if not x.key)
+            for body in step.bodies:
+                needed |= prune(body)
+    code.steps[:] = kept[::-1]
+    for step in code.steps:
+        for x in {*step.ins}:
+            x.users.append(step)
+    return needed

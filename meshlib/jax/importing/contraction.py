@@ -1,0 +1,205 @@
+"""dot_general: products, and attention where they are that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from meshlib.dtypes import as_dtype
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.code import DTYPES, Code, Step, Var
+from meshlib.jax.importing.scores import fused
+from meshlib.jax.importing.table import RULES, give, rule
+from meshlib.jax.importing.writing import Writer
+from meshlib.ops.einsum import einsum
+from meshlib.ops.elementwise import cast, multiply
+from meshlib.ops.reduce import reduce_sum
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Where the axes of operands are in the index space of a product: batch, free of each side, contracted."""
+
+    batch: tuple[tuple[int, int], ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    contracted: tuple[tuple[int, int], ...]
+
+
+def _positions(step: Step) -> _Positions:
+    (lc, rc), (lb, rb) = step.params["dimension_numbers"]
+    x, y = step.ins
+    return _Positions(
+        tuple(zip(lb, rb, strict=True)),
+        tuple(n for n in range(len(x.shape)) if n not in {*lc, *lb}),
+        tuple(n for n in range(len(y.shape)) if n not in {*rc, *rb}),
+        tuple(zip(lc, rc, strict=True)),
+    )
+
+
+def _dot_axes(axes: Axes, step: Step) -> None:
+    at = _positions(step)
+    x, y = step.ins
+    batch = [axes.new(x.shape[a]) for a, _ in at.batch]
+    left, right = [axes.new(x.shape[n]) for n in at.left], [axes.new(y.shape[n]) for n in at.right]
+    contracted = [axes.new(x.shape[a]) for a, _ in at.contracted]
+    axes.hold(axes.space(), [*batch, *left, *right, *contracted])
+    of_x = [*zip(batch, [x.axes[a] for a, _ in at.batch], strict=True)]
+    of_x += zip([*left, *contracted], [x.axes[n] for n in (*at.left, *(a for a, _ in at.contracted))], strict=True)
+    of_y = [*zip(batch, [y.axes[b] for _, b in at.batch], strict=True)]
+    of_y += zip([*right, *contracted], [y.axes[n] for n in (*at.right, *(b for _, b in at.contracted))], strict=True)
+    first, second = (of_x, of_y) if _clashes(axes, of_x, of_y) <= _clashes(axes, of_y, of_x) else (of_y, of_x)
+    # Of scores, the keys' side gives way: the dim that the softmax goes over gets a name of its own.
+    if step.memory is not None and _clashes(axes, of_x, of_y) == _clashes(axes, of_y, of_x):
+        keys_left = step.memory < len(batch) + len(left)
+        first, second = (of_y, of_x) if keys_left else (of_x, of_y)
+    for label, axis in (*first, *second):
+        axes.tie(label, axis)
+    give(axes, step.outs[0], [*batch, *left, *right])
+    step.labels = contracted
+
+
+Pairs = Sequence[tuple[Axis, Axis]]
+
+
+def _clashes(axes: Axes, first: Pairs, second: Pairs) -> int:
+    """How many axes would stay apart if those of one operand came first."""
+    taken: dict[Axis, Axis] = {}
+    count = 0
+    for label, axis in (*first, *second):
+        for d in axes.dims(axis):
+            if label not in taken:
+                count += d in taken.values()
+                taken[label] = d
+            elif taken[label] is not d:
+                count += d in taken.values() or not axes.may_be_one(taken[label], d)
+    return count
+
+
+def _dot(w: Writer, step: Step) -> Tensor:
+    at = _positions(step)
+    x, y = step.ins
+    (out,) = step.outs
+    batch, left = out.axes[: len(at.batch)], out.axes[len(at.batch) : len(at.batch) + len(at.left)]
+    right, contracted = out.axes[len(at.batch) + len(at.left) :], step.labels
+    a, b = (
+        _operand(w, x, [a for a, _ in at.batch], at.left, [a for a, _ in at.contracted], batch, left, contracted),
+        (_operand(w, y, [b for _, b in at.batch], at.right, [b for _, b in at.contracted], batch, right, contracted)),
+    )
+    summed = list(w.shape(contracted))
+    if len(summed) == 1:
+        for p, v in ((a, b), (b, a)):
+            if summed[0] in p.shape and (made := fused(p, v)) is not None:
+                return made
+    # bfloat16 factors of a float32 product are exact in float32, and the MXU's operands are the same.
+    dtype = max((a.dtype, b.dtype, as_dtype(DTYPES[out.dtype])), key=lambda t: (t.is_float, t.itemsize))
+    a, b = cast(a, dtype), cast(b, dtype)
+    nowhere = prod(d.size for d in summed if d not in a.shape and d not in b.shape)
+    held = [d for d in w.shape(out.axes) if d in a.shape or d in b.shape]
+    here = [d for d in summed if d in a.shape or d in b.shape]
+    if all(d in a.shape and d in b.shape for d in here) and here:
+        made = einsum([a, b], held, precision=_precision(step))
+    elif here:
+        # one operand is the same along what is summed over
+        a, b = (
+            reduce_sum(t, output_shape=[d for d in t.shape if d not in here or d in o.shape])
+            for t, o in ((a, b), (b, a))
+        )
+        both = [d for d in here if d in a.shape and d in b.shape]
+        made = einsum([a, b], held, precision=_precision(step)) if both else multiply(a, b)
+    else:
+        made = multiply(a, b)
+    return made if nowhere == 1 else multiply(made, nowhere)
+
+
+def _operand(
+    w: Writer,
+    x: Var,
+    batch: Sequence[int],
+    free: Sequence[int],
+    contracted: Sequence[int],
+    *labels: Sequence[Axis],
+) -> Tensor:
+    """The operand under the dims of the product's index space."""
+    order = [*batch, *free, *contracted]
+    found: dict[int, Axis] = dict(zip(order, [a for part in labels for a in part], strict=True))
+    return w.under(x, [found[n] for n in range(len(x.shape))])
+
+
+def _precision(step: Step) -> str:
+    given = step.params.get("precision")
+    several = given if isinstance(given, tuple) else (given,)
+    return "highest" if any("HIGHEST" in str(p) for p in several) else "default"
+
+
+rule("dot_general", axes=_dot_axes, write=_dot)
+
+
+# ---------------------------------------------------------------- convolutions of patches
+
+
+def _patches_fault(step: Step) -> str | None:
+    """Windows that do not overlap and fill their input are a product; others are not there yet."""
+    p, x, kernel = step.params, *step.ins
+    space, of_kernel = p["dimension_numbers"].lhs_spec[2:], p["dimension_numbers"].rhs_spec[2:]
+    sizes = [kernel.shape[n] for n in of_kernel]
+    plain = p["feature_group_count"] == p["batch_group_count"] == 1
+    plain = plain and {*p["lhs_dilation"], *p["rhs_dilation"]} <= {1} and not any(a or b for a, b in p["padding"])
+    plain = plain and [*p["window_strides"]] == sizes
+    plain = plain and not any(x.shape[n] % size for n, size in zip(space, sizes, strict=True))
+    return None if plain else "a convolution whose windows overlap; only patches, and windows of 1, are there"
+
+
+def _patches_axes(axes: Axes, step: Step) -> None:
+    x, kernel = step.ins
+    (out,) = step.outs
+    numbers = step.params["dimension_numbers"]
+    batch, features, *space = numbers.lhs_spec
+    into, channels, *of_kernel = numbers.rhs_spec
+    places = [axes.new(out.shape[n]) for n in numbers.out_spec[2:]]
+    inside = [axes.new(kernel.shape[n]) for n in of_kernel]
+    rows, made, summed = axes.new(x.shape[batch]), axes.new(kernel.shape[into]), axes.new(x.shape[features])
+    axes.hold(axes.space(), [*places, *inside, rows, made, summed])
+    axes.tie(rows, x.axes[batch])
+    axes.tie(summed, x.axes[features])
+    for n, place, within in zip(space, places, inside, strict=True):
+        axes.tie_runs([place, within], [x.axes[n]])
+    for n, label in ((into, made), (channels, summed), *zip(of_kernel, inside, strict=True)):
+        axes.tie(label, kernel.axes[n])
+    found = dict(zip(numbers.out_spec, [rows, made, *places], strict=True))
+    give(axes, out, [found[n] for n in range(len(out.shape))])
+    step.labels = [summed, *inside]
+
+
+def _patches(w: Writer, step: Step) -> Tensor:
+    x, kernel = step.ins
+    (out,) = step.outs
+    numbers, (summed, *inside) = step.params["dimension_numbers"], step.labels
+    rows, made, *places = (out.axes[n] for n in numbers.out_spec)
+    of_x = dict(zip(numbers.lhs_spec, [[rows], [summed], *map(list, zip(places, inside, strict=True))], strict=True))
+    of_kernel = dict(zip(numbers.rhs_spec, [made, summed, *inside], strict=True))
+    a = w.rename(w.tensor(x), w.axes.flat(x.axes), w.axes.flat(d for n in range(len(x.shape)) for d in of_x[n]))
+    b = w.under(kernel, [of_kernel[n] for n in range(len(kernel.shape))])
+    return einsum([a, b], w.shape(out.axes), precision=_precision(step))
+
+
+rule("conv_general_dilated", axes=_patches_axes, write=_patches, fault=_patches_fault)
+
+
+def mark_scores(code: Code) -> None:
+    """Tell products of which a maximum is taken over one axis, element-wise steps later, which axis that is."""
+    marks: dict[Var, int] = {}
+    for step in reversed([*code.walk()]):
+        out = step.outs[0] if step.outs else None
+        if step.kind == "reduce_max" and len(step.params["axes"]) == 1:
+            marks[step.ins[0]] = int(step.params["axes"][0])
+        elif out not in marks:
+            continue
+        elif step.kind == "dot_general":
+            step.memory = marks[out]
+        elif step.kind == "transpose":
+            marks[step.ins[0]] = int(step.params["permutation"][marks[out]])
+        elif step.kind in RULES and RULES[step.kind].by_element:
+            marks.update({x: marks[out] for x in step.ins if len(x.shape) == len(out.shape)})

@@ -1,0 +1,209 @@
+"""Steps that hold others: loops, checkpoints, branches. Their bodies refer to values around them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes
+from meshlib.jax.importing.code import Code, Step, Var
+from meshlib.jax.importing.table import RULES, give, rule, same_axes
+from meshlib.jax.importing.writing import Writer
+from meshlib.ops.elementwise import equal, where
+from meshlib.ops.index import range as positions
+from meshlib.ops.loop import make_loop
+from meshlib.ops.remat import Policy, Remat
+from meshlib.ops.rewrite import recompute_grad
+
+
+def unify(axes: Axes, code: Code) -> None:
+    """Give all values of a piece of code their axes."""
+    for step in code.steps:
+        if not all(out.key for out in step.outs):
+            RULES[step.kind].axes(axes, step)
+
+
+# ---------------------------------------------------------------- loops
+
+
+def _scan_axes(axes: Axes, step: Step) -> None:
+    (body,) = step.bodies
+    carries, length = step.params["num_carry"], step.params["length"]
+    begins, xs = step.ins[:carries], step.ins[carries:]
+    trip = axes.new(length)
+    # Nothing inside the loop has its dim.
+    for x in body.vars():
+        axes.hold(x.space, [trip])
+    for inside, begin in zip(body.ins[:carries], begins, strict=True):
+        if not inside.key:
+            give(axes, inside, [axes.new(n) for n in inside.shape])
+            if begin.axes:
+                for a, b in zip(inside.axes, begin.axes, strict=True):
+                    axes.tie(a, b)
+    for inside, x in zip(body.ins[carries:], xs, strict=True):
+        if not inside.key:
+            if x.axes:
+                axes.tie(trip, x.axes[0])
+                give(axes, inside, x.axes[1:])
+            else:
+                give(axes, inside, [axes.new(n) for n in inside.shape])
+    unify(axes, body)
+    for inside, end, out in zip(body.ins[:carries], body.outs[:carries], step.outs[:carries], strict=True):
+        if not inside.key:
+            for a, b in zip(inside.axes, end.axes, strict=False):
+                axes.tie(a, b)
+            give(axes, out, inside.axes)
+    for y, out in zip(body.outs[carries:], step.outs[carries:], strict=True):
+        if not y.key:
+            give(axes, out, [trip, *(y.axes or [axes.new(n) for n in y.shape])])
+    step.labels = [trip]
+
+
+def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
+    (body,) = step.bodies
+    carries, length = step.params["num_carry"], step.params["length"]
+    begins, xs = step.ins[:carries], step.ins[carries:]
+    (trip,) = step.labels
+    carried = [n for n, x in enumerate(body.ins[:carries]) if not x.key]
+    starts = [w.full(w.under(begins[n], body.ins[n].axes), body.ins[n].axes) for n in carried]
+    sliced = [(inside, x) for inside, x in zip(body.ins[carries:], xs, strict=True) if not inside.key]
+    kept = [n for n, y in enumerate(body.outs[carries:]) if not y.key]
+    if length == 1:
+        w.tensors.update(zip((body.ins[n] for n in carried), starts, strict=True))
+        w.tensors.update((inside, w.under(x, [trip, *inside.axes])) for inside, x in sliced)
+        w.run(body)
+        ends = [w.under(body.outs[n], body.ins[n].axes) for n in carried]
+        return _placed(step, carries, carried, ends, kept, [w.tensor(body.outs[carries + n]) for n in kept])
+    dim = w.whole_dim(trip)
+    stacked, given = [], dict[Var, Tensor]()
+    for inside, x in sliced:
+        t = w.merge(w.under(x, [trip, *inside.axes]), trip) if x.const is None or x.axes else w.tensor(x)
+        if dim in t.shape:
+            stacked.append((inside, t))
+        else:
+            given[inside] = t  # the same in each trip
+    # Nothing but keys may be left, of which draws in a loop need none.
+    counter = [] if starts or stacked else [positions(dim)]
+
+    def trip_of(held: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        inner = Writer(w.axes, {**w.tensors, **given})
+        inner.tensors.update(zip((body.ins[n] for n in carried), held, strict=True))
+        inner.tensors.update(zip((inside for inside, _ in stacked), slices, strict=False))
+        inner.run(body)
+        ends = [inner.full(inner.under(body.outs[n], body.ins[n].axes), body.ins[n].axes) for n in carried]
+        return ends, [inner.tensor(body.outs[carries + n]) for n in kept]
+
+    finals, stacks = make_loop(
+        "scan",
+        trip_of,
+        starts,
+        [*(t for _, t in stacked), *counter],
+        dim,
+        bool(step.params["reverse"]),
+        None,
+        remat=step.params["remat"],
+    )
+    return _placed(step, carries, carried, finals, kept, [w.apart(y, trip) for y in stacks])
+
+
+def _placed(
+    step: Step, carries: int, carried: list[int], ends: Sequence[Tensor], kept: list[int], ys: Sequence[Tensor]
+) -> list[Tensor | None]:
+    made: list[Tensor | None] = [None] * len(step.outs)
+    for n, t in (*zip(carried, ends, strict=True), *zip((carries + n for n in kept), ys, strict=True)):
+        made[n] = t
+    return made
+
+
+rule("scan", axes=_scan_axes, write=_scan)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def _body_axes(axes: Axes, step: Step) -> None:
+    unify(axes, step.bodies[0])
+    for inside, out in zip(step.bodies[0].outs, step.outs, strict=True):
+        if not out.key:
+            same_axes(axes, Step(step.kind, [inside], [out], {}, step.place))
+
+
+def _checkpoint(w: Writer, step: Step) -> Sequence[Tensor | None]:
+    (body,) = step.bodies
+    inputs = [x for x in dict.fromkeys(step.ins) if x.const is None and not x.key]
+    live = [n for n, out in enumerate(body.outs) if not out.key]
+    if not inputs:
+        w.run(body)
+        return [w.tensor(out) if not out.key else None for out in body.outs]
+
+    def function(*given: Tensor) -> list[Tensor]:
+        w.tensors.update(zip(inputs, given, strict=True))
+        w.run(body)
+        return [w.tensor(body.outs[n]) for n in live]
+
+    made = recompute_grad(function, [w.tensor(x) for x in inputs], step.params["remat"])
+    found: list[Tensor | None] = [None] * len(step.outs)
+    for n, t in zip(live, made, strict=True):
+        found[n] = t
+    return found
+
+
+rule("checkpoint", axes=_body_axes, write=_checkpoint)
+
+
+# What jax.checkpoint's policies are called here.
+_POLICIES: dict[str, Policy] = {
+    "nothing_saveable": "full",
+    "everything_saveable": "none",
+    "dots_with_no_batch_dims_saveable": "matmuls",
+    "checkpoint_dots_with_no_batch_dims": "matmuls",
+}
+
+
+def policy_of(policy: Any, body: Code) -> Policy:
+    """What is kept of a checkpoint's body for its gradient, as JAX's policy has it.
+
+    Where it is none of the usual ones, it has been asked about each step: what it keeps is called by a name.
+    """
+    if policy is None:
+        return "full"
+    name = getattr(policy, "__name__", "")
+    if name in _POLICIES:
+        return _POLICIES[name]
+    saved = [step.saved for step in body.walk() if step.saved is not None and step.memory is None]
+    return Remat(save=saved) if saved else "full"
+
+
+# ---------------------------------------------------------------- branches
+
+
+def _cond_axes(axes: Axes, step: Step) -> None:
+    for body in step.bodies:
+        unify(axes, body)
+    for n, out in enumerate(step.outs):
+        if not out.key:
+            branches = [body.outs[n] for body in step.bodies]
+            same_axes(axes, Step(step.kind, branches, [out], {}, step.place))
+
+
+def _cond(w: Writer, step: Step) -> Sequence[Tensor | None]:
+    """All branches are computed: a program without branches runs in step on all cores."""
+    which = w.tensor(step.ins[0])
+    for body in step.bodies:
+        w.run(body)
+    made: list[Tensor | None] = []
+    for n, out in enumerate(step.outs):
+        if out.key:
+            made.append(None)
+            continue
+        cases = [w.as_tensor(w.operand(body.outs[n], out.axes), out) for body in step.bodies]
+        found = cases[0]
+        for number, case in enumerate(cases[1:], start=1):
+            chosen = which if which.dtype.name == "bool" else equal(which, number)
+            found = where(chosen, case, found)
+        made.append(found)
+    return made
+
+
+rule("cond", axes=_cond_axes, write=_cond)

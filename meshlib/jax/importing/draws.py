@@ -1,0 +1,62 @@
+"""Random numbers: the draws of `jax.random` as those of the library, which need no keys.
+
+Each draw has numbers of its own, by its name and the step, the same under every layout; not those that JAX draws.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes
+from meshlib.jax.importing.code import DTYPES, Step
+from meshlib.jax.importing.table import fresh, rule
+from meshlib.jax.importing.writing import Writer
+from meshlib.ops.elementwise import less
+from meshlib.ops.sources import random_normal, random_uniform
+
+KEYS = "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"
+
+
+def _bounds(step: Step) -> tuple[Any, Any]:
+    low, high = (x.number for x in step.ins[1:3])
+    return low, high
+
+
+def _uniform(w: Writer, step: Step) -> Tensor:
+    low, high = _bounds(step)
+    out = step.outs[0]
+    return random_uniform(w.shape(out.axes), float(low), float(high), DTYPES[out.dtype])
+
+
+def _draw_axes(axes: Axes, step: Step) -> None:
+    fresh(axes, step.outs[0])
+
+
+def _no_axes(axes: Axes, step: Step) -> None:
+    for out in step.outs:
+        if not out.key:
+            fresh(axes, out)
+
+
+rule(
+    "jit:_uniform",
+    axes=_draw_axes,
+    write=_uniform,
+    fault=lambda step: "between bounds that are computed" if None in _bounds(step) else None,
+)
+rule(
+    "jit:_normal jit:_normal_real",
+    axes=_draw_axes,
+    write=lambda w, step: random_normal(w.shape(step.outs[0].axes), dtype=DTYPES[step.outs[0].dtype]),
+)
+
+
+def _bernoulli(w: Writer, step: Step) -> Tensor:
+    shape = w.shape(step.outs[0].axes)
+    drawn = random_uniform(shape)
+    return less(drawn, w.operand(step.ins[1], step.outs[0].axes))
+
+
+rule("jit:_bernoulli", axes=_draw_axes, write=_bernoulli)
+rule(KEYS, axes=_no_axes, write=lambda w, step: [None] * len(step.outs))

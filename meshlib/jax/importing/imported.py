@@ -1,0 +1,111 @@
+"""What `from_jax` returns: a graph that knows the function's arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from layouts import LayoutRules, Shape
+from meshlib.checks import at
+from meshlib.errors import GraphError, nearest
+from meshlib.graph import Graph, Tensor
+from meshlib.jax.importing.leaves import leaves_of
+from meshlib.jax.importing.placement import Specs, rules_of
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One array among the arguments: its shape in JAX, its dims here, and whether it is a variable."""
+
+    name: str
+    jax_shape: tuple[int, ...]
+    shape: Shape
+    variable: bool
+    axes: tuple[Shape, ...]  # the dims that each axis is the product of
+
+
+@dataclass(eq=False)
+class ImportedGraph(Graph):
+    """A program that was a JAX function.
+
+    `outputs` by name, ready for `mtf.lower`; `variables` and `inputs` by the paths of the arguments, as of any graph;
+    `arguments` by these paths; `unused`, the paths of arguments that the results do not depend on.
+    """
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    arguments: dict[str, Argument] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    # results in JAX's shapes
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Tensor:
+        """The one result without dims, which is to be minimised; the first of the results if it has none.
+
+        Raises: GraphError if the first result has dims.
+        """
+        name, first = next(iter(self.outputs.items()))
+        if len(first.shape) or not first.dtype.is_float:
+            raise GraphError(f"{at('loss')}: the function's first result, '{name}', is no number but {first}")
+        return first
+
+    def feeds(self, *args: Any) -> dict[str, Array]:
+        """What `sim.step(**feeds)` takes, of arguments in the form in which the function takes them.
+
+        Those that hold variables are passed over; None will do in their place. Keys of random numbers too.
+        """
+        return self._arrays(args, variables=False)
+
+    def state(self, *args: Any) -> dict[str, Array]:
+        """What `sim.state[name]` takes for each variable, of the arguments that hold them."""
+        return self._arrays(args, variables=True)
+
+    def to_jax(self, values: Mapping[str, Any]) -> dict[str, Array]:
+        """Results of a step, values of variables or their gradients, by name, in the shapes that they have in JAX."""
+        made = {}
+        for name, value in values.items():
+            shape = self.shapes.get(name) if name in self.shapes else None
+            if shape is None and name in self.arguments:
+                shape = self.arguments[name].jax_shape
+            if shape is None:
+                known = [*self.shapes, *self.arguments]
+                raise GraphError(f"{at('to_jax')}: no result or argument is called {name!r}{nearest(name, known)}")
+            made[name] = np.asarray(value).reshape(shape)
+        return made
+
+    def layout(self, *specs: Specs, scope: str | None = None) -> LayoutRules:
+        """The layout rules behind PartitionSpecs of the arguments.
+
+        Args:
+          specs: for each argument of the function what `jax.jit` takes as its `in_shardings`: a PartitionSpec, a
+            NamedSharding, or a tree of them that may end above the arrays; None says nothing.
+          scope: where the rules hold ("variables" for those of parameters alone); everywhere unless given.
+        Raises: LayoutError if two arrays lay one dim on different axes.
+        """
+        return rules_of(self.arguments, self._names(len(specs)), specs, scope)
+
+    # ------------------------------------------------------------ inside
+
+    _parameters: tuple[str, ...] = ()
+
+    def _names(self, count: int) -> tuple[str, ...]:
+        return self._parameters[:count]
+
+    def _arrays(self, args: tuple[Any, ...], variables: bool) -> dict[str, Array]:
+        found = {}
+        for name, value in leaves_of(self._names(len(args)), args):
+            argument = self.arguments.get(name)
+            if argument is None or argument.variable != variables:
+                continue
+            array = np.asarray(value)
+            if array.shape != argument.jax_shape:
+                raise GraphError(
+                    f"{at('feeds')}: '{name}' has shape {list(array.shape)}, but {list(argument.jax_shape)} was traced"
+                )
+            found[name] = array.reshape(argument.shape.sizes)
+        return found

@@ -1,0 +1,308 @@
+"""Primitives that address elements by index: gather and scatter, as embeddings, losses and permutations use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.code import Step, Var
+from meshlib.jax.importing.table import give, rule, same_axes
+from meshlib.jax.importing.writing import Writer, renamed
+from meshlib.ops.elementwise import add, cast, equal, maximum, minimum, negative, subtract, where
+from meshlib.ops.index import gather, scatter_add
+from meshlib.ops.index import range as positions
+from meshlib.ops.reduce import reduce_sum
+from meshlib.ops.shape import broadcast
+
+# ---------------------------------------------------------------- which axes the indices go into
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """Indices along one axis of a table; other axes are whole, or go along with an axis of the indices.
+
+    `indices` is the value that holds them, in `column` of its last axis, `spread` for each of its other axes that of
+    the index space. `along` pairs axes of the table with those of the index space, which has `sizes`. From each index
+    on `run` elements are taken.
+    """
+
+    indices: Var
+    column: int
+    axis: int
+    along: dict[int, int]
+    sizes: tuple[int, ...]
+    run: int = 1
+
+
+def _is_positions(x: Var, axis: int) -> bool:
+    """Whether a value counts 0, 1, ... along an axis and is the same along others."""
+    while True:
+        step = x.maker
+        if x.const is not None:
+            shape = [1] * len(x.shape)
+            shape[axis] = x.shape[axis]
+            return bool(
+                np.array_equal(
+                    np.broadcast_to(x.const, x.shape), np.broadcast_to(np.arange(x.shape[axis]).reshape(shape), x.shape)
+                )
+            )
+        if step is None:
+            return False
+        if step.kind == "iota":
+            return int(step.params["dimension"]) == axis
+        if step.kind == "broadcast_in_dim":
+            to = [int(n) for n in step.params["broadcast_dimensions"]]
+            if axis not in to or step.ins[0].shape[to.index(axis)] != x.shape[axis]:
+                return False
+            x, axis = step.ins[0], to.index(axis)
+        elif step.kind == "reshape":
+            old, new = ([n for n, size in enumerate(v.shape) if size > 1] for v in (step.ins[0], x))
+            if [step.ins[0].shape[n] for n in old] != [x.shape[n] for n in new] or axis not in new:
+                return False
+            x, axis = step.ins[0], old[new.index(axis)]
+        elif step.kind == "select_n" and len(step.ins) == 3:
+            x = _unwrapped(x)
+            if x.maker is step:
+                return False
+        elif step.kind in ("convert_element_type", "copy"):
+            x = step.ins[0]
+        else:
+            return False
+
+
+def _unwrapped(x: Var) -> Var:
+    """Indices as they are given, of which JAX counts negative ones from the end: select(i < 0, i, i + n)."""
+    step = x.maker
+    if step is None or step.kind != "select_n" or len(step.ins) != 3:
+        return x
+    test, as_given, wrapped = step.ins
+    ok = test.maker is not None and test.maker.kind == "lt" and test.maker.ins[0] is as_given
+    plus = wrapped.maker is not None and wrapped.maker.kind == "add" and wrapped.maker.ins[0] is as_given
+    return as_given if ok and plus else x
+
+
+def _components(x: Var) -> list[tuple[Var, int]]:
+    """The values that hold the indices into each axis, each with its column there."""
+    step = x.maker
+    if step is not None and step.kind == "concatenate" and int(step.params["dimension"]) == len(x.shape) - 1:
+        return [(y, n) for y in step.ins for n in range(y.shape[-1])]
+    return [(x, n) for n in range(x.shape[-1])]
+
+
+def _lookup(
+    table: Var, indices: Var, axes: Sequence[int], columns: Sequence[int], batch: dict[int, int]
+) -> _Lookup | str:
+    """How `axes` of a table are looked up in; a text if in a way that is not there."""
+    sizes, parts, along, left = indices.shape[:-1], _components(indices), dict(batch), []
+    for axis, column in zip(axes, columns, strict=True):
+        part, own = parts[column]
+        here = [n for n, size in enumerate(sizes) if size == table.shape[axis] and n not in along.values()]
+        found = next((n for n in here if part.shape[-1] == 1 and _is_positions(part, n)), None)
+        if found is None or len(axes) == 1:
+            left.append((axis, part, own))
+        else:
+            along[axis] = found
+    if len(left) != 1:
+        return f"with {len(left)} indices at once, along axes {[axis for axis, _, _ in left]} of {table}"
+    ((axis, part, own),) = left
+    return _Lookup(part, own, axis, along, sizes)
+
+
+def _of_gather(step: Step) -> _Lookup | str:
+    x, indices = step.ins
+    d = step.params["dimension_numbers"]
+    axes = tuple(map(int, d.start_index_map))
+    sizes = [int(n) for n in step.params["slice_sizes"]]
+    batch = dict(zip(map(int, d.operand_batching_dims), map(int, d.start_indices_batching_dims), strict=True))
+    whole = [n for n, a in enumerate(axes) if sizes[a] == x.shape[a] and x.shape[a] > 1]  # begins at 0, always
+    looked = [n for n in range(len(axes)) if n not in whole]
+    if len(looked) > 1:  # an axis of length 1 needs no index
+        looked = [n for n in looked if x.shape[axes[n]] > 1] or looked[:1]
+    runs = {axes[n]: sizes[axes[n]] for n in looked}
+    if any(n != x.shape[a] for a, n in enumerate(sizes) if a not in runs and a not in batch):
+        return f"of parts, {sizes} of {list(x.shape)}"
+    if not looked:
+        return f"of all of {x}"
+    found = _lookup(x, indices, [axes[n] for n in looked], looked, batch)
+    if isinstance(found, str):
+        return found
+    if any(runs[a] != 1 for a in runs if a != found.axis):
+        return f"of runs of {sizes} elements of {x}"
+    return replace(found, run=runs[found.axis])
+
+
+def _gather_fault(step: Step) -> str | None:
+    found = _of_gather(step)
+    return found if isinstance(found, str) else None
+
+
+# ---------------------------------------------------------------- gather
+
+
+def _gather_axes(axes: Axes, step: Step) -> None:
+    x, out = step.ins[0], step.outs[0]
+    found = _of_gather(step)
+    assert isinstance(found, _Lookup)
+    d = step.params["dimension_numbers"]
+    offsets, collapsed = [int(n) for n in d.offset_dims], {int(n) for n in d.collapsed_slice_dims}
+    index_axes = [axes.new(n) for n in found.sizes]
+    looked, run = axes.new(x.shape[found.axis]), axes.new(found.run)
+    kept = {n: axes.new(a.size) for n, a in enumerate(x.axes) if n != found.axis and n not in found.along}
+    axes.hold(axes.space(), [*index_axes, *kept.values(), looked, run])
+    _tie_indices(axes, found, index_axes)
+    for n, at in found.along.items():
+        axes.tie(index_axes[at], x.axes[n])
+    for n, label in (*kept.items(), (found.axis, looked)):
+        axes.tie(label, x.axes[n])
+    axes.kin.append((run, looked))
+    windows = [n for n in range(len(x.shape)) if n not in collapsed and n not in {*map(int, d.operand_batching_dims)}]
+    of_window = {n: kept.get(n, run if n == found.axis else axes.new(1)) for n in windows}
+    rest, indexed = (of_window[n] for n in windows), iter(index_axes)
+    give(axes, out, [next(rest) if n in offsets else next(indexed) for n in range(len(out.shape))])
+    table = [
+        looked if n == found.axis else kept[n] if n in kept else index_axes[found.along[n]] for n in range(len(x.shape))
+    ]
+    step.labels = [run, *index_axes, *table]
+
+
+def _tie_indices(axes: Axes, found: _Lookup, made: list[Axis]) -> None:
+    for own, label in zip(found.indices.axes, made, strict=False):
+        if own.size == label.size:
+            axes.tie(label, own)
+
+
+def _indices(w: Writer, found: _Lookup, index_axes: Sequence[Axis]) -> Tensor:
+    """The indices, under the dims of the index space."""
+    x = found.indices
+    own = [a if a.size == 1 else label for a, label in zip(x.axes, index_axes, strict=False)]
+    t = cast(w.under(x, [*own, x.axes[-1]]) if x.axes else w.tensor(x), "int32")
+    return t if x.shape[-1] == 1 or not x.axes else w.element(t, x.axes[-1], found.column)
+
+
+def _gather(w: Writer, step: Step) -> Tensor:
+    x = step.ins[0]
+    found = _of_gather(step)
+    assert isinstance(found, _Lookup)
+    count = len(found.sizes)
+    run, index_axes, target = step.labels[0], step.labels[1 : 1 + count], step.labels[1 + count :]
+    table, one = w.whole(x, target, found.axis), w.whole_dim(target[found.axis])
+    if x.shape[found.axis] == 1:
+        return reduce_sum(table, reduced_dim=one)
+    indices = _indices(w, found, index_axes)
+    if "CLIP" in str(step.params["mode"]):
+        indices = minimum(maximum(indices, 0), x.shape[found.axis] - found.run)
+    if found.run == 1:
+        return _looked_up(table, indices, one)
+    made = gather(table, indices + positions(Dimension("run_of_indices", found.run)), one)
+    whole = w.whole_dim(run)
+    return w.apart(renamed(made, {"run_of_indices": whole.name}), run)
+
+
+def _looked_up(table: Tensor, indices: Tensor, one: Dimension) -> Tensor:
+    """The elements at these indices; of a difference with what is the same along `one`, as a logarithm of softmax is,
+    those of the first operand are looked up, so that the rest of the differences are never made."""
+    op = table.operation
+    if op.kind.name == "cast" and op.inputs[0].dtype.is_float:
+        return cast(_looked_up(op.inputs[0], indices, one), table.dtype)
+    if op.kind.name == "negative":
+        return negative(_looked_up(op.inputs[0], indices, one))
+    if op.kind.name == "subtract" and one in op.inputs[0].shape and {*op.inputs[1].shape} <= {*indices.shape}:
+        return subtract(_looked_up(op.inputs[0], indices, one), op.inputs[1])
+    return gather(table, indices, one)
+
+
+rule("gather", axes=_gather_axes, write=_gather, fault=_gather_fault)
+
+
+# ---------------------------------------------------------------- scatter
+
+
+def _of_scatter(step: Step) -> _Lookup | str:
+    x, indices, updates = step.ins
+    d = step.params["dimension_numbers"]
+    axes = tuple(map(int, d.scatter_dims_to_operand_dims))
+    batch = dict(zip(map(int, d.operand_batching_dims), map(int, d.scatter_indices_batching_dims), strict=True))
+    if {*axes} != {*map(int, d.inserted_window_dims)}:
+        return f"of runs of elements, {list(updates.shape)} into {list(x.shape)}"
+    windows = [int(n) for n in d.update_window_dims]
+    whole = [n for n in range(len(x.shape)) if n not in axes and n not in batch]
+    if any(updates.shape[a] != x.shape[n] for a, n in zip(windows, whole, strict=True)):
+        return f"of parts, {list(updates.shape)} into {list(x.shape)}"
+    found = _lookup(x, indices, axes, range(len(axes)), batch)
+    if (
+        step.kind == "scatter"
+        and isinstance(found, _Lookup)
+        and prod(found.sizes) != prod(found.sizes[at] for at in found.along.values())
+    ):
+        return "of several elements at once, which may meet"
+    return found
+
+
+def _scatter_axes(axes: Axes, step: Step) -> None:
+    x, _, updates = step.ins
+    out = step.outs[0]
+    found = _of_scatter(step)
+    assert isinstance(found, _Lookup)
+    same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
+    index_axes = [axes.new(n) for n in found.sizes]
+    kept = [a for n, a in enumerate(out.axes) if n != found.axis and n not in found.along]
+    labels = [axes.new(a.size) for a in kept]
+    looked = axes.new(x.shape[found.axis])
+    axes.hold(axes.space(), [*index_axes, *labels, looked])
+    for label, axis in zip([*labels, looked], [*kept, out.axes[found.axis]], strict=True):
+        axes.tie(label, axis)
+    for n, at in found.along.items():
+        axes.tie(index_axes[at], out.axes[n])
+    _tie_indices(axes, found, index_axes)
+    windows = [int(n) for n in step.params["dimension_numbers"].update_window_dims]
+    rest, indexed = iter(labels), iter(index_axes)
+    for n, a in enumerate(updates.axes):
+        axes.tie(next(rest) if n in windows else next(indexed), a)
+    step.labels = [looked, *index_axes, *labels]
+
+
+def _scatter(w: Writer, step: Step) -> Tensor:
+    x, _, updates = step.ins
+    out = step.outs[0]
+    found = _of_scatter(step)
+    assert isinstance(found, _Lookup)
+    looked, index_axes = step.labels[0], step.labels[1 : 1 + len(found.sizes)]
+    labels = step.labels[1 + len(found.sizes) :]
+    windows = [int(n) for n in step.params["dimension_numbers"].update_window_dims]
+    rest, indexed = iter(labels), iter(index_axes)
+    of_updates = [next(rest) if n in windows else next(indexed) for n in range(len(updates.shape))]
+    kept = iter(labels)
+    target = [
+        looked if n == found.axis else index_axes[found.along[n]] if n in found.along else next(kept)
+        for n in range(len(x.shape))
+    ]
+    table = w.whole(x, target, found.axis)
+    given = w.under(updates, of_updates)
+    indices = _indices(w, found, index_axes)
+    one = w.whole_dim(looked)
+    if step.kind == "scatter":
+        made = where(equal(positions(one), indices), given, table)
+    else:
+        summed = [d for d in w.shape(index_axes) if d not in w.shape(target)]
+        given = broadcast(given, list(w.shape(of_updates)))
+        shape = Shape([*(d for d in w.shape(target) if d in given.shape), one])
+        indices = broadcast(
+            indices, Shape([*(d for d in indices.shape), *(d for d in summed if d not in indices.shape)])
+        )
+        made = add(table, scatter_add(given, indices, one, shape, out_of_range="zero"))
+    made = w.apart(made, looked)
+    return w.rename(made, w.axes.flat(target), w.axes.flat(out.axes))
+
+
+def _scatter_fault(step: Step) -> str | None:
+    found = _of_scatter(step)
+    return found if isinstance(found, str) else None
+
+
+rule("scatter scatter-add scatter_add", axes=_scatter_axes, write=_scatter, fault=_scatter_fault)

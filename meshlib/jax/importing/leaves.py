@@ -1,0 +1,68 @@
+"""The arrays among arguments, by paths; what else is among them stays as it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def is_array(x: object) -> bool:
+    """Whether it is an array, or the shape and dtype of one."""
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+
+
+def parameter_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """What a function calls its arguments, as far as that can be said; `arg_<n>` elsewhere."""
+    try:
+        parameters = [*inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):
+        parameters = []
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(named[n] if n < len(named) else f"arg_{n}" for n in range(count))
+
+
+def leaves_of(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Every array among arguments, with the name of its variable or input, as in "params/layers/wq"."""
+    yield from ((path, leaf) for path, leaf, _ in named_leaves(names, args))
+
+
+def named_leaves(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...] | None]]:
+    """As `leaves_of`, with the names that an array's axes have already: of Haliax, or in a box of Flax."""
+    import jax
+
+    flatten = jax.tree_util.tree_flatten_with_path
+    for name, arg in zip(names, args, strict=True):
+        for path, held in flatten(arg, is_leaf=lambda x: _axis_names(x) is not None)[0]:
+            for inner, leaf in flatten(held)[0]:
+                if is_array(leaf):
+                    own = _axis_names(held)
+                    fits = own is not None and len(own) == len(leaf.shape)
+                    yield "/".join((name, *words((*path, *inner)))), leaf, own if fits else None
+
+
+def _axis_names(x: Any) -> tuple[str, ...] | None:
+    """The names of axes that a holder of one array has; "_" for those without."""
+    if hasattr(x, "axes") and hasattr(x, "array") and isinstance(x.axes, tuple):
+        found = [getattr(a, "name", None) for a in x.axes]
+    elif isinstance(getattr(x, "names", None), tuple) and hasattr(x, "value") and hasattr(x, "unbox"):
+        found = list(x.names)
+    else:
+        return None
+    return tuple(n if isinstance(n, str) and n.isidentifier() else "_" for n in found)
+
+
+def words(path: Sequence[Any]) -> Iterator[str]:
+    for key in path:
+        word = next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key)
+        text = "_".join(str(word).split()).strip(".")
+        yield from (part for part in text.replace("/", ".").split(".") if part)
+
+
+def concrete(x: Any) -> np.ndarray[Any, Any] | None:
+    """The elements of an array; None of a mere shape, and of keys."""
+    if not hasattr(x, "__array__") or str(x.dtype).startswith("key<"):
+        return None
+    return np.asarray(x)

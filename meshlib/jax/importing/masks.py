@@ -1,0 +1,217 @@
+"""What flags and numbers made of positions mean: conditions, one-hots, causal masks and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.dtypes import BOOL, INT32
+from meshlib.graph import Operation, Tensor
+from meshlib.jax.importing.code import Array
+from meshlib.jax.importing.table import Operand
+from meshlib.ops.elementwise import cast, greater_equal, logical_not
+from meshlib.ops.index import RANGE, one_hot
+from meshlib.ops.index import range as positions
+from meshlib.ops.sources import constant
+
+# Scores from here on down have no weight in a softmax with others: exp(-10000 + 9900) is 0 in float32.
+HIDING = -1e4
+
+
+def op_of(t: Tensor) -> Operation:
+    """What made a tensor; of what a loop takes from outside, what made it there."""
+    outer = t.graph.outside.get(t)
+    while outer is not None and t.graph.captured.get(outer) is t:
+        t = outer
+        outer = t.graph.outside.get(t)
+    return t.operation
+
+
+def number_of(x: Operand) -> Any:
+    """The number that a tensor is made of everywhere; None of others."""
+    if not isinstance(x, Tensor):
+        return x
+    op = op_of(x)
+    return op.attrs["value"] if op.kind.name == "constant" else None
+
+
+def condition_of(x: Operand, y: Operand, holds: Callable[[Any, Any], Any]) -> Tensor | None:
+    """The flags that a comparison of two numbers chosen by flags with a third one comes back to."""
+    if isinstance(y, Tensor):
+        return condition_of(y, x, lambda a, b: holds(b, a)) if not isinstance(x, Tensor) else None
+    if not isinstance(x, Tensor):
+        return None
+    op = op_of(x)
+    if op.kind.name == "where":
+        flags, (if_true, if_false) = op.inputs[0], map(number_of, op.inputs[1:])
+    elif op.kind.name == "cast" and op.inputs[0].dtype is BOOL:
+        flags, if_true, if_false = op.inputs[0], 1, 0
+    elif x.dtype is BOOL:
+        flags, if_true, if_false = x, True, False
+    else:
+        return None
+    if if_true is None or if_false is None:
+        return None
+    yes, no = bool(holds(if_true, y)), bool(holds(if_false, y))
+    if yes == no:
+        return None
+    return flags if yes else negated(flags)
+
+
+def negated(flags: Tensor) -> Tensor:
+    """not flags."""
+    op = op_of(flags)
+    return op.inputs[0] if op.kind.name == "logical_not" else logical_not(flags)
+
+
+def hot(x: Tensor, dtype: str) -> Tensor | None:
+    """A cast of `index == position` as what it is, a one-hot; None of others."""
+    op = op_of(x)
+    if op.kind.name != "equal":
+        return None
+    for index, place in (op.inputs, op.inputs[::-1]):
+        if op_of(place).kind is RANGE and index.dtype is INT32 and place.shape[0] not in index.shape:
+            return one_hot(index, place.shape[0], dtype=dtype, out_of_range="zero")
+    return None
+
+
+# ---------------------------------------------------------------- known elements
+
+
+def known(array: Array, shape: Shape, dtype: str) -> Tensor:
+    """Elements that are part of the program: causal masks and ranges are made from positions, others are a table."""
+    array = array.reshape(shape.sizes)
+    if array.ndim == 2 and array.dtype == np.bool_ and np.array_equal(array, np.tri(*array.shape, dtype=bool)):
+        rows, keys = map(positions, shape)
+        return greater_equal(rows, keys)
+    if array.ndim == 1 and array.dtype.kind in "iu" and np.array_equal(array, np.arange(array.size)):
+        return cast(positions(shape[0]), dtype)
+    return constant(array, shape, dtype)
+
+
+# ---------------------------------------------------------------- positions
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A sum of positions along dims, each so many times, and a number."""
+
+    times: tuple[tuple[str, int], ...]
+    plus: int
+
+    def __sub__(self, other: Affine) -> Affine:
+        return self.added(other, -1)
+
+    def added(self, other: Affine, sign: int) -> Affine:
+        """The sum, or the difference."""
+        times = dict(self.times)
+        for name, count in other.times:
+            times[name] = times.get(name, 0) + sign * count
+        return Affine(tuple(sorted((n, c) for n, c in times.items() if c)), self.plus + sign * other.plus)
+
+
+def affine(t: Tensor) -> Affine | None:
+    """What an int32 tensor is of positions, if it is such a sum."""
+    op = op_of(t)
+    name = op.kind.name
+    if name == "constant" and float(op.attrs["value"]).is_integer():
+        return Affine((), int(op.attrs["value"]))
+    if name == "range":
+        return Affine(((t.shape[0].name, 1),), 0)
+    if name in ("cast", "identity", "broadcast", "transpose", "stop_gradient"):
+        return affine(op.inputs[0])
+    if name == "negative":
+        inner = affine(op.inputs[0])
+        return None if inner is None else Affine((), 0).added(inner, -1)
+    if name in ("add", "subtract"):
+        a, b = map(affine, op.inputs)
+        return None if a is None or b is None else a.added(b, 1 if name == "add" else -1)
+    if name == "rename_dimension":
+        inner = affine(op.inputs[0])
+        if inner is None:
+            return None
+        swap = {op.attrs["old"]: op.attrs["new"]}
+        return Affine(tuple(sorted((swap.get(n, n), c) for n, c in inner.times)), inner.plus)
+    return None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which keys queries see: causal, through a window, and where all of `masks` hold."""
+
+    causal: bool
+    window: int | None
+    masks: tuple[Tensor, ...]
+
+
+def seen_by(flags: list[Tensor], length: Dimension, memory: Dimension) -> Seen:
+    """What flags of queries and keys say, together."""
+    behind: int | None = None  # how far a query sees back, at most
+    ahead: int | None = None
+    masks: list[Tensor] = []
+    for flag in (part for f in flags for part in _conjuncts(f)):
+        found = _reach(flag, length.name, memory.name)
+        if found is None:
+            masks.append(flag)
+        elif found[0] == "behind":
+            behind = found[1] if behind is None else min(behind, found[1])
+        else:
+            ahead = found[1] if ahead is None else min(ahead, found[1])
+    causal = ahead == 0
+    if ahead is None and behind is None:
+        return Seen(False, None, tuple(masks))
+    if causal and behind is None:
+        return Seen(True, None, tuple(masks))
+    if behind is not None and behind >= 0 and (causal or ahead == behind):
+        return Seen(causal, behind + 1, tuple(masks))
+    return Seen(False, None, tuple(flags))
+
+
+def _conjuncts(flag: Tensor) -> Iterator[Tensor]:
+    op = op_of(flag)
+    if op.kind.name == "logical_and":
+        for part in op.inputs:
+            yield from _conjuncts(part)
+    elif op.kind.name in ("broadcast", "transpose", "identity"):
+        yield from _conjuncts(op.inputs[0])
+    elif number_of(flag) is not True and number_of(flag) != 1:
+        yield flag
+
+
+_SIGNS = {"greater_equal": (1, 0), "greater": (1, -1), "less_equal": (-1, 0), "less": (-1, -1)}
+
+
+def _reach(flag: Tensor, length: str, memory: str) -> tuple[str, int] | None:
+    """("behind" or "ahead", n) of a flag that says how far a query may see: memory - length <= n, or the reverse."""
+    op, negated, names = op_of(flag), False, dict[str, str]()
+    while op.kind.name in ("logical_not", "rename_dimension"):
+        if op.kind.name == "logical_not":
+            negated = not negated
+        else:
+            names[op.attrs["old"]] = names.get(op.attrs["new"], op.attrs["new"])
+        op = op_of(op.inputs[0])
+    if op.kind.name not in _SIGNS:
+        return None
+    a, b = map(affine, op.inputs)
+    if a is None or b is None:
+        return None
+    # the flag is: value >= 0
+    sign, plus = _SIGNS[op.kind.name]
+    value = Affine((), plus).added(a - b, sign)
+    if negated:  # not (v >= 0) is -v - 1 >= 0
+        value = Affine((), -1).added(value, -1)
+    times = {names.get(n, n): c for n, c in value.times}
+    if times == {length: 1, memory: -1}:
+        return "ahead", value.plus
+    if times == {length: -1, memory: 1}:
+        return "behind", value.plus
+    return None
+
+
+def lowest(value: Any) -> bool:
+    """Whether a number hides a score that it takes the place of, or is added to."""
+    return value is not None and bool(np.asarray(value) <= HIDING)

@@ -1,0 +1,261 @@
+"""Names of dims: those that the user gives axes of arguments, and names for the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from meshlib.checks import at
+from meshlib.errors import GraphError, nearest
+from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.code import Code, Var
+
+WHAT = "from_jax"
+# Names of one axis: one, or several whose product it is; None: not named. Each with its size, if it is said.
+Part = tuple[str, int | None]
+Token = tuple[Part, ...] | None
+
+
+@dataclass(eq=False)
+class Leaf:
+    """One array among the arguments: its path, as in "params.layers.wq", and whether it is a variable."""
+
+    path: str
+    var: Var
+    variable: bool
+    tokens: Sequence[Token] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the variable or input."""
+        return self.path.replace(".", "/")
+
+
+# ---------------------------------------------------------------- what the user says
+
+
+def parsed(names: object, leaves: Sequence[Leaf]) -> None:
+    """Give the leaves their tokens: `names` holds, for paths or patterns of paths, the names of axes in order.
+
+    Raises: GraphError for a path that is none, as many names as there are no axes, and what is no name.
+    """
+    if names is None:
+        return
+    if not isinstance(names, Mapping):
+        raise GraphError(f"{at(WHAT)}: names must be a dict of paths to names of axes, got {names!r:.80}")
+    for key, given in names.items():
+        if not isinstance(key, str):
+            raise GraphError(f"{at(WHAT)}: names must have paths such as 'params.wq' as keys, got {key!r:.80}")
+        pattern = key.replace("/", ".")
+        found = [leaf for leaf in leaves if fnmatchcase(leaf.path, pattern)]
+        if not found:
+            paths = [leaf.path for leaf in leaves]
+            raise GraphError(
+                f"{at(WHAT)}: names: no argument is called {key!r}{nearest(pattern, paths)}; there are "
+                f"{', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
+            )
+        tokens = _tokens(given, key)
+        for leaf in found:
+            if len(tokens) != len(leaf.var.shape):
+                raise GraphError(
+                    f"{at(WHAT)}: names: {key!r} has {len(tokens)} names, {given!r:.80}, but {leaf.path} has "
+                    f"{len(leaf.var.shape)} axes, {list(leaf.var.shape)}"
+                )
+            leaf.tokens = tokens
+
+
+def _tokens(given: object, key: str) -> list[Token]:
+    if isinstance(given, str):
+        words: list[object] = re.findall(r"\([^()]*\)|[^\s,()]+", given)
+    elif isinstance(given, Sequence):
+        words = list(given)
+    else:
+        raise GraphError(f"{at(WHAT)}: names: {key!r} has {given!r:.80}; write 'batch length', a name for each axis")
+    return [_token(word, key) for word in words]
+
+
+def _token(word: object, key: str) -> Token:
+    if word is None or word in ("_", "None"):
+        return None
+    if isinstance(word, str):
+        parts = word.strip("()").replace(",", " ").split()
+        made = []
+        for part in parts:
+            name, _, size = part.partition(":")
+            if not name.isidentifier() or (size and not size.isdecimal()):
+                break
+            made.append((name, int(size) if size else None))
+        else:
+            if made:
+                return tuple(made)
+    raise GraphError(
+        f"{at(WHAT)}: names: {word!r:.40} in {key!r} is no name of an axis: letters, digits and _; '(heads head_dim)' "
+        "for a product, '_' for none"
+    )
+
+
+def call_first(axes: Axes, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Axis, tuple[Part, ...]]]:
+    """Name the axes of arguments before anything is known of them; returns products whose factors are not known yet."""
+    named = [
+        (leaf, axis, token)
+        for leaf in leaves
+        for axis, token in zip(leaf.var.axes, leaf.tokens or (), strict=False)
+        if token is not None
+    ]
+    sizes: dict[str, set[int]] = {}
+    for leaf, axis, token in named:
+        for name, size in token:
+            if size is None and len(token) == 1:
+                size = axis.size
+            if size is not None:
+                sizes.setdefault(name, set()).add(size)
+        if len(token) == 1:
+            _check_size(leaf, axis, [token[0][1]])
+            _call(axes, leaf, axis, token[0][0])
+    waiting = []
+    for leaf, axis, token in named:
+        if len(token) == 1:
+            continue
+        found = [size or (next(iter(sizes[n])) if len(sizes.get(n, ())) == 1 else None) for n, size in token]
+        known = prod(size for size in found if size)
+        if axis.size % known:
+            raise GraphError(
+                f"{at(WHAT)}: names: {leaf.path} {list(leaf.var.shape)}: an axis of {axis.size} can't be the product "
+                f"({' '.join(n for n, _ in token)}), of which {known} is known: {axis.size} % {known} = "
+                f"{axis.size % known}"
+            )
+        if found.count(None) == 1:
+            found = [size or axis.size // known for size in found]
+        if None in found:
+            waiting.append((leaf, axis, token))
+            continue
+        _check_size(leaf, axis, found)
+        for part, (name, _) in zip(axes.split(axis, [size or 1 for size in found]), token, strict=True):
+            _call(axes, leaf, part, name)
+    return waiting
+
+
+def _check_size(leaf: Leaf, axis: Axis, sizes: Sequence[int | None]) -> None:
+    known = [n for n in sizes if n is not None]
+    if len(known) == len(sizes) and prod(known) != axis.size:
+        raise GraphError(
+            f"{at(WHAT)}: names: {' x '.join(map(str, known))} is not {axis.size}, the length of that axis of "
+            f"{leaf.path} {list(leaf.var.shape)}"
+        )
+
+
+def _call(axes: Axes, leaf: Leaf, axis: Axis, name: str) -> None:
+    if axis.size == 1:
+        return
+    clash = axes.call(axis, name)
+    if clash is not None:
+        raise GraphError(
+            f"{at(WHAT)}: names: {leaf.path} {list(leaf.var.shape)} would have two axes '{name}', of {clash.size} and "
+            f"{axis.size}; rename one, as in '{name}_out'"
+        )
+
+
+def call_products(axes: Axes, waiting: Iterable[tuple[Leaf, Axis, tuple[Part, ...]]]) -> None:
+    """Name the factors of products, which the function has shown by now."""
+    for leaf, axis, token in waiting:
+        dims = axes.dims(axis)
+        names = [name for name, _ in token]
+        if len(dims) != len(names):
+            raise GraphError(
+                f"{at(WHAT)}: names: {leaf.path}: an axis of {axis.size} is called ({' '.join(names)}), but the "
+                f"function takes it as {' x '.join(str(d.size) for d in dims)}; say sizes, as in "
+                f"({names[0]}:{dims[0].size if dims else axis.size} ...)"
+            )
+        for d, name in zip(dims, names, strict=True):
+            if d.name is None:
+                _call(axes, leaf, d, name)
+
+
+# ---------------------------------------------------------------- names for the rest
+
+
+def name_all(axes: Axes, code: Code, leaves: Sequence[Leaf]) -> None:
+    """Give every dim a name.
+
+    What was cut out of a dim has its name, of another size, unless one tensor would have it twice. A dim that met
+    itself is `memory_<name>`, as the keys of attention, or `<name>_out` in a variable. Others are called by the first
+    argument that has them, as in `wq_1`.
+    """
+    _Names(axes, leaves).give(code)
+
+
+# What says of a variable that it is one, not which.
+_PLAIN = ("kernel", "weight", "bias", "scale", "value", "array", "embedding", "w", "b")
+
+
+def _word(path: str) -> str:
+    """What to call an axis after: the last part of a path that says something."""
+    parts = [re.sub(r"\W", "_", part) for part in path.split(".")]
+    telling = [part for part in parts if part.isidentifier()]
+    return next((part for part in reversed(telling) if part not in _PLAIN), telling[-1] if telling else "argument")
+
+
+class _Names:
+    def __init__(self, axes: Axes, leaves: Sequence[Leaf]) -> None:
+        self.axes, self.leaves = axes, leaves
+        self.of_variables = {d for leaf in leaves if leaf.variable for d in axes.flat(leaf.var.axes)}
+        self.near: dict[Axis, list[tuple[str, Axis]]] = {}
+        for pairs, how in ((axes.kin, "kin"), (axes.apart, "apart")):
+            for a, b in pairs:
+                left, right = axes.dims(a), axes.dims(b)
+                if len(left) == len(right) == 1 and left[0] is not right[0]:
+                    self.near.setdefault(right[0], []).append((how, left[0]))
+                    self.near.setdefault(left[0], []).append((how, right[0]))
+        self.taken = {name for name, there in axes.named.items() if there}
+
+    def give(self, code: Code) -> None:
+        known = [d for leaf in self.leaves for d in self.axes.flat(leaf.var.axes)]
+        for d in known:
+            if d.name is not None:
+                self._spread(d)
+        for leaf in self.leaves:
+            word = _word(leaf.path)
+            for n, axis in enumerate(leaf.var.axes):
+                dims = self.axes.dims(axis)
+                for m, d in enumerate(dims):
+                    self._call(d, f"{word}_{n}" if len(dims) == 1 else f"{word}_{n}_{m}")
+        for x in code.vars():
+            for d in self.axes.flat(x.axes):
+                self._call(d, "axis")
+        for step in code.walk():
+            for d in self.axes.flat(step.labels):
+                self._call(d, "axis")
+
+    def _call(self, d: Axis, name: str, shared: bool = False) -> None:
+        if d.name is not None:
+            return
+        if not shared:
+            name = self._free(name)
+        d.name = name
+        self.taken.add(name)
+        self.axes.named.setdefault(name, []).append(d)
+        self._spread(d)
+
+    def _free(self, name: str) -> str:
+        found, n = name, 2
+        while found in self.taken:
+            found, n = f"{name}_{n}", n + 1
+        return found
+
+    def _spread(self, named: Axis) -> None:
+        assert named.name is not None
+        for how, d in self.near.get(named, ()):
+            d = self.axes.find(d)
+            if d.name is not None or d.parts:
+                continue
+            if how == "kin" and self._may_share(d, named.name):
+                self._call(d, named.name, shared=True)
+            elif how == "apart" and d.size == named.size:
+                self._call(d, f"{named.name}_out" if d in self.of_variables else f"memory_{named.name}")
+
+    def _may_share(self, d: Axis, name: str) -> bool:
+        there = [self.axes.find(a) for a in self.axes.named.get(name, ())]
+        return not any(a.holders & d.holders for a in there)

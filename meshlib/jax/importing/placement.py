@@ -1,0 +1,57 @@
+"""PartitionSpecs of a JAX program's arguments as layout rules, dim by dim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from layouts import LayoutRules
+from layouts.errors import LayoutError
+from layouts.readers import from_partition_specs
+from meshlib.jax.importing.leaves import words
+
+if TYPE_CHECKING:
+    from meshlib.jax.importing.imported import Argument
+
+Specs = Any
+
+
+def rules_of(
+    arguments: Mapping[str, Argument], names: Sequence[str], specs: Sequence[Specs], scope: str | None
+) -> LayoutRules:
+    """Rules under which each argument lies as its spec says; see `ImportedGraph.layout`."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, tree in zip(names, specs, strict=True):
+        for prefix, spec in _leaves(name, tree):
+            below = [a for path, a in arguments.items() if path == prefix or path.startswith(f"{prefix}/")]
+            for argument in below:
+                found[argument.name] = _of_dims(argument, spec)
+    dims: dict[str, Any] = {name: arguments[name].shape.names for name in found}
+    return from_partition_specs(dict[Any, Any](found), dims, scope)
+
+
+def _leaves(name: str, tree: Specs) -> list[tuple[str, tuple[Any, ...]]]:
+    import jax
+
+    def is_spec(x: object) -> bool:
+        return isinstance(x, jax.sharding.PartitionSpec) or hasattr(x, "spec")
+
+    made = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]:
+        if not is_spec(leaf):
+            raise LayoutError(f"layout: expected a PartitionSpec or a NamedSharding, got {leaf!r:.80}")
+        made.append(("/".join((name, *words(path))), tuple(getattr(leaf, "spec", leaf))))
+    return made
+
+
+def _of_dims(argument: Argument, spec: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The entries of a spec for dims: of an axis that is a product, its axes go to the major dim."""
+    if len(spec) > len(argument.axes):
+        raise LayoutError(
+            f"layout: {spec} has {len(spec)} entries for the {len(argument.axes)} axes of {argument.name}"
+        )
+    made: list[Any] = []
+    for n, dims in enumerate(argument.axes):
+        entry = spec[n] if n < len(spec) else None
+        made += [entry if m == 0 else None for m in range(len(dims))]
+    return tuple(made)

@@ -1,0 +1,262 @@
+"""Written-out softmax attention, recognised where probabilities meet values, as the kernel it is.
+
+softmax(scale q k' + masks) v, whatever the order of its factors, the dtype of its softmax, and what the masks are made
+of. Scores with a bias, a cap or dropout have no kernel of the library's: they stay as they are written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from layouts import Dimension, Shape
+from meshlib.graph import Tensor
+from meshlib.jax.importing.masks import HIDING, known, lowest, negated, number_of, op_of, seen_by
+from meshlib.ops.attention import attention
+from meshlib.ops.elementwise import cast, logical_and, not_equal
+from meshlib.ops.shape import broadcast, reshape
+
+_SAME = ("identity", "broadcast", "transpose", "stop_gradient")
+
+
+@dataclass
+class _Found:
+    """What is known of the scores, from the softmax on back."""
+
+    scale: float = 1.0
+    flags: list[Tensor] = field(default_factory=list)
+
+
+def fused(p: Tensor, v: Tensor) -> Tensor | None:
+    """What `p` v sums over the one dim that p is a softmax over, as attention; None if p is none.
+
+    The result has the dims of the queries and the elements of values.
+    """
+    scores = _softmaxed(p)
+    if scores is None:
+        return None
+    x, memory = scores
+    found = _Found()
+    product = _product(x, memory, found)
+    if product is None or memory not in v.shape:
+        return None
+    q, k, pairs = product
+    return _written(q, k, v, [d for d in k.shape if d in q.shape and d not in pairs], memory, found)
+
+
+# ---------------------------------------------------------------- back to the scores
+
+
+def _bare(t: Tensor) -> Tensor:
+    """Without casts, and what says nothing to a core."""
+    while (op := op_of(t)).kind.name in ("cast", *_SAME) and op.inputs[0].dtype.is_float:
+        t = op.inputs[0]
+    return t
+
+
+def _softmaxed(p: Tensor) -> tuple[Tensor, Dimension] | None:
+    """The scores, and the dim over which `p` is their softmax."""
+    op = op_of(_bare(p))
+    if op.kind.name == "where" and number_of(op.inputs[2]) == 0:  # rows and keys that are hidden once more
+        op = op_of(_bare(op.inputs[1]))
+    if op.kind.name == "exp":  # exp(x - log of the sum of exp(x))
+        return _normalised_before(op.inputs[0])
+    if op.kind.name == "multiply":  # e * (1 / sum)
+        for e, inverse in (op.inputs, op.inputs[::-1]):
+            if op_of(_bare(inverse)).kind.name == "reciprocal":
+                return _ratio(e, op_of(_bare(inverse)).inputs[0])
+    return _ratio(*op.inputs) if op.kind.name == "divide" else None
+
+
+def _ratio(e: Tensor, total: Tensor) -> tuple[Tensor, Dimension] | None:
+    e, summed = _bare(e), op_of(_bare(total))
+    if summed.kind.name == "add" and (number_of(summed.inputs[1]) or 1) < 1e-6:  # against division by zero
+        summed = op_of(_bare(summed.inputs[0]))
+    if summed.kind.name != "reduce_sum" or _bare(summed.inputs[0]) is not e or op_of(e).kind.name != "exp":
+        return None
+    gone = [d for d in summed.inputs[0].shape if d not in summed.output.shape]
+    return (_unshifted(op_of(e).inputs[0], gone[0]), gone[0]) if len(gone) == 1 else None
+
+
+def _normalised_before(x: Tensor) -> tuple[Tensor, Dimension] | None:
+    op = op_of(_bare(x))
+    if op.kind.name != "subtract":
+        return None
+    rest, log = op.inputs[0], op_of(_bare(op.inputs[1]))
+    if log.kind.name == "add":  # log(sum(exp(x - peak))) + peak
+        log = op_of(_bare(next((y for y in log.inputs if op_of(_bare(y)).kind.name == "log"), log.inputs[0])))
+    if log.kind.name != "log":
+        return None
+    summed = op_of(_bare(log.inputs[0]))
+    if summed.kind.name != "reduce_sum" or op_of(_bare(summed.inputs[0])).kind.name != "exp":
+        return None
+    gone = [d for d in summed.inputs[0].shape if d not in summed.output.shape]
+    if len(gone) != 1:
+        return None
+    inside, outside = (_unshifted(y, gone[0]) for y in (op_of(_bare(summed.inputs[0])).inputs[0], rest))
+    return (inside, gone[0]) if inside is outside else None
+
+
+def _unshifted(x: Tensor, memory: Dimension) -> Tensor:
+    """Scores without the maximum that was taken off against overflow, which changes nothing."""
+    op = op_of(_bare(x))
+    if op.kind.name == "subtract" and memory not in op.inputs[1].shape:
+        peak = op_of(_bare(op.inputs[1]))
+        while peak.kind.name in ("maximum", "where"):  # of rows that are hidden altogether
+            peak = op_of(
+                _bare(next((y for y in peak.inputs if number_of(y) is None and y.dtype.is_float), peak.output))
+            )
+            if peak.kind.name not in ("maximum", "where", "reduce_max"):
+                break
+        if peak.kind.name == "reduce_max":
+            return _bare(op.inputs[0])
+    return _bare(x)
+
+
+def _product(x: Tensor, memory: Dimension, found: _Found) -> tuple[Tensor, Tensor, Shape] | None:
+    """Queries and keys whose product the scores are, apart from a scale and masks."""
+    while True:
+        x = _bare(x)
+        op = op_of(x)
+        name = op.kind.name
+        numbers = [number_of(y) for y in op.inputs]
+        if name == "multiply" and (n := next((i for i in (0, 1) if numbers[i] is not None), None)) is not None:
+            found.scale *= float(numbers[n])
+            x = op.inputs[1 - n]
+        elif name == "divide" and numbers[1]:
+            found.scale /= float(numbers[1])
+            x = op.inputs[0]
+        elif name == "where" and lowest(numbers[2]):
+            found.flags.append(op.inputs[0])
+            x = op.inputs[1]
+        elif name == "where" and lowest(numbers[1]):
+            found.flags.append(negated(op.inputs[0]))
+            x = op.inputs[2]
+        elif name == "add" and (hidden := _hiding(op.inputs)) is not None:
+            x, flag = hidden
+            found.flags.append(flag)
+        elif name == "einsum":
+            return _sides(op.inputs, op.output.shape, memory, found)
+        else:
+            return None
+
+
+def _hiding(sides: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
+    """Of a sum, what is added to, and the flags of what is not hidden by the other, which is 0 or very low."""
+    for x, bias in (sides, sides[::-1]):
+        op = op_of(_bare(bias))
+        if op.kind.name == "where":
+            flag, numbers = op.inputs[0], [number_of(y) for y in op.inputs[1:]]
+            if numbers[0] == 0 and lowest(numbers[1]):
+                return x, flag
+            if numbers[1] == 0 and lowest(numbers[0]):
+                return x, negated(flag)
+        if op.kind.name == "table":
+            array = op.attrs["value"].array
+            if ((array == 0) | (array <= HIDING)).all():
+                with x.graph:
+                    return x, known(array == 0, op.output.shape, "bool")
+        if op.kind.name == "multiply":  # (1 - flags) * -1e9, of flags that may be kept as integers
+            for side, factor in (op.inputs, op.inputs[::-1]):
+                less = op_of(_bare(side))
+                if lowest(number_of(factor)) and less.kind.name == "subtract" and number_of(less.inputs[0]) == 1:
+                    flags = op_of(less.inputs[1])
+                    if flags.kind.name == "cast" and not flags.inputs[0].dtype.is_float:
+                        seen = flags.inputs[0]
+                        return x, seen if seen.dtype.name == "bool" else not_equal(seen, 0)
+    return None
+
+
+def _sides(
+    sides: tuple[Tensor, ...], pairs: Shape, memory: Dimension, found: _Found
+) -> tuple[Tensor, Tensor, Shape] | None:
+    a, b = sides
+    if (memory in a.shape) == (memory in b.shape):
+        return None
+    q, k = (b, a) if memory in a.shape else (a, b)
+    return _unscaled(q, found), _unscaled(k, found), pairs
+
+
+def _unscaled(x: Tensor, found: _Found) -> Tensor:
+    """Queries or keys before they were scaled, or widened for their product."""
+    while True:
+        op = op_of(x)
+        if op.kind.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize <= x.dtype.itemsize:
+            x = op.inputs[0]
+            continue
+        numbers = [number_of(y) for y in op.inputs]
+        if op.kind.name == "multiply" and (n := next((i for i in (0, 1) if numbers[i] is not None), None)) is not None:
+            found.scale *= float(numbers[n])
+            x = op.inputs[1 - n]
+        elif op.kind.name == "divide" and numbers[1]:
+            found.scale /= float(numbers[1])
+            x = op.inputs[0]
+        else:
+            return x
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+def _written(
+    q: Tensor, k: Tensor, v: Tensor, contracted: list[Dimension], memory: Dimension, found: _Found
+) -> Tensor | None:
+    op = op_of(v)
+    if op.kind.name == "cast" and op.inputs[0].dtype.is_float and op.inputs[0].dtype.itemsize < v.dtype.itemsize:
+        v = op.inputs[0]
+    of_values = [d for d in v.shape if d not in k.shape]
+    if not of_values:  # as the elements of keys
+        of_values = contracted if all(d in v.shape for d in contracted) else []
+    lengths = [d for d in q.shape if d not in k.shape]
+    flags = [f for f in found.flags if {*f.shape.names} <= {*q.shape.names, *k.shape.names}]
+    if (
+        not contracted
+        or not of_values
+        or not lengths
+        or len(flags) != len(found.flags)
+        or not math.isfinite(found.scale)
+    ):
+        return None
+    if of_values is not contracted and any(d in q.shape for d in of_values):
+        return None
+    batch = [d for d in k.shape if d not in contracted and d != memory]
+    if any(d not in q.shape for d in batch):
+        return None
+    length = _length(lengths, memory, flags)
+    seen = seen_by(flags, length, memory)
+    dtype = next(t.dtype for t in (q, k, v) if t.dtype.itemsize == min(t.dtype.itemsize for t in (q, k, v)))
+    q, k, v = (cast(t, dtype) for t in (q, k, v))
+    if len(v.shape) != len(batch) + 1 + len(of_values):
+        v = broadcast(v, [*batch, memory, *of_values])
+    key, value = _joined(contracted), _joined(of_values)
+    q, k, v = _merged(q, contracted, key), _merged(k, contracted, key), _merged(v, of_values, value)
+    mask = None
+    for flag in seen.masks:
+        mask = flag if mask is None else logical_and(mask, flag)
+    y = attention(q, k, v, length, memory, key, value, seen.causal, seen.window, found.scale, mask)
+    if len(of_values) > 1:
+        y = reshape(y, [*(d for d in y.shape if d != value), *of_values])
+    return y
+
+
+def _length(lengths: list[Dimension], memory: Dimension, flags: list[Tensor]) -> Dimension:
+    """The queries' dim: that which masks set against the keys', or of the keys' length, or the longest."""
+    if len(lengths) == 1:
+        return lengths[0]
+    for d in lengths:
+        if seen_by(flags, d, memory).causal or seen_by(flags, d, memory).window:
+            return d
+    related = [d for d in lengths if d.name in memory.name]
+    return (related or [d for d in lengths if d.size == memory.size] or sorted(lengths, key=lambda d: -d.size))[0]
+
+
+def _joined(dims: list[Dimension]) -> Dimension:
+    return dims[0] if len(dims) == 1 else Dimension("_".join(d.name for d in dims), math.prod(d.size for d in dims))
+
+
+def _merged(t: Tensor, dims: list[Dimension], one: Dimension) -> Tensor:
+    """`t` with several dims as one; in this order, whatever theirs."""
+    if len(dims) == 1:
+        return t
+    rest = [d for d in t.shape if d not in dims]
+    return reshape(broadcast(t, [*rest, *dims]), [*rest, one])

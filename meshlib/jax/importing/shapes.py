@@ -1,0 +1,282 @@
+"""Primitives that change axes, not values, and those that go over them: reductions, running sums, order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.code import DTYPES, Array, Step
+from meshlib.jax.importing.table import fresh, give, rule, same_axes
+from meshlib.jax.importing.writing import Writer
+from meshlib.ops.cumulative import cumprod, cumsum
+from meshlib.ops.elementwise import cast, exp, log, multiply, negative, pow
+from meshlib.ops.index import gather
+from meshlib.ops.index import range as positions
+from meshlib.ops.ranking import argmax, argsort, top_k
+from meshlib.ops.reduce import reduce_all, reduce_any, reduce_max, reduce_min, reduce_sum
+from meshlib.ops.shape import rename_dimension
+from meshlib.ops.state import stop_gradient
+from meshlib.ops.window import slice
+
+# ---------------------------------------------------------------- the same value
+
+
+def _as_it_is(w: Writer, step: Step) -> Tensor:
+    return w.tensor(step.ins[0])
+
+
+def _broadcast_axes(axes: Axes, step: Step) -> None:
+    x, out = step.ins[0], step.outs[0]
+    made = [axes.new(n) for n in out.shape]
+    for n, to in enumerate(step.params["broadcast_dimensions"]):
+        if x.axes and x.shape[n] == out.shape[to]:
+            made[int(to)] = x.axes[n]
+    give(axes, out, made)
+
+
+def _broadcast_fold(step: Step, x: Array, *more: Array) -> Array:
+    sizes = [1] * len(step.outs[0].shape)
+    for n, to in enumerate(step.params["broadcast_dimensions"]):
+        sizes[int(to)] = x.shape[n]
+    return np.broadcast_to(x.reshape(sizes), step.outs[0].shape)
+
+
+rule("broadcast_in_dim", axes=_broadcast_axes, write=_as_it_is, fold=_broadcast_fold)
+
+
+def _transpose_axes(axes: Axes, step: Step) -> None:
+    give(axes, step.outs[0], [step.ins[0].axes[int(n)] for n in step.params["permutation"]])
+
+
+rule(
+    "transpose",
+    axes=_transpose_axes,
+    write=_as_it_is,
+    fold=lambda step, x: x.transpose([int(n) for n in step.params["permutation"]]),
+)
+
+
+def _squeeze_axes(axes: Axes, step: Step) -> None:
+    gone = {int(n) % len(step.ins[0].shape) for n in step.params["dimensions"]}
+    give(axes, step.outs[0], [a for n, a in enumerate(step.ins[0].axes) if n not in gone])
+
+
+def _to_shape(step: Step, x: Array) -> Array:
+    return x.reshape(step.outs[0].shape)
+
+
+rule("squeeze", axes=_squeeze_axes, write=_as_it_is, fold=_to_shape)
+
+
+def _expand_axes(axes: Axes, step: Step) -> None:
+    out, old = step.outs[0], iter(step.ins[0].axes)
+    new = {int(n) % len(out.shape) for n in step.params["dimensions"]}
+    give(axes, out, [axes.new(1) if n in new else next(old) for n in range(len(out.shape))])
+
+
+rule("expand_dims", axes=_expand_axes, write=_as_it_is, fold=_to_shape)
+
+
+def _reshape_axes(axes: Axes, step: Step) -> None:
+    x, out = step.ins[0], step.outs[0]
+    olds = [a for a in x.axes if a.size > 1]
+    made = [axes.new(n) for n in out.shape]
+    news = [a for a in made if a.size > 1]
+    swap: dict[Axis, Axis] = {}
+    for left, right in _runs(olds, news):
+        if len(left) == len(right) == 1:
+            swap[right[0]] = left[0]
+    made = [swap.get(a, a) for a in made]
+    give(axes, out, made)
+    for left, right in _runs(olds, [a for a in made if a.size > 1]):
+        if len(left) != 1 or len(right) != 1:
+            axes.tie_runs(left, right)
+            a, b = left[0].size, right[0].size
+            if not a % b or not b % a:  # a split stays on the major part
+                axes.kin.append((right[0], left[0]))
+
+
+def _runs(olds: Sequence[Axis], news: Sequence[Axis]) -> list[tuple[list[Axis], list[Axis]]]:
+    """Both cut, left to right, into the smallest runs of equal size."""
+    left, right, found = list(olds), list(news), []
+    while left or right:
+        a, b = [left.pop(0)], [right.pop(0)]
+        while (m := prod(x.size for x in a)) != (n := prod(x.size for x in b)):
+            (a if m < n else b).append((left if m < n else right).pop(0))
+        found.append((a, b))
+    return found
+
+
+def _reshape(w: Writer, step: Step) -> Tensor:
+    x, out = step.ins[0], step.outs[0]
+    return w.under(x, out.axes)
+
+
+rule("reshape", axes=_reshape_axes, write=_reshape, fold=_to_shape)
+
+
+# ---------------------------------------------------------------- reductions
+
+
+def _reduced(step: Step) -> list[int]:
+    return [int(n) for n in step.params["axes"]]
+
+
+def _reduce_axes(axes: Axes, step: Step) -> None:
+    gone = _reduced(step)
+    for out in step.outs:
+        give(axes, out, [a for n, a in enumerate(step.ins[0].axes) if n not in gone])
+
+
+def _reducing(function: Any, fold: Any, times: Any = None) -> dict[str, Any]:
+    """`times` makes up for dims along which the operand is the same everywhere."""
+
+    def write(w: Writer, step: Step) -> Tensor:
+        x = step.ins[0]
+        t, gone = w.tensor(x), w.shape([x.axes[n] for n in _reduced(step)])
+        made: Tensor = function(t, reduced_dim=[d for d in gone if d in t.shape])
+        missing = prod(d.size for d in gone if d not in t.shape)
+        return made if times is None or missing == 1 else w.as_tensor(times(made, missing), step.outs[0])
+
+    return {"axes": _reduce_axes, "write": write, "fold": lambda step, x: fold(x, axis=tuple(_reduced(step)))}
+
+
+def _product(t: Tensor, reduced_dim: Sequence[Dimension]) -> Tensor:
+    for d in reduced_dim:
+        last = slice(cumprod(t, d), d.size - 1, 1, d.name)
+        t = reduce_sum(last, reduced_dim=Dimension(d.name, 1))
+    return t
+
+
+rule("reduce_sum", **_reducing(reduce_sum, np.sum, multiply))
+rule("reduce_max", **_reducing(reduce_max, np.max))
+rule("reduce_min", **_reducing(reduce_min, np.min))
+rule("reduce_and", **_reducing(reduce_all, np.all))
+rule("reduce_or", **_reducing(reduce_any, np.any))
+rule("reduce_prod", **_reducing(_product, np.prod, lambda t, n: pow(t, float(n))))
+
+
+def _argmax(w: Writer, step: Step) -> Tensor:
+    x, (at,) = step.ins[0], _reduced(step)
+    t = w.whole(x, x.axes, at)
+    if t.dtype.name == "bool":
+        t = cast(t, "int32")
+    return argmax(t if step.kind == "argmax" else negative(t), w.whole_dim(x.axes[at]))
+
+
+rule("argmax argmin", axes=_reduce_axes, write=_argmax)
+
+
+# ---------------------------------------------------------------- along one axis
+
+
+def _running(function: Any) -> Any:
+    def write(w: Writer, step: Step) -> Tensor:
+        x, at = step.ins[0], int(step.params["axis"])
+        one = w.whole_dim(x.axes[at])
+        made = function(w.whole(x, x.axes, at), one, reverse=bool(step.params["reverse"]))
+        return w.apart(made, x.axes[at])
+
+    return write
+
+
+rule("cumsum", axes=same_axes, write=_running(cumsum))
+rule("cumprod", axes=same_axes, write=_running(cumprod))
+
+
+def _log_of_sums(t: Tensor, dim: Dimension, reverse: bool) -> Tensor:
+    peak = stop_gradient(reduce_max(t, reduced_dim=dim))
+    return log(cumsum(exp(t - peak), dim, reverse=reverse)) + peak
+
+
+rule("cumlogsumexp", axes=same_axes, write=_running(_log_of_sums))
+
+
+def _reverse(w: Writer, step: Step) -> Tensor:
+    x = step.ins[0]
+    t = w.tensor(x)
+    for at in map(int, step.params["dimensions"]):
+        one = w.whole_dim(x.axes[at])
+        if all(d not in t.shape for d in w.shape([x.axes[at]])):
+            continue
+        t = w.merge(t, x.axes[at])
+        aside = Dimension(f"{one.name}_reversed", one.size)
+        t = gather(t, (one.size - 1) - positions(aside), one)
+        t = w.apart(rename_dimension(t, aside.name, one.name), x.axes[at])
+    return t
+
+
+rule("rev", axes=same_axes, write=_reverse, fold=lambda step, x: np.flip(x, tuple(map(int, step.params["dimensions"]))))
+
+
+def _sort(w: Writer, step: Step) -> list[Tensor | None]:
+    at, axes = int(step.params["dimension"]), step.outs[0].axes
+    one = w.whole_dim(axes[at])
+    sorted_dim = f"{one.name}_sorted"
+    tensors = [w.whole(x, axes, at) for x in step.ins]
+    order = rename_dimension(argsort(_widest(tensors[0]), one), one.name, sorted_dim)
+    made: list[Tensor | None] = []
+    for t in tensors:
+        found = order if t.operation.kind.name == "range" else gather(t, order, one)
+        found = rename_dimension(found, sorted_dim, one.name)
+        made.append(w.apart(found, axes[at]))
+    return made
+
+
+def _widest(t: Tensor) -> Tensor:
+    return cast(t, "int32") if t.dtype.name == "bool" else t
+
+
+rule(
+    "sort",
+    axes=same_axes,
+    write=_sort,
+    fault=lambda step: None if step.params["num_keys"] == 1 else f"by {step.params['num_keys']} keys",
+)
+
+
+def _top_k_axes(axes: Axes, step: Step) -> None:
+    x, at = step.ins[0], _top_k_axis(step)
+    k = axes.new(int(step.params["k"]))
+    for out in step.outs:
+        give(axes, out, [k if n == at else a for n, a in enumerate(x.axes)])
+
+
+def _top_k_axis(step: Step) -> int:
+    return int(step.params.get("axis", -1)) % len(step.ins[0].shape)
+
+
+def _top_k(w: Writer, step: Step) -> list[Tensor | None]:
+    x, at, out = step.ins[0], _top_k_axis(step), step.outs[0]
+    one, k = w.whole_dim(x.axes[at]), w.whole_dim(out.axes[at])
+    values, indices = top_k(w.whole(x, x.axes, at), one, k)
+    return [w.apart(t, out.axes[at]) for t in (values, indices)]
+
+
+rule("top_k", axes=_top_k_axes, write=_top_k)
+
+
+# ---------------------------------------------------------------- positions
+
+
+def _iota(w: Writer, step: Step) -> Tensor:
+    """Row-major positions: of an axis that is a product, those of each dim times its stride."""
+    dims = w.axes.dims(step.outs[0].axes[int(step.params["dimension"])])
+    stride, made = prod(d.size for d in dims), None
+    for d in dims:
+        stride //= d.size
+        part = positions(w.dim(d))
+        part = part if stride == 1 else part * stride
+        made = part if made is None else made + part
+    if made is None:
+        return w.as_tensor(0, step.outs[0])
+    return cast(made, DTYPES[step.outs[0].dtype])
+
+
+rule("iota", axes=lambda axes, step: fresh(axes, step.outs[0]), write=_iota)

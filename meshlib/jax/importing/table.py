@@ -1,0 +1,74 @@
+"""The table of primitives: what each says of axes, and how it is written in the library's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.code import Array, Step, Var
+
+if TYPE_CHECKING:
+    from meshlib.jax.importing.writing import Writer
+
+Operand = Tensor | bool | int | float
+Written = Sequence[Tensor | None] | Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One primitive.
+
+    axes     gives the results their axes, and brings those of operands together
+    write    the results as tensors, whose dims are those of the results' axes, or fewer: along others they are the same
+    fault    why a step can't be brought in, if it can't
+    fold     its result where all operands are known; of numbers if `by_element`
+    by_element  whether each element depends on those at the same position: axes of operands are those of results
+    """
+
+    axes: Callable[[Axes, Step], None]
+    write: Callable[[Writer, Step], Written]
+    fault: Callable[[Step], str | None] = lambda step: None
+    fold: Callable[..., Array] | None = None
+    by_element: bool = False
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(names: str, **of: Any) -> None:
+    """Add a row for one or several primitives, by the names that JAX gives them."""
+    for name in names.split():
+        assert name not in RULES, name
+        RULES[name] = Rule(**of)
+
+
+# ---------------------------------------------------------------- what rules about axes share
+
+
+def give(axes: Axes, out: Var, made: Sequence[Axis]) -> None:
+    """The axes of a result."""
+    assert tuple(a.size for a in made) == out.shape, (out, [a.size for a in made])
+    out.axes = list(made)
+    axes.hold(out.space, out.axes)
+
+
+def fresh(axes: Axes, out: Var) -> None:
+    """A result of which nothing is known."""
+    give(axes, out, [axes.new(n) for n in out.shape])
+
+
+def same_axes(axes: Axes, step: Step) -> None:
+    """Results and operands of one shape, but for axes of length 1, which are repeated, and numbers."""
+    for out in step.outs:
+        operands = [x for x in step.ins if len(x.shape) == len(out.shape) and x.axes]
+        # What depends on data says what the axes are; first what the user has named, as the stream of a residual sum.
+        operands.sort(key=lambda x: (not x.data, -sum(d.name is not None for d in axes.flat(x.axes))))
+        whole = next((x for x in operands if x.shape == out.shape), None)
+        give(axes, out, [axes.new(n) for n in out.shape] if whole is None else whole.axes)
+        for x in operands:
+            for a, b in zip(x.axes, out.axes, strict=True):
+                if a.size == b.size:
+                    axes.tie(b, a)

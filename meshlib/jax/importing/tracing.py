@@ -1,0 +1,278 @@
+"""From a JAX function to plain records: traced, calls inlined, constants folded, every step with its line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from meshlib.jax.importing.axes import Axes
+from meshlib.jax.importing.code import Array, Code, Place, Step, Var
+from meshlib.jax.importing.control import policy_of
+from meshlib.jax.importing.elementwise import numpy_type
+from meshlib.jax.importing.table import RULES
+from meshlib.ops.remat import Policy
+from meshlib.origin import shown_file
+
+# Primitives that are a call of what they hold, and where that is.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "xla_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": "jaxpr",
+    "composite": "jaxpr",
+    "remat_call": "call_jaxpr",
+}
+_WORD = re.compile(r"[\w.\-]+")
+_CHECKPOINTS = ("checkpoint", "remat", "remat2")
+# Known elements are folded up to this many bytes, so that a table built from others is one.
+_FOLDED_BYTES = 16 * 2**20
+
+
+@dataclass
+class Tracing:
+    """Makes `Code` of jaxprs; `axes` numbers the index spaces of what they hold."""
+
+    axes: Axes
+    steps: list[Step] = field(default_factory=list)
+    policy: Callable[..., Any] | None = None  # of the innermost checkpoint around
+    saved: int = 0
+
+    # ------------------------------------------------------------ values
+
+    def var(self, aval: Any, data: bool = True) -> Var:
+        """A value of which nothing is known but its type."""
+        dtype = str(aval.dtype)
+        return Var(
+            tuple(map(int, aval.shape)), dtype, self.axes.space(), key=dtype.startswith(("key<", "uint32")), data=data
+        )
+
+    def known(self, value: Any, aval: Any) -> Var:
+        """A value whose elements are known."""
+        x = self.var(aval, data=False)
+        if not x.key:
+            self.set_known(x, np.asarray(value))
+        return x
+
+    def set_known(self, x: Var, array: Array) -> None:
+        """Say what the elements of a value are."""
+        if array.size and (array.size == 1 or _uniform(array)):
+            x.const = np.asarray(array.reshape(-1)[0])
+        else:
+            x.const = array
+        x.axes = [self.axes.new(n) for n in x.shape]
+        self.axes.hold(x.space, x.axes)
+
+    # ------------------------------------------------------------ code
+
+    def body(self, closed: Any, ins: Sequence[Var], around: Place) -> Code:
+        """A jaxpr that is run as a whole, by itself; `ins` stand for its arguments."""
+        outer, self.steps = self.steps, []
+        outs = self.inline(closed, ins, around, inherit=False)
+        code, self.steps = Code([], outs, self.steps), outer
+        return code
+
+    def inline(self, closed: Any, ins: Sequence[Var], around: Place, inherit: bool) -> list[Var]:
+        """Add the steps of a jaxpr; returns its results. `inherit`: all are written where it is called."""
+        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        env: dict[Any, Var] = dict(zip(jaxpr.invars, ins, strict=True))
+        for v, value in zip(jaxpr.constvars, consts, strict=True):
+            env[v] = self.known(value, v.aval)
+
+        def read(atom: Any) -> Var:
+            return self.known(atom.val, atom.aval) if hasattr(atom, "val") else env[atom]
+
+        for eqn in jaxpr.eqns:
+            place = replace(around, scope=(*around.scope, *_scopes(eqn))) if inherit else _place(eqn, around)
+            env.update(zip(eqn.outvars, self._step(eqn, [read(v) for v in eqn.invars], place), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _step(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _CALLS and _CALLS[name] in params:
+            inner = params[_CALLS[name]]
+            library = _of_library(inner)
+            known = f"jit:{params.get('name', '')}"
+            if library and known in RULES:
+                return self._add(known, eqn, ins, place)
+            return self.inline(inner, ins, place, inherit=library)
+        if name in _CHECKPOINTS:
+            return self._checkpoint(eqn, ins, place)
+        if name == "scan":
+            return self._scan(eqn, ins, place)
+        if name == "cond":
+            return self._cond(eqn, ins, place)
+        return self._add(name, eqn, ins, place)
+
+    def _add(
+        self, kind: str, eqn: Any, ins: list[Var], place: Place, bodies: tuple[Code, ...] = (), **params: Any
+    ) -> list[Var]:
+        outs = [self.var(v.aval, any(x.data for x in ins)) for v in eqn.outvars]
+        step = Step(kind, ins, outs, {**eqn.params, **params}, place, bodies)
+        for out in outs:
+            if 0 in out.shape and not out.key:
+                self.set_known(out, np.zeros(out.shape, numpy_type(out.dtype)))
+        if self._folded(step) or all(0 in out.shape for out in outs):
+            return outs
+        for out in outs:
+            out.maker = step
+        if self.policy is not None and len(outs) == 1 and _saves(self.policy, eqn):
+            self.saved += 1
+            step.saved = f"saved_{self.saved}"
+        self.steps.append(step)
+        return outs
+
+    def _folded(self, step: Step) -> bool:
+        """Whether the results are known, if all operands are."""
+        rule = RULES.get(step.kind)
+        if rule is None or rule.fold is None or len(step.outs) != 1 or any(x.const is None for x in step.ins):
+            return False
+        (out,) = step.outs
+        if out.key or not step.ins:
+            return False
+        if all(x.number is not None for x in step.ins) and (rule.by_element or step.kind in _NUMBERS_STAY):
+            array = rule.fold(step, *(x.const for x in step.ins)) if rule.by_element else step.ins[0].const
+            assert array is not None
+            self.set_known(out, _typed(array, out))
+            return True
+        if int(np.prod(out.shape)) * 4 > _FOLDED_BYTES or step.kind == "broadcast_in_dim":
+            return False
+        arrays = [x.elements for x in step.ins]
+        self.set_known(out, _typed(np.broadcast_to(rule.fold(step, *arrays), out.shape), out))
+        return True
+
+    # ------------------------------------------------------------ what holds other code
+
+    def _checkpoint(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
+        outer, self.policy = self.policy, eqn.params.get("policy")
+        body = self.body(eqn.params["jaxpr"], ins, Place(place.line, ()))
+        policy, self.policy = self.policy, outer
+        used = [x for x in ins if not x.key]
+        return self._add("checkpoint", eqn, used, place, (body,), remat=policy_of(policy, body))
+
+    def _scan(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
+        p = eqn.params
+        consts, closed = p["num_consts"], p["jaxpr"]
+        own = [self.var(v.aval) for v in closed.jaxpr.invars[consts:]]
+        body = self.body(closed, [*ins[:consts], *own], Place(place.line, ()))
+        body.ins = own
+        remat: Policy = "none"
+        steps: list[Step] = []
+        for step in body.steps:
+            if step.kind != "checkpoint":
+                steps.append(step)
+                continue
+            # The loop computes each trip again as the checkpoint says.
+            remat = step.params["remat"]
+            (inner,) = step.bodies
+            steps += inner.steps
+            swap = dict(zip(step.outs, inner.outs, strict=True))
+            _replace(body, swap)
+        body.steps = steps
+        return self._add("scan", eqn, ins[consts:], place, (body,), remat=remat)
+
+    def _cond(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
+        which, *operands = ins
+        branches = eqn.params["branches"]
+        if which.number is not None:
+            chosen = min(max(int(which.number), 0), len(branches) - 1)
+            return self.inline(branches[chosen], operands, place, inherit=False)
+        bodies = tuple(self.body(branch, operands, Place(place.line, ())) for branch in branches)
+        return self._add("cond", eqn, [which], place, bodies)
+
+
+_NUMBERS_STAY = (
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "slice",
+    "rev",
+    "reduce_max",
+    "reduce_min",
+)
+
+
+def _replace(body: Code, swap: Mapping[Var, Var]) -> None:
+    """Use other values for these, everywhere in a body."""
+
+    def one(x: Var) -> Var:
+        while x in swap:
+            x = swap[x]
+        return x
+
+    for step in body.walk():
+        step.ins = [one(x) for x in step.ins]
+        for inner in step.bodies:
+            inner.outs = [one(x) for x in inner.outs]
+    body.outs = [one(x) for x in body.outs]
+
+
+def _uniform(array: Array) -> bool:
+    return bool((array == array.reshape(-1)[0]).all())
+
+
+def _typed(array: Array, out: Var) -> Array:
+    with np.errstate(all="ignore"):
+        return np.asarray(array).astype(numpy_type(out.dtype))
+
+
+def _saves(policy: Callable[..., Any], eqn: Any) -> bool:
+    answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    return answer is True or type(answer).__name__ in ("_Saveable", "SaveableType", "_Offloadable", "Offloadable")
+
+
+# ---------------------------------------------------------------- where steps were written
+
+
+def _place(eqn: Any, around: Place) -> Place:
+    return Place(_line(eqn) or around.line, (*around.scope, *_scopes(eqn)))
+
+
+def _scopes(eqn: Any) -> tuple[str, ...]:
+    stack = getattr(eqn.source_info.name_stack, "stack", ())
+    names = (str(part.name) for part in stack if type(part).__name__ == "Scope")
+    # What libraries put there by themselves, as the text of an einsum, is no name.
+    return tuple(piece for name in names for piece in name.split("/") if _WORD.fullmatch(piece))
+
+
+def _line(eqn: Any) -> str | None:
+    """The innermost line of the user's code, else of a library's that is not JAX."""
+    trace = eqn.source_info.traceback
+    frames = trace.frames if trace is not None else ()
+    other = None
+    for frame in frames:
+        kind = _kind(frame.file_name)
+        if kind == "user":
+            return f"{shown_file(frame.file_name)}:{frame.line_num}"
+        if kind == "library" and other is None:
+            other = f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return other
+
+
+def _of_library(closed: Any) -> bool:
+    """Whether a function that is called by name is JAX's or another library's, not the user's."""
+    info = getattr(getattr(closed, "jaxpr", closed), "debug_info", None)
+    file = getattr(info, "func_filename", None)
+    return file is not None and _kind(file) != "user"
+
+
+@cache
+def _kind(file: str) -> str:
+    """Whose code a file holds: "user", "library", or "jax" (with what runs it)."""
+    import jax
+
+    if file.startswith(os.path.dirname(jax.__file__) + os.sep) or not shown_file(file):
+        return "jax"
+    return "library" if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file else "user"

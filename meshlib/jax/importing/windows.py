@@ -1,0 +1,406 @@
+"""Primitives that cut runs out of axes, and put them together: slices, pads, concatenations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+
+import numpy as np
+
+from layouts import Dimension
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.code import Step, Var
+from meshlib.jax.importing.table import RULES, give, rule, same_axes
+from meshlib.jax.importing.writing import Writer, renamed
+from meshlib.ops.elementwise import cast, maximum, minimum
+from meshlib.ops.shape import broadcast, reshape, transpose
+from meshlib.ops.stacking import dynamic_slice, stack, update_slice
+from meshlib.ops.window import concat, pad, slice, strided_slice
+
+Run = tuple[int, int, int]  # begin, size, stride
+
+
+# ---------------------------------------------------------------- slices of one value
+
+
+def _cut(w: Writer, t: Tensor, old: Axis, new: Axis, run: Run) -> Tensor:
+    """A run of one axis, under the dims of another; where it is a product, of its major dim if that is enough."""
+    begin, size, stride = run
+    dims, made = w.axes.dims(old), w.axes.dims(new)
+    if all(w.dim(d) not in t.shape for d in dims):
+        return t
+    if stride == 1 and len(dims) > 1:
+        inner = prod(d.size for d in dims[1:])
+        tail = dims[1:]
+        same = made[len(made) - len(tail) :] == tail
+        if same and not begin % inner and not size % inner:
+            return _cut_dim(w, t, w.dim(dims[0]), made[: len(made) - len(tail)], (begin // inner, size // inner, 1))
+    t = w.merge(t, old)
+    one = w.whole_dim(old)
+    t = strided_slice(t, begin, size, stride, one.name)
+    whole = w.whole_dim(new)
+    t = renamed(t, {one.name: whole.name}) if one.name != whole.name else t
+    return w.apart(t, new)
+
+
+def _cut_dim(w: Writer, t: Tensor, d: Dimension, made: Sequence[Axis], run: Run) -> Tensor:
+    if d not in t.shape:
+        return t
+    t = slice(t, run[0], run[1], d.name)
+    if not made:
+        return _dropped(t, d.name)
+    (new,) = [w.dim(a) for a in made]
+    return renamed(t, {d.name: new.name}) if new.name != d.name else t
+
+
+def _dropped(t: Tensor, name: str) -> Tensor:
+    """Without a dim of size 1."""
+    return reshape(t, [d for d in t.shape if d.name != name])
+
+
+def _runs_of(step: Step) -> list[Run]:
+    starts, limits = step.params["start_indices"], step.params["limit_indices"]
+    strides = step.params["strides"] or [1] * len(starts)
+    return [(int(a), -(-(int(b) - int(a)) // int(s)), int(s)) for a, b, s in zip(starts, limits, strides, strict=True)]
+
+
+def _slice_axes(axes: Axes, step: Step) -> None:
+    x, out = step.ins[0], step.outs[0]
+    give(axes, out, [_run_axis(axes, step, x, n, run) for n, run in enumerate(_runs_of(step))])
+
+
+def _run_axis(axes: Axes, step: Step, x: Var, n: int, run: Run) -> Axis:
+    """The axis of a run: that of what it is cut from, if all of it; its minor dims, if it is a tile of an axis."""
+    begin, size, stride = run
+    if size == x.shape[n]:
+        return x.axes[n]
+    made = axes.new(size)
+    if size == 1:
+        return made
+    if stride == 1 and begin % size == 0 and x.shape[n] % size == 0 and _tiles(x, n, size):
+        whole = [axes.new(x.shape[n] // size), axes.new(size)]
+        if axes.tie_runs([x.axes[n]], whole):
+            return whole[1]
+    axes.kin.append((made, x.axes[n]))
+    return made
+
+
+def _tiles(x: Var, n: int, size: int) -> bool:
+    """Whether a product with weights makes an axis that is cut into equal parts, which go apart from there.
+
+    Queries, keys and values, or gate and hidden layer, of one product: each index of a part is then on one device,
+    under any layout. The two halves of a rotation come together again: they are runs of one dim.
+    """
+    maker = x.maker
+    while maker is not None and maker.kind in RULES and RULES[maker.kind].by_element:
+        maker = next((y.maker for y in maker.ins if y.shape == x.shape and y.maker is not None), None)
+    if maker is None or maker.kind != "dot_general":
+        return False
+    cuts = [user for user in x.users if user.kind in ("slice", "split")]
+    if len(cuts) != len(x.users):
+        return False
+    for user in cuts:
+        if user.kind == "split" and (int(user.params["axis"]) != n or {*map(int, user.params["sizes"])} != {size}):
+            return False
+        if user.kind == "slice" and any(
+            (begin % size or count != size) if at == n else count != x.shape[at]
+            for at, (begin, count, _) in enumerate(_runs_of(user))
+        ):
+            return False
+    return not any(_meets_again(out, n) for user in cuts for out in user.outs)
+
+
+def _meets_again(x: Var, n: int) -> bool:
+    """Whether a value, after steps by element, is joined with others along an axis."""
+    waiting, seen = [x], {x}
+    while waiting:
+        for user in waiting.pop().users:
+            if user.kind == "concatenate" and int(user.params["dimension"]) == n:
+                return True
+            if user.kind in RULES and RULES[user.kind].by_element:
+                new = [y for y in user.outs if y.shape == x.shape and y not in seen]
+                seen.update(new)
+                waiting += new
+    return False
+
+
+def _slice(w: Writer, step: Step) -> Tensor:
+    x, out = step.ins[0], step.outs[0]
+    t = w.tensor(x)
+    for n, run in enumerate(_runs_of(step)):
+        if run[1] != x.shape[n]:
+            t = _cut(w, t, x.axes[n], out.axes[n], run)
+    return t
+
+
+rule(
+    "slice",
+    axes=_slice_axes,
+    write=_slice,
+    fold=lambda step, x: x[tuple(np.s_[b : b + (n - 1) * s + 1 : s] for b, n, s in _runs_of(step))],
+)
+
+
+def _split_axes(axes: Axes, step: Step) -> None:
+    x, at = step.ins[0], int(step.params["axis"])
+    sizes = [int(n) for n in step.params["sizes"]]
+    for out, begin, size in zip(step.outs, accumulate([0, *sizes]), sizes, strict=False):
+        made = _run_axis(axes, step, x, at, (begin, size, 1))
+        give(axes, out, [made if n == at else a for n, a in enumerate(x.axes)])
+
+
+def _split(w: Writer, step: Step) -> list[Tensor | None]:
+    x, at = step.ins[0], int(step.params["axis"])
+    sizes = [int(n) for n in step.params["sizes"]]
+    t = w.tensor(x)
+    return [
+        _cut(w, t, x.axes[at], out.axes[at], (begin, size, 1)) if size else None
+        for out, begin, size in zip(step.outs, accumulate([0, *sizes]), sizes, strict=False)
+    ]
+
+
+rule("split", axes=_split_axes, write=_split)
+
+
+# ---------------------------------------------------------------- padding
+
+
+def _pads(step: Step) -> list[tuple[int, int, int]]:
+    return [(int(a), int(b), int(c)) for a, b, c in step.params["padding_config"]]
+
+
+def _pad_axes(axes: Axes, step: Step) -> None:
+    x, out = step.ins[0], step.outs[0]
+    made = []
+    for a, size, pads in zip(x.axes, out.shape, _pads(step), strict=True):
+        made.append(a if not any(pads) else axes.new(size))
+        if any(pads):
+            axes.kin.append((made[-1], a))
+    give(axes, out, made)
+
+
+def _pad_fault(step: Step) -> str | None:
+    return None if step.ins[1].number is not None else "with a value that is computed"
+
+
+def _pad(w: Writer, step: Step) -> Tensor:
+    x, out = step.ins[0], step.outs[0]
+    t, value = w.tensor(x), step.ins[1].number.item()
+    for n, pads in enumerate(_pads(step)):
+        if any(pads):
+            t, old = w.merge(t, x.axes[n]), w.whole_dim(x.axes[n])
+            t = _padded(t, old, pads, value)
+            new = w.whole_dim(out.axes[n])
+            t = w.apart(renamed(t, {old.name: new.name}) if old.name != new.name else t, out.axes[n])
+    return t
+
+
+def _padded(t: Tensor, d: Dimension, pads: tuple[int, int, int], value: float) -> Tensor:
+    """`t` with elements added between those along a dim, then at its ends, or cut off there."""
+    before, after, between = pads
+    size = d.size
+    if between:
+        rest = [e for e in t.shape if e != d]
+        apart = Dimension(f"{d.name}_apart", between + 1)
+        t = broadcast(t, [*rest, d])
+        t = pad(reshape(t, [*rest, d, Dimension(apart.name, 1)]), [0, between], apart.name, value)
+        size = (d.size - 1) * (between + 1) + 1
+        t = slice(reshape(t, [*rest, Dimension(d.name, d.size * apart.size)]), 0, size, d.name)
+    begin, end = max(0, -before), size - max(0, -after)
+    return pad(slice(t, begin, end - begin, d.name), [max(0, before), max(0, after)], d.name, value)
+
+
+rule("pad", axes=_pad_axes, write=_pad, fault=_pad_fault)
+
+
+# ---------------------------------------------------------------- concatenation
+
+
+def _joined(step: Step) -> list[Var]:
+    """The operands that have elements."""
+    return [x for x in step.ins if 0 not in x.shape]
+
+
+def _concat_axes(axes: Axes, step: Step) -> None:
+    out, at = step.outs[0], int(step.params["dimension"])
+    base = max(_joined(step), key=lambda x: x.data)
+    joined = axes.new(out.shape[at])
+    give(axes, out, [joined if n == at else a for n, a in enumerate(base.axes)])
+    for x in _joined(step):
+        for n, a in enumerate(x.axes):
+            if n != at:
+                axes.tie(a, out.axes[n])
+    axes.kin += [(joined, x.axes[at]) for x in _joined(step) if x.shape[at] > 1]
+    # Halves that a step by element has turned come back to the axis they were cut from.
+    whole = _cut_from(base, at)
+    if whole is not None and whole.size == joined.size:
+        axes.tie(joined, whole)
+
+
+def _cut_from(x: Var, at: int) -> Axis | None:
+    """The axis that a value's axis was cut out of, a few steps by element before."""
+    maker = x.maker
+    for _ in range(8):
+        if maker is None:
+            return None
+        if maker.kind in ("slice", "split"):
+            return maker.ins[0].axes[at]
+        if maker.kind not in RULES or not RULES[maker.kind].by_element:
+            return None
+        maker = next((y.maker for y in maker.ins if y.shape == x.shape and y.maker is not None), None)
+    return None
+
+
+def _concat(w: Writer, step: Step) -> Tensor:
+    out, at = step.outs[0], int(step.params["dimension"])
+    one = w.whole_dim(out.axes[at])
+    others = [a for n, a in enumerate(out.axes) if n != at]
+    parts, joined = [], _joined(step)
+    for x in joined:
+        # Along the joined axis each keeps its own dims; elsewhere it takes those of the result.
+        target = [a if n == at else b for n, (a, b) in enumerate(zip(x.axes, out.axes, strict=True))]
+        t = w.rename_apart(x, target, at, one.name)
+        parts.append(t)
+    held = [d for d in w.shape(others) if any(d in t.shape for t in parts)]
+    if all(x.shape[at] == 1 for x in joined):
+        parts = [transpose(broadcast(_dropped(t, one.name) if one.name in t.shape else t, held), held) for t in parts]
+        return w.apart(stack(parts, one.name), out.axes[at])
+    parts = [broadcast(t, [*held, Dimension(one.name, x.shape[at])]) for t, x in zip(parts, joined, strict=True)]
+    return w.apart(concat(parts, one.name), out.axes[at])
+
+
+rule(
+    "concatenate",
+    axes=_concat_axes,
+    write=_concat,
+    fold=lambda step, *xs: np.concatenate(xs, int(step.params["dimension"])),
+)
+
+
+def _stack_axes(axes: Axes, step: Step) -> None:
+    out, at = step.outs[0], int(step.params["axis"])
+    base = max(step.ins, key=lambda x: x.data)
+    give(axes, out, [*base.axes[:at], axes.new(len(step.ins)), *base.axes[at:]])
+    for x in step.ins:
+        for a, b in zip(x.axes, [*out.axes[:at], *out.axes[at + 1 :]], strict=True):
+            axes.tie(b, a)
+
+
+def _stack(w: Writer, step: Step) -> Tensor:
+    out, at = step.outs[0], int(step.params["axis"])
+    others = [a for n, a in enumerate(out.axes) if n != at]
+    parts = [w.under(x, others) if x.number is None else w.tensor(x) for x in step.ins]
+    held = [d for d in w.shape(others) if any(d in t.shape for t in parts)]
+    if len(parts) == 1:
+        return parts[0]
+    return w.apart(stack([broadcast(t, held) for t in parts], w.whole_dim(out.axes[at]).name), out.axes[at])
+
+
+rule("stack", axes=_stack_axes, write=_stack)
+
+
+def _unstack_axes(axes: Axes, step: Step) -> None:
+    at = int(step.params["axis"])
+    for out in step.outs:
+        give(axes, out, [a for n, a in enumerate(step.ins[0].axes) if n != at])
+
+
+def _unstack(w: Writer, step: Step) -> list[Tensor | None]:
+    x = step.ins[0]
+    axis = x.axes[int(step.params["axis"])]
+    t = w.tensor(x)
+    if not any(d in t.shape for d in w.shape([axis])):
+        return [t] * len(step.outs)
+    return [w.element(t, axis, n) for n in range(len(step.outs))]
+
+
+rule("unstack", axes=_unstack_axes, write=_unstack)
+
+
+def _tile_axes(axes: Axes, step: Step) -> None:
+    x, out = step.ins[0], step.outs[0]
+    made = []
+    for a, count in zip(x.axes, map(int, step.params["reps"]), strict=True):
+        made.append(a if count == 1 else Axis(count * a.size, parts=(axes.new(count), a)))
+    give(axes, out, made)
+
+
+rule("tile", axes=_tile_axes, write=lambda w, step: w.tensor(step.ins[0]))
+
+
+# ---------------------------------------------------------------- runs that begin where the program says
+
+
+def _starts(step: Step, first: int) -> list[Var]:
+    return step.ins[first:]
+
+
+def _dynamic_slice_axes(axes: Axes, step: Step) -> None:
+    x, out = step.ins[0], step.outs[0]
+    made = [a if a.size == n else axes.new(n) for a, n in zip(x.axes, out.shape, strict=True)]
+    axes.kin += [(new, old) for new, old in zip(made, x.axes, strict=True) if new is not old and new.size > 1]
+    give(axes, out, made)
+
+
+def _begin(w: Writer, start: Var, last: int) -> Tensor | int:
+    """Where a run begins, so that it stays inside, as JAX has it."""
+    if start.number is not None:
+        return int(min(max(start.number, 0), last))
+    return minimum(maximum(cast(w.tensor(start), "int32"), 0), last)
+
+
+def _dynamic_slice(w: Writer, step: Step) -> Tensor:
+    x, out = step.ins[0], step.outs[0]
+    t = w.tensor(x)
+    for n, start in enumerate(_starts(step, 1)):
+        size = out.shape[n]
+        if size == x.shape[n]:
+            continue
+        begin = _begin(w, start, x.shape[n] - size)
+        if isinstance(begin, int):
+            t = _cut(w, t, x.axes[n], out.axes[n], (begin, size, 1))
+            continue
+        t, one, new = w.merge(t, x.axes[n]), w.whole_dim(x.axes[n]), w.whole_dim(out.axes[n])
+        t = dynamic_slice(t, begin, size, one)
+        t = w.apart(renamed(t, {one.name: new.name}) if one.name != new.name else t, out.axes[n])
+    return t
+
+
+rule("dynamic_slice", axes=_dynamic_slice_axes, write=_dynamic_slice)
+
+
+def _update_axes(axes: Axes, step: Step) -> None:
+    x, part, out = step.ins[0], step.ins[1], step.outs[0]
+    same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
+    for a, b in zip(part.axes, out.axes, strict=True):
+        if a.size == b.size:
+            axes.tie(a, b)
+
+
+def _update(w: Writer, step: Step) -> Tensor:
+    x, part, out = step.ins[0], step.ins[1], step.outs[0]
+    cut = [n for n in range(len(x.shape)) if part.shape[n] != x.shape[n]]
+    if not cut:
+        return w.under(part, out.axes)
+    (at,) = cut
+    one = w.whole_dim(out.axes[at])
+    t = w.whole(x, out.axes, at)
+    p = w.rename_apart(
+        part, [a if n == at else b for n, (a, b) in enumerate(zip(part.axes, out.axes, strict=True))], at, one.name
+    )
+    others = [d for d in w.shape([a for n, a in enumerate(out.axes) if n != at]) if d in t.shape or d in p.shape]
+    t = broadcast(t, [*others, one])
+    p = broadcast(p, [*others, Dimension(one.name, part.shape[at])])
+    begin = _begin(w, step.ins[2 + at], x.shape[at] - part.shape[at])
+    return w.apart(update_slice(t, p, one, begin), out.axes[at])
+
+
+def _update_fault(step: Step) -> str | None:
+    x, part = step.ins[:2]
+    cut = sum(a != b for a, b in zip(x.shape, part.shape, strict=True))
+    return None if cut <= 1 else f"of {part} in {x}: along {cut} axes at once"
+
+
+rule("dynamic_update_slice", axes=_update_axes, write=_update, fault=_update_fault)

@@ -1,0 +1,215 @@
+"""Writing a traced function in the library's operations: each value becomes a tensor with the dims of its axes.
+
+A tensor may lack dims of its value's axes: along these all its elements are the same, so that nothing is ever repeated
+before an operation asks for it. Transposes, and reshapes that split or merge axes, write nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from layouts import Dimension, Shape
+from meshlib.face import public
+from meshlib.graph import Tensor, current_graph, scope
+from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.code import DTYPES, Code, Place, Step, Var
+from meshlib.jax.importing.masks import known
+from meshlib.jax.importing.table import RULES, Operand
+from meshlib.ops.elementwise import cast
+from meshlib.ops.index import RANGE
+from meshlib.ops.index import range as positions
+from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose
+from meshlib.ops.sources import constant
+from meshlib.ops.state import identity
+from meshlib.ops.window import slice
+from meshlib.origin import written_at
+
+
+class Writer:
+    """Writes steps into the current graph; `tensors` are the values that are there already."""
+
+    def __init__(self, axes: Axes, tensors: Mapping[Var, Tensor]) -> None:
+        self.axes = axes
+        self.tensors = dict(tensors)
+
+    # ------------------------------------------------------------ steps
+
+    def run(self, code: Code) -> None:
+        """Write all steps."""
+        for step in code.steps:
+            if not all(out.key for out in step.outs):
+                with self.at(step.place):
+                    self._write(step)
+
+    @contextlib.contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """Operations made inside bear this line and these scopes."""
+        with contextlib.ExitStack() as around:
+            around.enter_context(written_at(place.line))
+            if place.scope:
+                around.enter_context(scope("/".join(place.scope)))
+            yield
+
+    def _write(self, step: Step) -> None:
+        made = public(RULES[step.kind].write)(self, step)
+        for out, tensor in zip(step.outs, [made] if isinstance(made, Tensor) else made, strict=True):
+            if tensor is not None:
+                dtype = DTYPES[out.dtype]
+                tensor = tensor if tensor.dtype.name == dtype else cast(tensor, dtype)
+                strange = set(tensor.shape) - set(self.shape(out.axes))
+                assert not strange, (step.kind, step.place, tensor, self.shape(out.axes))
+                self.tensors[out] = tensor if step.saved is None else identity(tensor, step.saved)
+
+    # ------------------------------------------------------------ dims
+
+    def dim(self, axis: Axis) -> Dimension:
+        """The dim that an axis is; it is no product."""
+        assert axis.name is not None
+        return Dimension(axis.name, axis.size)
+
+    def shape(self, axes: Iterable[Axis]) -> Shape:
+        """The dims of axes, in row-major order."""
+        return Shape([self.dim(d) for d in self.axes.flat(axes)])
+
+    def whole_dim(self, axis: Axis) -> Dimension:
+        """One dim for an axis, be it a product of several or none."""
+        dims = self.axes.dims(axis)
+        return (
+            self.dim(dims[0]) if len(dims) == 1 else Dimension("_".join(d.name or "" for d in dims) or "one", axis.size)
+        )
+
+    # ------------------------------------------------------------ values
+
+    def tensor(self, x: Var) -> Tensor:
+        """The value as a tensor; known ones are written where they are used."""
+        if x.const is None:
+            return self.tensors[x]
+        if x.number is not None:
+            return constant(_plain(x.number), [], DTYPES[x.dtype])
+        return known(np.asarray(x.const), self.shape(x.axes), DTYPES[x.dtype])
+
+    def as_tensor(self, x: Operand, like: Var) -> Tensor:
+        """A tensor, or a number in the dtype of `like`."""
+        return x if isinstance(x, Tensor) else constant(x, [], DTYPES[like.dtype])
+
+    def operands(self, step: Step) -> list[Operand]:
+        """Operands of a step that works element by element: numbers, and tensors under the dims of the result."""
+        return [self.operand(x, step.outs[0].axes) for x in step.ins]
+
+    def operand(self, x: Var, axes: Sequence[Axis]) -> Operand:
+        """A number, or a tensor under the dims of other axes, of the same lengths or where it has 1."""
+        if x.number is not None:
+            return _plain(x.number)
+        return self.under(x, [a if a.size == 1 else b for a, b in zip(x.axes, axes, strict=False)])
+
+    def operand_tensor(self, step: Step, number: int) -> Tensor:
+        """One of `operands`, as a tensor."""
+        return self.as_tensor(self.operands(step)[number], step.ins[number])
+
+    def under(self, x: Var, axes: Sequence[Axis]) -> Tensor:
+        """The value under the dims of other axes; both hold as many elements in row-major order."""
+        return self.rename(self.tensor(x), self.axes.flat(x.axes), self.axes.flat(axes))
+
+    def full(self, t: Tensor, axes: Iterable[Axis]) -> Tensor:
+        """With all dims of these axes, in order."""
+        return broadcast(t, self.shape(axes))
+
+    # ------------------------------------------------------------ other dims
+
+    def rename(self, t: Tensor, old: Sequence[Axis], new: Sequence[Axis]) -> Tensor:
+        """`t`, whose dims are among `old`, under `new`, as many elements in row-major order: renamed, or reshaped."""
+        if [*old] == [*new]:
+            return t
+        if [d.size for d in old] == [d.size for d in new]:
+            pairs = [(self.dim(a), self.dim(b)) for a, b in zip(old, new, strict=True)]
+            return renamed(t, {a.name: b.name for a, b in pairs if a != b and a in t.shape})
+        groups = list(_groups(old, new))
+        kept = {d for left, right in groups if len(left) != 1 or len(right) != 1 for d in left}
+        held = [self.dim(d) for d in old if d in kept or self.dim(d) in t.shape]
+        made = [self.dim(d) for left, right in groups for d in right if kept & {*left} or self.dim(left[0]) in t.shape]
+        return reshape(broadcast(t, held), made)
+
+    def whole(self, x: Var, axes: Sequence[Axis], *positions: int) -> Tensor:
+        """The value under other axes' dims, with each of these axes one dim that is there; see `whole_dim`."""
+        t = self.under(x, axes)
+        for n in positions:
+            t = self.merge(t, axes[n])
+        return t
+
+    def merge(self, t: Tensor, axis: Axis) -> Tensor:
+        """A tensor with one dim, last, for those of an axis, whether they are there or not; see `whole_dim`."""
+        dims, one = [self.dim(d) for d in self.axes.dims(axis)], self.whole_dim(axis)
+        if dims == [one] and one in t.shape:
+            return t
+        rest = [d for d in t.shape if d not in dims]
+        return reshape(broadcast(t, [*rest, *dims]), [*rest, one])
+
+    def element(self, t: Tensor, axis: Axis, index: int) -> Tensor:
+        """Without an axis, at one index of it."""
+        one = self.whole_dim(axis)
+        cut = slice(self.merge(t, axis), index, 1, one.name)
+        return reshape(cut, [d for d in cut.shape if d.name != one.name])
+
+    def rename_apart(self, x: Var, axes: Sequence[Axis], at: int, name: str) -> Tensor:
+        """The value under other axes' dims, but with axis `at` as one dim of this name, if it is not 1 long."""
+        t = self.under(x, [a if n == at else b for n, (a, b) in enumerate(zip(x.axes, axes, strict=True))])
+        if x.shape[at] == 1:
+            return t
+        t, one = self.merge(t, x.axes[at]), self.whole_dim(x.axes[at])
+        return renamed(t, {one.name: name}) if one.name != name else t
+
+    def apart(self, t: Tensor, axis: Axis) -> Tensor:
+        """A tensor with `whole_dim` of an axis, with the dims of that axis in its place."""
+        one = self.whole_dim(axis)
+        if one not in t.shape:
+            return t
+        return reshape(
+            t, [e for d in t.shape for e in ([self.dim(a) for a in self.axes.dims(axis)] if d == one else [d])]
+        )
+
+
+def renamed(t: Tensor, names: Mapping[str, str]) -> Tensor:
+    """`t` with several dims under other names at once, be they those of one another."""
+    if t.operation.kind is RANGE and names:
+        with current_graph("range"):
+            (d,) = t.shape
+            return positions(Dimension(names[d.name], d.size), t.dtype)
+    left = dict(names)
+    while left:
+        old = next((a for a, b in left.items() if b not in t.shape), None)
+        if old is None:  # they go round
+            old = next(iter(left))
+            aside = f"{old}_aside"
+            t, left[aside] = rename_dimension(t, old, aside), left.pop(old)
+            continue
+        t = rename_dimension(t, old, left.pop(old))
+    return t
+
+
+def dims_of(t: Tensor, order: Sequence[Dimension]) -> Tensor:
+    """`t` with its dims in this order."""
+    return transpose(t, order)
+
+
+def _groups(old: Sequence[Axis], new: Sequence[Axis]) -> Iterator[tuple[list[Axis], list[Axis]]]:
+    """Cut both, left to right, into the smallest runs of equal size."""
+    olds, news = list(old), list(new)
+    while olds or news:
+        left, right = [olds.pop(0)], [news.pop(0)]
+        while (a := prod(d.size for d in left)) != (b := prod(d.size for d in right)):
+            if a < b:
+                left.append(olds.pop(0))
+            else:
+                right.append(news.pop(0))
+        yield left, right
+
+
+def _plain(number: Any) -> bool | int | float:
+    value = np.asarray(number).item()
+    assert isinstance(value, bool | int | float)
+    return value

@@ -1,0 +1,26 @@
+"""Models in plain JAX, and from libraries: losses and gradients equal JAX's under several meshes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.importing import libraries, models
+from tests.importing.checks import compared
+
+pytest.importorskip("jax", reason="needs JAX: pip install jax")
+
+
+@pytest.mark.parametrize("name", models.PLAIN)
+def test_plain(name):
+    fn, args, names, layouts = models.PLAIN[name]()
+    compared(fn, *args, names=names, layouts=layouts)
+
+
+@pytest.mark.parametrize("name", libraries.LIBRARIES)
+@pytest.mark.filterwarnings("ignore")
+def test_library(name):
+    needed, make = libraries.LIBRARIES[name]
+    for module in needed:
+        pytest.importorskip(module, reason=f"needs {module}", exc_type=ImportError)
+    fn, args, names, layouts = make()
+    compared(fn, *args, names=names, layouts=layouts)
