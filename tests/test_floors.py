@@ -34,7 +34,6 @@ meshlib
 testing
 jax
 verification validation checkpoint
-jax
 simulation estimation models
 slices lowering optimize layers
 program
