@@ -74,7 +74,7 @@ class Decoder:
     @cache  # noqa: B019 (few, and for one run)
     def on(self, batch: int, context: int, slice_: str) -> mtf.Estimate:
         """The step on a slice of ideal chips."""
-        found = Slice(slice_, ideal("v5e", **WITHOUT_ICI))
+        found = Slice(slice_, ideal("v5e", **WITHOUT_ICI, hbm_bytes=16 * 10**9))  # the book counts 16 GB
         heads = min(found.devices, self.heads)
         return estimate(self.step(batch, context, f"heads:{heads};rest:{found.devices // heads}"), found)
 
