@@ -14,6 +14,10 @@ from hardware.memory import hbm_seconds
 from hardware.network import Cost, collective_cost
 from meshlib.estimation import Physics
 from meshlib.estimation.links import Links
+from meshlib.estimation.moves import Network
+from meshlib.estimation.plan import plan_of
+from meshlib.estimation.scheduling import schedule
+from meshlib.estimation.times import Times
 from tests.effort import draws
 
 D = mtf.Dimension
@@ -256,3 +260,29 @@ def test_no_engine_works_beyond_its_rate(chip):
         program = mtf.lower(outputs, updates, mesh="data:4", layout="batch:data")
     for row in mtf.estimate(program, chip).rows:
         assert 0 <= row.utilisation <= 1 + 1e-9, row
+
+
+# ---------------------------------------------------------------- trips
+
+
+def test_what_a_trip_sends_may_end_in_the_next_where_layers_are_written_out():
+    """A gradient's reduction at the end of each trip: a loop waits for it, layers written out only for the last."""
+    rows, wide, layers = D("rows", 16384), D("wide", 2048), D("layers", 8)
+    with mtf.Graph():
+        x = mtf.input("x", [rows, wide], "bfloat16")
+        w = mtf.variable("w", [layers, wide, D("out", 2048)], dtype="bfloat16")
+
+        def body(carries, slices):
+            y = mtf.einsum([carries[0], slices[0]], [rows, D("out", 2048)])
+            return [mtf.rename_dimension(mtf.sin(y), "out", "wide")], []
+
+        (y,), _ = mtf.scan(body, [x], [w], layers)
+        train = mtf.optimize.SgdOptimizer(0.1).minimize(mtf.reduce_mean(mtf.square(mtf.cast(y, "float32"))))
+        program = mtf.lower(updates=train, mesh="chips:4", layout="rows:chips")
+    est = mtf.estimate(program, "v5e-4", physics=IDEAL)
+    plan, times = plan_of(program, Network(program, est.slice, est.placement)), Times(V5E, IDEAL)
+    rolled, out = (schedule(plan, times, "independent", unrolled=way) for way in (False, True))
+    backward = [e for e in rolled.events if e.loop is not None][-1].loop
+    tail = backward.seconds - backward.core_seconds
+    assert tail > 0
+    assert rolled.seconds - out.seconds == pytest.approx(7 * tail, rel=0.15)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hardware import Slice
+from hardware import CHIPS, Slice
 from hardware.placement import DCN
 from meshlib.estimation.moves import placed
+from meshlib.validation.machine import slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, parameters
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import run_of
@@ -150,3 +151,9 @@ JUNK = (None, "x", -1, 0, [], {}, [1, 2], {"a": 1}, float("nan"))
 @each("key, junk", [(key, junk) for key in ROW if key not in ("id", "source") for junk in JUNK])
 def test_no_row_stops_the_others(key, junk):
     check_row({**ROW, key: junk})
+
+
+def test_a_whole_pod_in_words():
+    row = {"n_chips": 1024, "slice": {"topology": "full pod"}}
+    found, assumed = slice_of(row, CHIPS["v3"])
+    assert (found.torus_shape, assumed) == ((32, 32), ())

@@ -13,7 +13,7 @@ from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed, Policy, lightest, policy_of
 from meshlib.validation.runs import run_of
-from meshlib.validation.training import OVERLAP, config_of, layout_of, prepare
+from meshlib.validation.training import OVERLAP, _lowered, config_of, layout_of, prepare
 from tests.validation.rows import TRAINING
 
 ROWS = {row["id"]: row for row in TRAINING}
@@ -124,3 +124,39 @@ def test_a_run_is_what_the_public_face_makes_of_it():
 
 def test_rows_are_plain_data():
     assert json.loads(json.dumps(TRAINING)) == list(TRAINING)
+
+
+def test_recomputation_as_in_another_row():
+    row, other = ROWS["mt-v5e-16b-1x"], ROWS["mt-v5p-32b-1x128"]
+    for words in ("as in mt-v5p-32b-1x128", "remat as in row 'mt-v5p-32b-1x128'", "same as mt-v5p-32b-1x128"):
+        run = run_of({**row, "remat": words})
+        assert run.policy == run_of(other).policy
+        assert "recomputation as in mt-v5p-32b-1x128" in run.assumed
+    assert run_of({**row, "remat": "as in the config (qkv_proj_offloaded)"}).policy == Policy(offload=("q", "k", "v"))
+    with pytest.raises(NotExpressed, match="names no row and no policy"):
+        run_of({**row, "remat": "as in the other run"})
+
+
+def test_an_evaluation_that_a_block_includes():
+    run = run_of(ROWS["mlp-v0.7-bert-v3-32"])
+    assert (run.steps, run.evaluation) == (1117, 10_000)
+    assert "evaluation of 10,000 sequences" in run.assumed
+
+
+PALM = {
+    "id": "palm", "kind": "paper", "chip": "v4", "n_chips": 6144, "n_slices": 2, "model": {"name": "PaLM 540B"},
+    "layout": "data:2 (DCN); fsdp:256; tensor:12", "batch": {"global_sequences": 2048, "seq": 2048},
+    "precision": "bf16", "remat": "full", "measured": {"mfu": 0.462}, "flops_convention": "full attention",
+}  # fmt: skip
+
+
+def test_an_axis_of_twelve():
+    """48 heads and 73,728 features divide by it; the vocabulary is padded, and 2,048 tokens stay whole."""
+    run = run_of(PALM)
+    assert run.mesh == (("data", 2), ("fsdp", 256), ("tensor", 12))
+    assert run.slice.torus_shape == (12, 16, 16)
+    config, mesh = config_of(run), mtf.Mesh("data:2;fsdp:256;tensor:12")
+    assert config.vocab % 12 == 0
+    rules = layout_of(run, config, mesh)
+    assert not any(r.dim == "length" for r in rules.rules)
+    assert _lowered(run, training=False).mesh == mesh

@@ -35,7 +35,7 @@ def test_the_packages_rows_are_within_the_target(shipped):
     assert percentile(micro, 0.5) <= 0.015
     assert percentile(micro, 0.9) <= 0.1
     for family in {r.family for r in shipped.benchmarks}:
-        assert percentile(shipped.errors(family), 0.5) <= 0.03, family
+        assert percentile(shipped.errors(family), 0.5) <= 0.035, family
 
 
 def test_training_runs_are_within_the_targets(shipped):
