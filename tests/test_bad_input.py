@@ -882,7 +882,13 @@ def public() -> dict[str, Callable[..., object]]:
             thing = getattr(module, name)
             if isinstance(thing, types.ModuleType) or not callable(thing) or name.startswith("_") or thing in DATA:
                 continue
-            if module is initializers and name in ("as_initializer", "draw", "make_key"):  # for the library's own use
+            if module is initializers and name in (
+                "as_initializer",
+                "draw",
+                "fold",
+                "limits",
+                "make_key",
+            ):  # for the library's own use
                 continue
             if not (inspect.isclass(thing) and (issubclass(thing, BaseException) or inspect.isabstract(thing))):
                 found[prefix + name] = thing

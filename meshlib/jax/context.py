@@ -35,7 +35,7 @@ class Context:
     """Of one trace.
 
     mesh      the program's; its axes are those of the shard_map around
-    platform  "cpu", "gpu" or "tpu"
+    platform  "cpu", "gpu" (NVIDIA's), "rocm" or "tpu"
     highest   whether products keep float32
     step      int32, the number of the step
     checked   whether indices are checked

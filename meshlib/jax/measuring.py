@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from hardware.chips import CHIPS, Chip
 from hardware.errors import HardwareError
 from hardware.slices import Slice
-from meshlib.errors import SliceError
+from meshlib.jax.placing import checked_devices
 
 REPEATS = 5
 # What JAX calls a device -> the chip's name here.
@@ -54,7 +54,7 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
       devices: to measure; those there are unless given.
       name: of the chip.
     Returns: a chip with one core; `Slice(f"{name}-{n}", chip)` is as many devices as were measured.
-    Raises: SliceError without devices.
+    Raises: GraphError for what are no devices; HardwareError for a name that no chip can have.
     Example:
       >>> import meshlib as mtf
       >>> from hardware import Slice
@@ -64,9 +64,7 @@ def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -
     Source: measured here and now; what a device does not tell (its on-chip memory, its tiles) is assumed, and each
       figure's `chip.source` says which it is.
     """
-    there = list(jax.devices() if devices is None else devices)
-    if not there:
-        raise SliceError("measure_chip: no devices given")
+    there = checked_devices(devices, "measure_chip")
     timer = _Timer(there)
     count, platform = len(there), there[0].platform
     n = _MATMUL.get(platform, 4096)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layouts import Mesh, Sharding
 from meshlib.dtypes import DType
-from meshlib.errors import ProgramError
+from meshlib.errors import GraphError, ProgramError
 
 HostArray = np.ndarray[Any, Any]
 
@@ -28,13 +28,26 @@ def spec_of(sharding: Sharding) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+def checked_devices(devices: Any, what: str) -> list[Any]:
+    """JAX devices as they were given, or all that there are for None.
+
+    Raises: GraphError, which begins with `what`, for anything else.
+    """
+    if devices is None:
+        return list(jax.devices())
+    found = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
+    if not found or not all(isinstance(d, jax.Device) for d in found):
+        raise GraphError(f"{what}: devices are a list of JAX devices, as of jax.devices(), got {devices!r:.80}")
+    return found
+
+
 def device_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None) -> jax.sharding.Mesh:
     """The program's mesh over JAX devices: of those given in their order, else of those there are.
 
     Of several processes a mesh that does not take all devices must fit one process: each runs it alone.
-    Raises: ProgramError if there are too few, with both numbers and a remedy.
+    Raises: ProgramError if there are too few, with both numbers and a remedy; GraphError for what are no devices.
     """
-    there = list(jax.devices() if devices is None else devices)
+    there = checked_devices(devices, "on_jax")
     if len(there) < mesh.size:
         raise ProgramError(
             f"on_jax: mesh {mesh} has {mesh.size} cores, but there are {len(there)} {there[0].platform} devices; lower "

@@ -45,7 +45,7 @@ def on_jax(
 
     Args:
       program: what `mtf.lower` returned.
-      devices: JAX devices in the order of the mesh, the last axis fastest; those there are unless given.
+      devices: a list of JAX devices in the order of the mesh, the last axis fastest; those there are unless given.
       seed: of initial values and random numbers, which are those of a simulation.
       checked: indices out of range and NaN raise and leave the state as it was, for which it is held twice while a step
         runs. Without it the step writes over the state, NaN is not looked for, and what an index out of range looks up
@@ -167,7 +167,7 @@ class OnJax(Simulation):
     def _run(self, program: Program, given: Mapping[str, Any]) -> dict[str, HostArray]:
         if program is not self.program:
             self._declare(program)
-        fed = fed_arrays(program, given)
+        fed = fed_arrays(program, {n: whole(x) if isinstance(x, jax.Array) else x for n, x in given.items()})
         step, arrays = self.compiled(program), self.state.arrays
         warm = step.compile_seconds > 0
         _ = step.compiled

@@ -18,6 +18,7 @@ from meshlib.jax.context import Array, Context, Found
 from meshlib.jax.executor import Executor
 from meshlib.jax.hlo import sent_bytes
 from meshlib.jax.placing import device_mesh, spec_of
+from meshlib.jax.step import platform_of
 from meshlib.jax.table import storage
 from meshlib.lowering import lower
 from meshlib.ops.sources import STEP
@@ -136,7 +137,7 @@ def _compiled(specs: PartitionSpecs, devices: Sequence[Any] | None) -> Any:
     fetched = {n: v.tensor for n, v in program.outputs.items()}
     updates = [i.operation for i in program.instructions if isinstance(i, Commit)]
     whole = lower(fetched, updates, precision=program.precision)
-    platform = mesh.devices.flat[0].platform
+    platform = platform_of(mesh)
 
     def step(state: dict[str, Array], feeds: dict[str, Array]) -> Any:
         keys = {i.operation.name: np.zeros(2, np.uint32) for i, _, _ in walk(whole)}

@@ -128,7 +128,7 @@ class Step:
         """What one device runs."""
         p, found = self.program, Found()
         drawn = {name: keys[n] for n, name in enumerate(self.drawing)}
-        platform = self.mesh.devices.flat[0].platform
+        platform = platform_of(self.mesh)
         context = Context(p.mesh, platform, p.precision == "highest", number, drawn, found, self.checked)
         state = {STEP: number, **changed, **kept}
         given = {v: feeds[n] for n, v in p.inputs.items()} | {v: state[n] for n, v in p.variables.items()}
@@ -164,6 +164,13 @@ class Step:
                     faults.append(str(fault))
         if faults:
             raise ProgramError("on_jax: " + "\n  ".join(dict.fromkeys(faults)))
+
+
+def platform_of(mesh: jax.sharding.Mesh) -> str:
+    """ "cpu", "gpu" (NVIDIA's), "rocm" or "tpu"."""
+    device = mesh.devices.flat[0]
+    rocm = "rocm" in str(getattr(device.client, "platform_version", "")).lower()
+    return "rocm" if rocm else str(device.platform)
 
 
 def _prints(program: Program) -> tuple[Prints, ...]:

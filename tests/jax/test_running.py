@@ -106,7 +106,7 @@ def test_an_index_out_of_range_is_an_error_and_changes_nothing(looped: bool) -> 
         faults.append(str(fault.value))
     assert faults[0] == faults[1]
     np.testing.assert_array_equal(run.state["w"], np.arange(16.0) + 1)
-    np.testing.assert_array_equal(run.step(i=good)["y"], good + 1)
+    np.testing.assert_array_equal(run.step(i=jnp.asarray(good, jnp.int32))["y"], good + 1)
     if not looped:
         y = mtf.on_jax(program, checked=False).step(i=bad)["y"]
         assert np.isnan(y[2, 5])  # no clamping to another element
@@ -135,6 +135,10 @@ def test_too_few_devices_float64_and_an_operation_without_a_row() -> None:
         mtf.on_jax(wide)
     with pytest.raises(mtf.GraphError, match=r"on_jax: expected what mtf\.lower returned"):
         mtf.on_jax(x)  # type: ignore[arg-type]
+    for junk in (3, "cpu", [], [None]):
+        for function in (lambda x: mtf.on_jax(large, x), mtf.measure_chip):
+            with pytest.raises(mtf.GraphError, match="devices are a list of JAX devices"):
+                function(junk)
     with pytest.raises(mtf.GraphError, match="seed must be an integer"):
         mtf.on_jax(large, seed=1.5)  # type: ignore[arg-type]
 
