@@ -8,6 +8,7 @@ import pytest
 
 import meshlib as mtf
 from examples import plan_jax
+from tests.effort import some
 from tests.importing.models import LLAMA_NAMES, llama, llama_params
 
 jax = pytest.importorskip("jax", reason="needs JAX: pip install jax")
@@ -30,7 +31,7 @@ def imported(config, batch, length, dtype="bfloat16"):
     return mtf.from_jax(llama(heads.query, heads.memory), params, ids, ids, names=LLAMA_NAMES)
 
 
-@pytest.mark.parametrize("name", ["llama3.1-8b", "llama3.1-405b"])
+@pytest.mark.parametrize("name", some(["llama3.1-8b", "llama3.1-405b"], ["llama3.1-405b"]))
 def test_flops_are_those_of_the_librarys_model_and_bytes_nearly(name):
     config, batch, length = mtf.models.preset(name), 16, 8192
     graph = imported(config, batch, length)
@@ -39,7 +40,7 @@ def test_flops_are_those_of_the_librarys_model_and_bytes_nearly(name):
     with mtf.Graph():
         outputs, own_updates = mtf.models.train_step(config, batch, length, optimizer="adamw", remat="full")
     ours, theirs = mtf.Session(graph.outputs, updates), mtf.Session(outputs, own_updates)
-    for mesh, layout in LAYOUTS:
+    for mesh, layout in some(LAYOUTS, LAYOUTS[-1:]):
         found, wanted = ours.lower(mesh, layout), theirs.lower(mesh, layout)
         assert found.work.mxu_flops == wanted.work.mxu_flops
         # It keeps the scales of its norms in bfloat16, the library in float32.
