@@ -11,7 +11,7 @@ from tests.importing.checks import compared
 pytest.importorskip("jax", reason="needs JAX: pip install jax")
 
 
-@pytest.mark.parametrize("name", some([*models.PLAIN], ["plain_llama", "plain_gpt2", "plain_vit"]))
+@pytest.mark.parametrize("name", some([*models.PLAIN], ["plain_llama", "plain_gpt2"]))
 def test_plain(name):
     fn, args, names, layouts = models.PLAIN[name]()
     compared(fn, *args, names=names, layouts=layouts)
