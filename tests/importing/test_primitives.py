@@ -101,6 +101,9 @@ FUNCTIONS = {
         + jax.nn.one_hot(i, 8).sum(-1)
         + x[..., 0][:, jnp.array([5, 0, 1, 2, 3, 4])]
     ),
+    "several indices": lambda x, y, i: (
+        x[:, jnp.array([5, 0, 1, 2, 3, 4]), 0] + y[i // 2, i % 6, i] + x[i[0] // 2, :, i[1]].T[:4]
+    ),
     "sums by index": lambda x, y, i: (
         jax.ops.segment_sum(x.reshape(24, 8), i.reshape(24), 8) + jnp.zeros((8, 8)).at[i].add(y).T
     ),
@@ -150,7 +153,7 @@ optimal.defjvps(lambda dx, result, x: 2 * x * dx)
 # Compiling what they are compared with takes longest.
 SAMPLE = (
     "activations", "logic", "reductions", "order", "running", "shapes", "windows", "updates", "lookups",
-    "sums by index", "scans", "branches", "checkpoints", "no common factors",
+    "several indices", "sums by index", "scans", "branches", "checkpoints", "no common factors",
 )  # fmt: skip
 
 
