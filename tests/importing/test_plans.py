@@ -117,6 +117,39 @@ def test_checkpoints_keep_what_their_policies_say():
     assert memory(policies.nothing_saveable) == all_again
 
 
+@pytest.mark.parametrize("scanned", [True, False])
+def test_checkpoints_keep_by_name_on_device_or_host(scanned):
+    import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+
+    def program(policy):
+        def block(x, w):
+            return jnp.sin(jnp.tanh(checkpoint_name(x @ w, "hidden")) @ w.T), None
+
+        def fn(w, x):
+            body = jax.checkpoint(block, policy=policy)
+            if scanned:
+                return jnp.sum(jax.lax.scan(body, x, w)[0])
+            for n in range(4):
+                x, _ = body(x, w[n])
+            return jnp.sum(x)
+
+        shape = jax.ShapeDtypeStruct
+        graph = mtf.from_jax(fn, shape((4, 64, 256), "float32"), shape((1024, 64), "float32"))
+        with graph:
+            return mtf.lower(mtf.gradients([graph.loss], list(graph.trainable_variables)))
+
+    policies, bytes_kept = jax.checkpoint_policies, 4 * 1024 * 256 * 4
+    again, kept = program(None), program(policies.save_only_these_names("hidden"))
+    assert again.work.mxu_flops > kept.work.mxu_flops
+    moved = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["hidden"], offload_src="device",
+        offload_dst="pinned_host",
+    )  # fmt: skip
+    assert program(moved).to_host_bytes == bytes_kept
+    assert kept.to_host_bytes == 0
+
+
 def test_the_example(capsys):
     small = ["--plain", "--slice", "v5e-16", "--layers", "2", "--batch", "32", "--d-model", "256", "--d-ff", "512"]
     assert plan_jax.main([*small, "--vocab", "1024", "--length", "256"]) == 0

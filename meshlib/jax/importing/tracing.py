@@ -13,6 +13,7 @@ import numpy as np
 
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import Array, Code, Place, Step, Var
+from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
 from meshlib.jax.importing.elementwise import numpy_type
 from meshlib.jax.importing.table import RULES
@@ -125,9 +126,10 @@ class Tracing:
             return outs
         for out in outs:
             out.maker = step
-        if self.policy is not None and len(outs) == 1 and _saves(self.policy, eqn):
+        where = _kept(self.policy, eqn) if self.policy is not None and len(outs) == 1 else None
+        if where is not None:
             self.saved += 1
-            step.saved = f"saved_{self.saved}"
+            step.saved, step.on_host = f"saved_{self.saved}", where == "host"
         self.steps.append(step)
         return outs
 
@@ -156,6 +158,7 @@ class Tracing:
         outer, self.policy = self.policy, eqn.params.get("policy")
         body = self.body(eqn.params["jaxpr"], ins, Place(place.line, ()))
         policy, self.policy = self.policy, outer
+        mark_scores(body)
         used = [x for x in ins if not x.key]
         return self._add("checkpoint", eqn, used, place, (body,), remat=policy_of(policy, body))
 
@@ -227,9 +230,12 @@ def _typed(array: Array, out: Var) -> Array:
         return np.asarray(array).astype(numpy_type(out.dtype))
 
 
-def _saves(policy: Callable[..., Any], eqn: Any) -> bool:
+def _kept(policy: Callable[..., Any], eqn: Any) -> str | None:
+    """Where a policy keeps the result of a step: "hbm", "host", or nowhere."""
     answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-    return answer is True or type(answer).__name__ in ("_Saveable", "SaveableType", "_Offloadable", "Offloadable")
+    if type(answer).__name__ == "Offloadable":
+        return "host"
+    return "hbm" if answer is True or type(answer).__name__ in ("Saveable", "SaveableType") else None
 
 
 # ---------------------------------------------------------------- where steps were written
