@@ -7,6 +7,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.jax.importing.code import NotImported
+from tests.effort import some
 from tests.importing.checks import compared
 from tests.importing.models import tokens, weights
 
@@ -100,6 +101,9 @@ FUNCTIONS = {
         + jax.nn.one_hot(i, 8).sum(-1)
         + x[..., 0][:, jnp.array([5, 0, 1, 2, 3, 4])]
     ),
+    "several indices": lambda x, y, i: (
+        x[:, jnp.array([5, 0, 1, 2, 3, 4]), 0] + y[i // 2, i % 6, i] + x[i[0] // 2, :, i[1]].T[:4]
+    ),
     "sums by index": lambda x, y, i: (
         jax.ops.segment_sum(x.reshape(24, 8), i.reshape(24), 8) + jnp.zeros((8, 8)).at[i].add(y).T
     ),
@@ -146,13 +150,20 @@ def optimal(x):
 optimal.defjvps(lambda dx, result, x: 2 * x * dx)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+# Compiling what they are compared with takes longest.
+SAMPLE = (
+    "activations", "logic", "reductions", "order", "running", "shapes", "windows", "updates", "lookups",
+    "several indices", "sums by index", "scans", "branches", "checkpoints", "no common factors",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some([*FUNCTIONS], SAMPLE))
 def test_values_and_gradients(name):
     def loss(x, y, i):
         made = FUNCTIONS[name](x, y, i)
         return jnp.mean(made * jnp.arange(1, made.size + 1).reshape(made.shape) / made.size), made
 
-    layouts = [("device:1", ""), ("data:2", "batch:data")]
+    layouts = some([("device:1", ""), ("data:2", "batch:data")], [("data:2", "batch:data")])
     compared(loss, X, Y, I, names={"x": "batch time features"}, layouts=layouts)
 
 

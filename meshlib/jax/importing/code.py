@@ -76,6 +76,7 @@ class Step:
     bodies: tuple[Code, ...] = ()
     labels: list[Axis] = field(default_factory=list)  # axes of its index space that no result has
     saved: str | None = None  # the name by which a checkpoint's policy keeps its result
+    on_host: bool = False  # where it keeps it
     memory: int | None = None  # of a product that makes scores: the axis of the keys
 
     def within(self) -> Iterator[Step]:

@@ -102,7 +102,7 @@ def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
         dim,
         bool(step.params["reverse"]),
         None,
-        remat=step.params["remat"],
+        remat=_of_what_is_there(step.params["remat"], body),
     )
     return _placed(step, carries, carried, finals, kept, [w.apart(y, trip) for y in stacks])
 
@@ -142,7 +142,7 @@ def _checkpoint(w: Writer, step: Step) -> Sequence[Tensor | None]:
         w.run(body)
         return [w.tensor(body.outs[n]) for n in live]
 
-    made = recompute_grad(function, [w.tensor(x) for x in inputs], step.params["remat"])
+    made = recompute_grad(function, [w.tensor(x) for x in inputs], _of_what_is_there(step.params["remat"], body))
     found: list[Tensor | None] = [None] * len(step.outs)
     for n, t in zip(live, made, strict=True):
         found[n] = t
@@ -171,8 +171,19 @@ def policy_of(policy: Any, body: Code) -> Policy:
     name = getattr(policy, "__name__", "")
     if name in _POLICIES:
         return _POLICIES[name]
-    saved = [step.saved for step in body.walk() if step.saved is not None and step.memory is None]
-    return Remat(save=saved) if saved else "full"
+    return _by_names(body, None)
+
+
+def _by_names(body: Code, among: set[str] | None) -> Policy:
+    """What is kept of the steps of a body by their names; scores are never there to be kept."""
+    steps = [s for s in body.walk() if s.saved is not None and s.memory is None and (among is None or s.saved in among)]
+    save, offload = ([s.saved for s in steps if s.saved and s.on_host == host] for host in (False, True))
+    return Remat(save=save, offload=offload) if steps else "full"
+
+
+def _of_what_is_there(remat: Policy, body: Code) -> Policy:
+    """Without the names of steps that nothing needs."""
+    return _by_names(body, {*remat.save, *remat.offload}) if isinstance(remat, Remat) else remat
 
 
 # ---------------------------------------------------------------- branches

@@ -27,9 +27,9 @@ from meshlib.ops.shape import broadcast
 class _Lookup:
     """Indices along one axis of a table; other axes are whole, or go along with an axis of the indices.
 
-    `indices` is the value that holds them, in `column` of its last axis, `spread` for each of its other axes that of
-    the index space. `along` pairs axes of the table with those of the index space, which has `sizes`. From each index
-    on `run` elements are taken.
+    `indices` is the value that holds them, in `column` of its last axis. `along` pairs axes of the table with those of
+    the index space, which has `sizes`. From each index on `run` elements are taken. `more`: further axes that are
+    looked up in at the same place, as `axis`, `indices` and `column`.
     """
 
     indices: Var
@@ -38,6 +38,7 @@ class _Lookup:
     along: dict[int, int]
     sizes: tuple[int, ...]
     run: int = 1
+    more: tuple[tuple[int, Var, int], ...] = ()
 
 
 def _is_positions(x: Var, axis: int) -> bool:
@@ -108,10 +109,11 @@ def _lookup(
             left.append((axis, part, own))
         else:
             along[axis] = found
-    if len(left) != 1:
-        return f"with {len(left)} indices at once, along axes {[axis for axis, _, _ in left]} of {table}"
-    ((axis, part, own),) = left
-    return _Lookup(part, own, axis, along, sizes)
+    if not left:
+        return f"at the diagonal of {table}"
+    left.sort(key=lambda item: item[1].number is None)  # what is known first, which leaves least
+    (axis, part, own), *more = left
+    return _Lookup(part, own, axis, along, sizes, more=tuple(more))
 
 
 def _of_gather(step: Step) -> _Lookup | str:
@@ -132,7 +134,7 @@ def _of_gather(step: Step) -> _Lookup | str:
     found = _lookup(x, indices, [axes[n] for n in looked], looked, batch)
     if isinstance(found, str):
         return found
-    if any(runs[a] != 1 for a in runs if a != found.axis):
+    if any(runs[a] != 1 for a in runs if a != found.axis or found.more):
         return f"of runs of {sizes} elements of {x}"
     return replace(found, run=runs[found.axis])
 
@@ -162,7 +164,8 @@ def _gather_axes(axes: Axes, step: Step) -> None:
         axes.tie(label, x.axes[n])
     axes.kin.append((run, looked))
     windows = [n for n in range(len(x.shape)) if n not in collapsed and n not in {*map(int, d.operand_batching_dims)}]
-    of_window = {n: kept.get(n, run if n == found.axis else axes.new(1)) for n in windows}
+    further = {n for n, _, _ in found.more}
+    of_window = {n: run if n == found.axis else axes.new(1) if n in further else kept[n] for n in windows}
     rest, indexed = (of_window[n] for n in windows), iter(index_axes)
     give(axes, out, [next(rest) if n in offsets else next(indexed) for n in range(len(out.shape))])
     table = [
@@ -172,17 +175,19 @@ def _gather_axes(axes: Axes, step: Step) -> None:
 
 
 def _tie_indices(axes: Axes, found: _Lookup, made: list[Axis]) -> None:
-    for own, label in zip(found.indices.axes, made, strict=False):
-        if own.size == label.size:
-            axes.tie(label, own)
+    for part in (found.indices, *(part for _, part, _ in found.more)):
+        for own, label in zip(part.axes, made, strict=False):
+            if own.size == label.size:
+                axes.tie(label, own)
 
 
-def _indices(w: Writer, found: _Lookup, index_axes: Sequence[Axis]) -> Tensor:
-    """The indices, under the dims of the index space."""
-    x = found.indices
+def _indices(w: Writer, x: Var, column: int, index_axes: Sequence[Axis]) -> Tensor:
+    """The indices in one column of a value, under the dims of the index space."""
+    if x.number is not None:
+        return cast(w.tensor(x), "int32")
     own = [a if a.size == 1 else label for a, label in zip(x.axes, index_axes, strict=False)]
-    t = cast(w.under(x, [*own, x.axes[-1]]) if x.axes else w.tensor(x), "int32")
-    return t if x.shape[-1] == 1 or not x.axes else w.element(t, x.axes[-1], found.column)
+    t = cast(w.under(x, [*own, x.axes[-1]]), "int32")
+    return t if x.shape[-1] == 1 else w.element(t, x.axes[-1], column)
 
 
 def _gather(w: Writer, step: Step) -> Tensor:
@@ -191,17 +196,21 @@ def _gather(w: Writer, step: Step) -> Tensor:
     assert isinstance(found, _Lookup)
     count = len(found.sizes)
     run, index_axes, target = step.labels[0], step.labels[1 : 1 + count], step.labels[1 + count :]
-    table, one = w.whole(x, target, found.axis), w.whole_dim(target[found.axis])
-    if x.shape[found.axis] == 1:
-        return reduce_sum(table, reduced_dim=one)
-    indices = _indices(w, found, index_axes)
-    if "CLIP" in str(step.params["mode"]):
-        indices = minimum(maximum(indices, 0), x.shape[found.axis] - found.run)
-    if found.run == 1:
-        return _looked_up(table, indices, one)
-    made = gather(table, indices + positions(Dimension("run_of_indices", found.run)), one)
-    whole = w.whole_dim(run)
-    return w.apart(renamed(made, {"run_of_indices": whole.name}), run)
+    clip = "CLIP" in str(step.params["mode"])
+    table = w.under(x, target)
+    for axis, part, column in ((found.axis, found.indices, found.column), *found.more):
+        table, one = w.merge(table, target[axis]), w.whole_dim(target[axis])
+        indices = _indices(w, part, column, index_axes)
+        if clip:
+            indices = minimum(maximum(indices, 0), x.shape[axis] - found.run)
+        if x.shape[axis] == 1:
+            table = reduce_sum(table, reduced_dim=one)
+        elif found.run == 1:
+            table = _looked_up(table, indices, one)
+        else:
+            made = gather(table, indices + positions(Dimension("run_of_indices", found.run)), one)
+            table = w.apart(renamed(made, {"run_of_indices": w.whole_dim(run).name}), run)
+    return table
 
 
 def _looked_up(table: Tensor, indices: Tensor, one: Dimension) -> Tensor:
@@ -235,6 +244,8 @@ def _of_scatter(step: Step) -> _Lookup | str:
     if any(updates.shape[a] != x.shape[n] for a, n in zip(windows, whole, strict=True)):
         return f"of parts, {list(updates.shape)} into {list(x.shape)}"
     found = _lookup(x, indices, axes, range(len(axes)), batch)
+    if isinstance(found, _Lookup) and found.more:
+        return f"with {1 + len(found.more)} indices at once, into {x}"
     if (
         step.kind == "scatter"
         and isinstance(found, _Lookup)
@@ -284,7 +295,7 @@ def _scatter(w: Writer, step: Step) -> Tensor:
     ]
     table = w.whole(x, target, found.axis)
     given = w.under(updates, of_updates)
-    indices = _indices(w, found, index_axes)
+    indices = _indices(w, found.indices, found.column, index_axes)
     one = w.whole_dim(looked)
     if step.kind == "scatter":
         made = where(equal(positions(one), indices), given, table)

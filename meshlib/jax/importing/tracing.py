@@ -13,6 +13,7 @@ import numpy as np
 
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import Array, Code, Place, Step, Var
+from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
 from meshlib.jax.importing.elementwise import numpy_type
 from meshlib.jax.importing.table import RULES
@@ -101,11 +102,10 @@ class Tracing:
         name, params = eqn.primitive.name, eqn.params
         if name in _CALLS and _CALLS[name] in params:
             inner = params[_CALLS[name]]
-            library = _of_library(inner)
-            known = f"jit:{params.get('name', '')}"
-            if library and known in RULES:
+            written_by, known = _author(inner), f"jit:{params.get('name', '')}"
+            if written_by == "jax" and known in RULES:
                 return self._add(known, eqn, ins, place)
-            return self.inline(inner, ins, place, inherit=library)
+            return self.inline(inner, ins, place, inherit=written_by != "user")
         if name in _CHECKPOINTS:
             return self._checkpoint(eqn, ins, place)
         if name == "scan":
@@ -126,9 +126,10 @@ class Tracing:
             return outs
         for out in outs:
             out.maker = step
-        if self.policy is not None and len(outs) == 1 and _saves(self.policy, eqn):
+        where = _kept(self.policy, eqn) if self.policy is not None and len(outs) == 1 else None
+        if where is not None:
             self.saved += 1
-            step.saved = f"saved_{self.saved}"
+            step.saved, step.on_host = f"saved_{self.saved}", where == "host"
         self.steps.append(step)
         return outs
 
@@ -157,28 +158,29 @@ class Tracing:
         outer, self.policy = self.policy, eqn.params.get("policy")
         body = self.body(eqn.params["jaxpr"], ins, Place(place.line, ()))
         policy, self.policy = self.policy, outer
+        mark_scores(body)
         used = [x for x in ins if not x.key]
         return self._add("checkpoint", eqn, used, place, (body,), remat=policy_of(policy, body))
 
     def _scan(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
-        p = eqn.params
-        consts, closed = p["num_consts"], p["jaxpr"]
+        consts, closed = eqn.params["num_consts"], eqn.params["jaxpr"]
         own = [self.var(v.aval) for v in closed.jaxpr.invars[consts:]]
         body = self.body(closed, [*ins[:consts], *own], Place(place.line, ()))
         body.ins = own
-        remat: Policy = "none"
+        kept: list[Policy] = []
         steps: list[Step] = []
         for step in body.steps:
             if step.kind != "checkpoint":
                 steps.append(step)
                 continue
-            # The loop computes each trip again as the checkpoint says.
-            remat = step.params["remat"]
+            # The loop computes each trip again as the checkpoint says; all of it, where several say different things.
+            kept.append(step.params["remat"])
             (inner,) = step.bodies
             steps += inner.steps
             swap = dict(zip(step.outs, inner.outs, strict=True))
             _replace(body, swap)
         body.steps = steps
+        remat: Policy = "none" if not kept else kept[0] if all(p == kept[0] for p in kept) else "full"
         return self._add("scan", eqn, ins[consts:], place, (body,), remat=remat)
 
     def _cond(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
@@ -228,9 +230,12 @@ def _typed(array: Array, out: Var) -> Array:
         return np.asarray(array).astype(numpy_type(out.dtype))
 
 
-def _saves(policy: Callable[..., Any], eqn: Any) -> bool:
+def _kept(policy: Callable[..., Any], eqn: Any) -> str | None:
+    """Where a policy keeps the result of a step: "hbm", "host", or nowhere."""
     answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-    return answer is True or type(answer).__name__ in ("_Saveable", "SaveableType", "_Offloadable", "Offloadable")
+    if type(answer).__name__ == "Offloadable":
+        return "host"
+    return "hbm" if answer is True or type(answer).__name__ in ("Saveable", "SaveableType") else None
 
 
 # ---------------------------------------------------------------- where steps were written
@@ -261,11 +266,11 @@ def _line(eqn: Any) -> str | None:
     return other
 
 
-def _of_library(closed: Any) -> bool:
-    """Whether a function that is called by name is JAX's or another library's, not the user's."""
+def _author(closed: Any) -> str:
+    """Whose function one is that is called by name, as of `_kind`; the user's if that can't be said."""
     info = getattr(getattr(closed, "jaxpr", closed), "debug_info", None)
     file = getattr(info, "func_filename", None)
-    return file is not None and _kind(file) != "user"
+    return "user" if file is None else _kind(file)
 
 
 @cache
