@@ -46,9 +46,7 @@ def _training(v: Validation) -> list[str]:
         errors = absolute(v.training, what)
         if errors:
             lines.append(f"training, {title}: {_of(errors)}")
-    lines.append(
-        "the naive rule knows the runs that it predicts: each is among those whose median it takes, and a chip"
-    )
+    lines.append("the naive rule knows what it predicts: each run is among those whose median it takes, and a chip")
     lines.append("with one run is predicted by itself; without the chip it is as blind as the model")
     lines += _groups("family", v.training, lambda r: r.family)
     lines += _groups("chip", v.training, lambda r: r.chip)
