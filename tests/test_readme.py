@@ -37,6 +37,7 @@ def test_all_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ('"batch", 512', '"batch", 64'),
         ('"pixels", 784', '"pixels", 64'),
         ('"hidden", 1024', '"hidden", 64'),
+        ("rand(512, 784), np.arange(512)", "rand(64, 64), np.arange(64)"),
     ):
         assert large in smaller
         smaller = smaller.replace(large, small)
