@@ -370,13 +370,13 @@ def test_clipping_by_the_global_norm(layout: str, max_norm: float) -> None:
 # What the norm adds, by hand. Gradients that are whole on every core: nothing. Gradients of which every core holds a
 # part: the squares are summed on each core, over all variables, and one float64 is reduced. With k = 2 cores a ring
 # sends 2 (k-1)/k 8 = 8 bytes. "two axes": all three gradients are split over model; w and t over data too, which bias
-# is not, so its squares count on one of the cores over data, and all are reduced at once (2 x 3/4 x 8 = 12 bytes).
+# is not. So few numbers are rather gathered as gradients, before the norm, than as new weights after it.
 CLIPPING_ADDS = {
     "replicated": [],
     "data parallel": [],
     "fully sharded": [("all_reduce", "data", 8, 8)],
     "zero 1": [("all_reduce", "data", 8, 8)],
-    "two axes": [("all_reduce", "data+model", 8, 12)],
+    "two axes": [("all_reduce", "model", 8, 8)],
 }
 
 
