@@ -34,11 +34,12 @@ from layouts.errors import LayoutError
 from layouts.plan import Plan, Step
 from layouts.sharding import Axes, Sharding, laid
 
-Splits: TypeAlias = tuple[Axes, ...]  # the axes of each dim
+Numbers: TypeAlias = tuple[int, ...]  # of axes, the smaller ones first
+Splits: TypeAlias = tuple[Numbers, ...]  # the axes of each dim
 EXHAUSTIVE_AXES = 3
 
-State: TypeAlias = tuple[Splits, Axes]  # and the pending axes still to be reduced
-Move: TypeAlias = tuple[str, Axes, int, int, State, int]  # kind, axes, dim, to_dim (-1: none), after, cost
+State: TypeAlias = tuple[Splits, Numbers]  # and the pending axes still to be reduced
+Move: TypeAlias = tuple[str, Numbers, int, int, State, int]  # kind, axes, dim, to_dim (-1: none), after, cost
 
 
 def reshard(source: Sharding, target: Sharding, itemsize: int) -> Plan:
@@ -89,15 +90,31 @@ def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
     # What of a size the axes can't divide only scales all costs: sizes that divide alike share a search.
     sizes = tuple(gcd(n, devices) for n in source.shape.sizes)
     scale = source.shape.size // prod(sizes) * itemsize
+    # Names do not matter, nor does the order of dims: searches that differ in them alone are one.
+    order = sorted(range(len(sizes)), key=lambda d: (sizes[d], source.axes[d], target.axes[d]))
+    place = {d: n for n, d in enumerate(order)}
+    met = [a for d in order for a in (*source.axes[d], *target.axes[d])]
+    ranked = sorted(usable, key=lambda axis: (axis[1], met.index(axis[0]) if axis[0] in met else len(met)))
+    number = {a: n for n, (a, _) in enumerate(ranked)}
+    ends = [tuple([tuple([number[a] for a in s.axes[d]]) for d in order]) for s in (source, target)]
+    scatters = bool(left) and kinds[left[0]] == "sum"
+    found = _path(
+        tuple([sizes[d] for d in order]),
+        ends[0],
+        tuple(sorted(number[a] for a in left)),
+        scatters,
+        ends[1],
+        tuple([n for _, n in ranked]),
+    )
     steps: list[Step] = []
     before, total = source, 0
-    scatters = bool(left) and kinds[left[0]] == "sum"
-    for kind, axes, dim, to_dim, (splits, awaited), cost in _path(
-        sizes, source.axes, left, scatters, target.axes, usable
-    ):
+    for kind, numbers, at, to, (entries, awaited), cost in found:
+        axes = tuple([ranked[n][0] for n in numbers])
+        splits = tuple([tuple([ranked[n][0] for n in entries[place[d]]]) for d in range(len(sizes))])
+        dim, to_dim = (order[n] if n >= 0 else -1 for n in (at, to))
         if kind == "collective_permute":
             axes = _moving(before.axes, splits, source.mesh.axes)
-        pending = target.pending + tuple((axis, kinds[axis]) for axis in awaited)
+        pending = target.pending + tuple((ranked[n][0], kinds[ranked[n][0]]) for n in awaited)
         after = laid(source.shape, source.mesh, splits, pending)
         payload, sent = before.local_size * itemsize, _exact(cost * scale, devices)
         steps.append(Step(kind, axes, names[dim], names[to_dim], before, after, payload, sent))
@@ -134,23 +151,24 @@ def _check(source: Sharding, target: Sharding, itemsize: int) -> None:
 def _path(
     sizes: tuple[int, ...],
     source: Splits,
-    awaited: Axes,
+    awaited: Numbers,
     scatters: bool,
     target: Splits,
-    usable: tuple[tuple[str, int], ...],
+    usable: Numbers,
 ) -> tuple[Move, ...]:
-    """The moves; they depend neither on names of dims and bytes of items nor on axes that take no part."""
-    return tuple(_Search(sizes, (source, awaited), scatters, target, dict(usable)).path())
+    """The moves; they depend neither on names and bytes of items nor on axes that take no part. `usable`: sizes."""
+    return tuple(_Search(sizes, (source, awaited), scatters, target, dict(enumerate(usable))).path())
 
 
 class _Search:
     """One search; `path` yields the moves from start to goal."""
 
     def __init__(
-        self, sizes: tuple[int, ...], start: State, scatters: bool, goal: Splits, size_of: dict[str, int]
+        self, sizes: tuple[int, ...], start: State, scatters: bool, goal: Splits, size_of: dict[int, int]
     ) -> None:
         self.start, self.goal, self.scatters = start, goal, scatters
         self._blocks: dict[Splits, int] = {}
+        self._arrives: dict[Splits, bool] = {}
         self.usable = tuple(size_of)
         self.directed = len(self.usable) > EXHAUSTIVE_AXES
         self.size_of = size_of
@@ -174,7 +192,13 @@ class _Search:
     def arrived(self, state: State) -> bool:
         """Whether slices alone lead to the target."""
         splits, awaited = state
-        return not awaited and all(entry == goal[: len(entry)] for entry, goal in zip(splits, self.goal, strict=True))
+        if awaited:
+            return False
+        found = self._arrives.get(splits)
+        if found is None:
+            pairs = zip(splits, self.goal, strict=True)
+            found = self._arrives[splits] = all(entry == goal[: len(entry)] for entry, goal in pairs)
+        return found
 
     def path(self) -> list[Move]:
         best: dict[State, tuple[int, int, int]] = {self.start: (0, 0, 0)}
@@ -182,6 +206,8 @@ class _Search:
         queue = [(0, 0, 0, 0, 0, self.start)]  # bound on bytes, on collectives, slices, order, block, state
         order = 0
         done: set[State] = set()
+        goal_block = self.goal_block
+        known: int | None = None  # what the cheapest arrival so far costs: who is bound to cost more is not looked at
         while queue:
             *_, state = heappop(queue)
             if state in done:
@@ -190,18 +216,35 @@ class _Search:
             if self.arrived(state):
                 return self.merged(self.walked(came, state))
             cost, collectives, slices = best[state]
+            block = self.block(state[0])
             for move in self.moves(state):
-                after = move[4]
-                local = move[0] == "slice"
-                reached = (cost + move[5], collectives + (not local), slices + local)
+                kind, axes, _, _, after, more = move
+                bound = cost + more
+                if known is not None and bound > known:
+                    continue
+                if after[1]:
+                    bound += goal_block
+                elif kind == "all_gather":
+                    bound += max(0, goal_block - block - more)
+                elif kind == "reduce_scatter":
+                    bound += max(0, goal_block - block + more)
+                elif kind == "slice":
+                    bound += max(0, goal_block - block // self.size_of[axes[0]])
+                elif block < goal_block:
+                    bound += goal_block - block
+                if known is not None and bound > known:
+                    continue
+                local = kind == "slice"
+                reached = (cost + more, collectives + (not local), slices + local)
                 if after in done or (after in best and best[after] <= reached):
                     continue
                 best[after] = reached
                 came[after] = state, move
                 order += 1
-                ahead = self.goal_block if after[1] else max(0, self.goal_block - self.block(after[0]))
-                more = reached[1] + (not self.arrived(after))
-                heappush(queue, (reached[0] + ahead, more, reached[2], order, 0, after))
+                arrives = self.arrived(after)
+                if arrives and (known is None or reached[0] < known):
+                    known = reached[0]
+                heappush(queue, (bound, reached[1] + (not arrives), reached[2], order, 0, after))
         raise AssertionError("unreachable: gathering and slicing lead everywhere")
 
     def walked(self, came: dict[State, tuple[State, Move]], state: State) -> list[Move]:
@@ -281,7 +324,7 @@ class _Search:
         for other in self.permuted(splits, tuple(counts), pool):
             yield "collective_permute", (), -1, -1, (other, awaited), block
 
-    def orders(self, axes: Axes, d: int) -> Iterator[Axes]:
+    def orders(self, axes: Numbers, d: int) -> Iterator[Numbers]:
         """The orders in which axes may be put on a dim."""
         if not self.directed:
             yield from permutations(axes)
@@ -289,7 +332,7 @@ class _Search:
         known = [a for a in self.goal[d] if a in axes]
         yield (*known, *(a for a in axes if a not in known))
 
-    def permuted(self, splits: Splits, counts: tuple[int, ...], pool: tuple[tuple[str, int], ...]) -> Iterator[Splits]:
+    def permuted(self, splits: Splits, counts: tuple[int, ...], pool: tuple[tuple[int, int], ...]) -> Iterator[Splits]:
         """The other arrangements of as many blocks."""
         if not self.directed:
             yield from (other for other in _arrangements(counts, pool) if other != splits)
@@ -297,7 +340,7 @@ class _Search:
         # One arrangement: per dim as much of the target's beginning as fits, the rest as it is or as it comes.
         other, left = [], dict(pool)
         for goal, count in zip(self.goal, counts, strict=True):
-            entry: Axes = ()
+            entry: Numbers = ()
             for a in goal:
                 if a in left and count % (self.size_of[a] * prod(self.size_of[b] for b in entry)) == 0:
                     entry += (a,)
@@ -316,12 +359,12 @@ class _Search:
             yield found
 
 
-def _put(splits: Splits, d: int, entry: Axes) -> Splits:
+def _put(splits: Splits, d: int, entry: Numbers) -> Splits:
     return (*splits[:d], entry, *splits[d + 1 :])
 
 
 @lru_cache(maxsize=1 << 12)
-def _arrangements(counts: tuple[int, ...], pool: tuple[tuple[str, int], ...]) -> tuple[Splits, ...]:
+def _arrangements(counts: tuple[int, ...], pool: tuple[tuple[int, int], ...]) -> tuple[Splits, ...]:
     """All ways to split dims into `counts` blocks with axes out of `pool`."""
     if not counts:
         return ((),)
@@ -335,7 +378,7 @@ def _arrangements(counts: tuple[int, ...], pool: tuple[tuple[str, int], ...]) ->
     return tuple(((), *rest) for rest in _arrangements(counts[1:], pool))
 
 
-def _moving(before: Splits, after: Splits, usable: Axes) -> Axes:
+def _moving(before: tuple[Axes, ...], after: tuple[Axes, ...], usable: Axes) -> Axes:
     """The axes along which a permute sends: those at another place in some dim, ends in common aside."""
     moving: set[str] = set()
     for old, new in zip(before, after, strict=True):

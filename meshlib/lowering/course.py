@@ -66,6 +66,7 @@ class Course:
     # Whether an operation whose operands lie as it wants them may take one elsewhere, for what a later user gathers.
     thorough: bool = False
     _facts: dict[Operation, _Facts] = field(default_factory=dict)
+    _matching: dict[tuple[Tensor, Lies, Lies, str], tuple[float, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.again = made_again(self.graph)
@@ -174,13 +175,17 @@ class Course:
 
     def matching(self, t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
         """The same if its users could ask for that (rule 2)."""
-        missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
-        if not missing:
-            return 0.0, 0
-        reached = (*known(lies, region), self.homes.of(t))
-        if any(parks(s, reached) for s in missing):
-            return float("inf"), 0
-        return self._bringing(t, lies, missing, region)
+        key = t, lies, ends, region
+        found = self._matching.get(key)
+        if found is None:
+            missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
+            reached = (*known(lies, region), self.homes.of(t))
+            if any(parks(s, reached) for s in missing):
+                found = float("inf"), 0
+            else:
+                found = self._bringing(t, lies, missing, region) if missing else (0.0, 0)
+            self._matching[key] = found
+        return found
 
     def _bringing(self, t: Tensor, lies: Lies, missing: Iterable[Sharding], region: str) -> tuple[float, int]:
         cost, collectives = 0.0, 0
