@@ -112,7 +112,9 @@ def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
         axes = tuple([ranked[n][0] for n in numbers])
         splits = tuple([tuple([ranked[n][0] for n in entries[place[d]]]) for d in range(len(sizes))])
         dim, to_dim = (order[n] if n >= 0 else -1 for n in (at, to))
-        if kind == "collective_permute":
+        if kind == "all_reduce":
+            axes = tuple([a for a in source.mesh.axes if a in axes])
+        elif kind == "collective_permute":
             axes = _moving(before.axes, splits, source.mesh.axes)
         pending = target.pending + tuple((ranked[n][0], kinds[ranked[n][0]]) for n in awaited)
         after = laid(source.shape, source.mesh, splits, pending)

@@ -237,3 +237,9 @@ def test_permute_pairs(mesh, source, target):
         permute_pairs(before, after.drop_pending())
     with pytest.raises(LayoutError, match="a permute cannot turn"):
         permute_pairs(before, after.with_axes([()]))
+
+
+def test_a_reduction_names_its_axes_in_the_order_of_the_mesh():
+    here = Sharding("d:8", "rows:4;cols:2", [()], {"rows": "sum", "cols": "sum"})
+    (step,) = reshard(here, here.drop_pending(), 4).steps
+    assert step.axes == ("rows", "cols")
