@@ -13,6 +13,10 @@ os.environ.setdefault(
     "--xla_llvm_disable_expensive_passes=true",
 )
 
+from importlib.util import find_spec  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from meshlib import arrays  # noqa: E402
@@ -28,3 +32,11 @@ settings.load_profile("ci")
 
 # Whatever an executor reads before it wrote it is NaN.
 arrays.poisoned = True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What needs an extra that is not installed is not collected for its doctests; tests say that they are skipped."""
+    if find_spec("jax") is None:
+        here = Path(__file__).parent
+        helpers = [str(p) for p in (here / "jax").glob("*.py") if not p.name.startswith("test_")]
+        config.option.ignore_glob = [*(config.option.ignore_glob or ()), str(here.parent / "meshlib/jax/*"), *helpers]

@@ -24,7 +24,6 @@ from meshlib.lowering.states import Pool, State, Trail
 # How many states are kept, without and with a guide: the fewer operations, the more.
 FIRST_WIDTHS, WIDTHS = (6, 24), (16, 40)  # at least, at most
 EFFORT = 1600  # states times operations
-SMALL = 64  # operations; in so small a graph those that leave little to choose have all their options
 WINDOW = 0.15  # of what the guide sends: who is expected to cost so much more than the best has lost
 HOMESICK = (1.0, 0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
@@ -32,7 +31,6 @@ SEARCHES = 8  # at most; each is guided by what the one before found, as long as
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
     """What each operation does in the best program found."""
-    course.thorough = len(course.graph.operations) <= SMALL
     best = _searched(Beam(course, None, HOMESICK[0]))
     if best.undecided:
         starts = [best, *(_searched(Beam(course, None, share)) for share in HOMESICK[1:])]

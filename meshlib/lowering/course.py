@@ -22,6 +22,8 @@ from meshlib.program.split import beside
 
 Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
 
+SMALL = 64  # operations; in so small a graph those that leave little to choose have all their options
+
 
 @dataclass(eq=False, slots=True)
 class Where:
@@ -64,11 +66,12 @@ class Course:
     # Results that are best at home, though nothing in this graph says so: who reads what a loop stacks does so later.
     ends: list[Tensor] = field(init=False)
     # Whether an operation whose operands lie as it wants them may take one elsewhere, for what a later user gathers.
-    thorough: bool = False
+    thorough: bool = field(init=False)
     _facts: dict[Operation, _Facts] = field(default_factory=dict)
     _matching: dict[tuple[Tensor, Lies, Lies, str], tuple[float, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.thorough = len(self.graph.operations) <= SMALL
         self.again = made_again(self.graph)
         self.last = last_uses(self.graph, self.again)
         self.dying = {}

@@ -223,6 +223,7 @@ def _largest(x: Array) -> Array:
 
 
 def put(out: Array, cut: Cut, queries: slice, made: Array) -> None:
+    """Write what was made of some queries of one batch where it belongs in `out`."""
     part = out[cut][..., queries, :]
     part[...] = made.reshape(part.shape)
 
@@ -233,6 +234,7 @@ def local_result(block: Block, *arrays: Array) -> Array:
 
 
 def result(block: Block, arrays: tuple[Array, ...], heard: Array | None) -> Array:
+    """The attention of this device's queries; of a split memory its part, by what all parts `heard` of each other."""
     kernel = Kernel(block, arrays, with_cotangent=False)
     out = block.result()
     y = align(out, block.out.shape.names, (*kernel.batch, *kernel.group, kernel.length, kernel.value))
@@ -274,6 +276,7 @@ def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, A
 
 
 def gradients(block: Block, arrays: tuple[Array, ...], heard: Heard | None = None) -> tuple[Array, Array, Array]:
+    """The cotangents of queries, keys and values; of a split memory by what its parts `heard` of each other."""
     kernel = Kernel(block, arrays, with_cotangent=True)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in arrays[:3])
     q, k, v = (t.shape.names for t in block.inputs[:3])

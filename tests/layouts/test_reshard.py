@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from layouts import LayoutError, Mesh, Sharding, permute_pairs, reshard
+from layouts.resharding import at_least
 from tests.effort import draws
 from tests.layouts.oracle import Exhaustive, block_of, execute, reduced, spread
 from tests.layouts.strategies import properties, shardings
@@ -189,6 +190,7 @@ def test_every_device_ends_with_its_block(pair):
         assert step.payload_bytes == step.before.local_size * 8
         assert step.sent_bytes == float(ring_bytes(step))
     assert plan.sent_bytes == float(sum(map(ring_bytes, plan.steps)))
+    assert at_least(source, target) * 8 <= plan.sent_bytes
 
 
 @properties

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from layouts import Shape
@@ -56,7 +57,8 @@ def from_jax(
     Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
       what a simulation takes of arguments; `.layout(*specs)` makes rules of PartitionSpecs. An axis that `fn` splits or
       merges is the product of several dims; axes of length 1 are none.
-    Raises: NotImported, which names everything that has no counterpart, with its lines; GraphError for bad arguments.
+    Raises: NotImported, which names everything that has no counterpart, with its lines; GraphError for bad arguments;
+      MissingError where JAX is not installed.
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import meshlib as mtf
@@ -71,7 +73,6 @@ def from_jax(
       >>> [(c.kind, c.axes) for c in program.collectives]
       [('all_reduce', ('rows', 'cols'))]
     """
-    jax = _jax()
     if not callable(fn):
         raise GraphError(f"{at(WHAT)}: expected a function, got {fn!r:.80}")
     numbers = _argnums(argnums, len(args))
@@ -81,7 +82,7 @@ def from_jax(
     flat, tree = jax.tree_util.tree_flatten(args)
     held = [leaf for leaf in flat if is_array(leaf)]
     leaves = _leaves(tracing, own, args, numbers)
-    closed, results = _traced(jax, fn, flat, tree, held)
+    closed, results = _traced(fn, flat, tree, held)
     outs = tracing.inline(closed, [leaf.var for leaf in leaves], Place("unknown line"), inherit=False)
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
     used = prune(code)
@@ -93,16 +94,6 @@ def from_jax(
     call_products(axes, waiting)
     name_all(axes, code, leaves)
     return _graph(axes, code, leaves, held, used, own, results)
-
-
-def _jax() -> Any:
-    try:
-        import jax
-    except ImportError:
-        raise GraphError(
-            f"{at(WHAT)} needs JAX, which is not installed: pip install 'meshlib-tpu[jax]', or pip install jax"
-        ) from None
-    return jax
 
 
 def _argnums(argnums: object, count: int) -> tuple[int, ...]:
@@ -129,7 +120,7 @@ def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: 
     return made
 
 
-def _traced(jax: Any, fn: Callable[..., Any], flat: Sequence[Any], tree: Any, held: Sequence[Any]) -> tuple[Any, Any]:
+def _traced(fn: Callable[..., Any], flat: Sequence[Any], tree: Any, held: Sequence[Any]) -> tuple[Any, Any]:
     """The jaxpr of the function in its arrays alone, and its results by name."""
 
     def of_arrays(*arrays: Any) -> Any:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 
@@ -31,8 +32,6 @@ def leaves_of(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, 
 
 def named_leaves(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...] | None]]:
     """As `leaves_of`, with the names that an array's axes have already: of Haliax, or in a box of Flax."""
-    import jax
-
     flatten = jax.tree_util.tree_flatten_with_path
     for name, arg in zip(names, args, strict=True):
         for path, held in flatten(arg, is_leaf=lambda x: _axis_names(x) is not None)[0]:
@@ -55,6 +54,7 @@ def _axis_names(x: Any) -> tuple[str, ...] | None:
 
 
 def words(path: Sequence[Any]) -> Iterator[str]:
+    """The parts of a leaf's name: of keys, attributes and indices on the way to it: no blanks, dots, slashes."""
     for key in path:
         word = next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key)
         text = "_".join(str(word).split()).strip(".")

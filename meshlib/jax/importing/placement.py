@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from layouts import LayoutRules
 from layouts.errors import LayoutError
 from layouts.readers import from_partition_specs
@@ -31,8 +33,6 @@ def rules_of(
 
 
 def _leaves(name: str, tree: Specs) -> list[tuple[str, tuple[Any, ...]]]:
-    import jax
-
     def is_spec(x: object) -> bool:
         return isinstance(x, jax.sharding.PartitionSpec) or hasattr(x, "spec")
 

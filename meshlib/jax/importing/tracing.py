@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshlib.jax.importing.axes import Axes
@@ -276,8 +277,6 @@ def _author(closed: Any) -> str:
 @cache
 def _kind(file: str) -> str:
     """Whose code a file holds: "user", "library", or "jax" (with what runs it)."""
-    import jax
-
     if file.startswith(os.path.dirname(jax.__file__) + os.sep) or not shown_file(file):
         return "jax"
     return "library" if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file else "user"
