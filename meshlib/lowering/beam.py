@@ -11,15 +11,18 @@ Values that all states have alike are held once, so that an operation costs as m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import slack
-from meshlib.lowering.choose import Choice, Option
-from meshlib.lowering.course import Course, Lies, Where, is_fixed
+from meshlib.lowering.choose import Choice
+from meshlib.lowering.course import Course, Outcome
 from meshlib.lowering.guide import Guide
-from meshlib.lowering.states import Pool, State, Trail
+from meshlib.lowering.states import Floats, Ints, States
+from meshlib.lowering.ways import Lies, Price
 
 # How many states are kept, without and with a guide: the fewer operations, the more.
 FIRST_WIDTHS, WIDTHS = (6, 24), (16, 40)  # at least, at most
@@ -60,128 +63,93 @@ class Beam:
     course: Course
     guide: Guide | None
     homesick: float = 1.0  # without a guide: the share of the way home that is expected to be gone
-    common: dict[Tensor, Lies] = field(default_factory=dict)
-    states: list[State] = field(init=False)
-    differing: set[Tensor] = field(default_factory=set)  # those of which the states' `lies` tell
+    common: dict[Tensor, int] = field(default_factory=dict)  # the ways of what `states` do not tell of
+    states: States = field(default_factory=States)
     chosen: dict[Operation, Choice] = field(default_factory=dict)
     cost: float = 0.0
     sent: float = 0.0
     undecided: bool = False  # whether there was more than one state at a time
     _region: str = ""  # that of the operation that is on
     _changed: bool = False  # whether states were added, or changed
+    _prices: dict[Tensor, dict[int, Price]] = field(default_factory=dict)  # see `_expected`
 
     def __post_init__(self) -> None:
-        self.states = [State(0.0, 0.0, 0, 0, Where(self.common, {}), None)]
-        self._all = Where(self.common, self.common)
         least, most = FIRST_WIDTHS if self.guide is None else WIDTHS
         self._width = max(least, min(most, EFFORT // len(self.course.graph.operations)))
         self._window = float("inf") if self.guide is None else WINDOW * self.guide.sent
 
     def run(self) -> None:
         """Search."""
-        for n, op in enumerate(self.course.graph.operations):
-            self._region = op.region
+        operations = self.course.graph.operations
+        for n, op in enumerate(operations):
+            if self._region != op.region:
+                self._prices.clear()
+                self._region = op.region
             if self.guide is not None:
-                self.guide.step(n)
-            if is_fixed(op):
-                self._run_fixed(op)
-            else:
-                self._advance(op, n)
+                for t in self.guide.step(n):
+                    self._prices.pop(t, None)
+            self._advance(op, n)
             self._forget(n)
-        for state in self.states:
-            self._bring_ends(state)
-        best = min(self.states, key=lambda state: state.rank)
-        self.cost += best.cost
-        trail = best.trail
+        self._advance(operations[-1], len(operations))
+        states = self.states
+        best = np.lexsort((states.strays, states.collectives, states.cost))[0]
+        self.cost += float(states.cost[best])
+        trail = states.trails[best]
         while trail is not None:
             self.chosen[trail.operation] = trail.choice
             trail = trail.before
 
-    # ------------------------------------------------------------ operations
-
     def _advance(self, op: Operation, n: int) -> None:
-        """Take every state on by each option of `op`; by one for all where they have its operands alike."""
-        if self._differ(self.course.graph.inputs[op]):
-            self._spread(op, [(state, self.course.options(op, n, state.where)) for state in self.states])
-            return
-        found = self.course.options(op, n, self._all)
-        if len(found) > 1:
-            self._spread(op, [(state, found) for state in self.states])
-            return
-        self.chosen[op] = found[0].choice
-        more, _ = self.course.take(self._all, op, found[0])
-        self.cost += found[0].cost + more
-        self.sent += found[0].sent + more
-
-    def _differ(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether states may have these, or what they are made of, in different places."""
-        inputs, again = self.course.graph.inputs, self.course.again
-        return any(t in self.differing or (t in again and self._differ(inputs[t.operation])) for t in tensors)
-
-    def _spread(self, op: Operation, ways: Sequence[tuple[State, Sequence[Option]]]) -> None:
-        after = []
-        for state, found in ways:
-            for option in found:
-                where = Where(self.common, dict(state.lies)) if len(found) > 1 else state.where
-                more, launches = self.course.take(where, op, option)
-                cost, sent = state.cost + option.cost + more, state.sent + option.sent + more
-                collectives, strays = state.collectives + option.collectives + launches, state.strays + option.strays
-                after.append(State(cost, sent, collectives, strays, where, Trail(state.trail, op, option.choice)))
-        self.states = after
+        """Take every state on by each outcome of operation `n`; by one for all where they have its operands alike."""
+        states, reads = self.states, self.course.reads[n]
+        differing = [(m, states.columns[t]) for m, t in enumerate(reads) if t in states.columns]
+        numbers = [self.common.get(t, -1) for t in reads]
+        if not differing:
+            outcomes = self.course.outcomes(n, tuple(numbers))
+            if len(outcomes) == 1:
+                self._run(op, outcomes[0])
+                return
+            found = [outcomes] * len(states)
+        else:
+            found = []
+            for own in states.ways[:, [column for _, column in differing]].tolist():
+                for (m, _), number in zip(differing, own, strict=True):
+                    numbers[m] = number
+                found.append(self.course.outcomes(n, tuple(numbers)))
+        self.states = states.followed(op, found, self.common)
         self._changed = True
 
-    def _run_fixed(self, op: Operation) -> None:
-        """What leaves no choice, in every state; once for all where they have its operands alike."""
-        if not self._differ(self.course.graph.inputs[op]):
-            sent, _ = self.course.run_fixed(op, self._all)
-            self.cost += sent
-            self.sent += sent
-            return
-        for state in self.states:
-            sent, collectives = self.course.run_fixed(op, state.where)
-            state.cost += sent
-            state.sent += sent
-            state.collectives += collectives
-        self._changed = True
-
-    # ------------------------------------------------------------ states
+    def _run(self, op: Operation, outcome: Outcome) -> None:
+        """What all states do alike."""
+        if outcome.choice is not None:
+            self.chosen[op] = outcome.choice
+        self.common.update(outcome.ways)
+        self.cost += outcome.cost
+        self.sent += outcome.sent
 
     def _forget(self, n: int) -> None:
         """After operation `n`: drop what nobody needs any more, states that are no better than others, the worst."""
-        for t in self.course.dying.get(n, ()):
-            if t in self.differing:
-                self._changed = True
-                for state in self.states:
-                    state.lies.pop(t, None)
+        self._changed |= self.states.forget(self.course.dying.get(n, ()))
         if not self._changed:
             return
         self._changed = False
         if len(self.states) > 1:
-            self.states = Pool(self.states, self._prices, self._bringing).best(self.sent, self._width, self._window)
+            distances = self.course.distances(self._region)
+            self.states = self.states.best(self.sent, self._width, self._window, self._expected, distances)
         self.undecided |= len(self.states) > 1
-        first, *others = self.states
-        for t in dict.fromkeys(t for s in self.states for t in s.lies):
-            lies = first.where.of(t)
-            if all(s.where.of(t) == lies for s in others):
-                self.common[t] = lies
-                for s in self.states:
-                    s.lies.pop(t, None)
-        self.differing = {t for s in self.states for t in s.lies}
+        self.common.update(self.states.alike())
 
-    def _bring_ends(self, state: State) -> None:
-        """After the last operation: results come home."""
-        for t in self.course.ends:
-            way = self.course.bring(state.where, t, self.course.homes.of(t), self._region)
-            state.cost += way.cost
-            state.sent += way.cost
-            state.collectives += way.collectives
-
-    def _prices(self, t: Tensor, lies: Lies) -> tuple[float, int]:
+    def _expected(self, t: Tensor, numbers: Ints) -> tuple[Floats, Ints]:
         """What it costs, and in how many collectives, to bring a tensor to where the guide needs it, or home."""
+        prices = self._prices.setdefault(t, {})
+        own = numbers.tolist()
+        for number in set(own).difference(prices):
+            prices[number] = self._price(t, self.course.ways.lies(t, number))
+        found = [prices[number] for number in own]
+        return np.array([cost for cost, _ in found]), np.array([collectives for _, collectives in found])
+
+    def _price(self, t: Tensor, lies: Lies) -> Price:
         if self.guide is not None:
             return self.guide.price(t, lies, self._region)
         cost, collectives = self.course.bringing(t, lies, ((None, self.course.homes.of(t)),), self._region)
         return self.homesick * cost, collectives
-
-    def _bringing(self, t: Tensor, lies: Lies, ends: Lies) -> tuple[float, int]:
-        return self.course.matching(t, lies, ends, self._region)

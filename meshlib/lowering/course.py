@@ -5,7 +5,7 @@ Used by the search (`beam`), which follows many ways to run a program, and by it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -16,25 +16,26 @@ from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, o
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.simplification import Simplified
+from meshlib.lowering.ways import Distances, Lies, Price, Ways
 from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside
 
-Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
-
 SMALL = 64  # operations; in so small a graph those that leave little to choose have all their options
 
 
-@dataclass(eq=False, slots=True)
-class Where:
-    """Where each tensor lies: `own`, and for the others what is `common` to several."""
+Where: TypeAlias = dict[Tensor, Lies]  # where some tensors lie
 
-    common: dict[Tensor, Lies]
-    own: dict[Tensor, Lies]
 
-    def of(self, t: Tensor) -> Lies:
-        """Where a tensor lies."""
-        return self.own.get(t) or self.common[t]
+class Outcome(NamedTuple):
+    """What one operation, run in one way, comes to."""
+
+    choice: Choice | None  # None for what leaves none
+    cost: float  # bytes sent, and work beyond what the home means
+    sent: float  # bytes of it
+    collectives: int
+    strays: int
+    ways: Mapping[Tensor, int]  # where its results lie then, and operands that were brought elsewhere
 
 
 class _Facts(NamedTuple):
@@ -67,8 +68,11 @@ class Course:
     ends: list[Tensor] = field(init=False)
     # Whether an operation whose operands lie as it wants them may take one elsewhere, for what a later user gathers.
     thorough: bool = field(init=False)
+    reads: list[tuple[Tensor, ...]] = field(init=False)  # per operation, and at the end, what its outcomes depend on
+    ways: Ways = field(default_factory=Ways)
     _facts: dict[Operation, _Facts] = field(default_factory=dict)
-    _matching: dict[tuple[Tensor, Lies, Lies, str], tuple[float, int]] = field(default_factory=dict)
+    _outcomes: dict[tuple[int, tuple[int, ...]], tuple[Outcome, ...]] = field(default_factory=dict)
+    _distances: dict[str, Distances] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.thorough = len(self.graph.operations) <= SMALL
@@ -78,8 +82,57 @@ class Course:
         for t, n in self.last.items():
             self.dying.setdefault(n, []).append(t)
         self.ends = [y for op in self.graph.operations for y in op.outputs if y in self.graph.taken]
+        self.reads = [self._closure(self.graph.inputs[op]) for op in self.graph.operations]
+        self.reads.append(self._closure(self.ends))
 
-    def options(self, op: Operation, n: int, where: Where) -> Sequence[Option]:
+    def _closure(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """They, and what they may be made of again."""
+        found: dict[Tensor, None] = {}
+        for t in tensors:
+            found[t] = None
+            if t in self.again:
+                found.update(dict.fromkeys(self._closure(self.graph.inputs[t.operation])))
+        return tuple(found)
+
+    def outcomes(self, n: int, numbers: tuple[int, ...]) -> tuple[Outcome, ...]:
+        """What may come of operation number `n`, where what it reads lies so. After the last one results come home."""
+        found = self._outcomes.get((n, numbers))
+        if found is None:
+            before = {t: self.ways.lies(t, number) for t, number in zip(self.reads[n], numbers, strict=True)}
+            found = self._outcomes[n, numbers] = tuple(self._run(n, before))
+        return found
+
+    def _run(self, n: int, before: Where) -> Iterator[Outcome]:
+        if n == len(self.graph.operations):
+            where = dict(before)
+            region = self.graph.operations[-1].region
+            brought = [self.bring(where, t, self.homes.of(t), region) for t in self.ends]
+            yield self._outcome(before, where, None, brought)
+            return
+        op = self.graph.operations[n]
+        if is_fixed(op):
+            where = dict(before)
+            yield self._outcome(before, where, None, self._run_fixed(op, where))
+            return
+        for option in self._options(op, n, before):
+            where = dict(before)
+            yield self._outcome(before, where, option, self._take(where, op, option))
+
+    def _outcome(self, before: Where, where: Where, option: Option | None, ways: Sequence[Way]) -> Outcome:
+        cost, collectives = sum(way.cost for way in ways), sum(way.collectives for way in ways)
+        numbers = {t: self.ways.number(t, lies) for t, lies in where.items() if before.get(t) is not lies}
+        if option is None:
+            return Outcome(None, cost, cost, collectives, 0, numbers)
+        return Outcome(
+            option.choice,
+            option.cost + cost,
+            option.sent + cost,
+            option.collectives + collectives,
+            option.strays,
+            numbers,
+        )
+
+    def _options(self, op: Operation, n: int, where: Where) -> Sequence[Option]:
         """The ways to run operation number `n`."""
         facts = self._facts.get(op)
         if facts is None:
@@ -124,20 +177,20 @@ class Course:
                 looped = self.loops.of(op)
                 return list(zip(looped.operands, looped.wanted, strict=True))
         assert op.kind.kind is Kind.COPY
-        return [(inputs[0], as_it_lies([s for _, s in where.of(inputs[0])], self.homes.of(inputs[0])))]
+        return [(inputs[0], as_it_lies([s for _, s in where[inputs[0]]], self.homes.of(inputs[0])))]
 
-    def run_fixed(self, op: Operation, where: Where) -> tuple[float, int]:
-        """Run what leaves no choice; returns what that costs, and in how many collectives."""
+    def _run_fixed(self, op: Operation, where: Where) -> list[Way]:
+        """Run what leaves no choice."""
         taken = self.takes(op, where)
         ways = [self.bring(where, x, s, UPDATE if op.kind.kind is Kind.COMMIT else op.region) for x, s in taken]
         match op.kind.kind:
             case Kind.INPUT | Kind.VARIABLE:
-                where.own[op.output] = ((None, self.homes.of(op.output)),)
+                where[op.output] = ((None, self.homes.of(op.output)),)
             case Kind.LOOP:
-                ways += [self.made(where, y.tensor, y.sharding) for y in self.loops.of(op).made]
+                ways += [self._made(where, y.tensor, y.sharding) for y in self.loops.of(op).made]
             case Kind.COPY:
-                ways.append(self.made(where, op.output, taken[0][1]))
-        return sum(way.cost for way in ways), sum(way.collectives for way in ways)
+                ways.append(self._made(where, op.output, taken[0][1]))
+        return ways
 
     def source(self, where: Where, t: Tensor, region: str) -> Source:
         """Where `t` is to be had in a region."""
@@ -146,14 +199,14 @@ class Course:
             op = t.operation
             operands = tuple([self.source(where, x, region) for x in self.graph.inputs[op]])
             made = Made(self.signatures.of(op), operands)
-        return Source(known(where.of(t), region), t.dtype.itemsize, self.balance.axis_prices, made)
+        return Source(known(where[t], region), t.dtype.itemsize, self.balance.axis_prices, made)
 
-    def take(self, where: Where, op: Operation, option: Option) -> tuple[float, int]:
-        """Run an operation in one of its ways; returns what bringing home its second results costs besides."""
+    def _take(self, where: Where, op: Operation, option: Option) -> list[Way]:
+        """Run an operation in one of its ways; returns how its second results come home."""
         self._also(where, op, option.new, op.region)
-        where.own[op.output] = laid_out(op.output, option.lies, self.homes)
-        ways = [self.made(where, y, s) for y, s in zip(op.outputs[1:], beside(op, option.lies[0])[1:], strict=True)]
-        return sum(way.cost for way in ways), sum(way.collectives for way in ways)
+        where[op.output] = laid_out(op.output, option.lies, self.homes)
+        others = zip(op.outputs[1:], beside(op, option.lies[0])[1:], strict=True)
+        return [self._made(where, y, s) for y, s in others]
 
     def bring(self, where: Where, t: Tensor, wanted: Sharding, region: str) -> Way:
         """Bring a tensor somewhere."""
@@ -161,14 +214,14 @@ class Course:
         self._also(where, t.operation, way.new, region)
         return way
 
-    def made(self, where: Where, t: Tensor, s: Sharding) -> Way:
+    def _made(self, where: Where, t: Tensor, s: Sharding) -> Way:
         """A result that lies as it does; brought home if it is bound there."""
         home, way = self.homes.of(t), STAYS
         at: tuple[Sharding, ...] = (s,)
         if binding(t, self.graph, self.homes, self.fetched).binds(s, home):
             way = obtain(Source(at, t.dtype.itemsize, self.balance.axis_prices), home)
             at += tuple([s for _, s in way.new])
-        where.own[t] = laid_out(t, at, self.homes)
+        where[t] = laid_out(t, at, self.homes)
         return way
 
     def bringing(self, t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
@@ -176,19 +229,18 @@ class Course:
         missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
         return self._bringing(t, lies, missing, region) if missing else (0.0, 0)
 
-    def matching(self, t: Tensor, lies: Lies, ends: Lies, region: str) -> tuple[float, int]:
-        """The same if its users could ask for that (rule 2)."""
-        key = t, lies, ends, region
-        found = self._matching.get(key)
-        if found is None:
-            missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
-            reached = (*known(lies, region), self.homes.of(t))
-            if any(parks(s, reached) for s in missing):
-                found = float("inf"), 0
-            else:
-                found = self._bringing(t, lies, missing, region) if missing else (0.0, 0)
-            self._matching[key] = found
-        return found
+    def distances(self, region: str) -> Distances:
+        """What that costs from way to way, as far as the users of a tensor could ask for it (rule 2)."""
+        if region not in self._distances:
+            self._distances[region] = Distances(self.ways, lambda t, lies, ends: self._matching(t, lies, ends, region))
+        return self._distances[region]
+
+    def _matching(self, t: Tensor, lies: Lies, ends: Lies, region: str) -> Price:
+        missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
+        reached = (*known(lies, region), self.homes.of(t))
+        if any(parks(s, reached) for s in missing):
+            return float("inf"), 0
+        return self._bringing(t, lies, missing, region) if missing else (0.0, 0)
 
     def _bringing(self, t: Tensor, lies: Lies, missing: Iterable[Sharding], region: str) -> tuple[float, int]:
         cost, collectives = 0.0, 0
@@ -206,9 +258,9 @@ class Course:
             for n in path:
                 t = self.graph.inputs[at][n]
                 at = t.operation
-            before = where.of(t)
+            before = where[t]
             if (None, s) not in before and (region, s) not in before:
-                where.own[t] = (*before, (self.homes.reach(t, s, region), s))
+                where[t] = (*before, (self.homes.reach(t, s, region), s))
 
 
 def known(lies: Lies, region: Region) -> tuple[Sharding, ...]:
@@ -270,8 +322,3 @@ def last_uses(graph: Simplified, again: set[Tensor]) -> dict[Tensor, int]:
 def is_fixed(op: Operation) -> bool:
     """Whether an operation leaves no choice."""
     return op.kind.kind in (Kind.INPUT, Kind.VARIABLE, Kind.COMMIT, Kind.LOOP, Kind.COPY)
-
-
-def chosen_option(found: Sequence[Option], choice: Choice) -> Option:
-    """The option of a choice."""
-    return next(o for o in found if o.choice == choice)

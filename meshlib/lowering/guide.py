@@ -7,15 +7,16 @@ only later: who gathers a table early, for a use that comes much later, is given
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import can_become, obtain
 from meshlib.lowering.choose import Choice
-from meshlib.lowering.course import Course, Lies, Where, chosen_option, is_fixed, known
+from meshlib.lowering.course import Course, Where, is_fixed, known
 from meshlib.lowering.homes import Region
+from meshlib.lowering.ways import Lies, Price
 
 
 @dataclass(eq=False)
@@ -24,7 +25,7 @@ class Guide:
 
     course: Course
     choices: Mapping[Operation, Choice]
-    _changes: list[dict[Tensor, Lies]] = field(default_factory=list)  # per operation, where things lie after it
+    _changes: list[Mapping[Tensor, int]] = field(default_factory=list)  # per operation, where things lie after it
     _lies: dict[Tensor, Lies] = field(default_factory=dict)  # where they lie now
     # Per tensor and place, the last operation at which it is read there; and what it costs to bring it there, when.
     _read: dict[tuple[Tensor, Sharding], int] = field(default_factory=dict)
@@ -33,26 +34,27 @@ class Guide:
     _now: int = -1
 
     def __post_init__(self) -> None:
-        graph = self.course.graph
-        lies: dict[Tensor, Lies] = {}
+        course, graph = self.course, self.course.graph
+        numbers: dict[Tensor, int] = {}
         for n, op in enumerate(graph.operations):
-            where = Where(lies, {})
+            reads = course.reads[n]
+            outcomes = course.outcomes(n, tuple([numbers[t] for t in reads]))
+            where = {t: course.ways.lies(t, numbers[t]) for t in reads}
             if is_fixed(op):
-                for x, s in self.course.takes(op, where):
-                    self._note(x, s, n, op.region, where)
-                sent, _ = self.course.run_fixed(op, where)
+                (outcome,) = outcomes
+                taken: Iterable[tuple[Tensor, Sharding]] = course.takes(op, where)
             else:
                 choice = self.choices[op]
-                option = chosen_option(self.course.options(op, n, where), choice)
-                for x, s in zip(graph.inputs[op], choice.operands, strict=True):
-                    self._note(x, s, n, op.region, where)
-                more, _ = self.course.take(where, op, option)
-                sent = option.sent + more
-            self.sent += sent
-            self._changes.append(where.own)
-            lies.update(where.own)
-        for t in self.course.ends:
-            self._note(t, self.course.homes.of(t), len(self._changes), t.operation.region, Where(lies, {}))
+                outcome = next(x for x in outcomes if x.choice is choice or x.choice == choice)
+                taken = zip(graph.inputs[op], choice.operands, strict=True)
+            for x, s in taken:
+                self._note(x, s, n, op.region, where)
+            self.sent += outcome.sent
+            self._changes.append(outcome.ways)
+            numbers.update(outcome.ways)
+        where = {t: course.ways.lies(t, numbers[t]) for t in course.reads[-1]}
+        for t in course.ends:
+            self._note(t, course.homes.of(t), len(self._changes), t.operation.region, where)
 
     def _note(self, t: Tensor, wanted: Sharding, n: int, region: str, where: Where) -> None:
         """Operation `n` reads `t` at `wanted`."""
@@ -64,12 +66,14 @@ class Guide:
         if way.cost > 0:
             self._later.setdefault(t, []).append((n, region, wanted, way.cost))
 
-    def step(self, n: int) -> None:
-        """Go on over operation `n`."""
-        self._lies.update(self._changes[n])
+    def step(self, n: int) -> Iterable[Tensor]:
+        """Go on over operation `n`; returns the tensors whose price may be another then."""
+        changes = self._changes[n]
+        self._lies.update({t: self.course.ways.lies(t, number) for t, number in changes.items()})
         self._now = n
+        return (*changes, *self.course.graph.inputs[self.course.graph.operations[n]])
 
-    def price(self, t: Tensor, lies: Lies, region: str) -> tuple[float, int]:
+    def price(self, t: Tensor, lies: Lies, region: str) -> Price:
         """What it costs, and in how many collectives, to bring `t` to where the guide has it and needs it still."""
         needed = tuple([at for at in self._lies[t] if self._read.get((t, at[1]), -1) > self._now])
         have = known(lies, region)  # a maximum that was taken need not wait again: it goes where the guide brings it

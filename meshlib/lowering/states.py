@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import NEARLY, slack
-from meshlib.lowering.choose import Choice, Rank
-from meshlib.lowering.course import Lies, Where
+from meshlib.lowering.choose import Choice
+from meshlib.lowering.course import Outcome
+from meshlib.lowering.ways import Distances
 
 LOOKED_AT = 4  # so many times as many as are kept are looked at before trifles are left out
 TRIFLES = (0.0, 1e-5, 1e-4, 1e-3)  # of what has been sent so far
 
-Price: TypeAlias = tuple[float, int]  # bytes and collectives
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+# (tensor, the ways in which it lies) -> what it costs, and in how many collectives, to bring it to where it is to be
+Prices: TypeAlias = Callable[[Tensor, Ints], tuple[Floats, Ints]]
 
 
 class Trail(NamedTuple):
@@ -27,131 +32,167 @@ class Trail(NamedTuple):
     choice: Choice
 
 
-@dataclass(eq=False, slots=True)
-class State:
-    """A way to have run a program so far. `where.own` tells of the values that not all states have alike."""
+@dataclass(eq=False)
+class States:
+    """Ways to have run a program so far, a row each. They tell of the values that not all of them have alike."""
 
-    cost: float
-    sent: float  # bytes of it
-    collectives: int
-    strays: int
-    where: Where
-    trail: Trail | None
+    cost: Floats = field(default_factory=lambda: np.zeros(1))
+    sent: Floats = field(default_factory=lambda: np.zeros(1))  # bytes of it
+    collectives: Ints = field(default_factory=lambda: np.zeros(1, int))
+    strays: Ints = field(default_factory=lambda: np.zeros(1, int))
+    ways: Ints = field(default_factory=lambda: np.zeros((1, 0), int))  # (states, tensors): numbers of ways
+    trails: list[Trail | None] = field(default_factory=lambda: [None])
+    columns: dict[Tensor, int] = field(default_factory=dict)
 
-    @property
-    def lies(self) -> dict[Tensor, Lies]:
-        """Where it has what not all states have alike."""
-        return self.where.own
+    def __len__(self) -> int:
+        return len(self.trails)
 
-    @property
-    def rank(self) -> Rank:
-        """Cheapest first."""
-        return self.cost, self.collectives, self.strays
+    def taken(self, rows: Sequence[int] | Ints) -> States:
+        """Some of them."""
+        return States(
+            self.cost[rows],
+            self.sent[rows],
+            self.collectives[rows],
+            self.strays[rows],
+            self.ways[rows],
+            [self.trails[n] for n in rows],
+            self.columns,
+        )
 
+    def followed(self, op: Operation, found: Sequence[Sequence[Outcome]], common: dict[Tensor, int]) -> States:
+        """Each of them after what it may do at `op`; `common`: the ways of the values that all have alike."""
+        made = [outcome for outcomes in found for outcome in outcomes]
+        rows = np.repeat(np.arange(len(self)), [len(outcomes) for outcomes in found])
+        after = self.taken(rows)
+        after.cost += [x.cost for x in made]
+        after.sent += [x.sent for x in made]
+        after.collectives += [x.collectives for x in made]
+        after.strays += [x.strays for x in made]
+        after.trails = [
+            trail if x.choice is None else Trail(trail, op, x.choice)
+            for trail, x in zip(after.trails, made, strict=True)
+        ]
+        changed = dict.fromkeys(t for outcomes in {id(x): x for x in found}.values() for x in outcomes for t in x.ways)
+        new = [t for t in changed if t not in self.columns]
+        if new:
+            own = np.array([[common.get(t, -1) for t in new]]).repeat(len(made), axis=0)
+            after.ways = np.concatenate([after.ways, own], axis=1)
+            after.columns = {**self.columns, **{t: len(self.columns) + n for n, t in enumerate(new)}}
+        for t in changed:
+            now = np.array([x.ways.get(t, -1) for x in made])
+            column = after.ways[:, after.columns[t]]
+            np.copyto(column, now, where=now >= 0)
+        return after
 
-class Pool:
-    """States at one point of the program, compared with each other.
+    def forget(self, tensors: Iterable[Tensor]) -> bool:
+        """Say no more of these; whether anything was said."""
+        gone = [t for t in tensors if t in self.columns]
+        if gone:
+            self._keep([t for t in self.columns if t not in gone])
+        return bool(gone)
 
-    Each tensor lies in few ways in all of them; a state is the list of their numbers, and what a tensor costs to be
-    brought from one way to another is worked out once.
-    """
+    def alike(self) -> dict[Tensor, int]:
+        """The values that all have alike: they tell of them no more."""
+        same = (self.ways == self.ways[0]).all(axis=0)
+        found = {t: int(self.ways[0, n]) for t, n in self.columns.items() if same[n]}
+        if found:
+            self._keep([t for t in self.columns if t not in found])
+        return found
 
-    def __init__(
-        self,
-        states: Sequence[State],
-        price: Callable[[Tensor, Lies], Price],  # of bringing a tensor to where it is to be
-        bringing: Callable[[Tensor, Lies, Lies], Price],  # from one way to another
-    ) -> None:
-        self.bringing = bringing
-        self.tensors = list(dict.fromkeys(t for s in states for t in s.lies))
-        self.ways: list[dict[Lies, int]] = [{} for _ in self.tensors]
-        self.coded: dict[tuple[int, ...], State] = {}
-        for state in states:
-            of = state.where.of
-            code = tuple([ways.setdefault(of(t), len(ways)) for t, ways in zip(self.tensors, self.ways, strict=True)])
-            other = self.coded.get(code)
-            if other is None or _dearer(other, state):
-                self.coded[code] = state
-        self.by_number = [list(ways) for ways in self.ways]
-        self.prices = [[price(t, lies) for lies in ways] for t, ways in zip(self.tensors, self.ways, strict=True)]
-        # What it costs to bring a tensor from one way to another, all in one row: 0 as long as nobody asked.
-        counts = [len(ways) for ways in self.ways]
-        self.begins = np.cumsum([0, *(n * n for n in counts)])[:-1]
-        self.counts = np.array(counts)
-        self.known = np.zeros(sum(n * n for n in counts))
-        self.bring: list[dict[tuple[int, int], Price]] = [{} for _ in self.tensors]
-
-    def best(self, sent: float, width: int, window: float) -> list[State]:
-        """At most `width` states, those that others cover left out, and those expected to cost `window` more.
+    def best(self, sent: float, width: int, window: float, prices: Prices, distances: Distances) -> States:
+        """At most `width` of them, those that others cover left out, and those expected to cost `window` more.
 
         `sent`: bytes that all have sent besides.
 
         Whoever covers a state is expected to cost no more. Where they are too many, trifles are left to the best of
         them, so that what matters stays undecided.
         """
-        if len(self.coded) == 1:
-            return list(self.coded.values())
-        ranked = sorted([(self._expected(code, state), n) for n, (code, state) in enumerate(self.coded.items())])
-        items = list(self.coded.items())
-        codes = np.array(list(self.coded))
-        sent += items[ranked[0][1]][1].sent
-        limit, enough = ranked[0][0][0] + window, TRIFLES[-1] * sent + 1.0
-        kept: list[tuple[tuple[int, ...], State]] = []
-        rows, costs = np.empty((LOOKED_AT * width, len(self.tensors)), int), np.empty(LOOKED_AT * width)
-        advantages: list[float] = []  # what each has over those before it
-        for (expected, *_), n in ranked:
-            if expected > limit or len(kept) == LOOKED_AT * width:
-                break
-            code, state = items[n]
-            advantage = enough
-            at_least = costs[: len(kept)] + self.known[rows[: len(kept)] + codes[n]].sum(axis=1)
-            for m in (at_least <= state.cost + enough).nonzero()[0]:
-                advantage = min(advantage, self._advantage(kept[m][1], state, kept[m][0], code, enough))
-                if advantage <= 0:
-                    break
-            else:
-                rows[len(kept)], costs[len(kept)] = self.begins + codes[n] * self.counts, state.cost
-                kept.append((code, state))
-                advantages.append(advantage)
+        some = self.taken(self._different())
+        if len(some) == 1:
+            return some
+        expected, collectives = some.cost.copy(), some.collectives.copy()
+        for t, n in some.columns.items():
+            more, number = prices(t, some.ways[:, n])
+            expected += more
+            collectives += number
+        expected = expected.round(2)
+        order = np.lexsort((some.strays, collectives, expected))
+        sent += float(some.sent[order[0]])
+        limit, enough = expected[order[0]] + window, TRIFLES[-1] * sent + 1.0
+        some = some.taken(order[expected[order] <= limit])
+        kept, advantages = some._uncovered(LOOKED_AT * width, enough, distances)
         for trifle in TRIFLES:
-            left = [state for (_, state), advantage in zip(kept, advantages, strict=True) if advantage > trifle * sent]
+            left = [n for n in kept if advantages[n] > trifle * sent]
             if len(left) <= width:
                 break
-        return left[:width]
+        return some.taken(left[:width])
 
-    def _expected(self, code: tuple[int, ...], state: State) -> Rank:
-        """What a state costs once all is where it is to be."""
-        cost, collectives = state.cost, state.collectives
-        for prices, n in zip(self.prices, code, strict=True):
-            more, number = prices[n]
-            cost += more
-            collectives += number
-        return round(cost, 2), collectives, state.strays
+    def _keep(self, tensors: Sequence[Tensor]) -> None:
+        self.ways = self.ways[:, [self.columns[t] for t in tensors]]
+        self.columns = {t: n for n, t in enumerate(tensors)}
 
-    def _advantage(self, a: State, b: State, here: tuple[int, ...], there: tuple[int, ...], enough: float) -> float:
-        """By how much `b` is cheaper than `a` brought to where `b` lies, at most `enough`.
+    def _different(self) -> list[int]:
+        """One of all that lie alike: the cheapest."""
+        found: dict[bytes, int] = {}
+        rows = np.ascontiguousarray(self.ways)
+        for n, row in enumerate(rows):
+            key = row.tobytes()
+            other = found.get(key)
+            if other is None or self._dearer(other, n):
+                found[key] = n
+        return list(found.values())
 
-        Not above 0 if `a` is as good.
-        """
-        cost, collectives = a.cost, a.collectives
-        limit = b.cost + enough
-        for n, (i, j) in enumerate(zip(here, there, strict=True)):
-            if i != j:
+    def _dearer(self, a: int, b: int) -> bool:
+        if abs(self.cost[a] - self.cost[b]) > slack(self.cost[b]):
+            return bool(self.cost[a] > self.cost[b])
+        return (self.collectives[a], self.strays[a]) > (self.collectives[b], self.strays[b])
+
+    def _uncovered(self, most: int, enough: float, distances: Distances) -> tuple[list[int], Floats]:
+        """The first `most` that none before them covers, and the advantage of each over those before it."""
+        tables = [distances.table(t) for t in self.columns]
+        begins, widths = (np.array(x, int) for x in zip(*tables, strict=True)) if tables else (np.zeros(0, int),) * 2
+        advantages = np.full(len(self), enough)
+        kept: list[int] = []
+        left = np.arange(len(self))  # not looked at yet, and not covered
+        while len(left) and len(kept) < most:
+            best, left = int(left[0]), left[1:]
+            kept.append(best)
+            if not len(left):
+                break
+            entries = begins + self.ways[best] * widths + self.ways[left]
+            least = self.cost[best] + distances.cost[entries].sum(axis=1)
+            near = (least <= self.cost[left] + enough).nonzero()[0]
+            if len(near):
+                others, entries = left[near], entries[near]
+                self._ask(best, others, entries, least[near], enough, distances)
+                advantages[others] = np.minimum(
+                    advantages[others], self._advantages(best, others, entries, enough, distances)
+                )
+                left = left[advantages[left] > 0]
+        return kept, advantages
+
+    def _ask(self, best: int, others: Ints, entries: Ints, least: Floats, enough: float, distances: Distances) -> None:
+        """Work out what `best` would cost where others are, as far as it may be cheap enough."""
+        unknown = ~distances.asked[entries]
+        tensors = list(self.columns)
+        for m in unknown.any(axis=1).nonzero()[0]:
+            cost, limit = least[m], self.cost[others[m]] + enough
+            for n in unknown[m].nonzero()[0]:
                 if cost > limit:
-                    return enough
-                found = self.bring[n].get((i, j))
-                if found is None:
-                    ways = self.by_number[n]
-                    found = self.bring[n][i, j] = self.bringing(self.tensors[n], ways[i], ways[j])
-                    self.known[self.begins[n] + i * len(ways) + j] = found[0]
-                cost += found[0]
-                collectives += found[1]
-        if abs(cost - b.cost) <= slack(b.cost):
-            return 0.0 if (collectives, a.strays) <= (b.collectives, b.strays) else slack(b.cost)
-        return min(cost - b.cost - NEARLY * (cost - a.cost), enough)
+                    break
+                cost += distances.ask(tensors[n], int(self.ways[best, n]), int(self.ways[others[m], n]))
 
-
-def _dearer(a: State, b: State) -> bool:
-    if abs(a.cost - b.cost) > slack(b.cost):
-        return a.cost > b.cost
-    return (a.collectives, a.strays) > (b.collectives, b.strays)
+    def _advantages(self, best: int, others: Ints, entries: Ints, enough: float, distances: Distances) -> Floats:
+        """By how much others are cheaper than `best` brought to where they lie; not above 0 if it is as good."""
+        brought = self.cost[best] + distances.cost[entries].sum(axis=1)
+        collectives = self.collectives[best] + distances.collectives[entries].sum(axis=1)
+        own = self.cost[others]
+        noise = 1e-3 + 1e-11 * np.abs(own)
+        far = brought > own + enough
+        brought = np.where(far, own + enough, brought)
+        found = np.minimum(brought - own - NEARLY * (brought - self.cost[best]), enough)
+        fewer = (collectives < self.collectives[others]) | (
+            (collectives == self.collectives[others]) & (self.strays[best] <= self.strays[others])
+        )
+        found = np.where(np.abs(brought - own) <= noise, np.where(fewer, 0.0, noise), found)
+        return np.where(far, enough, found)
