@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from layouts import Sharding, reshard
 from layouts.plan import Plan
@@ -183,10 +186,12 @@ def _bytes(t: Tensor) -> int:
     return t.shape.size * t.dtype.itemsize
 
 
+_Cost = TypeVar("_Cost", float, NDArray[np.float64])
+
 # Of what bringing one thing to where another is would cost: less than that is no advantage.
 NEARLY = 1e-4
 
 
-def slack(cost: float) -> float:
+def slack(cost: _Cost) -> _Cost:
     """How much of a cost is noise."""
     return 1e-3 + 1e-11 * abs(cost)

@@ -11,7 +11,7 @@ Values that all states have alike are held once, so that an operation costs as m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +21,8 @@ from meshlib.lowering.arrivals import slack
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Course, Outcome
 from meshlib.lowering.guide import Guide
-from meshlib.lowering.states import Floats, Ints, States
-from meshlib.lowering.ways import Lies, Price
+from meshlib.lowering.states import States
+from meshlib.lowering.ways import Floats, Lies, Price
 
 # How many states are kept, without and with a guide: the fewer operations, the more.
 FIRST_WIDTHS, WIDTHS = (6, 24), (16, 40)  # at least, at most
@@ -134,19 +134,21 @@ class Beam:
             return
         self._changed = False
         if len(self.states) > 1:
-            distances = self.course.distances(self._region)
-            self.states = self.states.best(self.sent, self._width, self._window, self._expected, distances)
+            self.states = self.states.best(self.sent, self._width, self._window, self._expected, self._distances)
         self.undecided |= len(self.states) > 1
         self.common.update(self.states.alike())
 
-    def _expected(self, t: Tensor, numbers: Ints) -> tuple[Floats, Ints]:
+    def _distances(self, t: Tensor, numbers: Sequence[int]) -> Floats:
+        """What it costs to bring a tensor from way to way."""
+        return self.course.distances(t, numbers, self._region)
+
+    def _expected(self, t: Tensor, numbers: Sequence[int]) -> Sequence[Price]:
         """What it costs, and in how many collectives, to bring a tensor to where the guide needs it, or home."""
         prices = self._prices.setdefault(t, {})
-        own = numbers.tolist()
-        for number in set(own).difference(prices):
-            prices[number] = self._price(t, self.course.ways.lies(t, number))
-        found = [prices[number] for number in own]
-        return np.array([cost for cost, _ in found]), np.array([collectives for _, collectives in found])
+        for number in numbers:
+            if number not in prices:
+                prices[number] = self._price(t, self.course.ways[t].lies[number])
+        return [prices[number] for number in numbers]
 
     def _price(self, t: Tensor, lies: Lies) -> Price:
         if self.guide is not None:

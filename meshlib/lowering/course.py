@@ -16,7 +16,7 @@ from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, o
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.simplification import Simplified
-from meshlib.lowering.ways import Distances, Lies, Price, Ways
+from meshlib.lowering.ways import Distances, Floats, Lies, Price, Ways
 from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside
@@ -69,10 +69,10 @@ class Course:
     # Whether an operation whose operands lie as it wants them may take one elsewhere, for what a later user gathers.
     thorough: bool = field(init=False)
     reads: list[tuple[Tensor, ...]] = field(init=False)  # per operation, and at the end, what its outcomes depend on
-    ways: Ways = field(default_factory=Ways)
+    ways: dict[Tensor, Ways] = field(default_factory=dict)
     _facts: dict[Operation, _Facts] = field(default_factory=dict)
     _outcomes: dict[tuple[int, tuple[int, ...]], tuple[Outcome, ...]] = field(default_factory=dict)
-    _distances: dict[str, Distances] = field(default_factory=dict)
+    _distances: dict[tuple[Tensor, str], Distances] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.thorough = len(self.graph.operations) <= SMALL
@@ -98,7 +98,7 @@ class Course:
         """What may come of operation number `n`, where what it reads lies so. After the last one results come home."""
         found = self._outcomes.get((n, numbers))
         if found is None:
-            before = {t: self.ways.lies(t, number) for t, number in zip(self.reads[n], numbers, strict=True)}
+            before = {t: self.ways[t].lies[number] for t, number in zip(self.reads[n], numbers, strict=True)}
             found = self._outcomes[n, numbers] = tuple(self._run(n, before))
         return found
 
@@ -120,7 +120,9 @@ class Course:
 
     def _outcome(self, before: Where, where: Where, option: Option | None, ways: Sequence[Way]) -> Outcome:
         cost, collectives = sum(way.cost for way in ways), sum(way.collectives for way in ways)
-        numbers = {t: self.ways.number(t, lies) for t, lies in where.items() if before.get(t) is not lies}
+        numbers = {
+            t: self.ways.setdefault(t, Ways()).number(lies) for t, lies in where.items() if before.get(t) is not lies
+        }
         if option is None:
             return Outcome(None, cost, cost, collectives, 0, numbers)
         return Outcome(
@@ -229,18 +231,18 @@ class Course:
         missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
         return self._bringing(t, lies, missing, region) if missing else (0.0, 0)
 
-    def distances(self, region: str) -> Distances:
+    def distances(self, t: Tensor, numbers: Sequence[int], region: str) -> Floats:
         """What that costs from way to way, as far as the users of a tensor could ask for it (rule 2)."""
-        if region not in self._distances:
-            self._distances[region] = Distances(self.ways, lambda t, lies, ends: self._matching(t, lies, ends, region))
-        return self._distances[region]
+        found = self._distances.get((t, region))
+        if found is None:
+            found = Distances(self.ways[t], lambda lies, s: self._reaching(t, lies, s, region))
+            self._distances[t, region] = found
+        return found.between(numbers)
 
-    def _matching(self, t: Tensor, lies: Lies, ends: Lies, region: str) -> Price:
-        missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
-        reached = (*known(lies, region), self.homes.of(t))
-        if any(parks(s, reached) for s in missing):
+    def _reaching(self, t: Tensor, lies: Lies, s: Sharding, region: str) -> Price:
+        if parks(s, (*known(lies, region), self.homes.of(t))):
             return float("inf"), 0
-        return self._bringing(t, lies, missing, region) if missing else (0.0, 0)
+        return self._bringing(t, lies, (s,), region)
 
     def _bringing(self, t: Tensor, lies: Lies, missing: Iterable[Sharding], region: str) -> tuple[float, int]:
         cost, collectives = 0.0, 0

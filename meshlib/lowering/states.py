@@ -13,15 +13,18 @@ from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import NEARLY, slack
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Outcome
-from meshlib.lowering.ways import Distances
+from meshlib.lowering.ways import Floats, Price
 
 LOOKED_AT = 4  # so many times as many as are kept are looked at before trifles are left out
+BLOCK = 32  # so many are compared with all others at once
 TRIFLES = (0.0, 1e-5, 1e-4, 1e-3)  # of what has been sent so far
 
-Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
-# (tensor, the ways in which it lies) -> what it costs, and in how many collectives, to bring it to where it is to be
-Prices: TypeAlias = Callable[[Tensor, Ints], tuple[Floats, Ints]]
+# (tensor, ways in which it lies) -> what each costs, and in how many collectives, to bring it to where it is to be
+Prices: TypeAlias = Callable[[Tensor, Sequence[int]], Sequence[Price]]
+# (tensor, ways) -> the same from way to way
+Table: TypeAlias = Callable[[Tensor, Sequence[int]], Floats]
+Between: TypeAlias = Sequence[tuple[Floats, Ints]]  # per tensor what it costs from way to way, and each state's way
 
 
 class Trail(NamedTuple):
@@ -99,7 +102,7 @@ class States:
             self._keep([t for t in self.columns if t not in found])
         return found
 
-    def best(self, sent: float, width: int, window: float, prices: Prices, distances: Distances) -> States:
+    def best(self, sent: float, width: int, window: float, prices: Prices, distances: Table) -> States:
         """At most `width` of them, those that others cover left out, and those expected to cost `window` more.
 
         `sent`: bytes that all have sent besides.
@@ -110,17 +113,20 @@ class States:
         some = self.taken(self._different())
         if len(some) == 1:
             return some
+        columns = {t: _numbered(some.ways[:, n]) for t, n in some.columns.items()}
         expected, collectives = some.cost.copy(), some.collectives.copy()
-        for t, n in some.columns.items():
-            more, number = prices(t, some.ways[:, n])
-            expected += more
-            collectives += number
+        for t, (numbers, codes) in columns.items():
+            found = prices(t, numbers)
+            expected += np.array([cost for cost, _ in found])[codes]
+            collectives += np.array([more for _, more in found])[codes]
         expected = expected.round(2)
         order = np.lexsort((some.strays, collectives, expected))
         sent += float(some.sent[order[0]])
         limit, enough = expected[order[0]] + window, TRIFLES[-1] * sent + 1.0
-        some = some.taken(order[expected[order] <= limit])
-        kept, advantages = some._uncovered(LOOKED_AT * width, enough, distances)
+        order = order[expected[order] <= limit]
+        between = [(distances(t, numbers), codes[order]) for t, (numbers, codes) in columns.items()]
+        some = some.taken(order)
+        kept, advantages = some._uncovered(LOOKED_AT * width, between, enough)
         for trifle in TRIFLES:
             left = [n for n in kept if advantages[n] > trifle * sent]
             if len(left) <= width:
@@ -147,52 +153,45 @@ class States:
             return bool(self.cost[a] > self.cost[b])
         return (self.collectives[a], self.strays[a]) > (self.collectives[b], self.strays[b])
 
-    def _uncovered(self, most: int, enough: float, distances: Distances) -> tuple[list[int], Floats]:
+    def _uncovered(self, most: int, between: Between, enough: float) -> tuple[list[int], Floats]:
         """The first `most` that none before them covers, and the advantage of each over those before it."""
-        tables = [distances.table(t) for t in self.columns]
-        begins, widths = (np.array(x, int) for x in zip(*tables, strict=True)) if tables else (np.zeros(0, int),) * 2
         advantages = np.full(len(self), enough)
         kept: list[int] = []
         left = np.arange(len(self))  # not looked at yet, and not covered
         while len(left) and len(kept) < most:
-            best, left = int(left[0]), left[1:]
-            kept.append(best)
-            if not len(left):
-                break
-            entries = begins + self.ways[best] * widths + self.ways[left]
-            least = self.cost[best] + distances.cost[entries].sum(axis=1)
-            near = (least <= self.cost[left] + enough).nonzero()[0]
-            if len(near):
-                others, entries = left[near], entries[near]
-                self._ask(best, others, entries, least[near], enough, distances)
-                advantages[others] = np.minimum(
-                    advantages[others], self._advantages(best, others, entries, enough, distances)
-                )
-                left = left[advantages[left] > 0]
-        return kept, advantages
+            block, others = left[:BLOCK], left
+            for n, row in zip(block, self._advantages(block, others, between, enough), strict=True):
+                if advantages[n] > 0:
+                    kept.append(int(n))
+                    later = others > n
+                    advantages[others] = np.where(later, np.minimum(advantages[others], row), advantages[others])
+            left = left[BLOCK:]
+            left = left[advantages[left] > 0]
+        return kept[:most], advantages
 
-    def _ask(self, best: int, others: Ints, entries: Ints, least: Floats, enough: float, distances: Distances) -> None:
-        """Work out what `best` would cost where others are, as far as it may be cheap enough."""
-        unknown = ~distances.asked[entries]
-        tensors = list(self.columns)
-        for m in unknown.any(axis=1).nonzero()[0]:
-            cost, limit = least[m], self.cost[others[m]] + enough
-            for n in unknown[m].nonzero()[0]:
-                if cost > limit:
-                    break
-                cost += distances.ask(tensors[n], int(self.ways[best, n]), int(self.ways[others[m], n]))
+    def _advantages(self, some: Ints, others: Ints, between: Between, enough: float) -> Floats:
+        """By how much others (columns) are cheaper than some (rows) brought to where they lie, at most `enough`.
 
-    def _advantages(self, best: int, others: Ints, entries: Ints, enough: float, distances: Distances) -> Floats:
-        """By how much others are cheaper than `best` brought to where they lie; not above 0 if it is as good."""
-        brought = self.cost[best] + distances.cost[entries].sum(axis=1)
-        collectives = self.collectives[best] + distances.collectives[entries].sum(axis=1)
-        own = self.cost[others]
-        noise = 1e-3 + 1e-11 * np.abs(own)
-        far = brought > own + enough
-        brought = np.where(far, own + enough, brought)
-        found = np.minimum(brought - own - NEARLY * (brought - self.cost[best]), enough)
-        fewer = (collectives < self.collectives[others]) | (
-            (collectives == self.collectives[others]) & (self.strays[best] <= self.strays[others])
-        )
-        found = np.where(np.abs(brought - own) <= noise, np.where(fewer, 0.0, noise), found)
-        return np.where(far, enough, found)
+        Not above 0 where that is as good.
+        """
+        before, after = self.cost[some, None], self.cost[others]
+        brought = np.repeat(before, len(others), axis=1)
+        for (cost, _), codes in between:
+            brought += cost[codes[some, None], codes[others]]
+        found = np.minimum(brought - after - NEARLY * (brought - before), enough)
+        noise = slack(after)
+        rows, columns = (np.abs(brought - after) <= noise).nonzero()
+        a, b = some[rows], others[columns]
+        collectives = self.collectives[a] - self.collectives[b]
+        for (_, more), codes in between:
+            collectives = collectives + more[codes[a], codes[b]]
+        fewer = (collectives < 0) | ((collectives == 0) & (self.strays[a] <= self.strays[b]))
+        found[rows, columns] = np.where(fewer, 0.0, noise[columns])
+        return found
+
+
+def _numbered(column: Ints) -> tuple[list[int], Ints]:
+    """What occurs, and for each which of them it is."""
+    codes: dict[int, int] = {}
+    of = [codes.setdefault(x, len(codes)) for x in column.tolist()]
+    return list(codes), np.array(of)

@@ -5,90 +5,89 @@ A search meets few ways per tensor, but the same ones over and over: told by num
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layouts import Sharding
-from meshlib.graph import Tensor
 from meshlib.lowering.homes import Region
 
-Lies: TypeAlias = tuple[tuple[Region, Sharding], ...]  # where a tensor exists, and for which region
+Spot: TypeAlias = tuple[Region, Sharding]
+Lies: TypeAlias = tuple[Spot, ...]  # where a tensor exists, and for which region
 Price: TypeAlias = tuple[float, int]  # bytes and collectives
+Floats: TypeAlias = NDArray[np.float64]
+Table = TypeVar("Table", NDArray[np.bool_], NDArray[np.float64])
 
-_FIRST_WIDTH = 4  # ways of a tensor that a table has room for at first
+FAR = 1e30  # bytes, of what cannot be reached: more than any program sends
 
 
 @dataclass(eq=False)
 class Ways:
-    """Numbers for the ways in which each tensor lies."""
+    """Numbers for the ways in which one tensor lies, and for the spots that they consist of."""
 
-    _numbers: dict[Tensor, dict[Lies, int]] = field(default_factory=dict)
-    _lies: dict[Tensor, list[Lies]] = field(default_factory=dict)
+    numbers: dict[Lies, int] = field(default_factory=dict)
+    lies: list[Lies] = field(default_factory=list)  # by number
+    spots: dict[Spot, int] = field(default_factory=dict)
+    has: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((4, 4), bool))  # (ways, spots), and room for more
 
-    def number(self, t: Tensor, lies: Lies) -> int:
+    def number(self, lies: Lies) -> int:
         """The number of a way."""
-        numbers = self._numbers.setdefault(t, {})
-        found = numbers.get(lies)
+        found = self.numbers.get(lies)
         if found is None:
-            found = numbers[lies] = len(numbers)
-            self._lies.setdefault(t, []).append(lies)
+            found = self.numbers[lies] = len(self.lies)
+            self.lies.append(lies)
+            own = [self.spots.setdefault(spot, len(self.spots)) for spot in lies]
+            self.has = with_room(self.has, len(self.lies), len(self.spots), False)
+            self.has[found, own] = True
         return found
-
-    def lies(self, t: Tensor, number: int) -> Lies:
-        """The way of a number."""
-        return self._lies[t][number]
-
-    def count(self, t: Tensor) -> int:
-        """How many there are."""
-        return len(self._lies[t])
 
 
 class Distances:
-    """What it costs a region to bring each tensor from one way to another: worked out where somebody asks, once.
+    """What it costs a region to bring one tensor from way to way: worked out where somebody asks, once."""
 
-    All tables lie in one row; that of a tensor begins at `table(t)[0]` and has rows of `table(t)[1]` entries.
-    """
-
-    def __init__(self, ways: Ways, bringing: Callable[[Tensor, Lies, Lies], Price]) -> None:
+    def __init__(self, ways: Ways, bringing: Callable[[Lies, Sharding], Price]) -> None:
         self._ways, self._bringing = ways, bringing
-        self._tables: dict[Tensor, tuple[int, int]] = {}
-        self._used = 0
-        self.cost: NDArray[np.float64] = np.zeros(1024)  # 0 where nobody asked
-        self.collectives: NDArray[np.int64] = np.zeros(1024, int)
-        self.asked: NDArray[np.bool_] = np.zeros(1024, bool)
+        self._reach: Floats = np.full((2, 4, 4), np.nan)  # bytes and collectives; (ways, spots)
+        self._between: dict[tuple[int, ...], Floats] = {}
 
-    def table(self, t: Tensor) -> tuple[int, int]:
-        """Where that of a tensor begins, and how long its rows are."""
-        begin, width = self._tables.get(t, (0, 0))
-        count = self._ways.count(t)
-        if count > width:
-            begin, width = self._tables[t] = self._grown(begin, width, max(_FIRST_WIDTH, 2 * count))
-        return begin, width
+    def between(self, numbers: Sequence[int]) -> Floats:
+        """Bytes, and collectives, from each of these ways (rows) to each (columns)."""
+        key = tuple(numbers)
+        found = self._between.get(key)
+        if found is None:
+            found = self._between[key] = self._found(numbers)
+        return found
 
-    def ask(self, t: Tensor, source: int, target: int) -> float:
-        """Work out what one entry costs."""
-        begin, width = self.table(t)
-        at = begin + source * width + target
-        lies = self._ways.lies
-        self.cost[at], self.collectives[at] = self._bringing(t, lies(t, source), lies(t, target))
-        self.asked[at] = True
-        return float(self.cost[at])
+    def _found(self, numbers: Sequence[int]) -> Floats:
+        has = self._ways.has[numbers]
+        spots = np.flatnonzero(has.any(axis=0))
+        self._reach = with_room(self._reach, *self._ways.has.shape, np.nan)
+        at = np.ix_(np.arange(2), np.array(numbers), spots)
+        unknown = np.isnan(self._reach[at][0])
+        if unknown.any():
+            places = list(self._ways.spots)
+            for n, m in np.argwhere(unknown):
+                self._reach[:, numbers[n], spots[m]] = self._price(numbers[n], places[spots[m]])
+        found: Floats = self._reach[at] @ has[:, spots].T
+        return found
 
-    def _grown(self, old: int, before: int, width: int) -> tuple[int, int]:
-        """A longer table, with what is known already."""
-        begin = self._used
-        self._used += width * width
-        if self._used > len(self.cost):
-            more = max(len(self.cost), width * width)
-            self.cost, self.collectives, self.asked = (
-                np.concatenate([x, np.zeros(more, x.dtype)]) for x in (self.cost, self.collectives, self.asked)
-            )
-        for x in (self.cost, self.collectives, self.asked):
-            table = x[begin : begin + width * width].reshape(width, width)
-            table[:before, :before] = x[old : old + before * before].reshape(before, before)
-        self.asked[begin : begin + width * width : width + 1] = True  # to stay costs nothing
-        return begin, width
+    def _price(self, number: int, spot: Spot) -> Price:
+        lies, (_, sharding) = self._ways.lies[number], spot
+        if spot in lies or (None, sharding) in lies:
+            return 0.0, 0
+        cost, collectives = self._bringing(lies, sharding)
+        return min(cost, FAR), collectives
+
+
+def with_room(table: Table, rows: int, columns: int, blank: float) -> Table:
+    """A table, with more rows and columns where it has too few: twice as many at least."""
+    *_, have, wide = table.shape
+    if rows <= have and columns <= wide:
+        return table
+    shape = (*table.shape[:-2], max(have, 2 * rows), max(wide, 2 * columns))
+    more = np.full(shape, blank, table.dtype)
+    more[..., :have, :wide] = table
+    return more
