@@ -209,6 +209,7 @@ class _Search:
         order = 0
         done: set[State] = set()
         goal_block = self.goal_block
+        least = goal_block - goal_block // min(self.size_of.values(), default=1)
         known: int | None = None  # what the cheapest arrival so far costs: who is bound to cost more is not looked at
         while queue:
             *_, state = heappop(queue)
@@ -240,10 +241,15 @@ class _Search:
                 reached = (cost + more, collectives + (not local), slices + local)
                 if after in done or (after in best and best[after] <= reached):
                     continue
+                arrives = self.arrived(after)
+                if not arrives and not after[1]:
+                    # At least one more step that sends: half of a block or more.
+                    bound = max(bound, cost + more + least)
+                    if known is not None and bound > known:
+                        continue
                 best[after] = reached
                 came[after] = state, move
                 order += 1
-                arrives = self.arrived(after)
                 if arrives and (known is None or reached[0] < known):
                     known = reached[0]
                 heappush(queue, (bound, reached[1] + (not arrives), reached[2], order, 0, after))

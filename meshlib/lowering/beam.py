@@ -27,16 +27,21 @@ from meshlib.lowering.ways import Floats, Lies, Price
 # How many states are kept, without and with a guide: the fewer operations, the more.
 FIRST_WIDTHS, WIDTHS = (6, 24), (16, 40)  # at least, at most
 EFFORT = 1600  # states times operations
-WINDOW = 0.15  # of what the guide sends: who is expected to cost so much more than the best has lost
+# Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches in
+# large graphs, of what the way sends that follows the one best state.
+WINDOW, FIRST_WINDOW = 0.15, 0.3
 HOMESICK = (1.0, 0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
     """What each operation does in the best program found."""
-    best = _searched(Beam(course, None, HOMESICK[0]))
+    window = float("inf")
+    if not course.thorough:
+        window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
+    best = _searched(Beam(course, None, HOMESICK[0], window))
     if best.undecided:
-        starts = [best, *(_searched(Beam(course, None, share)) for share in HOMESICK[1:])]
+        starts = [best, *(_searched(Beam(course, None, share, window)) for share in HOMESICK[1:])]
         best = _improved(min(starts, key=lambda beam: beam.cost))
     return best.chosen
 
@@ -44,7 +49,8 @@ def best_choices(course: Course) -> Mapping[Operation, Choice]:
 def _improved(beam: Beam) -> Beam:
     """What searches find that are guided by it, one after the other as long as that helps."""
     for _ in range(SEARCHES):
-        guided = _searched(Beam(beam.course, Guide(beam.course, beam.chosen)))
+        guide = Guide(beam.course, beam.chosen)
+        guided = _searched(Beam(beam.course, guide, window=WINDOW * guide.sent))
         if not guided.cost < beam.cost - slack(beam.cost):
             break
         beam = guided
@@ -63,6 +69,8 @@ class Beam:
     course: Course
     guide: Guide | None
     homesick: float = 1.0  # without a guide: the share of the way home that is expected to be gone
+    window: float = float("inf")  # who is expected to cost so much more than the best is dropped
+    width: int = 0  # how many states are kept; 0: as many as there is time for
     common: dict[Tensor, int] = field(default_factory=dict)  # the ways of what `states` do not tell of
     states: States = field(default_factory=States)
     chosen: dict[Operation, Choice] = field(default_factory=dict)
@@ -75,8 +83,7 @@ class Beam:
 
     def __post_init__(self) -> None:
         least, most = FIRST_WIDTHS if self.guide is None else WIDTHS
-        self._width = max(least, min(most, EFFORT // len(self.course.graph.operations)))
-        self._window = float("inf") if self.guide is None else WINDOW * self.guide.sent
+        self.width = self.width or max(least, min(most, EFFORT // len(self.course.graph.operations)))
 
     def run(self) -> None:
         """Search."""
@@ -94,6 +101,7 @@ class Beam:
         states = self.states
         best = np.lexsort((states.strays, states.collectives, states.cost))[0]
         self.cost += float(states.cost[best])
+        self.sent += float(states.sent[best])
         trail = states.trails[best]
         while trail is not None:
             self.chosen[trail.operation] = trail.choice
@@ -134,7 +142,7 @@ class Beam:
             return
         self._changed = False
         if len(self.states) > 1:
-            self.states = self.states.best(self.sent, self._width, self._window, self._expected, self._distances)
+            self.states = self.states.best(self.sent, self.width, self.window, self._expected, self._distances)
         self.undecided |= len(self.states) > 1
         self.common.update(self.states.alike())
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, made_again, obtain, parks
+from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, made_again, obtain
 from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, options, settled
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
@@ -235,14 +235,13 @@ class Course:
         """What that costs from way to way, as far as the users of a tensor could ask for it (rule 2)."""
         found = self._distances.get((t, region))
         if found is None:
-            found = Distances(self.ways[t], lambda lies, s: self._reaching(t, lies, s, region))
-            self._distances[t, region] = found
-        return found.between(numbers)
 
-    def _reaching(self, t: Tensor, lies: Lies, s: Sharding, region: str) -> Price:
-        if parks(s, (*known(lies, region), self.homes.of(t))):
-            return float("inf"), 0
-        return self._bringing(t, lies, (s,), region)
+            def price(here: Sharding, there: Sharding) -> Price:
+                way = obtain(Source((here,), t.dtype.itemsize, self.balance.axis_prices), there)
+                return way.cost, way.collectives
+
+            found = self._distances[t, region] = Distances(self.ways[t], self.homes.of(t), region, price)
+        return found.between(numbers)
 
     def _bringing(self, t: Tensor, lies: Lies, missing: Iterable[Sharding], region: str) -> tuple[float, int]:
         cost, collectives = 0.0, 0

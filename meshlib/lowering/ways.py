@@ -46,40 +46,59 @@ class Ways:
 
 
 class Distances:
-    """What it costs a region to bring one tensor from way to way: worked out where somebody asks, once."""
+    """What it costs a region to bring one tensor from way to way, as far as its users could ask for it (rule 2).
 
-    def __init__(self, ways: Ways, bringing: Callable[[Lies, Sharding], Price]) -> None:
-        self._ways, self._bringing = ways, bringing
-        self._reach: Floats = np.full((2, 4, 4), np.nan)  # bytes and collectives; (ways, spots)
-        self._between: dict[tuple[int, ...], Floats] = {}
+    Who has a tensor in several spots brings it from the nearest. What it costs from spot to spot is worked out where
+    somebody asks, once.
+    """
+
+    def __init__(self, ways: Ways, home: Sharding, region: str, price: Callable[[Sharding, Sharding], Price]) -> None:
+        self._ways, self._home, self._region, self._price = ways, home, region, price
+        self._apart: Floats = np.full((2, 4, 4), np.nan)  # bytes and collectives; (from spot, to spot)
+        self._found: dict[tuple[int, ...], Floats] = {}
 
     def between(self, numbers: Sequence[int]) -> Floats:
         """Bytes, and collectives, from each of these ways (rows) to each (columns)."""
         key = tuple(numbers)
-        found = self._between.get(key)
+        found = self._found.get(key)
         if found is None:
-            found = self._between[key] = self._found(numbers)
+            found = self._found[key] = self._between(numbers)
         return found
 
-    def _found(self, numbers: Sequence[int]) -> Floats:
+    def _between(self, numbers: Sequence[int]) -> Floats:
         has = self._ways.has[numbers]
-        spots = np.flatnonzero(has.any(axis=0))
-        self._reach = with_room(self._reach, *self._ways.has.shape, np.nan)
-        at = np.ix_(np.arange(2), np.array(numbers), spots)
-        unknown = np.isnan(self._reach[at][0])
-        if unknown.any():
-            places = list(self._ways.spots)
-            for n, m in np.argwhere(unknown):
-                self._reach[:, numbers[n], spots[m]] = self._price(numbers[n], places[spots[m]])
-        found: Floats = self._reach[at] @ has[:, spots].T
-        return found
+        used = np.flatnonzero(has.any(axis=0))
+        has = has[:, used]
+        every = list(self._ways.spots)
+        spots = [every[n] for n in used]
+        known = has & np.array([r is None or r == self._region for r, _ in spots])
+        cost, collectives = np.where(known[:, :, None], self._between_spots(used, spots)[:, None], FAR)
+        reach = cost.min(axis=1)
+        launches = np.where(cost == reach[:, None], collectives, FAR).min(axis=1)
+        # No user would ask for an axis on a dim where the tensor has it in none of its spots, nor at home.
+        split = np.array([_split(s) for _, s in spots])
+        able = known @ split | _split(self._home)
+        reach[~able @ split.T] = FAR
+        same = np.array([[b == a or b == (None, a[1]) for a in spots] for b in spots])
+        there = has @ same
+        reach[there], launches[there] = 0.0, 0.0
+        both: Floats = np.stack([reach, launches]) @ has.T
+        return both
 
-    def _price(self, number: int, spot: Spot) -> Price:
-        lies, (_, sharding) = self._ways.lies[number], spot
-        if spot in lies or (None, sharding) in lies:
-            return 0.0, 0
-        cost, collectives = self._bringing(lies, sharding)
-        return min(cost, FAR), collectives
+    def _between_spots(self, used: NDArray[np.intp], spots: Sequence[Spot]) -> Floats:
+        size = len(self._ways.spots)
+        self._apart = with_room(self._apart, size, size, np.nan)
+        at = np.ix_(np.arange(2), used, used)
+        for n, m in np.argwhere(np.isnan(self._apart[at][0])):
+            (_, here), (_, there) = spots[n], spots[m]
+            cost, launches = self._price(here, there)
+            self._apart[:, used[n], used[m]] = min(cost, FAR), launches
+        return self._apart[at]
+
+
+def _split(s: Sharding) -> NDArray[np.bool_]:
+    """For each dim, which axes split it."""
+    return np.array([[a in entry for a in s.mesh.axes] for entry in s.axes], bool).ravel()
 
 
 def with_room(table: Table, rows: int, columns: int, blank: float) -> Table:
