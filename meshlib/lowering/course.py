@@ -82,8 +82,13 @@ class Course:
         for t, n in self.last.items():
             self.dying.setdefault(n, []).append(t)
         self.ends = [y for op in self.graph.operations for y in op.outputs if y in self.graph.taken]
-        self.reads = [self._closure(self.graph.inputs[op]) for op in self.graph.operations]
+        self.reads = [self._closure(self._taken(op)) for op in self.graph.operations]
         self.reads.append(self._closure(self.ends))
+
+    def _taken(self, op: Operation) -> Sequence[Tensor]:
+        """Its operands; of a loop those that its body needs."""
+        inputs = self.graph.inputs[op]
+        return inputs if op.loop is None else [inputs[n] for n in op.loop.needs]
 
     def _closure(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """They, and what they may be made of again."""
