@@ -17,10 +17,6 @@ from tests.minima.table import ROWS as ROWS
 # Each enters its rows when it is imported.
 THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, exchanges)
 
-_FACTORS = {  # factors stay inside sums
-    "batch_norm_of_a_split_batch_step",
-    "factor_moved_out_of_a_sum",
-}
 _HALOS = {  # every block with margins is taken for one between two others, though none is on two devices
     "neighbourhood_in_split_rows_and_columns",
 }
@@ -28,11 +24,12 @@ _LAUNCHES = {  # the bytes are right, in two collectives
     "gathered_over_two_dims_and_axes",
 }
 
-NOT_YET = _FACTORS | _HALOS | _LAUNCHES
+NOT_YET = _HALOS | _LAUNCHES
 
 SAMPLE = (
     "adapter_of_columns_step",
     "argmax_over_a_split",
+    "batch_norm_of_a_split_batch_step",
     "bias_between_two_products",
     "causal_convolution_step",
     "chain_between_two_constraints",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from layouts import LayoutRules, Mesh, Sharding
@@ -17,6 +17,7 @@ from meshlib.lowering.near import near_shifts
 from meshlib.lowering.order import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import merge_small_collectives, remove_dead_code
+from meshlib.lowering.shared_sums import shared_sums, with_shared_sums
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Kind
 from meshlib.program.checker import Sound, check_program
@@ -24,6 +25,8 @@ from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
 Near: TypeAlias = frozenset[Operation]  # see `near_shifts`
+Lowered: TypeAlias = Callable[[Simplified, Homes, Near], Program]
+LITTLE = 1e-3  # of what a program sends: less is not worth a second search
 PASSES = (remove_dead_code, share_halos, merge_small_collectives, order_and_fuse)
 
 
@@ -45,15 +48,15 @@ class Lowering:
 
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, through all passes."""
-        kept = {name: simple.of(t) for name, t in fetched.items()}
         homes = Homes(simple.graph, self.mesh, self.rules, self.regather)
 
-        def lowered(near: Near) -> Program:
+        def lowered(simple: Simplified, homes: Homes, near: Near) -> Program:
+            kept = {name: simple.of(t) for name, t in fetched.items()}
             sweep = self._sweep(simple, homes, kept.values(), near)
             outputs = {name: sweep.at_home(t) for name, t in kept.items()}
             return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
 
-        return self._cheapest(simple, homes, lowered)
+        return self._cheapest(simple, homes, fetched.values(), lowered)
 
     def body(
         self,
@@ -68,13 +71,13 @@ class Lowering:
         if key in self._bodies:
             return self._bodies[key]
         simple = self.memos.simplified(graph, results, taken=True)
-        kept = [simple.of(t) for t in results]
-        bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
-        for t, end in bound.items():
-            if t.operation.kind.kind is not Kind.INPUT:
-                homes.bind(t, end)
 
-        def lowered(near: Near) -> Program:
+        def lowered(simple: Simplified, homes: Homes, near: Near) -> Program:
+            kept = [simple.of(t) for t in results]
+            bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
+            for t, end in bound.items():
+                if t.operation.kind.kind is not Kind.INPUT:
+                    homes.bind(t, end)
             sweep = self._sweep(simple, homes, bound, near)
             placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
             outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
@@ -84,7 +87,7 @@ class Lowering:
             inputs = {name: sweep.inputs[name] for name in names}
             return self._finished(sweep, inputs, outputs, False, (), is_body=True)
 
-        program = self._bodies[key] = self._cheapest(simple, homes, lowered)
+        program = self._bodies[key] = self._cheapest(simple, homes, results, lowered)
         return program
 
     def trial(
@@ -103,11 +106,22 @@ class Lowering:
 
         return made
 
-    def _cheapest(self, simple: Simplified, homes: Homes, lowered: Callable[[Near], Program]) -> Program:
-        """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours."""
-        apart = lowered(frozenset())
+    def _cheapest(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], lowered: Lowered) -> Program:
+        """What sends least: shifts priced each for itself or as if they shared what they need of their neighbours, sums
+        as they are written or made of others."""
+        best = self._nearest(simple, homes, lowered)
+        kept = [simple.of(t) for t in fetched]
+        sharing = shared_sums(simple, homes, kept)
+        if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
+            shared = with_shared_sums(simple, sharing, kept)
+            other = self._nearest(shared, replace(homes, graph=shared.graph), lowered)
+            best = other if other.sent_bytes < best.sent_bytes else best
+        return best
+
+    def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
+        apart = lowered(simple, homes, frozenset())
         near = near_shifts(simple, homes, self.memos.signatures)
-        together = lowered(near) if near else apart
+        together = lowered(simple, homes, near) if near else apart
         return together if together.sent_bytes < apart.sent_bytes else apart
 
     def _sweep(

@@ -16,7 +16,7 @@ from meshlib.checks import at, choice, items
 from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Work, operation
+from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Total, Work, operation
 from meshlib.ops.building import as_dims, build, tensor
 from meshlib.ops.rules import named_factors, same_dtype, union
 
@@ -165,6 +165,7 @@ EINSUM = operation(
     local=_local,
     grad=_grad,
     linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # parts lie on no grid
+    form=lambda op: None if op.attrs["precision"] in EIGHT_BIT else Total(),
     work=_work,
 )
 
