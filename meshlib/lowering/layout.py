@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from layouts import LayoutRules, Mesh, Sharding
 from meshlib.graph import Graph, Operation, Tensor
+from meshlib.lowering.arrivals import axes_price
 from meshlib.lowering.choose import Balance
 from meshlib.lowering.halos import share_halos
 from meshlib.lowering.homes import Homes
@@ -26,7 +27,7 @@ from meshlib.program.records import Program
 
 Near: TypeAlias = frozenset[Operation]  # see `near_shifts`
 Lowered: TypeAlias = Callable[[Simplified, Homes, Near], Program]
-LITTLE = 1e-3  # of what a program sends: less is not worth a second search
+LITTLE = 1e-3  # of what a program sends, or holds: less is not worth a second search, more is too much to pay for it
 PASSES = (remove_dead_code, share_halos, merge_small_collectives, order_and_fuse)
 
 
@@ -107,18 +108,27 @@ class Lowering:
         return made
 
     def _cheapest(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], lowered: Lowered) -> Program:
-        """What sends least: shifts priced each for itself or as if they shared what they need of their neighbours, sums
-        as they are written or made of others."""
+        """The graph as it is written, or with sums made of others, if that costs less and takes no more memory."""
         best = self._nearest(simple, homes, lowered)
         kept = [simple.of(t) for t in fetched]
         sharing = shared_sums(simple, homes, kept)
         if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
             shared = with_shared_sums(simple, sharing, kept)
             other = self._nearest(shared, replace(homes, graph=shared.graph), lowered)
-            best = other if other.sent_bytes < best.sent_bytes else best
+            holds = other.memory.peak_bytes <= best.memory.peak_bytes * (1 + LITTLE)
+            best = other if holds and self._cost(other) < self._cost(best) else best
         return best
 
+    def _cost(self, program: Program) -> float:
+        """What the search minimises: bytes sent, as the balance prices them, and what work is worth."""
+        prices = self.balance.axis_prices
+        sent = program.sent_bytes
+        if prices:
+            sent = sum(c.count * c.sent_bytes * axes_price(c.axes, prices) for c in program.collectives)
+        return sent + self.balance.bytes_of(program.work)
+
     def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
+        """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours."""
         apart = lowered(simple, homes, frozenset())
         near = near_shifts(simple, homes, self.memos.signatures)
         together = lowered(simple, homes, near) if near else apart

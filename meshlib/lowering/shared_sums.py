@@ -249,7 +249,11 @@ class _Rewriter:
             found = self._node("divide", [found, x])
         if number == 1:
             return found
-        return self._node("negative", [found]) if number == -1 else self._node("multiply", [found, self._number(of, number)])
+        return (
+            self._node("negative", [found])
+            if number == -1
+            else self._node("multiply", [found, self._number(of, number)])
+        )
 
     def _number(self, of: Operation, value: float) -> _Node:
         return self._node("constant", [], value=value, shape=Shape([]), dtype=of.output.dtype)

@@ -174,7 +174,9 @@ log = _curve("log", "Natural logarithm", np.log, lambda x, y, dy: dy / x)
 sqrt = _curve("sqrt", "Square root", np.sqrt, lambda x, y, dy: dy * 0.5 / y)
 rsqrt = _curve("rsqrt", "1 / sqrt(x)", _rsqrt, lambda x, y, dy: dy * y * y * y * -0.5)
 square = _of_numbers("square", "x * x", np.square, lambda x, y, dy: dy * x * 2, form=lambda op: Product((2,)))
-reciprocal = _curve("reciprocal", "1 / x", np.reciprocal, lambda x, y, dy: -(dy * y * y), form=lambda op: Product((-1,)))
+reciprocal = _curve(
+    "reciprocal", "1 / x", np.reciprocal, lambda x, y, dy: -(dy * y * y), form=lambda op: Product((-1,))
+)
 expm1 = _curve("expm1", "exp(x) - 1, exact for small x too", np.expm1, lambda x, y, dy: dy * (y + 1.0))
 erf = unary(
     "erf",
@@ -251,8 +253,24 @@ equal = _compare("equal", "x1 == x2", np.equal)
 not_equal = _compare("not_equal", "x1 != x2", np.not_equal)
 logical_and = _binary("logical_and", "x1 and x2", np.logical_and, note="; bool", shape=_FLAGS)
 logical_or = _binary("logical_or", "x1 or x2", np.logical_or, note="; bool", shape=_FLAGS)
-add = _binary("add", "x1 + x2", np.add, lambda x1, x2, y, dy: dy, lambda x1, x2, y, dy: dy, form=lambda op: Combination((1.0, 1.0)), **_together)
-subtract = _binary("subtract", "x1 - x2", np.subtract, lambda x1, x2, y, dy: dy, lambda x1, x2, y, dy: -dy, form=lambda op: Combination((1.0, -1.0)), **_together)
+add = _binary(
+    "add",
+    "x1 + x2",
+    np.add,
+    lambda x1, x2, y, dy: dy,
+    lambda x1, x2, y, dy: dy,
+    form=lambda op: Combination((1.0, 1.0)),
+    **_together,
+)
+subtract = _binary(
+    "subtract",
+    "x1 - x2",
+    np.subtract,
+    lambda x1, x2, y, dy: dy,
+    lambda x1, x2, y, dy: -dy,
+    form=lambda op: Combination((1.0, -1.0)),
+    **_together,
+)
 sub = subtract  # Mesh TensorFlow's name
 multiply = _binary(
     "multiply",
