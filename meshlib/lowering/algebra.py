@@ -6,7 +6,7 @@ of x z. Two sums are one where their insides are the same product, whatever was 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import Any, TypeAlias
@@ -76,15 +76,23 @@ class Algebra:
     # tensors that are nothing but a product of some with the same summed dims
     products: dict[frozenset[tuple[Factor, int]], Tensor] = field(default_factory=dict)
 
-    def total(self, op: Operation) -> Monomial | None:
-        """What an operation sums: factors, and at most one Sum; None if it sums nothing."""
+    def total(self, op: Operation, within: Collection[str] | None = None) -> Monomial | None:
+        """What an operation sums: factors, and at most one Sum; None if it sums nothing.
+
+        With `within`, summed over these of its dims only: to be summed over the others afterwards.
+        """
         if not isinstance(op.kind.form(op), Total) or not op.output.dtype.is_float:
             return None
         inputs = self.graph.inputs[op]
-        over = frozenset(d.name for x in inputs for d in x.shape) - set(op.output.shape.names)
+        every = {d.name: d.size for x in inputs for d in x.shape if d.name not in op.output.shape}
+        over = frozenset(every if within is None else within)
         whole = [self._monomial(x, over, op.region) for x in inputs]
         attrs = tuple((name, value) for name, value in op.attrs.items() if name != "shape")
-        return self._summed(op.kind, attrs, whole, over, inputs)
+        found = self._summed(op.kind, attrs, whole, over, inputs)
+        if found is None or within is None:
+            return found
+        has = over.union(*(_names(f) for f in found.powers))
+        return Monomial(found.number * prod(size for name, size in every.items() if name not in has), found.powers)
 
     def parts(self, total: Sum, region: str) -> list[Monomial] | None:
         """A sum of sums, taken apart: those of its terms; equal ones are one, those that vanish are left out.
@@ -191,12 +199,22 @@ class Algebra:
         return left
 
     def _known(self, m: Monomial) -> Monomial:
-        """A product with the sums among its tensors as such."""
+        """A product with the sums that its tensors are made of as such."""
         found = Monomial(m.number, {})
         for f, n in m.powers.items():
-            total = self.total(f.operation) if isinstance(f, Tensor) else None
-            found = found.times(total or Monomial(1.0, {f: 1}), n)
+            found = found.times(self._made_of(f), n)
         return found
+
+    def _made_of(self, f: Factor, depth: int = 0) -> Monomial:
+        whole = Monomial(1.0, {f: 1})
+        if isinstance(f, Sum) or depth == DEEPEST:
+            return whole
+        form, found = f.operation.kind.form(f.operation), ONE
+        if not isinstance(form, Product):
+            return self.total(f.operation) or whole
+        for x, power in zip(self.graph.inputs[f.operation], form.powers, strict=True):
+            found = found.times(self._made_of(x, depth + 1), power)
+        return Monomial(found.number * form.number, found.powers)
 
 
 def rest_of(powers: Powers) -> list[Tensor]:

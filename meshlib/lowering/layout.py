@@ -115,9 +115,13 @@ class Lowering:
         if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
             shared = with_shared_sums(simple, sharing, kept)
             other = self._nearest(shared, replace(homes, graph=shared.graph), lowered)
-            holds = other.memory.peak_bytes <= best.memory.peak_bytes * (1 + LITTLE)
-            best = other if holds and self._cost(other) < self._cost(best) else best
+            best = other if self._pays(other, best) else best
         return best
+
+    def _pays(self, other: Program, than: Program) -> bool:
+        """Whether another program costs less, and holds no more."""
+        holds = other.memory.peak_bytes <= than.memory.peak_bytes * (1 + LITTLE)
+        return holds and self._cost(other) < self._cost(than)
 
     def _cost(self, program: Program) -> float:
         """What the search minimises: bytes sent, as the balance prices them, and what work is worth."""

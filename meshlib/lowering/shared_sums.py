@@ -54,46 +54,67 @@ class _Choice:
     fetched: set[Tensor]
     groups: dict[Key, list[Tensor]] = field(default_factory=dict)  # sums over split dims, by what they sum
     totals: dict[Tensor, Monomial] = field(default_factory=dict)
+    terms: dict[Tensor, list[Monomial]] = field(default_factory=dict)
+    saved: int = 0
 
     def __post_init__(self) -> None:
         self.algebra = Algebra(self.simple)
 
     def found(self) -> Sharing:
-        terms: dict[Tensor, list[Monomial]] = {}
-        saved = 0
         for op in self.simple.operations:
-            if self._is_split(op) and (total := self.algebra.total(op)) is not None:
-                self.totals[op.output] = total
-                inner = next(total.sums, None)
-                if inner is not None:
-                    self.groups.setdefault((inner, op.region), []).append(op.output)
-                else:
-                    terms[op.output] = [total]
-                    saved += _bytes(op.output)
+            if self._split_dims(op) and (total := self.algebra.total(op)) is not None:
+                self._enter(op, total)
         used: set[Key] = set()
         for key in reversed(list(self.groups)):
             follows = None if key in used else self._from_others(key)
             if follows is not None:
                 members = self.groups.pop(key)
-                saved += sum(map(_bytes, members))
+                self.saved += sum(map(_bytes, members))
                 used.update(k for m in follows for s in m.sums if (k := self._there(s, key[1])))
-                terms.update((y, _put(self.totals[y], key[0], follows)) for y in members)
+                self.terms.update((y, _put(self.totals[y], key[0], follows)) for y in members)
+        for key, (y, *others) in list(self.groups.items()):
+            inside = None if others or key in used else self._inside_another(y)
+            if inside is not None:
+                del self.groups[key]
+                self.saved += _bytes(y)
+                used.update(k for s in inside.sums if (k := self._there(s, key[1])))
+                self.terms[y] = [inside]
         for key, members in self.groups.items():
             size = prod(d.size for d in key[0].dims) * members[0].dtype.itemsize
             before = sum(map(_bytes, members))
             if key in used or before > size:
-                terms.update((y, [self.totals[y]]) for y in members)
-                saved += before - size
+                self.terms.update((y, [self.totals[y]]) for y in members)
+                self.saved += before - size
         plain = {y: s for y, m in self.totals.items() for s in m.sums if m.number == 1 and len(m.powers) == 1}
-        gone = {y for y in plain if y in terms and terms[y] != [self.totals[y]]}
-        return Sharing(terms, {y: s for y, s in plain.items() if y not in gone}, self.algebra.products, saved)
+        gone = {y for y in plain if y in self.terms and self.terms[y] != [self.totals[y]]}
+        plain = {y: s for y, s in plain.items() if y not in gone}
+        return Sharing(self.terms, plain, self.algebra.products, self.saved)
 
-    def _is_split(self, op: Operation) -> bool:
-        """Whether it lacks a dim that an operand has, split at home."""
+    def _enter(self, op: Operation, total: Monomial) -> None:
+        self.totals[op.output] = total
+        inner = next(total.sums, None)
+        if inner is None:
+            self.terms[op.output] = [total]
+            self.saved += _bytes(op.output)
+            return
+        there = None if op in op.graph.again else self._there(inner, op.region)
+        self.groups.setdefault(there or (inner, op.region), []).append(op.output)
+
+    def _split_dims(self, op: Operation) -> set[str]:
+        """The dims split at home that its operands have and it lacks."""
         if op.kind.kind not in (Kind.REDUCTION, Kind.CONTRACTION):
-            return False
+            return set()
         out, inputs = op.output.shape, self.simple.inputs[op]
-        return any(d.name not in out and self.homes.of(x).of(d.name) for x in inputs for d in x.shape)
+        return {d.name for x in inputs for d in x.shape if d.name not in out and self.homes.of(x).of(d.name)}
+
+    def _inside_another(self, y: Tensor) -> Monomial | None:
+        """A sum over several dims by way of one over those that are split, if that one is there anyway."""
+        op = y.operation
+        found = self.algebra.total(op, self._split_dims(op))
+        inner = next(found.sums, None) if found is not None else None
+        if found is None or inner is None or inner in self.totals[y].powers:
+            return None
+        return found if self._there(inner, op.region) else None
 
     def _there(self, total: Sum, where: str) -> Key | None:
         """The sum as a region has it: its own, or forward's if that takes little to keep."""
@@ -207,6 +228,8 @@ class _Rewriter:
         parts = [self._product(of, m.number, [(self._factor(of, f), n) for f, n in m.powers.items()]) for m in terms]
         whole = self._node("add_n", parts) if len(parts) > 1 else parts[0] if parts else self._number(of, 0.0)
         shape = of.output.shape
+        if any(d not in shape for d in whole.type.shape):
+            whole = self._node("reduce_sum", [whole], shape=Shape([d for d in whole.type.shape if d in shape]))
         if whole.type.shape != shape:
             kind = "transpose" if len(whole.type.shape) == len(shape) else "broadcast"
             whole = self._node(kind, [whole], shape=shape)
@@ -222,7 +245,7 @@ class _Rewriter:
         """A factor as it is there; a sum that nobody made yet is made."""
         if isinstance(f, Tensor):
             return self.now.get(f, f)
-        regions = (of.region, FORWARD) if _is_small(f) else (of.region,)
+        regions = (of.region, FORWARD) if _is_small(f) and of not in of.graph.again else (of.region,)
         found = next((self.made[f, where] for where in regions if (f, where) in self.made), None)
         if found is None:
             operands = [self._inside(of, part) for part in f.parts]
