@@ -18,7 +18,7 @@ from meshlib.lowering.near import near_shifts
 from meshlib.lowering.order import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import merge_small_collectives, remove_dead_code
-from meshlib.lowering.shared_sums import shared_sums, with_shared_sums
+from meshlib.lowering.shared_sums import split_sums
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Kind
 from meshlib.program.checker import Sound, check_program
@@ -110,11 +110,9 @@ class Lowering:
     def _cheapest(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], lowered: Lowered) -> Program:
         """The graph as it is written, or with sums made of others, if that costs less and takes no more memory."""
         best = self._nearest(simple, homes, lowered)
-        kept = [simple.of(t) for t in fetched]
-        sharing = shared_sums(simple, homes, kept)
+        sharing = self.memos.sharing(simple, split_sums(simple, homes), [simple.of(t) for t in fetched])
         if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
-            shared = with_shared_sums(simple, sharing, kept)
-            other = self._nearest(shared, replace(homes, graph=shared.graph), lowered)
+            other = self._nearest(sharing.graph, replace(homes, graph=sharing.graph.graph), lowered)
             best = other if self._pays(other, best) else best
         return best
 

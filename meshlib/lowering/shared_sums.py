@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 
 from layouts import Shape
@@ -28,30 +29,57 @@ SMALL = 8  # times a sum must be smaller than what is summed to be kept from for
 Key = tuple[Sum, str]  # a sum, and the region that makes it
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Sharing:
     """What to write instead of sums: each as a sum of products of others, and what that saves at most.
 
     `plain`: those of all sums over split dims that have no factors outside; `products`: what is there to be summed.
     """
 
+    simple: Simplified
+    fetched: frozenset[Tensor]
     terms: Mapping[Tensor, list[Monomial]]
     plain: Mapping[Tensor, Sum]
     products: Mapping[frozenset[tuple[Factor, int]], Tensor]
     bytes: int  # of reductions that are not needed any more
 
+    @cached_property
+    def graph(self) -> Simplified:
+        """The graph with those sums made of others.
 
-def shared_sums(simple: Simplified, homes: Homes, fetched: Iterable[Tensor]) -> Sharing | None:
-    """The sums over dims that are split at home which need no reduction of their own; None if there are none."""
-    sharing = _Choice(simple, homes, set(fetched)).found()
+        New operations lie in a graph of their own, which knows what the old one knows, and bear the names and lines of
+        the sums that they make.
+        """
+        old = self.simple.graph
+        new = replace(old, operations=[], gradient_of=dict(old.gradient_of), inner=set(), again=set(), _counts={})
+        return _Rewriter(self.simple, self, new).run(self.fetched)
+
+
+def split_sums(simple: Simplified, homes: Homes) -> Mapping[Tensor, frozenset[str]]:
+    """What sums over dims that are split at home, with these dims."""
+    found = {}
+    for op in simple.operations:
+        if op.kind.kind in (Kind.REDUCTION, Kind.CONTRACTION):
+            out, inputs = op.output.shape, simple.inputs[op]
+            split = {d.name for x in inputs for d in x.shape if d.name not in out and homes.of(x).of(d.name)}
+            if split:
+                found[op.output] = frozenset(split)
+    return found
+
+
+def shared_sums(
+    simple: Simplified, split: Mapping[Tensor, frozenset[str]], fetched: Iterable[Tensor]
+) -> Sharing | None:
+    """Those of the sums over split dims that need no reduction of their own; None if there are none."""
+    sharing = _Choice(simple, split, frozenset(fetched)).found()
     return sharing if sharing.bytes > 0 else None
 
 
 @dataclass(eq=False)
 class _Choice:
     simple: Simplified
-    homes: Homes
-    fetched: set[Tensor]
+    split: Mapping[Tensor, frozenset[str]]
+    fetched: frozenset[Tensor]
     groups: dict[Key, list[Tensor]] = field(default_factory=dict)  # sums over split dims, by what they sum
     totals: dict[Tensor, Monomial] = field(default_factory=dict)
     terms: dict[Tensor, list[Monomial]] = field(default_factory=dict)
@@ -61,9 +89,10 @@ class _Choice:
         self.algebra = Algebra(self.simple)
 
     def found(self) -> Sharing:
-        for op in self.simple.operations:
-            if self._split_dims(op) and (total := self.algebra.total(op)) is not None:
-                self._enter(op, total)
+        for y in self.split:
+            total = self.algebra.total(y.operation)
+            if total is not None:
+                self._enter(y.operation, total)
         used: set[Key] = set()
         for key in reversed(list(self.groups)):
             follows = None if key in used else self._from_others(key)
@@ -88,7 +117,7 @@ class _Choice:
         plain = {y: s for y, m in self.totals.items() for s in m.sums if m.number == 1 and len(m.powers) == 1}
         gone = {y for y in plain if y in self.terms and self.terms[y] != [self.totals[y]]}
         plain = {y: s for y, s in plain.items() if y not in gone}
-        return Sharing(self.terms, plain, self.algebra.products, self.saved)
+        return Sharing(self.simple, self.fetched, self.terms, plain, self.algebra.products, self.saved)
 
     def _enter(self, op: Operation, total: Monomial) -> None:
         self.totals[op.output] = total
@@ -100,17 +129,10 @@ class _Choice:
         there = None if op in op.graph.again else self._there(inner, op.region)
         self.groups.setdefault(there or (inner, op.region), []).append(op.output)
 
-    def _split_dims(self, op: Operation) -> set[str]:
-        """The dims split at home that its operands have and it lacks."""
-        if op.kind.kind not in (Kind.REDUCTION, Kind.CONTRACTION):
-            return set()
-        out, inputs = op.output.shape, self.simple.inputs[op]
-        return {d.name for x in inputs for d in x.shape if d.name not in out and self.homes.of(x).of(d.name)}
-
     def _inside_another(self, y: Tensor) -> Monomial | None:
         """A sum over several dims by way of one over those that are split, if that one is there anyway."""
         op = y.operation
-        found = self.algebra.total(op, self._split_dims(op))
+        found = self.algebra.total(op, self.split[y])
         inner = next(found.sums, None) if found is not None else None
         if found is None or inner is None or inner in self.totals[y].powers:
             return None
@@ -127,7 +149,7 @@ class _Choice:
         total, where = key
         found = self._resolved(total, where, {total})
         if found is not None and not found:
-            shown = any(y in self.fetched or y in self.homes.graph.gradient_of for y in self.groups[key])
+            shown = any(y in self.fetched or y in self.simple.graph.gradient_of for y in self.groups[key])
             return None if shown or where != BACKWARD else found
         return found
 
@@ -165,17 +187,6 @@ def _bytes(t: Tensor) -> int:
 
 
 # ---------------------------------------------------------------- the graph once more
-
-
-def with_shared_sums(simple: Simplified, sharing: Sharing, fetched: Iterable[Tensor]) -> Simplified:
-    """The graph with those sums made of others.
-
-    New operations lie in a graph of their own, which knows what the old one knows, and bear the names and lines of
-    the sums that they make.
-    """
-    old = simple.graph
-    graph = replace(old, operations=[], gradient_of=dict(old.gradient_of), inner=set(), again=set(), _counts={})
-    return _Rewriter(simple, sharing, graph).run(fetched)
 
 
 @dataclass(frozen=True)
