@@ -17,14 +17,11 @@ from tests.minima.table import ROWS as ROWS
 # Each enters its rows when it is imported.
 THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, factors, exchanges)
 
-_HALOS = {  # every block with margins is taken for one between two others, though none is on two devices
-    "neighbourhood_in_split_rows_and_columns",
-}
 _LAUNCHES = {  # the bytes are right, in two collectives
     "gathered_over_two_dims_and_axes",
 }
 
-NOT_YET = _HALOS | _LAUNCHES
+NOT_YET = _LAUNCHES
 
 SAMPLE = (
     "adapter_of_columns_step",

@@ -12,7 +12,7 @@ from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
 from meshlib.program.exchange import plan_exchanges
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
-from meshlib.program.margins import fits, given_away, keeps_margins, needed_margins, takes_margins
+from meshlib.program.margins import fits, given_away, keeps_margins, needed_margins, row_size, takes_margins
 from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside, derive
@@ -165,11 +165,10 @@ def _check_widened(instruction: Widen) -> None:
     size = x.tensor.shape.dim(margin.dim).size
     axes = x.sharding.of(margin.dim)
     count = x.sharding.mesh.group_size(axes)
-    block = size // count
     taken = any(m.dim == margin.dim for m in x.margins)
     if x.sharding.pending or taken or not fits(margin, x.tensor, x.sharding):
         raise ProgramError(f"{x} can't have margins of {margin}")
-    row_bytes = x.local_bytes // block
+    row_bytes = row_size(x.tensor, x.sharding, x.margins, margin.dim) * x.tensor.dtype.itemsize
     sent = tuple(n * row_bytes for n in given_away(margin, count, size))
     claims = (step.kind, step.axes, step.dim, instruction.by_block, step.payload_bytes, step.sent_bytes)
     if claims != ("collective_permute", axes, margin.dim, sent, max(sent), max(sent)):
