@@ -17,11 +17,17 @@ from tests.minima.table import ROWS as ROWS
 # Each enters its rows when it is imported.
 THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, factors, exchanges)
 
-_LAUNCHES = {  # the bytes are right, in two collectives
-    "gathered_over_two_dims_and_axes",
+_SAME_SIZE = {  # a sum would have to be made of another that is as large and not there
+    "instance_norm_of_a_split_length_step",
+}
+_KEPT = {  # what a loop keeps for its gradient is not known to be a product of other things that it keeps
+    "batch_norms_kept_in_a_scan_step",
+}
+_DIFFERENCES = {  # a sum of terms is not made of theirs, which might lose digits
+    "loss_beside_its_parts",
 }
 
-NOT_YET = _LAUNCHES
+NOT_YET = _SAME_SIZE | _KEPT | _DIFFERENCES
 
 SAMPLE = (
     "adapter_of_columns_step",
@@ -40,6 +46,7 @@ SAMPLE = (
     "dispatch_and_combine_step",
     "factor_moved_out_of_a_sum",
     "fewer_memory_heads_than_devices_step",
+    "gathered_over_two_dims_and_axes",
     "mean_cross_entropy_step",
     "neighbourhood_in_split_rows_and_columns",
     "one_hot_in_two_places",

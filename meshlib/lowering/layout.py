@@ -17,7 +17,7 @@ from meshlib.lowering.memos import Memos
 from meshlib.lowering.near import near_shifts
 from meshlib.lowering.order import order_and_fuse
 from meshlib.lowering.partition import Partitioner
-from meshlib.lowering.passes import merge_small_collectives, remove_dead_code
+from meshlib.lowering.passes import join_gathers, merge_small_collectives, remove_dead_code
 from meshlib.lowering.shared_sums import split_sums
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Kind
@@ -28,7 +28,7 @@ from meshlib.program.records import Program
 Near: TypeAlias = frozenset[Operation]  # see `near_shifts`
 Lowered: TypeAlias = Callable[[Simplified, Homes, Near], Program]
 LITTLE = 1e-3  # of what a program sends, or holds: less is not worth a second search, more is too much to pay for it
-PASSES = (remove_dead_code, share_halos, merge_small_collectives, order_and_fuse)
+PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
 
 
 @dataclass(frozen=True)

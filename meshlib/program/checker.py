@@ -198,6 +198,8 @@ def taken_step(
         return laid(shape, s.mesh, s.axes, (*s.pending, *((a, "sum") for a in axes))), 0
     if kind == "collective_permute":
         return None, payload  # to any order of the same blocks: see _check_reshard
+    if kind == "all_gather" and dim is None:
+        return _gathered(s, axes), (k - 1) * payload
     assert dim is not None
     if kind == "slice":
         entries[dim] += tuple(axes)
@@ -210,6 +212,16 @@ def taken_step(
     assert to_dim is not None
     entries[to_dim] += tuple(axes)
     return laid(shape, s.mesh, tuple(entries.values()), s.pending), (k - 1) * payload / k
+
+
+def _gathered(s: Sharding, axes: Sequence[str]) -> Sharding:
+    """Without these axes, which must be the minor-most ones of several dims."""
+    left = tuple(tuple(a for a in entry if a not in axes) for entry in s.axes)
+    gone = [entry[len(kept) :] for entry, kept in zip(s.axes, left, strict=True)]
+    minor = all(entry[: len(kept)] == kept for entry, kept in zip(s.axes, left, strict=True))
+    if not minor or sorted(a for entry in gone for a in entry) != sorted(axes) or sum(map(bool, gone)) < 2:
+        raise ProgramError(f"all_gather takes the minor-most axes {tuple(axes)} of several dims of {s}")
+    return laid(s.shape, s.mesh, left, s.pending)
 
 
 def _check_commit(instruction: Commit, program: Program) -> None:

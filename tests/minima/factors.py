@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import meshlib as mtf
-from meshlib.graph import Tensor
+from meshlib.graph import Operation, Tensor
 from tests.minima.table import Case, D, all_reduce, elements, given, product, row, sgd, weight, width
 
 N = 4
@@ -77,17 +77,35 @@ def batch_norm_of_chosen_rows_step(t: str) -> Case:
     return Case(None, sgd(total(y)), MESH, "b:m", sums(t, 4 * C.size, 1))
 
 
-@row
-def batch_norms_recomputed_in_a_scan_step(t: str) -> Case:
-    """Three layers: two statistics in forward, again in backward, and two sums of cotangents."""
+def scanned_batch_norms(t: str, remat: str) -> Sequence[Operation]:
+    """A step of three layers."""
     layers = D("layers", 3)
 
     def layer(carries: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         around, scale = centred(carries[0], B)
         return [mtf.sin(affine(around * scale, t, C))], []
 
-    (y,), _ = mtf.scan(layer, [weight("x", [B, C], t)], dim=layers, stack_variables=True)
-    return Case(None, sgd(total(y)), MESH, "b:m", layers.size * sums(t, 6 * C.size))
+    (y,), _ = mtf.scan(layer, [weight("x", [B, C], t)], dim=layers, stack_variables=True, remat=remat)
+    return sgd(total(y))
+
+
+@row
+def batch_norms_recomputed_in_a_scan_step(t: str) -> Case:
+    """A layer has two statistics in forward, again in backward, and two sums of cotangents."""
+    return Case(None, scanned_batch_norms(t, "full"), MESH, "b:m", 3 * sums(t, 6 * C.size))
+
+
+@row
+def batch_norms_kept_in_a_scan_step(t: str) -> Case:
+    """Two statistics a layer, and two sums of cotangents."""
+    return Case(None, scanned_batch_norms(t, "none"), MESH, "b:m", 3 * sums(t, 4 * C.size))
+
+
+@row
+def instance_norm_of_a_split_length_step(t: str) -> Case:
+    """The gradients of scale and bias are sums over examples of the two sums that the norm's gradient needs."""
+    around, scale = centred(weight("x", [B, L, C], t), L)
+    return Case(None, sgd(total(affine(around * scale, t, C))), MESH, "l:m", 4 * sums(t, B.size * C.size))
 
 
 @row
@@ -148,6 +166,14 @@ def mean_beside_a_scaled_sum(t: str) -> Case:
     x = mtf.square(given("x", [B], t))
     outputs = {"mean": mtf.exp(mtf.reduce_mean(x)), "sum": mtf.exp(mtf.reduce_sum(x * 0.25))}
     return Case(outputs, [], MESH, "b:m", sums(t, 1), {"all_reduce": 1})
+
+
+@row
+def loss_beside_its_parts(t: str) -> Case:
+    """The mean of a weighted sum follows from the means of its terms."""
+    x, z = given("x", [B], t), mtf.square(given("z", [B], t))
+    means = {"loss": mtf.reduce_mean(x + z * 1e-4), "x": mtf.reduce_mean(x), "z": mtf.reduce_mean(z)}
+    return Case({name: mtf.exp(y) for name, y in means.items()}, [], MESH, "b:m", 2 * sums(t, 1))
 
 
 @row
