@@ -117,17 +117,19 @@ class Lowering:
         return best
 
     def _pays(self, other: Program, than: Program) -> bool:
-        """Whether another program costs less, and holds no more."""
-        holds = other.memory.peak_bytes <= than.memory.peak_bytes * (1 + LITTLE)
-        return holds and self._cost(other) < self._cost(than)
+        """Whether another program sends less, as the balance prices it, costs less with its work, and holds no more."""
+        if other.memory.peak_bytes > than.memory.peak_bytes * (1 + LITTLE):
+            return False
+        sent, before = self._priced(other), self._priced(than)
+        works, worked = (self.balance.bytes_of(p.work) for p in (other, than))
+        return sent < before and sent + works < before + worked
 
-    def _cost(self, program: Program) -> float:
-        """What the search minimises: bytes sent, as the balance prices them, and what work is worth."""
+    def _priced(self, program: Program) -> float:
+        """What a program sends; along axes of several prices, that of each collective."""
         prices = self.balance.axis_prices
-        sent = program.sent_bytes
-        if prices:
-            sent = sum(c.count * c.sent_bytes * axes_price(c.axes, prices) for c in program.collectives)
-        return sent + self.balance.bytes_of(program.work)
+        if not prices:
+            return program.sent_bytes
+        return sum(c.count * c.sent_bytes * axes_price(c.axes, prices) for c in program.collectives)
 
     def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
         """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours."""
