@@ -15,7 +15,8 @@ class Step:
     A collective runs apart in each group of `before.mesh.groups(axes)`. With k devices in a group and a
     payload of b bytes, a device sends on a ring
 
-        all_gather          (k-1) b        the minor-most `axes` of `dim` go
+        all_gather          (k-1) b        the minor-most `axes` of `dim` go; without a dim, those of several dims:
+                                           see `gathered_axes`
         reduce_scatter      (k-1)/k b      pending sums over `axes` are taken, `axes` go minor-most on `dim`
         all_reduce          2 (k-1)/k b    pending reductions over `axes` are taken
         all_to_all          (k-1)/k b      the minor-most `axes` of `dim` go minor-most on `to_dim`
@@ -55,6 +56,17 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps)) or "nothing to do"
+
+
+def gathered_axes(step: Step) -> tuple[tuple[str, Axes], ...]:
+    """Per dim that an all_gather makes less split, the axes that go.
+
+    >>> before, after = (Sharding("b:8;d:8", "x:2;y:2", axes) for axes in ([("x",), ("y",)], [(), ()]))
+    >>> gathered_axes(Step("all_gather", ("x", "y"), None, None, before, after, 64, 192))
+    (('b', ('x',)), ('d', ('y',)))
+    """
+    pairs = zip(step.before.shape, step.before.axes, step.after.axes, strict=True)
+    return tuple((d.name, had[len(has) :]) for d, had, has in pairs if len(had) > len(has))
 
 
 def permute_pairs(before: Sharding, after: Sharding) -> tuple[tuple[int, int], ...]:

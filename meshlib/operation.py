@@ -11,7 +11,7 @@ import enum
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -117,6 +117,28 @@ class Linear:
     operands: tuple[int, ...]
     together: bool = False
 
+
+@dataclass(frozen=True)
+class Product:
+    """A result that is a number times its operands, each to an integer power, element by element."""
+
+    powers: tuple[int, ...]
+    number: float = 1.0
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A result that is the sum of its operands, each times a number, element by element."""
+
+    numbers: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Total:
+    """A result that is the sum of the product of its operands over the dims that its attribute `shape` lacks."""
+
+
+Form: TypeAlias = Product | Combination | Total
 
 NONLINEAR = Linear(())
 EVERY = sys.maxsize  # operands, of `overwrites`
@@ -243,6 +265,8 @@ class OpDef:
     Traits, each of which `tests/test_traits.py` tries on the numbers of `local`, as it does `kind` and `roles`:
 
     linear      Operation -> Linear
+    form        Operation -> what its result is in terms of arithmetic, operands broadcast by name, but for rounding;
+                None where that is no product, no sum
     lower       how it runs along dims of role HALO, SUMMARY or SHARE
     storage     which memory holds the result
     overwrites  how many of the first operands the result may be written over, each element over that at its position
@@ -266,6 +290,7 @@ class OpDef:
     grad: GradRule
     work: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Work]
     linear: Callable[[Operation], Linear] = lambda op: NONLINEAR
+    form: Callable[[Operation], Form | None] = lambda op: None
     lower: Halo | Summary | None = None
     storage: Storage = Storage.FRESH
     overwrites: int = 0

@@ -11,42 +11,48 @@ fail: whoever reaches one takes it out. `SAMPLE` are rows that are also run, cor
 
 from __future__ import annotations
 
-from tests.minima import data_parallel, exchanges, lengths, losses, statistics, sums, tensor_parallel
+from tests.minima import data_parallel, exchanges, factors, lengths, losses, statistics, sums, tensor_parallel
 from tests.minima.table import ROWS as ROWS
 
 # Each enters its rows when it is imported.
-THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, exchanges)
+THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, factors, exchanges)
 
-_FACTORS = {  # factors stay inside sums
-    "batch_norm_of_a_split_batch_step",
-    "factor_moved_out_of_a_sum",
+_SAME_SIZE = {  # a sum would have to be made of another that is as large and not there
+    "instance_norm_of_a_split_length_step",
 }
-_HALOS = {  # every block with margins is taken for one between two others, though none is on two devices
-    "neighbourhood_in_split_rows_and_columns",
+_KEPT = {  # what a loop keeps for its gradient is not known to be a product of other things that it keeps
+    "batch_norms_kept_in_a_scan_step",
 }
-_LAUNCHES = {  # the bytes are right, in two collectives
-    "gathered_over_two_dims_and_axes",
+_DIFFERENCES = {  # a sum of terms is not made of theirs, which might lose digits
+    "loss_beside_its_parts",
 }
 
-NOT_YET = _FACTORS | _HALOS | _LAUNCHES
+NOT_YET = _SAME_SIZE | _KEPT | _DIFFERENCES
 
 SAMPLE = (
     "adapter_of_columns_step",
     "argmax_over_a_split",
+    "batch_norm_of_a_split_batch_step",
+    "batch_norm_of_chosen_rows_step",
+    "batch_norms_recomputed_in_a_scan_step",
     "bias_between_two_products",
     "causal_convolution_step",
     "chain_between_two_constraints",
     "chosen_from_a_sum_or_a_whole",
     "class_of_the_first_token",
     "contrastive_loss_step",
+    "cosine_similarity_step",
     "decode_with_a_split_cache_fused",
     "dispatch_and_combine_step",
     "factor_moved_out_of_a_sum",
     "fewer_memory_heads_than_devices_step",
+    "gathered_over_two_dims_and_axes",
     "mean_cross_entropy_step",
     "neighbourhood_in_split_rows_and_columns",
     "one_hot_in_two_places",
+    "product_of_three_operands",
     "sample_of_the_top_k",
+    "style_norm_of_a_split_length_step",
     "sum_beside_one_of_its_terms",
     "window_attention",
 )

@@ -179,3 +179,32 @@ def test_reasons_that_differ_in_the_axes_alone_are_given_once(data: Program, two
 def test_wrong_arguments(data: Program) -> None:
     with pytest.raises(mtf.GraphError, match=r"program_b must be what mtf.lower returned, got str 'x'"):
         mtf.compare(data, "x")
+
+
+# ---------------------------------------------------------------- a change of plan
+
+
+def gathered(batch: int) -> Program:
+    """A product with a fully-sharded weight: the weight comes to a large batch, a small batch to the weight."""
+    with mtf.Graph():
+        x, w = mtf.input("x", [D("batch", batch), D("d", 64)]), mtf.variable("w", [D("d", 64), D("out", 64)])
+        y = mtf.einsum([mtf.sin(x), w], output_shape=[D("batch", batch), D("out", 64)], name="product")
+        return mtf.lower({"y": y}, mesh="p:4", layout="batch:p;out:p?")
+
+
+def test_a_change_of_plan_is_a_note_that_names_the_operation() -> None:
+    small, large, larger = gathered(8), gathered(1024), gathered(2048)
+    assert mtf.compare(large, larger).notes == ()
+    found = mtf.compare(small, large)
+    (product,) = (x for x in found.replanned if x.operation == "einsum")
+    assert (product.name, product.phase, product.a, product.b) == ("product", "forward", "out@p", "batch@p")
+    assert any(
+        "split by batch@p in b, split by out@p in a: einsum 'product' (test_compare.py:" in n for n in found.notes
+    )
+    assert f"note: {found.notes[0]}" in str(found)
+
+
+def test_two_layouts_have_no_change_of_plan(data: Program, two: Program) -> None:
+    found = mtf.compare(data, two)
+    assert found.replanned
+    assert found.notes == ()

@@ -61,16 +61,17 @@ def test_over_widths(plan: Plan):
 
 def assert_steady(plan: Plan, sizes: Sequence[Size]) -> None:
     rows = [measured(plan, size) for size in sizes]
-    for (before, seconds, text), (after, later, now) in pairwise(rows):
-        assert after <= before * JUMP or later < seconds, f"{text}: {before}; {now}: {after} bytes a token"
+    for (before, seconds, text, a), (after, later, now, b) in pairwise(rows):
+        steady = after <= before * JUMP or later < seconds
+        assert steady, "\n".join([f"{text}: {before}; {now}: {after} bytes a token", *mtf.compare(a, b).notes])
 
 
-def measured(plan: Plan, size: Size) -> tuple[float, float, str]:
-    """Bytes and seconds per token and column of the feed-forward layers."""
+def measured(plan: Plan, size: Size) -> tuple[float, float, str, mtf.Program]:
+    """Bytes and seconds per token and column of the feed-forward layers; the program."""
     (_, name, mesh, slice_), (config, batch, length) = plan, size
     with mtf.Graph():
         outputs, updates = mtf.models.train_step(config, batch=batch, length=length)
     program = mtf.lower(outputs, updates, mesh, mtf.models.layout(name, config, mesh))
     parts = batch * length * config.d_ff
     seconds = mtf.estimate(program, slice_).step_seconds
-    return program.sent_bytes / parts, seconds / parts, f"batch {batch}, length {length}, d_ff {config.d_ff}"
+    return program.sent_bytes / parts, seconds / parts, f"batch {batch}, length {length}, d_ff {config.d_ff}", program

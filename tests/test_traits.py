@@ -15,15 +15,18 @@ from meshlib.operation import (
     EVERY,
     NONLINEAR,
     OPERATIONS,
+    Combination,
     Factor,
     Halo,
     Home,
     Kind,
     Linear,
     OpDef,
+    Product,
     Role,
     Storage,
     Summary,
+    Total,
 )
 from meshlib.ops.cumulative import linear_recurrence
 from meshlib.ops.rules import named_factors
@@ -107,6 +110,16 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("linear", "einsum", {"linear": linear(0, 1)}),  # in eight bits it rounds
     ("linear", "reduce_max", {"linear": linear(0)}),
     ("linear", "to_host", {"linear": lambda op: NONLINEAR}),
+    # form
+    ("form", "divide", {"form": lambda op: Product((1, 1))}),
+    ("form", "negative", {"form": lambda op: Product((1,))}),
+    ("form", "subtract", {"form": lambda op: Combination((1.0, 1.0))}),
+    ("form", "multiply", {"form": lambda op: None}),
+    ("form", "add_n", {"form": lambda op: None}),
+    ("form", "reduce_max", {"form": lambda op: Total()}),
+    ("form", "einsum", {"form": lambda op: Product((1, 1))}),
+    ("form", "constant", {"form": lambda op: Product((), 2 * op.attrs["value"] + 1)}),
+    ("form", "relu", {"form": lambda op: Product((1,))}),
     # kind
     ("kind", "relu", {"kind": Kind.VIEW}),
     ("kind", "exp", {"kind": Kind.INDEXED}),

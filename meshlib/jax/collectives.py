@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from layouts import Mesh, permute_pairs
-from layouts.plan import Step
+from layouts.plan import Step, gathered_axes
 from meshlib.jax.context import Array, Context, Index
 from meshlib.program.exchange import runs
 
@@ -30,7 +30,7 @@ def move(step: Step, x: Array, context: Context) -> Array:
     count = mesh.group_size(axes)
     match step.kind:
         case "all_gather":
-            return lax.all_gather(x, axes, axis=dim, tiled=True)
+            return lax.all_gather(x, axes, axis=dim, tiled=True) if step.dim else _gather_dims(step, x)
         case "all_reduce":
             return _REDUCE[_kind(step)](x, axes)
         case "reduce_scatter":
@@ -43,6 +43,17 @@ def move(step: Step, x: Array, context: Context) -> Array:
     assert step.kind == "all_to_all"
     assert step.to_dim is not None
     return lax.all_to_all(x, axes, step.before.shape.index(step.to_dim), dim, tiled=True)
+
+
+def _gather_dims(step: Step, x: Array) -> Array:
+    """All blocks of a group, side by side along several dims."""
+    sizes = [step.before.mesh.axis_size(a) for a in step.axes]
+    blocks = lax.all_gather(x, step.axes, axis=0).reshape(*sizes, *x.shape)
+    gone = dict(gathered_axes(step))
+    order = []
+    for n, name in enumerate(step.before.shape.names):
+        order += [*(step.axes.index(a) for a in gone.get(name, ())), len(sizes) + n]
+    return blocks.transpose(order).reshape(step.after.local_shape.sizes)
 
 
 def _kind(step: Step) -> str:

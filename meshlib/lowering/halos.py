@@ -20,7 +20,15 @@ from meshlib.lowering.choose import Balance
 from meshlib.lowering.passes import remove_dead_code
 from meshlib.operation import Factor, Role, Work
 from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
-from meshlib.program.margins import Margin, fits, given_away, keeps_margins, needed_margins, takes_margins
+from meshlib.program.margins import (
+    Margin,
+    fits,
+    given_away,
+    keeps_margins,
+    needed_margins,
+    row_size,
+    takes_margins,
+)
 from meshlib.program.records import Program
 
 Wide = dict[str, Margin]  # by dim
@@ -284,7 +292,7 @@ class _Rewriter:
             return cut
         axes, size = x.sharding.of(m.dim), x.tensor.shape.dim(m.dim).size
         count = x.sharding.mesh.group_size(axes)
-        row_bytes = x.local_bytes // (size // count)
+        row_bytes = row_size(x.tensor, x.sharding, x.margins, m.dim) * x.tensor.dtype.itemsize
         sent = tuple(n * row_bytes for n in given_away(m, count, size))
         y = Value(x.tensor, x.sharding, _in_order(x, {**{o.dim: o for o in x.margins}, m.dim: m}))
         op, over = user.operation, "+".join(axes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from layouts import LayoutRules, Mesh, Sharding
 from meshlib.graph import Graph, Operation, Tensor
+from meshlib.lowering.arrivals import axes_price
 from meshlib.lowering.choose import Balance
 from meshlib.lowering.halos import share_halos
 from meshlib.lowering.homes import Homes
@@ -16,7 +17,8 @@ from meshlib.lowering.memos import Memos
 from meshlib.lowering.near import near_shifts
 from meshlib.lowering.order import order_and_fuse
 from meshlib.lowering.partition import Partitioner
-from meshlib.lowering.passes import merge_small_collectives, remove_dead_code
+from meshlib.lowering.passes import join_gathers, merge_small_collectives, remove_dead_code
+from meshlib.lowering.shared_sums import split_sums
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Kind
 from meshlib.program.checker import Sound, check_program
@@ -24,7 +26,9 @@ from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
 Near: TypeAlias = frozenset[Operation]  # see `near_shifts`
-PASSES = (remove_dead_code, share_halos, merge_small_collectives, order_and_fuse)
+Lowered: TypeAlias = Callable[[Simplified, Homes, Near], Program]
+LITTLE = 1e-3  # of what a program sends, or holds: less is not worth a second search, more is too much to pay for it
+PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,15 @@ class Lowering:
 
     def program(self, simple: Simplified, fetched: Mapping[str, Tensor], counts_steps: bool) -> Program:
         """The whole program, through all passes."""
-        kept = {name: simple.of(t) for name, t in fetched.items()}
         homes = Homes(simple.graph, self.mesh, self.rules, self.regather)
 
-        def lowered(near: Near) -> Program:
+        def lowered(simple: Simplified, homes: Homes, near: Near) -> Program:
+            kept = {name: simple.of(t) for name, t in fetched.items()}
             sweep = self._sweep(simple, homes, kept.values(), near)
             outputs = {name: sweep.at_home(t) for name, t in kept.items()}
             return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
 
-        return self._cheapest(simple, homes, lowered)
+        return self._cheapest(simple, homes, fetched.values(), lowered)
 
     def body(
         self,
@@ -68,13 +72,13 @@ class Lowering:
         if key in self._bodies:
             return self._bodies[key]
         simple = self.memos.simplified(graph, results, taken=True)
-        kept = [simple.of(t) for t in results]
-        bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
-        for t, end in bound.items():
-            if t.operation.kind.kind is not Kind.INPUT:
-                homes.bind(t, end)
 
-        def lowered(near: Near) -> Program:
+        def lowered(simple: Simplified, homes: Homes, near: Near) -> Program:
+            kept = [simple.of(t) for t in results]
+            bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
+            for t, end in bound.items():
+                if t.operation.kind.kind is not Kind.INPUT:
+                    homes.bind(t, end)
             sweep = self._sweep(simple, homes, bound, near)
             placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
             outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
@@ -84,7 +88,7 @@ class Lowering:
             inputs = {name: sweep.inputs[name] for name in names}
             return self._finished(sweep, inputs, outputs, False, (), is_body=True)
 
-        program = self._bodies[key] = self._cheapest(simple, homes, lowered)
+        program = self._bodies[key] = self._cheapest(simple, homes, results, lowered)
         return program
 
     def trial(
@@ -103,11 +107,35 @@ class Lowering:
 
         return made
 
-    def _cheapest(self, simple: Simplified, homes: Homes, lowered: Callable[[Near], Program]) -> Program:
+    def _cheapest(self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], lowered: Lowered) -> Program:
+        """The graph as it is written, or with sums made of others, if that costs less and takes no more memory."""
+        best = self._nearest(simple, homes, lowered)
+        sharing = self.memos.sharing(simple, split_sums(simple, homes), [simple.of(t) for t in fetched])
+        if sharing is not None and 2 * sharing.bytes > LITTLE * best.sent_bytes:
+            other = self._nearest(sharing.graph, replace(homes, graph=sharing.graph.graph), lowered)
+            best = other if self._pays(other, best) else best
+        return best
+
+    def _pays(self, other: Program, than: Program) -> bool:
+        """Whether another program sends less, as the balance prices it, costs less with its work, and holds no more."""
+        if other.memory.peak_bytes > than.memory.peak_bytes * (1 + LITTLE):
+            return False
+        sent, before = self._priced(other), self._priced(than)
+        works, worked = (self.balance.bytes_of(p.work) for p in (other, than))
+        return sent < before and sent + works < before + worked
+
+    def _priced(self, program: Program) -> float:
+        """What a program sends; along axes of several prices, that of each collective."""
+        prices = self.balance.axis_prices
+        if not prices:
+            return program.sent_bytes
+        return sum(c.count * c.sent_bytes * axes_price(c.axes, prices) for c in program.collectives)
+
+    def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
         """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours."""
-        apart = lowered(frozenset())
+        apart = lowered(simple, homes, frozenset())
         near = near_shifts(simple, homes, self.memos.signatures)
-        together = lowered(near) if near else apart
+        together = lowered(simple, homes, near) if near else apart
         return together if together.sent_bytes < apart.sent_bytes else apart
 
     def _sweep(

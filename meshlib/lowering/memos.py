@@ -4,6 +4,7 @@
     per signature      what an assignment of axes means               (mesh)
                        its options                                    (mesh, shardings of operands and home, balance)
     per graph, body    dead code and common subexpressions            (results)
+                       sums that follow from others                   (results, which sums are over split dims)
     per computation    that the checker found it sound                (shardings, assignment)
 
 Nothing here knows the layout: a key names the shardings that a layout led to, so what two layouts lay alike is found
@@ -12,11 +13,12 @@ once. Reshard plans and `LayoutRules.sharding` know no graph; `layouts` itself r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshlib.graph import Graph, Tensor
 from meshlib.lowering.choose import Balance, Option
+from meshlib.lowering.shared_sums import Sharing, shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
 from meshlib.program.signature import Signatures
 
@@ -31,6 +33,7 @@ class Memos:
     options: dict[Balance, dict[object, tuple[Option, ...]]] = field(default_factory=dict)
     computations: set[object] = field(default_factory=set)
     _simplified: dict[object, Simplified] = field(default_factory=dict)
+    _sharings: dict[object, Sharing | None] = field(default_factory=dict)
 
     def simplified(self, graph: Graph, results: Sequence[Tensor], taken: bool) -> Simplified:
         """The body of a loop, simplified; `taken`: its results are needed wherever they lie."""
@@ -39,6 +42,15 @@ class Memos:
             simple = self._simplified[key] = simplify(graph, results, ())
             simple.taken.update(simple.of(t) for t in results if taken)
         return self._simplified[key]
+
+    def sharing(
+        self, simple: Simplified, split: Mapping[Tensor, frozenset[str]], fetched: Sequence[Tensor]
+    ) -> Sharing | None:
+        """What need not be reduced of the sums over split dims."""
+        key = (simple, tuple(split.items()), tuple(fetched))
+        if key not in self._sharings:
+            self._sharings[key] = shared_sums(simple, split, fetched)
+        return self._sharings[key]
 
     def trim(self) -> None:
         """Start anew with what grows from layout to layout, where that has become too much to hold."""

@@ -1,9 +1,12 @@
-"""Passes over a lowered program: dead code, merging of small collectives (rule 6). Each returns a new program."""
+"""Passes over a lowered program: dead code, joining and merging of collectives (rule 6). Each returns a new program."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
+from layouts.plan import Step
 from meshlib.program.instructions import Commit, Instruction, Move, Resident, Value
 from meshlib.program.records import Program
 
@@ -21,6 +24,34 @@ def remove_dead_code(program: Program) -> Program:
             kept.append(instruction)
             needed.update(instruction.inputs)
     return program.with_instructions(kept[::-1])
+
+
+def join_gathers(program: Program) -> Program:
+    """A gather along one dim whose result is only gathered along another: both at once.
+
+    As many bytes, one launch, over the links of all the axes at a time; and the value is never there half gathered.
+    """
+    uses = Counter(x for i in program.instructions for x in i.inputs)
+    uses.update((*program.outputs.values(), *program.updates.values()))
+    kept: dict[Instruction, None] = {}
+    gathers: dict[Value, Move] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, Move) and instruction.opcode == "all_gather" and len(instruction.inputs) == 1:
+            first = gathers.get(instruction.inputs[0])
+            if first is not None and uses[first.outputs[0]] == 1 and first.region == instruction.region:
+                del kept[first]
+                instruction = _joined(first, instruction)
+            gathers[instruction.outputs[0]] = instruction
+        kept[instruction] = None
+    return program.with_instructions(list(kept))
+
+
+def _joined(first: Move, second: Move) -> Move:
+    (a,), (b,), (why, other) = first.steps, second.steps, (*first.reasons, *second.reasons)
+    axes = tuple(x for x in a.before.mesh.axes if x in (*a.axes, *b.axes))
+    step = Step("all_gather", axes, None, None, a.before, b.after, a.payload_bytes, a.sent_bytes + b.sent_bytes)
+    reason = replace(other, dim=None, why=f"{why.why}; {other.why}", avoid=f"{why.avoid}; {other.avoid}")
+    return replace(second, inputs=first.inputs, steps=(step,), reasons=(reason,))
 
 
 def merge_small_collectives(program: Program) -> Program:

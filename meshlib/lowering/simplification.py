@@ -33,6 +33,16 @@ class Simplified:
         t = self.graph.known.get(t, t)
         return self.same.get(t, t)
 
+    def linked(self) -> Simplified:
+        """This, with the users of each tensor, and what is copied to the host taken as it lies."""
+        for op in self.operations:
+            if op.kind.kind is Kind.COPY and op.output.on_host:
+                self.taken.update(self.inputs[op])
+                continue
+            for i in op.needs:
+                self.uses.setdefault(self.inputs[op][i], []).append((op, i))
+        return self
+
 
 def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operation]) -> Simplified:
     """Dead code and common subexpressions removed."""
@@ -56,10 +66,4 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
         result.operations.append(op)
         result.inputs[op] = inputs
     # A representative may have become dead only together with all its users, so one more sweep is not needed.
-    for op in result.operations:
-        if op.kind.kind is Kind.COPY and op.output.on_host:
-            result.taken.update(result.inputs[op])
-            continue
-        for i in op.needs:
-            result.uses.setdefault(result.inputs[op][i], []).append((op, i))
-    return result
+    return result.linked()

@@ -16,7 +16,20 @@ from meshlib.checks import at, choice, items
 from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Work, operation
+from meshlib.operation import (
+    NONLINEAR,
+    Array,
+    Block,
+    Factor,
+    Form,
+    Kind,
+    Linear,
+    Product,
+    Role,
+    Total,
+    Work,
+    operation,
+)
 from meshlib.ops.building import as_dims, build, tensor
 from meshlib.ops.rules import named_factors, same_dtype, union
 
@@ -125,6 +138,13 @@ def _roles(op: Operation) -> tuple[Factor, ...]:
     return named_factors(op, {d.name: Role.SUM for x in op.inputs for d in x.shape if d.name not in out})
 
 
+def _form(op: Operation) -> Form | None:
+    if op.attrs["precision"] in EIGHT_BIT:
+        return None
+    sums = any(d not in op.output.shape for x in op.inputs for d in x.shape)
+    return Total() if sums else Product((1, 1))
+
+
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     # A cotangent does not lie on a grid of eight bits.
     precision = "highest" if op.attrs["precision"] == "highest" else "default"
@@ -165,6 +185,7 @@ EINSUM = operation(
     local=_local,
     grad=_grad,
     linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # parts lie on no grid
+    form=_form,
     work=_work,
 )
 

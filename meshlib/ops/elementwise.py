@@ -20,11 +20,13 @@ from meshlib.operation import (
     NONLINEAR,
     Array,
     Block,
+    Combination,
     GradRule,
     Home,
     Kind,
     Linear,
     OpDef,
+    Product,
     ShapeRule,
     Work,
     operation,
@@ -163,6 +165,7 @@ negative: Unary = _of_numbers(
     np.negative,
     lambda x, y, dy: -dy,
     linear=lambda op: Linear((0,)),
+    form=lambda op: Product((1,), -1.0),
     repeated=True,
     exact=True,
 )
@@ -170,8 +173,10 @@ exp = _curve("exp", "e to the power x", np.exp, lambda x, y, dy: dy * y)
 log = _curve("log", "Natural logarithm", np.log, lambda x, y, dy: dy / x)
 sqrt = _curve("sqrt", "Square root", np.sqrt, lambda x, y, dy: dy * 0.5 / y)
 rsqrt = _curve("rsqrt", "1 / sqrt(x)", _rsqrt, lambda x, y, dy: dy * y * y * y * -0.5)
-square = _of_numbers("square", "x * x", np.square, lambda x, y, dy: dy * x * 2)
-reciprocal = _curve("reciprocal", "1 / x", np.reciprocal, lambda x, y, dy: -(dy * y * y))
+square = _of_numbers("square", "x * x", np.square, lambda x, y, dy: dy * x * 2, form=lambda op: Product((2,)))
+reciprocal = _curve(
+    "reciprocal", "1 / x", np.reciprocal, lambda x, y, dy: -(dy * y * y), form=lambda op: Product((-1,))
+)
 expm1 = _curve("expm1", "exp(x) - 1, exact for small x too", np.expm1, lambda x, y, dy: dy * (y + 1.0))
 erf = unary(
     "erf",
@@ -248,8 +253,24 @@ equal = _compare("equal", "x1 == x2", np.equal)
 not_equal = _compare("not_equal", "x1 != x2", np.not_equal)
 logical_and = _binary("logical_and", "x1 and x2", np.logical_and, note="; bool", shape=_FLAGS)
 logical_or = _binary("logical_or", "x1 or x2", np.logical_or, note="; bool", shape=_FLAGS)
-add = _binary("add", "x1 + x2", np.add, lambda x1, x2, y, dy: dy, lambda x1, x2, y, dy: dy, **_together)
-subtract = _binary("subtract", "x1 - x2", np.subtract, lambda x1, x2, y, dy: dy, lambda x1, x2, y, dy: -dy, **_together)
+add = _binary(
+    "add",
+    "x1 + x2",
+    np.add,
+    lambda x1, x2, y, dy: dy,
+    lambda x1, x2, y, dy: dy,
+    form=lambda op: Combination((1.0, 1.0)),
+    **_together,
+)
+subtract = _binary(
+    "subtract",
+    "x1 - x2",
+    np.subtract,
+    lambda x1, x2, y, dy: dy,
+    lambda x1, x2, y, dy: -dy,
+    form=lambda op: Combination((1.0, -1.0)),
+    **_together,
+)
 sub = subtract  # Mesh TensorFlow's name
 multiply = _binary(
     "multiply",
@@ -258,6 +279,7 @@ multiply = _binary(
     lambda x1, x2, y, dy: dy * x2,
     lambda x1, x2, y, dy: dy * x1,
     linear=lambda op: Linear((0, 1)),
+    form=lambda op: Product((1, 1)),
     repeated=True,
 )
 divide = _binary(
@@ -270,6 +292,7 @@ divide = _binary(
     ops=TRANSCENDENTAL_OPS,
     shape=_FLOATS,
     linear=lambda op: Linear((0,)),
+    form=lambda op: Product((1, -1)),
     repeated=True,
 )
 maximum = _binary(
@@ -418,6 +441,7 @@ _ADD_N = _define(
     lambda op, dy: [reduce_to(dy, x.shape) for x in op.inputs],
     _NUMBERS,
     linear=lambda op: Linear(tuple(range(len(op.inputs))), together=True),
+    form=lambda op: Combination((1.0,) * len(op.inputs)),
     overwrites=2,  # the others are read after the first sum is written
 )
 

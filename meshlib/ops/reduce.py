@@ -12,7 +12,7 @@ from meshlib.checks import at
 from meshlib.dtypes import BOOL
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import Array, Block, Kind, Linear, OpDef, Role, ShapeRule, Work, operation
+from meshlib.operation import Array, Block, Kind, Linear, OpDef, Role, ShapeRule, Total, Work, operation
 from meshlib.ops.building import as_dims, build, floats, tensor
 from meshlib.ops.elementwise import add, cast, equal, exp, log, multiply, subtract
 from meshlib.ops.rules import named_factors, not_differentiable, size_of
@@ -81,7 +81,7 @@ def _extreme_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     return [chosen * (dy / reduce_sum(chosen, output_shape=y.shape))]
 
 
-_SUM = _define("reduce_sum", np.add, Role.SUM, _sum_grad, linear=lambda op: Linear((0,)))
+_SUM = _define("reduce_sum", np.add, Role.SUM, _sum_grad, linear=lambda op: Linear((0,)), form=lambda op: Total())
 _MAX = _define("reduce_max", np.maximum, Role.MAX, _extreme_grad, exact=True)
 _MIN = _define("reduce_min", np.minimum, Role.MIN, _extreme_grad, exact=True)
 # False < True: over a split dim the parts of "all" are a pending minimum, those of "any" a maximum, of a byte per flag.

@@ -24,7 +24,7 @@ from meshlib.graph import (
     scoped_name,
 )
 from meshlib.names import relative_name
-from meshlib.operation import Array, Block, Kind, OpDef, Storage, Work, operation
+from meshlib.operation import Array, Block, Kind, OpDef, Product, Storage, Work, operation
 from meshlib.ops.building import as_dims, build_source, floats, tensor
 from meshlib.ops.rules import named_factors, no_work, vector_work
 from meshlib.ops.table import TABLE, table
@@ -61,7 +61,15 @@ def _constant_local(block: Block) -> Array:
     return np.broadcast_to(np.asarray(block.attrs["value"], block.out.dtype.storage), block.out.shape.sizes)
 
 
-CONSTANT = _define("constant", Kind.SOURCE, _constant_local, vector_work, storage=Storage.VIEW, remade=True)
+CONSTANT = _define(
+    "constant",
+    Kind.SOURCE,
+    _constant_local,
+    vector_work,
+    form=lambda op: Product((), float(op.attrs["value"])),
+    storage=Storage.VIEW,
+    remade=True,
+)
 
 
 def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str | None) -> Tensor:

@@ -12,7 +12,7 @@ from meshlib.errors import ProgramError
 from meshlib.operation import Factor, Linear, Role
 from meshlib.program.exchange import plan_exchanges
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
-from meshlib.program.margins import fits, given_away, keeps_margins, needed_margins, takes_margins
+from meshlib.program.margins import fits, given_away, keeps_margins, needed_margins, row_size, takes_margins
 from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside, derive
@@ -165,11 +165,10 @@ def _check_widened(instruction: Widen) -> None:
     size = x.tensor.shape.dim(margin.dim).size
     axes = x.sharding.of(margin.dim)
     count = x.sharding.mesh.group_size(axes)
-    block = size // count
     taken = any(m.dim == margin.dim for m in x.margins)
     if x.sharding.pending or taken or not fits(margin, x.tensor, x.sharding):
         raise ProgramError(f"{x} can't have margins of {margin}")
-    row_bytes = x.local_bytes // block
+    row_bytes = row_size(x.tensor, x.sharding, x.margins, margin.dim) * x.tensor.dtype.itemsize
     sent = tuple(n * row_bytes for n in given_away(margin, count, size))
     claims = (step.kind, step.axes, step.dim, instruction.by_block, step.payload_bytes, step.sent_bytes)
     if claims != ("collective_permute", axes, margin.dim, sent, max(sent), max(sent)):
@@ -199,6 +198,8 @@ def taken_step(
         return laid(shape, s.mesh, s.axes, (*s.pending, *((a, "sum") for a in axes))), 0
     if kind == "collective_permute":
         return None, payload  # to any order of the same blocks: see _check_reshard
+    if kind == "all_gather" and dim is None:
+        return _gathered(s, axes), (k - 1) * payload
     assert dim is not None
     if kind == "slice":
         entries[dim] += tuple(axes)
@@ -211,6 +212,16 @@ def taken_step(
     assert to_dim is not None
     entries[to_dim] += tuple(axes)
     return laid(shape, s.mesh, tuple(entries.values()), s.pending), (k - 1) * payload / k
+
+
+def _gathered(s: Sharding, axes: Sequence[str]) -> Sharding:
+    """Without these axes, which must be the minor-most ones of several dims."""
+    left = tuple(tuple(a for a in entry if a not in axes) for entry in s.axes)
+    gone = [entry[len(kept) :] for entry, kept in zip(s.axes, left, strict=True)]
+    minor = all(entry[: len(kept)] == kept for entry, kept in zip(s.axes, left, strict=True))
+    if not minor or sorted(a for entry in gone for a in entry) != sorted(axes) or sum(map(bool, gone)) < 2:
+        raise ProgramError(f"all_gather takes the minor-most axes {tuple(axes)} of several dims of {s}")
+    return laid(s.shape, s.mesh, left, s.pending)
 
 
 def _check_commit(instruction: Commit, program: Program) -> None:

@@ -18,10 +18,11 @@ from meshlib.graph import BACKWARD, FORWARD, UPDATE, Tensor
 from meshlib.operation import Kind
 from meshlib.program.instructions import Value
 from meshlib.program.records import Collective, Program, walk
+from meshlib.program.replanned import Replanned, plan_notes, replanned
 from meshlib.program.work import local_work
 from meshlib.text import bytes_text, grid
 
-__all__ = ["Comparison", "Laid", "Pair", "Work", "compare"]
+__all__ = ["Comparison", "Laid", "Pair", "Replanned", "Work", "compare"]
 
 PHASES = (FORWARD, BACKWARD, UPDATE)
 GROUPS = ("inputs", "variables", "slots", "gradients", "activations")
@@ -112,6 +113,17 @@ class Comparison:
         """Collectives of both with the same bytes."""
         return tuple(p for p in self._matched[2] if p.same_bytes)
 
+    @cached_property
+    def replanned(self) -> tuple[Replanned, ...]:
+        """The operations of both that are split otherwise, in a's order."""
+        return replanned(self.a, self.b)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What changed in the plan, with names, if mesh and layout are the same: between two sizes of a model, say."""
+        same = (self.a.mesh, self.a.layout) == (self.b.mesh, self.b.layout)
+        return plan_notes(self.replanned) if same else ()
+
     @property
     def sent_bytes(self) -> tuple[float, float]:
         """Bytes that a core sends in a step."""
@@ -179,7 +191,7 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [f"{side}  {p.headline}" for side, p in (("a", self.a), ("b", self.b))]
-        lines += [f"{self.summary()} (exact)", "", self.table()]
+        lines += [f"{self.summary()} (exact)", *(f"note: {n}" for n in self.notes), "", self.table()]
         names_a, names_b = _labels(self.a), _labels(self.b)
         lines += _section("only in a", [_collective(c, names_a) for c in _largest_first(self.only_a)])
         lines += _section("only in b", [_collective(c, names_b) for c in _largest_first(self.only_b)])
@@ -214,7 +226,8 @@ def compare(program_a: Program, program_b: Program) -> Comparison:
     Args:
       program_a, program_b: what `mtf.lower` returned, for two layouts of one graph or for two graphs.
     Returns: a Comparison. `print` it, or take `.tensors`, `.only_a`, `.only_b`, `.changed`, `.unchanged`,
-      `.sent_by_phase`, `.memory_by_kind`, `.peak_bytes`, `.work`. Bytes are per core and step, exact.
+      `.sent_by_phase`, `.memory_by_kind`, `.peak_bytes`, `.work`, `.replanned`. Bytes are per core and step, exact.
+      Of two sizes of one model under one mesh and layout, `.notes` names the operations whose plan changed.
     Raises: GraphError if one is no Program.
     Example:
       >>> import meshlib as mtf

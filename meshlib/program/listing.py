@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from layouts.plan import gathered_axes
 from meshlib.errors import GraphError
 from meshlib.operation import Kind
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
@@ -43,6 +44,8 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
     made = i.opcode if isinstance(i, Resident) else f"{i.opcode}({operands})"
     if isinstance(i, Move):
         where = "".join(f" {s.dim}" + (f" to {s.to_dim}" if s.to_dim else "") for s in i.steps[:1] if s.dim)
+        if i.opcode == "all_gather" and not where:
+            where = "".join(f" {dim}" for dim, _ in gathered_axes(i.steps[0]))
         made += f" over {'+'.join(i.steps[0].axes)}{where}"
     elif isinstance(i, Loop):
         made += f", {i.trips} trips of the body below"

@@ -115,6 +115,16 @@ def given_away(margin: Margin, count: int, size: int) -> list[int]:
     return sent
 
 
+def row_size(t: Tensor, sharding: Sharding, margins: Sequence[Margin], dim: str) -> int:
+    """Elements of one index of a dim, in the block that holds most besides: of two blocks each lies at an end."""
+    found = sharding.local_size // sharding.local_shape.dim(dim).size
+    for m in margins:
+        block, size = sharding.local_shape.dim(m.dim).size, t.shape.dim(m.dim).size
+        held = (m.run(j, block, size) for j in range(size // block))
+        found = found // block * max(end - begin for begin, end in held)
+    return found
+
+
 def fits(margin: Margin, t: Tensor, sharding: Sharding) -> bool:
     """Whether blocks can have a margin: those that go round must not meet themselves."""
     size, block = t.shape.dim(margin.dim).size, sharding.local_shape.dim(margin.dim).size

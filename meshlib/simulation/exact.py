@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from hardware.numerics import ring_reduce, ring_reduce_scatter, round_to_bfloat16
 from layouts import Mesh, Shape, Sharding, permute_pairs
-from layouts.plan import Step
+from layouts.plan import Step, gathered_axes
 from meshlib.dtypes import BFLOAT16, DType
 from meshlib.engine import Engine
 from meshlib.errors import ProgramError
@@ -367,7 +368,7 @@ def _exchange(step: Step, parts: Blocks, dim: int, to_dim: int, dtype: DType) ->
     k = len(parts)
     carry = round_to_bfloat16 if dtype is BFLOAT16 else None
     if step.kind == "all_gather":
-        return [np.concatenate(parts, axis=dim)] * k
+        return [np.concatenate(parts, axis=dim) if step.dim else _put_together(step, parts)] * k
     if step.kind == "all_reduce":
         return [ring_reduce(parts, _kind(step), carry)] * k
     if step.kind == "reduce_scatter":
@@ -379,6 +380,20 @@ def _exchange(step: Step, parts: Blocks, dim: int, to_dim: int, dtype: DType) ->
     assert step.kind == "all_to_all"
     pieces = [np.split(part, k, axis=to_dim) for part in parts]
     return [np.concatenate([pieces[source][c] for source in range(k)], axis=dim) for c in range(k)]
+
+
+def _put_together(step: Step, parts: Blocks) -> Array:
+    """The blocks of a group side by side along several dims."""
+    sizes = [range(step.before.mesh.axis_size(a)) for a in step.axes]
+    blocks = dict(zip(product(*sizes), parts, strict=True))
+    for name, axes in gathered_axes(step):
+        along = [step.axes.index(a) for a in axes]
+        rows: dict[tuple[int, ...], list[Array]] = {}
+        for place in sorted(blocks, key=lambda place: [place[n] for n in along]):
+            rows.setdefault(tuple(0 if n in along else x for n, x in enumerate(place)), []).append(blocks[place])
+        blocks = {place: np.concatenate(row, axis=step.before.shape.index(name)) for place, row in rows.items()}
+    (whole,) = blocks.values()
+    return whole
 
 
 def _kind(step: Step) -> str:

@@ -22,7 +22,7 @@ from meshlib.jax.table import ROWS, row
 from meshlib.operation import OPERATIONS, Kind, operation
 from meshlib.ops.building import build
 from meshlib.ops.rules import named_factors, not_differentiable, vector_work
-from tests.jax.lowered import in_text
+from tests.jax.lowered import in_program, in_text
 from tests.jax.models import mlp, mlp_feeds, transformer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,3 +279,16 @@ def test_halos_send_no_more_than_the_program() -> None:
     most = sum(c.sent_bytes * c.count for c in program.collectives)
     assert {kind for kind, *_ in in_text(run.compiled())} == {"collective_permute"}
     assert sent <= 1.5 * most  # runs that differ from block to block travel in the longest one's length
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [("a:2;c:2;e:2", "b:a+c;j:e"), ("a:4;c:2", "j:c;b:a")])
+def test_a_gather_of_several_dims_is_one(mesh: str, layout: str) -> None:
+    with mtf.Graph():
+        x = mtf.input("x", [B, mtf.Dimension("j", 4)])
+        y = mtf.constrain(mtf.sin(x), "")
+    program = mtf.lower({"y": y}, mesh=mesh, layout=layout)
+    run = mtf.on_jax(program)
+    values = np.random.default_rng(0).normal(size=(8, 4))
+    np.testing.assert_allclose(run.step(x=values)["y"], np.sin(values), rtol=1e-5, atol=1e-6)
+    assert in_text(run.compiled()) == in_program(program)
+    assert [c.kind for c in program.collectives] == ["all_gather"]

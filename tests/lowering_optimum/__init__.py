@@ -15,6 +15,7 @@ unless there are too many states; then the pair is given up.
     end                outputs, gradients and what is written back lie at home; a gradient that is only added to others
                        need not, unless it is larger
 
+Sums are made of others where the library's program has them so, and nowhere else.
 Not looked at: ways of one value by a third place other than its home, sums of sums of sums, and axes on dims where
 nothing but a step of a reshard had them. What it costs is bytes sent and what the work is worth by `mtf.Balance`; or
 bytes alone, with no more work than the library's program does.
@@ -28,12 +29,13 @@ bytes alone, with no more work than the library's program does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layouts import LayoutRules, Mesh
-from meshlib.graph import Operation, Tensor
+from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering import lower
 from meshlib.lowering.homes import Homes
+from meshlib.lowering.shared_sums import shared_sums, split_sums
 from meshlib.lowering.simplification import simplify
 from meshlib.program.instructions import Compute
 from meshlib.program.work import local_work
@@ -94,11 +96,21 @@ class Subject:
     mesh: str
     layout: str
 
-    def ways(self) -> Ways:
-        """The ways to run its operations."""
-        graph = next(iter(self.outputs.values())).graph if self.outputs else self.updates[0].graph
-        simple = simplify(graph, self.outputs.values(), self.updates)
-        return Ways(simple, Homes(graph, Mesh(self.mesh), LayoutRules(self.layout)))
+    @property
+    def graph(self) -> Graph:
+        """What it is written in."""
+        return next(iter(self.outputs.values())).graph if self.outputs else self.updates[0].graph
+
+    def ways(self, shared: bool = False) -> Ways:
+        """The ways to run its operations, as they are written or with sums made of others."""
+        simple = simplify(self.graph, self.outputs.values(), self.updates)
+        homes = Homes(self.graph, Mesh(self.mesh), LayoutRules(self.layout))
+        if shared:
+            ends = [simple.of(t) for t in self.outputs.values()]
+            sharing = shared_sums(simple, split_sums(simple, homes), ends)
+            assert sharing is not None
+            simple, homes = sharing.graph, replace(homes, graph=sharing.graph.graph)
+        return Ways(simple, homes)
 
     def best(self, ways: Ways, most: float, most_work: float = INFINITE, budget: float = INFINITE) -> Optimum | None:
         """The least by cost; with a limit to the work, by bytes. None if nothing costs so little. Raises: TooMany."""
@@ -126,8 +138,8 @@ def compare(outputs: Mapping[str, Tensor], updates: Sequence[Operation], mesh: s
     """Lower a program and search for its optimum."""
     program = lower(outputs, updates, mesh, layout)
     subject = Subject(outputs, updates, mesh, layout)
-    ways = subject.ways()
     computed = [i for i in program.instructions if isinstance(i, Compute)]
+    ways = subject.ways(shared=any(i.operation.graph is not subject.graph for i in computed))
     sent = float(program.sent_bytes)
     work = sum(ways.price(i.operation, local_work(program, i), i.outputs[0].sharding) for i in computed)
     budget = sent + work - ways.least_work  # all that is not work that has to be done

@@ -1,4 +1,4 @@
-"""What a record says of the function that its operation is: linear, exact, made again, what of operands is read."""
+"""What a record says of the function that its operation is: linear, arithmetic, exact, made again, what is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hardware.numerics import round_to_bfloat16
 from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL
 from meshlib.errors import FeedError
-from meshlib.operation import RESIDENT, Home, Kind, OpDef, Storage
+from meshlib.operation import RESIDENT, Combination, Form, Home, Kind, OpDef, Product, Storage, Total
 from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same, stored
 
 # ---------------------------------------------------------------- linear
@@ -46,6 +46,50 @@ def _is_linear(record: OpDef, s: Sample, operands: Sequence[int]) -> bool:
         return False
     narrow = any(s.arrays[n].dtype == np.float32 for n in operands) and s.op.output.dtype is not BFLOAT16
     return same([x + y for x, y in zip(first, second, strict=True)], both, 1e-6 if narrow else 1e-11)
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def check_form(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """The result is the product, combination or total that it is said to be; element by element, no other is one."""
+    for s in uses:
+        form = record.form(s.op)
+        arithmetic = s.op.output.dtype.is_float and len(s.floats()) == len(s.op.inputs)
+        if record.kind in STRUCTURE or not arithmetic:
+            continue
+        if form is not None and not _is_form(record, s, form):
+            yield f"{s}: is no {form}"
+        if form is None and record.kind is Kind.ELEMENTWISE and record.home is Home.RULES:
+            number = len(s.op.inputs)
+            products = [Product(p, n) for p in product((-1, 1, 2), repeat=number) for n in (1.0, -1.0)]
+            sums = [Combination(n) for n in product((-1.0, 1.0), repeat=number) if number > 1]
+            yield from (f"{s}: is {f}, and does not say so" for f in (*products, *sums) if _is_form(record, s, f))
+
+
+def _is_form(record: OpDef, s: Sample, form: Form) -> bool:
+    rng = s.rng
+    arrays = [rng.uniform(0.5, 2.0, x.shape) * rng.choice([-1.0, 1.0], x.shape) for x in s.arrays]
+    made = apply(record, s.op, [np.asarray(x, y.dtype) for x, y in zip(arrays, s.arrays, strict=True)])[0]
+    dims = [d for x in s.op.inputs for d in x.shape]
+    names = list(dict.fromkeys([*(d.name for d in dims), *s.op.output.shape.names]))
+    letters = {name: chr(ord("a") + n) for n, name in enumerate(names)}
+    out = "".join(letters[n] for n in s.op.output.shape.names)
+    terms = ["".join(letters[n] for n in x.shape.names) for x in s.op.inputs]
+    whole = np.ones(s.op.output.shape.sizes)
+    if isinstance(form, Total):
+        wanted = np.einsum(f"{','.join(terms)}->{out}", *arrays)
+    elif isinstance(form, Product):
+        if any(letter not in out for letter in "".join(terms)):
+            return False
+        parts = [np.power(x, n) for x, n in zip(arrays, form.powers, strict=True)]
+        wanted = form.number * np.einsum(f"{','.join([*terms, out])}->{out}", *parts, whole)
+    else:
+        if any(letter not in out for letter in "".join(terms)):
+            return False
+        parts = [np.einsum(f"{t},{out}->{out}", x, whole) for t, x in zip(terms, arrays, strict=True)]
+        wanted = sum(n * x for n, x in zip(form.numbers, parts, strict=True))
+    return same([np.asarray(made, np.float64)], [np.asarray(wanted)], 1e-6)
 
 
 # ---------------------------------------------------------------- made again, rounded, unique
@@ -191,6 +235,7 @@ def _reads_first_only(record: OpDef, s: Sample) -> bool:
 
 CHECKS = {
     "linear": check_linear,
+    "form": check_form,
     "remade": check_remade,
     "repeated": check_repeated,
     "exact": check_exact,

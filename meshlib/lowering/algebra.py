@@ -1,0 +1,226 @@
+"""Sums of products, and what they have in common: number times factors that stay outside times a sum of the others.
+
+A factor that lacks the dims that are summed over stays outside: the sum over b of x[b, d] z[b, d] q[d] is q times that
+of x z. Two sums are one where their insides are the same product, whatever was multiplied in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, prod
+from typing import Any, TypeAlias
+
+from layouts import Dimension
+from meshlib.graph import BACKWARD, Operation, Tensor
+from meshlib.lowering.simplification import Simplified
+from meshlib.operation import RESIDENT, Combination, OpDef, Product, Total
+
+DEEPEST = 8  # operations that a product is followed through
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum over some dims of a product of tensors that have them; of an einsum, of its two operands' products."""
+
+    kind: OpDef
+    attrs: tuple[tuple[str, Any], ...]  # all but the shape of the result
+    operands: tuple[frozenset[tuple[Tensor, int]], ...]  # tensors with their powers
+    over: frozenset[str]
+    parts: tuple[Mapping[Tensor, int], ...] = field(compare=False)  # the operands, in the order of the program
+
+    @property
+    def dims(self) -> tuple[Dimension, ...]:
+        """Those of the result."""
+        found = {d.name: d for part in self.parts for t in part for d in t.shape}
+        return tuple(d for name, d in found.items() if name not in self.over)
+
+
+Factor: TypeAlias = Tensor | Sum
+Powers: TypeAlias = dict[Factor, int]
+
+
+@dataclass(frozen=True)
+class Monomial:
+    """A number times factors to integer powers."""
+
+    number: float
+    powers: Powers
+
+    @property
+    def key(self) -> frozenset[tuple[Factor, int]]:
+        """What it is but for its number."""
+        return frozenset(self.powers.items())
+
+    @property
+    def sums(self) -> Iterator[Sum]:
+        """Those among its factors."""
+        return (f for f in self.powers if isinstance(f, Sum))
+
+    def times(self, other: Monomial, power: int = 1) -> Monomial:
+        """The product with another one, to a power."""
+        powers = dict(self.powers)
+        for f, n in other.powers.items():
+            powers[f] = powers.get(f, 0) + n * power
+        return Monomial(self.number * other.number**power, {f: n for f, n in powers.items() if n})
+
+
+ONE = Monomial(1.0, {})
+
+
+@dataclass(eq=False)
+class Algebra:
+    """The sums of one graph."""
+
+    graph: Simplified
+    # tensors that are nothing but a product of some with the same summed dims
+    products: dict[frozenset[tuple[Factor, int]], Tensor] = field(default_factory=dict)
+
+    def total(self, op: Operation, within: Collection[str] | None = None) -> Monomial | None:
+        """What an operation sums: factors, and at most one Sum; None if it sums nothing.
+
+        With `within`, summed over these of its dims only: to be summed over the others afterwards.
+        """
+        if not isinstance(op.kind.form(op), Total) or not op.output.dtype.is_float:
+            return None
+        inputs = self.graph.inputs[op]
+        every = {d.name: d.size for x in inputs for d in x.shape if d.name not in op.output.shape}
+        over = frozenset(every if within is None else within)
+        whole = [self._monomial(x, over, op.region) for x in inputs]
+        attrs = tuple((name, value) for name, value in op.attrs.items() if name != "shape")
+        found = self._summed(op.kind, attrs, whole, over, inputs)
+        if found is None or within is None:
+            return found
+        has = over.union(*(_names(f) for f in found.powers))
+        return Monomial(found.number * prod(size for name, size in every.items() if name not in has), found.powers)
+
+    def parts(self, total: Sum, region: str) -> list[Monomial] | None:
+        """A sum of sums, taken apart: those of its terms; equal ones are one, those that vanish are left out.
+
+        Only where no digits are lost. A difference may be small beside its terms, so it is taken apart only where
+        cotangents meet, or where all of its sum vanishes: that of what lies around its mean.
+        """
+        if len(total.parts) != 1:
+            return None
+        (product,) = total.parts
+        for x, power in product.items():
+            op = x.operation
+            form = op.kind.form(op)
+            if power != 1 or not isinstance(form, Combination):
+                continue
+            rest: Powers = {f: n for f, n in product.items() if f is not x}
+            found = []
+            for y, number in zip(self.graph.inputs[op], form.numbers, strict=True):
+                term = Monomial(number, rest).times(self._monomial(y, total.over, region))
+                found.append(self._summed(total.kind, total.attrs, [term], total.over, [x, *rest_of(rest)]))
+            left = self.collected([m for m in found if m is not None])
+            meet = op.region == BACKWARD and op not in op.graph.again and self._at_hand(op, region)
+            if not left or meet:
+                return left
+        return None
+
+    # ------------------------------------------------------------ products
+
+    def _monomial(self, t: Tensor, over: frozenset[str], region: str, depth: int = 0) -> Monomial:
+        """A tensor as a product, of those factors that matter to a sum over these dims."""
+        whole, op = Monomial(1.0, {t: 1}), t.operation
+        form = op.kind.form(op)
+        if not isinstance(form, Product) or depth == DEEPEST or not t.dtype.is_float:
+            return whole
+        inputs = self.graph.inputs[op]
+        inside = not over.isdisjoint(t.shape.names)
+        if inside and not self._at_hand(op, region):
+            return whole
+        found = Monomial(form.number, {})
+        met: set[Factor] = set()
+        for x, power in zip(inputs, form.powers, strict=True):
+            part = self._monomial(x, over, region, depth + 1)
+            if part.number == 0 and power < 0:
+                return whole
+            met.update(part.powers)
+            found = found.times(part, power)
+        if found.number == 0 or not isfinite(found.number) or len(met) > len(found.powers):
+            return whole  # what cancels out may be zero
+        if inside and found.number == 1 and not any(over.isdisjoint(_names(f)) for f in found.powers):
+            self.products.setdefault(found.key, t)
+        # What stays outside is taken as it is there, but for the number that it is scaled by.
+        return found if inside or list(found.powers.values()) in ([], [1]) else whole
+
+    def _at_hand(self, op: Operation, region: str) -> bool:
+        """Whether a region has all operands of an operation anyway."""
+        return op.region == region or all(
+            x.operation.region == region
+            or x.operation.kind.kind in RESIDENT
+            or not x.shape
+            or any(user.region == region for user, _ in self.graph.uses.get(x, ()))
+            for x in self.graph.inputs[op]
+        )
+
+    def _summed(
+        self,
+        kind: OpDef,
+        attrs: tuple[tuple[str, Any], ...],
+        operands: Sequence[Monomial],
+        over: frozenset[str],
+        written: Sequence[Tensor],
+    ) -> Monomial | None:
+        """The sum over dims of a product of products; None where one of several operands is all outside.
+
+        `written`: tensors that have all the dims.
+        """
+        outside, inside = ONE, []
+        for m in operands:
+            parts = [{f: n for f, n in m.powers.items() if over.isdisjoint(_names(f)) is out} for out in (True, False)]
+            outside = outside.times(Monomial(m.number, parts[0]))
+            inside.append(parts[1])
+        if len(inside) > 1 and not all(inside):
+            return None
+        sizes = {d.name: d.size for x in written for d in x.shape if d.name in over}
+        has = {name for part in inside for f in part for name in _names(f)}
+        repeated = prod(size for name, size in sizes.items() if name not in has)
+        found = Monomial(float(repeated), {}).times(outside)
+        if not any(inside):
+            return found
+        kept = tuple({f: n for f, n in part.items() if isinstance(f, Tensor)} for part in inside)
+        total = Sum(kind, attrs, tuple(frozenset(part.items()) for part in kept), over & has, kept)
+        return found.times(Monomial(1.0, {total: 1}))
+
+    def collected(self, terms: Iterable[Monomial]) -> list[Monomial]:
+        """Equal terms added up."""
+        found: dict[object, tuple[float, float, Monomial]] = {}
+        for m in terms:
+            known = self._known(m)
+            number, most, first = found.get(known.key, (0.0, 0.0, m))
+            found[known.key] = number + known.number, max(most, abs(known.number)), first
+        left = []
+        for number, most, m in found.values():
+            if abs(number) > 1e-9 * most:
+                left.append(Monomial(m.number * number / self._known(m).number, m.powers))
+        return left
+
+    def _known(self, m: Monomial) -> Monomial:
+        """A product with the sums that its tensors are made of as such."""
+        found = Monomial(m.number, {})
+        for f, n in m.powers.items():
+            found = found.times(self._made_of(f), n)
+        return found
+
+    def _made_of(self, f: Factor, depth: int = 0) -> Monomial:
+        whole = Monomial(1.0, {f: 1})
+        if isinstance(f, Sum) or depth == DEEPEST:
+            return whole
+        form, found = f.operation.kind.form(f.operation), ONE
+        if not isinstance(form, Product):
+            return self.total(f.operation) or whole
+        for x, power in zip(self.graph.inputs[f.operation], form.powers, strict=True):
+            found = found.times(self._made_of(x, depth + 1), power)
+        return Monomial(found.number * form.number, found.powers)
+
+
+def rest_of(powers: Powers) -> list[Tensor]:
+    """The tensors among factors."""
+    return [f for f in powers if isinstance(f, Tensor)]
+
+
+def _names(f: Factor) -> tuple[str, ...]:
+    return f.shape.names if isinstance(f, Tensor) else tuple(d.name for d in f.dims)
