@@ -119,7 +119,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Product:
+class PowerProduct:
     """A result that is a number times its operands, each to an integer power, element by element."""
 
     powers: tuple[int, ...]
@@ -138,7 +138,7 @@ class Total:
     """A result that is the sum of the product of its operands over the dims that its attribute `shape` lacks."""
 
 
-Form: TypeAlias = Product | Combination | Total
+Form: TypeAlias = PowerProduct | Combination | Total
 
 NONLINEAR = Linear(())
 EVERY = sys.maxsize  # operands, of `overwrites`

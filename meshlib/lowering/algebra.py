@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from layouts import Dimension
 from meshlib.graph import BACKWARD, Operation, Tensor
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import RESIDENT, Combination, OpDef, Product, Total
+from meshlib.operation import RESIDENT, Combination, OpDef, PowerProduct, Total
 
 DEEPEST = 8  # operations that a product is followed through
 
@@ -125,7 +125,7 @@ class Algebra:
         """A tensor as a product, of those factors that matter to a sum over these dims."""
         whole, op = Monomial(1.0, {t: 1}), t.operation
         form = op.kind.form(op)
-        if not isinstance(form, Product) or depth == DEEPEST or not t.dtype.is_float:
+        if not isinstance(form, PowerProduct) or depth == DEEPEST or not t.dtype.is_float:
             return whole
         inputs = self.graph.inputs[op]
         inside = not over.isdisjoint(t.shape.names)
@@ -210,7 +210,7 @@ class Algebra:
         if isinstance(f, Sum) or depth == DEEPEST:
             return whole
         form, found = f.operation.kind.form(f.operation), ONE
-        if not isinstance(form, Product):
+        if not isinstance(form, PowerProduct):
             return self.total(f.operation) or whole
         for x, power in zip(self.graph.inputs[f.operation], form.powers, strict=True):
             found = found.times(self._made_of(x, depth + 1), power)

@@ -24,7 +24,7 @@ from meshlib.operation import (
     Form,
     Kind,
     Linear,
-    Product,
+    PowerProduct,
     Role,
     Total,
     Work,
@@ -142,7 +142,7 @@ def _form(op: Operation) -> Form | None:
     if op.attrs["precision"] in EIGHT_BIT:
         return None
     sums = any(d not in op.output.shape for x in op.inputs for d in x.shape)
-    return Total() if sums else Product((1, 1))
+    return Total() if sums else PowerProduct((1, 1))
 
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:

@@ -26,7 +26,7 @@ from meshlib.operation import (
     Kind,
     Linear,
     OpDef,
-    Product,
+    PowerProduct,
     ShapeRule,
     Work,
     operation,
@@ -165,7 +165,7 @@ negative: Unary = _of_numbers(
     np.negative,
     lambda x, y, dy: -dy,
     linear=lambda op: Linear((0,)),
-    form=lambda op: Product((1,), -1.0),
+    form=lambda op: PowerProduct((1,), -1.0),
     repeated=True,
     exact=True,
 )
@@ -173,9 +173,9 @@ exp = _curve("exp", "e to the power x", np.exp, lambda x, y, dy: dy * y)
 log = _curve("log", "Natural logarithm", np.log, lambda x, y, dy: dy / x)
 sqrt = _curve("sqrt", "Square root", np.sqrt, lambda x, y, dy: dy * 0.5 / y)
 rsqrt = _curve("rsqrt", "1 / sqrt(x)", _rsqrt, lambda x, y, dy: dy * y * y * y * -0.5)
-square = _of_numbers("square", "x * x", np.square, lambda x, y, dy: dy * x * 2, form=lambda op: Product((2,)))
+square = _of_numbers("square", "x * x", np.square, lambda x, y, dy: dy * x * 2, form=lambda op: PowerProduct((2,)))
 reciprocal = _curve(
-    "reciprocal", "1 / x", np.reciprocal, lambda x, y, dy: -(dy * y * y), form=lambda op: Product((-1,))
+    "reciprocal", "1 / x", np.reciprocal, lambda x, y, dy: -(dy * y * y), form=lambda op: PowerProduct((-1,))
 )
 expm1 = _curve("expm1", "exp(x) - 1, exact for small x too", np.expm1, lambda x, y, dy: dy * (y + 1.0))
 erf = unary(
@@ -279,7 +279,7 @@ multiply = _binary(
     lambda x1, x2, y, dy: dy * x2,
     lambda x1, x2, y, dy: dy * x1,
     linear=lambda op: Linear((0, 1)),
-    form=lambda op: Product((1, 1)),
+    form=lambda op: PowerProduct((1, 1)),
     repeated=True,
 )
 divide = _binary(
@@ -292,7 +292,7 @@ divide = _binary(
     ops=TRANSCENDENTAL_OPS,
     shape=_FLOATS,
     linear=lambda op: Linear((0,)),
-    form=lambda op: Product((1, -1)),
+    form=lambda op: PowerProduct((1, -1)),
     repeated=True,
 )
 maximum = _binary(

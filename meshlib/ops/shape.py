@@ -13,7 +13,7 @@ from layouts import Dimension, Shape
 from meshlib.checks import at
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
-from meshlib.operation import Array, Block, Factor, Kind, Linear, Product, Role, Storage, Work, operation
+from meshlib.operation import Array, Block, Factor, Kind, Linear, PowerProduct, Role, Storage, Work, operation
 from meshlib.ops.building import as_dims, build, tensor
 from meshlib.ops.rules import align, named_factors, no_work
 
@@ -47,7 +47,7 @@ TRANSPOSE = _define(
     roles=named_factors,
     local=_aligned,
     grad=lambda op, dy: [transpose(dy, op.inputs[0].shape)],
-    form=lambda op: Product((1,)),
+    form=lambda op: PowerProduct((1,)),
     work=_copy_work,
     storage=Storage.VIEW,
 )
@@ -185,7 +185,7 @@ BROADCAST = _define(
     roles=named_factors,
     local=lambda block, x: np.broadcast_to(_aligned(block, x), block.out.shape.sizes),
     grad=_broadcast_grad,
-    form=lambda op: Product((1,)),
+    form=lambda op: PowerProduct((1,)),
     work=_copy_work,
     storage=Storage.VIEW,
     remade=True,

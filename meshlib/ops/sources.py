@@ -24,7 +24,7 @@ from meshlib.graph import (
     scoped_name,
 )
 from meshlib.names import relative_name
-from meshlib.operation import Array, Block, Kind, OpDef, Product, Storage, Work, operation
+from meshlib.operation import Array, Block, Kind, OpDef, PowerProduct, Storage, Work, operation
 from meshlib.ops.building import as_dims, build_source, floats, tensor
 from meshlib.ops.rules import named_factors, no_work, vector_work
 from meshlib.ops.table import TABLE, table
@@ -66,7 +66,7 @@ CONSTANT = _define(
     Kind.SOURCE,
     _constant_local,
     vector_work,
-    form=lambda op: Product((), float(op.attrs["value"])),
+    form=lambda op: PowerProduct((), float(op.attrs["value"])),
     storage=Storage.VIEW,
     remade=True,
 )

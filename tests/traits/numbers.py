@@ -14,7 +14,7 @@ from hardware.numerics import round_to_bfloat16
 from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL
 from meshlib.errors import FeedError
-from meshlib.operation import RESIDENT, Combination, Form, Home, Kind, OpDef, Product, Storage, Total
+from meshlib.operation import RESIDENT, Combination, Form, Home, Kind, OpDef, PowerProduct, Storage, Total
 from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same, stored
 
 # ---------------------------------------------------------------- linear
@@ -62,7 +62,7 @@ def check_form(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
             yield f"{s}: is no {form}"
         if form is None and record.kind is Kind.ELEMENTWISE and record.home is Home.RULES:
             number = len(s.op.inputs)
-            products = [Product(p, n) for p in product((-1, 1, 2), repeat=number) for n in (1.0, -1.0)]
+            products = [PowerProduct(p, n) for p in product((-1, 1, 2), repeat=number) for n in (1.0, -1.0)]
             sums = [Combination(n) for n in product((-1.0, 1.0), repeat=number) if number > 1]
             yield from (f"{s}: is {f}, and does not say so" for f in (*products, *sums) if _is_form(record, s, f))
 
@@ -79,7 +79,7 @@ def _is_form(record: OpDef, s: Sample, form: Form) -> bool:
     whole = np.ones(s.op.output.shape.sizes)
     if isinstance(form, Total):
         wanted = np.einsum(f"{','.join(terms)}->{out}", *arrays)
-    elif isinstance(form, Product):
+    elif isinstance(form, PowerProduct):
         if any(letter not in out for letter in "".join(terms)):
             return False
         parts = [np.power(x, n) for x, n in zip(arrays, form.powers, strict=True)]
