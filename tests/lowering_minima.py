@@ -11,11 +11,11 @@ fail: whoever reaches one takes it out. `SAMPLE` are rows that are also run, cor
 
 from __future__ import annotations
 
-from tests.minima import data_parallel, exchanges, factors, lengths, losses, statistics, sums, tensor_parallel
+from tests.minima import data_parallel, exchanges, factors, fields, lengths, losses, statistics, sums, tensor_parallel
 from tests.minima.table import ROWS as ROWS
 
 # Each enters its rows when it is imported.
-THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, factors, exchanges)
+THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, factors, fields, exchanges)
 
 _SAME_SIZE = {  # a sum would have to be made of another that is as large and not there
     "instance_norm_of_a_split_length_step",

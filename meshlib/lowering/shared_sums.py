@@ -83,6 +83,7 @@ class _Choice:
     groups: dict[Key, list[Tensor]] = field(default_factory=dict)  # sums over split dims, by what they sum
     totals: dict[Tensor, Monomial] = field(default_factory=dict)
     terms: dict[Tensor, list[Monomial]] = field(default_factory=dict)
+    used: set[Key] = field(default_factory=set)  # those that others are made of
     saved: int = 0
 
     def __post_init__(self) -> None:
@@ -93,31 +94,44 @@ class _Choice:
             total = self.algebra.total(y.operation)
             if total is not None:
                 self._enter(y.operation, total)
-        used: set[Key] = set()
+        self._take_apart()
+        self._put_inside()
+        self._join()
+        plain = {y: s for y, m in self.totals.items() for s in m.sums if m.number == 1 and len(m.powers) == 1}
+        plain = {y: s for y, s in plain.items() if self.terms.get(y, [self.totals[y]]) == [self.totals[y]]}
+        return Sharing(self.simple, self.fetched, self.terms, plain, self.algebra.products, self.saved)
+
+    def _take_apart(self) -> None:
+        """Sums of what is itself a sum, the last first, whose parts are there."""
         for key in reversed(list(self.groups)):
-            follows = None if key in used else self._from_others(key)
+            follows = None if key in self.used else self._from_others(key)
             if follows is not None:
                 members = self.groups.pop(key)
+                self._use(follows, key[1])
                 self.saved += sum(map(_bytes, members))
-                used.update(k for m in follows for s in m.sums if (k := self._there(s, key[1])))
                 self.terms.update((y, _put(self.totals[y], key[0], follows)) for y in members)
+
+    def _put_inside(self) -> None:
+        """Sums over several dims by way of one over those that are split, if that one is there anyway."""
         for key, (y, *others) in list(self.groups.items()):
-            inside = None if others or key in used else self._inside_another(y)
+            inside = None if others or key in self.used else self._inside_another(y)
             if inside is not None:
                 del self.groups[key]
+                self._use([inside], key[1])
                 self.saved += _bytes(y)
-                used.update(k for s in inside.sums if (k := self._there(s, key[1])))
                 self.terms[y] = [inside]
+
+    def _join(self) -> None:
+        """Sums of the same product, or of a smaller one than they are."""
         for key, members in self.groups.items():
             size = prod(d.size for d in key[0].dims) * members[0].dtype.itemsize
             before = sum(map(_bytes, members))
-            if key in used or before > size:
+            if key in self.used or before > size:
                 self.terms.update((y, [self.totals[y]]) for y in members)
                 self.saved += before - size
-        plain = {y: s for y, m in self.totals.items() for s in m.sums if m.number == 1 and len(m.powers) == 1}
-        gone = {y for y in plain if y in self.terms and self.terms[y] != [self.totals[y]]}
-        plain = {y: s for y, s in plain.items() if y not in gone}
-        return Sharing(self.simple, self.fetched, self.terms, plain, self.algebra.products, self.saved)
+
+    def _use(self, terms: Iterable[Monomial], where: str) -> None:
+        self.used.update(key for m in terms for s in m.sums if (key := self._there(s, where)))
 
     def _enter(self, op: Operation, total: Monomial) -> None:
         self.totals[op.output] = total
@@ -130,7 +144,6 @@ class _Choice:
         self.groups.setdefault(there or (inner, op.region), []).append(op.output)
 
     def _inside_another(self, y: Tensor) -> Monomial | None:
-        """A sum over several dims by way of one over those that are split, if that one is there anyway."""
         op = y.operation
         found = self.algebra.total(op, self.split[y])
         inner = next(found.sums, None) if found is not None else None
