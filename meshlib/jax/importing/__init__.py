@@ -29,7 +29,7 @@ from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import Writer
 from meshlib.ops.sources import input, variable
-from meshlib.replay import needed
+from meshlib.replay import all_operations, needed
 
 _ROWS = (control, draws, elementwise, indexing, shapes, windows)
 
@@ -198,6 +198,7 @@ def _graph(
             graph.outputs[name] = writer.full(writer.tensor(out), out.axes)
             graph.shapes[name] = out.shape
     _drop_unused(graph)
+    _mark_runs(graph)
     return graph
 
 
@@ -209,6 +210,18 @@ def _drop_unused(graph: ImportedGraph) -> None:
             graph.operations.remove(there.pop(name))
             del graph.arguments[name]
             graph.unused = (*graph.unused, name)
+
+
+def _mark_runs(graph: ImportedGraph) -> None:
+    """What has a run of an argument's dim, which goes by the same name, is laid out as its length allows.
+
+    The function can't be told to call it otherwise. Faults of the arguments are faults, and whatever has their dims.
+    """
+    whole = {d for argument in graph.arguments.values() for d in argument.shape}
+    names = {d.name for d in whole}
+    for op in all_operations(graph.operations):
+        if any(d.name in names and d not in whole for y in op.outputs for d in y.shape):
+            op.graph.inner.add(op)
 
 
 def _initial(value: Any, shape: Shape, dtype: str) -> Initializer | np.ndarray[Any, Any] | None:

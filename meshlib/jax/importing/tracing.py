@@ -17,6 +17,7 @@ from meshlib.jax.importing.code import Array, Code, Place, Step, Var
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
 from meshlib.jax.importing.elementwise import numpy_type
+from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.table import RULES
 from meshlib.ops.remat import Policy
 from meshlib.origin import shown_file
@@ -113,6 +114,10 @@ class Tracing:
             return self._scan(eqn, ins, place)
         if name == "cond":
             return self._cond(eqn, ins, place)
+        other = REWRITES[name](Step(name, ins, [], params, place)) if name in REWRITES else None
+        if other is not None:
+            written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))
+            return self.inline(written, ins, place, inherit=name not in OWN_LINES)
         return self._add(name, eqn, ins, place)
 
     def _add(
