@@ -111,7 +111,7 @@ def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: 
     made = []
     for n, (name, arg) in enumerate(zip(own, args, strict=True)):
         for path, leaf, known in named_leaves([name], [arg]):
-            var = tracing.var(leaf)
+            var = tracing.var(leaf, of_keys=leaf.shape[-1:] in ((2,), (4,)))  # as jax.random.PRNGKey makes them
             if not var.key:
                 var.axes = [tracing.axes.new(size) for size in var.shape]
                 tracing.axes.hold(var.space, var.axes)
@@ -148,20 +148,24 @@ def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str]) -> None:
         raise NotImported("\n  ".join([f"{at(WHAT)}: there is no counterpart of", *lines]))
 
 
-_INSTEAD = {"float16": "; use bfloat16 or float32", "uint32": "; use int32"}
+_INSTEAD = {"float16": "; use bfloat16 or float32"}
 
 
 def _faults(step: Any) -> list[str]:
     where = f"{step.kind.removeprefix('jit:')} ({step.place.line})"
     rule = RULES.get(step.kind)
     if rule is None:
-        hint = "; draw by jax.random.uniform, normal or bernoulli" if step.kind == "random_bits" else ""
+        hint = "; draw by jax.random.uniform, normal or randint" if step.kind.startswith("random_") else ""
         return [f"{where}: an unknown primitive{hint}"]
     fault = rule.fault(step)
     found = [] if fault is None else [f"{where}: {fault}"]
     strange = {x.dtype for x in step.outs if not x.key and x.dtype not in DTYPES}
     if not step.kind.startswith(("jit:_", "random", "scan", "checkpoint", "cond")):
         strange |= {x.dtype for x in step.ins if x.dtype not in DTYPES and x.const is None}
+    whole = np.iinfo("int32")
+    big = [x for x in step.ins if x.const is not None and x.dtype in ("int64", "uint32") and not x.key]
+    if any(x.const is not None and (x.const.max() > whole.max or x.const.min() < whole.min) for x in big):
+        found.append(f"{where}: of integers beyond int32")
     return found + [f"{where}: of dtype {dtype}{_INSTEAD.get(dtype, '')}" for dtype in sorted(strange)]
 
 

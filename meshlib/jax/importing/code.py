@@ -13,10 +13,10 @@ from meshlib.jax.importing.axes import Axis
 
 Array = np.ndarray[Any, Any]
 
-# JAX's dtypes -> the library's. Narrow integers are computed in 32 bits.
+# JAX's dtypes -> the library's. Other integers are computed in 32 bits with a sign.
 DTYPES = {
     **{name: name for name in ("float64", "float32", "bfloat16", "int32", "bool")},
-    **dict.fromkeys(("int8", "int16", "int64", "uint8", "uint16"), "int32"),
+    **dict.fromkeys(("int8", "int16", "int64", "uint8", "uint16", "uint32"), "int32"),
 }
 
 

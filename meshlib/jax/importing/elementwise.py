@@ -64,7 +64,10 @@ Function = Callable[..., Any]
 
 def _row(name: str, function: Function, fold: Function | None, fault: Function = lambda step: None) -> None:
     def write(w: Writer, step: Step) -> Tensor:
-        made: Tensor = function(*w.operands(step))
+        operands = w.operands(step)
+        if not any(isinstance(x, Tensor) for x in operands):
+            operands[0] = w.as_tensor(operands[0], step.ins[0])
+        made: Tensor = function(*operands)
         return made
 
     rule(name, axes=same_axes, write=write, fold=_folding(fold), fault=fault, by_element=True)
@@ -125,7 +128,7 @@ _UNARY: tuple[_Row, ...] = (
     ("square", square, np.square),
     ("tanh", tanh, np.tanh),
     ("logistic", sigmoid, lambda x: 1 / (1 + np.exp(-x))),
-    ("erf", erf, None),
+    ("erf", erf, np.vectorize(math.erf, otypes=[float])),
     ("erfc", lambda x: subtract(1.0, erf(x)), None),
     ("sin", sin, np.sin),
     ("cos", cos, np.cos),
@@ -220,6 +223,62 @@ def _flags(step: Step) -> str | None:
     return None if all(x.dtype == "bool" for x in step.ins) else "of integers, bit by bit"
 
 
+def _no(x: Operand) -> Operand:
+    return logical_not(x) if isinstance(x, Tensor) else not x
+
+
+def _low_bits(step: Step) -> tuple[int, int] | None:
+    """Of integers & 2^k - 1 the number of the operand that says so, and 2^k."""
+    for n, x in enumerate(step.ins):
+        if x.number is not None and x.dtype != "bool" and x.number >= 0 and (int(x.number) + 1).bit_count() == 1:
+            return n, int(x.number) + 1
+    return None
+
+
+def _and(w: Writer, step: Step) -> Operand:
+    low = _low_bits(step)
+    if low is None:
+        return _both(*w.operands(step))
+    at, count = low
+    return mod(w.operand_tensor(step, 1 - at), count)
+
+
+def _shift_fault(step: Step) -> str | None:
+    count = step.ins[1].number
+    return None if count is not None and 0 <= count < 31 else "by a number of bits that is computed"
+
+
+def _shifted_left(x: Tensor, bits: int) -> Operand:
+    return multiply(x, 2**bits)
+
+
+def _shifted_right(x: Tensor, bits: int) -> Operand:
+    return floordiv(x, 2**bits)
+
+
+def _shifted_in_zeros(x: Tensor, bits: int) -> Operand:
+    """Where a number is negative, its sign would come in."""
+    moved = floordiv(x, 2**bits)
+    return where(less(x, 0), moved + 2 ** (31 - bits) + 2 ** (31 - bits), moved) if bits else x
+
+
+def _not_a_number(x: Operand) -> Operand:
+    return not_equal(x, x) if isinstance(x, Tensor) else math.isnan(x)
+
+
+def _in_order(function: Function, strict: bool) -> Function:
+    """Comparison where NaN comes last."""
+
+    def write(x: Operand, y: Operand) -> Operand:
+        last = _not_a_number(y)
+        if strict:
+            last = _both(last, _no(_not_a_number(x)))
+        return _either(function(x, y), last)
+
+    return write
+
+
+_both, _either = _logic(logical_and, True), _logic(logical_or, False)
 _BINARY: tuple[_Row, ...] = (
     ("add add_any", _neutral(add, 0), np.add),
     ("sub", _neutral(subtract, 0, either=False), np.subtract),
@@ -238,8 +297,20 @@ _BINARY: tuple[_Row, ...] = (
 )
 for _row_of in _BINARY:
     _row(*_row_of)
-_row("and", _logic(logical_and, True), np.bitwise_and, _flags)
-_row("or", _logic(logical_or, False), np.bitwise_or, _flags)
+_row("shift_left", _shifted_left, np.left_shift, _shift_fault)
+_row("shift_right_arithmetic", _shifted_right, np.right_shift, _shift_fault)
+_row("shift_right_logical", _shifted_in_zeros, None, _shift_fault)
+_row("le_to", _in_order(less_equal, strict=False), None)
+_row("lt_to", _in_order(less, strict=True), None)
+rule(
+    "and",
+    axes=same_axes,
+    write=_and,
+    fold=_folding(np.bitwise_and),
+    fault=lambda step: None if _low_bits(step) else _flags(step),
+    by_element=True,
+)
+_row("or", _either, np.bitwise_or, _flags)
 _row("xor", _logic(logical_xor, False), np.bitwise_xor, _flags)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -19,7 +19,6 @@ from meshlib.jax.importing.control import policy_of
 from meshlib.jax.importing.elementwise import numpy_type
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.table import RULES
-from meshlib.ops.remat import Policy
 from meshlib.origin import shown_file
 
 # Primitives that are a call of what they hold, and where that is.
@@ -53,12 +52,11 @@ class Tracing:
 
     # ------------------------------------------------------------ values
 
-    def var(self, aval: Any, data: bool = True) -> Var:
-        """A value of which nothing is known but its type."""
+    def var(self, aval: Any, data: bool = True, of_keys: bool = False) -> Var:
+        """A value of which nothing is known but its type. `of_keys`: it is a key if it may be a raw one."""
         dtype = str(aval.dtype)
-        return Var(
-            tuple(map(int, aval.shape)), dtype, self.axes.space(), key=dtype.startswith(("key<", "uint32")), data=data
-        )
+        key = dtype.startswith("key<") or (of_keys and dtype == "uint32")
+        return Var(tuple(map(int, aval.shape)), dtype, self.axes.space(), key=key, data=data)
 
     def known(self, value: Any, aval: Any) -> Var:
         """A value whose elements are known."""
@@ -105,9 +103,9 @@ class Tracing:
         if name in _CALLS and _CALLS[name] in params:
             inner = params[_CALLS[name]]
             written_by, known = _author(inner), f"jit:{params.get('name', '')}"
-            if written_by == "jax" and known in RULES:
-                return self._add(known, eqn, ins, place)
-            return self.inline(inner, ins, place, inherit=written_by != "user")
+            if written_by != "jax" or (known not in RULES and known not in REWRITES):
+                return self.inline(inner, ins, place, inherit=written_by != "user")
+            name = known
         if name in _CHECKPOINTS:
             return self._checkpoint(eqn, ins, place)
         if name == "scan":
@@ -123,7 +121,8 @@ class Tracing:
     def _add(
         self, kind: str, eqn: Any, ins: list[Var], place: Place, bodies: tuple[Code, ...] = (), **params: Any
     ) -> list[Var]:
-        outs = [self.var(v.aval, any(x.data for x in ins)) for v in eqn.outvars]
+        of_keys = any(x.key for x in ins) and kind != "random_bits"
+        outs = [self.var(v.aval, any(x.data for x in ins), of_keys) for v in eqn.outvars]
         step = Step(kind, ins, outs, {**eqn.params, **params}, place, bodies)
         for out in outs:
             if 0 in out.shape and not out.key:
@@ -170,24 +169,10 @@ class Tracing:
 
     def _scan(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
         consts, closed = eqn.params["num_consts"], eqn.params["jaxpr"]
-        own = [self.var(v.aval) for v in closed.jaxpr.invars[consts:]]
+        own = [self.var(v.aval, of_keys=x.key) for v, x in zip(closed.jaxpr.invars[consts:], ins[consts:], strict=True)]
         body = self.body(closed, [*ins[:consts], *own], Place(place.line, ()))
         body.ins = own
-        kept: list[Policy] = []
-        steps: list[Step] = []
-        for step in body.steps:
-            if step.kind != "checkpoint":
-                steps.append(step)
-                continue
-            # The loop computes each trip again as the checkpoint says; all of it, where several say different things.
-            kept.append(step.params["remat"])
-            (inner,) = step.bodies
-            steps += inner.steps
-            swap = dict(zip(step.outs, inner.outs, strict=True))
-            _replace(body, swap)
-        body.steps = steps
-        remat: Policy = "none" if not kept else kept[0] if all(p == kept[0] for p in kept) else "full"
-        return self._add("scan", eqn, ins[consts:], place, (body,), remat=remat)
+        return self._add("scan", eqn, ins[consts:], place, (body,))
 
     def _cond(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
         which, *operands = ins
@@ -210,21 +195,6 @@ _NUMBERS_STAY = (
     "reduce_max",
     "reduce_min",
 )
-
-
-def _replace(body: Code, swap: Mapping[Var, Var]) -> None:
-    """Use other values for these, everywhere in a body."""
-
-    def one(x: Var) -> Var:
-        while x in swap:
-            x = swap[x]
-        return x
-
-    for step in body.walk():
-        step.ins = [one(x) for x in step.ins]
-        for inner in step.bodies:
-            inner.outs = [one(x) for x in inner.outs]
-    body.outs = [one(x) for x in body.outs]
 
 
 def _uniform(array: Array) -> bool:

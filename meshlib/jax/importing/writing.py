@@ -23,6 +23,7 @@ from meshlib.jax.importing.table import RULES, Operand
 from meshlib.ops.elementwise import cast
 from meshlib.ops.index import RANGE
 from meshlib.ops.index import range as positions
+from meshlib.ops.remat import Parts
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose
 from meshlib.ops.sources import constant
 from meshlib.ops.state import identity
@@ -31,10 +32,13 @@ from meshlib.origin import written_at
 
 
 class Writer:
-    """Writes steps into the current graph; `tensors` are the values that are there already."""
+    """Writes steps into the current graph; `tensors` are the values that are there already.
 
-    def __init__(self, axes: Axes, tensors: Mapping[Var, Tensor]) -> None:
-        self.axes = axes
+    `parts`: of a loop's body, what is said of its checkpoints as they are written.
+    """
+
+    def __init__(self, axes: Axes, tensors: Mapping[Var, Tensor], parts: Parts | None = None) -> None:
+        self.axes, self.parts = axes, parts
         self.tensors = dict(tensors)
 
     # ------------------------------------------------------------ steps
