@@ -49,12 +49,12 @@ class Remat:
     offload_carries: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("save", "offload"):
-            names = items(getattr(self, field), "Remat", field)
+        for where in ("save", "offload"):
+            names = items(getattr(self, where), "Remat", where)
             for name in names:
                 if not isinstance(name, str) or not name or "/" in name:
-                    raise GraphError(f"{at('Remat')}: {field} must be a list of last parts of names, got {name!r:.80}")
-            object.__setattr__(self, field, tuple(names))
+                    raise GraphError(f"{at('Remat')}: {where} must be a list of last parts of names, got {name!r:.80}")
+            object.__setattr__(self, where, tuple(names))
         flag(self.offload_carries, "Remat", "offload_carries")
         both = sorted({*self.save} & {*self.offload})
         if both:

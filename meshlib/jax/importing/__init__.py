@@ -25,6 +25,8 @@ from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, ImportedGraph
 from meshlib.jax.importing.leaves import concrete, is_array, leaves_of, named_leaves, parameter_names
 from meshlib.jax.importing.naming import WHAT, Leaf, call_first, call_products, name_all, parsed
+from meshlib.jax.importing.pairs import flat as flat_parts
+from meshlib.jax.importing.pairs import is_complex
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import Writer
@@ -83,7 +85,8 @@ def from_jax(
     held = [leaf for leaf in flat if is_array(leaf)]
     leaves = _leaves(tracing, own, args, numbers)
     closed, results = _traced(fn, flat, tree, held)
-    outs = tracing.inline(closed, [leaf.var for leaf in leaves], Place("unknown line"), inherit=False)
+    _refuse_complex(leaves, closed)
+    outs = flat_parts(tracing.inline(closed, [leaf.var for leaf in leaves], Place("unknown line"), inherit=False))
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
     used = prune(code)
     _check(code, leaves, results)
@@ -131,6 +134,16 @@ def _traced(fn: Callable[..., Any], flat: Sequence[Any], tree: Any, held: Sequen
     closed, out = jax.make_jaxpr(of_arrays, return_shape=True)(*specs)
     named = [name.replace("/", ".") for name, _ in leaves_of(["output"], [out])]
     return closed, [name.removeprefix("output.") if isinstance(out, dict) else name for name in named]
+
+
+def _refuse_complex(leaves: Sequence[Leaf], closed: Any) -> None:
+    found = [f"argument {leaf.path}" for leaf in leaves if leaf.var.dtype.startswith("complex")]
+    found += [f"result {n}" for n, aval in enumerate(closed.out_avals) if is_complex(aval)]
+    if found:
+        raise NotImported(
+            f"{at(WHAT)}: {', '.join(found)}: complex numbers stay inside the function; give and take their real and "
+            "imaginary parts, as in jax.lax.complex(real, imag)"
+        )
 
 
 def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str]) -> None:

@@ -238,7 +238,8 @@ def _low_bits(step: Step) -> tuple[int, int] | None:
 def _and(w: Writer, step: Step) -> Operand:
     low = _low_bits(step)
     if low is None:
-        return _both(*w.operands(step))
+        both: Operand = _both(*w.operands(step))
+        return both
     at, count = low
     return mod(w.operand_tensor(step, 1 - at), count)
 
@@ -273,7 +274,8 @@ def _in_order(function: Function, strict: bool) -> Function:
         last = _not_a_number(y)
         if strict:
             last = _both(last, _no(_not_a_number(x)))
-        return _either(function(x, y), last)
+        found: Operand = _either(function(x, y), last)
+        return found
 
     return write
 

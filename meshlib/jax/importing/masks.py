@@ -90,14 +90,14 @@ def known(array: Array, shape: Shape, dtype: str) -> Tensor:
         rows, keys = map(positions, shape)
         sides = [] if ahead is None else [greater_equal(_plus(rows, ahead), keys)]
         sides += [] if behind is None else [greater_equal(_plus(keys, behind), rows)]
-        return sides[0] if len(sides) == 1 else logical_and(*sides)
+        return sides[0] if len(sides) == 1 else logical_and(sides[0], sides[1])
     if array.ndim == 1 and array.dtype.kind in "iu" and np.array_equal(array, np.arange(array.size)):
         return cast(positions(shape[0]), dtype)
     return constant(array, shape, dtype)
 
 
 def _band(array: Array) -> tuple[int | None, int | None] | None:
-    """(m, n) of flags that hold where a column is at most m ahead of a row and n behind; None for a side without end."""
+    """(m, n) of flags that hold where a column is at most m ahead of a row and n behind; None for no limit."""
     rows, columns = array.shape
     ahead = np.subtract.outer(np.arange(rows), np.arange(columns)) * -1
     held = ahead[array]
