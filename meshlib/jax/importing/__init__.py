@@ -14,13 +14,14 @@ import jax
 import numpy as np
 
 from layouts import Shape
-from meshlib.checks import at
+from meshlib.checks import at, flag
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError
 from meshlib.initializers import Initializer, zeros
 from meshlib.jax.importing import control, draws, elementwise, indexing, shapes, windows  # the table's rows
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, NotImported, Place, Var, prune
+from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, ImportedGraph
 from meshlib.jax.importing.leaves import concrete, is_array, leaves_of, named_leaves, parameter_names
@@ -41,6 +42,7 @@ def from_jax(
     *args: Any,
     names: Mapping[str, Any] | None = None,
     argnums: int | Sequence[int] = 0,
+    constraints: bool = False,
 ) -> ImportedGraph:
     """A JAX function as a graph, from which on everything of the library works: layouts, reasons, estimates.
 
@@ -56,6 +58,8 @@ def from_jax(
         `meshlib.jax.importing.naming`.
       argnums: which arguments hold variables, as of `jax.grad`; the others are inputs. Variables begin with the values
         given, if any; float ones are trainable.
+      constraints: whether `jax.lax.with_sharding_constraint` binds, as `mtf.constrain`; the mesh then needs the axes
+        that it names. In any case `.constraints` lists what is said there, each with its rules.
     Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
       what a simulation takes of arguments; `.layout(*specs)` makes rules of PartitionSpecs. An axis that `fn` splits or
       merges is the product of several dims; axes of length 1 are none.
@@ -96,7 +100,7 @@ def from_jax(
     control.unify(axes, code)
     call_products(axes, waiting)
     name_all(axes, code, leaves)
-    return _graph(axes, code, leaves, held, used, own, results)
+    return _graph(axes, code, leaves, held, used, own, results, Constraints(flag(constraints, WHAT, "constraints")))
 
 
 def _argnums(argnums: object, count: int) -> tuple[int, ...]:
@@ -190,11 +194,12 @@ def _graph(
     read: set[Var],
     own: tuple[str, ...],
     results: Sequence[str],
+    constraints: Constraints,
 ) -> ImportedGraph:
     """The program, written."""
     graph = ImportedGraph()
     graph._parameters = own
-    writer = Writer(axes, {})
+    writer = Writer(axes, {}, constraints)
     used = [leaf for leaf in leaves if leaf.var in read and not leaf.var.key]
     arrays = dict(zip(leaves, held, strict=True))
     graph.unused = tuple(leaf.name for leaf in leaves if leaf not in used and not leaf.var.key)
@@ -214,6 +219,7 @@ def _graph(
         for name, out in zip(results, code.outs, strict=True):
             graph.outputs[name] = writer.full(writer.tensor(out), out.axes)
             graph.shapes[name] = out.shape
+    graph.constraints = tuple(constraints.found)
     _drop_unused(graph)
     _mark_runs(graph)
     return graph

@@ -88,7 +88,7 @@ def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
     parts = Parts()
 
     def trip_of(held: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        inner = Writer(w.axes, {**w.tensors, **given}, parts)
+        inner = Writer(w.axes, {**w.tensors, **given}, w.constraints, parts)
         inner.tensors.update(zip((body.ins[n] for n in carried), held, strict=True))
         inner.tensors.update(zip((inside for inside, _ in stacked), slices, strict=False))
         inner.run(body)

@@ -194,10 +194,14 @@ def _abs(x: Operand) -> Operand:
     return x if x >= 0 else -x
 
 
-def _pow(x: Operand, y: Operand) -> Operand:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        y = cast(y, x.dtype)
-    return square(x) if isinstance(x, Tensor) and _is(y, 2) else pow(x, y)
+def _pow(w: Writer, step: Step) -> Operand:
+    x, y = w.operands(step)
+    if _is(y, 2):
+        return square(x) if isinstance(x, Tensor) else x * x
+    # The exponent may be an integer, which the library takes for a number like others.
+    y = cast(y, DTYPES[step.outs[0].dtype]) if isinstance(y, Tensor) else y
+    made: Tensor = pow(x, y)
+    return made
 
 
 def _compared(function: Function, holds: Function) -> Function:
@@ -289,7 +293,6 @@ _BINARY: tuple[_Row, ...] = (
     ("rem", _remainder, np.fmod),
     ("max", _neutral(maximum, -math.inf), np.maximum),
     ("min", _neutral(minimum, math.inf), np.minimum),
-    ("pow", _pow, np.power),
     ("lt", _compared(less, np.less), np.less),
     ("le", _compared(less_equal, np.less_equal), np.less_equal),
     ("gt", _compared(greater, np.greater), np.greater),
@@ -299,6 +302,7 @@ _BINARY: tuple[_Row, ...] = (
 )
 for _row_of in _BINARY:
     _row(*_row_of)
+rule("pow", axes=same_axes, write=_pow, fold=_folding(np.power), by_element=True)
 _row("shift_left", _shifted_left, np.left_shift, _shift_fault)
 _row("shift_right_arithmetic", _shifted_right, np.right_shift, _shift_fault)
 _row("shift_right_logical", _shifted_in_zeros, None, _shift_fault)
@@ -405,12 +409,22 @@ def _pass_axes(axes: Any, step: Step) -> None:
 
 
 rule(
-    "copy copy_p optimization_barrier sharding_constraint mesh_cast reshard layout_constraint pvary pcast",
+    "copy copy_p optimization_barrier mesh_cast reshard layout_constraint pvary pcast",
     axes=_pass_axes,
     write=_pass,
     fold=lambda step, *xs: xs[0],
     by_element=True,
 )
+
+
+def _constraint(w: Writer, step: Step) -> Tensor:
+    (x,), (out,) = step.ins, step.outs
+    parts = [w.shape([a]) for a in out.axes]
+    spec = getattr(step.params["sharding"], "spec", ())
+    return w.constraints.met(w.full(w.under(x, out.axes), out.axes), parts, spec, step.place.line)
+
+
+rule("sharding_constraint", axes=same_axes, write=_constraint, fold=lambda step, x: x, by_element=True)
 rule(
     "stop_gradient",
     axes=same_axes,

@@ -18,6 +18,7 @@ from meshlib.face import public
 from meshlib.graph import Tensor, current_graph, scope
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import DTYPES, Code, Place, Step, Var
+from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.masks import known
 from meshlib.jax.importing.table import RULES, Operand
 from meshlib.ops.elementwise import cast
@@ -34,11 +35,14 @@ from meshlib.origin import written_at
 class Writer:
     """Writes steps into the current graph; `tensors` are the values that are there already.
 
-    `parts`: of a loop's body, what is said of its checkpoints as they are written.
+    `constraints` hears of what the function says of shardings. `parts`: of a loop's body, what is said of its
+    checkpoints as they are written.
     """
 
-    def __init__(self, axes: Axes, tensors: Mapping[Var, Tensor], parts: Parts | None = None) -> None:
-        self.axes, self.parts = axes, parts
+    def __init__(
+        self, axes: Axes, tensors: Mapping[Var, Tensor], constraints: Constraints, parts: Parts | None = None
+    ) -> None:
+        self.axes, self.constraints, self.parts = axes, constraints, parts
         self.tensors = dict(tensors)
 
     # ------------------------------------------------------------ steps
