@@ -5,15 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.effort import some
-from tests.importing import libraries, models
+from tests.importing import further_models, libraries, models
 from tests.importing.checks import compared
 
 pytest.importorskip("jax", reason="needs JAX: pip install jax")
 
 
-@pytest.mark.parametrize("name", some([*models.PLAIN], ["plain_llama", "plain_gpt2"]))
+PLAIN = {**models.PLAIN, **further_models.FURTHER}
+
+
+@pytest.mark.parametrize("name", some([*PLAIN], ["plain_llama", "plain_gpt2"]))
 def test_plain(name):
-    fn, args, names, layouts = models.PLAIN[name]()
+    fn, args, names, layouts = PLAIN[name]()
     compared(fn, *args, names=names, layouts=layouts)
 
 
