@@ -152,6 +152,19 @@ def test_a_loop_whose_end_depends_on_data_is_named():
         mtf.from_jax(loss, np.ones(4, "float32"), np.ones(4, "float32"))
 
 
+def test_order_by_several_keys_known_results_and_the_axis_of_a_map():
+    x, y = np.round(X[:, :, 0]), np.round(Y[:, :, 1] * 2)
+
+    def loss(w, x, y):
+        centred = jax.vmap(lambda row: row - jax.lax.pmean(row, "rows") + jax.lax.pmax(row, "rows"), axis_name="rows")
+        return [(w * centred(x)).sum(), *lax.sort((x, y, x * y), num_keys=2), jnp.lexsort((y, x)), jnp.ones((2, 3))]
+
+    graph = mtf.from_jax(loss, np.float32(1), x, y, names={"x": "batch time"})
+    found = mtf.simulate(mtf.lower(graph.outputs, mesh="d:2", layout="batch:d;time:d?")).step(x=x, y=y)
+    for have, want in zip(found.values(), loss(np.float32(1), x, y), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5)
+
+
 # ---------------------------------------------------------------- what can't be, and what is drawn
 
 
