@@ -18,7 +18,7 @@ from meshlib.checks import at, flag
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError
 from meshlib.initializers import Initializer, zeros
-from meshlib.jax.importing import control, draws, elementwise, indexing, shapes, windows  # the table's rows
+from meshlib.jax.importing import control, draws, elementwise, indexing, passing, shapes, windows  # the table's rows
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, NotImported, Place, Var, prune
 from meshlib.jax.importing.constraints import Constraints
@@ -34,7 +34,7 @@ from meshlib.jax.importing.writing import Writer
 from meshlib.ops.sources import input, variable
 from meshlib.replay import all_operations, needed
 
-_ROWS = (control, draws, elementwise, indexing, shapes, windows)
+_ROWS = (control, draws, elementwise, indexing, passing, shapes, windows)
 
 
 def from_jax(

@@ -13,10 +13,9 @@ import jax
 import numpy as np
 
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import Array, Code, Place, Step, Var
+from meshlib.jax.importing.code import Array, Code, Place, Step, Var, numpy_type
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
-from meshlib.jax.importing.elementwise import numpy_type
 from meshlib.jax.importing.pairs import Pair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.table import RULES
