@@ -1,8 +1,8 @@
-"""Operations written once more with other operands: what recomputation and the gradient of a loop are made of."""
+"""Operations written once more with other operands, as recomputation and the gradient of a loop do; walks over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,14 @@ def replay(
             kept = tuple((made.get(y, y), made.get(where, where)) for y, where in rewrite.kept)
             graph.rewrites.append(Rewrite(run, tuple(inputs), tuple(results), rewrite.gradient, kept))
     return made
+
+
+def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """The operations and those of the loop bodies among them."""
+    for op in operations:
+        yield op
+        if op.loop is not None:
+            yield from all_operations(op.loop.body.operations)
 
 
 def needed(roots: Iterable[Operation]) -> set[Operation]:

@@ -13,7 +13,7 @@ from meshlib.lowering import layout
 from meshlib.lowering.halos import share_halos
 from meshlib.program.checker import check_program
 from meshlib.program.instructions import Compute, Instruction, Value, Widen
-from meshlib.program.margins import Margin
+from meshlib.program.margins import Margin, needed_margins
 from meshlib.program.records import Program
 from tests.effort import draws
 from tests.oracle import Array, assert_close, draw_layout, run
@@ -339,6 +339,16 @@ def test_a_cut_with_too_little_of_what_is_whole_is_refused() -> None:
     narrow = Value(y.tensor, y.sharding, (Margin("m", 4, 3, False),))
     with pytest.raises(mtf.ProgramError, match=r"its block needs margins m 4\+4"):
         check_program(renamed(changed(program, n, outputs=(narrow,)), y, narrow), "sabotage")
+
+
+def test_margins_bear_the_name_of_the_operands_dim() -> None:
+    n, m = mtf.Dimension("n", 8), mtf.Dimension("m", 8)
+    with mtf.Graph():
+        op = mtf.rename_dimension(mtf.input("x", [n]), "n", m.name).operation
+    factors = op.kind.roles(op)
+    (factor,) = factors
+    found = needed_margins(op, factors, 0, {"m": Margin("m", 2, 1, False)}, {factor.name})
+    assert found == {"n": Margin("n", 2, 1, False)}
 
 
 def test_margins_do_not_leave_a_program() -> None:

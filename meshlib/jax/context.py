@@ -23,11 +23,13 @@ class Found:
 
     checks   per operation that checks indices [wrong or not, a wrong one]
     prints   what `Print` shows: per operation its values, of a loop one list of all trips
+    faults   what functions of the user's raised while a step ran, which JAX would wrap and tell of again and again
     """
 
     checked: list[Operation] = field(default_factory=list)
     checks: list[Array] = field(default_factory=list)
     prints: list[Any] = field(default_factory=list)
+    faults: list[Exception] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ def checked_devices(devices: Any, what: str) -> list[Any]:
     found = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
     if not found or not all(isinstance(d, jax.Device) for d in found):
         raise GraphError(f"{what}: devices are a list of JAX devices, as of jax.devices(), got {devices!r:.80}")
+    twice = next((d for n, d in enumerate(found) if d in found[:n]), None)
+    if twice is not None:
+        raise GraphError(f"{what}: device {twice} is {found.count(twice)} times in the list; give each once")
     return found
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from copy import copy
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 import meshlib.jax.rows  # the library's own rows  # noqa: F401
 from hardware.slices import Slice
-from meshlib.checks import flag
+from meshlib.checks import at, flag
 from meshlib.engine import Engine
 from meshlib.errors import GraphError, NotFiniteError
 from meshlib.estimation import estimate
@@ -143,9 +143,20 @@ class OnJax(Simulation):
     def _taken(self) -> list[float]:
         return list(self.seconds.get(id(self.program), ()))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __copy__(self) -> OnJax:
+        twin = object.__new__(OnJax)
         changed = {"state": copy(self.state), "seconds": {}, "_stepping": False, "_steps": self._steps.copy()}
-        return vars(self) | changed
+        vars(twin).update(vars(self) | changed)
+        return twin
+
+    def __deepcopy__(self, memo: object) -> OnJax:
+        return copy(self)  # what both hold, the program and its compiled steps, nobody changes
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise GraphError(
+            f"{at('on_jax')}: a run on devices can't be pickled, for its arrays lie there; mtf.save(run, path) writes "
+            "them, and mtf.load(path, run) reads them into another run"
+        )
 
     def compiled(self, program: Program | None = None) -> Step:
         """The step of a program as it is compiled for these devices: of this run's own unless given."""
@@ -167,18 +178,19 @@ class OnJax(Simulation):
     def _run(self, program: Program, given: Mapping[str, Any]) -> dict[str, HostArray]:
         if program is not self.program:
             self._declare(program)
-        fed = fed_arrays(program, {n: whole(x) if isinstance(x, jax.Array) else x for n, x in given.items()})
+        fed = fed_arrays(program, {n: whole(x) if _has_numbers(x) else x for n, x in given.items()})
         step, arrays = self.compiled(program), self.state.arrays
         warm = step.compile_seconds > 0
         _ = step.compiled
         begun = time.perf_counter()
         number = int(arrays[STEP])
         feeds = {n: place(x, program.inputs[n].tensor.dtype, step.inputs[n]) for n, x in fed.items()}
-        made = step(self._lying(step), feeds, number, step.keys(self.seed))
+        made = jax.block_until_ready(step(self._lying(step), feeds, number, step.keys(self.seed)))
+        step.raise_faults()
         self._check(program, step, made, fed)
         _show(step.prints, made.prints)
-        results = {n: whole(y).astype(program.outputs[n].tensor.dtype.public) for n, y in made.outputs.items()}
-        jax.block_until_ready(made.updates)
+        # in the order of the program, not of JAX, which sorts them
+        results = {n: whole(made.outputs[n]).astype(v.tensor.dtype.public) for n, v in program.outputs.items()}
         counted = {STEP: np.asarray(number + 1, np.int32)} if program.counts_steps else {}
         back = {n: _moved(y, self.state.places[n]) for n, y in made.updates.items()}
         arrays.update({**back, **counted})
@@ -211,6 +223,11 @@ class OnJax(Simulation):
         engine = Engine(self.seed, int(sim.state.arrays[STEP]), program.precision == "highest", False)
         with np.errstate(all="ignore"):
             return sim._find_nan(program, fed, engine)
+
+
+def _has_numbers(x: Any) -> bool:
+    """Whether it is an array of JAX's, and not one of keys."""
+    return isinstance(x, jax.Array) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _moved(x: Any, sharding: NamedSharding) -> Any:

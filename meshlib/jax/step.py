@@ -59,6 +59,7 @@ class Step:
         self.prints = _prints(program)
         self.checks: list[Operation] = []  # those behind the rows of `Made.checks`; then what may be NaN
         self.watched: list[str] = []
+        self.faults: list[Exception] = []  # of the user's own functions, while a step ran
         self.compile_seconds = 0.0
         self._compiled: Any = None
         self._check_types()
@@ -93,6 +94,13 @@ class Step:
         outputs, updates, prints, checks = self.compiled(changed, kept, dict(feeds), np.int32(number), keys)
         return Made(outputs, updates, prints, checks)
 
+    def raise_faults(self) -> None:
+        """Raise what a function of the user's raised in the step that has ended, if one did."""
+        if self.faults:
+            first = self.faults[0]
+            self.faults.clear()
+            raise first
+
     # ------------------------------------------------------------ inside
 
     def _arguments(self) -> tuple[Any, ...]:
@@ -126,7 +134,7 @@ class Step:
         self, changed: dict[str, Array], kept: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array
     ) -> tuple[Any, ...]:
         """What one device runs."""
-        p, found = self.program, Found()
+        p, found = self.program, Found(faults=self.faults)
         drawn = {name: keys[n] for n, name in enumerate(self.drawing)}
         platform = platform_of(self.mesh)
         context = Context(p.mesh, platform, p.precision == "highest", number, drawn, found, self.checked)

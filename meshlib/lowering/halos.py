@@ -181,6 +181,9 @@ class _Widening:
             wants = self._wants(roots, covered)
             if wants is None:
                 return None
+            # Each may fit where all together go round and meet themselves.
+            if not all(fits(m, v.tensor, v.sharding) for v, ms in wants.items() for m in _wanted(ms).values()):
+                return None
             made = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
             inside = {v for v, margins in made.items() if margins}
             covered.update(i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0])))
@@ -330,14 +333,18 @@ def _in_order(v: Value, margins: Wide) -> tuple[Margin, ...]:
     return tuple(margins[d.name] for d in v.tensor.shape if d.name in margins)
 
 
-def _without_roots(v: Value, wanted: list[Wide], roots: set[Root]) -> Wide:
-    """What a value must be made with: what its users want, but for what it is widened by."""
+def _wanted(of_users: list[Wide]) -> Wide:
+    """What serves all users."""
     found: Wide = {}
-    for margins in wanted:
+    for margins in of_users:
         for dim, m in margins.items():
-            if (v, dim) not in roots:
-                found[dim] = m.joined(found.get(dim))
+            found[dim] = m.joined(found.get(dim))
     return found
+
+
+def _without_roots(v: Value, of_users: list[Wide], roots: set[Root]) -> Wide:
+    """What a value must be made with: what its users want, but for what it is widened by."""
+    return {dim: m for dim, m in _wanted(of_users).items() if (v, dim) not in roots}
 
 
 def _may_have(v: Value, m: Margin) -> bool:

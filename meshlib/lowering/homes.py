@@ -13,6 +13,7 @@ from layouts.rules import Fault
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.operation import Home, Kind, Role
+from meshlib.replay import all_operations
 
 Region: TypeAlias = str | None  # None: wherever it is wanted
 
@@ -201,14 +202,6 @@ def _remedy_of_new_size(fault: Fault, op: Operation) -> str:
 
 def _label(op: Operation, y: Tensor) -> str:
     return f"{op}: {y.type}"
-
-
-def all_operations(operations: Iterable[Operation]) -> Iterator[Operation]:
-    """The operations and those of the loop bodies among them."""
-    for op in operations:
-        yield op
-        if op.loop is not None:
-            yield from all_operations(op.loop.body.operations)
 
 
 def is_inner(t: Tensor) -> bool:

@@ -29,7 +29,7 @@ from meshlib.operation import Array, Block, Factor, Kind, Role, Work, operation
 from meshlib.ops.building import build_source, tensor
 from meshlib.ops.elementwise import add
 from meshlib.ops.host import to_host
-from meshlib.ops.remat import Policy, Remat, checked_policy, kept_values
+from meshlib.ops.remat import Parts, Policy, Remat, checked_policy, kept_values
 from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import INPUT, _constant
 from meshlib.replay import needed
@@ -180,7 +180,7 @@ def make_loop(
     name: str | None,
     has_accumulators: bool = False,
     stack: bool = False,
-    remat: Policy = "full",
+    remat: Policy | Parts = "full",
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Record the body in a graph of its own, and the loop that holds it."""
     outer = innermost([*carries, *xs], what)
@@ -268,7 +268,9 @@ def _slice_names(full: str, xs: Sequence[Tensor]) -> list[str]:
     return names
 
 
-def _kept(body: Graph, live: set[Operation], dim: Dimension, remat: Policy, what: str) -> list[tuple[Tensor, Tensor]]:
+def _kept(
+    body: Graph, live: set[Operation], dim: Dimension, remat: Policy | Parts, what: str
+) -> list[tuple[Tensor, Tensor]]:
     """What the policy keeps of each trip, with where; by names or not at all what has the loop's dim already."""
     kept = kept_values([op for op in body.operations if op in live], remat, what)
     return kept if isinstance(remat, Remat) else [(y, x) for y, x in kept if dim.name not in y.shape]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshlib.checks import at, choice, flag, items
 from meshlib.errors import GraphError, nearest
@@ -49,16 +49,29 @@ class Remat:
     offload_carries: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("save", "offload"):
-            names = items(getattr(self, field), "Remat", field)
+        for where in ("save", "offload"):
+            names = items(getattr(self, where), "Remat", where)
             for name in names:
                 if not isinstance(name, str) or not name or "/" in name:
-                    raise GraphError(f"{at('Remat')}: {field} must be a list of last parts of names, got {name!r:.80}")
-            object.__setattr__(self, field, tuple(names))
+                    raise GraphError(f"{at('Remat')}: {where} must be a list of last parts of names, got {name!r:.80}")
+            object.__setattr__(self, where, tuple(names))
         flag(self.offload_carries, "Remat", "offload_carries")
         both = sorted({*self.save} & {*self.offload})
         if both:
             raise GraphError(f"{at('Remat')}: '{both[0]}' is in save and in offload; take it out of one")
+
+
+@dataclass(eq=False)
+class Parts:
+    """Everything is kept, but of some operations what policies of their own say, as of functions in a loop's body."""
+
+    parts: list[tuple[set[Operation], str | Remat]] = field(default_factory=list)
+
+    def add(self, operations: Sequence[Operation], remat: str | Remat) -> None:
+        """Say what is kept of these; whatever was said of some of them alone no longer holds."""
+        whole = set(operations)
+        self.parts = [(part, policy) for part, policy in self.parts if not part <= whole]
+        self.parts.append((whole, remat))
 
 
 Policy = str | Remat
@@ -73,11 +86,17 @@ def checked_policy(remat: object, what: str) -> Policy:
     raise GraphError(f"{at(what)}: remat must be {', '.join(map(repr, POLICIES))} or an mtf.Remat, got {remat!r:.80}")
 
 
-def kept_values(operations: Sequence[Operation], remat: Policy, what: str) -> list[tuple[Tensor, Tensor]]:
+def kept_values(operations: Sequence[Operation], remat: Policy | Parts, what: str) -> list[tuple[Tensor, Tensor]]:
     """The values that `remat` keeps of these operations, each with where it is kept: itself, or its copy on the host.
 
     Raises: GraphError if a name of the policy is that of no operation.
     """
+    if isinstance(remat, Parts):
+        inside = {op for part, _ in remat.parts for op in part}
+        kept = [(y, y) for y in _dear(operations) if y.operation not in inside]
+        for part, policy in remat.parts:
+            kept += kept_values([op for op in operations if op in part], policy, what)
+        return kept
     if isinstance(remat, Remat):
         return _by_name(operations, remat, what)
     if remat == "none":

@@ -8,7 +8,7 @@ the margins. Who needs less than a block holds cuts it off, which sends nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor
@@ -100,6 +100,8 @@ def needed_margins(
             assert far is not None
             before, after = (n + far[k] for k, n in enumerate((wanted.before, wanted.after) if wanted else (0, 0)))
             wanted = Margin(dim, max(before, 0), max(after, 0), op.kind.lower.wrap(op))
+        elif wanted is not None:
+            wanted = replace(wanted, dim=dim)  # the result may have it under another name
         if wanted is not None and (wanted.before or wanted.after):
             found[dim] = wanted
     return found

@@ -13,8 +13,9 @@ from layouts import LayoutRules, Mesh
 from layouts.rules import place
 from meshlib.errors import GraphError
 from meshlib.graph import Operation
-from meshlib.lowering.homes import all_operations, scope_of
+from meshlib.lowering.homes import scope_of
 from meshlib.operation import Home
+from meshlib.replay import all_operations
 
 Lies = tuple[tuple[tuple[str, ...], ...], ...]  # per tensor, per dim, the axes
 

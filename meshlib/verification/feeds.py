@@ -11,13 +11,13 @@ from meshlib.differentiation import gradients
 from meshlib.dtypes import BOOL
 from meshlib.errors import FeedError, GraphError, nearest
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor
-from meshlib.lowering.homes import all_operations
 from meshlib.lowering.simplification import simplify
 from meshlib.operation import RESIDENT, Kind
 from meshlib.ops.sources import STEP
 from meshlib.ops.sources import input as declare_input
 from meshlib.program.instructions import Move
 from meshlib.program.records import Program
+from meshlib.replay import all_operations
 from meshlib.simulation.state import State, to_storage
 
 Array = np.ndarray[Any, Any]

@@ -58,6 +58,21 @@ def window(x, w):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e9)), v)
 
 
+def window_by_array(x, w):
+    q, k, v = qkv(x, w)
+    seen = np.tri(L, dtype=bool) & ~np.tri(L, k=-3, dtype=bool)
+    return jnp.einsum(
+        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + np.where(seen, 0, -1e9)), v
+    )
+
+
+def causal_by_factors(x, w):
+    q, k, v = qkv(x, w)
+    seen = jnp.tril(jnp.ones((L, L)))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * seen - 1e10 * (1 - seen)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
 def padded(x, w):
     q, k, v = qkv(x, w)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + (1.0 - PADDING[:, None, None, :].astype("float32")) * -1e9
@@ -108,6 +123,8 @@ FUSED = {
     causal_by_array: (True, None),
     causal_by_bias: (True, None),
     window: (True, 3),
+    window_by_array: (True, 3),
+    causal_by_factors: (True, None),
     padded: (False, None),
     causal_and_padded: (True, None),
     grouped: (False, None),

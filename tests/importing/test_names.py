@@ -171,3 +171,48 @@ def test_without_jax_one_error_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "needs JAX, which is not installed: pip install 'meshlib-tpu[jax]'" in done.stdout, done.stderr
+
+
+def test_a_run_of_a_dim_lies_as_its_length_allows():
+    """What is cut out of an argument has its names, of other sizes: next tokens, one shorter, never forbid a layout."""
+
+    def loss(table, tokens):
+        return jnp.mean((table[tokens[:, :-1]] - table[tokens[:, 1:]]) ** 2)
+
+    args = weights(8, 4), np.arange(32, dtype="int32").reshape(4, 8) % 8
+    graph = mtf.from_jax(loss, *args, names={"tokens": "batch length"})
+    program = mtf.lower(graph.outputs, mesh="data:2;seq:2", layout="batch:data;length:seq")
+    assert any("7 % 2 = 1" in note for note in program.notes)
+    found = mtf.simulate(program, seed=0).step(**graph.feeds(*args))
+    assert float(found["output"]) == pytest.approx(float(loss(*args)), rel=1e-5)
+    with pytest.raises(LayoutError, match="8 % 3 = 2"):
+        mtf.lower(graph.outputs, mesh="seq:3", layout="length:seq")
+
+
+def test_constraints_are_listed_and_bind_if_asked():
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
+
+    def loss(params, x):
+        def layer(x, w):
+            return jax.lax.with_sharding_constraint(jnp.tanh(x @ w), jax.NamedSharding(mesh, P("data"))), None
+
+        x, _ = jax.lax.scan(layer, x, params)
+        x = jax.lax.with_sharding_constraint(x.reshape(8, 2, 8), jax.NamedSharding(mesh, P(None, "model")))
+        return jnp.mean(x**2)
+
+    def sent(constraints):
+        graph = mtf.from_jax(loss, *args, names={"x": "batch features"}, constraints=constraints)
+        line = loss.__code__.co_firstlineno
+        said = [(c.source, str(c.rules)) for c in graph.constraints]
+        assert said == [
+            (f"test_names.py:{line + 2}", "batch:data"),
+            (f"test_names.py:{line + 5}", "features:model"),
+        ]
+        return {c.kind for c in mtf.lower(graph.outputs, mesh="data:2;model:2", layout="batch:data+model").collectives}
+
+    args = S((3, 16, 16), "float32"), S((8, 16), "float32")
+    assert sent(False) == {"all_reduce"}
+    assert sent(True) > {"all_reduce"}
+    bound = mtf.from_jax(loss, *args, names={"x": "batch features"}, constraints=True)
+    with pytest.raises(LayoutError, match="rule batch:data: no axis 'data' in mesh rows:2"):
+        mtf.lower(bound.outputs, mesh="rows:2", layout="batch:rows")

@@ -150,6 +150,36 @@ def test_checkpoints_keep_by_name_on_device_or_host(scanned):
     assert kept.to_host_bytes == 0
 
 
+def test_each_checkpoint_in_a_loop_keeps_what_it_says():
+    """FLOPs of what is computed again: of nothing, of one of two branches, of both; of all, if one is around them."""
+    import jax.numpy as jnp
+
+    def program(first, second, around):
+        def branch(x, w):
+            return jnp.sin(jnp.tanh(x @ w["a"]) @ w["b"])
+
+        def body(x, w):
+            x = x + (jax.checkpoint(branch) if first else branch)(x, w)
+            return x + (jax.checkpoint(branch) if second else branch)(x, w)
+
+        def fn(params, x):
+            layer = jax.checkpoint(body) if around else body
+            return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0])
+
+        shape = jax.ShapeDtypeStruct
+        params = {"a": shape((8, 64, 256), "float32"), "b": shape((8, 256, 64), "float32")}
+        graph = mtf.from_jax(fn, params, shape((1024, 64), "float32"))
+        with graph:
+            made = mtf.lower(mtf.gradients([graph.loss], list(graph.trainable_variables)))
+        return made.memory.peak_bytes, made.work.mxu_flops
+
+    branch_flops = 8 * 2 * 2 * 1024 * 64 * 256  # two products of 1024 x 64 x 256 in each of 8 trips
+    kinds = [(False, False, False), (True, False, False), (True, True, False), (True, False, True)]
+    memory, flops = zip(*(program(*kind) for kind in kinds), strict=True)
+    assert [n - flops[0] for n in flops] == [0, branch_flops, 2 * branch_flops, 2 * branch_flops]
+    assert memory[0] > memory[1] > memory[2] > memory[3]
+
+
 def test_the_example(capsys):
     small = ["--plain", "--slice", "v5e-16", "--layers", "2", "--batch", "32", "--d-model", "256", "--d-ff", "512"]
     assert plan_jax.main([*small, "--vocab", "1024", "--length", "256"]) == 0

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -139,8 +140,47 @@ def test_too_few_devices_float64_and_an_operation_without_a_row() -> None:
         for function in (lambda x: mtf.on_jax(large, x), mtf.measure_chip):
             with pytest.raises(mtf.GraphError, match="devices are a list of JAX devices"):
                 function(junk)
+    with pytest.raises(mtf.GraphError, match=r"device .* is 2 times in the list; give each once"):
+        mtf.on_jax(large, jax.devices()[:1] * 2)
     with pytest.raises(mtf.GraphError, match="seed must be an integer"):
         mtf.on_jax(large, seed=1.5)  # type: ignore[arg-type]
+    with mtf.Graph():
+        small = mtf.on_jax(mtf.lower({"y": mtf.input("x", [N]) * 2.0}))
+    with pytest.raises(mtf.FeedError, match=r"expected a NumPy array of float32\[n:16\], got PRNGKeyArray"):
+        small.step(x=jax.random.key(0))
+
+
+def test_a_function_of_the_users_that_raises_leaves_the_state() -> None:
+    def root(x: np.ndarray) -> np.ndarray:
+        if (x < 0).any():
+            raise ValueError("a root of less than nothing")
+        return np.sqrt(x)
+
+    with mtf.Graph():
+        x, v = mtf.input("x", [B]), mtf.variable("v", [B], 2.0)
+        program = mtf.lower(
+            {}, [mtf.assign(v, mtf.slicewise(root, [x], splittable_dims=[B]))], mesh="p:8", layout="b:p"
+        )
+    run = mtf.on_jax(program)
+    run.compiled().lowered()  # traced once more
+    for _ in range(2):
+        with pytest.raises(ValueError, match="less than nothing") as fault:
+            run.step(x=np.arange(8.0) - 1)
+        assert any("in the function of slicewise" in note for note in fault.value.__notes__)
+        assert (run.state["v"] == 2).all()
+    run.step(x=np.full(8, 9.0))
+    assert (run.state["v"] == 3).all()
+
+
+def test_whole_numbers_over_zero_are_the_simulators() -> None:
+    with mtf.Graph():
+        a, b = (mtf.input(name, [B], dtype="int32") for name in "ab")
+        program = mtf.lower({"quotient": a // b, "rest": a % b, "again": a + b}, mesh="p:4", layout="b:p")
+    feeds = {"a": np.array([-7, 7, -(2**31), 5, 0, 1, -1, 3]), "b": np.array([2, -2, 3, 0, 0, 1, 0, -3])}
+    wanted, found = mtf.simulate(program).step(feeds), mtf.on_jax(program).step(feeds)
+    assert list(found) == list(wanted) == ["quotient", "rest", "again"]  # not sorted
+    for name, y in wanted.items():
+        np.testing.assert_array_equal(found[name], y)
 
 
 def test_operations_of_ones_own() -> None:
@@ -189,7 +229,9 @@ def test_state_moves_between_simulator_and_devices(tmp_path: Path) -> None:
     mtf.save(sim, tmp_path / "a")
     mtf.load(tmp_path / "a", run)
     assert run.seed == 1
-    twin = copy.copy(run)
+    twin, other = copy.copy(run), copy.deepcopy(run)
+    with pytest.raises(mtf.GraphError, match="a run on devices can't be pickled"):
+        pickle.dumps(run)
     wanted = float(sim.step(feeds[1])["loss"])
     loss = float(run.step(feeds[1])["loss"])
     assert loss == pytest.approx(wanted, rel=2e-6)
@@ -199,7 +241,7 @@ def test_state_moves_between_simulator_and_devices(tmp_path: Path) -> None:
     for name in back.state:
         np.testing.assert_array_equal(back.state[name], run.state[name])
     assert int(twin.state["step"]) == 1
-    assert float(twin.step(feeds[1])["loss"]) == loss
+    assert float(twin.step(feeds[1])["loss"]) == float(other.step(feeds[1])["loss"]) == loss
     assert int(run.state["step"]) == 2
     name = next(n for n in program.variables if n.endswith("kernel"))
     run.state[name] = np.full(run.state[name].shape, 0.5)

@@ -14,24 +14,27 @@ import jax
 import numpy as np
 
 from layouts import Shape
-from meshlib.checks import at
+from meshlib.checks import at, flag
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError
 from meshlib.initializers import Initializer, zeros
-from meshlib.jax.importing import control, draws, elementwise, indexing, shapes, windows  # the table's rows
+from meshlib.jax.importing import control, draws, elementwise, indexing, passing, shapes, windows  # the table's rows
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Code, NotImported, Place, Var, prune
+from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, ImportedGraph
 from meshlib.jax.importing.leaves import concrete, is_array, leaves_of, named_leaves, parameter_names
 from meshlib.jax.importing.naming import WHAT, Leaf, call_first, call_products, name_all, parsed
+from meshlib.jax.importing.pairs import flat as flat_parts
+from meshlib.jax.importing.pairs import is_complex
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import Writer
 from meshlib.ops.sources import input, variable
-from meshlib.replay import needed
+from meshlib.replay import all_operations, needed
 
-_ROWS = (control, draws, elementwise, indexing, shapes, windows)
+_ROWS = (control, draws, elementwise, indexing, passing, shapes, windows)
 
 
 def from_jax(
@@ -39,6 +42,7 @@ def from_jax(
     *args: Any,
     names: Mapping[str, Any] | None = None,
     argnums: int | Sequence[int] = 0,
+    constraints: bool = False,
 ) -> ImportedGraph:
     """A JAX function as a graph, from which on everything of the library works: layouts, reasons, estimates.
 
@@ -54,6 +58,8 @@ def from_jax(
         `meshlib.jax.importing.naming`.
       argnums: which arguments hold variables, as of `jax.grad`; the others are inputs. Variables begin with the values
         given, if any; float ones are trainable.
+      constraints: whether `jax.lax.with_sharding_constraint` binds, as `mtf.constrain`; the mesh then needs the axes
+        that it names. In any case `.constraints` lists what is said there, each with its rules.
     Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
       what a simulation takes of arguments; `.layout(*specs)` makes rules of PartitionSpecs. An axis that `fn` splits or
       merges is the product of several dims; axes of length 1 are none.
@@ -83,7 +89,8 @@ def from_jax(
     held = [leaf for leaf in flat if is_array(leaf)]
     leaves = _leaves(tracing, own, args, numbers)
     closed, results = _traced(fn, flat, tree, held)
-    outs = tracing.inline(closed, [leaf.var for leaf in leaves], Place("unknown line"), inherit=False)
+    _refuse_complex(leaves, closed)
+    outs = flat_parts(tracing.inline(closed, [leaf.var for leaf in leaves], Place("unknown line"), inherit=False))
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
     used = prune(code)
     _check(code, leaves, results)
@@ -93,7 +100,7 @@ def from_jax(
     control.unify(axes, code)
     call_products(axes, waiting)
     name_all(axes, code, leaves)
-    return _graph(axes, code, leaves, held, used, own, results)
+    return _graph(axes, code, leaves, held, used, own, results, Constraints(flag(constraints, WHAT, "constraints")))
 
 
 def _argnums(argnums: object, count: int) -> tuple[int, ...]:
@@ -111,7 +118,7 @@ def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: 
     made = []
     for n, (name, arg) in enumerate(zip(own, args, strict=True)):
         for path, leaf, known in named_leaves([name], [arg]):
-            var = tracing.var(leaf)
+            var = tracing.var(leaf, of_keys=leaf.shape[-1:] in ((2,), (4,)))  # as jax.random.PRNGKey makes them
             if not var.key:
                 var.axes = [tracing.axes.new(size) for size in var.shape]
                 tracing.axes.hold(var.space, var.axes)
@@ -133,6 +140,16 @@ def _traced(fn: Callable[..., Any], flat: Sequence[Any], tree: Any, held: Sequen
     return closed, [name.removeprefix("output.") if isinstance(out, dict) else name for name in named]
 
 
+def _refuse_complex(leaves: Sequence[Leaf], closed: Any) -> None:
+    found = [f"argument {leaf.path}" for leaf in leaves if leaf.var.dtype.startswith("complex")]
+    found += [f"result {n}" for n, aval in enumerate(closed.out_avals) if is_complex(aval)]
+    if found:
+        raise NotImported(
+            f"{at(WHAT)}: {', '.join(found)}: complex numbers stay inside the function; give and take their real and "
+            "imaginary parts, as in jax.lax.complex(real, imag)"
+        )
+
+
 def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str]) -> None:
     """Raise NotImported with all that has no counterpart."""
     faults: dict[str, int] = {}
@@ -148,20 +165,24 @@ def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str]) -> None:
         raise NotImported("\n  ".join([f"{at(WHAT)}: there is no counterpart of", *lines]))
 
 
-_INSTEAD = {"float16": "; use bfloat16 or float32", "uint32": "; use int32"}
+_INSTEAD = {"float16": "; use bfloat16 or float32"}
 
 
 def _faults(step: Any) -> list[str]:
     where = f"{step.kind.removeprefix('jit:')} ({step.place.line})"
     rule = RULES.get(step.kind)
     if rule is None:
-        hint = "; draw by jax.random.uniform, normal or bernoulli" if step.kind == "random_bits" else ""
+        hint = "; draw by jax.random.uniform, normal or randint" if step.kind.startswith("random_") else ""
         return [f"{where}: an unknown primitive{hint}"]
     fault = rule.fault(step)
     found = [] if fault is None else [f"{where}: {fault}"]
     strange = {x.dtype for x in step.outs if not x.key and x.dtype not in DTYPES}
     if not step.kind.startswith(("jit:_", "random", "scan", "checkpoint", "cond")):
         strange |= {x.dtype for x in step.ins if x.dtype not in DTYPES and x.const is None}
+    whole = np.iinfo("int32")
+    big = [x for x in step.ins if x.const is not None and x.dtype in ("int64", "uint32") and not x.key]
+    if any(x.const is not None and (x.const.max() > whole.max or x.const.min() < whole.min) for x in big):
+        found.append(f"{where}: of integers beyond int32")
     return found + [f"{where}: of dtype {dtype}{_INSTEAD.get(dtype, '')}" for dtype in sorted(strange)]
 
 
@@ -173,11 +194,12 @@ def _graph(
     read: set[Var],
     own: tuple[str, ...],
     results: Sequence[str],
+    constraints: Constraints,
 ) -> ImportedGraph:
     """The program, written."""
     graph = ImportedGraph()
     graph._parameters = own
-    writer = Writer(axes, {})
+    writer = Writer(axes, {}, constraints)
     used = [leaf for leaf in leaves if leaf.var in read and not leaf.var.key]
     arrays = dict(zip(leaves, held, strict=True))
     graph.unused = tuple(leaf.name for leaf in leaves if leaf not in used and not leaf.var.key)
@@ -197,7 +219,9 @@ def _graph(
         for name, out in zip(results, code.outs, strict=True):
             graph.outputs[name] = writer.full(writer.tensor(out), out.axes)
             graph.shapes[name] = out.shape
+    graph.constraints = tuple(constraints.found)
     _drop_unused(graph)
+    _mark_runs(graph)
     return graph
 
 
@@ -209,6 +233,18 @@ def _drop_unused(graph: ImportedGraph) -> None:
             graph.operations.remove(there.pop(name))
             del graph.arguments[name]
             graph.unused = (*graph.unused, name)
+
+
+def _mark_runs(graph: ImportedGraph) -> None:
+    """What has a run of an argument's dim, which goes by the same name, is laid out as its length allows.
+
+    The function can't be told to call it otherwise. Faults of the arguments are faults, and whatever has their dims.
+    """
+    whole = {d for argument in graph.arguments.values() for d in argument.shape}
+    names = {d.name for d in whole}
+    for op in all_operations(graph.operations):
+        if any(d.name in names and d not in whole for y in op.outputs for d in y.shape):
+            op.graph.inner.add(op)
 
 
 def _initial(value: Any, shape: Shape, dtype: str) -> Initializer | np.ndarray[Any, Any] | None:

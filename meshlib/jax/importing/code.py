@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from meshlib.errors import GraphError
@@ -13,11 +14,16 @@ from meshlib.jax.importing.axes import Axis
 
 Array = np.ndarray[Any, Any]
 
-# JAX's dtypes -> the library's. Narrow integers are computed in 32 bits.
+# JAX's dtypes -> the library's. Other integers are computed in 32 bits with a sign.
 DTYPES = {
     **{name: name for name in ("float64", "float32", "bfloat16", "int32", "bool")},
-    **dict.fromkeys(("int8", "int16", "int64", "uint8", "uint16"), "int32"),
+    **dict.fromkeys(("int8", "int16", "int64", "uint8", "uint16", "uint32"), "int32"),
 }
+
+
+def numpy_type(dtype: str) -> np.dtype[Any]:
+    """The NumPy type of JAX's dtype."""
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 class NotImported(GraphError):

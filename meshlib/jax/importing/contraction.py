@@ -10,6 +10,7 @@ from meshlib.dtypes import as_dtype
 from meshlib.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import DTYPES, Code, Step, Var
+from meshlib.jax.importing.rewrites.windows import is_patches
 from meshlib.jax.importing.scores import fused
 from meshlib.jax.importing.table import RULES, give, rule
 from meshlib.jax.importing.writing import Writer
@@ -141,15 +142,8 @@ rule("dot_general", axes=_dot_axes, write=_dot)
 
 
 def _patches_fault(step: Step) -> str | None:
-    """Windows that do not overlap and fill their input are a product; others are not there yet."""
-    p, x, kernel = step.params, *step.ins
-    space, of_kernel = p["dimension_numbers"].lhs_spec[2:], p["dimension_numbers"].rhs_spec[2:]
-    sizes = [kernel.shape[n] for n in of_kernel]
-    plain = p["feature_group_count"] == p["batch_group_count"] == 1
-    plain = plain and {*p["lhs_dilation"], *p["rhs_dilation"]} <= {1} and not any(a or b for a, b in p["padding"])
-    plain = plain and [*p["window_strides"]] == sizes
-    plain = plain and not any(x.shape[n] % size for n, size in zip(space, sizes, strict=True))
-    return None if plain else "a convolution whose windows overlap; only patches, and windows of 1, are there"
+    """Windows that do not overlap and fill their input are a product; others have been rewritten."""
+    return None if is_patches(step) else "a convolution of groups of the batch"
 
 
 def _patches_axes(axes: Axes, step: Step) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshlib.graph import Tensor
+from meshlib.graph import Tensor, current_graph
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import Code, Step, Var
 from meshlib.jax.importing.table import RULES, give, rule, same_axes
@@ -13,7 +13,7 @@ from meshlib.jax.importing.writing import Writer
 from meshlib.ops.elementwise import equal, where
 from meshlib.ops.index import range as positions
 from meshlib.ops.loop import make_loop
-from meshlib.ops.remat import Policy, Remat
+from meshlib.ops.remat import Parts, Policy, Remat
 from meshlib.ops.rewrite import recompute_grad
 
 
@@ -85,9 +85,10 @@ def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
             given[inside] = t  # the same in each trip
     # Nothing but keys may be left, of which draws in a loop need none.
     counter = [] if starts or stacked else [positions(dim)]
+    parts = Parts()
 
     def trip_of(held: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        inner = Writer(w.axes, {**w.tensors, **given})
+        inner = Writer(w.axes, {**w.tensors, **given}, w.constraints, parts)
         inner.tensors.update(zip((body.ins[n] for n in carried), held, strict=True))
         inner.tensors.update(zip((inside for inside, _ in stacked), slices, strict=False))
         inner.run(body)
@@ -102,7 +103,7 @@ def _scan(w: Writer, step: Step) -> Sequence[Tensor | None]:
         dim,
         bool(step.params["reverse"]),
         None,
-        remat=_of_what_is_there(step.params["remat"], body),
+        remat=parts,
     )
     return _placed(step, carries, carried, finals, kept, [w.apart(y, trip) for y in stacks])
 
@@ -133,8 +134,13 @@ def _checkpoint(w: Writer, step: Step) -> Sequence[Tensor | None]:
     (body,) = step.bodies
     inputs = [x for x in dict.fromkeys(step.ins) if x.const is None and not x.key]
     live = [n for n, out in enumerate(body.outs) if not out.key]
-    if not inputs:
+    remat = _of_what_is_there(step.params["remat"], body)
+    if not inputs or w.parts is not None:
+        graph = current_graph("checkpoint")
+        before = len(graph.operations)
         w.run(body)
+        if w.parts is not None:  # the loop around computes it again
+            w.parts.add(graph.operations[before:], remat)
         return [w.tensor(out) if not out.key else None for out in body.outs]
 
     def function(*given: Tensor) -> list[Tensor]:
@@ -142,7 +148,7 @@ def _checkpoint(w: Writer, step: Step) -> Sequence[Tensor | None]:
         w.run(body)
         return [w.tensor(body.outs[n]) for n in live]
 
-    made = recompute_grad(function, [w.tensor(x) for x in inputs], _of_what_is_there(step.params["remat"], body))
+    made = recompute_grad(function, [w.tensor(x) for x in inputs], remat)
     found: list[Tensor | None] = [None] * len(step.outs)
     for n, t in zip(live, made, strict=True):
         found[n] = t

@@ -12,7 +12,7 @@ from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Step
 from meshlib.jax.importing.table import fresh, rule
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.elementwise import less
+from meshlib.ops.elementwise import cast, floor, less, minimum
 from meshlib.ops.sources import random_normal, random_uniform
 
 KEYS = "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"
@@ -39,12 +39,7 @@ def _no_axes(axes: Axes, step: Step) -> None:
             fresh(axes, out)
 
 
-rule(
-    "jit:_uniform",
-    axes=_draw_axes,
-    write=_uniform,
-    fault=lambda step: "between bounds that are computed" if None in _bounds(step) else None,
-)
+rule("jit:_uniform", axes=_draw_axes, write=_uniform)
 rule(
     "jit:_normal jit:_normal_real",
     axes=_draw_axes,
@@ -59,4 +54,31 @@ def _bernoulli(w: Writer, step: Step) -> Tensor:
 
 
 rule("jit:_bernoulli", axes=_draw_axes, write=_bernoulli)
+
+
+def _integers(w: Writer, step: Step) -> Tensor:
+    """Each number as often: of 2^24 steps in [0, 1), which is what a float32 has."""
+    axes = step.outs[0].axes
+    low, high = (w.operand(x, axes) for x in step.ins[1:3])
+    count = high - low
+    drawn = random_uniform(w.shape(axes)) * (cast(count, "float32") if isinstance(count, Tensor) else float(count))
+    return minimum(cast(floor(drawn), "int32") + low, high - 1)
+
+
+rule("jit:_randint", axes=_draw_axes, write=_integers)
+
+
+def _few_bits(w: Writer, step: Step) -> Tensor:
+    count = 2 ** int(step.params["bit_width"])
+    return cast(floor(random_uniform(w.shape(step.outs[0].axes)) * float(count)), "int32")
+
+
+rule(
+    "random_bits",
+    axes=_draw_axes,
+    write=_few_bits,
+    fault=lambda step: (
+        None if step.params["bit_width"] < 32 else "of 32 bits; draw by jax.random.uniform, normal or randint"
+    ),
+)
 rule(KEYS, axes=_no_axes, write=lambda w, step: [None] * len(step.outs))

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from meshlib.dtypes import BOOL, INT32
 from meshlib.graph import Tensor
 from meshlib.jax.importing.code import DTYPES, Array, Step
-from meshlib.jax.importing.masks import condition_of, hot
+from meshlib.jax.importing.masks import condition_of
 from meshlib.jax.importing.table import Operand, rule, same_axes
 from meshlib.jax.importing.writing import Writer
 from meshlib.ops.elementwise import (
@@ -57,14 +56,16 @@ from meshlib.ops.elementwise import (
     where,
 )
 from meshlib.ops.logic import logical_xor
-from meshlib.ops.state import identity, stop_gradient
 
 Function = Callable[..., Any]
 
 
 def _row(name: str, function: Function, fold: Function | None, fault: Function = lambda step: None) -> None:
     def write(w: Writer, step: Step) -> Tensor:
-        made: Tensor = function(*w.operands(step))
+        operands = w.operands(step)
+        if not any(isinstance(x, Tensor) for x in operands):
+            operands[0] = w.as_tensor(operands[0], step.ins[0])
+        made: Tensor = function(*operands)
         return made
 
     rule(name, axes=same_axes, write=write, fold=_folding(fold), fault=fault, by_element=True)
@@ -125,7 +126,7 @@ _UNARY: tuple[_Row, ...] = (
     ("square", square, np.square),
     ("tanh", tanh, np.tanh),
     ("logistic", sigmoid, lambda x: 1 / (1 + np.exp(-x))),
-    ("erf", erf, None),
+    ("erf", erf, np.vectorize(math.erf, otypes=[float])),
     ("erfc", lambda x: subtract(1.0, erf(x)), None),
     ("sin", sin, np.sin),
     ("cos", cos, np.cos),
@@ -191,10 +192,14 @@ def _abs(x: Operand) -> Operand:
     return x if x >= 0 else -x
 
 
-def _pow(x: Operand, y: Operand) -> Operand:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        y = cast(y, x.dtype)
-    return square(x) if isinstance(x, Tensor) and _is(y, 2) else pow(x, y)
+def _pow(w: Writer, step: Step) -> Operand:
+    x, y = w.operands(step)
+    if _is(y, 2):
+        return square(x) if isinstance(x, Tensor) else x * x
+    # The exponent may be an integer, which the library takes for a number like others.
+    y = cast(y, DTYPES[step.outs[0].dtype]) if isinstance(y, Tensor) else y
+    made: Tensor = pow(x, y)
+    return made
 
 
 def _compared(function: Function, holds: Function) -> Function:
@@ -220,6 +225,64 @@ def _flags(step: Step) -> str | None:
     return None if all(x.dtype == "bool" for x in step.ins) else "of integers, bit by bit"
 
 
+def _no(x: Operand) -> Operand:
+    return logical_not(x) if isinstance(x, Tensor) else not x
+
+
+def _low_bits(step: Step) -> tuple[int, int] | None:
+    """Of integers & 2^k - 1 the number of the operand that says so, and 2^k."""
+    for n, x in enumerate(step.ins):
+        if x.number is not None and x.dtype != "bool" and x.number >= 0 and (int(x.number) + 1).bit_count() == 1:
+            return n, int(x.number) + 1
+    return None
+
+
+def _and(w: Writer, step: Step) -> Operand:
+    low = _low_bits(step)
+    if low is None:
+        both: Operand = _both(*w.operands(step))
+        return both
+    at, count = low
+    return mod(w.operand_tensor(step, 1 - at), count)
+
+
+def _shift_fault(step: Step) -> str | None:
+    count = step.ins[1].number
+    return None if count is not None and 0 <= count < 31 else "by a number of bits that is computed"
+
+
+def _shifted_left(x: Tensor, bits: int) -> Operand:
+    return multiply(x, 2**bits)
+
+
+def _shifted_right(x: Tensor, bits: int) -> Operand:
+    return floordiv(x, 2**bits)
+
+
+def _shifted_in_zeros(x: Tensor, bits: int) -> Operand:
+    """Where a number is negative, its sign would come in."""
+    moved = floordiv(x, 2**bits)
+    return where(less(x, 0), moved + 2 ** (31 - bits) + 2 ** (31 - bits), moved) if bits else x
+
+
+def _not_a_number(x: Operand) -> Operand:
+    return not_equal(x, x) if isinstance(x, Tensor) else math.isnan(x)
+
+
+def _in_order(function: Function, strict: bool) -> Function:
+    """Comparison where NaN comes last."""
+
+    def write(x: Operand, y: Operand) -> Operand:
+        last = _not_a_number(y)
+        if strict:
+            last = _both(last, _no(_not_a_number(x)))
+        found: Operand = _either(function(x, y), last)
+        return found
+
+    return write
+
+
+_both, _either = _logic(logical_and, True), _logic(logical_or, False)
 _BINARY: tuple[_Row, ...] = (
     ("add add_any", _neutral(add, 0), np.add),
     ("sub", _neutral(subtract, 0, either=False), np.subtract),
@@ -228,7 +291,6 @@ _BINARY: tuple[_Row, ...] = (
     ("rem", _remainder, np.fmod),
     ("max", _neutral(maximum, -math.inf), np.maximum),
     ("min", _neutral(minimum, math.inf), np.minimum),
-    ("pow", _pow, np.power),
     ("lt", _compared(less, np.less), np.less),
     ("le", _compared(less_equal, np.less_equal), np.less_equal),
     ("gt", _compared(greater, np.greater), np.greater),
@@ -238,8 +300,21 @@ _BINARY: tuple[_Row, ...] = (
 )
 for _row_of in _BINARY:
     _row(*_row_of)
-_row("and", _logic(logical_and, True), np.bitwise_and, _flags)
-_row("or", _logic(logical_or, False), np.bitwise_or, _flags)
+rule("pow", axes=same_axes, write=_pow, fold=_folding(np.power), by_element=True)
+_row("shift_left", _shifted_left, np.left_shift, _shift_fault)
+_row("shift_right_arithmetic", _shifted_right, np.right_shift, _shift_fault)
+_row("shift_right_logical", _shifted_in_zeros, None, _shift_fault)
+_row("le_to", _in_order(less_equal, strict=False), None)
+_row("lt_to", _in_order(less, strict=True), None)
+rule(
+    "and",
+    axes=same_axes,
+    write=_and,
+    fold=_folding(np.bitwise_and),
+    fault=lambda step: None if _low_bits(step) else _flags(step),
+    by_element=True,
+)
+_row("or", _either, np.bitwise_or, _flags)
 _row("xor", _logic(logical_xor, False), np.bitwise_xor, _flags)
 
 
@@ -289,83 +364,5 @@ rule(
     axes=same_axes,
     write=_clamp,
     fold=lambda step, low, x, high: np.minimum(np.maximum(x, low), high),
-    by_element=True,
-)
-
-
-# ---------------------------------------------------------------- the same in another type, or with a meaning
-
-
-def numpy_type(dtype: str) -> np.dtype[Any]:
-    """The NumPy type of JAX's dtype."""
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-
-
-def _convert(w: Writer, step: Step) -> Tensor:
-    (x,) = w.operands(step)
-    (out,) = step.outs
-    if not isinstance(x, Tensor):
-        return w.as_tensor(x, out)
-    to = DTYPES[out.dtype]
-    if to == "bool":
-        return not_equal(x, 0)
-    found = hot(x, to)
-    return cast(x, to) if found is None else found
-
-
-rule(
-    "convert_element_type",
-    axes=same_axes,
-    write=_convert,
-    fold=lambda step, x: x.astype(numpy_type(step.outs[0].dtype)),
-    by_element=True,
-)
-
-
-def _pass(w: Writer, step: Step) -> list[Tensor | None]:
-    return [w.tensor(x) for x in step.ins]
-
-
-def _pass_axes(axes: Any, step: Step) -> None:
-    for x, out in zip(step.ins, step.outs, strict=True):
-        same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
-
-
-rule(
-    "copy copy_p optimization_barrier sharding_constraint mesh_cast reshard layout_constraint pvary pcast",
-    axes=_pass_axes,
-    write=_pass,
-    fold=lambda step, *xs: xs[0],
-    by_element=True,
-)
-rule(
-    "stop_gradient",
-    axes=same_axes,
-    write=lambda w, step: stop_gradient(w.tensor(step.ins[0])),
-    fold=lambda step, x: x,
-    by_element=True,
-)
-rule(
-    "name",
-    axes=same_axes,
-    write=lambda w, step: identity(w.tensor(step.ins[0]), "".join(str(step.params["name"]).split())),
-    by_element=True,
-)
-
-
-def _precision(step: Step) -> tuple[int, int]:
-    return int(step.params["exponent_bits"]), int(step.params["mantissa_bits"])
-
-
-def _reduce_precision(w: Writer, step: Step) -> Tensor:
-    x = w.tensor(step.ins[0])
-    return cast(cast(x, "bfloat16"), x.dtype) if _precision(step) == (8, 7) else x
-
-
-rule(
-    "reduce_precision",
-    axes=same_axes,
-    write=_reduce_precision,
-    fault=lambda step: None if _precision(step) in ((8, 7), (8, 23)) else f"to {_precision(step)} bits",
     by_element=True,
 )

@@ -12,6 +12,7 @@ from layouts import LayoutRules, Shape
 from meshlib.checks import at
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Graph, Tensor
+from meshlib.jax.importing.constraints import Constraint
 from meshlib.jax.importing.leaves import leaves_of
 from meshlib.jax.importing.placement import Specs, rules_of
 
@@ -34,12 +35,14 @@ class ImportedGraph(Graph):
     """A program that was a JAX function.
 
     `outputs` by name, ready for `mtf.lower`; `variables` and `inputs` by the paths of the arguments, as of any graph;
-    `arguments` by these paths; `unused`, the paths of arguments that the results do not depend on.
+    `arguments` by these paths; `unused`, the paths of arguments that the results do not depend on; `constraints`, what
+    the function says of shardings by itself.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     arguments: dict[str, Argument] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
     # results in JAX's shapes
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 

@@ -116,7 +116,8 @@ def _lookup(
     return _Lookup(part, own, axis, along, sizes, more=tuple(more))
 
 
-def _of_gather(step: Step) -> _Lookup | str:
+def of_gather(step: Step) -> _Lookup | str:
+    """How a gather looks up; a text if in a way that is not there."""
     x, indices = step.ins
     d = step.params["dimension_numbers"]
     axes = tuple(map(int, d.start_index_map))
@@ -140,7 +141,7 @@ def _of_gather(step: Step) -> _Lookup | str:
 
 
 def _gather_fault(step: Step) -> str | None:
-    found = _of_gather(step)
+    found = of_gather(step)
     return found if isinstance(found, str) else None
 
 
@@ -149,7 +150,7 @@ def _gather_fault(step: Step) -> str | None:
 
 def _gather_axes(axes: Axes, step: Step) -> None:
     x, out = step.ins[0], step.outs[0]
-    found = _of_gather(step)
+    found = of_gather(step)
     assert isinstance(found, _Lookup)
     d = step.params["dimension_numbers"]
     offsets, collapsed = [int(n) for n in d.offset_dims], {int(n) for n in d.collapsed_slice_dims}
@@ -192,7 +193,7 @@ def _indices(w: Writer, x: Var, column: int, index_axes: Sequence[Axis]) -> Tens
 
 def _gather(w: Writer, step: Step) -> Tensor:
     x = step.ins[0]
-    found = _of_gather(step)
+    found = of_gather(step)
     assert isinstance(found, _Lookup)
     count = len(found.sizes)
     run, index_axes, target = step.labels[0], step.labels[1 : 1 + count], step.labels[1 + count :]
@@ -232,7 +233,8 @@ rule("gather", axes=_gather_axes, write=_gather, fault=_gather_fault)
 # ---------------------------------------------------------------- scatter
 
 
-def _of_scatter(step: Step) -> _Lookup | str:
+def of_scatter(step: Step) -> _Lookup | str:
+    """How a scatter addresses what it changes; a text if in a way that is not there."""
     x, indices, updates = step.ins
     d = step.params["dimension_numbers"]
     axes = tuple(map(int, d.scatter_dims_to_operand_dims))
@@ -258,7 +260,7 @@ def _of_scatter(step: Step) -> _Lookup | str:
 def _scatter_axes(axes: Axes, step: Step) -> None:
     x, _, updates = step.ins
     out = step.outs[0]
-    found = _of_scatter(step)
+    found = of_scatter(step)
     assert isinstance(found, _Lookup)
     same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
     index_axes = [axes.new(n) for n in found.sizes]
@@ -281,7 +283,7 @@ def _scatter_axes(axes: Axes, step: Step) -> None:
 def _scatter(w: Writer, step: Step) -> Tensor:
     x, _, updates = step.ins
     out = step.outs[0]
-    found = _of_scatter(step)
+    found = of_scatter(step)
     assert isinstance(found, _Lookup)
     looked, index_axes = step.labels[0], step.labels[1 : 1 + len(found.sizes)]
     labels = step.labels[1 + len(found.sizes) :]
@@ -312,7 +314,7 @@ def _scatter(w: Writer, step: Step) -> Tensor:
 
 
 def _scatter_fault(step: Step) -> str | None:
-    found = _of_scatter(step)
+    found = of_scatter(step)
     return found if isinstance(found, str) else None
 
 

@@ -13,7 +13,7 @@ from meshlib.dtypes import BOOL, INT32
 from meshlib.graph import Operation, Tensor
 from meshlib.jax.importing.code import Array
 from meshlib.jax.importing.table import Operand
-from meshlib.ops.elementwise import cast, greater_equal, logical_not
+from meshlib.ops.elementwise import cast, greater_equal, logical_and, logical_not
 from meshlib.ops.index import RANGE, one_hot
 from meshlib.ops.index import range as positions
 from meshlib.ops.sources import constant
@@ -83,14 +83,34 @@ def hot(x: Tensor, dtype: str) -> Tensor | None:
 
 
 def known(array: Array, shape: Shape, dtype: str) -> Tensor:
-    """Elements that are part of the program: causal masks and ranges are made from positions, others are a table."""
+    """Elements that are part of the program: bands of flags and ranges are made from positions, others are a table."""
     array = array.reshape(shape.sizes)
-    if array.ndim == 2 and array.dtype == np.bool_ and np.array_equal(array, np.tri(*array.shape, dtype=bool)):
+    if array.ndim == 2 and array.dtype == np.bool_ and (ends := _band(array)) is not None:
+        ahead, behind = ends
         rows, keys = map(positions, shape)
-        return greater_equal(rows, keys)
+        sides = [] if ahead is None else [greater_equal(_plus(rows, ahead), keys)]
+        sides += [] if behind is None else [greater_equal(_plus(keys, behind), rows)]
+        return sides[0] if len(sides) == 1 else logical_and(sides[0], sides[1])
     if array.ndim == 1 and array.dtype.kind in "iu" and np.array_equal(array, np.arange(array.size)):
         return cast(positions(shape[0]), dtype)
     return constant(array, shape, dtype)
+
+
+def _band(array: Array) -> tuple[int | None, int | None] | None:
+    """(m, n) of flags that hold where a column is at most m ahead of a row and n behind; None for no limit."""
+    rows, columns = array.shape
+    ahead = np.subtract.outer(np.arange(rows), np.arange(columns)) * -1
+    held = ahead[array]
+    if not held.size or held.size == array.size:
+        return None
+    far, near = int(held.max()), int(held.min())
+    if not np.array_equal(array, (ahead <= far) & (ahead >= near)):
+        return None
+    return None if far == columns - 1 else far, None if near == 1 - rows else -near
+
+
+def _plus(t: Tensor, number: int) -> Tensor:
+    return t + number if number else t
 
 
 # ---------------------------------------------------------------- positions

@@ -222,7 +222,7 @@ class _Names:
                 dims = self.axes.dims(axis)
                 for m, d in enumerate(dims):
                     self._call(d, f"{word}_{n}" if len(dims) == 1 else f"{word}_{n}_{m}")
-        for x in code.vars():
+        for x in (*code.vars(), *code.outs):  # a result may be known from the start
             for d in self.axes.flat(x.axes):
                 self._call(d, "axis")
         for step in code.walk():

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from layouts import Dimension, Shape
-from meshlib.graph import Tensor
+from meshlib.graph import Operation, Tensor
 from meshlib.jax.importing.masks import HIDING, known, lowest, negated, number_of, op_of, seen_by
 from meshlib.ops.attention import attention
 from meshlib.ops.elementwise import cast, logical_and, not_equal
@@ -132,7 +132,7 @@ def _product(x: Tensor, memory: Dimension, found: _Found) -> tuple[Tensor, Tenso
         elif name == "where" and lowest(numbers[1]):
             found.flags.append(negated(op.inputs[0]))
             x = op.inputs[2]
-        elif name == "add" and (hidden := _hiding(op.inputs)) is not None:
+        elif name in ("add", "subtract") and (hidden := _hiding(op)) is not None:
             x, flag = hidden
             found.flags.append(flag)
         elif name == "einsum":
@@ -141,30 +141,63 @@ def _product(x: Tensor, memory: Dimension, found: _Found) -> tuple[Tensor, Tenso
             return None
 
 
-def _hiding(sides: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
-    """Of a sum, what is added to, and the flags of what is not hidden by the other, which is 0 or very low."""
-    for x, bias in (sides, sides[::-1]):
-        op = op_of(_bare(bias))
-        if op.kind.name == "where":
-            flag, numbers = op.inputs[0], [number_of(y) for y in op.inputs[1:]]
-            if numbers[0] == 0 and lowest(numbers[1]):
-                return x, flag
-            if numbers[1] == 0 and lowest(numbers[0]):
-                return x, negated(flag)
-        if op.kind.name == "table":
-            array = op.attrs["value"].array
-            if ((array == 0) | (array <= HIDING)).all():
-                with x.graph:
-                    return x, known(array == 0, op.output.shape, "bool")
-        if op.kind.name == "multiply":  # (1 - flags) * -1e9, of flags that may be kept as integers
-            for side, factor in (op.inputs, op.inputs[::-1]):
-                less = op_of(_bare(side))
-                if lowest(number_of(factor)) and less.kind.name == "subtract" and number_of(less.inputs[0]) == 1:
-                    flags = op_of(less.inputs[1])
-                    if flags.kind.name == "cast" and not flags.inputs[0].dtype.is_float:
-                        seen = flags.inputs[0]
-                        return x, seen if seen.dtype.name == "bool" else not_equal(seen, 0)
+def _hiding(op: Operation) -> tuple[Tensor, Tensor] | None:
+    """Of scores plus or minus what is 0 or very low, the scores, and the flags of what is not hidden."""
+    sign = 1 if op.kind.name == "add" else -1
+    for x, bias in (op.inputs, op.inputs[::-1])[: 2 if sign == 1 else 1]:
+        seen = _seen(bias, sign)
+        if seen is not None:
+            return _unmasked(x, seen), seen
     return None
+
+
+def _seen(bias: Tensor, sign: int) -> Tensor | None:
+    """Flags that hold where a bias is 0, if it hides all the rest."""
+    op = op_of(_bare(bias))
+    if op.kind.name == "where":
+        flag, numbers = op.inputs[0], [number_of(y) for y in op.inputs[1:]]
+        if numbers[0] == 0 and _hides(numbers[1], sign):
+            return flag
+        return negated(flag) if numbers[1] == 0 and _hides(numbers[0], sign) else None
+    if op.kind.name == "table":
+        array = op.attrs["value"].array
+        with bias.graph:
+            whole = ((array == 0) | (sign * array <= HIDING)).all()
+            return known(array == 0, op.output.shape, "bool") if whole else None
+    if op.kind.name == "multiply":
+        for side, factor in (op.inputs, op.inputs[::-1]):
+            if _hides(number_of(factor), sign) and (hidden := _indicated(side)) is not None:
+                return negated(hidden)
+    return None
+
+
+def _hides(number: float | None, sign: int) -> bool:
+    return number is not None and lowest(sign * number)
+
+
+def _indicated(t: Tensor) -> Tensor | None:
+    """The flags of which numbers are 1 where they hold and 0 elsewhere; integers that are cast are taken for such."""
+    op = op_of(_bare(t))
+    numbers = [number_of(y) for y in op.inputs]
+    if op.kind.name == "subtract" and numbers[0] == 1:
+        rest = _indicated(op.inputs[1])
+        return None if rest is None else negated(rest)
+    if op.kind.name == "where" and sorted(n for n in numbers[1:] if n is not None) == [0, 1]:
+        return op.inputs[0] if numbers[1] == 1 else negated(op.inputs[0])
+    if op.kind.name == "cast" and not op.inputs[0].dtype.is_float:
+        (flags,) = op.inputs
+        return flags if flags.dtype.name == "bool" else not_equal(flags, 0)
+    return None
+
+
+def _unmasked(x: Tensor, seen: Tensor) -> Tensor:
+    """Scores before what is hidden was set to 0 besides, as in s m - 1e10 (1 - m)."""
+    op = op_of(_bare(x))
+    if op.kind.name == "multiply":
+        for scores, factor in (op.inputs, op.inputs[::-1]):
+            if _indicated(factor) is seen:
+                return scores
+    return x
 
 
 def _sides(

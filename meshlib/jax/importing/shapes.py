@@ -233,12 +233,7 @@ def _widest(t: Tensor) -> Tensor:
     return cast(t, "int32") if t.dtype.name == "bool" else t
 
 
-rule(
-    "sort",
-    axes=same_axes,
-    write=_sort,
-    fault=lambda step: None if step.params["num_keys"] == 1 else f"by {step.params['num_keys']} keys",
-)
+rule("sort", axes=same_axes, write=_sort)
 
 
 def _top_k_axes(axes: Axes, step: Step) -> None:

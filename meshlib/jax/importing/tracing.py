@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import Array, Code, Place, Step, Var
+from meshlib.jax.importing.code import Array, Code, Place, Step, Var, numpy_type
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
-from meshlib.jax.importing.elementwise import numpy_type
+from meshlib.jax.importing.pairs import Pair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
+from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.table import RULES
-from meshlib.ops.remat import Policy
 from meshlib.origin import shown_file
 
 # Primitives that are a call of what they hold, and where that is.
@@ -52,15 +52,19 @@ class Tracing:
 
     # ------------------------------------------------------------ values
 
-    def var(self, aval: Any, data: bool = True) -> Var:
-        """A value of which nothing is known but its type."""
+    def var(self, aval: Any, data: bool = True, of_keys: bool = False) -> Var:
+        """A value of which nothing is known but its type. `of_keys`: it is a key if it may be a raw one."""
         dtype = str(aval.dtype)
-        return Var(
-            tuple(map(int, aval.shape)), dtype, self.axes.space(), key=dtype.startswith(("key<", "uint32")), data=data
-        )
+        key = dtype.startswith("key<") or (of_keys and dtype == "uint32")
+        return Var(tuple(map(int, aval.shape)), dtype, self.axes.space(), key=key, data=data)
 
-    def known(self, value: Any, aval: Any) -> Var:
+    def known(self, value: Any, aval: Any) -> Value:
         """A value whose elements are known."""
+        if is_complex(aval):
+            parts = [self.var(part, data=False) for part in parts_of([aval])]
+            for x, array in zip(parts, (np.real(value), np.imag(value)), strict=True):
+                self.set_known(x, np.asarray(array))
+            return Pair(*parts)
         x = self.var(aval, data=False)
         if not x.key:
             self.set_known(x, np.asarray(value))
@@ -77,21 +81,21 @@ class Tracing:
 
     # ------------------------------------------------------------ code
 
-    def body(self, closed: Any, ins: Sequence[Var], around: Place) -> Code:
+    def body(self, closed: Any, ins: Sequence[Value], around: Place) -> Code:
         """A jaxpr that is run as a whole, by itself; `ins` stand for its arguments."""
         outer, self.steps = self.steps, []
-        outs = self.inline(closed, ins, around, inherit=False)
+        outs = flat(self.inline(closed, ins, around, inherit=False))
         code, self.steps = Code([], outs, self.steps), outer
         return code
 
-    def inline(self, closed: Any, ins: Sequence[Var], around: Place, inherit: bool) -> list[Var]:
+    def inline(self, closed: Any, ins: Sequence[Value], around: Place, inherit: bool) -> list[Value]:
         """Add the steps of a jaxpr; returns its results. `inherit`: all are written where it is called."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        env: dict[Any, Var] = dict(zip(jaxpr.invars, ins, strict=True))
+        env: dict[Any, Value] = dict(zip(jaxpr.invars, ins, strict=True))
         for v, value in zip(jaxpr.constvars, consts, strict=True):
             env[v] = self.known(value, v.aval)
 
-        def read(atom: Any) -> Var:
+        def read(atom: Any) -> Value:
             return self.known(atom.val, atom.aval) if hasattr(atom, "val") else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -99,26 +103,52 @@ class Tracing:
             env.update(zip(eqn.outvars, self._step(eqn, [read(v) for v in eqn.invars], place), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _step(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
+    def _step(self, eqn: Any, ins: list[Value], place: Place) -> Sequence[Value]:
         name, params = eqn.primitive.name, eqn.params
         if name in _CALLS and _CALLS[name] in params:
             inner = params[_CALLS[name]]
             written_by, known = _author(inner), f"jit:{params.get('name', '')}"
-            if written_by == "jax" and known in RULES:
-                return self._add(known, eqn, ins, place)
-            return self.inline(inner, ins, place, inherit=written_by != "user")
+            if written_by != "jax" or (known not in RULES and known not in REWRITES):
+                return self.inline(inner, ins, place, inherit=written_by != "user")
+            name = known
         if name in _CHECKPOINTS:
             return self._checkpoint(eqn, ins, place)
         if name == "scan":
             return self._scan(eqn, ins, place)
         if name == "cond":
             return self._cond(eqn, ins, place)
-        return self._add(name, eqn, ins, place)
+        if any(isinstance(x, Pair) for x in ins) or any(is_complex(v.aval) for v in eqn.outvars):
+            return self._in_parts(eqn, ins, place)
+        real = flat(ins)
+        other = REWRITES[name](Step(name, real, [], params, place)) if name in REWRITES else None
+        if other is not None:
+            written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))
+            return self.inline(written, real, place, inherit=name not in OWN_LINES)
+        return self._add(name, eqn, real, place)
+
+    def _in_parts(self, eqn: Any, ins: Sequence[Value], place: Place) -> list[Value]:
+        """A step on complex numbers."""
+        function, avals = in_parts(eqn, [isinstance(x, Pair) for x in ins]), [v.aval for v in eqn.outvars]
+        if function is None:
+            kind = f"complex {eqn.primitive.name}"
+            return packed(self._add(kind, eqn, flat(ins), place, avals=parts_of(avals)), avals)
+        written = jax.make_jaxpr(function)(*map(aval_of, flat(ins)))
+        return packed(flat(self.inline(written, flat(ins), place, inherit=True)), avals)
 
     def _add(
-        self, kind: str, eqn: Any, ins: list[Var], place: Place, bodies: tuple[Code, ...] = (), **params: Any
+        self,
+        kind: str,
+        eqn: Any,
+        ins: list[Var],
+        place: Place,
+        bodies: tuple[Code, ...] = (),
+        avals: Sequence[Any] | None = None,
+        **params: Any,
     ) -> list[Var]:
-        outs = [self.var(v.aval, any(x.data for x in ins)) for v in eqn.outvars]
+        """A step; `avals` are the types of its results, if they are not those that it has in JAX."""
+        of_keys = any(x.key for x in ins) and kind != "random_bits"
+        avals = [v.aval for v in eqn.outvars] if avals is None else avals
+        outs = [self.var(aval, any(x.data for x in ins), of_keys) for aval in avals]
         step = Step(kind, ins, outs, {**eqn.params, **params}, place, bodies)
         for out in outs:
             if 0 in out.shape and not out.key:
@@ -155,43 +185,39 @@ class Tracing:
 
     # ------------------------------------------------------------ what holds other code
 
-    def _checkpoint(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
+    def _holding(
+        self, kind: str, eqn: Any, ins: list[Var], place: Place, bodies: tuple[Code, ...], **params: Any
+    ) -> list[Value]:
+        avals = [v.aval for v in eqn.outvars]
+        return packed(self._add(kind, eqn, ins, place, bodies, parts_of(avals), **params), avals)
+
+    def _checkpoint(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
         outer, self.policy = self.policy, eqn.params.get("policy")
         body = self.body(eqn.params["jaxpr"], ins, Place(place.line, ()))
         policy, self.policy = self.policy, outer
         mark_scores(body)
-        used = [x for x in ins if not x.key]
-        return self._add("checkpoint", eqn, used, place, (body,), remat=policy_of(policy, body))
+        used = [x for x in flat(ins) if not x.key]
+        return self._holding("checkpoint", eqn, used, place, (body,), remat=policy_of(policy, body))
 
-    def _scan(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
-        consts, closed = eqn.params["num_consts"], eqn.params["jaxpr"]
-        own = [self.var(v.aval) for v in closed.jaxpr.invars[consts:]]
-        body = self.body(closed, [*ins[:consts], *own], Place(place.line, ()))
+    def _scan(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
+        consts, closed, carries = eqn.params["num_consts"], eqn.params["jaxpr"], eqn.params["num_carry"]
+        avals = [v.aval for v in closed.jaxpr.invars[consts:]]
+        of_keys = [isinstance(x, Var) and x.key for x in ins[consts:]]
+        parts = [[self.var(part, of_keys=key) for part in parts_of([a])] for a, key in zip(avals, of_keys, strict=True)]
+        own = [x for held in parts for x in held]
+        body = self.body(closed, [*ins[:consts], *packed(own, avals)], Place(place.line, ()))
         body.ins = own
-        kept: list[Policy] = []
-        steps: list[Step] = []
-        for step in body.steps:
-            if step.kind != "checkpoint":
-                steps.append(step)
-                continue
-            # The loop computes each trip again as the checkpoint says; all of it, where several say different things.
-            kept.append(step.params["remat"])
-            (inner,) = step.bodies
-            steps += inner.steps
-            swap = dict(zip(step.outs, inner.outs, strict=True))
-            _replace(body, swap)
-        body.steps = steps
-        remat: Policy = "none" if not kept else kept[0] if all(p == kept[0] for p in kept) else "full"
-        return self._add("scan", eqn, ins[consts:], place, (body,), remat=remat)
+        count = sum(map(len, parts[:carries]))
+        return self._holding("scan", eqn, flat(ins[consts:]), place, (body,), num_carry=count)
 
-    def _cond(self, eqn: Any, ins: list[Var], place: Place) -> list[Var]:
-        which, *operands = ins
+    def _cond(self, eqn: Any, ins: list[Value], place: Place) -> list[Value]:
+        (which,), operands = flat(ins[:1]), ins[1:]
         branches = eqn.params["branches"]
         if which.number is not None:
             chosen = min(max(int(which.number), 0), len(branches) - 1)
             return self.inline(branches[chosen], operands, place, inherit=False)
         bodies = tuple(self.body(branch, operands, Place(place.line, ())) for branch in branches)
-        return self._add("cond", eqn, [which], place, bodies)
+        return self._holding("cond", eqn, [which], place, bodies)
 
 
 _NUMBERS_STAY = (
@@ -205,21 +231,6 @@ _NUMBERS_STAY = (
     "reduce_max",
     "reduce_min",
 )
-
-
-def _replace(body: Code, swap: Mapping[Var, Var]) -> None:
-    """Use other values for these, everywhere in a body."""
-
-    def one(x: Var) -> Var:
-        while x in swap:
-            x = swap[x]
-        return x
-
-    for step in body.walk():
-        step.ins = [one(x) for x in step.ins]
-        for inner in step.bodies:
-            inner.outs = [one(x) for x in inner.outs]
-    body.outs = [one(x) for x in body.outs]
 
 
 def _uniform(array: Array) -> bool:

@@ -18,11 +18,13 @@ from meshlib.face import public
 from meshlib.graph import Tensor, current_graph, scope
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import DTYPES, Code, Place, Step, Var
+from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.masks import known
 from meshlib.jax.importing.table import RULES, Operand
 from meshlib.ops.elementwise import cast
 from meshlib.ops.index import RANGE
 from meshlib.ops.index import range as positions
+from meshlib.ops.remat import Parts
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose
 from meshlib.ops.sources import constant
 from meshlib.ops.state import identity
@@ -31,10 +33,16 @@ from meshlib.origin import written_at
 
 
 class Writer:
-    """Writes steps into the current graph; `tensors` are the values that are there already."""
+    """Writes steps into the current graph; `tensors` are the values that are there already.
 
-    def __init__(self, axes: Axes, tensors: Mapping[Var, Tensor]) -> None:
-        self.axes = axes
+    `constraints` hears of what the function says of shardings. `parts`: of a loop's body, what is said of its
+    checkpoints as they are written.
+    """
+
+    def __init__(
+        self, axes: Axes, tensors: Mapping[Var, Tensor], constraints: Constraints, parts: Parts | None = None
+    ) -> None:
+        self.axes, self.constraints, self.parts = axes, constraints, parts
         self.tensors = dict(tensors)
 
     # ------------------------------------------------------------ steps

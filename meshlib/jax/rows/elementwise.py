@@ -14,6 +14,18 @@ from jax import lax
 from meshlib.jax.context import Array
 from meshlib.jax.table import Part, aligned, row, storage
 
+
+def _of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which makes 0 of an integer and 0, as NumPy does; what XLA makes of it differs by machine."""
+
+    def local(x: Array, y: Array) -> Array:
+        if not jnp.issubdtype(y.dtype, jnp.integer):
+            return function(x, y)
+        return jnp.where(y == 0, 0, function(x, jnp.where(y == 0, 1, y)))
+
+    return local
+
+
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "abs": jnp.abs,
     "add": jnp.add,
@@ -26,7 +38,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "exp": jnp.exp,
     "expm1": jnp.expm1,
     "floor": jnp.floor,
-    "floordiv": jnp.floor_divide,
+    "floordiv": _of_integers(jnp.floor_divide),
     "greater": jnp.greater,
     "greater_equal": jnp.greater_equal,
     "less": jnp.less,
@@ -37,7 +49,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "logical_or": jnp.logical_or,
     "maximum": jnp.maximum,
     "minimum": jnp.minimum,
-    "mod": jnp.mod,
+    "mod": _of_integers(jnp.mod),
     "multiply": jnp.multiply,
     "negative": jnp.negative,
     "not_equal": jnp.not_equal,

@@ -1,0 +1,46 @@
+"""What a function says of shardings by itself, with `jax.lax.with_sharding_constraint`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from layouts import LayoutRules, Shape
+from layouts.rules import Rule
+from meshlib.graph import Tensor
+from meshlib.ops.state import constrain
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One constraint: its line, the dims of the value, and the rules that the spec is for them.
+
+    An axis that is a product of dims lies with its major one; axes that the spec leaves open have no rule.
+    """
+
+    source: str
+    shape: Shape
+    rules: LayoutRules
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.shape} as {self.rules or 'whole on each device'}"
+
+
+@dataclass(eq=False)
+class Constraints:
+    """Those that were met; whether they bind."""
+
+    bind: bool
+    found: list[Constraint] = field(default_factory=list)
+
+    def met(self, x: Tensor, axes: Sequence[Shape], spec: Sequence[Any], source: str) -> Tensor:
+        """`x`, which has the dims of all axes, as the spec wants it."""
+        rules = [
+            Rule(dims.dims[0].name, (entry,) if isinstance(entry, str) else tuple(entry))
+            for dims, entry in zip(axes, spec, strict=False)
+            if len(dims) and isinstance(entry, str | tuple)
+        ]
+        one = Constraint(source, x.shape, LayoutRules(rules))
+        self.found.append(one)
+        return constrain(x, one.rules) if self.bind else x

@@ -1,0 +1,158 @@
+"""Complex numbers as pairs of real ones, as rotations of queries and keys use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshlib.jax.importing.code import Var
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A complex value of the traced function: its parts."""
+
+    real: Var
+    imag: Var
+
+
+Value = Var | Pair
+Parts = tuple[Any, Any]  # arrays
+
+
+def flat(values: Sequence[Value]) -> list[Var]:
+    """All that are no pairs, and the parts of those that are."""
+    return [x for v in values for x in ((v.real, v.imag) if isinstance(v, Pair) else (v,))]
+
+
+def packed(parts: Sequence[Var], avals: Sequence[Any]) -> list[Value]:
+    """The other way round, for values of these types."""
+    rest = iter(parts)
+    return [Pair(next(rest), next(rest)) if is_complex(aval) else next(rest) for aval in avals]
+
+
+def parts_of(avals: Sequence[Any]) -> list[Any]:
+    """The types of the parts of values."""
+    return [
+        jax.ShapeDtypeStruct(a.shape, real_type(a.dtype)) if is_complex(a) else a
+        for a in avals
+        for _ in range(1 + is_complex(a))
+    ]
+
+
+def is_complex(aval: Any) -> bool:
+    """Whether a value is complex."""
+    return str(aval.dtype).startswith("complex")
+
+
+def real_type(dtype: Any) -> Any:
+    """The dtype of the parts of a complex one; others as they are."""
+    return {"complex64": jnp.float32, "complex128": jnp.float64}.get(str(dtype), dtype)
+
+
+def in_parts(eqn: Any, pairs: Sequence[bool]) -> Callable[..., tuple[Any, ...]] | None:
+    """A step on complex numbers as a function of its real operands and the parts of the others; None if it has none.
+
+    `pairs`: which operands are pairs. The function returns all results, in parts where they are complex.
+    """
+    name = eqn.primitive.name
+    if name not in _BY_PART and name not in _RULES:
+        return None
+
+    def run(*xs: Any) -> tuple[Any, ...]:
+        rest = iter(xs)
+        operands = [(next(rest), next(rest)) if pair else next(rest) for pair in pairs]
+        if name in _BY_PART:
+            made = [_of_part(eqn, operands, part) for part in (0, 1)]
+            return tuple(y for both in zip(*made, strict=True) for y in both)
+        found = _RULES[name](eqn.params, *operands)
+        return found if isinstance(found, tuple) else (found,)
+
+    return run
+
+
+# What is done to each part as to the whole.
+_BY_PART = frozenset({
+    "add", "add_any", "sub", "neg", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
+    "split", "concatenate", "stack", "unstack", "select_n", "dynamic_slice", "dynamic_update_slice", "gather", "rev",
+    "pad", "tile", "reduce_sum", "cumsum", "copy", "copy_p", "stop_gradient", "optimization_barrier",
+    "sharding_constraint",
+})  # fmt: skip
+
+
+def _of_part(eqn: Any, operands: Sequence[Any], part: int) -> Sequence[Any]:
+    made = eqn.primitive.bind(*(x[part] if isinstance(x, tuple) else x for x in operands), **eqn.params)
+    return made if eqn.primitive.multiple_results else [made]
+
+
+def _product(function: Callable[[Any, Any], Any]) -> Callable[..., Parts]:
+    def run(params: Any, x: Parts, y: Parts) -> Parts:
+        (a, b), (c, d) = x, y
+        return function(a, c) - function(b, d), function(a, d) + function(b, c)
+
+    return run
+
+
+_times = _product(lax.mul)
+
+
+def _dot(params: Any, x: Parts, y: Parts) -> Parts:
+    given = {**params, "preferred_element_type": real_type(params["preferred_element_type"])}
+    return _product(lambda a, b: lax.dot_general_p.bind(a, b, **given))(params, x, y)
+
+
+def _reciprocal(x: Parts) -> Parts:
+    size = x[0] * x[0] + x[1] * x[1]
+    return x[0] / size, -x[1] / size
+
+
+def _exp(params: Any, x: Parts) -> Parts:
+    size = lax.exp(x[0])
+    return size * lax.cos(x[1]), size * lax.sin(x[1])
+
+
+def _log(params: Any, x: Parts) -> Parts:
+    return 0.5 * lax.log(x[0] * x[0] + x[1] * x[1]), lax.atan2(x[1], x[0])
+
+
+def _power(params: Any, x: Parts) -> Parts:
+    made = (jnp.ones_like(x[0]), jnp.zeros_like(x[0]))
+    for _ in range(abs(params["y"])):
+        made = _times({}, made, x)
+    return made if params["y"] >= 0 else _reciprocal(made)
+
+
+def _convert(params: Any, x: Any) -> Any:
+    to = real_type(params["new_dtype"])
+    if isinstance(x, tuple):
+        return x[0].astype(to), x[1].astype(to)
+    return x.astype(to), jnp.zeros(x.shape, to)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "mul": _times,
+    "div": lambda params, x, y: _times(params, x, _reciprocal(y)),
+    "dot_general": _dot,
+    "exp": _exp,
+    "log": _log,
+    "integer_pow": _power,
+    "square": lambda params, x: _times(params, x, x),
+    "abs": lambda params, x: lax.sqrt(x[0] * x[0] + x[1] * x[1]),
+    "real": lambda params, x: x[0],
+    "imag": lambda params, x: x[1],
+    "conj": lambda params, x: (x[0], -x[1]) if isinstance(x, tuple) else (x, jnp.zeros_like(-x)),
+    "complex": lambda params, a, b: (a, b),
+    "convert_element_type": _convert,
+    "eq": lambda params, x, y: (x[0] == y[0]) & (x[1] == y[1]),
+    "ne": lambda params, x, y: (x[0] != y[0]) | (x[1] != y[1]),
+}
+
+
+def aval_of(x: Var) -> jax.ShapeDtypeStruct:
+    """The type of a real value."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

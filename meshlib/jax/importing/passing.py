@@ -1,0 +1,92 @@
+"""Primitives that leave numbers as they are: in another dtype, or with a meaning for compilers and gradients."""
+
+from __future__ import annotations
+
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes
+from meshlib.jax.importing.code import DTYPES, Step, numpy_type
+from meshlib.jax.importing.masks import hot
+from meshlib.jax.importing.table import rule, same_axes
+from meshlib.jax.importing.writing import Writer
+from meshlib.ops.elementwise import cast, not_equal
+from meshlib.ops.state import identity, stop_gradient
+
+
+def _convert(w: Writer, step: Step) -> Tensor:
+    (x,) = w.operands(step)
+    (out,) = step.outs
+    if not isinstance(x, Tensor):
+        return w.as_tensor(x, out)
+    to = DTYPES[out.dtype]
+    if to == "bool":
+        return not_equal(x, 0)
+    found = hot(x, to)
+    return cast(x, to) if found is None else found
+
+
+rule(
+    "convert_element_type",
+    axes=same_axes,
+    write=_convert,
+    fold=lambda step, x: x.astype(numpy_type(step.outs[0].dtype)),
+    by_element=True,
+)
+
+
+def _pass(w: Writer, step: Step) -> list[Tensor | None]:
+    return [w.tensor(x) for x in step.ins]
+
+
+def _pass_axes(axes: Axes, step: Step) -> None:
+    for x, out in zip(step.ins, step.outs, strict=True):
+        same_axes(axes, Step(step.kind, [x], [out], {}, step.place))
+
+
+rule(
+    "copy copy_p optimization_barrier mesh_cast reshard layout_constraint pvary pcast",
+    axes=_pass_axes,
+    write=_pass,
+    fold=lambda step, *xs: xs[0],
+    by_element=True,
+)
+
+
+def _constraint(w: Writer, step: Step) -> Tensor:
+    (x,), (out,) = step.ins, step.outs
+    parts = [w.shape([a]) for a in out.axes]
+    spec = getattr(step.params["sharding"], "spec", ())
+    return w.constraints.met(w.full(w.under(x, out.axes), out.axes), parts, spec, step.place.line)
+
+
+rule("sharding_constraint", axes=same_axes, write=_constraint, fold=lambda step, x: x, by_element=True)
+rule(
+    "stop_gradient",
+    axes=same_axes,
+    write=lambda w, step: stop_gradient(w.tensor(step.ins[0])),
+    fold=lambda step, x: x,
+    by_element=True,
+)
+rule(
+    "name",
+    axes=same_axes,
+    write=lambda w, step: identity(w.tensor(step.ins[0]), "".join(str(step.params["name"]).split())),
+    by_element=True,
+)
+
+
+def _precision(step: Step) -> tuple[int, int]:
+    return int(step.params["exponent_bits"]), int(step.params["mantissa_bits"])
+
+
+def _reduce_precision(w: Writer, step: Step) -> Tensor:
+    x = w.tensor(step.ins[0])
+    return cast(cast(x, "bfloat16"), x.dtype) if _precision(step) == (8, 7) else x
+
+
+rule(
+    "reduce_precision",
+    axes=same_axes,
+    write=_reduce_precision,
+    fault=lambda step: None if _precision(step) in ((8, 7), (8, 23)) else f"to {_precision(step)} bits",
+    by_element=True,
+)

@@ -1,0 +1,130 @@
+"""Functions of one number or two that the library has no operation for, in terms of those it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from meshlib.jax.importing.rewrites.table import Function, rewrite
+
+
+def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
+    """By Horner's rule, the highest power first."""
+    made = jnp.full_like(x, coefficients[0])
+    for c in coefficients[1:]:
+        made = made * x + c
+    return made
+
+
+def _atan(x: Any) -> Any:
+    """Cephes `atanf` (S. L. Moshier): near zero a polynomial, elsewhere by the angle from pi/4 or pi/2."""
+    size = lax.abs(x)
+    far, near = size > math.tan(3 * math.pi / 8), size > math.tan(math.pi / 8)
+    safe = jnp.where(far, size, 1.0)
+    y = jnp.where(far, -1 / safe, jnp.where(near, (size - 1) / (size + 1), size))
+    z = y * y
+    odd = _polynomial(z, (8.05374449538e-2, -1.38776856032e-1, 1.99777106478e-1, -3.33329491539e-1)) * z * y + y
+    return lax.sign(x) * (jnp.where(far, math.pi / 2, jnp.where(near, math.pi / 4, 0.0)) + odd)
+
+
+def _atan2(y: Any, x: Any) -> Any:
+    upright = x == 0
+    angle = _atan(y / jnp.where(upright, 1.0, x))
+    turned = jnp.where(x < 0, jnp.where(y < 0, -math.pi, math.pi), 0.0)
+    return jnp.where(upright, lax.sign(y) * (math.pi / 2), angle + turned)
+
+
+def _asin(x: Any) -> Any:
+    return _atan2(x, lax.sqrt((1 - x) * (1 + x)))
+
+
+def _acos(x: Any) -> Any:
+    return _atan2(lax.sqrt((1 - x) * (1 + x)), x)
+
+
+def _asinh(x: Any) -> Any:
+    size = lax.abs(x)
+    return lax.sign(x) * lax.log1p(size + size * size / (1 + lax.sqrt(size * size + 1)))
+
+
+def _acosh(x: Any) -> Any:
+    return lax.log(x + lax.sqrt((x - 1) * (x + 1)))
+
+
+def _atanh(x: Any) -> Any:
+    return 0.5 * (lax.log1p(x) - lax.log1p(-x))
+
+
+def _erf_inv(x: Any) -> Any:
+    """M. Giles, Approximating the erfinv function (GPU Computing Gems, 2011), in single precision."""
+    w = -lax.log1p(-x * x)
+    near = w < 5
+    a = _polynomial(w - 2.5, (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087,
+                              -0.00125372503, -0.00417768164, 0.246640727, 1.50140941))  # fmt: skip
+    b = _polynomial(lax.sqrt(jnp.where(near, 5.0, w)) - 3, (
+        -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047,
+        1.00167406, 2.83297682))  # fmt: skip
+    return jnp.where(near, a, b) * x
+
+
+# Lanczos' approximation with g = 7 and nine terms (W. H. Press et al., Numerical Recipes, section 6.1).
+_LANCZOS = (
+    676.520368121885098567009190444019, -1259.13921672240287047156078755283, 771.3234287776530788486528258894,
+    -176.61502916214059906584551354, 12.507343278686904814458936853, -0.13857109526572011689554707,
+    9.984369578019570859563e-6, 1.50563273514931155834e-7,
+)  # fmt: skip
+_BASE = 0.99999999999980993227684700473478
+
+
+def _lanczos(z: Any) -> tuple[Any, Any]:
+    """The series at z >= 0.5 - 1, and its derivative."""
+    total, slope = jnp.full_like(z, _BASE), jnp.zeros_like(z)
+    for n, c in enumerate(_LANCZOS, start=1):
+        total, slope = total + c / (z + n), slope - c / ((z + n) * (z + n))
+    return total, slope
+
+
+def _lgamma(x: Any) -> Any:
+    """log |gamma(x)|; below 1/2 by reflection."""
+    low = x < 0.5
+    z = jnp.where(low, -x, x - 1)
+    t = z + 7.5
+    made = 0.5 * math.log(2 * math.pi) + (z + 0.5) * lax.log(t) - t + lax.log(_lanczos(z)[0])
+    part = lax.abs(x - lax.floor(x))
+    turned = math.log(math.pi) - lax.log(jnp.where(low, lax.abs(lax.sin(math.pi * part)), 1.0)) - made
+    return jnp.where(low, turned, made)
+
+
+def _digamma(x: Any) -> Any:
+    low = x < 0.5
+    z = jnp.where(low, -x, x - 1)
+    t = z + 7.5
+    total, slope = _lanczos(z)
+    made = lax.log(t) - 7 / t + slope / total
+    angle = math.pi * jnp.where(low, x - lax.floor(x), 0.25)
+    return jnp.where(low, made - math.pi * lax.cos(angle) / lax.sin(angle), made)
+
+
+_CURVES: dict[str, Function] = {
+    "atan": _atan, "atan2": _atan2, "asin": _asin, "acos": _acos, "asinh": _asinh, "acosh": _acosh, "atanh": _atanh,
+    "erf_inv": _erf_inv, "lgamma": _lgamma, "digamma": _digamma,
+}  # fmt: skip
+
+
+def _widened(function: Function) -> Function:
+    """In float32 for narrower numbers."""
+
+    def run(*xs: Any) -> Any:
+        narrow = xs[0].dtype
+        wide = jnp.promote_types(narrow, jnp.float32)
+        return function(*(x.astype(wide) for x in xs)).astype(narrow)
+
+    return run
+
+
+for _name in _CURVES:
+    rewrite(_name, lambda step: _widened(_CURVES[step.kind]))

@@ -1,0 +1,254 @@
+"""Gathers, scatters and updates of any kind as those along one axis, element by element: places become one number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.indexing import of_gather, of_scatter
+from meshlib.jax.importing.rewrites.table import Function, rewrite
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The axes of a table: those that go along with the indices, those that are addressed, and the others.
+
+    `runs` has how many elements are taken from each address on, by axis; `windows` the axes that a window has, in the
+    order in which results or updates have them.
+    """
+
+    batch: tuple[int, ...]
+    looked: tuple[int, ...]
+    rest: tuple[int, ...]
+    windows: tuple[int, ...]
+    runs: dict[int, int]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], sizes: Sequence[int], mapped: Any, batch: Any, collapsed: Any) -> _Axes:
+        batch, collapsed = tuple(map(int, batch)), {*map(int, collapsed)}
+        # Who takes a whole axis can't begin anywhere but at its first element.
+        free = [n for n in range(len(shape)) if n not in batch]
+        looked = tuple(n for n in free if sizes[n] != shape[n] or (n in mapped and n in collapsed))
+        rest = tuple(n for n in free if n not in looked)
+        windows = tuple(n for n in free if n not in collapsed)
+        return cls(batch, looked, rest, windows, {n: int(sizes[n]) for n in looked})
+
+    @property
+    def run_axes(self) -> tuple[int, ...]:
+        """The addressed axes of which a window has some elements."""
+        return tuple(n for n in self.looked if n in self.windows)
+
+    def flat(self, table: Any) -> Any:
+        """The table as [those that go along, one for all that are addressed, the others]."""
+        table = lax.transpose(table, (*self.batch, *self.looked, *self.rest))
+        first, last = len(self.batch), len(self.batch) + len(self.looked)
+        return table.reshape(*table.shape[:first], prod(table.shape[first:last]), *table.shape[last:])
+
+    def unflat(self, table: Any, shape: Sequence[int]) -> Any:
+        """The other way round."""
+        order = (*self.batch, *self.looked, *self.rest)
+        return lax.transpose(table.reshape([shape[n] for n in order]), np.argsort(order))
+
+    def places(self, indices: Any, columns: dict[int, int], shape: Sequence[int], clip: bool, windows: bool) -> Any:
+        """Each element's place along the flat axis: [axes of the indices, one for each run]; -1 if it is outside.
+
+        `windows`: a window of which one element is outside is outside as a whole.
+        """
+        place, inside = jnp.zeros((), "int32"), jnp.ones((), bool)
+        grow = len(self.run_axes)
+        for n in self.looked:
+            begin = indices[..., columns[n]].astype("int32") if n in columns else jnp.zeros((), "int32")
+            size, run = shape[n], self.runs[n]
+            if clip:
+                begin = jnp.clip(begin, 0, size - run)
+            begin = begin.reshape(*begin.shape, *[1] * grow)
+            at = begin
+            if n in self.run_axes:
+                own = self.run_axes.index(n)
+                at = begin + np.arange(run, dtype="int32").reshape(-1, *[1] * (grow - 1 - own))
+            place = place * size + at
+            if not clip and (size > 1 or len(self.looked) == 1):
+                first, last = (begin, begin + (run - 1)) if windows else (at, at)
+                inside = inside & (first >= 0) & (last < size)
+        runs = [self.runs[n] for n in self.run_axes]
+        full = (*indices.shape[:-1], *runs)
+        return jnp.broadcast_to(place if clip else jnp.where(inside, place, -1), full)
+
+
+def _clips(step: Step) -> bool:
+    return "CLIP" in str(step.params["mode"])
+
+
+# ---------------------------------------------------------------- gather
+
+
+def _gather(step: Step) -> Function | None:
+    if not isinstance(of_gather(step), str):
+        return None
+    d, shape, sizes = step.params["dimension_numbers"], step.ins[0].shape, step.params["slice_sizes"]
+    columns = {int(a): n for n, a in enumerate(d.start_index_map)}
+    batch = [int(n) for n in d.operand_batching_dims]
+    axes = _Axes.of(shape, sizes, columns, batch, d.collapsed_slice_dims)
+    along = [int(n) for n in d.start_indices_batching_dims]
+    clip = _clips(step)
+
+    def run(x: Any, indices: Any) -> Any:
+        count = indices.ndim - 1
+        own = [n for n in range(count) if n not in along]
+        indices = lax.transpose(indices, (*along, *own, count))
+        place = axes.places(indices, columns, shape, clip, windows=False)
+        made = _taken(axes.flat(x), place, len(along))  # [along, own, runs, rest]
+        # the axes of the result: those of the windows at their offsets, those of the indices around
+        of_index = dict(zip((*along, *own), range(count), strict=True))
+        of_window = {n: count + k for k, n in enumerate((*axes.run_axes, *axes.rest))}
+        offsets, order = [int(n) for n in d.offset_dims], []
+        windows, indexed = iter(axes.windows), iter(range(count))
+        for n in range(count + len(offsets)):
+            order.append(of_window[next(windows)] if n in offsets else of_index[next(indexed)])
+        return lax.transpose(made, order)
+
+    return run
+
+
+def _taken(table: Any, place: Any, along: int) -> Any:
+    """table[b..., place[b..., ...], ...]"""
+    if not along:
+        return table.at[place].get(mode="fill", wrap_negative_indices=False)
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(place.ndim, place.ndim + table.ndim - along - 1)),
+        collapsed_slice_dims=(along,),
+        start_index_map=(along,),
+        operand_batching_dims=tuple(range(along)),
+        start_indices_batching_dims=tuple(range(along)),
+    )
+    sizes = [1] * (along + 1) + list(table.shape[along + 1 :])
+    return lax.gather(table, place[..., None], numbers, sizes, mode="fill")
+
+
+rewrite("gather", _gather)
+
+
+# ---------------------------------------------------------------- scatter
+
+
+_JOINED: dict[str, tuple[Any, Any]] = {
+    "scatter-mul": (lax.mul, lambda x, axis: jnp.prod(x, axis)),
+    "scatter-max": (lax.max, lambda x, axis: jnp.max(x, axis)),
+    "scatter-min": (lax.min, lambda x, axis: jnp.min(x, axis)),
+}
+
+
+def _scatter(step: Step) -> Function | None:
+    if step.kind not in _JOINED and not isinstance(of_scatter(step), str):
+        return None
+    d, (x_shape, _, updates_shape) = step.params["dimension_numbers"], (v.shape for v in step.ins)
+    columns = {int(a): n for n, a in enumerate(d.scatter_dims_to_operand_dims)}
+    batch, inserted = [int(n) for n in d.operand_batching_dims], {*map(int, d.inserted_window_dims)}
+    of_windows = [int(n) for n in d.update_window_dims]
+    free = [n for n in range(len(x_shape)) if n not in batch and n not in inserted]
+    sizes = [1] * len(x_shape)
+    for n, at in zip(free, of_windows, strict=True):
+        sizes[n] = updates_shape[at]
+    axes = _Axes.of(x_shape, sizes, columns, batch, inserted)
+    along = [int(n) for n in d.scatter_indices_batching_dims]
+    apart = bool(step.params["unique_indices"])
+    known = step.ins[1].elements
+
+    def run(x: Any, indices: Any, updates: Any) -> Any:
+        count = indices.ndim - 1
+        own = [n for n in range(count) if n not in along]
+        indices = lax.transpose(indices, (*along, *own, count))
+        place = axes.places(indices, columns, x_shape, _clips(step), windows=True)
+        # updates as [along, own, runs, rest]
+        rows = [n for n in range(len(updates_shape)) if n not in of_windows]
+        where = dict(zip(axes.windows, of_windows, strict=True))
+        updates = lax.transpose(updates, (*(rows[n] for n in (*along, *own)),
+                                          *(where[n] for n in (*axes.run_axes, *axes.rest))))  # fmt: skip
+        table, first = axes.flat(x), len(along)
+        lead, kept = place.shape[:first], updates.shape[place.ndim :]
+        place, updates = place.reshape(*lead, -1), updates.reshape(*lead, -1, *kept)
+        unique = apart or place.shape[-1] == 1 or (known is not None and count == len(along))
+        return axes.unflat(_put(step.kind, table, place, updates, first, unique), x_shape)
+
+    return run
+
+
+def _put(kind: str, table: Any, place: Any, updates: Any, along: int, unique: bool) -> Any:
+    """`updates` [b..., m, ...] at places [b..., m] of a table [b..., n, ...]."""
+    if kind in _JOINED:
+        join, reduce = _JOINED[kind]
+        hit = place[..., None, :] == np.arange(table.shape[along], dtype="int32")[:, None]
+        hit = hit.reshape(*hit.shape, *[1] * (table.ndim - along - 1))
+        neutral = _neutral(kind, table.dtype)
+        return join(table, reduce(jnp.where(hit, jnp.expand_dims(updates, along), neutral), along + 1))
+    if kind != "scatter":
+        return _added(table, place, updates, along)
+    if not unique:  # of those that meet the last one stays
+        order = jnp.argsort(place, axis=-1, stable=True)
+        place = jnp.take_along_axis(place, order, -1)
+        follower = jnp.concatenate([place[..., 1:], jnp.full_like(place[..., :1], -2)], -1)
+        place = jnp.where(place == follower, -1, place)
+        rest = order.reshape(*order.shape, *[1] * (updates.ndim - order.ndim))
+        updates = jnp.take_along_axis(updates, rest, along)
+    held = _added(jnp.zeros(table.shape[: along + 1], "int32"), place, jnp.ones_like(place), along) > 0
+    held = held.reshape(*held.shape, *[1] * (table.ndim - along - 1))
+    if table.dtype == bool:
+        new = _added(jnp.zeros(table.shape, "int32"), place, updates.astype("int32"), along) > 0
+    else:
+        new = _added(jnp.zeros_like(table), place, updates, along)
+    return jnp.where(held, new, table)
+
+
+def _neutral(kind: str, dtype: Any) -> Any:
+    if kind == "scatter-mul":
+        return np.ones((), dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(-np.inf if kind == "scatter-max" else np.inf, dtype)
+    limits = jnp.iinfo(dtype)
+    return np.asarray(limits.min if kind == "scatter-max" else limits.max, dtype)
+
+
+def _added(table: Any, place: Any, updates: Any, along: int) -> Any:
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(along + 1, updates.ndim)),
+        inserted_window_dims=(along,),
+        scatter_dims_to_operand_dims=(along,),
+        operand_batching_dims=tuple(range(along)),
+        scatter_indices_batching_dims=tuple(range(along)),
+    )
+    return lax.scatter_add(table, place[..., None], updates, numbers, mode="drop")
+
+
+rewrite("scatter scatter-add scatter_add scatter-mul scatter-max scatter-min", _scatter)
+
+
+# ---------------------------------------------------------------- updates of runs along several axes
+
+
+def _update(step: Step) -> Function | None:
+    x, part = step.ins[:2]
+    cut = [n for n, (a, b) in enumerate(zip(x.shape, part.shape, strict=True)) if a != b]
+    if len(cut) < 2:
+        return None
+    first = cut[0]
+
+    def run(x: Any, part: Any, *starts: Any) -> Any:
+        """Along one axis what is there is cut out, updated along the others, and put back."""
+        zero = [np.int32(0)] * len(starts)
+        there = [*zero[:first], starts[first], *zero[first + 1 :]]
+        rest = [*starts[:first], np.int32(0), *starts[first + 1 :]]
+        sizes = [part.shape[first] if n == first else size for n, size in enumerate(x.shape)]
+        held = lax.dynamic_slice(x, there, sizes)
+        return lax.dynamic_update_slice(x, lax.dynamic_update_slice(held, part, rest), there)
+
+    return run
+
+
+rewrite("dynamic_update_slice", _update)

@@ -1,0 +1,133 @@
+"""`while` as a loop of known length, which is what a program whose cores run in step can have.
+
+How often it runs is known where its condition depends on nothing but numbers that are known from the start, such as a
+counter: these alone are run, here and now. Where only a part of the condition is such, as in (i < 100) & (error > eps),
+that part bounds the trips, and of those after the end nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from meshlib.jax.importing.code import Step, Var
+from meshlib.jax.importing.rewrites.table import Function, rewrite
+from meshlib.jax.importing.table import rule
+
+# A loop that runs longer than this is taken for one without end.
+_MOST_TRIPS = 1 << 20
+
+
+@dataclass(frozen=True)
+class _While:
+    """The parts of a `while`: its two functions, and how many of the operands each has for itself."""
+
+    cond: Any
+    body: Any
+    of_cond: int
+    of_body: int
+
+    @classmethod
+    def of(cls, step: Step) -> _While:
+        p = step.params
+        return cls(p["cond_jaxpr"], p["body_jaxpr"], int(p["cond_nconsts"]), int(p["body_nconsts"]))
+
+    def parted(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """What belongs to the condition, to the body, and the carries."""
+        both = self.of_cond + self.of_body
+        return list(operands[: self.of_cond]), list(operands[self.of_cond : both]), list(operands[both:])
+
+
+def _conjuncts(jaxpr: Any) -> Iterator[Any]:
+    """The flags of which all must hold for a loop to go on."""
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    waiting = list(jaxpr.outvars)
+    while waiting:
+        flag = waiting.pop()
+        eqn = makers.get(flag) if not hasattr(flag, "val") else None
+        if eqn is not None and (eqn.primitive.name == "and" or eqn.params.get("name") == "logical_and"):
+            waiting += eqn.invars
+        else:
+            yield flag
+
+
+def _trips(w: _While, operands: Sequence[Var], flag: Any) -> int | None:
+    """How often one of the conjuncts, taken alone, lets the loop run; None if that depends on data, or has no end."""
+    of_cond, of_body, carries = w.parted(operands)
+    test, needed = dce_jaxpr(w.cond.jaxpr.replace(outvars=[flag]), [True], instantiate=False)
+    live = list(needed[len(of_cond) :])
+    while True:  # what the condition needs, what that needs from trip to trip, and so on
+        again, reads = dce_jaxpr(w.body.jaxpr, live, instantiate=[False] * len(of_body) + live)
+        more = [a or b for a, b in zip(live, reads[len(of_body) :], strict=True)]
+        if more == live:
+            break
+        live = more
+    read = [x for x, used in zip(of_cond, needed, strict=False) if used]
+    read += [x for x, used in zip(of_body, reads, strict=False) if used]
+    begins = [x for x, used in zip(carries, live, strict=True) if used]
+    if any(x.const is None or x.key for x in (*read, *begins)):
+        return None
+    tested, run = (jax.extend.core.ClosedJaxpr(j, c.consts) for j, c in ((test, w.cond), (again, w.body)))
+    fixed = [[x.elements for x, used in zip(xs, which, strict=False) if used]
+             for xs, which in ((of_cond, needed), (of_body, reads))]  # fmt: skip
+    goes_on = jaxpr_as_fun(tested)
+    trip = jaxpr_as_fun(run)
+
+    def some(state: Any) -> Any:
+        count, held = state
+        return (count < _MOST_TRIPS) & goes_on(*fixed[0], *held)[0]
+
+    with jax.ensure_compile_time_eval():
+        count, _ = lax.while_loop(some, lambda s: (s[0] + 1, trip(*fixed[1], *s[1])), (0, [x.elements for x in begins]))
+    return None if int(count) == _MOST_TRIPS else int(count)
+
+
+def _length(step: Step) -> tuple[int | None, bool]:
+    """The most trips of a loop, None if that is not known; and whether it may end before."""
+    w = _While.of(step)
+    counts = [_trips(w, step.ins, flag) for flag in _conjuncts(w.cond.jaxpr)]
+    known = [n for n in counts if n is not None]
+    return (min(known) if known else None), len(known) < len(counts)
+
+
+def _as_scan(step: Step) -> Function | None:
+    length, may_end = _length(step)
+    if length is None:
+        return None
+    w, trips = _While.of(step), length
+
+    def run(*operands: Any) -> Any:
+        of_cond, of_body, carries = w.parted(operands)
+        goes_on, body = jaxpr_as_fun(w.cond), jaxpr_as_fun(w.body)
+
+        def trip(held: list[Any], _: None) -> tuple[list[Any], None]:
+            made = body(*of_body, *held)
+            if may_end:
+                (more,) = goes_on(*of_cond, *held)
+                made = [
+                    new if jax.dtypes.issubdtype(new.dtype, jax.dtypes.prng_key) else jax.numpy.where(more, new, old)
+                    for new, old in zip(made, held, strict=True)
+                ]
+            return made, None
+
+        return lax.scan(trip, carries, None, length=trips)[0] if trips else carries
+
+    return run
+
+
+rewrite("while", _as_scan, own_lines=True)
+rule(
+    "while",
+    axes=None,
+    write=None,
+    fault=lambda step: (
+        "a loop whose number of trips depends on data; give it a bound, as in (i < 100) & (...) with a counter i that "
+        "begins at a number, or use lax.scan"
+    ),
+)

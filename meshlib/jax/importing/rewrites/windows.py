@@ -1,0 +1,164 @@
+"""Convolutions and reductions of windows, as sums, products and maxima of shifted values; running maxima."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.rewrites.table import Function, rewrite
+
+Pads = Sequence[tuple[int, int]]
+
+
+def _tap(x: Any, value: Any, at: Sequence[int], out: Sequence[int], strides: Sequence[int], pads: Pads) -> Any:
+    """For each window of the last axes its element at `at`: `x` moved, `value` where it has nothing, then cut."""
+    first = x.ndim - len(at)
+    config = [(0, 0, 0)] * first
+    for offset, size, stride, (before, _), length in zip(at, out, strides, pads, x.shape[first:], strict=True):
+        low = before - offset
+        config.append((low, (size - 1) * stride + 1 - length - low, 0))
+    moved = lax.pad(x, value, config)
+    if all(s == 1 for s in strides):
+        return moved
+    return lax.slice(moved, [0] * x.ndim, moved.shape, [1] * first + list(strides))
+
+
+def _zero(x: Any) -> Any:
+    return np.zeros((), x.dtype)
+
+
+# ---------------------------------------------------------------- convolutions
+
+
+def is_patches(step: Step) -> bool:
+    """Whether the windows of a convolution do not overlap and fill their input, so that it is one product."""
+    p, (x, kernel) = step.params, step.ins
+    space, of_kernel = p["dimension_numbers"].lhs_spec[2:], p["dimension_numbers"].rhs_spec[2:]
+    sizes = [kernel.shape[n] for n in of_kernel]
+    plain = p["feature_group_count"] == p["batch_group_count"] == 1
+    plain = plain and {*p["lhs_dilation"], *p["rhs_dilation"]} <= {1} and not any(a or b for a, b in p["padding"])
+    plain = plain and [*p["window_strides"]] == sizes
+    return plain and not any(x.shape[n] % size for n, size in zip(space, sizes, strict=True))
+
+
+def _convolution(step: Step) -> Function | None:
+    """One product for each place in the window, added in float32; as many FLOPs as the convolution has."""
+    p = step.params
+    if is_patches(step) or p["batch_group_count"] != 1:
+        return None
+    numbers, groups = p["dimension_numbers"], int(p["feature_group_count"])
+    strides, pads = [int(n) for n in p["window_strides"]], [(int(a), int(b)) for a, b in p["padding"]]
+    between = [int(n) for n in p["rhs_dilation"]]
+
+    def run(x: Any, kernel: Any) -> Any:
+        x, kernel = lax.transpose(x, numbers.lhs_spec), lax.transpose(kernel, numbers.rhs_spec)
+        x = lax.pad(x, _zero(x), [(0, 0, 0), (0, 0, 0), *((0, 0, int(n) - 1) for n in p["lhs_dilation"])])
+        window, made = kernel.shape[2:], kernel.shape[0] // groups
+        out = [
+            (size + a + b - (k - 1) * d - 1) // s + 1
+            for size, (a, b), k, d, s in zip(x.shape[2:], pads, window, between, strides, strict=True)
+        ]
+        kind = p["preferred_element_type"] or x.dtype
+        wide = jnp.float32 if jnp.issubdtype(kind, jnp.floating) and kind != jnp.float64 else kind
+        depthwise = groups > 1 and made == 1 and kernel.shape[1] == 1
+        total: Any = None
+        for at in product(*map(range, window)):
+            part = _tap(x, _zero(x), [n * d for n, d in zip(at, between, strict=True)], out, strides, pads)
+            of_tap = lax.slice(kernel, (0, 0, *at), (*kernel.shape[:2], *(n + 1 for n in at))).reshape(kernel.shape[:2])
+            if depthwise:
+                here = part.astype(wide) * of_tap[:, 0].astype(wide).reshape(-1, *[1] * len(out))
+            elif groups == 1:
+                here = jnp.einsum("nc...,oc->no...", part, of_tap, precision=p["precision"],
+                                  preferred_element_type=wide)  # fmt: skip
+            else:
+                part = part.reshape(x.shape[0], groups, -1, *out)
+                of_tap = of_tap.reshape(groups, made, -1)
+                here = jnp.einsum("ngc...,goc->ngo...", part, of_tap, precision=p["precision"],
+                                  preferred_element_type=wide)  # fmt: skip
+                here = here.reshape(x.shape[0], -1, *out)
+            total = here if total is None else total + here
+        order = np.argsort(numbers.out_spec)
+        return lax.transpose(total.astype(kind), order)
+
+    return run
+
+
+rewrite("conv_general_dilated", _convolution)
+
+
+# ---------------------------------------------------------------- reductions of windows
+
+
+def _lowest(dtype: Any) -> Any:
+    return np.array(-np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min, dtype)
+
+
+def _highest(dtype: Any) -> Any:
+    return np.array(np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
+
+
+_REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
+    "reduce_window_max": (lax.max, jnp.max, _lowest),
+    "reduce_window_min": (lax.min, jnp.min, _highest),
+    "reduce_window_sum": (lax.add, jnp.sum, lambda dtype: np.zeros((), dtype)),
+}
+
+
+def _windows(step: Step) -> Function | None:
+    p = step.params
+    join, reduce, neutral = _REDUCTIONS[step.kind]
+    windows, strides = p["window_dimensions"], p["window_strides"]
+    spread, between = p["base_dilation"], p["window_dilation"]
+
+    def run(x: Any) -> Any:
+        value = neutral(x.dtype)
+        x = lax.pad(x, value, [(0, 0, int(n) - 1) for n in spread])
+        # One axis after the other: the first of equal elements stays the first, row by row.
+        for n in reversed(range(x.ndim)):
+            size, stride, apart = int(windows[n]), int(strides[n]), int(between[n])
+            before, after = map(int, p["padding"][n])
+            if size == stride == 1 and not before and not after:
+                continue
+            x = jnp.moveaxis(x, n, -1)
+            if size == stride and apart == 1 and not before and not after and not x.shape[-1] % size:
+                x = reduce(x.reshape(*x.shape[:-1], -1, size), axis=-1)
+            else:
+                count = (x.shape[-1] + before + after - (size - 1) * apart - 1) // stride + 1
+                taps = [_tap(x, value, [k * apart], [count], [stride], [(before, after)]) for k in range(size)]
+                x = taps[0]
+                for tap in taps[1:]:
+                    x = join(x, tap)
+            x = jnp.moveaxis(x, -1, n)
+        return x
+
+    return run
+
+
+rewrite(" ".join(_REDUCTIONS), _windows)
+
+
+# ---------------------------------------------------------------- running extremes
+
+
+def _running(step: Step) -> Function:
+    join, value = (lax.max, _lowest) if step.kind == "cummax" else (lax.min, _highest)
+    at, reverse = int(step.params["axis"]), bool(step.params["reverse"])
+
+    def run(x: Any) -> Any:
+        far = 1
+        while far < x.shape[at]:  # each holds the extreme of as many before it, twice as many in each step
+            config = [(0, 0, 0)] * x.ndim
+            config[at] = (-far, far, 0) if reverse else (far, -far, 0)
+            x, far = join(x, lax.pad(x, value(x.dtype), config)), 2 * far
+        return x
+
+    return run
+
+
+rewrite("cummax cummin", _running)
