@@ -95,7 +95,8 @@ class _Planner:
         moves = [m for i in members for m in moves_of(self.program, i)]
         if first.is_collective and all(y in self.narrow for y in first.outputs):
             self.gathered.update({y: self.gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
-            moves = [replace(m, larger_bytes=m.larger_bytes // first.inputs[0].tensor.dtype.itemsize) for m in moves]
+            wide = first.inputs[0].tensor.dtype
+            moves = [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
         unit.moves = tuple((m, self.network.cost(m)) for m in moves)
         if not first.is_collective:
             unit.kernel = kernel_of(

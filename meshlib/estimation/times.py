@@ -103,12 +103,12 @@ class Times:
         if kernel.attention is not None:
             return self._attention(kernel, kernel.attention)
         chip, again, exposed, first = self.chip, 0.0, 0.0, 0.0
-        for product, itemsize in kernel.matmuls:
-            blocks = matmul_blocks(chip, product, itemsize)
-            again += self._read(blocks, product, itemsize) - kernel.operand_bytes
+        for product, sizes in kernel.matmuls:
+            blocks = matmul_blocks(chip, product, *sizes)
+            again += self._read(blocks, product, sizes) - kernel.operand_bytes
             exposed += blocks.exposed_bytes
-            pieces = zip(kernel.at_hand, (blocks.rows, blocks.columns), strict=True)
-            first += itemsize * blocks.depth * sum(edge for here, edge in pieces if here)
+            pieces = zip(kernel.at_hand, (blocks.rows, blocks.columns), sizes, strict=True)
+            first += blocks.depth * sum(size * edge for here, edge, size in pieces if here)
         traffic = kernel.padded_bytes + again - self._on_chip(kernel) - kernel.spared_bytes + kernel.quantised_bytes
         if not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:  # a row and its result, half of VMEM
             traffic += kernel.sweeps * kernel.read_bytes
@@ -123,14 +123,14 @@ class Times:
             first_seconds=min(bare_seconds, hbm_seconds(chip, first)),
         )  # fmt: skip
 
-    def _read(self, blocks: Blocks, product: Matmul, itemsize: int) -> float:
+    def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float]) -> float:
         """Bytes that a product reads of its operands."""
         edge = self.physics.block_edge
         if not edge:
             return blocks.read_bytes
-        left = product.m * product.k * max(1.0, product.n / edge)
-        right = product.k * product.n * max(1.0, product.m / edge)
-        return itemsize * product.batch * (left + right)
+        left = sizes[0] * product.m * product.k * max(1.0, product.n / edge)
+        right = sizes[1] * product.k * product.n * max(1.0, product.m / edge)
+        return product.batch * (left + right)
 
     def _early(self, kernel: Kernel, most: float) -> float:
         """Seconds over HBM of what may be fetched before a kernel starts: half of VMEM holds it."""

@@ -130,13 +130,13 @@ def storage(dtype: DType) -> Any:
 
 
 def widest(dtype: DType) -> Any:
-    """The dtype in which values are made: float32 for bfloat16, to which results are rounded once."""
-    return jnp.float32 if dtype is BFLOAT16 else storage(dtype)
+    """The dtype in which values are made: float32 for bfloat16 and fp8, to which results are rounded once."""
+    return jnp.float32 if dtype.is_rounded else storage(dtype)
 
 
 def widened(x: Array) -> Array:
-    """bfloat16 as float32, others as they are."""
-    return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    """bfloat16 and fp8 as float32, others as they are."""
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
 
 
 def rounded(x: Array) -> Array:

@@ -57,8 +57,10 @@ class Numerics:
             if given is None and name in ("slice_dtype", "activation_dtype"):
                 continue
             dtype = as_dtype(given)
-            if not dtype.is_float:
-                raise GraphError(f"{at('Numerics')}: {name} must be a float dtype, got {dtype.name}")
+            computed = name in ("activation_dtype", "softmax_dtype")
+            if not (dtype.is_wide_float if computed else dtype.is_float):
+                what = "a float dtype to compute in" if computed else "a float dtype"
+                raise GraphError(f"{at('Numerics')}: {name} must be {what}, got {dtype.name}")
             object.__setattr__(self, name, dtype.name)
         choice(self.precision, "Numerics", "precision", PRECISIONS)
 

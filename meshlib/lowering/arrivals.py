@@ -31,7 +31,7 @@ class Source(NamedTuple):
     """Where a value is to be had."""
 
     lies: tuple[Sharding, ...]
-    itemsize: int
+    itemsize: float
     prices: Prices = ()
     made: Made | None = None  # how it can be made again
 
@@ -180,7 +180,7 @@ def _can_run_again(op: Operation) -> bool:
 
 
 def _bytes(t: Tensor) -> int:
-    return t.shape.size * t.dtype.itemsize
+    return t.dtype.size_bytes(t.shape.size)
 
 
 # Of what bringing one thing to where another is would cost: less than that is no advantage.

@@ -349,7 +349,7 @@ def _joined(points: list[Point]) -> dict[Value, Margin]:
 
 
 def _sent(v: Value, m: Margin) -> int:
-    return (m.before + m.after) * _row(v, m.dim) * v.tensor.dtype.itemsize
+    return v.tensor.dtype.size_bytes((m.before + m.after) * _row(v, m.dim))
 
 
 def _total(chosen: Mapping[Demand, Point]) -> float:

@@ -102,7 +102,7 @@ def quantized_einsum(
         raise ShapeError(f"{at('quantized_einsum')}: takes two tensors, got {len(operands)}")
     out = Shape(as_dims(output_shape, "quantized_einsum output_shape"))
     for x in operands:
-        if not x.dtype.is_float:
+        if not x.dtype.is_wide_float:
             raise ShapeError(f"{at('quantized_einsum')}: needs float operands, got {x}; cast it with mtf.cast")
     scales = [_scale(x, out, LARGEST[dtype]) for x in operands]
     return build(QUANTIZED, [*operands, *scales], {"shape": out, "precision": dtype}, name)

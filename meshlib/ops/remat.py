@@ -152,7 +152,7 @@ def _dear(operations: Sequence[Operation]) -> list[Tensor]:
 
 
 def _size(x: Tensor) -> int:
-    return x.shape.size * x.dtype.itemsize
+    return x.dtype.size_bytes(x.shape.size)
 
 
 def _is_plain_product(op: Operation) -> bool:

@@ -128,7 +128,7 @@ class Optimizer(abc.ABC):
         return number(value, type(self).__name__, argument)
 
     def _checked(self, rate: Tensor, argument: str) -> Tensor:
-        if len(rate.shape) or not rate.dtype.is_float:
+        if len(rate.shape) or not rate.dtype.is_wide_float:
             raise GraphError(
                 f"{at(type(self).__name__)}: {argument} is a float without dims, got {rate}; cast or reduce it"
             )
@@ -335,7 +335,7 @@ def _clip(
     grads: Sequence[Tensor], owners: Sequence[Operation | None], max_norm: float | Tensor, what: str
 ) -> tuple[list[Tensor], Tensor]:
     if isinstance(max_norm, Tensor):
-        if len(max_norm.shape) or not max_norm.dtype.is_float:
+        if len(max_norm.shape) or not max_norm.dtype.is_wide_float:
             raise GraphError(f"{at(what)}: max_norm must be a positive number or a float without dims, got {max_norm}")
     elif number(max_norm, what, "max_norm") <= 0:
         raise GraphError(f"{at(what)}: max_norm must be positive, got {max_norm}")

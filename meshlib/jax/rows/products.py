@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from hardware.eight_bit import LARGEST
+from meshlib.dtypes import INT32
 from meshlib.engine import Engine
 from meshlib.graph import TensorType
 from meshlib.jax.context import Array, Context
@@ -26,7 +27,7 @@ def operand(x: Array, context: Context, precise: bool = False) -> Array:
     """An operand as the MXU takes it."""
     if x.dtype == jnp.float32 and not (precise or context.highest):
         x = rounded(x) if context.platform == "cpu" else x.astype(jnp.bfloat16)
-    return widened(x) if context.platform == "cpu" else x
+    return widened(x) if context.platform == "cpu" else x  # fp8 of either kind goes into one product
 
 
 def dot(a: Array, b: Array, dims: Any) -> Array:
@@ -62,6 +63,8 @@ def _without(x: Array, names: Names, summed: Names) -> tuple[Array, Names]:
 @row("einsum", native=True)
 def _einsum(part: Part, a: Array, b: Array) -> Array:
     names, out, precision = part.names, part.out.shape.names, part.attrs["precision"]
+    if part.out.dtype is INT32:
+        return _whole_product(part, a, b)
     if precision in EIGHT_BIT:
         return _eight_bits(part, widened(a), widened(b))
     a, b = (operand(x, part.context, precision == "highest") for x in (a, b))
@@ -86,6 +89,13 @@ def _eight_bits(part: Part, a: Array, b: Array) -> Array:
         whole = product(a.astype(jnp.int8), b.astype(jnp.int8), names[0], names[1], part.out.shape.names, _whole_dot)
         return whole.astype(a.dtype)
     return product(a, b, names[0], names[1], part.out.shape.names)
+
+
+def _whole_product(part: Part, a: Array, b: Array) -> Array:
+    """Of int8 and int4, summed in int32."""
+    wide = jnp.int32 if _summed_first(part) or part.context.platform == "cpu" else jnp.int8
+    names = part.names
+    return product(a.astype(wide), b.astype(wide), names[0], names[1], part.out.shape.names, _whole_dot)
 
 
 def _whole_dot(a: Array, b: Array, dims: Any) -> Array:
