@@ -163,7 +163,8 @@ def run_row(part: Part, function: Function, arrays: Sequence[Array], *first: Any
     """A row's function on blocks, its results in their declared types."""
     op = part.operation
     native = row_of(op).native or op.kind.exact
-    given = arrays if native else [widened(x) for x in arrays]
+    given = [x.astype(jnp.int8) if x.dtype == jnp.int4 else x for x in arrays]  # XLA sorts no int4, and fuses this
+    given = given if native else [widened(x) for x in given]
     made = function(part, *first, *given)
     results = made if isinstance(made, tuple) else (made,)
     return tuple(as_declared(op, out, y) for out, y in zip(part.outs, results, strict=True))
