@@ -83,6 +83,13 @@ class DType:
         return -(1 << (self.bits - 1)), (1 << (self.bits - 1)) - 1
 
     @property
+    def largest(self) -> float:
+        """The largest number of a grid that is symmetric."""
+        if not self.is_float:
+            return float(self.bounds[1])
+        return float(ml_dtypes.finfo(self.public).max)  # type: ignore[no-untyped-call]
+
+    @property
     def is_rounded(self) -> bool:
         """Whether it is stored in a wider type, to whose values results have to be rounded."""
         return self.is_float and self.storage != self.public

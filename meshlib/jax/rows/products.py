@@ -75,16 +75,16 @@ def _einsum(part: Part, a: Array, b: Array) -> Array:
 def _quantized(part: Part, a: Array, b: Array, *scales: Array) -> Array:
     names = part.names
     held = (x / aligned(s, names[n + 2], names[n]) for n, (x, s) in enumerate(zip((a, b), scales, strict=True)))
-    y = _eight_bits(part, *held)
+    y = _eight_bits(part, next(held), next(held), part.attrs["grids"])
     for n, s in enumerate(scales, start=2):
         y = y * aligned(s, names[n], part.out.shape.names)
     return y
 
 
-def _eight_bits(part: Part, a: Array, b: Array) -> Array:
-    """The product of operands rounded to a grid of eight bits."""
+def _eight_bits(part: Part, a: Array, b: Array, grids: tuple[str, str] | None = None) -> Array:
+    """The product of operands rounded to grids of eight bits."""
     grid, names = part.attrs["precision"], part.names
-    a, b = (_rounded_to(x, grid) for x in (a, b))
+    a, b = (_rounded_to(x, g) for x, g in zip((a, b), grids or (grid, grid), strict=True))
     if grid == "int8" and part.context.platform != "cpu" and not _summed_first(part):
         whole = product(a.astype(jnp.int8), b.astype(jnp.int8), names[0], names[1], part.out.shape.names, _whole_dot)
         return whole.astype(a.dtype)
@@ -109,7 +109,10 @@ def _summed_first(part: Part) -> bool:
 
 def _rounded_to(x: Array, grid: str) -> Array:
     near = jnp.clip(x, -LARGEST[grid], LARGEST[grid])
-    return jnp.round(near) if grid == "int8" else near.astype(jnp.float8_e4m3fn).astype(x.dtype)
+    return jnp.round(near) if grid == "int8" else near.astype(_FP8[grid]).astype(x.dtype)
+
+
+_FP8 = {"fp8": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
 @row("slicewise")
