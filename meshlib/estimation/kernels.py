@@ -77,6 +77,8 @@ class Kernel:
         stacks; at_hand: whether the first and the second operand of its product are.
       row_bytes: in float32, of a block of rows that reductions in it run along; sweeps: reductions whose results its
         own members need, each of which has to see all of a row first; read_bytes: padded, of what it reads.
+      touched: buffers that lie in HBM all the time, with the padded bytes that it moves of each; again: of those that
+        it may find in VMEM, the room that takes and the bytes that it spares.
       free: nothing runs: sources that are there already, renamings, constants of one element.
     """
 
@@ -102,6 +104,8 @@ class Kernel:
     row_bytes: int = 0
     sweeps: int = 0
     read_bytes: int = 0
+    touched: tuple[tuple[tuple[Tensor, Sharding], int], ...] = ()
+    again: tuple[tuple[int, float], ...] = ()
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -109,7 +113,7 @@ class Kernel:
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
-        return (*work, self.free, self.passing_bytes, self.attention, *narrow, *here)
+        return (*work, self.free, self.passing_bytes, self.attention, *narrow, *here, self.again)
 
     @cached_property
     def operand_bytes(self) -> float:
@@ -177,6 +181,7 @@ def kernel_of(
         _at_hand(main, members, held) if _is_matmul(main) else (False, False),
         *_rows(members),
         boundary.read,
+        () if free else boundary.touched,
     )
 
 
@@ -343,13 +348,14 @@ class _Boundary:
     passing: tuple[int, ...]
     at_hand: int
     read: int
+    touched: tuple[tuple[tuple[Tensor, Sharding], int], ...]
 
 
 def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value]) -> _Boundary:
     inside = {y for i in members for y in i.outputs}
     operations = {i.operation for i in members}
-    read: dict[object, tuple[int, int, bool]] = {}
-    written: dict[object, tuple[int, int, bool]] = {}
+    read: dict[tuple[Tensor, Sharding], tuple[int, int, bool]] = {}
+    written: dict[tuple[Tensor, Sharding], tuple[int, int, bool]] = {}
     for i in members:
         if isinstance(i, Resident | Commit):
             continue
@@ -362,11 +368,17 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
         written |= {b: (*_sizes(y), y not in held) for y, b in made.items() if b[0].operation in operations}
     # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
     moved = [*read.values(), *written.values()] if written else []
+    touched = [(b, padded) for b, (_, padded, passes) in (*read.items(), *written.items()) if written and not passes]
     passing = tuple(sorted(padded for _, padded, passes in moved if passes))
     here = sum(padded for _, padded, passes in read.values() if not passes)
     all_read = sum(padded for _, padded, _ in read.values())
     return _Boundary(
-        sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing, here, all_read
+        sum(exact for exact, _, _ in moved),
+        sum(padded for _, padded, _ in moved),
+        passing,
+        here,
+        all_read,
+        tuple(touched),
     )
 
 
