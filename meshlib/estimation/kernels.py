@@ -1,7 +1,6 @@
 """Fusion groups as work of one device: matrix products, vector operations, bytes at the boundary. No time yet.
 
-Counts are exact and without padding; `padded_bytes` and `padded_vpu_ops` are what tiles of (8, 128) make of
-them, the densest way round.
+Counts are exact and without padding; `padded_bytes` and `padded_vpu_ops` are what tiles of (8, 128) make of them.
 A value that is made and used inside one group takes no bytes; groups are those of the program. One that
 follows by a cast or a scaling from a value no wider is never stored: its readers read that and do it again. An
 operation that looks only at a part of an operand (gather, slice) reads that part.
@@ -11,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import prod
+from functools import cached_property, lru_cache
+from math import ceil, prod
 from typing import TypeGuard
 
 from hardware.core import Matmul
-from hardware.memory import SUBLANES
+from hardware.memory import SUBLANES, padded_bytes
 from layouts import Sharding
 from meshlib.dtypes import BFLOAT16, INT4
-from meshlib.estimation.tiles import tiled_bytes, tiled_value_bytes
 from meshlib.graph import FORWARD, Tensor
 from meshlib.operation import RESIDENT, Kind, Scores, Storage
 from meshlib.ops.attention import seen_pairs
@@ -237,7 +235,7 @@ def _quantised(product: Compute, done: set[tuple[Value, Value]], gathered: Mappi
         return 0, 0
     moved = spared = 0
     for x, scales in zip(product.inputs[:2], product.inputs[2:], strict=True):
-        wide, narrow = (tiled_bytes(x.local_shape.sizes, n) for n in (_stored(x.tensor).dtype.itemsize, 1))
+        wide, narrow = (padded_block_bytes(x.local_shape.sizes, n) for n in (_stored(x.tensor).dtype.itemsize, 1))
         spared += wide - narrow
         if (x, scales) not in done:
             done.add((x, scales))
@@ -300,6 +298,17 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
     return Attention(of, scores, key, value, passes)
 
 
+def padded_value_bytes(v: Value) -> int:
+    """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named."""
+    return padded_block_bytes(v.local_shape.sizes, v.tensor.dtype.itemsize)
+
+
+@lru_cache(maxsize=65536)
+def padded_block_bytes(sizes: tuple[int, ...], itemsize: float) -> int:
+    """Bytes of a block of these sizes in whole tiles."""
+    return padded_bytes(sizes, itemsize) if sizes else ceil(itemsize)
+
+
 def _is_matmul(i: Instruction) -> TypeGuard[Compute]:
     return isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION
 
@@ -327,7 +336,7 @@ def _stretch(i: Instruction) -> float:
     largest = max((*i.inputs, *i.outputs), key=lambda v: v.local_size)
     if not largest.local.shape.sizes:
         return 1.0
-    return tiled_value_bytes(largest) / max(1, largest.local_bytes)
+    return padded_value_bytes(largest) / max(1, largest.local_bytes)
 
 
 @dataclass(frozen=True)
@@ -382,7 +391,7 @@ def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
 
 def _sizes(v: Value) -> tuple[int, int]:
     dtype = _stored(v.tensor).dtype
-    return dtype.size_bytes(v.local_size), tiled_bytes(v.local_shape.sizes, dtype.itemsize)
+    return dtype.size_bytes(v.local_size), padded_block_bytes(v.local_shape.sizes, dtype.itemsize)
 
 
 def _buffer(v: Value) -> tuple[Tensor, Sharding]:
