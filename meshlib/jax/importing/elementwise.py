@@ -9,13 +9,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from meshlib.dtypes import BOOL, INT32
+from meshlib.dtypes import BOOL, INT32, as_dtype
 from meshlib.graph import Tensor
 from meshlib.jax.importing.code import DTYPES, Array, Step
 from meshlib.jax.importing.masks import condition_of, hot
 from meshlib.jax.importing.table import Operand, rule, same_axes
 from meshlib.jax.importing.writing import Writer
 from meshlib.ops.elementwise import (
+    CAST,
     abs,
     add,
     cast,
@@ -310,7 +311,11 @@ def _convert(w: Writer, step: Step) -> Tensor:
     if to == "bool":
         return not_equal(x, 0)
     found = hot(x, to)
-    return cast(x, to) if found is None else found
+    if found is not None:
+        return found
+    stored = x.operation.inputs[0] if x.operation.kind is CAST else x
+    # An argument in eight bits or four is cast from there.
+    return cast(stored if stored.dtype.is_narrow_integer and not as_dtype(to).is_narrow_integer else x, to)
 
 
 rule(
