@@ -11,6 +11,7 @@ pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 
 import meshlib as mtf
 from meshlib.dtypes import as_dtype
+from tests.effort import some
 from tests.jax.lowered import in_program, in_text
 from tests.test_narrow_types import NARROW, numbers
 
@@ -18,7 +19,7 @@ D = mtf.Dimension
 B, K, F, W = D("b", 64), D("k", 16), D("f", 24), D("words", 8)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", some(NARROW, ["int4", "float8_e4m3fn"]))
 def test_numbers_and_bytes_are_the_simulators(dtype: str, tmp_path: Path) -> None:
     with mtf.Graph():
         x, ids = mtf.input("x", [B, K], dtype), mtf.input("ids", [D("i", 4)], "int32")
