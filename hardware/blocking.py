@@ -37,16 +37,16 @@ class Blocks:
     rows: int
     columns: int
     depth: int
-    read_bytes: int
-    exposed_bytes: int
+    read_bytes: float
+    exposed_bytes: float
 
 
-def matmul_blocks(chip: Chip, product: Matmul, itemsize: int = 2) -> Blocks:
+def matmul_blocks(chip: Chip, product: Matmul, itemsize: float = 2, right_itemsize: float | None = None) -> Blocks:
     """The blocks of the least traffic that VMEM allows.
 
     Args:
       product: sizes of the product on one device.
-      itemsize: bytes per element of operands and result in HBM.
+      itemsize: bytes per element of operands and result in HBM; right_itemsize: of the right operand, if others.
     Example:
       >>> from hardware.chips import CHIPS
       >>> small, large = (matmul_blocks(CHIPS["v6e"], Matmul(n, n, n)) for n in (1024, 16384))
@@ -55,24 +55,25 @@ def matmul_blocks(chip: Chip, product: Matmul, itemsize: int = 2) -> Blocks:
 
     Source: module docstring.
     """
-    return _blocks(vmem_bytes(chip) // 2, product.m, product.k, product.n, product.batch, itemsize)
+    sizes = itemsize, itemsize if right_itemsize is None else right_itemsize
+    return _blocks(vmem_bytes(chip) // 2, product.m, product.k, product.n, product.batch, *sizes)
 
 
 @lru_cache(maxsize=65536)
-def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, itemsize: int) -> Blocks:
-    best: tuple[tuple[int, int], Blocks] | None = None
-    kept = any(2 * itemsize * k * side <= budget_bytes for side in (m, n))  # an operand stays in VMEM whole
+def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, first: float, second: float) -> Blocks:
+    best: tuple[tuple[float, float], Blocks] | None = None
+    kept = min(2 * first * k * m, 2 * second * k * n) <= budget_bytes  # an operand stays in VMEM whole
     for depth in (d for d in DEPTHS if d < 2 * k or d == DEPTHS[-1]):
         for rows, columns in itertools.product(_edges(m), _edges(n)):
-            needed = _ACCUMULATOR_BYTES * rows * columns + 2 * itemsize * depth * (rows + columns)
+            needed = _ACCUMULATOR_BYTES * rows * columns + 2 * depth * (first * rows + second * columns)
             if needed > budget_bytes and (rows, columns, depth) != (_edges(m)[0], _edges(n)[0], DEPTHS[-1]):
                 continue
-            left = m * k * (1 if kept else -(-n // columns))
-            right = k * n * (1 if kept else -(-m // rows))
-            first = itemsize * (min(depth, k) * (rows + columns) + rows * columns)
-            found = Blocks(rows, columns, min(depth, k), batch * itemsize * (left + right), first)
-            if best is None or (found.read_bytes, -first) < best[0]:
-                best = (found.read_bytes, -first), found
+            left = first * m * k * (1 if kept else -(-n // columns))
+            right = second * k * n * (1 if kept else -(-m // rows))
+            bare = min(depth, k) * (first * rows + second * columns) + max(first, second) * rows * columns
+            found = Blocks(rows, columns, min(depth, k), batch * (left + right), bare)
+            if best is None or (found.read_bytes, -bare) < best[0]:
+                best = (found.read_bytes, -bare), found
     assert best is not None
     return best[1]
 

@@ -148,7 +148,9 @@ class Chip:
         value = self.peak(dtype)
         if value is None:
             known = ", ".join(kind for kind in DTYPES if self.peak(kind) is not None)
-            raise HardwareError(f"chip {self.name!r} has no published {dtype} rate; it has {known}")
+            raise HardwareError(
+                f"chip {self.name!r} has no published {dtype} rate; it has {known}: multiply in one of these"
+            )
         return value
 
     @property

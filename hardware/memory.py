@@ -1,10 +1,10 @@
 """Arrays in memory: how tiling pads them, what fits, how fast they move.
 
 An array in HBM is stored in tiles of 8 x 128 elements on its two minor dims, the register shape of the
-vector unit; narrow types are packed within a tile (two bf16 or four int8 rows in one of 32 bits). Hence a
+vector unit; narrow types are packed within a tile (two bf16, four int8 or eight int4 rows in one of 32 bits). Hence a
 minor dim of 1 costs 128 times its size. Arrays with fewer than 8 rows use a tile with fewer rows, and
 one-dimensional ones a tile of 128 to 1024 elements, at least one full row of 32 bits in each of the 128 lanes:
-128 float32, 256 bf16, 512 int8.
+128 float32, 256 bf16, 512 int8, 1024 int4.
 
 For types of one byte XLA prints both T(8,128)(4,1) and T(32,128)(4,1), the choice being that of the program;
 here it is the first, so up to 31 rows of padding may be missing in a 2-D int8 array.
@@ -28,12 +28,12 @@ SUBLANES, LANES = 8, 128
 PCIE_EFFICIENCY = 0.9
 
 
-def tile_of(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+def tile_of(shape: Sequence[int], itemsize: float) -> tuple[int, ...]:
     """The tile of an array, over its minor dim or its two minor dims.
 
     Args:
       shape: sizes, minor dim last, each >= 0.
-      itemsize: bytes per element, 1, 2, 4 or 8.
+      itemsize: bytes per element, 0.5, 1, 2, 4 or 8.
     Raises: HardwareError for a negative size or another itemsize.
     Example:
       >>> tile_of((1024, 256), 4), tile_of((3, 256), 2), tile_of((300,), 4)
@@ -44,15 +44,15 @@ def tile_of(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     Source: module docstring.
     """
     sizes = wholes("shape", shape)
-    if itemsize not in (1, 2, 4, 8):
-        raise HardwareError(f"itemsize must be 1, 2, 4 or 8 bytes, not {itemsize!r}")
-    packed = max(1, 4 // itemsize)
+    if itemsize not in (0.5, 1, 2, 4, 8):
+        raise HardwareError(f"itemsize must be 0.5, 1, 2, 4 or 8 bytes, not {itemsize!r}")
+    packed = max(1, int(4 / itemsize))
     if len(sizes) < 2:
         return (min(1024, max(LANES * packed, _power_of_two(math.prod(sizes)))),)
     return (min(SUBLANES, max(packed, _power_of_two(sizes[-2]))), LANES)
 
 
-def padded_shape(shape: Sequence[int], itemsize: int = 4, tile: Sequence[int] | None = None) -> tuple[int, ...]:
+def padded_shape(shape: Sequence[int], itemsize: float = 4, tile: Sequence[int] | None = None) -> tuple[int, ...]:
     """The shape that an array occupies: its minor dims rounded up to whole tiles.
 
     Args:
@@ -75,18 +75,18 @@ def padded_shape(shape: Sequence[int], itemsize: int = 4, tile: Sequence[int] | 
     return (*sizes[:major], *padded)
 
 
-def padded_bytes(shape: Sequence[int], itemsize: int = 4, tile: Sequence[int] | None = None) -> int:
+def padded_bytes(shape: Sequence[int], itemsize: float = 4, tile: Sequence[int] | None = None) -> int:
     """Bytes that an array occupies, padding included.
 
     Example:
       >>> padded_bytes((4096, 1), 4) // (4096 * 4)
       128
     """
-    return math.prod(padded_shape(shape, itemsize, tile)) * itemsize
+    return math.ceil(math.prod(padded_shape(shape, itemsize, tile)) * itemsize)
 
 
 @lru_cache(maxsize=1 << 16)
-def densest_bytes(shape: tuple[int, ...], itemsize: int = 4) -> int:
+def densest_bytes(shape: tuple[int, ...], itemsize: float = 4) -> int:
     """Bytes that an array occupies with those two of its dims in the tile that pad least.
 
     Compilers choose the layout of an array in memory; which dim is named last does not bind them.

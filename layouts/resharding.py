@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import combinations, permutations
-from math import gcd, prod
+from math import ceil, gcd, prod
 from typing import TypeAlias
 
 from layouts.errors import LayoutError
@@ -42,13 +42,13 @@ State: TypeAlias = tuple[Splits, Numbers]  # and the pending axes still to be re
 Move: TypeAlias = tuple[str, Numbers, int, int, State, int]  # kind, axes, dim, to_dim (-1: none), after, cost
 
 
-def reshard(source: Sharding, target: Sharding, itemsize: int) -> Plan:
+def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     """The cheapest way from `source` to `target`, by bytes sent per device.
 
     Args:
       source: where the blocks are.
       target: where they shall be; same shape and mesh. What is pending there alone is a sum.
-      itemsize: bytes per element.
+      itemsize: bytes per element, 0.5 of 4 bits; a block takes whole bytes.
     Returns: the plan; empty if there is nothing to do. Only axes that occur in `source` or `target` are used.
     Raises: LayoutError if shape or mesh differ, or a maximum or minimum would have to become pending.
 
@@ -76,7 +76,7 @@ _NOTHING = Plan((), 0, 0)
 
 
 @lru_cache(maxsize=1 << 16)
-def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
+def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     _check(source, target, itemsize)
     masked = tuple(a for a in target.pending_axes if a not in source.pending_axes)
     if masked:
@@ -89,7 +89,7 @@ def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
     devices = prod(n for _, n in usable)
     # What of a size the axes can't divide only scales all costs: sizes that divide alike share a search.
     sizes = tuple(gcd(n, devices) for n in source.shape.sizes)
-    scale = source.shape.size // prod(sizes) * itemsize
+    scale = source.shape.size // prod(sizes)
     # Names do not matter, nor does the order of dims: searches that differ in them alone are one.
     order = sorted(range(len(sizes)), key=lambda d: (sizes[d], source.axes[d], target.axes[d]))
     place = {d: n for n, d in enumerate(order)}
@@ -107,7 +107,7 @@ def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
         tuple([n for _, n in ranked]),
     )
     steps: list[Step] = []
-    before, total = source, 0
+    before = source
     for kind, numbers, at, to, (entries, awaited), cost in found:
         axes = tuple([ranked[n][0] for n in numbers])
         splits = tuple([tuple([ranked[n][0] for n in entries[place[d]]]) for d in range(len(sizes))])
@@ -118,18 +118,19 @@ def _plan(source: Sharding, target: Sharding, itemsize: int) -> Plan:
             axes = _moving(before.axes, splits, source.mesh.axes)
         pending = target.pending + tuple((ranked[n][0], kinds[ranked[n][0]]) for n in awaited)
         after = laid(source.shape, source.mesh, splits, pending)
-        payload, sent = before.local_size * itemsize, _exact(cost * scale, devices)
+        payload = ceil(before.local_size * itemsize)
+        sent = _exact(cost * scale * payload, devices * before.local_size)
         steps.append(Step(kind, axes, names[dim], names[to_dim], before, after, payload, sent))
-        before, total = after, total + cost
+        before = after
     collectives = sum(not step.is_local for step in steps)
-    return Plan(tuple(steps), _exact(total * scale, devices), collectives)
+    return Plan(tuple(steps), sum(step.sent_bytes for step in steps), collectives)
 
 
-def _masked(source: Sharding, target: Sharding, itemsize: int, axes: Axes) -> Plan:
+def _masked(source: Sharding, target: Sharding, itemsize: float, axes: Axes) -> Plan:
     """By way of the same, whole over `axes`; one device along them keeps its block."""
     whole = laid(target.shape, target.mesh, target.axes, tuple(p for p in target.pending if p[0] not in axes))
     way = reshard(source, whole, itemsize)
-    mask = Step("mask", axes, None, None, whole, target, whole.local_size * itemsize, 0)
+    mask = Step("mask", axes, None, None, whole, target, ceil(whole.local_size * itemsize), 0)
     return Plan((*way.steps, mask), way.sent_bytes, way.collectives)
 
 
@@ -137,7 +138,7 @@ def _exact(numerator: int, denominator: int) -> int | float:
     return numerator / denominator if numerator % denominator else numerator // denominator
 
 
-def _check(source: Sharding, target: Sharding, itemsize: int) -> None:
+def _check(source: Sharding, target: Sharding, itemsize: float) -> None:
     if source.shape != target.shape or source.mesh != target.mesh:
         raise LayoutError(
             f"reshard keeps shape and mesh, not from {source} on {source.mesh} to {target} on {target.mesh}"
@@ -145,8 +146,8 @@ def _check(source: Sharding, target: Sharding, itemsize: int) -> None:
     kinds = {kind for _, kind in (*source.pending, *target.pending)}
     if not set(target.pending) <= set(source.pending) and kinds != {"sum"}:
         raise LayoutError(f"reshard can make only sums pending: source {source}, target {target}")
-    if itemsize < 1:
-        raise LayoutError(f"itemsize must be at least 1, not {itemsize}")
+    if itemsize <= 0:
+        raise LayoutError(f"itemsize must be positive, not {itemsize}")
 
 
 @lru_cache(maxsize=1 << 16)

@@ -148,6 +148,7 @@ from meshlib.ops.loop import scan as scan
 from meshlib.ops.loop import while_loop as while_loop
 from meshlib.ops.pooling import pool as pool
 from meshlib.ops.printing import Print as Print
+from meshlib.ops.quantized import quantize as quantize
 from meshlib.ops.quantized import quantized_einsum as quantized_einsum
 from meshlib.ops.ranking import argmax as argmax
 from meshlib.ops.ranking import argsort as argsort

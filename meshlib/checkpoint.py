@@ -6,8 +6,8 @@
 
 Any reader of the format can read the files, and `load` reads the files of any writer. State is global arrays: nothing
 in a file depends on the mesh, the layout or the executor that made it. A tensor has the dtype that the devices store,
-so that a loaded run goes on bit for bit. The format has no sums against damage; `save` keeps CRC-32s in the metadata,
-and `load` compares those it finds.
+so that a loaded run goes on bit for bit; the format has no int4, which is written as I8, a byte an element. The format
+has no sums against damage; `save` keeps CRC-32s in the metadata, and `load` compares those it finds.
 
 A file is written under a temporary name beside its target and renamed over it when all of its bytes are on the disk.
 Whoever is killed leaves the old file, and at most a temporary one that the next `save` to that path removes: writers
@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from layouts import Shape
-from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
+from meshlib.dtypes import BFLOAT16, BOOL, INT4, INT32, DType
 from meshlib.errors import CheckpointError, nearest
 from meshlib.files import open_file, replace_file
 from meshlib.simulation import Simulation
@@ -41,7 +41,10 @@ Array = np.ndarray[Any, Any]
 Path = str | os.PathLike[str]
 
 # The format's names of our dtypes, and the bits of an element of all of its dtypes.
-CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "int32": "I32", "bool": "BOOL"}
+CODES = {
+    **{"float64": "F64", "float32": "F32", "bfloat16": "BF16", "int32": "I32", "bool": "BOOL"},
+    **{"int8": "I8", "int4": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
 BITS = {
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -116,9 +119,9 @@ def _save(sim: Simulation, path: object) -> None:
         raise CheckpointError(f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it")
     types = {name: _type(sim, name) for name in names}
     entries, begin = {}, 0
-    for name in sorted(names, key=lambda n: (-types[n][1].itemsize, n)):
+    for name in sorted(names, key=lambda n: (-types[n][1].public.itemsize, n)):
         shape, dtype = types[name]
-        end = begin + shape.size * dtype.itemsize
+        end = begin + shape.size * dtype.public.itemsize
         entries[name] = _Entry(CODES[dtype.name], shape.sizes, begin, end)
         begin = end
     # Sums have a fixed length, so that the header can be written before they are known, and then once more.
@@ -193,6 +196,14 @@ def _encoded(array: Array, dtype: DType, name: str) -> Iterator[memoryview]:
                     f"save: variable '{name}' is bfloat16, but its element {at} is {flat[at]!r}, which is not"
                 )
             block = (bits >> 16).astype("<u2")
+        elif dtype.is_rounded:
+            bits = block.astype(dtype.public)
+            if not np.array_equal(bits.astype(block.dtype), block, equal_nan=True):
+                at = start + int(np.flatnonzero(bits.astype(block.dtype) != block)[0])
+                raise CheckpointError(
+                    f"save: variable '{name}' is {dtype.name}, but its element {at} is {flat[at]!r}, which is not"
+                )
+            block = bits
         else:
             block = block.astype(block.dtype.newbyteorder("<"), copy=False)
         yield block.view(np.uint8).data
@@ -386,20 +397,26 @@ def _read(file: BinaryIO, header: _Header, name: str, kind: tuple[Shape, DType],
     file.seek(header.data_start + entry.begin)
     for start in range(0, flat.size, CHUNK):
         part = flat[start : start + CHUNK]
-        raw = file.read(part.size * dtype.itemsize)
-        if len(raw) != part.size * dtype.itemsize:
+        raw = file.read(part.size * dtype.public.itemsize)
+        if len(raw) != part.size * dtype.public.itemsize:
             raise CheckpointError(
                 f"load: {target} became shorter while it was read: tensor '{name}' ends at byte {entry.end}, found "
-                f"{entry.begin + start * dtype.itemsize + len(raw)}"
+                f"{entry.begin + start * dtype.public.itemsize + len(raw)}"
             )
         total = zlib.crc32(raw, total)
         if dtype is BFLOAT16:
             part.view(np.uint32)[:] = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
             continue
+        if dtype.is_rounded:
+            part[:] = np.frombuffer(raw, dtype.public)
+            continue
         bits = np.frombuffer(raw, np.uint8 if dtype is BOOL else dtype.storage.newbyteorder("<"))
         if dtype is BOOL and bits.max() > 1:
             at = int(np.argmax(bits > 1))
             raise CheckpointError(f"load: {target}: element {start + at} of BOOL tensor '{name}' is {bits[at]}")
+        if dtype is INT4 and (bits.min() < -8 or bits.max() > 7):
+            at = int(np.argmax((bits < -8) | (bits > 7)))
+            raise CheckpointError(f"load: {target}: element {start + at} of int4 variable '{name}' is {bits[at]}")
         part[:] = bits
     expected = header.metadata.get(SUM + name)
     if expected not in (None, _hex(total)):

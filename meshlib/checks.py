@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hardware.numerics import round_to_bfloat16
 from layouts.parsing import is_iterable
-from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
+from meshlib.dtypes import BOOL, INT4, DType
 from meshlib.errors import GraphError, MeshlibError, ShapeError, nearest
 from meshlib.graph import Tensor
 from meshlib.origin import source_line
@@ -94,7 +93,7 @@ def fitting(value: object, dtype: DType, what: str) -> bool | int | float:
         if fits:
             return held
         raise ShapeError(f"{at(what)}: the number {_text(value)} does not fit {dtype.name}")
-    low, high = (0, 1) if dtype is BOOL else (-(2**31), 2**31 - 1)
+    low, high = (0, 1) if dtype is BOOL else dtype.bounds
     if not low <= value <= high or value != int(value):
         raise ShapeError(f"{at(what)}: the number {_text(value)} does not fit {dtype.name}; use a float dtype, or cast")
     return bool(value) if dtype is BOOL else int(value)
@@ -107,15 +106,18 @@ def stored(array: Array, dtype: DType, what: str, fault: type[MeshlibError]) -> 
     """
     if is_masked(array):
         raise fault(f"{what}: a masked array has elements without a value; give them one, as in array.filled(0)")
-    if dtype is INT32 and array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
-        raise fault(f"{what}: value {array.max() if array.max() > 2**31 - 1 else array.min()} does not fit int32")
     if array.dtype == dtype.public:
         return np.asarray(array, dtype=dtype.storage, order="C")
+    if dtype.kind == "integer" and array.size:
+        low, high = dtype.bounds
+        array = array.astype(np.int8) if array.dtype == INT4.public else array
+        if array.max() > high or array.min() < low:
+            raise fault(f"{what}: value {array.max() if array.max() > high else array.min()} does not fit {dtype.name}")
     with np.errstate(all="ignore"):
         out = np.asarray(array, dtype=dtype.storage, order="C")
-        out = round_to_bfloat16(out) if dtype is BFLOAT16 else out
-    if dtype.is_float and np.isinf(out).any():
-        lost = np.argwhere(np.isinf(out) & np.isfinite(array))
+        out = dtype.rounded(out)
+    if dtype.is_float and not np.isfinite(out).all():
+        lost = np.argwhere(~np.isfinite(out) & np.isfinite(array))
         if len(lost):
             where = lost[0].tolist()
             raise fault(f"{what}: the number {array[tuple(where)]:.6g} at index {where} does not fit {dtype.name}")

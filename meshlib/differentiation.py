@@ -35,8 +35,8 @@ def gradients(
     Args:
       ys: float tensors of one graph.
       xs: tensors; variables are usual, any tensor works.
-      grad_ys: cotangents of `ys`, of their shapes; ones unless given.
-    Returns: one tensor of x's shape and dtype, or None, per x.
+      grad_ys: cotangents of `ys`, of their shapes and the dtypes of gradients; ones unless given.
+    Returns: one tensor of x's shape and dtype, bfloat16 of fp8, or None, per x.
     Raises: GraphError, ShapeError for tensors of another graph, dtype or shape.
     Example:
       >>> import meshlib as mtf
@@ -71,8 +71,8 @@ def _seeds(graph: Graph, ys: Sequence[Tensor], grad_ys: Sequence[Tensor] | None)
         if not y.dtype.is_float:
             raise GraphError(f"{at('gradients')}: {y} ({y.operation.source}) is no float tensor and has no gradient")
         with written_at(y.operation.source):
-            seed = grad_ys[i] if grad_ys is not None else _constant(graph, 1, y.shape, y.dtype, "ones")
-        if seed.shape != y.shape or seed.dtype is not y.dtype:
+            seed = grad_ys[i] if grad_ys is not None else _constant(graph, 1, y.shape, y.dtype.of_cotangents, "ones")
+        if seed.type != y.type.of_cotangents:
             raise ShapeError(f"{at('gradients')}: the cotangent {seed} does not have the type of {y}")
         cotangents.setdefault(y, []).append(seed)
     return cotangents
@@ -142,7 +142,7 @@ def _rewritten(graph: Graph, rewrite: Rewrite, cotangents: dict[Tensor, list[Ten
         )
     sides = [(x, tensor(dx, "custom_gradient")) for x, dx in zip(rewrite.inputs, found, strict=True) if dx is not None]
     for x, dx in sides:
-        if dx.type != x.type:
+        if dx.type != x.type.of_cotangents:
             raise ShapeError(f"{at('custom_gradient')}: the cotangent {dx} does not have the type of {x}")
     return sides
 

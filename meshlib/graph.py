@@ -44,6 +44,11 @@ class TensorType:
     def __str__(self) -> str:
         return f"{self.dtype}{self.shape}"
 
+    @property
+    def of_cotangents(self) -> TensorType:
+        """The type of cotangents of its values."""
+        return TensorType(self.shape, self.dtype.of_cotangents)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tensor:

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
 from meshlib.checks import at, choice, fitting, items, stored
 from meshlib.checks import number as finite
-from meshlib.dtypes import BFLOAT16, BOOL, FLOAT32, FLOAT64, DType
+from meshlib.dtypes import FLOAT32, FLOAT64, DType, kind_of
 from meshlib.errors import GraphError
 from meshlib.threefry import threefry2x32
 
@@ -71,8 +70,7 @@ def draw(
         radius = np.sqrt(-2.0 * np.log(((x >> np.uint32(8)).astype(np.float64) + 1) * 2.0**-24))
         value = a + b * radius * np.cos(2 * np.pi * 2.0**-24 * (y >> np.uint32(8)).astype(np.float64))
     out = np.asarray(value, dtype.storage)
-    if dtype is BFLOAT16:
-        out = round_to_bfloat16(out)
+    out = dtype.rounded(out)
     return np.clip(out, *limits(a, b, dtype), out=out) if kind == "uniform" and a < b else out
 
 
@@ -80,10 +78,11 @@ def limits(low: float, high: float, dtype: DType) -> tuple[np.generic, np.generi
     """The first value of `dtype` from `low` on and the last one below `high`: rounding must not pass either."""
     number = dtype.public.type
     first, last = number(low), number(high)
+    top = number(dtype.largest)  # e4m3 has no infinity
     if float(first) < low:
-        first = np.nextafter(first, number(np.inf))
+        first = np.nextafter(first, top)
     if float(last) >= high:
-        last = np.nextafter(last, number(-np.inf))
+        last = np.nextafter(last, -top)
     return dtype.storage.type(first), dtype.storage.type(last)
 
 
@@ -107,7 +106,17 @@ class _Constant:
 
     def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
         out = np.full(shape.sizes, fitting(self.value, dtype, "initializers.constant"), dtype.storage)
-        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+        return dtype.rounded(out)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Whole numbers, each as likely as its negative: what quantised weights look like."""
+
+    def __call__(self, key: Key, shape: Shape, dtype: DType) -> Array:
+        _, most = dtype.bounds
+        drawn = draw(("uniform", -most, most + 1), key, shape.sizes, [0] * len(shape), shape.sizes, FLOAT64)
+        return np.asarray(np.floor(drawn), dtype.storage)
 
 
 @dataclass(frozen=True)
@@ -191,8 +200,8 @@ def _given(value: Array, name: str, shape: Shape, dtype: DType) -> Initializer:
         raise GraphError(
             f"{at('variable')} '{name}': the initial array has shape {list(value.shape)}, but its dims are {shape}"
         )
-    kinds = "biuf" if dtype.is_float else "b" if dtype is BOOL else "iu"
-    if value.dtype.kind not in kinds and not (dtype.is_float and value.dtype == BFLOAT16.public):
+    kinds = {"flag": "b", "integer": "iu", "float": "biuf"}[dtype.kind]
+    if kind_of(value.dtype) not in kinds:
         raise GraphError(
             f"{at('variable')} '{name}': the initial array has dtype {value.dtype}, "
             f"but the variable stores {dtype.name}"
@@ -203,6 +212,8 @@ def _given(value: Array, name: str, shape: Shape, dtype: DType) -> Initializer:
 def as_initializer(value: object, name: str, shape: Shape, stored: DType) -> Initializer:
     """An `Initializer` from what a user may pass: None, a number, an array, a function."""
     if value is None:
+        if stored.is_narrow_integer:
+            return _Whole()
         if not stored.is_float:
             raise GraphError(f"{at('variable')} '{name}': {stored.name} needs an initial value: a number or an array")
         return glorot_uniform()
@@ -236,7 +247,7 @@ class _TruncatedNormal:
             tries += 1
             found = np.where(far, drawn(make_key(*key, tries)), found)
         out = np.asarray(self.mean + self.stddev * found, dtype.storage)
-        return round_to_bfloat16(out) if dtype is BFLOAT16 else out
+        return dtype.rounded(out)
 
 
 @dataclass(frozen=True)

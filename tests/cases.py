@@ -72,9 +72,9 @@ def distinct(text: str, shift: float = 0.0) -> Input:
     return Input(Shape(text), _distinct(shift))
 
 
-def whole(text: str, low: int = -5, high: int = 9) -> Input:
-    """int32 in [low, high) without 0."""
-    return Input(Shape(text), lambda rng, shape: rng.choice([i for i in range(low, high) if i], shape), "int32")
+def whole(text: str, low: int = -5, high: int = 9, dtype: str = "int32") -> Input:
+    """Integers in [low, high) without 0."""
+    return Input(Shape(text), lambda rng, shape: rng.choice([i for i in range(low, high) if i], shape), dtype)
 
 
 def index(text: str, below: int) -> Input:
@@ -89,7 +89,7 @@ def flags(text: str) -> Input:
 
 def single(text: str, dtype: str) -> Input:
     """Floats of a dtype of their own: eighths, which every float type holds."""
-    return Input(Shape(text), lambda rng, shape: rng.choice([-1.75, -0.625, 0.375, 0.5, 1.25, 2.125], shape), dtype)
+    return Input(Shape(text), lambda rng, shape: rng.choice([-1.75, -0.625, 0.375, 0.5, 1.25, 2.5], shape), dtype)
 
 
 # ---------------------------------------------------------------- rows
@@ -317,6 +317,34 @@ row(
 row("cast", "to int32", {"x": signed("a:4;b:6")}, lambda f, x: mtf.cast(x * 7, "int32"), lambda x: np.trunc(x * 7))
 row("cast", "from int32", {"x": whole("a:4;b:6")}, lambda f, x: mtf.cast(x, f), lambda x: x)
 row("cast", "from bool", {"x": flags("a:4;b:6")}, lambda f, x: mtf.cast(x, f), lambda x: x)
+# The narrow types: what they hold, and beyond it the nearest there is, NaN in e4m3, the low bits of wider integers.
+_FAR = Input(Shape("a:4;b:6"), lambda rng, shape: rng.choice([-1e4, -130.5, -7.75, 0.375, 6.5, 100.25, 300.0], shape))
+for _name, _most in (("int8", 127), ("int4", 7)):
+    row(
+        "cast",
+        f"to {_name}",
+        {"x": _FAR},
+        lambda f, x, n=_name: mtf.cast(x, n),
+        lambda x, m=_most: np.trunc(np.clip(x, -m - 1, m)),
+    )
+    row(
+        "cast",
+        f"int32 to {_name}",
+        {"x": whole("a:4;b:6", -400, 400)},
+        lambda f, x, n=_name: mtf.cast(x, n),
+        lambda x, m=_most: (x + m + 1) % (2 * m + 2) - m - 1,
+    )
+    row("cast", f"from {_name}", {"x": whole("a:4;b:6", -8, 8, _name)}, lambda f, x: mtf.cast(x, f), lambda x: x)
+for _name, _narrow in (("float8_e4m3fn", ml_dtypes.float8_e4m3fn), ("float8_e5m2", ml_dtypes.float8_e5m2)):
+    row(
+        "cast",
+        f"to {_name}",
+        {"x": signed("a:4;b:6")},
+        lambda f, x, n=_name: mtf.cast(x, n),
+        lambda x, n=_narrow: x.astype(n).astype(np.float64),
+        None,
+    )
+    row("cast", f"from {_name}", {"x": single("a:4;b:6", _name)}, lambda f, x: mtf.cast(x, f), lambda x: x, None)
 row(
     "add_n",
     "same",
@@ -605,6 +633,41 @@ row(
     lambda f, x, y: mtf.einsum([mtf.cast(x, f), mtf.cast(y, f)], dims("b:2;c:8;a:4"), precision="int8"),
     lambda x, y: np.einsum("bak,kc->bca", x, y, dtype=np.float64),
 )
+for _left, _right in (("int8", "int8"), ("int4", "int8"), ("int4", "int4")):
+    row(
+        "einsum",
+        f"of {_left} and {_right}",
+        {"x": whole("b:2;a:4;k:6", -8, 8, _left), "y": whole("k:6;c:8", -8, 8, _right)},
+        lambda f, x, y: mtf.einsum([x, y], dims("b:2;c:8;a:4")),
+        lambda x, y: np.einsum("bak,kc->bca", x, y),
+        bitwise=True,
+    )
+row(
+    "einsum",
+    "of fp8",
+    {"x": single("b:2;a:4;k:6", "float8_e4m3fn"), "y": single("k:6;c:8", "float8_e5m2")},
+    lambda f, x, y: mtf.einsum([x, y], dims("b:2;c:8;a:4")),
+    lambda x, y: np.einsum("bak,kc->bca", x, y),
+    None,
+    tolerance=0.02,  # its gradients are bfloat16
+)
+row(
+    "einsum",
+    "rounded to float32",
+    {"x": signed("a:4;k:6"), "y": signed("k:6;c:8")},
+    lambda f, x, y: mtf.einsum([x, y], dims("c:8;a:4"), precision="highest", dtype="float32"),
+    lambda x, y: np.einsum("ak,kc->ca", x, y),
+    None,
+    tolerance=1e-6,
+)
+row(
+    "einsum",
+    "weights of a byte",
+    {"x": signed("a:4;k:6"), "w": whole("k:6;c:8", -128, 128, "int8"), "s": positive("c:8")},
+    lambda f, x, w, s: mtf.einsum([x, mtf.cast(w, f)], dims("a:4;c:8"), precision="highest") * s,
+    lambda x, w, s: (x @ w) * s,
+    "xs",
+)
 for _grid, _largest, _to_grid in (
     ("int8", 127, np.rint),
     ("fp8", 448, lambda x: x.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)),
@@ -652,6 +715,23 @@ def _network_reference(x: Array, w: Array, v: Array, i: Array) -> Array:
 
 # ---------------------------------------------------------------- by index
 
+row(
+    "gather",
+    "bytes",
+    {"w": whole("n:12;k:6", -128, 128, "int8"), "i": index("a:4", 12)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:12")[0]),
+    lambda w, i: w[i],
+    bitwise=True,
+)
+row(
+    "gather",
+    "fp8",
+    {"w": single("n:12;k:6", "float8_e4m3fn"), "i": index("a:4", 12)},
+    lambda f, w, i: mtf.gather(w, i, dims("n:12")[0]),
+    lambda w, i: w[i],
+    None,
+    bitwise=True,
+)
 row(
     "reduce_sum",
     "einsum of integers",

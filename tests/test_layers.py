@@ -672,7 +672,7 @@ def self_attention(x: Tensor, **options: Any) -> Tensor:
         (lambda x: mtf.layers.dense(x, F, numerics="bfloat16"), "must be an mtf.Numerics .*got str 'bfloat16'"),
         (lambda x: mtf.Numerics("int32"), "variable_dtype must be a float dtype, got int32"),
         (lambda x: mtf.Numerics("float31"), "unknown dtype 'float31'.*did you mean 'float32'"),
-        (lambda x: mtf.Numerics(precision="int4"), "'int8' or 'fp8', got 'int4'"),
+        (lambda x: mtf.Numerics(precision="int4"), "'fp8' or 'fp8_full', got 'int4'"),
         (
             lambda x: self_attention(x, dropout=0.1),
             "never has the scores and can't take dropout 0.1 of the weights; use 'materialised'",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -792,3 +793,44 @@ def test_a_bad_argument_gives_one_clear_error(make: Callable[[], object], messag
     with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=message) as caught:
         make()
     assert "test_optimize.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["AdamOptimizer", "MomentumOptimizer", "LionOptimizer", "AdafactorOptimizer"])
+def test_slots_are_kept_as_asked_for(name: str) -> None:
+    """The float32 rule, its slots rounded after each step; without `master` the variable is rounded too."""
+
+    def steps(variable: str, rounding: bool, **kept: object) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
+        with mtf.Graph():
+            w = mtf.variable("w", [mtf.Dimension("d", 64)], np.arange(-32, 32) / 32 + 1 / 64, variable)
+            grad = mtf.input("g", w.shape)
+            made = {"AdafactorOptimizer": lambda: mtf.optimize.AdafactorOptimizer(learning_rate=0.1, beta1=0.5, **kept)}
+            optimizer = made.get(name, lambda: getattr(mtf.optimize, name)(0.1, **kept))()
+            program = mtf.lower(updates=optimizer.apply_grads([grad], [w]), mesh="p:2", layout="d:p")
+        sim = mtf.simulate(program)
+        for n in range(3):
+            sim.step(g=np.sin(np.arange(64.0) * (n + 1)))
+            if rounding:
+                for kind in sim.state:
+                    if kind.startswith("w"):
+                        sim.state[kind] = sim.state[kind].astype(ml_dtypes.bfloat16).astype(np.float32)
+        return sim.state["w"], dict(sim.state), program.memory.by_kind["slots"]
+
+    whole, state, wide = steps("float32", True)
+    found, narrow, half = steps("bfloat16", False, slot_dtype="bfloat16", master_dtype="bfloat16")
+    np.testing.assert_array_equal(found.astype(np.float32), whole)
+    assert "w/master" not in narrow
+    slots = [n for n in narrow if n.startswith("w/")]
+    assert slots
+    for n in slots:
+        assert narrow[n].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(narrow[n].astype(np.float32), state[n])
+    assert half * 2 == wide
+
+
+def test_what_slots_are_kept_in_is_checked() -> None:
+    with pytest.raises(mtf.GraphError, match="slot_dtype must be a float dtype to compute in, got int8"):
+        mtf.optimize.AdamWOptimizer(0.1, slot_dtype="int8")
+    with pytest.raises(mtf.MeshlibError, match="unknown dtype 'bf16'"):
+        mtf.optimize.AdafactorOptimizer(slot_dtype="bf16")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slots_dtype'"):
+        mtf.optimize.SgdOptimizer(0.1, slots_dtype="bfloat16")

@@ -262,3 +262,34 @@ def test_mistakes() -> None:
             mtf.quantized_einsum([x, w], [D("z", 3)])
         with pytest.raises(mtf.GraphError, match="must be 'default' or 'highest' or 'int8' or 'fp8', got 'int4'"):
             mtf.einsum([x, w], [B, T, H, N], precision="int4")
+
+
+def test_cotangents_may_take_the_wider_range() -> None:
+    """fp8 as MaxText trains in full: forward in e4m3, and the cotangent, not what it is multiplied with, in e5m2."""
+
+    def to_e5m2(v: Array, axes: tuple[int, ...]) -> Array:
+        unit = np.abs(v).max(axes, keepdims=True) / 57344
+        return (v / unit).astype(ml_dtypes.float8_e5m2).astype(np.float64) * unit
+
+    with mtf.Graph():
+        given = operands()
+        y = mtf.quantized_einsum([given["x"], given["w"]], [B, T, H, N], "fp8", gradient_dtype="fp8_e5m2")
+        dx, dw = mtf.gradients([y], [given["x"], given["w"]], [given["dy"]])
+        program = mtf.lower({"y": y, "dx": dx, "dw": dw}, mesh="p:2;q:2", layout="batch:p;k:q")
+        with pytest.raises(mtf.GraphError, match="gradient_dtype must be 'int8', got 'fp8_e5m2'"):
+            mtf.quantized_einsum([given["x"], given["w"]], [B, T, H, N], "int8", gradient_dtype="fp8_e5m2")
+    fed = values()
+    x, w, dy = fed["x"], fed["w"], fed["dy"]
+    expected = {
+        "y": reference(**fed, dtype="fp8")["y"],
+        "dx": np.einsum("bthn,khn->bthk", to_e5m2(dy, (3,)), rounded(w, (2,), "fp8")),
+        "dw": np.einsum("bthn,bthk->khn", to_e5m2(dy, (0, 1)), rounded(x, (0, 1), "fp8")),
+    }
+    for executor in ("exact", "fast"):
+        found = mtf.simulate(program, executor=executor).step(fed)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12 * np.abs(value).max(), err_msg=name)
+    full = mtf.Numerics(precision="fp8_full")
+    with mtf.Graph():
+        y = mtf.layers.dense(mtf.input("x", [B, K]), N, numerics=full)
+    assert y.operation.kind.name != "einsum"

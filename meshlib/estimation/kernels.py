@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
+from math import ceil, prod
 from typing import TypeGuard
 
 from hardware.core import Matmul
 from hardware.memory import SUBLANES, padded_bytes
 from layouts import Sharding
-from meshlib.dtypes import BFLOAT16
+from meshlib.dtypes import BFLOAT16, INT4
 from meshlib.graph import FORWARD, Tensor
 from meshlib.operation import RESIDENT, Kind, Scores, Storage
 from meshlib.ops.attention import seen_pairs
@@ -65,7 +65,8 @@ class Kernel:
 
     Attributes:
       name, opcode, source, region: of its main operation: the product, else the last one whose result others read.
-      matmuls: its products with bytes per element; at most one in a group. attention: what it computes of one.
+      matmuls: its products with bytes per element of rows and columns, as HBM holds them; at most one in a group.
+      attention: what it computes of one.
       mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
         repeats and the model asks for (one pass). Exact.
       vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
@@ -76,6 +77,8 @@ class Kernel:
         stacks; at_hand: whether the first and the second operand of its product are.
       row_bytes: in float32, of a block of rows that reductions in it run along; sweeps: reductions whose results its
         own members need, each of which has to see all of a row first; read_bytes: padded, of what it reads.
+      touched: buffers that lie in HBM all the time, with the padded bytes that it moves of each; again: of those that
+        it may find in VMEM, the room that takes and the bytes that it spares.
       free: nothing runs: sources that are there already, renamings, constants of one element.
     """
 
@@ -83,7 +86,7 @@ class Kernel:
     opcode: str
     source: str
     region: str
-    matmuls: tuple[tuple[Matmul, int], ...]
+    matmuls: tuple[tuple[Matmul, tuple[float, float]], ...]
     mxu_flops: int
     useful_flops: float
     vpu_ops: int
@@ -101,6 +104,8 @@ class Kernel:
     row_bytes: int = 0
     sweeps: int = 0
     read_bytes: int = 0
+    touched: tuple[tuple[tuple[Tensor, Sharding], int], ...] = ()
+    again: tuple[tuple[int, float], ...] = ()
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -108,12 +113,12 @@ class Kernel:
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
-        return (*work, self.free, self.passing_bytes, self.attention, *narrow, *here)
+        return (*work, self.free, self.passing_bytes, self.attention, *narrow, *here, self.again)
 
     @cached_property
-    def operand_bytes(self) -> int:
+    def operand_bytes(self) -> float:
         """Bytes of the operands of its product, each read once."""
-        return sum(size * p.batch * p.k * (p.m + p.n) for p, size in self.matmuls)
+        return sum(p.batch * p.k * (left * p.m + right * p.n) for p, (left, right) in self.matmuls)
 
 
 def kernel_of(
@@ -147,7 +152,7 @@ def kernel_of(
             narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
         if _is_matmul(i):
             product = matmul_of(program, i)
-            matmuls.append((product, 1 if product.dtype in EIGHT_BIT else i.inputs[0].tensor.dtype.itemsize))
+            matmuls.append((product, _operand_itemsizes(i)))
             useful += product.flops * _share_useful(program, i, forward)
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
@@ -176,6 +181,7 @@ def kernel_of(
         _at_hand(main, members, held) if _is_matmul(main) else (False, False),
         *_rows(members),
         boundary.read,
+        () if free else boundary.touched,
     )
 
 
@@ -200,9 +206,22 @@ def _at_hand(product: Compute, members: Sequence[Instruction], held: set[Value])
         return x in held if made is None else all(here(z) for z in made.inputs)
 
     a, b = product.inputs[:2]
-    names = [x.local.shape.names for x in (a, b, product.outputs[0])]
-    first, second = (b, a) if matmul_plan(*names).swapped else (a, b)
+    first, second = _rows_first(product, a, b)
     return here(first), here(second)
+
+
+def _rows_first(product: Compute, a: Value, b: Value) -> tuple[Value, Value]:
+    """The operands of a product, that of its rows first."""
+    names = [x.local.shape.names for x in (a, b, product.outputs[0])]
+    return (b, a) if matmul_plan(*names).swapped else (a, b)
+
+
+def _operand_itemsizes(product: Compute) -> tuple[float, float]:
+    """Bytes of an element of rows and columns in HBM: of what casts make, those of what is cast."""
+    if product.operation.attrs["precision"] in EIGHT_BIT:
+        return 1, 1
+    first, second = (_stored(x.tensor).dtype.itemsize for x in _rows_first(product, *product.inputs[:2]))
+    return first, second
 
 
 def quantises(i: Instruction) -> bool:
@@ -251,8 +270,18 @@ def matmul_of(program: Program, instruction: Instruction) -> Matmul:
     m, k, n, batch = (prod(sizes[x] for x in dims) for dims in (plan.rows, plan.contracted, plan.columns, plan.batch))
     useful = 2 * batch * m * k * n
     passes = max(1, local_work(program, instruction).mxu_flops // useful)
-    precision = instruction.operation.attrs.get("precision")
-    return Matmul(m, k, n, batch, precision if precision in EIGHT_BIT else "bf16", passes)
+    return Matmul(m, k, n, batch, _mxu_dtype(instruction), passes)
+
+
+def _mxu_dtype(product: Instruction) -> str:
+    """What the MXU multiplies in: what the precision says, else the wider operand's type if that is narrow."""
+    precision = product.operation.attrs.get("precision")
+    if precision in EIGHT_BIT:
+        return str(precision)
+    dtypes = [x.tensor.dtype for x in product.inputs[:2]]
+    if all(t.is_narrow_integer for t in dtypes):
+        return "int4" if all(t is INT4 for t in dtypes) else "int8"
+    return "fp8" if all(t.is_float and not t.computes for t in dtypes) else "bf16"
 
 
 def attention_of(program: Program, instruction: Instruction) -> Attention:
@@ -275,9 +304,9 @@ def padded_value_bytes(v: Value) -> int:
 
 
 @lru_cache(maxsize=65536)
-def padded_block_bytes(sizes: tuple[int, ...], itemsize: int) -> int:
+def padded_block_bytes(sizes: tuple[int, ...], itemsize: float) -> int:
     """Bytes of a block of these sizes in whole tiles."""
-    return padded_bytes(sizes, itemsize) if sizes else itemsize
+    return padded_bytes(sizes, itemsize) if sizes else ceil(itemsize)
 
 
 def _is_matmul(i: Instruction) -> TypeGuard[Compute]:
@@ -319,13 +348,14 @@ class _Boundary:
     passing: tuple[int, ...]
     at_hand: int
     read: int
+    touched: tuple[tuple[tuple[Tensor, Sharding], int], ...]
 
 
 def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value]) -> _Boundary:
     inside = {y for i in members for y in i.outputs}
     operations = {i.operation for i in members}
-    read: dict[object, tuple[int, int, bool]] = {}
-    written: dict[object, tuple[int, int, bool]] = {}
+    read: dict[tuple[Tensor, Sharding], tuple[int, int, bool]] = {}
+    written: dict[tuple[Tensor, Sharding], tuple[int, int, bool]] = {}
     for i in members:
         if isinstance(i, Resident | Commit):
             continue
@@ -338,11 +368,17 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
         written |= {b: (*_sizes(y), y not in held) for y, b in made.items() if b[0].operation in operations}
     # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
     moved = [*read.values(), *written.values()] if written else []
+    touched = [(b, padded) for b, (_, padded, passes) in (*read.items(), *written.items()) if written and not passes]
     passing = tuple(sorted(padded for _, padded, passes in moved if passes))
     here = sum(padded for _, padded, passes in read.values() if not passes)
     all_read = sum(padded for _, padded, _ in read.values())
     return _Boundary(
-        sum(exact for exact, _, _ in moved), sum(padded for _, padded, _ in moved), passing, here, all_read
+        sum(exact for exact, _, _ in moved),
+        sum(padded for _, padded, _ in moved),
+        passing,
+        here,
+        all_read,
+        tuple(touched),
     )
 
 
@@ -354,8 +390,8 @@ def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
 
 
 def _sizes(v: Value) -> tuple[int, int]:
-    itemsize = _stored(v.tensor).dtype.itemsize
-    return v.local_size * itemsize, padded_block_bytes(v.local_shape.sizes, itemsize)
+    dtype = _stored(v.tensor).dtype
+    return dtype.size_bytes(v.local_size), padded_block_bytes(v.local_shape.sizes, dtype.itemsize)
 
 
 def _buffer(v: Value) -> tuple[Tensor, Sharding]:

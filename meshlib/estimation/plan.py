@@ -12,6 +12,7 @@ from itertools import groupby
 from meshlib.estimation.combining import combined
 from meshlib.estimation.kernels import forward_names, kernel_of, quantises, resident_values
 from meshlib.estimation.moves import Network, moves_of
+from meshlib.estimation.reuse import Recent
 from meshlib.estimation.units import Plan, Unit
 from meshlib.graph import UPDATE
 from meshlib.operation import Kind
@@ -23,10 +24,16 @@ from meshlib.program.records import Program
 _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 
-def plan_of(program: Program, network: Network, forward: frozenset[str] | None = None) -> Plan:
+def plan_of(program: Program, network: Network) -> Plan:
+    """The plan of a program."""
+    return _planned(program, network, forward_names(program), Recent())
+
+
+def _planned(program: Program, network: Network, forward: frozenset[str], recent: Recent) -> Plan:
     """The plan of a program, or of a loop's body with the `forward` names of the program around it."""
-    planner = _Planner(program, network, forward_names(program) if forward is None else forward)
-    units = [planner.unit(members[0].group, members) for members in kernels_of(program)]
+    planner = _Planner(program, network, forward, recent)
+    units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
+    recent.close(units)
     units = combined(units, network)
     _note_chains(units)
     _note_windows(units)
@@ -63,8 +70,8 @@ def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
 
 
 class _Planner:
-    def __init__(self, program: Program, network: Network, forward: frozenset[str]) -> None:
-        self.program, self.network, self.forward = program, network, forward
+    def __init__(self, program: Program, network: Network, forward: frozenset[str], recent: Recent) -> None:
+        self.program, self.network, self.forward, self.recent = program, network, forward, recent
         self.numbers: dict[Value, int] = {}
         self.fused = fused_values(program)
         self.held = resident_values(program)
@@ -72,12 +79,12 @@ class _Planner:
         self.narrow = narrow_values(program)
         self.gathered: dict[Value, Value] = {}  # what is gathered narrow -> what it is gathered from
 
-    def unit(self, number: int, members: Sequence[Instruction]) -> Unit:
+    def unit(self, place: int, members: Sequence[Instruction]) -> Unit:
         first = members[0]
-        inside = {y for i in members for y in i.outputs}
-        operands = dict.fromkeys(x for i in members for x in i.inputs if x not in inside)
+        made = {y for i in members for y in i.outputs}
+        operands = dict.fromkeys(x for i in members for x in i.inputs if x not in made)
         unit = Unit(
-            number,
+            first.group,
             first.operation.name,
             first.operation.source,
             first.region,
@@ -85,8 +92,10 @@ class _Planner:
             tuple(self._number(y) for i in members for y in i.outputs),
         )
         if isinstance(first, Loop):
-            unit.body = plan_of(first.body, self.network, self.forward)
+            inside = Recent.of(first)
+            unit.body = _planned(first.body, self.network, self.forward, inside)
             unit.trips = first.trips
+            self.recent.moved_bytes += first.trips * inside.moved_bytes
             return unit
         if isinstance(first, Compute) and first.operation.kind.kind is Kind.COPY:
             unit.host_bytes = first.opcode, sum(y.local_bytes for i in members for y in i.outputs)
@@ -95,12 +104,17 @@ class _Planner:
         moves = [m for i in members for m in moves_of(self.program, i)]
         if first.is_collective and all(y in self.narrow for y in first.outputs):
             self.gathered.update({y: self.gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
-            moves = [replace(m, larger_bytes=m.larger_bytes // first.inputs[0].tensor.dtype.itemsize) for m in moves]
+            wide = first.inputs[0].tensor.dtype
+            moves = [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
         unit.moves = tuple((m, self.network.cost(m)) for m in moves)
-        if not first.is_collective:
+        if first.is_collective:
+            self.recent.moved_bytes += sum(y.local_bytes for i in members for y in i.outputs)
+        else:
             unit.kernel = kernel_of(
                 self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered
             )
+            again = self.recent.touch(place, unit.kernel.touched, unit.kernel.padded_bytes)
+            unit.kernel = replace(unit.kernel, again=again) if again else unit.kernel
             unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit

@@ -5,6 +5,8 @@ Source: `hardware.memory`.
 
 from __future__ import annotations
 
+from math import ceil
+
 from hardware.memory import densest_bytes
 from meshlib.program.instructions import Value
 
@@ -14,6 +16,6 @@ def tiled_value_bytes(v: Value) -> int:
     return tiled_bytes(v.local_shape.sizes, v.tensor.dtype.itemsize)
 
 
-def tiled_bytes(sizes: tuple[int, ...], itemsize: int) -> int:
+def tiled_bytes(sizes: tuple[int, ...], itemsize: float) -> int:
     """Bytes of a block of these sizes; a single number takes its own."""
-    return densest_bytes(sizes, itemsize) if sizes else itemsize
+    return densest_bytes(sizes, itemsize) if sizes else ceil(itemsize)

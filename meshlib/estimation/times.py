@@ -33,10 +33,14 @@ from hardware.memory import hbm_seconds, vmem_bytes
 from hardware.vpu import vpu_seconds
 from meshlib.estimation.kernels import Attention, Kernel
 from meshlib.estimation.physics import Physics
+from meshlib.estimation.reuse import spared_bytes
 
 # From this year's chips on, attention kernels compute both gradients in one pass, so that scores and their cotangents
 # are made once: sa_use_fused_bwd_kernel in AI-Hypercomputer/tpu-recipes @c8cfe2f, training/ironwood.
 FUSED_BACKWARD_SINCE = 2025
+
+
+SCOPED_BYTES = 16 << 20  # the compiler's default: xla_tpu_scoped_vmem_limit_kib (from memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,16 @@ class Times:
         self._known: dict[tuple[object, ...], KernelTime] = {}
 
     @property
+    def held_bytes(self) -> int:
+        """What stays on the chip between kernels: its common memory (CMEM of v4), or of VMEM half.
+
+        A running kernel has SCOPED_BYTES of each core's VMEM, which is all that v2 and v3 have.
+        """
+        chip, vmem = self.chip, vmem_bytes(self.chip)
+        beside = vmem - SCOPED_BYTES * chip.cores_per_device
+        return max(chip.cmem_bytes // chip.devices_per_chip, min(vmem // 2, beside))
+
+    @property
     def ahead_seconds(self) -> float:
         """Time of HBM for what half of VMEM holds."""
         return hbm_seconds(self.chip, vmem_bytes(self.chip) // 2)
@@ -103,13 +117,15 @@ class Times:
         if kernel.attention is not None:
             return self._attention(kernel, kernel.attention)
         chip, again, exposed, first = self.chip, 0.0, 0.0, 0.0
-        for product, itemsize in kernel.matmuls:
-            blocks = matmul_blocks(chip, product, itemsize)
-            again += self._read(blocks, product, itemsize) - kernel.operand_bytes
+        for product, sizes in kernel.matmuls:
+            blocks = matmul_blocks(chip, product, *sizes)
+            again += self._read(blocks, product, sizes) - kernel.operand_bytes
             exposed += blocks.exposed_bytes
-            pieces = zip(kernel.at_hand, (blocks.rows, blocks.columns), strict=True)
-            first += itemsize * blocks.depth * sum(edge for here, edge in pieces if here)
-        traffic = kernel.padded_bytes + again - self._on_chip(kernel) - kernel.spared_bytes + kernel.quantised_bytes
+            pieces = zip(kernel.at_hand, (blocks.rows, blocks.columns), sizes, strict=True)
+            first += blocks.depth * sum(size * edge for here, edge, size in pieces if here)
+        found = spared_bytes(kernel, self.held_bytes)
+        elsewhere = self._on_chip(kernel) + kernel.spared_bytes + found
+        traffic = kernel.padded_bytes + again - elsewhere + kernel.quantised_bytes
         if not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:  # a row and its result, half of VMEM
             traffic += kernel.sweeps * kernel.read_bytes
         # bfloat16 takes half the time where lanes work in it.
@@ -119,22 +135,23 @@ class Times:
         mxu = time.mxu_seconds / self.physics.product_rate
         return KernelTime(
             mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic,
-            early_seconds=self._early(kernel, time.hbm_seconds),
+            early_seconds=self._early(kernel, time.hbm_seconds, found),
             first_seconds=min(bare_seconds, hbm_seconds(chip, first)),
         )  # fmt: skip
 
-    def _read(self, blocks: Blocks, product: Matmul, itemsize: int) -> float:
+    def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float]) -> float:
         """Bytes that a product reads of its operands."""
         edge = self.physics.block_edge
         if not edge:
             return blocks.read_bytes
-        left = product.m * product.k * max(1.0, product.n / edge)
-        right = product.k * product.n * max(1.0, product.m / edge)
-        return itemsize * product.batch * (left + right)
+        left = sizes[0] * product.m * product.k * max(1.0, product.n / edge)
+        right = sizes[1] * product.k * product.n * max(1.0, product.m / edge)
+        return product.batch * (left + right)
 
-    def _early(self, kernel: Kernel, most: float) -> float:
+    def _early(self, kernel: Kernel, most: float, found: float) -> float:
         """Seconds over HBM of what may be fetched before a kernel starts: half of VMEM holds it."""
-        return min(most, hbm_seconds(self.chip, min(kernel.at_hand_bytes, vmem_bytes(self.chip) // 2)))
+        wanted = max(0.0, kernel.at_hand_bytes - found)
+        return min(most, hbm_seconds(self.chip, min(wanted, vmem_bytes(self.chip) // 2)))
 
     def _on_chip(self, kernel: Kernel) -> int:
         """Bytes at the boundary that stay in the chip's common memory, where it has one (CMEM of v4).
@@ -155,6 +172,7 @@ class Times:
         factor = 1.0 if not work.of.backward else half if not together else 0.0 if work.of.spared else 2 * half
         vpu = vpu_seconds(chip, work.scores * physics.score_vpu_ops * factor)
         bare = (1 - physics.attention_overlap) * min(mxu, vpu)
-        traffic = kernel.padded_bytes
+        found = spared_bytes(kernel, self.held_bytes)
+        traffic = kernel.padded_bytes - found
         hbm = hbm_seconds(chip, traffic)
-        return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm))
+        return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm, found))

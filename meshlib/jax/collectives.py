@@ -19,9 +19,13 @@ _LOCAL = {"max": jnp.max, "min": jnp.min}
 
 
 def move(step: Step, x: Array, context: Context) -> Array:
-    """One step of a reshard on this device's block. Flags travel as bytes."""
+    """One step of a reshard on this device's block. Flags travel as bytes, so does fp8 that nobody adds."""
     if x.dtype == jnp.bool_ and not step.is_local:
         return move(step, x.astype(jnp.uint8), context).astype(jnp.bool_)
+    eight = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+    if eight and not step.is_local and not step.kind.startswith(("all_reduce", "reduce_scatter")):
+        sent = move(step, lax.bitcast_convert_type(x, jnp.uint8), context)
+        return lax.bitcast_convert_type(sent, x.dtype)
     axes, mesh = step.axes, step.before.mesh
     if step.kind == "collective_permute":
         # Over all axes of the mesh: only there are devices numbered as the pairs number them.

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layouts import Mesh, Sharding
-from meshlib.dtypes import DType
+from meshlib.dtypes import INT4, DType
 from meshlib.errors import GraphError, ProgramError
 
 HostArray = np.ndarray[Any, Any]
@@ -72,14 +72,20 @@ def device_mesh(mesh: Mesh, devices: Sequence[jax.Device] | None) -> jax.shardin
     return jax.sharding.Mesh(np.array(there, dtype=object).reshape(mesh.sizes), mesh.axes)
 
 
+def between_steps(dtype: DType, sharding: NamedSharding) -> np.dtype:
+    """The dtype of arrays that a compiled step is given and returns: on CPUs JAX 0.10 gives steps no int4."""
+    first = sharding.mesh.devices.flat[0]
+    return dtype.storage if dtype is INT4 and first.platform == "cpu" else dtype.public
+
+
 def place(array: HostArray, dtype: DType, sharding: NamedSharding) -> jax.Array:
     """An array in storage form on the devices: each process gives its own devices their blocks."""
-    public = dtype.public
+    held = between_steps(dtype, sharding)
 
     def block(index: Any) -> HostArray:
-        return np.asarray(array[index]).astype(public)  # a copy: the devices may hold on to it
+        return np.asarray(array[index]).astype(held)  # a copy: the devices may hold on to it
 
-    return jax.make_array_from_callback(array.shape, sharding, block, dtype=public)
+    return jax.make_array_from_callback(array.shape, sharding, block, dtype=held)
 
 
 def whole(x: Any) -> HostArray:

@@ -34,7 +34,7 @@ class JaxProcesses:
 
     def write(self, file: BinaryIO, places: Places) -> dict[str, int]:
         """See `meshlib.simulation.state.Processes`."""
-        end = max(begin + shape.size * dtype.itemsize for begin, shape, dtype in places.values())
+        end = max(begin + shape.size * dtype.public.itemsize for begin, shape, dtype in places.values())
         file.flush()
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, end)  # a full disk is an error here, and no fault of memory later
@@ -78,7 +78,7 @@ class JaxProcesses:
         self._share("" if fault is None else f"!{fault}")
         for name in self.mine(list(places)):
             begin, shape, dtype = places[name]
-            sums[name] = _sum(path, begin, shape.size * dtype.itemsize)
+            sums[name] = _sum(path, begin, shape.size * dtype.public.itemsize)
         return {name: n for text in self._share(json.dumps(sums)) for name, n in json.loads(text).items()}
 
     def _write_blocks(self, path: str, name: str, place: tuple[int, Shape, DType]) -> None:
@@ -110,9 +110,9 @@ class JaxProcesses:
 
 def _mapped(path: str, begin: int, shape: Shape, dtype: DType, mode: Any) -> np.ndarray[Any, Any]:
     """A tensor of a file, as memory."""
-    stored = np.uint8 if dtype.name == "bool" else np.dtype(f"<u{dtype.itemsize}")
-    flat = np.memmap(path, stored, mode, begin, (shape.size,))
-    return flat.view(dtype.public).reshape(shape.sizes)
+    flat = np.memmap(path, np.dtype(f"<u{dtype.public.itemsize}"), mode, begin, (shape.size,))
+    held = dtype.storage if dtype.is_narrow_integer else dtype.public  # int4 takes a byte in a file
+    return flat.view(held).reshape(shape.sizes)
 
 
 def _sum(path: str, begin: int, count: int) -> int:

@@ -16,7 +16,7 @@ from meshlib.graph import Operation
 from meshlib.initializers import make_key
 from meshlib.jax.context import Array, Context, Found
 from meshlib.jax.executor import Executor
-from meshlib.jax.placing import device_mesh, spec_of
+from meshlib.jax.placing import between_steps, device_mesh, spec_of
 from meshlib.jax.table import row_of, storage
 from meshlib.ops.sources import RANDOM, STEP
 from meshlib.program.instructions import Compute, Loop, Value
@@ -105,7 +105,8 @@ class Step:
 
     def _arguments(self) -> tuple[Any, ...]:
         def shaped(v: Value) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(v.tensor.shape.sizes, storage(v.tensor.dtype), sharding=self.sharding(v))
+            place = self.sharding(v)
+            return jax.ShapeDtypeStruct(v.tensor.shape.sizes, between_steps(v.tensor.dtype, place), sharding=place)
 
         variables, updates = self.program.variables, self.program.updates
         changed = {n: shaped(variables[n]) for n in updates if n != STEP}
@@ -140,9 +141,14 @@ class Step:
         context = Context(p.mesh, platform, p.precision == "highest", number, drawn, found, self.checked)
         state = {STEP: number, **changed, **kept}
         given = {v: feeds[n] for n, v in p.inputs.items()} | {v: state[n] for n, v in p.variables.items()}
+        given = {v: x.astype(storage(v.tensor.dtype)) for v, x in given.items()}
         values = Executor(context).run(p, given, context)
         outputs = {n: values[v] for n, v in p.outputs.items()}
-        updates = {n: values[v] for n, v in p.updates.items() if n != STEP}
+        updates = {
+            n: values[v].astype(between_steps(v.tensor.dtype, self.sharding(v)))
+            for n, v in p.updates.items()
+            if n != STEP
+        }
         self.checks, self.watched, checks = found.checked, [], list(found.checks)
         if self.checked:
             fetched = {f"output '{n}'": y for n, y in outputs.items()}

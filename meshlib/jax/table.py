@@ -130,13 +130,13 @@ def storage(dtype: DType) -> Any:
 
 
 def widest(dtype: DType) -> Any:
-    """The dtype in which values are made: float32 for bfloat16, to which results are rounded once."""
-    return jnp.float32 if dtype is BFLOAT16 else storage(dtype)
+    """The dtype in which values are made: float32 for bfloat16 and fp8, to which results are rounded once."""
+    return jnp.float32 if dtype.is_rounded else storage(dtype)
 
 
 def widened(x: Array) -> Array:
-    """bfloat16 as float32, others as they are."""
-    return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    """bfloat16 and fp8 as float32, others as they are."""
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
 
 
 def rounded(x: Array) -> Array:
@@ -163,7 +163,8 @@ def run_row(part: Part, function: Function, arrays: Sequence[Array], *first: Any
     """A row's function on blocks, its results in their declared types."""
     op = part.operation
     native = row_of(op).native or op.kind.exact
-    given = arrays if native else [widened(x) for x in arrays]
+    given = [x.astype(jnp.int8) if x.dtype == jnp.int4 else x for x in arrays]  # XLA sorts no int4, and fuses this
+    given = given if native else [widened(x) for x in given]
     made = function(part, *first, *given)
     results = made if isinstance(made, tuple) else (made,)
     return tuple(as_declared(op, out, y) for out, y in zip(part.outs, results, strict=True))

@@ -94,7 +94,7 @@ def sigmoid_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor
     """
     what = "sigmoid_cross_entropy_with_logits"
     same = set(tensor(logits, what).shape) == set(tensor(targets, what).shape)
-    if not same or not logits.dtype.is_float or targets.dtype is not logits.dtype:
+    if not same or not logits.dtype.is_wide_float or targets.dtype is not logits.dtype:
         rule = "logits and targets must be floats of the same dims and dtype"
         raise ShapeError(f"{at(what)}: {rule}\n  {logits}\n  {targets}")
     wide = widened(logits)

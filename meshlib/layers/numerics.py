@@ -16,6 +16,8 @@ from meshlib.ops.elementwise import cast
 from meshlib.ops.quantized import quantized_einsum
 from meshlib.ops.sources import variable
 
+_FULL = "fp8_full"  # MaxText's word for it
+
 
 @dataclass(frozen=True)
 class Numerics:
@@ -31,7 +33,7 @@ class Numerics:
       activation_dtype: of what a layer computes and returns: its input is cast to it, and its variables are where they
         are used. None: the dtype of the input, and of a table that is looked up in, that of its slices.
       precision: of products with variables: "default" or "highest" as of `mtf.einsum`; "int8" or "fp8" for quantised
-        ones, those of the gradient too, see `mtf.quantized_einsum`.
+        ones, those of the gradient too, see `mtf.quantized_einsum`; "fp8_full" for fp8 with cotangents in e5m2.
       softmax_dtype: in which materialised attention computes its softmax and keeps it for the gradient, if it is wider
         than the operands: float32, or "bfloat16" as TensorFlow's is under its policy of that name.
     Raises: GraphError for a dtype that is no float, or another precision.
@@ -57,15 +59,17 @@ class Numerics:
             if given is None and name in ("slice_dtype", "activation_dtype"):
                 continue
             dtype = as_dtype(given)
-            if not dtype.is_float:
-                raise GraphError(f"{at('Numerics')}: {name} must be a float dtype, got {dtype.name}")
+            computed = name in ("activation_dtype", "softmax_dtype")
+            if not (dtype.is_wide_float if computed else dtype.is_float):
+                what = "a float dtype to compute in" if computed else "a float dtype"
+                raise GraphError(f"{at('Numerics')}: {name} must be {what}, got {dtype.name}")
             object.__setattr__(self, name, dtype.name)
-        choice(self.precision, "Numerics", "precision", PRECISIONS)
+        choice(self.precision, "Numerics", "precision", (*PRECISIONS, _FULL))
 
     @property
     def unquantised(self) -> Numerics:
         """The same, with products that are not rounded to eight bits."""
-        return replace(self, precision="default") if self.precision in EIGHT_BIT else self
+        return replace(self, precision="default") if self.precision in (*EIGHT_BIT, _FULL) else self
 
     def cast(self, x: Tensor) -> Tensor:
         """`x` in `activation_dtype`; as it is where there is none, and where it is no float."""
@@ -80,6 +84,8 @@ class Numerics:
 
     def product(self, x: Tensor, weights: Tensor, output_shape: Shape, name: str | None = None) -> Tensor:
         """`x` times a variable, in `precision`."""
+        if self.precision == _FULL:
+            return quantized_einsum([x, weights], output_shape, "fp8", name, gradient_dtype="fp8_e5m2")
         if self.precision in EIGHT_BIT:
             return quantized_einsum([x, weights], output_shape, self.precision, name)
         return einsum([x, weights], output_shape=output_shape, precision=self.precision, name=name)

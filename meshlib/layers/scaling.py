@@ -44,7 +44,7 @@ def us_einsum(
     """
     inner = None if name is None else f"{name}/sum"
     y = einsum(xs, output_shape, reduced_dims, precision=precision, name=inner)
-    if not y.dtype.is_float:
+    if not y.dtype.is_wide_float:
         raise ShapeError(f"{at('us_einsum')}: needs float operands, got {y.dtype.name}; cast them with mtf.cast")
     everything = {d for x in xs for d in x.shape}
     summed = Shape([d for d in everything if d not in y.shape])

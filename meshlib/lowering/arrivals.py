@@ -34,7 +34,7 @@ class Source(NamedTuple):
     """Where a value is to be had."""
 
     lies: tuple[Sharding, ...]
-    itemsize: int
+    itemsize: float
     prices: Prices = ()
     made: Made | None = None  # how it can be made again
 
@@ -183,7 +183,7 @@ def _can_run_again(op: Operation) -> bool:
 
 
 def _bytes(t: Tensor) -> int:
-    return t.shape.size * t.dtype.itemsize
+    return t.dtype.size_bytes(t.shape.size)
 
 
 _Cost = TypeVar("_Cost", float, NDArray[np.float64])

@@ -204,7 +204,7 @@ def _option(
     return Option(choice, cost, cost - c.work, collectives, strays, tuple(new), out)
 
 
-def _covers(a: Option, b: Option, operands: Sequence[Operand], home: Sharding, blank: Source, beside: int) -> bool:
+def _covers(a: Option, b: Option, operands: Sequence[Operand], home: Sharding, blank: Source, beside: float) -> bool:
     """Whether whatever follows `b` may as well follow `a`, at no more cost.
 
     `beside` is the item size of all results but the first, which lie as that was made.

@@ -295,8 +295,8 @@ class _Rewriter:
             return cut
         axes, size = x.sharding.of(m.dim), x.tensor.shape.dim(m.dim).size
         count = x.sharding.mesh.group_size(axes)
-        row_bytes = row_size(x.tensor, x.sharding, x.margins, m.dim) * x.tensor.dtype.itemsize
-        sent = tuple(n * row_bytes for n in given_away(m, count, size))
+        row = row_size(x.tensor, x.sharding, x.margins, m.dim)
+        sent = tuple(x.tensor.dtype.size_bytes(n * row) for n in given_away(m, count, size))
         y = Value(x.tensor, x.sharding, _in_order(x, {**{o.dim: o for o in x.margins}, m.dim: m}))
         op, over = user.operation, "+".join(axes)
         step = Step("collective_permute", axes, m.dim, None, x.sharding, x.sharding, max(sent), max(sent))
@@ -364,7 +364,7 @@ def _joined(points: list[Point]) -> dict[Value, Margin]:
 
 
 def _sent(v: Value, m: Margin) -> int:
-    return (m.before + m.after) * _row(v, m.dim) * v.tensor.dtype.itemsize
+    return v.tensor.dtype.size_bytes((m.before + m.after) * _row(v, m.dim))
 
 
 def _total(chosen: Mapping[Demand, Point]) -> float:

@@ -124,7 +124,7 @@ class _Choice:
     def _join(self) -> None:
         """Sums of the same product, or of a smaller one than they are."""
         for key, members in self.groups.items():
-            size = prod(d.size for d in key[0].dims) * members[0].dtype.itemsize
+            size = members[0].dtype.size_bytes(prod(d.size for d in key[0].dims))
             before = sum(map(_bytes, members))
             if key in self.used or before > size:
                 self.terms.update((y, [self.totals[y]]) for y in members)
@@ -196,7 +196,7 @@ def _is_small(total: Sum) -> bool:
 
 
 def _bytes(t: Tensor) -> int:
-    return t.shape.size * t.dtype.itemsize
+    return t.dtype.size_bytes(t.shape.size)
 
 
 # ---------------------------------------------------------------- the graph once more

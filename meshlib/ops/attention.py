@@ -80,7 +80,7 @@ def _check(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
     """Raise ShapeError unless q, k and v fit together."""
     q, k, v = (t.shape for t in types[:3])
     length, memory, key, value = (attrs[n] for n in ("length", "memory_length", "key_dim", "value_dim"))
-    if not same_dtype(types[:3]).is_float:
+    if not same_dtype(types[:3]).is_wide_float:
         raise ShapeError(f"needs float operands, got {types[0].dtype.name}; cast them with mtf.cast")
     if length in k:
         raise ShapeError(

@@ -68,7 +68,7 @@ def tensor(x: object, what: str) -> Tensor:
 def floats(x: object, what: str) -> Tensor:
     """`x`, checked to be a float tensor."""
     found = tensor(x, what)
-    if not found.dtype.is_float:
+    if not found.dtype.is_wide_float:
         raise ShapeError(f"{what} ({source_line()}): needs a float tensor, got {found}; cast it with mtf.cast")
     return found
 

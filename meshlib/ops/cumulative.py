@@ -19,7 +19,7 @@ from meshlib.operation import Array, Block, Factor, Kind, Linear, Role, Summary,
 from meshlib.ops.building import build, tensor
 from meshlib.ops.elementwise import equal, where
 from meshlib.ops.index import range as positions
-from meshlib.ops.rules import named_factors, vector_work
+from meshlib.ops.rules import check_adds, named_factors, vector_work
 from meshlib.ops.window import shift
 
 
@@ -38,8 +38,7 @@ def _without(t: TensorType, dim: str) -> TensorType:
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     if any(t != types[0] for t in types):
         raise ShapeError(f"operands must have one type, got {' and '.join(map(str, types))}")
-    if types[0].dtype.name == "bool":
-        raise ShapeError("needs numbers, got bool; cast it with mtf.cast")
+    check_adds(types[0].dtype)
     return types[0]
 
 

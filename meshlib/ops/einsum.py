@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from hardware.eight_bit import round_to_eight_bits
 from layouts import Dimension, Shape
 from meshlib.checks import at, choice, items
-from meshlib.dtypes import INT32
+from meshlib.dtypes import FLOAT32, INT32, DType, as_dtype
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import (
@@ -78,10 +78,21 @@ def _arrange(x: Array, names: Names, summed: Names, groups: Sequence[Names]) -> 
 
 def _local(block: Block, a: Array, b: Array) -> Array:
     precision = block.attrs["precision"]
+    if a.dtype == np.int8:
+        return _product_of_bytes(block, a, b)
     if precision in EIGHT_BIT:
         return product_of_blocks(block, *(round_to_eight_bits(x, precision) for x in (a, b)))
     precise = precision == "highest"
     return product_of_blocks(block, *(block.engine.mxu_operand(x, precise) for x in (a, b)))
+
+
+def _product_of_bytes(block: Block, a: Array, b: Array) -> Array:
+    """The product of int8 and int4, exact modulo 2^32: float64 holds every sum of up to 2^39 products."""
+    wide = replace(block, buffer=np.empty(block.out.shape.sizes))
+    found = product_of_blocks(wide, a.astype(np.float64), b.astype(np.float64))
+    out = block.result()
+    np.copyto(out, found.astype(np.int64), casting="unsafe")
+    return out
 
 
 def product_of_blocks(block: Block, a: Array, b: Array) -> Array:
@@ -111,13 +122,32 @@ def product_of_blocks(block: Block, a: Array, b: Array) -> Array:
 
 
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    dtype = _dtype_of_product(types, attrs["precision"])
+    _check_dims(types, attrs["shape"])
+    wanted = attrs.get("dtype") or dtype
+    if not (wanted.is_wide_float if dtype.is_float else wanted is INT32):
+        made = "a float dtype to compute in" if dtype.is_float else "int32, as every sum of integers is; cast it after"
+        raise ShapeError(f"the result's dtype must be {made}, got {wanted.name}")
+    return TensorType(attrs["shape"], wanted)
+
+
+def _dtype_of_product(types: Sequence[TensorType], precision: str) -> DType:
+    """What the MXU makes of the operands, unless another dtype is asked for."""
+    dtypes = [t.dtype for t in types]
+    narrow = all(t.is_float and not t.computes for t in dtypes), all(t.is_narrow_integer for t in dtypes)
+    if any(narrow):
+        if precision != "default":
+            raise ShapeError(
+                f"precision {precision!r} is for operands that the vector unit computes in, got {dtypes[0].name}; "
+                "the MXU takes that as it is"
+            )
+        return FLOAT32 if narrow[0] else INT32
     dtype = same_dtype(types)
-    if not dtype.is_float:
+    if not dtype.is_wide_float:
         raise ShapeError(
             f"needs float operands (or int32 without a precision), got {dtype.name}; cast them with mtf.cast"
         )
-    _check_dims(types, attrs["shape"])
-    return TensorType(attrs["shape"], dtype)
+    return dtype
 
 
 def _check_dims(types: Sequence[TensorType], out: Shape) -> None:
@@ -146,9 +176,15 @@ def _form(op: Operation) -> Form | None:
 
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    # A cotangent does not lie on a grid of eight bits.
+    from meshlib.ops.elementwise import cast
+
+    if not op.output.dtype.is_float:
+        return [None, None]
+    # A cotangent does not lie on a grid of eight bits: what it is multiplied with is as wide.
     precision = "highest" if op.attrs["precision"] == "highest" else "default"
-    return sides_of(op, lambda z, reached: einsum([dy, z], output_shape=reached, precision=precision), dy)
+    wide = op.inputs[0].dtype.of_cotangents
+    dy = cast(dy, wide)
+    return sides_of(op, lambda z, reached: einsum([dy, cast(z, wide)], output_shape=reached, precision=precision), dy)
 
 
 def sides_of(op: Operation, product: Callable[[Tensor, Shape], Tensor], dy: Tensor) -> list[Tensor | None]:
@@ -196,6 +232,7 @@ def einsum(
     reduced_dims: Sequence[Dimension] | None = None,
     *,
     precision: str = "default",
+    dtype: object | None = None,
     name: str | None = None,
 ) -> Tensor:
     """Multiply tensors, matching dims by name, and sum over every dim that is not in the output.
@@ -203,17 +240,21 @@ def einsum(
     A[b, k], B[k, c]  ->  C[b, c] = sum over k of A[b, k] * B[k, c]
 
     Args:
-      xs: one or more tensors of one float dtype, or int32. More than two are multiplied pairwise from the left.
+      xs: one or more tensors of one float dtype, or int32; of narrow types two, both of int8 and int4 or both of
+        fp8. More than two are multiplied pairwise from the left.
       output_shape: dims of the result, in order; or
       reduced_dims: dims to sum over, the rest stays in order of appearance; without either, dims that several
         operands share are summed.
       precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through; "int8"
         and "fp8" (e4m3) say that the operands hold numbers of these grids, and round what does not. To quantise them
         as well, see `quantized_einsum`.
+      dtype: of the result, a float dtype for float operands: what the sums are rounded to.
       name: of the operation, in listings.
-    Returns: a tensor of the operands' dtype; products are exact, sums float32. Of int32 both are exact modulo 2^32.
-    Cost: 2 x (product of all dims) MXU flops for two operands. The MXU takes no int32: its products are made and
-      summed on the vector unit, one operation each.
+    Returns: a tensor of `dtype`, else of the operands' one; of fp8 float32, of int8 and int4 int32. Products are exact,
+      sums float32, of integers both are exact modulo 2^32.
+    Gradient: fp8 operands have theirs in bfloat16, by products in bfloat16; integers have none.
+    Cost: 2 x (product of all dims) MXU flops for two operands, at the chip's rate for narrow types. The MXU takes no
+      int32: its products are made and summed on the vector unit, one operation each.
     Raises: ShapeError where sizes clash, an output dim is in no operand, dtypes differ.
     Example:
       >>> import meshlib as mtf
@@ -230,13 +271,16 @@ def einsum(
         raise ShapeError(f"{at('einsum')}: needs at least one tensor, got an empty list")
     choice(precision, "einsum", "precision", PRECISIONS)
     operands = [tensor(x, "einsum") for x in xs]
+    made = None if dtype is None else as_dtype(dtype)
     out = _output_shape(operands, output_shape, reduced_dims)
     if len(operands) == 1:
+        from meshlib.ops.elementwise import cast
         from meshlib.ops.reduce import reduce_sum
 
-        return reduce_sum(operands[0], output_shape=out, name=name)
+        summed = reduce_sum(operands[0], output_shape=out, name=name)
+        return summed if made is None else cast(summed, made)
     integers = all(x.dtype is INT32 for x in operands) and precision not in EIGHT_BIT
-    if integers:
+    if integers and made in (None, INT32):
         try:
             _check_dims([x.type for x in operands], out)
         except ShapeError as fault:
@@ -250,7 +294,8 @@ def einsum(
         if integers:
             result = _product_of_integers(result, x, keep, name)
         else:
-            result = build(EINSUM, [result, x], {"shape": keep, "precision": precision}, name)
+            attrs = {"shape": keep, "precision": precision}
+            result = build(EINSUM, [result, x], attrs if made is None else {**attrs, "dtype": made}, name)
     return result
 
 
@@ -297,7 +342,8 @@ def matmul(
     reduced_dims: Sequence[Dimension] | None = None,
     *,
     precision: str = "default",
+    dtype: object | None = None,
     name: str | None = None,
 ) -> Tensor:
     """`einsum` of two tensors."""
-    return einsum([a, b], output_shape, reduced_dims, precision=precision, name=name)
+    return einsum([a, b], output_shape, reduced_dims, precision=precision, dtype=dtype, name=name)

@@ -76,11 +76,12 @@ def _shape(fits: Callable[[DType], bool], needed: str, made: DType | None = None
     return shape
 
 
-_FLOAT = _shape(lambda dtype: dtype.is_float, "a float operand, got {}; cast it with mtf.cast")
-_NUMBER = _shape(lambda dtype: dtype is not BOOL, "a number operand, got {}; cast it with mtf.cast")
+_FLOAT = _shape(lambda dtype: dtype.is_wide_float, "a float operand, got {}; cast it with mtf.cast")
+_NUMBER = _shape(lambda dtype: dtype.computes, "a number operand, got {}; cast it with mtf.cast")
 _FLAG = _shape(lambda dtype: dtype is BOOL, "a bool operand, got {}; cast it with mtf.cast")
-_FLOATS = _shape(lambda dtype: dtype.is_float, "float operands, got {}; cast them with mtf.cast")
-_NUMBERS = _shape(lambda dtype: dtype is not BOOL, "numbers, got {}; cast them, or use mtf.logical_and, mtf.logical_or")
+_FLOATS = _shape(lambda dtype: dtype.is_wide_float, "float operands, got {}; cast them with mtf.cast")
+_NUMBERS = _shape(lambda dtype: dtype.computes, "numbers, got {}; cast them, or use mtf.logical_and, mtf.logical_or")
+_ORDERED = _shape(lambda dtype: dtype is not BOOL, "numbers, got {}; use mtf.logical_and, mtf.logical_or")
 _FLAGS = _shape(lambda dtype: dtype is BOOL, "bool operands, got {}; compare first, as in mtf.greater(x, 0)")
 _ANY = _shape(lambda dtype: True, "")
 _COMPARED = _shape(lambda dtype: True, "", made=BOOL)
@@ -99,8 +100,8 @@ def _define(
     def work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
         return Work(0, ops * max(1, len(ins) - 1) * out.shape.size)
 
-    fields: dict[str, Any] = {"roles": named_factors, "overwrites": EVERY, **traits}
-    return operation(name, kind=Kind.ELEMENTWISE, shape=shape, local=local, grad=grad, work=work, **fields)
+    fields: dict[str, Any] = {"roles": named_factors, "overwrites": EVERY, "local": local, **traits}
+    return operation(name, kind=Kind.ELEMENTWISE, shape=shape, grad=grad, work=work, **fields)
 
 
 # ---------------------------------------------------------------- of one tensor
@@ -302,6 +303,7 @@ maximum = _binary(
     lambda x1, x2, y, dy: where(greater_equal(x1, x2), dy, 0.0),
     lambda x1, x2, y, dy: where(greater_equal(x1, x2), 0.0, dy),
     note="; at a tie the gradient goes to x1",
+    shape=_ORDERED,
     exact=True,
 )
 minimum = _binary(
@@ -311,6 +313,7 @@ minimum = _binary(
     lambda x1, x2, y, dy: where(less_equal(x1, x2), dy, 0.0),
     lambda x1, x2, y, dy: where(less_equal(x1, x2), 0.0, dy),
     note="; at a tie the gradient goes to x1",
+    shape=_ORDERED,
     exact=True,
 )
 pow: Binary = _binary(
@@ -393,14 +396,27 @@ def where(
 def _cast_linear(op: Operation) -> Linear:
     # Only a widening cast of floats commutes with a sum; a narrowing one would round each part.
     old, new = op.inputs[0].dtype, op.output.dtype
-    return Linear((0,)) if old.is_float and new.is_float and new.itemsize >= old.itemsize else NONLINEAR
+    return Linear((0,)) if old.is_float and new.is_float and new.bits > old.bits else NONLINEAR
+
+
+def _cast_local(block: Block, x: Array) -> Array:
+    dtype, out = block.attrs["dtype"], block.result()
+    if dtype.is_narrow_integer:
+        low, high = dtype.bounds
+        if x.dtype.kind == "f":  # the nearest there is, as XLA makes it
+            x = np.where(np.isnan(x), 0, np.clip(x, low, high))
+        elif x.dtype != np.bool_:  # the low bits
+            x = (x.astype(np.int32) - low) % (high - low + 1) + low
+    np.copyto(out, x, casting="unsafe")
+    return out
 
 
 CAST = _define(
     "cast",
-    lambda x, out: np.copyto(out, x, casting="unsafe"),
-    lambda op, dy: [cast(dy, op.inputs[0].dtype) if op.inputs[0].dtype.is_float else None],
+    np.copyto,
+    lambda op, dy: [cast(dy, op.inputs[0].dtype.of_cotangents) if op.inputs[0].dtype.is_float else None],
     lambda types, attrs: TensorType(types[0].shape, attrs["dtype"]),
+    local=_cast_local,
     linear=_cast_linear,
     home=Home.OPERAND,  # so that gathers move the narrow type
     repeated=True,
@@ -408,7 +424,12 @@ CAST = _define(
 
 
 def cast(x: Tensor, dtype: object, name: str | None = None) -> Tensor:
-    """`x` as another dtype: float32 to bfloat16 rounds to nearest even, float to int32 cuts towards zero."""
+    """`x` as another dtype: floats are rounded to nearest even, float to integer cuts towards zero.
+
+    Beyond what it holds e4m3 has NaN, e5m2 an infinity; int8 and int4 their least or largest number, of wider
+    integers the low bits. Where a tensor moves between devices its casts run where they leave the narrower type to
+    move.
+    """
     new = as_dtype(dtype)
     return x if tensor(x, "cast").dtype is new else build(CAST, [x], {"dtype": new}, name)
 

@@ -20,7 +20,7 @@ from meshlib.errors import FeedError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, current_graph, find_dim
 from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Work, operation
 from meshlib.ops.building import as_dims, build, build_source, tensor
-from meshlib.ops.rules import align, named_factors, not_differentiable, union, vector_work
+from meshlib.ops.rules import align, check_adds, named_factors, not_differentiable, union, vector_work
 
 _OUT_OF_RANGE = ("error", "zero")
 
@@ -242,8 +242,7 @@ def _scatter_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> T
     updates, indices = types
     dim: Dimension = attrs["dim"]
     shape: Shape = attrs["shape"]
-    if updates.dtype is BOOL:
-        raise ShapeError("needs numbers, got bool; cast first, as in mtf.cast(x, 'int32')")
+    check_adds(updates.dtype)
     if indices.dtype is not INT32:
         raise ShapeError(f"indices must be int32, got {indices.dtype.name}; cast them with mtf.cast")
     if dim not in shape or dim.name in updates.shape or dim.name in indices.shape:

@@ -51,8 +51,8 @@ class _Backwards:
     def run(self) -> list[Tensor | None]:
         """Write the loop; a cotangent or None per operand."""
         dys = zip(self.inits, self.dys, strict=False)
-        begin = [constant_full(0, x) if dy is None else dy for x, dy in dys if x.dtype.is_float]
-        begin += [constant_full(0, x) for x in self.sums]
+        begin = [_no_cotangent(x) if dy is None else dy for x, dy in dys if x.dtype.is_float]
+        begin += [_no_cotangent(x) for x in self.sums]
         slices = [*self.befores, *self.xs, *self.saved, *(dy for _, dy in self.stacked), *self.joining.values()]
         finals, dxs = make_loop("scan", self._step, begin, slices, self.loop.dim, not self.loop.reverse, None)
         found = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
@@ -76,7 +76,7 @@ class _Backwards:
         sliced = [(n, xs[n]) for n, x in enumerate(self.xs) if x.dtype.is_float and is_wanted(x)]
         taken = [graph.adopt(x) for x in self.sums]
         found = gradients(ys, [*before, *(t for _, t in sliced), *taken], seeds)
-        filled = [constant_full(0, t) if g is None else g for g, t in zip(found, before, strict=False)]
+        filled = [_no_cotangent(t) if g is None else g for g, t in zip(found, before, strict=False)]
         for n, dy in zip(self.joining, joining, strict=True):
             filled[n] = filled[n] + _as_carried(dy, filled[n])
         stop = len(before) + len(sliced)
@@ -117,6 +117,10 @@ def _as_carried(before: Tensor, carry: Tensor) -> Tensor:
     for stacked, own in zip(before.shape.names, carry.shape.names, strict=True):
         before = rename_dimension(before, stacked, own)
     return before
+
+
+def _no_cotangent(x: Tensor) -> Tensor:
+    return constant_full(0, x, x.dtype.of_cotangents)
 
 
 def _like(dx: Tensor, x: Tensor) -> Tensor:

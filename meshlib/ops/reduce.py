@@ -15,7 +15,7 @@ from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import Array, Block, Kind, Linear, OpDef, Role, ShapeRule, Total, Work, operation
 from meshlib.ops.building import as_dims, build, floats, tensor
 from meshlib.ops.elementwise import add, cast, equal, exp, log, multiply, subtract
-from meshlib.ops.rules import named_factors, not_differentiable, size_of
+from meshlib.ops.rules import check_adds, named_factors, not_differentiable, size_of
 from meshlib.ops.state import stop_gradient
 
 
@@ -31,6 +31,11 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _number_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
+    check_adds(types[0].dtype)
+    return _shape(types, attrs)
+
+
+def _ordered_shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     if types[0].dtype is BOOL:
         raise ShapeError("needs numbers, got bool; cast first, as in mtf.cast(x, 'int32')")
     return _shape(types, attrs)
@@ -77,13 +82,13 @@ def _sum_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 def _extreme_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     # Ties share the cotangent equally, so that the gradient does not depend on a layout's order.
     x, y = op.inputs[0], op.output
-    chosen = cast(equal(x, y), x.dtype)
+    chosen = cast(equal(x, y), dy.dtype)
     return [chosen * (dy / reduce_sum(chosen, output_shape=y.shape))]
 
 
 _SUM = _define("reduce_sum", np.add, Role.SUM, _sum_grad, linear=lambda op: Linear((0,)), form=lambda op: Total())
-_MAX = _define("reduce_max", np.maximum, Role.MAX, _extreme_grad, exact=True)
-_MIN = _define("reduce_min", np.minimum, Role.MIN, _extreme_grad, exact=True)
+_MAX = _define("reduce_max", np.maximum, Role.MAX, _extreme_grad, _ordered_shape, exact=True)
+_MIN = _define("reduce_min", np.minimum, Role.MIN, _extreme_grad, _ordered_shape, exact=True)
 # False < True: over a split dim the parts of "all" are a pending minimum, those of "any" a maximum, of a byte per flag.
 _ALL = _define("reduce_all", np.logical_and, Role.MIN, not_differentiable, _flag_shape, exact=True)
 _ANY = _define("reduce_any", np.logical_or, Role.MAX, not_differentiable, _flag_shape, exact=True)

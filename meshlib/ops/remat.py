@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from meshlib.checks import at, choice, flag, items
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import RESIDENT, Home, Kind, Storage
+from meshlib.operation import MOST_OPS, RESIDENT, THROUGH, Home, Kind, Storage
 from meshlib.ops.host import to_host
 
 POLICIES = ("full", "none", "matmuls")
@@ -150,28 +150,70 @@ class _Settled:
 
 
 def _dear(operations: Sequence[Operation]) -> list[Tensor]:
-    """All that takes work to make again, of what is not the same in every trip.
+    """All that a fusing compiler does not make again on the way, of what is not the same in every trip.
 
-    So not what is made of constants alone, and neither casts and views of what is there anyway nor those that only
-    widen.
+    So neither what is made of constants alone, nor what follows element by element, in few lane operations, from what
+    is kept or there anyway. But where the gradient needs such a value, and it takes less to keep than what it is made
+    of and nobody needs besides, it is kept itself: the sum of two products, a narrowing cast.
     """
-    free: set[Tensor] = set()
-    constant: set[Tensor] = set()
+    constant = _constants(operations)
+    needed = _needed(operations, constant)
+    made: dict[Tensor, tuple[frozenset[Tensor], int]] = {}  # of which kept values, in how many lane operations
     found: list[Tensor] = []
     for op in operations:
-        if op.kind.kind in RESIDENT:
-            free.update(op.outputs)
-        elif not op.kind.unique and all(x in constant for x in op.inputs):
-            constant.update(op.outputs)
-        elif op.kind.cheap and op.inputs[0] in free:
-            free.update(op.outputs)
-        elif not (op.kind.cheap and _size(op.inputs[0]) <= _size(op.output)):
+        if op.kind.kind in RESIDENT or op in constant:
+            continue  # there anyway
+        if not _is_through(op):
             found += op.outputs
+            made.update((y, (frozenset((y,)), 0)) for y in op.outputs)
+            continue
+        y, sources = op.output, [made[x] for x in op.inputs if x in made]
+        of = frozenset[Tensor]().union(*(kept for kept, _ in sources))
+        work = op.kind.work(tuple(x.type for x in op.inputs), y.type, op.attrs)
+        ops = work.vpu_ops + sum(n for _, n in sources)
+        alone = sum(_size(x) for x in of if x not in needed)
+        # Random numbers are dear, but what they decide is narrower.
+        if (op.inputs and ops > MOST_OPS * y.shape.size) or (y in needed and alone > _size(y)):
+            found.append(y)
+            of, ops = frozenset((y,)), 0
+        elif y in needed:
+            needed |= of
+        made[y] = of, ops
     return found
 
 
+def _constants(operations: Sequence[Operation]) -> set[Operation]:
+    """What is the same in every trip."""
+    found: set[Operation] = set()
+    for op in operations:
+        resident = op.kind.kind in RESIDENT
+        if not resident and not op.kind.unique and all(x.operation in found for x in op.inputs):
+            found.add(op)
+    return found
+
+
+def _needed(operations: Sequence[Operation], constant: set[Operation]) -> set[Tensor]:
+    """The values that gradients are computed with: operands of what is not linear, and of products with others."""
+    found: set[Tensor] = set()
+    for op in operations:
+        linear = op.kind.linear(op)
+        for n, x in enumerate(op.inputs):
+            beside = (*op.inputs[:n], *op.inputs[n + 1 :])
+            others = any(z.dtype.is_float and z.operation not in constant for z in beside)
+            passed = op.kind.home is Home.OPERAND or (n in linear.operands and (linear.together or not others))
+            if not passed:
+                found.add(x)
+    return found
+
+
+def _is_through(op: Operation) -> bool:
+    """Whether who reads the result can make it on the way, from what lies on the same device."""
+    kind = op.kind
+    return kind.kind in THROUGH and kind.home is not Home.GIVEN and kind.lower is None and kind.show is None
+
+
 def _size(x: Tensor) -> int:
-    return x.shape.size * x.dtype.itemsize
+    return x.dtype.size_bytes(x.shape.size)
 
 
 def _is_plain_product(op: Operation) -> bool:

@@ -19,7 +19,7 @@ from meshlib.ops.rules import named_factors, vector_work
 def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
     (x,) = types
     d = x.shape.dim(attrs["dim"])
-    if not x.dtype.is_float:
+    if not x.dtype.is_wide_float:
         raise ShapeError(f"needs a float operand, got {x.dtype.name}; cast it with mtf.cast")
     if d.size % 2:
         raise ShapeError(f"dim {d} has no two halves: {d.size} is odd")

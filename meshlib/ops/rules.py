@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.dtypes import DType
+from meshlib.dtypes import BOOL, DType
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import Array, Factor, Role, Work
@@ -57,6 +57,14 @@ def same_dtype(types: Sequence[TensorType]) -> DType:
         names = " and ".join(d.name for d in dtypes)
         raise ShapeError(f"operands have dtypes {names}; cast one, as in mtf.cast(x, '{dtypes[0].name}')")
     return dtypes[0]
+
+
+def check_adds(dtype: DType) -> None:
+    """Raise ShapeError for a dtype that the vector unit does not add."""
+    if not dtype.computes:
+        why = "numbers" if dtype is BOOL else "numbers to compute with"
+        wide = "float32" if dtype.is_float else "int32"
+        raise ShapeError(f"needs {why}, got {dtype.name}; cast first, as in mtf.cast(x, '{wide}')")
 
 
 def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> tuple[Factor, ...]:

@@ -93,9 +93,9 @@ def scalar(value: object, like: Tensor) -> Tensor:
     return _constant(_beside(like), fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
 
 
-def constant_full(value: float, like: Tensor) -> Tensor:
-    """A tensor of the neighbour's graph and type that holds the same number everywhere."""
-    return _constant(_beside(like), value, like.shape, like.dtype, None)
+def constant_full(value: float, like: Tensor, dtype: DType | None = None) -> Tensor:
+    """A tensor of the neighbour's graph and type, or dtype given, that holds the same number everywhere."""
+    return _constant(_beside(like), value, like.shape, dtype or like.dtype, None)
 
 
 def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
@@ -202,7 +202,8 @@ def variable(
       name: unique in the graph; names never number themselves, sharing passes the tensor on.
       shape: dims.
       initializer: a function of `meshlib.initializers`, a number, an array, or None for
-        `initializers.glorot_uniform()`. Initial values depend on seed and name alone, never on a layout.
+        `initializers.glorot_uniform()`, of int8 and int4 for whole numbers all over their grid. Initial values depend
+        on seed and name alone, never on a layout.
       dtype: what `sim.state[name]` returns.
       slice_dtype: what the devices store; `dtype` unless given.
       activation_dtype: what the returned tensor has, by a cast; `slice_dtype` unless given.
@@ -343,8 +344,8 @@ RANDOM = _define("random", Kind.SOURCE, _random_local, _random_work, exact=True,
 
 def _random(shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str) -> Tensor:
     drawn = as_dtype(dtype)
-    if not drawn.is_float:
-        raise ShapeError(f"{at(what)}: needs a float dtype, got {drawn.name}")
+    if not drawn.is_wide_float:
+        raise ShapeError(f"{at(what)}: needs a float dtype to compute in, got {drawn.name}; cast the result")
     for bound in law[1:]:
         fitting(bound, drawn, what)
     attrs = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hardware.numerics import round_to_bfloat16
 from layouts import Shape
 from meshlib.checks import at
-from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
+from meshlib.dtypes import DType, kind_of
 from meshlib.errors import ShapeError
 from meshlib.graph import Graph, Tensor, TensorType
 from meshlib.operation import Array, Block, Kind, operation
@@ -71,7 +70,7 @@ def table(graph: Graph, value: Array, shape: Shape, dtype: DType, name: str | No
     """A constant array, checked to fit its dims and dtype."""
     if value.shape != shape.sizes:
         raise ShapeError(f"{at('constant')}: the array has shape {list(value.shape)}, but its dims are {shape}")
-    count = shape.size * dtype.itemsize
+    count = dtype.size_bytes(shape.size)
     if count > LARGEST_BYTES:
         raise ShapeError(
             f"{at('constant')}: the array {dtype}{shape} takes {count} bytes, more than the {LARGEST_BYTES} of a "
@@ -82,13 +81,18 @@ def table(graph: Graph, value: Array, shape: Shape, dtype: DType, name: str | No
 
 
 def _stored(value: Array, dtype: DType) -> Array:
-    kinds = {BOOL: "b", INT32: "iu"}.get(dtype, "iuf")
-    if (value.dtype.kind not in kinds and value.dtype != BFLOAT16.public) or isinstance(value, np.ma.MaskedArray):
+    kinds = {"flag": "b", "integer": "iu", "float": "iuf"}[dtype.kind]
+    if kind_of(value.dtype) not in kinds or isinstance(value, np.ma.MaskedArray):
         what = "masked array" if isinstance(value, np.ma.MaskedArray) else "array"
         raise ShapeError(f"{at('constant')}: {dtype.name} can't hold the {what} of {value.dtype}; convert it first")
-    with np.errstate(over="ignore"):
-        stored = value.astype(dtype.storage)
-        lost = value.astype(np.float64) != stored if dtype is INT32 else np.isinf(stored) & np.isfinite(value)
+    with np.errstate(all="ignore"):
+        stored = dtype.rounded(value.astype(dtype.storage))
+        wide = value.astype(np.float64)
+    if dtype.kind == "integer":
+        low, high = dtype.bounds
+        lost = (wide < low) | (wide > high)
+    else:
+        lost = ~np.isfinite(stored) & np.isfinite(wide)
     if lost.any():
         raise ShapeError(f"{at('constant')}: the number {value[lost].flat[0]} of the array does not fit {dtype.name}")
-    return round_to_bfloat16(stored) if dtype is BFLOAT16 else stored
+    return stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 from layouts import Dimension, Shape
 from meshlib.checks import at, flag, number, whole
@@ -11,7 +12,17 @@ from meshlib.errors import GraphError
 from meshlib.graph import Tensor
 from meshlib.ops.elementwise import cast, maximum, minimum, pow, rsqrt, square
 from meshlib.ops.reduce import reduce_mean
-from meshlib.optimize.base import FRACTION, POSITIVE, LearningRate, Optimizer, Scalars, Update, bounded, reduce_rms
+from meshlib.optimize.base import (
+    FRACTION,
+    POSITIVE,
+    Kept,
+    LearningRate,
+    Optimizer,
+    Scalars,
+    Update,
+    bounded,
+    reduce_rms,
+)
 from meshlib.optimize.schedules import Schedule
 
 
@@ -92,6 +103,7 @@ class AdafactorOptimizer(Optimizer):
         epsilon2: float = 1e-3,
         min_dim_size_to_factor: int = 128,
         exclude_from_parameter_scale: Sequence[str] | None = None,
+        **kept: Unpack[Kept],
     ) -> None:
         what = type(self).__name__
         if not isinstance(multiply_by_parameter_scale, bool):
@@ -100,7 +112,7 @@ class AdafactorOptimizer(Optimizer):
                 f"{multiply_by_parameter_scale!r:.80}; name the others, as in learning_rate=0.01"
             )
         factor = 1.0 if multiply_by_parameter_scale else 0.05
-        super().__init__(_default_rate(factor) if learning_rate is None else learning_rate)
+        super().__init__(_default_rate(factor) if learning_rate is None else learning_rate, **kept)
         self.relative = multiply_by_parameter_scale
         decay = adafactor_decay_rate_pow(0.8) if decay_rate is None else decay_rate
         self.decay_rate = self.rate_like(decay, "decay_rate")

@@ -1,8 +1,8 @@
 """What all optimizers share: from gradients to the updates of variables and slots.
 
 An optimizer is one rule for one variable; everything around it is here, once: the precision it computes in, the
-master copy of a variable that is stored in bfloat16, the clipping of gradients, the learning rate, and the loss scale,
-whose verdict may keep a step from being written at all.
+master copy of a variable that is stored in a narrower type, what slots are kept in, the clipping of gradients, the
+learning rate, and the loss scale, whose verdict may keep a step from being written at all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import abc
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from layouts import Shape
 from meshlib import initializers
 from meshlib.checks import at, items, number
 from meshlib.differentiation import gradients
-from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
+from meshlib.dtypes import FLOAT32, FLOAT64, DType, as_dtype
 from meshlib.errors import GraphError
 from meshlib.face import public
 from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
@@ -68,6 +68,7 @@ class Update:
     grad: Tensor
     scalars: Scalars
     good: Tensor | None = None  # whether this step counts; None: always
+    slot_dtype: DType | None = None  # in which slots are kept; None: the dtype to compute in
     writes: list[Operation] = field(default_factory=list)
 
     @property
@@ -75,19 +76,24 @@ class Update:
         """The learning rate of this step."""
         return self.scalars["lr"]
 
-    def slot(self, name: str, shape: Shape | None = None) -> Tensor:
-        """A variable that accompanies this one, zeros at first; layout rules reach it under `slots/`."""
-        return make_variable(
+    def slot(self, name: str, shape: Shape | None = None, dtype: DType | None = None) -> Tensor:
+        """A variable that accompanies this one, zeros at first, in the dtype to compute in.
+
+        It is kept in `dtype`, as all slots are unless given; layout rules reach it under `slots/`.
+        """
+        made = make_variable(
             name,
             self.variable.output.shape if shape is None else shape,
             initializers.zeros(),
-            self.value.dtype,
+            dtype or self.slot_dtype or self.value.dtype,
             trainable=False,
             slot_of=self.variable.name,
         )
+        return cast(made, self.value.dtype)
 
     def write(self, target: Tensor, new: Tensor) -> None:
         """Write the new value of a slot, or of the variable itself, unless the step is skipped."""
+        target = stored(target).output
         if self.good is not None:
             new = where(self.good, cast(new, target.dtype), target)
         self.writes.append(assign(target, new))
@@ -97,22 +103,50 @@ class Update:
         return any(re.search(p, self.variable.name) for p in patterns)
 
 
+class Kept(TypedDict, total=False):
+    """What every optimizer takes besides its own arguments, by name: see `Optimizer`."""
+
+    slot_dtype: object
+    master_dtype: object
+
+
 class Optimizer(abc.ABC):
     """Turns gradients into updates of variables; a subclass gives the `rule`.
 
     `lr` is a float, a tensor without dims, or a schedule: a function of the int32 number of updates done so far.
 
     Updates are computed in float32 (in float64 for float64 variables), whatever the gradients are. A variable that the
-    devices store as bfloat16 gets a float32 slot `master`, from which it is rounded, so that small updates add up. It
-    counts wherever it rounds to what is stored, and what is stored counts elsewhere: before the first step, and after
-    you assigned or loaded other values.
+    devices store as bfloat16 or fp8 gets a float32 slot `master`, from which it is rounded, so that small updates add
+    up. It counts wherever it rounds to what is stored, and what is stored counts elsewhere: before the first step, and
+    after you assigned or loaded other values.
+
+    Every optimizer also takes, by name:
+      slot_dtype: what slots are kept in, "bfloat16" for instance, to which they are rounded after each step; in the
+        dtype that updates are computed in unless given. A mean that moves by less than 2^-9 of itself in a step then
+        stands still.
+      master_dtype: what `master` is kept in, "float32" unless given; a variable that is no narrower has none, so
+        "bfloat16" saves that of bfloat16 variables, whose small updates get lost then.
     """
 
     weight_decay = 0.0
     exclude: tuple[str, ...] = ()
 
-    def __init__(self, lr: LearningRate) -> None:
+    def __init__(self, lr: LearningRate, **kept: Unpack[Kept]) -> None:
         self.lr = self.rate_like(lr, "the learning rate")
+        unknown = [name for name in kept if name not in Kept.__annotations__]
+        if unknown:
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
+        slots = kept.get("slot_dtype")
+        self.slot_dtype = None if slots is None else self._float(slots, "slot_dtype")
+        self.master_dtype = self._float(kept.get("master_dtype", FLOAT32), "master_dtype")
+
+    def _float(self, value: object, argument: str) -> DType:
+        found = as_dtype(value)
+        if not found.is_wide_float:
+            raise GraphError(
+                f"{at(type(self).__name__)}: {argument} must be a float dtype to compute in, got {found.name}"
+            )
+        return found
 
     def rate_like(self, value: object, argument: str) -> LearningRate:
         """`value`, checked to be a number, a tensor without dims, or a schedule."""
@@ -128,7 +162,7 @@ class Optimizer(abc.ABC):
         return number(value, type(self).__name__, argument)
 
     def _checked(self, rate: Tensor, argument: str) -> Tensor:
-        if len(rate.shape) or not rate.dtype.is_float:
+        if len(rate.shape) or not rate.dtype.is_wide_float:
             raise GraphError(
                 f"{at(type(self).__name__)}: {argument} is a float without dims, got {rate}; cast or reduce it"
             )
@@ -266,15 +300,15 @@ class Optimizer(abc.ABC):
 
     def _update(self, op: Operation, grad: Tensor, scalars: Scalars, good: Tensor | None) -> list[Operation]:
         with absolute_scope(op.name), region(UPDATE, op):
-            u = Update(op, cast(op.output, grad.dtype), grad, scalars, good)
-            if op.output.dtype is not BFLOAT16:
+            u = Update(op, cast(op.output, grad.dtype), grad, scalars, good, slot_dtype=self.slot_dtype)
+            if op.output.dtype.bits >= self.master_dtype.bits:
                 u.write(op.output, self.rule(u))
                 return u.writes
-            master = u.slot("master")
-            u.value = where(equal(cast(master, BFLOAT16), op.output), master, u.value)
+            master = u.slot("master", dtype=self.master_dtype)
+            u.value = where(equal(cast(master, op.output.dtype), op.output), master, u.value)
             new = self.rule(u)
             u.write(master, new)
-            u.write(op.output, new)
+            u.write(op.output, cast(new, self.master_dtype))  # as `master` will round to it
             return u.writes
 
 
@@ -335,7 +369,7 @@ def _clip(
     grads: Sequence[Tensor], owners: Sequence[Operation | None], max_norm: float | Tensor, what: str
 ) -> tuple[list[Tensor], Tensor]:
     if isinstance(max_norm, Tensor):
-        if len(max_norm.shape) or not max_norm.dtype.is_float:
+        if len(max_norm.shape) or not max_norm.dtype.is_wide_float:
             raise GraphError(f"{at(what)}: max_norm must be a positive number or a float without dims, got {max_norm}")
     elif number(max_norm, what, "max_norm") <= 0:
         raise GraphError(f"{at(what)}: max_norm must be positive, got {max_norm}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 from meshlib.checks import flag
 from meshlib.dtypes import DType
@@ -10,7 +11,7 @@ from meshlib.graph import Tensor
 from meshlib.ops.elementwise import cast, greater, logical_and, pow, sign, sqrt, square, where
 from meshlib.ops.reduce import reduce_sum
 from meshlib.ops.sources import scalar
-from meshlib.optimize.base import FRACTION, POSITIVE, LearningRate, Optimizer, Scalars, Update
+from meshlib.optimize.base import FRACTION, POSITIVE, Kept, LearningRate, Optimizer, Scalars, Update
 
 
 class SgdOptimizer(Optimizer):
@@ -57,8 +58,8 @@ class MomentumOptimizer(Optimizer):
       (-1.25, 1.5)
     """
 
-    def __init__(self, lr: LearningRate, momentum: float = 0.9, nesterov: bool = False) -> None:
-        super().__init__(lr)
+    def __init__(self, lr: LearningRate, momentum: float = 0.9, nesterov: bool = False, **kept: Unpack[Kept]) -> None:
+        super().__init__(lr, **kept)
         self.momentum = self.bounded(momentum, "momentum", FRACTION)
         self.nesterov = flag(nesterov, type(self).__name__, "nesterov")
 
@@ -94,8 +95,10 @@ class AdamOptimizer(Optimizer):
       -0.5
     """
 
-    def __init__(self, lr: LearningRate, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-8) -> None:
-        super().__init__(lr)
+    def __init__(
+        self, lr: LearningRate, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-8, **kept: Unpack[Kept]
+    ) -> None:
+        super().__init__(lr, **kept)
         self.beta_1, self.beta_2 = self.bounded(beta_1, "beta_1", FRACTION), self.bounded(beta_2, "beta_2", FRACTION)
         self.epsilon = self.bounded(epsilon, "epsilon")
 
@@ -153,8 +156,9 @@ class AdamWOptimizer(AdamOptimizer):
         epsilon: float = 1e-8,
         weight_decay: float = 0.01,
         exclude_from_weight_decay: Sequence[str] | None = None,
+        **kept: Unpack[Kept],
     ) -> None:
-        super().__init__(lr, beta_1, beta_2, epsilon)
+        super().__init__(lr, beta_1, beta_2, epsilon, **kept)
         self.weight_decay = self.bounded(weight_decay, "weight_decay")
         self.exclude = self.patterns(exclude_from_weight_decay, "exclude_from_weight_decay")
 
@@ -200,8 +204,9 @@ class AdamWeightDecayOptimizer(AdamOptimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-6,
         exclude_from_weight_decay: Sequence[str] | None = None,
+        **kept: Unpack[Kept],
     ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, **kept)
         self.weight_decay = self.bounded(weight_decay_rate, "weight_decay_rate")
         self.exclude = self.patterns(exclude_from_weight_decay, "exclude_from_weight_decay")
 
@@ -245,8 +250,9 @@ class LionOptimizer(Optimizer):
         beta_2: float = 0.99,
         weight_decay: float = 0.0,
         exclude_from_weight_decay: Sequence[str] | None = None,
+        **kept: Unpack[Kept],
     ) -> None:
-        super().__init__(lr)
+        super().__init__(lr, **kept)
         self.beta_1, self.beta_2 = self.bounded(beta_1, "beta_1", FRACTION), self.bounded(beta_2, "beta_2", FRACTION)
         self.weight_decay = self.bounded(weight_decay, "weight_decay")
         self.exclude = self.patterns(exclude_from_weight_decay, "exclude_from_weight_decay")
@@ -296,8 +302,9 @@ class LarsOptimizer(Optimizer):
         trust_coefficient: float = 0.001,
         epsilon: float = 0.0,
         exclude: Sequence[str] | None = None,
+        **kept: Unpack[Kept],
     ) -> None:
-        super().__init__(lr)
+        super().__init__(lr, **kept)
         self.momentum = self.bounded(momentum, "momentum", FRACTION)
         self.weight_decay = self.bounded(weight_decay, "weight_decay")
         self.trust_coefficient = self.bounded(trust_coefficient, "trust_coefficient", POSITIVE)

@@ -168,8 +168,8 @@ def _check_widened(instruction: Widen) -> None:
     taken = any(m.dim == margin.dim for m in x.margins)
     if x.sharding.pending or taken or not fits(margin, x.tensor, x.sharding):
         raise ProgramError(f"{x} can't have margins of {margin}")
-    row_bytes = row_size(x.tensor, x.sharding, x.margins, margin.dim) * x.tensor.dtype.itemsize
-    sent = tuple(n * row_bytes for n in given_away(margin, count, size))
+    row = row_size(x.tensor, x.sharding, x.margins, margin.dim)
+    sent = tuple(x.tensor.dtype.size_bytes(n * row) for n in given_away(margin, count, size))
     claims = (step.kind, step.axes, step.dim, instruction.by_block, step.payload_bytes, step.sent_bytes)
     if claims != ("collective_permute", axes, margin.dim, sent, max(sent), max(sent)):
         raise ProgramError(f"{step} claims {instruction.by_block} bytes sent; margins {margin} over {axes} take {sent}")

@@ -86,7 +86,7 @@ def plan_exchanges(
     count = out.mesh.group_size(over)
     if isinstance(op.kind.lower, Summary):
         types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
-        payload = sum(t.shape.size * t.dtype.itemsize for t in op.kind.lower.types(types, op.attrs))
+        payload = sum(t.dtype.size_bytes(t.shape.size) for t in op.kind.lower.types(types, op.attrs))
         along = next(d for d in factor.operands if d is not None)
         if factor.shares is not None:
             sent: tuple[int | float, ...] = ((count - 1) * (payload // count),) * count
@@ -105,8 +105,8 @@ def plan_exchanges(
         if dim is None:
             continue
         size = x.shape.dim(dim).size
-        row_bytes = prod(s.local_shape.sizes) // (size // count) * x.dtype.itemsize
-        given = tuple(n * row_bytes for n in _given_away(op, i, made, count, size))
+        row = prod(s.local_shape.sizes) // (size // count)
+        given = tuple(x.dtype.size_bytes(n * row) for n in _given_away(op, i, made, count, size))
         if any(given):
             found.append(Exchange("collective_permute", over, dim, i, max(given), given))
     return tuple(found)

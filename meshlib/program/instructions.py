@@ -59,7 +59,7 @@ class Value:
     @property
     def local_bytes(self) -> int:
         """Bytes of one device's block, without padding. Exact."""
-        return self.local_size * self.tensor.dtype.itemsize
+        return self.tensor.dtype.size_bytes(self.local_size)
 
     def __str__(self) -> str:
         beside = f" with {', '.join(map(str, self.margins))}" if self.margins else ""

@@ -17,19 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshlib.operation import Kind, Storage
+from meshlib.operation import MOST_OPS, THROUGH, Kind, Storage
 from meshlib.program.instructions import Compute, Instruction, Move, Value
 from meshlib.program.records import Program
 from meshlib.program.work import local_work
 
-# Lane operations for which a kernel makes a value again: as long as reading 4 bytes of it takes.
-# v5e: 8 x 128 lanes x 4 ALUs at 1.5 GHz are 6.1e12 a second, 819e9 bytes a second are 0.2e12 values of float32.
-MOST_OPS = 32
 NEAR_BYTES = 2**20  # of the 16 MiB of VMEM that the smallest chips have
 _DEEPEST = 32  # operations that follow each other
 
-_THROUGH = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
-_READERS = (*_THROUGH, Kind.REDUCTION, Kind.CONTRACTION)
+_READERS = (*THROUGH, Kind.REDUCTION, Kind.CONTRACTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +165,7 @@ def _is_through(i: Instruction) -> bool:
         return not i.is_collective and len(i.outputs) == 1
     if not isinstance(i, Compute) or i.exchanges or i.operation.kind.show:
         return False
-    return i.operation.kind.kind in _THROUGH or _looks_up_near(i)
+    return i.operation.kind.kind in THROUGH or _looks_up_near(i)
 
 
 def _looks_up_near(i: Compute) -> bool:

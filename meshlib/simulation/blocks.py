@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from hardware.numerics import round_to_bfloat16
-from meshlib.dtypes import BFLOAT16
 from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation, TensorType
@@ -27,7 +25,7 @@ def compute(
     buffer: Array | None,
     starts: tuple[int, ...] = (),
 ) -> tuple[Array, ...]:
-    """Run `local` on one block: the results have the local types, rounded if they are bfloat16."""
+    """Run `local` on one block: the results have the local types, rounded to what these hold."""
     block = Block(op, inputs, outs[0], offsets, engine, buffer, starts or (0,) * len(inputs))
     with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
         return finished(op, outs, op.kind.local(block, *arrays))
@@ -67,6 +65,6 @@ def finished(op: Operation, outs: tuple[TensorType, ...], made: Array | tuple[Ar
 def _finished(op: Operation, out: TensorType, y: Array) -> Array:
     if y.shape != out.shape.sizes or y.dtype != out.dtype.storage:
         raise ProgramError(f"{op} made {y.dtype}{list(y.shape)}, not the declared {out}")
-    if out.dtype is BFLOAT16 and not op.kind.exact:
-        return round_to_bfloat16(y, out=y if y.flags.writeable else None)
+    if out.dtype.is_rounded and not op.kind.exact:
+        return out.dtype.rounded(y, out=y if y.flags.writeable else None)
     return y

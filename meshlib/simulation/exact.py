@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from hardware.numerics import ring_reduce, ring_reduce_scatter, round_to_bfloat16
+from hardware.numerics import ring_reduce, ring_reduce_scatter
 from layouts import Mesh, Shape, Sharding, permute_pairs
 from layouts.plan import Step, gathered_axes
-from meshlib.dtypes import BFLOAT16, DType
+from meshlib.dtypes import DType
 from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation, TensorType
@@ -366,7 +366,7 @@ def move(step: Step, blocks: Blocks, dtype: DType) -> Blocks:
 def _exchange(step: Step, parts: Blocks, dim: int, to_dim: int, dtype: DType) -> Blocks:
     """One replica group's part of a collective: the blocks of its members afterwards."""
     k = len(parts)
-    carry = round_to_bfloat16 if dtype is BFLOAT16 else None
+    carry = dtype.rounded if dtype.is_rounded else None
     if step.kind == "all_gather":
         return [np.concatenate(parts, axis=dim) if step.dim else _put_together(step, parts)] * k
     if step.kind == "all_reduce":

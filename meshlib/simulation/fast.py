@@ -205,7 +205,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         kind = before.sharding.pending[0][1]
         ufunc = {"sum": np.add, "max": np.maximum, "min": np.minimum}[kind]
         y: Array = ufunc.reduce(x, axis=axes, dtype=x.dtype)  # NumPy would widen int32
-        return round_to_bfloat16(y) if before.tensor.dtype.name == "bfloat16" else y
+        return before.tensor.dtype.rounded(y)
 
     def _mask(self, mine: tuple[str, ...], after: Value, x: Array) -> Array:
         """What becomes a pending sum whose parts stay apart: the first part is the value, the others are zero."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from layouts import Shape
 from meshlib.checks import is_masked, stored
-from meshlib.dtypes import BFLOAT16, BOOL, INT32, DType
+from meshlib.dtypes import INT32, DType, kind_of
 from meshlib.errors import FeedError, nearest
 from meshlib.graph import Operation
 from meshlib.initializers import make_key
@@ -24,8 +24,8 @@ Array = np.ndarray[Any, Any]
 def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
     """`array` as the simulation stores it, C-contiguous.
 
-    Floats of any width are taken for a float dtype, integers for int32 if they fit; lists of Python numbers for
-    either. Nothing else is converted.
+    Floats of any width are taken for a float dtype, integers for an integer dtype if they fit; lists of Python numbers
+    for either. Nothing else is converted.
     Raises: FeedError with both shapes or dtypes, or for what `stored` refuses.
     """
     if isinstance(array, list | tuple | bool | int | float) and not is_masked(array):
@@ -43,14 +43,11 @@ def to_storage(array: object, shape: Shape, dtype: DType, what: str) -> Array:
     array = np.asanyarray(array)
     if array.shape != shape.sizes:
         raise FeedError(f"{what}: expected shape {list(shape.sizes)} for {shape}, got {list(array.shape)}")
-    kind = "float" if array.dtype.kind == "f" or array.dtype == BFLOAT16.public else array.dtype.kind
-    wanted = "float" if dtype.is_float else "b" if dtype is BOOL else "i"
-    if kind == "u":
-        kind = "i"
-    if kind != wanted:
+    kinds = {"float": "f", "flag": "b", "integer": "iu"}[dtype.kind]
+    if kind_of(array.dtype) not in kinds:
         raise FeedError(
             f"{what}: expected {dtype.name}, got {array.dtype}; convert it yourself, as in "
-            f"array.astype(np.{'float32' if dtype.is_float else dtype.name})"
+            f"array.astype(np.{'float32' if dtype.is_float else np.dtype(dtype.storage).name})"
         )
     return stored(array, dtype, what, FeedError)
 
@@ -174,7 +171,7 @@ class State(MutableMapping[str, Array]):
         except MemoryError:
             raise FeedError(
                 f"variable '{name}' {slot.dtype}{slot.shape} ({op.source}) needs "
-                f"{slot.shape.size * slot.dtype.itemsize} bytes, more than there are here; lowering needs none"
+                f"{slot.dtype.size_bytes(slot.shape.size)} bytes, more than there are here; lowering needs none"
             ) from None
         except (TypeError, ValueError) as fault:  # of the user's own function
             raise FeedError(f"the initializer of variable '{name}' ({op.source}) failed: {fault}") from fault

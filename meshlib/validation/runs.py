@@ -16,6 +16,7 @@ from typing import Any
 
 from hardware.chips import Chip, get_chip
 from hardware.slices import Slice
+from meshlib.dtypes import as_dtype
 from meshlib.models import PRESETS, TransformerConfig
 from meshlib.validation.machine import axes_of, slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
@@ -28,7 +29,7 @@ _DIMS = ("layers", "d_model", "q_heads", "head_dim", "d_ff", "vocab")
 _BATCHES = ("global_sequences", "global_examples", "sequences", "global_batch_size")
 _BATCH_AXES = ("slices", "data", "shard", "fsdp")
 FLASH_SINCE = 2023  # jax.experimental.pallas.ops.tpu.flash_attention
-STATE_BYTES = 12  # a parameter: itself and two slots in float32
+STATE_VALUES = 3  # a parameter: itself and two slots
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Run:
       name, family, chip, precision ("bf16", "int8", "fp8", "float32"): what tables group by.
       model: dims as the row gives them; length, batch: tokens of a sequence, sequences of a step.
       slice: where it ran; mesh: axis -> size, devices in all; across: of each axis, the part that joins slices.
-      policy: of recomputation; attention: "flash" or "materialised"; optimizer: name.
+      policy: of recomputation; attention: "flash" or "materialised"; optimizer: name; state_dtype: of
+        variables and slots.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: of all of that.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
@@ -58,6 +60,7 @@ class Run:
     policy: Policy
     attention: str
     optimizer: str
+    state_dtype: str
     steps: int
     evaluation: int
     measured_seconds: float
@@ -132,6 +135,7 @@ def run_of(row: Row) -> Run:
         policy=Policy(),
         attention=_attention(row, chip),
         optimizer=str(row.get("optimizer") or ""),
+        state_dtype=_state_dtype(row),
         steps=steps,
         evaluation=evaluation,
         measured_seconds=seconds,
@@ -139,7 +143,7 @@ def run_of(row: Row) -> Run:
     )
     padded = _padded(run)
     policy, why = _policy(row, run)
-    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *why, *_widened(row))
+    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *why)
     return replace(run, policy=policy, assumed=left_open)
 
 
@@ -239,10 +243,10 @@ def _padded(run: Run) -> tuple[str, ...]:
     return (f"{run.batch} sequences padded to {run.padded_batch}",)
 
 
-def _widened(row: Row) -> tuple[str, ...]:
-    """What is assumed of variables that a run keeps in 16 bits, slots included: optimizers here keep float32."""
+def _state_dtype(row: Row) -> str:
+    """What a run keeps its variables and slots in: MaxText's weight_dtype is that of both."""
     narrow = re.search(r"weight_dtype\W+(bf16|bfloat16)", str(row.get("note", "")).lower())
-    return ("variables and slots in float32, though the row keeps them in bfloat16",) if narrow else ()
+    return "bfloat16" if narrow else "float32"
 
 
 def _precision(text: str) -> str:
@@ -304,7 +308,7 @@ def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
         scores = ("scores",) if run.attention == "materialised" else ()
         return Policy((*NOTHING_TWICE.save, *scores)), ("no product is computed again",)
     shards = run.axis("fsdp") * run.axis("tensor") * run.axis("context")
-    state = STATE_BYTES * parameters(run.model) / shards
+    state = STATE_VALUES * as_dtype(run.state_dtype).itemsize * parameters(run.model) / shards
     tokens = run.batch * run.length / run.slice.devices
     name, found = lightest(run.model, state, tokens, run.slice.hbm_bytes_per_device)
     return found, (f"recomputation: {name}, the least that fits",)

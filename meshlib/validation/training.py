@@ -22,6 +22,7 @@ from meshlib.lowering import Balance, lower
 from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
 from meshlib.models.layouts import layout as model_layout
 from meshlib.ops.remat import Remat
+from meshlib.optimize import AdamWOptimizer
 from meshlib.program.records import Program
 from meshlib.validation.runs import Run, known_model
 
@@ -72,8 +73,9 @@ def _lowered(run: Run, training: bool) -> Program:
     balance = Balance(stationary=("tensor",))
     with Graph():
         if training:
+            adamw = AdamWOptimizer(1e-3, slot_dtype=run.state_dtype, master_dtype=run.state_dtype)
             outputs, updates = train_step(
-                config, run.padded_batch, run.length, "adamw", _remat(run, config), predictions=run.predictions
+                config, run.padded_batch, run.length, adamw, _remat(run, config), predictions=run.predictions
             )
             return lower(outputs, updates, mesh, layout_of(run, config, mesh), balance=balance)
         model = transformer(config, run.padded_batch, run.length, predictions=run.predictions)
@@ -105,6 +107,7 @@ def config_of(run: Run) -> TransformerConfig:
         # Published runs of encoders are TensorFlow's, whose softmax is in the policy's dtype (Keras mixed_bfloat16).
         "numerics": replace(
             base.numerics,
+            variable_dtype=run.state_dtype,
             activation_dtype="float32" if run.precision == "float32" else "bfloat16",
             precision=run.precision if run.eight_bit else "default",
             softmax_dtype="bfloat16" if run.encoder else base.numerics.softmax_dtype,

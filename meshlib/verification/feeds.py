@@ -124,7 +124,7 @@ def all_gradients(graph: Graph, fetched: Mapping[str, Tensor], notes: list[str])
 def _gradients(graph: Graph, ys: Sequence[Tensor], xs: Sequence[Tensor]) -> dict[str, Tensor]:
     with graph:
         # Ones would hide much: the rows of a softmax sum to one whatever it does.
-        seeds = [declare_input(f"{COTANGENT}{n}", y.shape, y.dtype) for n, y in enumerate(ys)]
+        seeds = [declare_input(f"{COTANGENT}{n}", y.shape, y.dtype.of_cotangents) for n, y in enumerate(ys)]
         found = gradients(ys, xs, seeds)
     order = sorted(zip(xs, found, strict=True), key=lambda pair: pair[0].operation.kind.kind is not Kind.VARIABLE)
     return {f"d {x.operation.name}": dx for x, dx in order if dx is not None}

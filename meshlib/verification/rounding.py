@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.dtypes import BFLOAT16, FLOAT32, FLOAT64, DType
+from meshlib.dtypes import BFLOAT16, E4M3, E5M2, FLOAT32, FLOAT64, DType
 from meshlib.engine import Engine
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import ON_MXU, Block, Role
@@ -54,12 +54,12 @@ class Counted:
 
 
 def _unit(dtype: DType) -> float:
-    return {FLOAT64: 2.0**-53, FLOAT32: 2.0**-24, BFLOAT16: 2.0**-9}.get(dtype, 0.0)
+    return {FLOAT64: 2.0**-53, FLOAT32: 2.0**-24, BFLOAT16: 2.0**-9, E4M3: 2.0**-4, E5M2: 2.0**-3}.get(dtype, 0.0)
 
 
 def accumulated(dtype: DType) -> float:
-    """The unit of sums: bfloat16 values are added in float32."""
-    return _unit(FLOAT32) if dtype is BFLOAT16 else _unit(dtype)
+    """The unit of sums: bfloat16 and fp8 values are added in float32."""
+    return _unit(FLOAT32) if dtype.is_rounded else _unit(dtype)
 
 
 def _terms(op: Operation) -> int:
@@ -134,7 +134,7 @@ class Wide(Interpreter[Array, Engine]):
             elif _only_chosen(op, y, inputs):
                 results.append(self._changed(y, _unit(t.dtype) if units and _unit(t.dtype) > max(units) else 0))
             else:
-                by = 4 * accumulated(t.dtype) + (_unit(t.dtype) if t.dtype is BFLOAT16 else 0)
+                by = 4 * accumulated(t.dtype) + (_unit(t.dtype) if t.dtype.is_rounded else 0)
                 results.append(self._changed(other, by))
         return results
 

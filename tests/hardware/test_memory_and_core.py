@@ -142,7 +142,7 @@ def test_bounds():
     ("call", "part"),
     [
         (lambda: memory.tile_of((3, -1), 4), "shape[1] of (3, -1) must be an integer >= 0, not -1"),
-        (lambda: memory.tile_of((3, 1), 3), "itemsize must be 1, 2, 4 or 8 bytes, not 3"),
+        (lambda: memory.tile_of((3, 1), 3), "itemsize must be 0.5, 1, 2, 4 or 8 bytes, not 3"),
         (lambda: memory.padded_shape((3,), 4, (8, 128)), "tile (8, 128) has more dims than the array (3,)"),
         (lambda: memory.hbm_seconds(CHIPS["v4"], -1), "size_bytes must be a finite number >= 0"),
         (lambda: memory.blocked_matmul_bytes(1, 0, 1), "k must be an integer >= 1, not 0"),

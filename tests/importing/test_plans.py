@@ -177,7 +177,7 @@ def test_each_checkpoint_in_a_loop_keeps_what_it_says():
     kinds = [(False, False, False), (True, False, False), (True, True, False), (True, False, True)]
     memory, flops = zip(*(program(*kind) for kind in kinds), strict=True)
     assert [n - flops[0] for n in flops] == [0, branch_flops, 2 * branch_flops, 2 * branch_flops]
-    assert memory[0] > memory[1] > memory[2] > memory[3]
+    assert memory[0] > memory[1] > memory[2] >= memory[3]
 
 
 def test_the_example(capsys):

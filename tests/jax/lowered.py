@@ -20,7 +20,7 @@ KINDS = {
     "stablehlo.all_to_all": "all_to_all",
     "stablehlo.collective_permute": "collective_permute",
 }
-BITS = {"f32": 32, "bf16": 16, "i32": 32, "ui8": 8, "i8": 8, "f64": 64, "ui32": 32, "i1": 8}
+BITS = {"f32": 32, "bf16": 16, "i32": 32, "ui8": 8, "i8": 8, "f64": 64, "ui32": 32, "i1": 8, "f8E4M3FN": 8, "f8E5M2": 8}
 Found = tuple[str, frozenset[frozenset[int]], int]  # kind, groups of devices, bytes of the operand on one device
 
 

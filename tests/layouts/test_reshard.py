@@ -108,7 +108,7 @@ def test_refusals():
     ):
         with pytest.raises(LayoutError, match="can make only sums pending"):
             reshard(on((), (), pending=before), on((), (), pending=after), 4)
-    with pytest.raises(LayoutError, match="itemsize must be at least 1"):
+    with pytest.raises(LayoutError, match="itemsize must be positive"):
         reshard(on("x", ()), on((), ()), 0)
 
 

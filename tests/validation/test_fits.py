@@ -29,7 +29,7 @@ def decoders() -> list[Run]:
 
 
 @pytest.mark.skipif(not FILE.exists(), reason="the shared rows are not there")
-def test_published_decoders_fit_or_say_what_is_unknown() -> None:
+def test_published_decoders_fit() -> None:
     """All 33 in a deep run, a few otherwise: those that were tightest."""
     runs = decoders()
     assert len(runs) >= (33 if deep() else len(SAMPLE))
@@ -38,5 +38,4 @@ def test_published_decoders_fit_or_say_what_is_unknown() -> None:
         memory = memory_on(_lowered(run, training=True), run.slice)
         if not memory.fits:
             too_large.append(run)
-    assert all("in bfloat16" in " ".join(run.assumed) for run in too_large), [run.name for run in too_large]
-    assert len(too_large) <= 2
+    assert not too_large, [run.name for run in too_large]

@@ -20,7 +20,7 @@ from meshlib.errors import GraphError
 from meshlib.initializers import Initializer, zeros
 from meshlib.jax.importing import control, draws, elementwise, indexing, passing, shapes, windows  # the table's rows
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, Code, NotImported, Place, Var, prune
+from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, Place, Var, prune
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, ImportedGraph
@@ -31,6 +31,7 @@ from meshlib.jax.importing.pairs import is_complex
 from meshlib.jax.importing.table import RULES
 from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import Writer
+from meshlib.ops.elementwise import cast
 from meshlib.ops.sources import input, variable
 from meshlib.replay import all_operations, needed
 
@@ -208,13 +209,13 @@ def _graph(
             shape = writer.shape(leaf.var.axes)
             parts = tuple(writer.shape([a]) for a in leaf.var.axes)
             graph.arguments[leaf.name] = Argument(leaf.name, leaf.var.shape, shape, leaf.variable, parts)
-            dtype = DTYPES[leaf.var.dtype]
+            dtype = leaf.var.dtype if leaf.var.dtype in NARROW else DTYPES[leaf.var.dtype]
             if leaf.variable:
                 start = _initial(arrays[leaf], shape, dtype)
                 value = variable(leaf.name, shape, start, dtype, trainable=as_dtype(dtype).is_float)
             else:
                 value = input(leaf.name, shape, dtype)
-            writer.tensors[leaf.var] = value
+            writer.tensors[leaf.var] = cast(value, DTYPES[leaf.var.dtype])
         writer.run(code)
         for name, out in zip(results, code.outs, strict=True):
             graph.outputs[name] = writer.full(writer.tensor(out), out.axes)

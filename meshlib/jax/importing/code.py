@@ -14,11 +14,13 @@ from meshlib.jax.importing.axes import Axis
 
 Array = np.ndarray[Any, Any]
 
-# JAX's dtypes -> the library's. Other integers are computed in 32 bits with a sign.
+# JAX's dtypes -> the library's. Other integers are computed in 32 bits with a sign; arguments in NARROW are stored as
+# they are.
 DTYPES = {
-    **{name: name for name in ("float64", "float32", "bfloat16", "int32", "bool")},
-    **dict.fromkeys(("int8", "int16", "int64", "uint8", "uint16", "uint32"), "int32"),
+    **{name: name for name in ("float64", "float32", "bfloat16", "int32", "bool", "float8_e4m3fn", "float8_e5m2")},
+    **dict.fromkeys(("int4", "int8", "int16", "int64", "uint8", "uint16", "uint32"), "int32"),
 }
+NARROW = ("int4", "int8")
 
 
 def numpy_type(dtype: str) -> np.dtype[Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from meshlib.dtypes import as_dtype
 from meshlib.graph import Tensor
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, Step, numpy_type
 from meshlib.jax.importing.masks import hot
 from meshlib.jax.importing.table import rule, same_axes
 from meshlib.jax.importing.writing import Writer
-from meshlib.ops.elementwise import cast, not_equal
+from meshlib.ops.elementwise import CAST, cast, not_equal
 from meshlib.ops.state import identity, stop_gradient
 
 
@@ -21,7 +22,11 @@ def _convert(w: Writer, step: Step) -> Tensor:
     if to == "bool":
         return not_equal(x, 0)
     found = hot(x, to)
-    return cast(x, to) if found is None else found
+    if found is not None:
+        return found
+    stored = x.operation.inputs[0] if x.operation.kind is CAST else x
+    # An argument in eight bits or four is cast from there.
+    return cast(stored if stored.dtype.is_narrow_integer and not as_dtype(to).is_narrow_integer else x, to)
 
 
 rule(

@@ -109,5 +109,11 @@ for _name, _function in REDUCTIONS.items():
 
 @row("cast")
 def cast(part: Part, x: Array) -> Array:
-    """Floats to int32 are cut towards zero."""
-    return x if part.out.dtype.name == "bfloat16" and x.dtype == jnp.float32 else x.astype(storage(part.out.dtype))
+    """Floats to integers are cut towards zero, wider integers to their low bits."""
+    out = part.out.dtype
+    if out.name == "bfloat16" and x.dtype == jnp.float32:
+        return x
+    if out.is_narrow_integer and jnp.issubdtype(x.dtype, jnp.integer):
+        low, high = out.bounds
+        x = (x.astype(jnp.int32) - low) % (high - low + 1) + low
+    return x.astype(storage(out))

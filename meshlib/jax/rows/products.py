@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from hardware.eight_bit import LARGEST
+from meshlib.dtypes import INT32
 from meshlib.engine import Engine
 from meshlib.graph import TensorType
 from meshlib.jax.context import Array, Context
@@ -26,7 +27,7 @@ def operand(x: Array, context: Context, precise: bool = False) -> Array:
     """An operand as the MXU takes it."""
     if x.dtype == jnp.float32 and not (precise or context.highest):
         x = rounded(x) if context.platform == "cpu" else x.astype(jnp.bfloat16)
-    return widened(x) if context.platform == "cpu" else x
+    return widened(x) if context.platform == "cpu" else x  # fp8 of either kind goes into one product
 
 
 def dot(a: Array, b: Array, dims: Any) -> Array:
@@ -62,6 +63,8 @@ def _without(x: Array, names: Names, summed: Names) -> tuple[Array, Names]:
 @row("einsum", native=True)
 def _einsum(part: Part, a: Array, b: Array) -> Array:
     names, out, precision = part.names, part.out.shape.names, part.attrs["precision"]
+    if part.out.dtype is INT32:
+        return _whole_product(part, a, b)
     if precision in EIGHT_BIT:
         return _eight_bits(part, widened(a), widened(b))
     a, b = (operand(x, part.context, precision == "highest") for x in (a, b))
@@ -72,20 +75,27 @@ def _einsum(part: Part, a: Array, b: Array) -> Array:
 def _quantized(part: Part, a: Array, b: Array, *scales: Array) -> Array:
     names = part.names
     held = (x / aligned(s, names[n + 2], names[n]) for n, (x, s) in enumerate(zip((a, b), scales, strict=True)))
-    y = _eight_bits(part, *held)
+    y = _eight_bits(part, next(held), next(held), part.attrs["grids"])
     for n, s in enumerate(scales, start=2):
         y = y * aligned(s, names[n], part.out.shape.names)
     return y
 
 
-def _eight_bits(part: Part, a: Array, b: Array) -> Array:
-    """The product of operands rounded to a grid of eight bits."""
+def _eight_bits(part: Part, a: Array, b: Array, grids: tuple[str, str] | None = None) -> Array:
+    """The product of operands rounded to grids of eight bits."""
     grid, names = part.attrs["precision"], part.names
-    a, b = (_rounded_to(x, grid) for x in (a, b))
+    a, b = (_rounded_to(x, g) for x, g in zip((a, b), grids or (grid, grid), strict=True))
     if grid == "int8" and part.context.platform != "cpu" and not _summed_first(part):
         whole = product(a.astype(jnp.int8), b.astype(jnp.int8), names[0], names[1], part.out.shape.names, _whole_dot)
         return whole.astype(a.dtype)
     return product(a, b, names[0], names[1], part.out.shape.names)
+
+
+def _whole_product(part: Part, a: Array, b: Array) -> Array:
+    """Of int8 and int4, summed in int32."""
+    wide = jnp.int32 if _summed_first(part) or part.context.platform == "cpu" else jnp.int8
+    names = part.names
+    return product(a.astype(wide), b.astype(wide), names[0], names[1], part.out.shape.names, _whole_dot)
 
 
 def _whole_dot(a: Array, b: Array, dims: Any) -> Array:
@@ -99,7 +109,10 @@ def _summed_first(part: Part) -> bool:
 
 def _rounded_to(x: Array, grid: str) -> Array:
     near = jnp.clip(x, -LARGEST[grid], LARGEST[grid])
-    return jnp.round(near) if grid == "int8" else near.astype(jnp.float8_e4m3fn).astype(x.dtype)
+    return jnp.round(near) if grid == "int8" else near.astype(_FP8[grid]).astype(x.dtype)
+
+
+_FP8 = {"fp8": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
 @row("slicewise")

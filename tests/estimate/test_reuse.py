@@ -1,0 +1,75 @@
+"""What stays in VMEM between kernels is not read again: by hand, for chips with and without room for it."""
+
+from __future__ import annotations
+
+import pytest
+
+import meshlib as mtf
+from hardware import CHIPS
+from meshlib.estimation.physics import Physics
+from meshlib.estimation.times import Times
+
+D = mtf.Dimension
+BATCH = 8
+
+
+def recurrent(size: int, trips: int, chip: str) -> mtf.Estimate:
+    """h <- tanh(h w + x), the weights from outside the loop."""
+    t, b, h = D("t", trips), D("b", BATCH), D("h", size)
+    with mtf.Graph():
+        w, xs = mtf.variable("w", [h, D("h2", size)], dtype="bfloat16"), mtf.input("xs", [t, b, h], "bfloat16")
+
+        def body(c, s):
+            y = mtf.rename_dimension(mtf.einsum([c[0], w]), "h2", "h")
+            return (mtf.tanh(y + s[0]),), ()
+
+        (y,), _ = mtf.scan(body, [mtf.zeros([b, h], "bfloat16")], [xs], t)
+        return mtf.estimate(mtf.lower({"y": y}, mesh={"v4-8": "p:4"}.get(chip, "p:1")), chip)
+
+
+@pytest.mark.parametrize(
+    ("chip", "size", "stays"),
+    [
+        ("v5e-1", 2048, True),  # 8 MiB
+        ("v5e-1", 4096, True),  # 32 MiB, and half of VMEM is 64
+        ("v5e-1", 8192, False),  # 128 MiB
+        ("v4-8", 4096, True),  # in CMEM
+    ],
+)
+def test_the_weights_of_a_recurrent_network_are_read_once_if_they_fit(chip: str, size: int, stays: bool) -> None:
+    trips = 50
+    est = recurrent(size, trips, chip)
+    (row,) = (r for r in est.rows if r.mxu_flops)
+    once = 2 * size * size
+    in_all = row.traffic_bytes * trips
+    if stays:
+        assert once <= in_all < 2 * once + trips * 4 * 2 * BATCH * size
+    else:
+        assert in_all >= trips * once
+
+
+def test_a_table_is_read_again_where_too_much_lies_between() -> None:
+    """The same weights at both ends of a chain: between them passes more, or less, than half of VMEM."""
+
+    def traffic(between: int) -> float:
+        b, d = D("b", BATCH), D("d", 2048)
+        with mtf.Graph():
+            x, w = mtf.input("x", [b, d], "bfloat16"), mtf.variable("w", [d, D("out", 2048)], dtype="bfloat16")
+
+            def times(x: mtf.Tensor, w: mtf.Tensor) -> mtf.Tensor:
+                return mtf.sin(mtf.rename_dimension(mtf.einsum([x, w]), "out", "d"))
+
+            y = times(x, w)
+            for n in range(between):
+                y = times(y, mtf.variable(f"w{n}", [d, D("out", 2048)], dtype="bfloat16"))
+            y = times(y, w)
+            est = mtf.estimate(mtf.lower({"y": y}, mesh="p:1"), "v5e-1")
+        return sum(r.traffic_bytes * r.count for r in est.rows) / (2 * 2048 * 2048)
+
+    assert traffic(3) == pytest.approx(4, rel=0.05)  # 4 of 8 MiB each, the first used twice
+    assert traffic(9) == pytest.approx(11, rel=0.05)  # 72 MiB between
+
+
+def test_what_the_oldest_chips_have_is_a_kernels_own() -> None:
+    held = {name: Times(CHIPS[name], Physics()).held_bytes >> 20 for name in ("v2", "v3", "v4", "v5e")}
+    assert held == {"v2": 0, "v3": 0, "v4": 128, "v5e": 64}
