@@ -83,6 +83,8 @@ from meshlib.ops.activations import silu as silu
 from meshlib.ops.activations import softplus as softplus
 from meshlib.ops.activations import swish as swish
 from meshlib.ops.attention import attention as attention
+from meshlib.ops.blocks import conv2d_with_blocks as conv2d_with_blocks
+from meshlib.ops.blocks import conv3d_with_blocks as conv3d_with_blocks
 from meshlib.ops.convolution import conv1d as conv1d
 from meshlib.ops.convolution import conv1d_transpose as conv1d_transpose
 from meshlib.ops.convolution import conv2d as conv2d

@@ -314,11 +314,11 @@ def _add_windows(inputs: _Inputs, taps: Array, made: Array) -> None:
 def _add_products(inputs: _Inputs, second: Array, made: Array) -> None:
     """made[output ...] = sum over all indices of a window's element times the second operand's."""
     made[...] = 0
-    lead = len(second)
+    lead, width = len(second), made.shape[-1]
     for begin, end, first, last in _pieces(lead, second.shape[1], 2 * prod(second.shape[2:]) * second.itemsize):
         windows = inputs.windows(begin, end, False)[0, :, first:last]
         block = second[begin:end, first:last]
         term = np.empty(block.shape, block.dtype)
         for output in np.ndindex(*made.shape[:-1]):
             np.multiply(windows[(..., *output, np.s_[:])], block, out=term)
-            made[output] += np.add.reduce(term.reshape(-1, term.shape[-1]), axis=0)
+            made[output] += np.add.reduce(term.reshape(-1, width), axis=0)

@@ -96,19 +96,18 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
     return Work(0, per_element * (ins[0] if attrs["back"] else out).shape.size)
 
 
+def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    back = {"size": op.inputs[0].shape.dim(op.attrs["dim"]).size, "back": not op.attrs["back"]}
+    return [build(INTERPOLATE, [dy], {**op.attrs, **back})]
+
+
 INTERPOLATE = operation(
     "interpolate",
     kind=Kind.INDEXED,
     shape=lambda types, attrs: TensorType(types[0].shape.resize(attrs["dim"], attrs["size"]), types[0].dtype),
     roles=lambda op: named_factors(op, {op.attrs["dim"]: Role.HALO}),
     local=_local,
-    grad=lambda op, dy: [
-        build(
-            INTERPOLATE,
-            [dy],
-            {**op.attrs, "size": op.inputs[0].shape.dim(op.attrs["dim"]).size, "back": not op.attrs["back"]},
-        )
-    ],
+    grad=_grad,
     work=_work,
     linear=lambda op: Linear((0,)),
     lower=Halo(_needs),
