@@ -12,9 +12,11 @@ from hardware import CHIPS, Matmul
 from hardware.core import matmul_seconds
 from hardware.numerics import round_to_bfloat16
 from layouts import Shape
+from meshlib.ops.sliding import window_sizes
 from meshlib.program.instructions import Compute, Widen
-from tests.effort import draws, each
-from tests.oracle import Array, assert_close, run
+from tests.cases_images import convolved, spread_out
+from tests.effort import draws, each, some
+from tests.oracle import Array, assert_close, draw_layout, run
 
 D = mtf.Dimension
 
@@ -54,9 +56,9 @@ def network(dtype: str = "float64") -> tuple[dict[str, mtf.Tensor], dict[str, Ar
 
 
 LAYOUTS = (
-    ("p:2;q:2", "height:p;width:q"),
     ("p:2;q:3", "height:p;width:q"),
     ("p:4;q:2", "height:p;batch:q"),
+    ("p:2;q:2", "height:p;width:q"),
     ("p:2;q:2;r:2", "height:p;width:q;inner:r;wide:r?"),
     ("p:2;q:2", "height:p+q"),
     ("p:2;q:2", "wide:p;height:q"),
@@ -64,7 +66,7 @@ LAYOUTS = (
 )
 
 
-@each("mesh, layout", LAYOUTS if draws(0, 1) else LAYOUTS[:5])
+@each("mesh, layout", some(LAYOUTS, LAYOUTS[:2]))
 def test_a_network_under_layouts(mesh: str, layout: str) -> None:
     outputs, feeds = network()
     (wanted,) = run(mtf.lower(outputs, mesh="p:1", precision="highest"), feeds)
@@ -72,6 +74,53 @@ def test_a_network_under_layouts(mesh: str, layout: str) -> None:
     for executor, fold in (("exact", True), ("fast", True), ("fast", False)):
         (found,) = run(program, feeds, executor, fold)
         assert_close(found, wanted, 1e-10, f"{mesh} {layout} {executor}")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_random_convolutions(transposed: bool) -> None:
+    """Any sizes, strides, dilations and paddings: against the loops, gradients by linearity, under drawn layouts."""
+    rng, tried = np.random.default_rng(transposed), draws(8, 2000)
+    for _ in range(tried):
+        count, letters = int(rng.integers(1, 3)), "hw"
+        b, c, o, *sizes = (int(n) for n in rng.choice([2, 4, 6, 8, 12], 3 + count))
+        windows, strides, steps = ([int(n) for n in rng.integers(1, high, count)] for high in (6, 4, 3))
+        around: object = [(int(m), int(n)) for m, n in rng.integers(0, 4, (count, 2))]
+        around = ("SAME", "VALID", around)[rng.integers(3)]
+        with mtf.Graph():
+            x = mtf.input("x", [D("b", b), *map(D, letters, sizes), D("c", c)], "float64")
+            ends = [D("o", o), D("c", c)] if transposed else [D("c", c), D("o", o)]
+            w = mtf.input("w", [*map(D, ("kh", "kw"), windows), *ends], "float64")
+            conv = getattr(mtf, f"conv{count}d" + "_transpose" * transposed)
+            try:
+                y = conv(x, w, strides, around, steps)
+            except mtf.ShapeError:  # windows larger than the image
+                tried -= 1
+                continue
+            dx, dw = mtf.gradients([y], [x, w], [mtf.input("dy", y.shape, "float64")])
+        outputs = {"y": y, "dx": dx, "dw": dw}
+        feeds = {n: rng.normal(size=t.shape.sizes) for n, t in (("x", x), ("w", w), ("dy", y))}
+        made = y.shape.sizes[1:-1]
+        along = []
+        for n in range(count):
+            padding = around[n] if isinstance(around, list) else around
+            size = made[n] if transposed else sizes[n]
+            before = window_sizes(size, windows[n], strides[n], steps[n], padding)[1][0]
+            along.append((strides[n], steps[n], before))
+        reference = spread_out if transposed else convolved
+        (found,) = run(mtf.lower(outputs, mesh="p:1", precision="highest"), feeds, "fast")
+        other = {name: rng.normal(size=feeds[name].shape) for name in "xw"}
+        np.testing.assert_allclose(found["y"], reference(feeds["x"], feeds["w"], along, made), atol=1e-10)
+        for name, operands in (("x", (other["x"], feeds["w"])), ("w", (feeds["x"], other["w"]))):
+            wanted = (reference(*operands, along, made) * feeds["dy"]).sum()
+            assert (found[f"d{name}"] * other[name]).sum() == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+        for _ in range(3):
+            layout = draw_layout(rng, ["b", "c", "o", *letters[:count], *letters[:count], "kh"])
+            if not layout.allows([x.shape, w.shape, y.shape]):
+                continue
+            program = mtf.lower(outputs, mesh=layout.mesh_text, layout=layout.rules_text, precision="highest")
+            for executor, fold in (("exact", True), ("fast", True), ("fast", False)):
+                assert_close(run(program, feeds, executor, fold)[0], found, 1e-10, f"{layout} {executor}")
+    assert tried > 4
 
 
 def test_two_split_dims_of_one_convolution_share_their_edges_with_others() -> None:
@@ -197,6 +246,16 @@ def test_a_block_in_the_middle_has_the_most_to_do() -> None:
     program = program_of("b:2;h:16;w:16;c:4", "kh:5;kw:1;c:4;o:4", mesh="p:4", layout="h:p")
     (kernel,) = (r for r in mtf.estimate(program, "v5e-4").rows if r.mxu_flops)
     assert kernel.mxu_flops == 2 * 2 * (4 * 5) * 16 * 4 * 4
+
+
+def test_what_follows_a_convolution_of_split_rows_is_in_its_kernel() -> None:
+    """Its edges move first; relu before it is another kernel, bias and relu after it are not."""
+    with mtf.Graph():
+        x, w = mtf.input("x", dims("b:8;h:64;w:64;c:64")), mtf.input("w", dims("kh:3;kw:3;c:64;o:64"))
+        y = mtf.relu(mtf.conv2d(mtf.relu(x), w) + mtf.input("bias", dims("o:64")))
+        program = mtf.lower({"y": y}, mesh="p:4", layout="h:p")
+    kernels = [r.name for r in mtf.estimate(program, "v5e-4").rows if r.hbm_bytes]
+    assert kernels == ["relu", "conv2d"]
 
 
 def seconds(*given: int, **more: object) -> float:
