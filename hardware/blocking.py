@@ -56,11 +56,11 @@ def matmul_blocks(chip: Chip, product: Matmul, itemsize: float = 2, right_itemsi
     Source: module docstring.
     """
     sizes = itemsize, itemsize if right_itemsize is None else right_itemsize
-    return _blocks(vmem_bytes(chip) // 2, product.m, product.k, product.n, product.batch, *sizes)
+    return _blocks(vmem_bytes(chip) // 2, product.m, product.k, product.n, product.batch, product.taps, *sizes)
 
 
 @lru_cache(maxsize=65536)
-def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, first: float, second: float) -> Blocks:
+def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, taps: int, first: float, second: float) -> Blocks:
     best: tuple[tuple[float, float], Blocks] | None = None
     kept = min(2 * first * k * m, 2 * second * k * n) <= budget_bytes  # an operand stays in VMEM whole
     for depth in (d for d in DEPTHS if d < 2 * k or d == DEPTHS[-1]):
@@ -69,7 +69,7 @@ def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, first: float,
             if needed > budget_bytes and (rows, columns, depth) != (_edges(m)[0], _edges(n)[0], DEPTHS[-1]):
                 continue
             left = first * m * k * (1 if kept else -(-n // columns))
-            right = second * k * n * (1 if kept else -(-m // rows))
+            right = taps * second * k * n * (1 if kept else -(-m // rows))
             bare = min(depth, k) * (first * rows + second * columns) + max(first, second) * rows * columns
             found = Blocks(rows, columns, min(depth, k), batch * (left + right), bare)
             if best is None or (found.read_bytes, -bare) < best[0]:

@@ -347,7 +347,7 @@ def test_margins_bear_the_name_of_the_operands_dim() -> None:
         op = mtf.rename_dimension(mtf.input("x", [n]), "n", m.name).operation
     factors = op.kind.roles(op)
     (factor,) = factors
-    found = needed_margins(op, factors, 0, {"m": Margin("m", 2, 1, False)}, {factor.name})
+    found = needed_margins(op, factors, 0, {"m": Margin("m", 2, 1, False)}, {factor.name: 1})
     assert found == {"n": Margin("n", 2, 1, False)}
 
 

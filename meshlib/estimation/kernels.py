@@ -11,20 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import ceil, prod
+from math import ceil
 from typing import TypeGuard
 
 from hardware.core import Matmul
 from hardware.memory import SUBLANES, padded_bytes
 from layouts import Sharding
 from meshlib.dtypes import BFLOAT16, INT4
+from meshlib.estimation.tiles import tiled_bytes
 from meshlib.graph import FORWARD, Tensor
-from meshlib.operation import RESIDENT, Kind, Scores, Storage
+from meshlib.operation import RESIDENT, Kind, Product, Scores, Storage
 from meshlib.ops.attention import seen_pairs
-from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
+from meshlib.ops.einsum import EIGHT_BIT
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program, walk
-from meshlib.program.work import local_work
+from meshlib.program.work import attributes, local_types, local_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class Kernel:
     @cached_property
     def operand_bytes(self) -> float:
         """Bytes of the operands of its product, each read once."""
-        return sum(p.batch * p.k * (left * p.m + right * p.n) for p, (left, right) in self.matmuls)
+        return sum(p.batch * p.k * (left * p.m + right * p.taps * p.n) for p, (left, right) in self.matmuls)
 
 
 def kernel_of(
@@ -147,17 +148,17 @@ def kernel_of(
         flops += work.mxu_flops
         ops += work.vpu_ops
         if work.vpu_ops:
-            stretched = work.vpu_ops * _stretch(i)
+            stretched = work.vpu_ops * _stretch(i, program.sliding_dims)
             padded_ops += stretched
             narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
         if _is_matmul(i):
             product = matmul_of(program, i)
             matmuls.append((product, _operand_itemsizes(i)))
-            useful += product.flops * _share_useful(program, i, forward)
+            useful += _useful_flops(program, i, forward) / product.passes
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
     passed, spared = _quantised(main, quantised, gathered) if _is_matmul(main) else (0, 0)
-    boundary = _boundary(members, fused, held)
+    boundary = _boundary(members, fused, held, program.sliding_dims)
     free = all(_is_free(i) for i in members)
     return Kernel(
         main.operation.name,
@@ -205,22 +206,27 @@ def _at_hand(product: Compute, members: Sequence[Instruction], held: set[Value])
         made = maker.get(x)
         return x in held if made is None else all(here(z) for z in made.inputs)
 
-    a, b = product.inputs[:2]
-    first, second = _rows_first(product, a, b)
+    first, second = _rows_first(product)
     return here(first), here(second)
 
 
-def _rows_first(product: Compute, a: Value, b: Value) -> tuple[Value, Value]:
+def _product_of(i: Compute) -> Product:
+    of = i.operation.kind.product
+    assert of is not None
+    return of(*local_types(i), i.operation.attrs)
+
+
+def _rows_first(product: Compute) -> tuple[Value, Value]:
     """The operands of a product, that of its rows first."""
-    names = [x.local.shape.names for x in (a, b, product.outputs[0])]
-    return (b, a) if matmul_plan(*names).swapped else (a, b)
+    first, second = product.inputs[:2]
+    return (second, first) if _product_of(product).swapped else (first, second)
 
 
 def _operand_itemsizes(product: Compute) -> tuple[float, float]:
     """Bytes of an element of rows and columns in HBM: of what casts make, those of what is cast."""
-    if product.operation.attrs["precision"] in EIGHT_BIT:
+    if product.operation.attrs.get("precision") in EIGHT_BIT:
         return 1, 1
-    first, second = (_stored(x.tensor).dtype.itemsize for x in _rows_first(product, *product.inputs[:2]))
+    first, second = (_stored(x.tensor).dtype.itemsize for x in _rows_first(product))
     return first, second
 
 
@@ -244,6 +250,16 @@ def _quantised(product: Compute, done: set[tuple[Value, Value]], gathered: Mappi
     return moved, spared
 
 
+def _useful_flops(program: Program, i: Compute, forward: frozenset[str]) -> float:
+    """Those of an instruction's flops, passes included, that nobody repeats; the mean of devices that differ."""
+    op, attrs = i.operation, attributes(program, i.operation)
+    share = _share_useful(program, i, forward)
+    if op.kind.lower is None:
+        return op.kind.work(*local_types(i), attrs).mxu_flops * share
+    whole = op.kind.work(tuple(x.tensor.type for x in i.inputs), op.output.type, attrs)
+    return whole.mxu_flops / program.mesh.size if share else 0.0
+
+
 def _share_useful(program: Program, i: Compute, forward: frozenset[str]) -> float:
     """Of an instruction's flops on one device, those that no other repeats and no earlier pass has made already."""
     again = i.operation.region != FORWARD and i.operation.name in forward
@@ -261,19 +277,18 @@ def duplication(program: Program, instruction: Compute) -> int:
     return program.mesh.size // split
 
 
-def matmul_of(program: Program, instruction: Instruction) -> Matmul:
-    """The batched product that an einsum is on one device."""
-    a, b = (x.local.shape for x in instruction.inputs[:2])
-    out = instruction.outputs[0].local.shape
-    plan = matmul_plan(a.names, b.names, out.names)
-    sizes = {d.name: d.size for shape in (a, b) for d in shape}
-    m, k, n, batch = (prod(sizes[x] for x in dims) for dims in (plan.rows, plan.contracted, plan.columns, plan.batch))
-    useful = 2 * batch * m * k * n
-    passes = max(1, local_work(program, instruction).mxu_flops // useful)
-    return Matmul(m, k, n, batch, _mxu_dtype(instruction), passes)
+def matmul_of(program: Program, instruction: Compute) -> Matmul:
+    """The products that a contraction is on one device."""
+    p, op = _product_of(instruction), instruction.operation
+    passes = 1
+    if attributes(program, op).get("precision") == "highest":
+        once = op.kind.work(*local_types(instruction), {**op.attrs, "precision": "default"}).mxu_flops
+        passes = local_work(program, instruction).mxu_flops // once
+    dtype = _mxu_dtype(instruction)
+    return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
 
 
-def _mxu_dtype(product: Instruction) -> str:
+def _mxu_dtype(product: Compute) -> str:
     """What the MXU multiplies in: what the precision says, else the wider operand's type if that is narrow."""
     precision = product.operation.attrs.get("precision")
     if precision in EIGHT_BIT:
@@ -298,9 +313,15 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
     return Attention(of, scores, key, value, passes)
 
 
-def padded_value_bytes(v: Value) -> int:
-    """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named."""
-    return padded_block_bytes(v.local_shape.sizes, v.tensor.dtype.itemsize)
+def padded_value_bytes(v: Value, itemsize: float, sliding: frozenset[str]) -> int:
+    """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named.
+
+    Of images, which have dims that windows slide along, those dims lie in tiles that pad least: a compiler puts the
+    batch or a row of the image there where channels are few.
+    """
+    if not sliding.isdisjoint(v.tensor.shape.names):
+        return tiled_bytes(v.local_shape.sizes, itemsize)
+    return padded_block_bytes(v.local_shape.sizes, itemsize)
 
 
 @lru_cache(maxsize=65536)
@@ -331,12 +352,12 @@ def _is_free(i: Instruction) -> bool:
     return False
 
 
-def _stretch(i: Instruction) -> float:
+def _stretch(i: Instruction, sliding: frozenset[str]) -> float:
     """How much more elements the vector unit handles than there are: those of the tiles of the largest value."""
     largest = max((*i.inputs, *i.outputs), key=lambda v: v.local_size)
     if not largest.local.shape.sizes:
         return 1.0
-    return padded_value_bytes(largest) / max(1, largest.local_bytes)
+    return padded_value_bytes(largest, largest.tensor.dtype.itemsize, sliding) / max(1, largest.local_bytes)
 
 
 @dataclass(frozen=True)
@@ -351,7 +372,9 @@ class _Boundary:
     touched: tuple[tuple[tuple[Tensor, Sharding], int], ...]
 
 
-def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value]) -> _Boundary:
+def _boundary(
+    members: Sequence[Instruction], fused: set[Value], held: set[Value], sliding: frozenset[str]
+) -> _Boundary:
     inside = {y for i in members for y in i.outputs}
     operations = {i.operation for i in members}
     read: dict[tuple[Tensor, Sharding], tuple[int, int, bool]] = {}
@@ -361,11 +384,11 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
             continue
         for n, x in enumerate(i.inputs):
             if x not in inside:
-                found = (*_read(i, n, x), x not in held)
+                found = (*_read(i, n, x, sliding), x not in held)
                 read[_buffer(x)] = max(read.get(_buffer(x), found), found)
         made = {y: (y.tensor, y.sharding) if y in held else _buffer(y) for y in i.outputs if y not in fused}
         # What is derived from a buffer that lies outside is not written; who reads it derives it again.
-        written |= {b: (*_sizes(y), y not in held) for y, b in made.items() if b[0].operation in operations}
+        written |= {b: (*_sizes(y, sliding), y not in held) for y, b in made.items() if b[0].operation in operations}
     # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
     moved = [*read.values(), *written.values()] if written else []
     touched = [(b, padded) for b, (_, padded, passes) in (*read.items(), *written.items()) if written and not passes]
@@ -382,16 +405,16 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
     )
 
 
-def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
-    whole = _sizes(x)
+def _read(i: Instruction, n: int, x: Value, sliding: frozenset[str]) -> tuple[int, int]:
+    whole = _sizes(x, sliding)
     if n == 0 and (i.operation.kind.reads_part or isinstance(i, Move)):  # a cut, if it is a move
-        return min(whole, _sizes(i.outputs[0]))
+        return min(whole, _sizes(i.outputs[0], sliding))
     return whole
 
 
-def _sizes(v: Value) -> tuple[int, int]:
+def _sizes(v: Value, sliding: frozenset[str]) -> tuple[int, int]:
     dtype = _stored(v.tensor).dtype
-    return dtype.size_bytes(v.local_size), padded_block_bytes(v.local_shape.sizes, dtype.itemsize)
+    return dtype.size_bytes(v.local_size), padded_value_bytes(v, dtype.itemsize, sliding)
 
 
 def _buffer(v: Value) -> tuple[Tensor, Sharding]:

@@ -145,7 +145,7 @@ class Times:
         if not edge:
             return blocks.read_bytes
         left = sizes[0] * product.m * product.k * max(1.0, product.n / edge)
-        right = sizes[1] * product.k * product.n * max(1.0, product.m / edge)
+        right = sizes[1] * product.taps * product.k * product.n * max(1.0, product.m / edge)
         return product.batch * (left + right)
 
     def _early(self, kernel: Kernel, most: float, found: float) -> float:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from layouts.plan import Step
 from meshlib.lowering.choose import Balance
 from meshlib.lowering.passes import remove_dead_code
-from meshlib.operation import Factor, Role, Work
+from meshlib.operation import Factor, Work
+from meshlib.program.exchange import RUNS
 from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
 from meshlib.program.margins import (
     Margin,
@@ -98,11 +99,11 @@ class _Widening:
                 self.cuts.update(zip(i.outputs, zip(i.inputs, i.steps, strict=True), strict=True))
             for x in i.inputs:
                 self.users.setdefault(x, []).append(i)
-        self.shifting = {i: f for i in moving if (f := self._uniform(i)) is not None}
-        for i, f in self.shifting.items():
-            for x, dim, needed in zip(i.inputs, f.operands, self.needs(i, {}), strict=True):
-                if dim in needed:
-                    self.demands.append(Demand(i, tuple(self._points(i, x, needed[dim]))))
+        self.shifting = {i for i in moving if self._uniform(i)}
+        for i in moving:
+            if i in self.shifting:
+                for x, needed in zip(i.inputs, self.needs(i, {}), strict=True):
+                    self.demands += [Demand(i, tuple(self._points(i, x, m))) for m in needed.values()]
 
     # ------------------------------------------------------------ who needs what
 
@@ -111,14 +112,15 @@ class _Widening:
             self.factors[i] = i.operation.kind.roles(i.operation)
         return self.factors[i]
 
-    def _uniform(self, i: Compute) -> Factor | None:
-        """The split dim of a shift or window: every block needs equally much of its neighbours."""
+    def _uniform(self, i: Compute) -> bool:
+        """Whether every block of a shift or window needs equally much of its neighbours."""
         split, factors = _split(i), self.factors_of(i)
-        found = [f for f in factors if f.name in split and f.role is Role.HALO]
-        if len(found) != 1 or not takes_margins(i.operation, factors, split):
-            return None
+        if not any(f.name in split and f.role in RUNS for f in factors):
+            return False
+        if not takes_margins(i.operation, factors, split):
+            return False
         needed = zip(i.inputs, self.needs(i, {}), strict=True)
-        return found[0] if all(_may_have(x, m) for x, margins in needed for m in margins.values()) else None
+        return all(_may_have(x, m) for x, margins in needed for m in margins.values())
 
     def _points(self, i: Compute, value: Value, margin: Margin) -> Iterator[Point]:
         """The operand; then what it is made of, and so on, as long as one operand alone has the dim."""
@@ -178,6 +180,8 @@ class _Widening:
     def _widened(self, roots: set[Root]) -> Program | None:
         covered = {d.instruction for d in self.demands if any((p.value, p.margin.dim) in roots for p in d.points)}
         while True:
+            # Who works with margins has no exchange of its own besides.
+            roots |= self._alone(roots, covered)
             wants = self._wants(roots, covered)
             if wants is None:
                 return None
@@ -187,18 +191,19 @@ class _Widening:
             made = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
             inside = {v for v, margins in made.items() if margins}
             covered.update(i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0])))
-            # Who works with margins has no exchange of its own besides.
-            alone = {
-                (points[0].value, points[0].margin.dim)
-                for i, points in ((d.instruction, d.points) for d in self.demands)
-                if i in covered and not any((p.value, p.margin.dim) in roots for p in points)
-            }
-            if not alone:
+            if not self._alone(roots, covered):
                 break
-            roots |= alone
         if not all(self._can_be_wide(v, self.makers[v].region) if v in self.makers else False for v in inside):
             return None
         return _Rewriter(self, roots, covered, made).run()
+
+    def _alone(self, roots: set[Root], covered: set[Compute]) -> set[Root]:
+        """The operands of `covered` that nothing brings margins to yet."""
+        return {
+            (points[0].value, points[0].margin.dim)
+            for i, points in ((d.instruction, d.points) for d in self.demands)
+            if i in covered and not any((p.value, p.margin.dim) in roots for p in points)
+        }
 
     def needs(self, i: Compute, made: Wide) -> list[Wide]:
         """Per operand, the margins it must have for a result with these."""
@@ -214,6 +219,8 @@ class _Widening:
                 made = _without_roots(i.outputs[0], wants.get(i.outputs[0], []), roots)
                 if not made and i not in covered:
                     continue
+                if not takes_margins(i.operation, self.factors_of(i), _split(i)):
+                    return None
                 for x, margins in zip(i.inputs, self.needs(i, made), strict=True):
                     if margins:
                         wants.setdefault(x, []).append(margins)
@@ -324,9 +331,12 @@ class _Rewriter:
         return y
 
 
-def _split(i: Compute) -> set[str]:
-    """The factors that some axis splits."""
-    return {f for _, f in i.assignment}
+def _split(i: Compute) -> dict[str, int]:
+    """The factors that some axis splits, each with its number of blocks."""
+    counts: dict[str, int] = {}
+    for axis, factor in i.assignment:
+        counts[factor] = counts.get(factor, 1) * i.outputs[0].sharding.mesh.axis_size(axis)
+    return counts
 
 
 def _in_order(v: Value, margins: Wide) -> tuple[Margin, ...]:

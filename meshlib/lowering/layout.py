@@ -9,7 +9,7 @@ from typing import TypeAlias
 from layouts import LayoutRules, Mesh, Sharding
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering.arrivals import axes_price
-from meshlib.lowering.choose import Balance
+from meshlib.lowering.choose import Balance, Near
 from meshlib.lowering.halos import share_halos
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Makers
@@ -25,8 +25,8 @@ from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
-Near: TypeAlias = frozenset[Operation]  # see `near_shifts`
-Lowered: TypeAlias = Callable[[Simplified, Homes, Near], Program]
+Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
+Lowered: TypeAlias = Callable[[Simplified, Homes, Nears], Program]
 LITTLE = 1e-3  # of what a program sends, or holds: less is not worth a second search, more is too much to pay for it
 PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
 
@@ -51,7 +51,7 @@ class Lowering:
         """The whole program, through all passes."""
         homes = Homes(simple.graph, self.mesh, self.rules, self.regather)
 
-        def lowered(simple: Simplified, homes: Homes, near: Near) -> Program:
+        def lowered(simple: Simplified, homes: Homes, near: Nears) -> Program:
             kept = {name: simple.of(t) for name, t in fetched.items()}
             sweep = self._sweep(simple, homes, kept.values(), near)
             outputs = {name: sweep.at_home(t) for name, t in kept.items()}
@@ -73,7 +73,7 @@ class Lowering:
             return self._bodies[key]
         simple = self.memos.simplified(graph, results, taken=True)
 
-        def lowered(simple: Simplified, homes: Homes, near: Near) -> Program:
+        def lowered(simple: Simplified, homes: Homes, near: Nears) -> Program:
             kept = [simple.of(t) for t in results]
             bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
             for t, end in bound.items():
@@ -133,18 +133,18 @@ class Lowering:
 
     def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
         """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours."""
-        apart = lowered(simple, homes, frozenset())
+        apart = lowered(simple, homes, {})
         near = near_shifts(simple, homes, self.memos.signatures)
         together = lowered(simple, homes, near) if near else apart
         return together if together.sent_bytes < apart.sent_bytes else apart
 
     def _sweep(
-        self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], near: Near = frozenset()
+        self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], near: Nears | None = None
     ) -> Partitioner:
         memos = self.memos
         options = memos.options.setdefault(self.balance, {})
         body = Body(self.body, self.trial)
-        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body, near)
+        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body, near or {})
         sweep.run()
         return sweep
 

@@ -25,6 +25,7 @@ from meshlib.operation import (
     Kind,
     Linear,
     PowerProduct,
+    Product,
     Role,
     Total,
     Work,
@@ -213,6 +214,17 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
     return Work(2 * out.shape.size * contracted * passes, summed)
 
 
+def product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
+    """The sizes of one device's product."""
+    a, b = (t.shape for t in ins[:2])
+    plan = matmul_plan(a.names, b.names, out.shape.names)
+    sizes = {d.name: d.size for shape in (a, b) for d in shape}
+    batch, rows, contracted, columns = (
+        prod(sizes[n] for n in dims) for dims in (plan.batch, plan.rows, plan.contracted, plan.columns)
+    )
+    return Product(batch, rows, contracted, columns, swapped=plan.swapped)
+
+
 EINSUM = operation(
     "einsum",
     kind=Kind.CONTRACTION,
@@ -223,6 +235,7 @@ EINSUM = operation(
     linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # parts lie on no grid
     form=_form,
     work=_work,
+    product=product_of,
 )
 
 

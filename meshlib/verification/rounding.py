@@ -28,7 +28,7 @@ import numpy as np
 from meshlib.dtypes import BFLOAT16, E4M3, E5M2, FLOAT32, FLOAT64, DType
 from meshlib.engine import Engine
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import ON_MXU, Block, Role
+from meshlib.operation import ON_MXU, Block, Kind, Role
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
@@ -64,7 +64,11 @@ def accumulated(dtype: DType) -> float:
 
 def _terms(op: Operation) -> int:
     """How many terms an element of the result is the sum of, at most."""
-    return prod(f.size for f in op.kind.roles(op) if f.role not in (Role.PARALLEL, Role.MAX, Role.MIN))
+    none: tuple[Role, ...] = (Role.PARALLEL, Role.MAX, Role.MIN)
+    if op.kind.kind is Kind.CONTRACTION:  # along the dim of an image it sums over the window's dim
+        none += (Role.HALO,)
+    # Two ways to split a dim are one sum.
+    return prod({f.operands: f.size for f in op.kind.roles(op) if f.role not in none}.values())
 
 
 def _only_chosen(op: Operation, y: Array, inputs: Sequence[Array]) -> bool:
@@ -114,7 +118,7 @@ class Wide(Interpreter[Array, Engine]):
         op = i.operation
         types = tuple(_wide_type(v.tensor) for v in i.inputs)
         zeros = {f.name: 0 for f in op.kind.roles(op)}
-        block = Block(op, types, _wide_type(op.output), zeros, context, None, (0,) * len(types))
+        block = Block(op, types, _wide_type(op.output), zeros, context)
 
         def local(arrays: Sequence[Array]) -> list[Array]:
             with np.errstate(all="ignore"):

@@ -7,5 +7,6 @@ from meshlib.jax.rows import index as _index
 from meshlib.jax.rows import products as _products
 from meshlib.jax.rows import shape as _shape
 from meshlib.jax.rows import sources as _sources
+from meshlib.jax.rows import windows as _windows
 
-_ = (_along_dims, _attention, _elementwise, _index, _products, _shape, _sources)
+_ = (_along_dims, _attention, _elementwise, _index, _products, _shape, _sources, _windows)
