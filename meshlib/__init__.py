@@ -35,6 +35,7 @@ from layouts import LayoutRules as LayoutRules
 from layouts import Mesh as Mesh
 from layouts import Shape as Shape
 from layouts import Sharding as Sharding
+from meshlib import detection as detection
 from meshlib import initializers as initializers
 from meshlib import jax as _door
 from meshlib import layers as layers
