@@ -11,7 +11,9 @@ from meshlib.layers.attention import dot_product_attention as dot_product_attent
 from meshlib.layers.attention import multihead_attention as multihead_attention
 from meshlib.layers.embeddings import embedding as embedding
 from meshlib.layers.embeddings import embedding_weights as embedding_weights
+from meshlib.layers.images import conv as conv
 from meshlib.layers.images import image_attention as image_attention
+from meshlib.layers.images import separable_conv as separable_conv
 from meshlib.layers.local_attention import local_attention_1d as local_attention_1d
 from meshlib.layers.local_attention import local_attention_2d as local_attention_2d
 from meshlib.layers.local_attention import masked_local_attention_1d as masked_local_attention_1d
