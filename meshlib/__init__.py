@@ -84,6 +84,13 @@ from meshlib.ops.activations import silu as silu
 from meshlib.ops.activations import softplus as softplus
 from meshlib.ops.activations import swish as swish
 from meshlib.ops.attention import attention as attention
+from meshlib.ops.convolution import conv1d as conv1d
+from meshlib.ops.convolution import conv1d_transpose as conv1d_transpose
+from meshlib.ops.convolution import conv2d as conv2d
+from meshlib.ops.convolution import conv2d_transpose as conv2d_transpose
+from meshlib.ops.convolution import conv3d as conv3d
+from meshlib.ops.convolution import conv3d_transpose as conv3d_transpose
+from meshlib.ops.convolution import depthwise_conv2d as depthwise_conv2d
 from meshlib.ops.cumulative import cumprod as cumprod
 from meshlib.ops.cumulative import cumsum as cumsum
 from meshlib.ops.dims import anonymize as anonymize

@@ -69,13 +69,14 @@ class Role(enum.Enum):
     MIN = "min"
     WHOLE = "whole"  # must not be split
     HALO = "halo"  # every block needs a run of its operands that may lie on other devices; see Halo
+    OVERLAP = "overlap"  # every block leaves a partial sum, for which it needs such runs; see Halo
     SUMMARY = "summary"  # every block needs a summary of all blocks; see Summary
     SHARE = "share"  # every block leaves a partial sum, for which it needs a summary of all blocks; see Summary
 
     @property
     def pending(self) -> str | None:
         """The kind of reduction that a split leaves pending, if any."""
-        if self is Role.SHARE:
+        if self in (Role.SHARE, Role.OVERLAP):
             return "sum"
         return self.value if self in (Role.SUM, Role.MAX, Role.MIN) else None
 
@@ -98,6 +99,7 @@ class Factor:
     operands: tuple[str | None, ...]
     outputs: tuple[str | None, ...]
     role: Role
+    lead: int = -1  # of an OVERLAP: the operand by whose blocks the work is cut
 
     @property
     def shares(self) -> str | None:
@@ -124,15 +126,26 @@ EVERY = sys.maxsize  # operands, of `overwrites`
 
 @dataclass(frozen=True)
 class Halo:
-    """How an operation runs along a split dim when a block needs elements that lie elsewhere: these move, no others.
+    """How an operation runs along split dims when a block needs elements that lie elsewhere: these move, no others.
 
-    needs   (operation, operand, start, stop) -> (begin, end): the run of the operand's dim that indices
-            [start, stop) of the result need; what lies outside the operand is padding
+    needs   (operation, factor, operand, start, stop) -> (begin, end): the run of the operand's dim that indices
+            [start, stop) of the result need, or of the operand that leads an OVERLAP; what lies outside the operand is
+            padding
     wrap    Operation -> whether runs go round the end of the dim instead
     """
 
-    needs: Callable[[Operation, int, int, int], tuple[int, int]]
+    needs: Callable[[Operation, Factor, int, int, int], tuple[int, int]]
     wrap: Callable[[Operation], bool] = lambda op: False
+
+    @staticmethod
+    def length(op: Operation, factor: Factor) -> int:
+        """The size of the dim whose indices `needs` is asked for: blocks are cut of it."""
+        out = factor.outputs[0]
+        if out is not None:
+            return op.output.shape.dim(out).size
+        dim = factor.operands[factor.lead]
+        assert dim is not None
+        return op.inputs[factor.lead].shape.dim(dim).size
 
 
 @dataclass(frozen=True)
@@ -208,12 +221,16 @@ class Block:
     offsets: Mapping[str, int]
     engine: Engine
     buffer: Array | None = None
-    starts: tuple[int, ...] = ()  # of a Halo: the global index at which each operand's run begins
+    starts: tuple[Mapping[str, int], ...] = ()  # of a Halo, per operand: where its run of each split dim begins
 
     @property
     def attrs(self) -> Mapping[str, Any]:
         """The operation's attributes."""
         return self.operation.attrs
+
+    def start(self, operand: int, dim: str) -> int:
+        """The global index at which an operand's run of a dim begins: 0 where it came whole."""
+        return self.starts[operand].get(dim, 0) if self.starts else 0
 
     def result(self) -> Array:
         """The array to write the result into: C-contiguous, of the local output shape."""
@@ -243,7 +260,7 @@ class OpDef:
     Traits, each of which `tests/test_traits.py` tries on the numbers of `local`, as it does `kind` and `roles`:
 
     linear      Operation -> Linear
-    lower       how it runs along dims of role HALO, SUMMARY or SHARE
+    lower       how it runs along dims of role HALO or OVERLAP, or SUMMARY or SHARE
     storage     which memory holds the result
     overwrites  how many of the first operands the result may be written over, each element over that at its position
     home        what says where the result lies

@@ -1338,6 +1338,6 @@ def _shifted(x: Array, offset: Array, wrap: bool) -> Array:
 
 
 # More rows, which use the names above.
-from tests import cases_along_dims, cases_attention  # noqa: E402, F401
+from tests import cases_along_dims, cases_attention, cases_images  # noqa: E402, F401
 
 CASES: tuple[Case, ...] = tuple(TABLE.rows.values())

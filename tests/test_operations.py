@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -391,6 +393,9 @@ def check_work(program: Program, about: str) -> None:
             assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
             assert local.mxu_flops == einsum_flops(i), text
             assert local.vpu_ops == 3 * (a + b) + 2 * out.sharding.local_size, text
+        elif op.kind.name == "convolution":
+            assert local.mxu_flops == convolution_flops(i), text
+            assert local.vpu_ops == 0, text
         elif op.kind.name.startswith("attention"):
             assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
             assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
@@ -415,6 +420,28 @@ def einsum_flops(i: Instruction) -> int:
     points = prod(size for name, size in sizes.items() if name not in idle_factors(i))
     passes = 6 if op.attrs["precision"] == "highest" and op.output.dtype.itemsize > 2 else 1
     return 2 * points * passes
+
+
+def convolution_flops(i: Instruction) -> int:
+    """Two flops for each element of a window that lies inside, of the block that has most; channels besides."""
+    op = i.operation
+    local = [{d.name: d.size for d in v.sharding.local_shape} for v in (*i.inputs, *i.outputs)]
+    points = 2 * (6 if op.attrs["precision"] == "highest" and op.output.dtype.itemsize > 2 else 1)
+    sliding = set()
+    for w in op.attrs["windows"]:
+        s, dims = w.slide, (w.first, w.second, w.out)
+        sliding |= {*dims}
+        inside = [
+            (j, f, i)
+            for j, f, i in product(range(s.first), range(s.second), range(s.out))
+            if s.stride * i + s.dilation * f == s.spread * j + s.before
+        ]
+        sizes = [local[n][dim] for n, dim in enumerate(dims)]
+        # The dims that a split of this one cuts: a result's, and of a sum over it one operand's or the other's.
+        cuts = [(1, 2)] if w.out == w.first else [(1, 2), (0, 2)]
+        points *= max(max(Counter(tuple(t[n] // sizes[n] for n in cut) for t in inside).values()) for cut in cuts)
+    sizes_of = {name: size for names in local for name, size in names.items()}
+    return points * prod(size for name, size in sizes_of.items() if name not in sliding)
 
 
 def attention_flops(i: Instruction) -> int:

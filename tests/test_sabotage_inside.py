@@ -175,7 +175,7 @@ def test_needs_that_forget_the_neighbour(name: str, monkeypatch: pytest.MonkeyPa
     right = run(*build())
     record = OPERATIONS[name]
     assert isinstance(record.lower, Halo)
-    object.__setattr__(record, "lower", Halo(lambda op, i, start, stop: (start, stop), record.lower.wrap))
+    object.__setattr__(record, "lower", Halo(lambda op, f, i, start, stop: (start, stop), record.lower.wrap))
     try:
         program, given = build()
         assert differs(program, given, right)

@@ -87,7 +87,7 @@ def gathered_run(
       x: this device's block.
       axis: where the split dim stands.
       axes: the mesh axes that split it, major first.
-      needs: number of a block along `axes` -> the indices [begin, end) that it needs, all of one length.
+      needs: number of a block along `axes` -> the indices [begin, end) that it needs; shorter runs end in anything.
       size: of the whole dim.
       wrap: whether the run goes round.
       received: whether others send; else only what lies here comes.
@@ -95,7 +95,7 @@ def gathered_run(
     mesh, block = context.mesh, x.shape[axis]
     count = mesh.group_size(axes)
     spans = [needs(j) for j in range(count)]
-    length = spans[0][1] - spans[0][0]
+    length = max(end - begin for begin, end in spans)
     pieces: list[_Piece] = []
     at_home: list[_Piece] = []
     for j, (begin, end) in enumerate(spans):

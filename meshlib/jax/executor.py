@@ -13,9 +13,10 @@ from jax import lax
 from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
 from meshlib.jax.context import Array, Context, Found, Index
 from meshlib.jax.repeats import Repeats
-from meshlib.jax.table import Part, row_of, run_row
-from meshlib.operation import Factor, Halo, Role, Summary
-from meshlib.program.exchange import split_factor
+from meshlib.jax.table import Part, Run, row_of, run_row
+from meshlib.graph import Operation
+from meshlib.operation import Factor, Halo, Summary
+from meshlib.program.exchange import RUNS, run_factors, summary_factor
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
@@ -109,23 +110,23 @@ class Executor(Interpreter[Array, Context]):
         axes: dict[str, tuple[str, ...]] = {}
         for axis, factor in i.assignment:
             axes[factor] = (*axes.get(factor, ()), axis)
-        split = split_factor(factors, axes)
+        split, moving = summary_factor(factors, axes), run_factors(factors, axes)
         part = Part(
             op,
             tuple(x.tensor.shape.names for x in i.inputs),
             tuple(y.local for y in i.outputs),
             _offsets(i, factors, axes, context),
             context,
-            (None,) * len(inputs),
+            ({},) * len(inputs),
             (None,) * len(inputs),
         )
         if any(v.margins for v in (*i.inputs, *i.outputs)):
-            return _within_margins(i, part, factors, inputs)
-        if split is None:
-            return run_row(part, row_of(op).local, inputs)
-        if split.role is not Role.HALO:
+            return _within_margins(i, part, factors, axes, inputs)
+        if split is not None:
             return _summarised(i, part, split, axes[split.name], inputs)
-        return _with_halo(i, part, split, axes[split.name], inputs)
+        if moving:
+            return _with_halos(i, part, moving, axes, inputs)
+        return run_row(part, row_of(op).local, inputs)
 
 
 def _scope(i: Instruction) -> str:
@@ -135,54 +136,57 @@ def _scope(i: Instruction) -> str:
 
 
 def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: Context) -> dict[str, Index]:
-    """Per factor the global index at which this device's block starts: of a run, the result's."""
+    """Per factor the global index at which this device's block starts: of a run, of what leads."""
     offsets: dict[str, Index] = {}
     for f in factors:
         over = axes.get(f.name, ())
-        size = f.size
-        if f.role is Role.HALO and f.outputs[0] is not None:
-            size = i.operation.output.shape.dim(f.outputs[0]).size
+        size = Halo.length(i.operation, f) if f.role in RUNS else f.size
         offsets[f.name] = context.index(over) * (size // context.mesh.group_size(over)) if over else 0
     return offsets
 
 
-def _with_halo(
-    i: Compute, part: Part, factor: Factor, axes: tuple[str, ...], inputs: Sequence[Array]
+def _with_halos(
+    i: Compute, part: Part, moving: Sequence[Factor], axes: Axes, inputs: Sequence[Array]
 ) -> tuple[Array, ...]:
-    """An operation whose operands come as the runs that this device's block of the result needs."""
-    op = i.operation
-    lower, out = op.kind.lower, factor.outputs[0]
+    """An operation whose operands come as the runs that this device's block of the result needs, dim after dim."""
+    op, context = i.operation, part.context
+    lower = op.kind.lower
     assert isinstance(lower, Halo)
-    assert out is not None
-    count = part.context.mesh.group_size(axes)
-    made = op.output.shape.dim(out).size // count
-    received = {e.operand for e in i.exchanges}
+    received = {(e.operand, e.dim) for e in i.exchanges}
     arrays: list[Array] = []
-    leads: list[int | None] = []
+    found: list[dict[str, Run]] = []
     for n, x in enumerate(inputs):
-        dim = factor.operands[n]
-        if dim is None:
-            arrays.append(x)
-            leads.append(None)
-            continue
-        shape = op.inputs[n].shape
-        spans = [lower.needs(op, n, j * made, (j + 1) * made) for j in range(count)]
-        run = gathered_run(
-            x,
-            shape.index(dim),
-            axes,
-            part.context,
-            spans.__getitem__,
-            shape.dim(dim).size,
-            lower.wrap(op),
-            n in received,
-        )
-        arrays.append(run)
-        leads.append(spans[0][0])
-    return run_row(replace(part, leads=tuple(leads)), row_of(op).local, arrays)
+        shape, runs = op.inputs[n].shape, {}
+        for f in moving:
+            dim = f.operands[n]
+            if dim is None:
+                continue
+            spans = _spans(op, lower, f, n, context.mesh.group_size(axes[f.name]))
+            x = gathered_run(
+                x,
+                shape.index(dim),
+                axes[f.name],
+                context,
+                spans.__getitem__,
+                shape.dim(dim).size,
+                lower.wrap(op),
+                (n, dim) in received,
+            )
+            runs[dim] = Run(tuple(begin for begin, _ in spans), context.index(axes[f.name]))
+        arrays.append(x)
+        found.append(runs)
+    return run_row(replace(part, runs=tuple(found)), row_of(op).local, arrays)
 
 
-def _within_margins(i: Compute, part: Part, factors: Sequence[Factor], inputs: Sequence[Array]) -> tuple[Array, ...]:
+def _spans(op: Operation, lower: Halo, f: Factor, operand: int, count: int) -> list[tuple[int, int]]:
+    """What each of `count` blocks needs of an operand's dim."""
+    made = lower.length(op, f) // count
+    return [lower.needs(op, f, operand, j * made, (j + 1) * made) for j in range(count)]
+
+
+def _within_margins(
+    i: Compute, part: Part, factors: Sequence[Factor], axes: Axes, inputs: Sequence[Array]
+) -> tuple[Array, ...]:
     """The result with its margins, from operands that are cut to what it needs of theirs."""
     op, (y, *_) = i.operation, i.outputs
     lower = op.kind.lower
@@ -190,37 +194,43 @@ def _within_margins(i: Compute, part: Part, factors: Sequence[Factor], inputs: S
     offsets, before = dict(part.offsets), {}
     for f in factors:
         out = f.outputs[0]
-        if out is not None:
-            before[f.name] = wide[out].before if out in wide else 0
-            offsets[f.name] = offsets[f.name] - before[f.name]
+        before[f.name] = wide[out].before if out is not None and out in wide else 0
+        offsets[f.name] = offsets[f.name] - before[f.name]
     arrays: list[Array] = []
-    leads: list[int | None] = []
+    found: list[dict[str, Run]] = []
     own: list[tuple[slice, ...] | None] = []
     for n, (x, array) in enumerate(zip(i.inputs, inputs, strict=True)):
         held = {m.dim: m for m in x.margins}
-        lead, mine = None, {}
+        runs: dict[str, Run] = {}
+        mine = {}
         for f in factors:
             dim, out = f.operands[n], f.outputs[0]
-            if dim is None or out is None:
+            over = axes.get(f.name, ())
+            if dim is None or (out is None and not over):
                 continue
             axis, size = x.tensor.shape.index(dim), x.tensor.shape.dim(dim).size
             start = -held[dim].before if dim in held else 0  # of what lies here, from the block's own begin
-            length = y.local_shape.dim(out).size
-            begin, end = -before[f.name], length - before[f.name]
-            if f.role is Role.HALO and isinstance(lower, Halo) and x.sharding.of(dim):
-                begin, end = lower.needs(op, n, begin, end)
-                lead = begin + before[f.name]
+            if f.role in RUNS and over and isinstance(lower, Halo):
+                count = part.context.mesh.group_size(over)
+                length = lower.length(op, f) // count
+                if out is not None:
+                    length = y.local_shape.dim(out).size
+                begin, end = lower.needs(op, f, n, -before[f.name], length - before[f.name])
+                begins = tuple(begin + before[f.name] + j * (size // count) for j in range(count))
+                runs[dim] = Run(begins, part.context.index(over))
                 if lower.wrap(op):
                     begin, end = start + (begin - start) % size, start + (begin - start) % size + end - begin
-            elif out not in wide and dim not in held:
+            elif out is not None and (out in wide or dim in held):
+                begin, end = -before[f.name], y.local_shape.dim(out).size - before[f.name]
+            else:
                 continue
             array = _cut(array, axis, begin - start, end - start)
             mine[axis] = slice(-begin, x.sharding.local_shape.dim(dim).size - begin)
         arrays.append(array)
-        leads.append(lead)
+        found.append(runs)
         whole = any(s != slice(0, array.shape[a]) for a, s in mine.items())
         own.append(tuple(mine.get(a, slice(None)) for a in range(array.ndim)) if whole else None)
-    part = replace(part, offsets=offsets, leads=tuple(leads), own=tuple(own))
+    part = replace(part, offsets=offsets, runs=tuple(found), own=tuple(own))
     return run_row(part, row_of(op).local, arrays)
 
 

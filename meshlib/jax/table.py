@@ -20,15 +20,22 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
+class Run:
+    """Where the runs of all blocks of a dim begin, in global indices, and which block this is."""
+
+    begins: tuple[int, ...]
+    index: Index
+
+
+@dataclass(frozen=True)
 class Part:
     """What a row is told besides its operands' blocks.
 
     names    the dims of each operand
     outs     types of the results' blocks
     offsets  per factor the global index at which this block starts
-    leads    of an operand that comes as the very run that the result needs (see `operation.Halo`): how far its first
-             element lies after the result's first one, in global indices, what lies outside the dim being anything;
-             None of an operand that comes as its block
+    runs     per operand the dims of which it comes as the very run that the result needs (see `operation.Halo`), what
+             lies outside the dim being anything
     own      per operand what of it is no margin, if it has any
     """
 
@@ -37,7 +44,7 @@ class Part:
     outs: tuple[TensorType, ...]
     offsets: Mapping[str, Index]
     context: Context
-    leads: tuple[int | None, ...]
+    runs: tuple[Mapping[str, Run], ...]
     own: tuple[tuple[slice, ...] | None, ...]
 
     @property
@@ -49,6 +56,11 @@ class Part:
     def out(self) -> TensorType:
         """The type of the first result's block."""
         return self.outs[0]
+
+    def lead(self, operand: int, dim: str) -> int | None:
+        """How far a run's first element lies after the result's first one, where dims have one size; None of a block."""
+        run = self.runs[operand].get(dim)
+        return None if run is None else run.begins[0]
 
     def positions(self, dim: str, size: int) -> Array:
         """The global indices of the result along `dim`, of which its block has `size`."""

@@ -22,6 +22,7 @@ from meshlib.program.signature import Assigned, Signature
 
 Axes: TypeAlias = tuple[str, ...]
 Rank: TypeAlias = tuple[float, int, int]  # cost, collectives, strays
+Near: TypeAlias = frozenset[tuple[int, str]]  # operands and dims of which others bring what lies elsewhere
 Places: TypeAlias = dict[str, list[Factor | None]]  # per axis the factors that may take it, and None
 
 
@@ -126,13 +127,13 @@ def options(
     binding: Binding,
     passes: bool,
     balance: Balance,
-    near: bool = False,
+    near: Near = frozenset(),
 ) -> tuple[Option, ...]:
     """The ways to run an operation that may be part of the best program, the cheapest first.
 
     Left out is what another way and a reshard afterwards would be no dearer than. `passes` says whether any user may
     take the result as a pending sum: if none does, a sum is passed on only where that is cheaper here and now. `near`:
-    another operation brings what this one needs of its neighbours.
+    the operands, and their dims, of which another operation brings what this one needs of its neighbours.
     """
     blank = Source((), signature.op.output.dtype.itemsize, balance.axis_prices)
     found = []
@@ -174,12 +175,12 @@ def _option(
     home: Sharding,
     binding: Binding,
     blank: Source,
-    near: bool,
+    near: Near,
 ) -> Option | None:
-    exchanges = () if near else made.exchanges
+    exchanges = [e for e in made.exchanges if (e.operand, e.dim) not in near]
     cost, collectives = c.work, len(exchanges)
-    if exchanges:
-        cost += busiest_bytes((e, 1) for e in exchanges) * axes_price(exchanges[0].axes, blank.prices)
+    for over in dict.fromkeys(e.axes for e in exchanges):
+        cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, blank.prices)
     sources: dict[int, Source] = {}
     new: list[tuple[Path, Sharding]] = []
     for n, (x, wanted) in enumerate(zip(operands, made.operands, strict=True)):

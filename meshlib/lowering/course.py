@@ -5,14 +5,14 @@ Used by the search (`beam`), which follows many ways to run a program, and by it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
 from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, made_again, obtain, parks
-from meshlib.lowering.choose import Balance, Binding, Choice, Operand, Option, options, settled
+from meshlib.lowering.choose import Balance, Binding, Choice, Near, Operand, Option, options, settled
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.simplification import Simplified
@@ -44,7 +44,7 @@ class _Facts(NamedTuple):
     home: Sharding
     binds: Binding
     passes: bool  # whether some user may take the result as a pending sum
-    near: bool
+    near: Near
     operands: list[tuple[int, Sharding, bool, tuple[str, ...]]]  # all of `Operand` but the source
 
 
@@ -59,7 +59,7 @@ class Course:
     found: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     loops: Loops
-    near: frozenset[Operation] = frozenset()  # others bring what these need of their neighbours
+    near: Mapping[Operation, Near] = field(default_factory=dict)  # see `near`
     again: set[Tensor] = field(init=False)  # what may be made again
     last: dict[Tensor, int] = field(init=False)  # the last operation that needs each tensor
     dying: dict[int, list[Tensor]] = field(init=False)  # per operation, what none after it needs
@@ -108,7 +108,7 @@ class Course:
             self.homes.of(op.output),
             binding(op.output, self.graph, self.homes, self.fetched),
             not users or any(i in self.signatures.of(user).linear.operands for user, i in users),
-            op in self.near,
+            self.near.get(op, frozenset()),
             [(inputs.index(t), self.homes.of(t), self.last[t] > n, h) for t, h in zip(inputs, held, strict=True)],
         )
 

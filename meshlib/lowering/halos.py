@@ -18,7 +18,8 @@ from typing import NamedTuple
 from layouts.plan import Step
 from meshlib.lowering.choose import Balance
 from meshlib.lowering.passes import remove_dead_code
-from meshlib.operation import Factor, Role, Work
+from meshlib.operation import Factor, Work
+from meshlib.program.exchange import RUNS
 from meshlib.program.instructions import Compute, Instruction, Move, Reason, Value, Widen
 from meshlib.program.margins import Margin, fits, given_away, keeps_margins, needed_margins, takes_margins
 from meshlib.program.records import Program
@@ -90,11 +91,11 @@ class _Widening:
                 self.cuts.update(zip(i.outputs, zip(i.inputs, i.steps, strict=True), strict=True))
             for x in i.inputs:
                 self.users.setdefault(x, []).append(i)
-        self.shifting = {i: f for i in moving if (f := self._uniform(i)) is not None}
-        for i, f in self.shifting.items():
-            for x, dim, needed in zip(i.inputs, f.operands, self.needs(i, {}), strict=True):
-                if dim in needed:
-                    self.demands.append(Demand(i, tuple(self._points(i, x, needed[dim]))))
+        self.shifting = {i for i in moving if self._uniform(i)}
+        for i in moving:
+            if i in self.shifting:
+                for x, needed in zip(i.inputs, self.needs(i, {}), strict=True):
+                    self.demands += [Demand(i, tuple(self._points(i, x, m))) for m in needed.values()]
 
     # ------------------------------------------------------------ who needs what
 
@@ -103,14 +104,15 @@ class _Widening:
             self.factors[i] = i.operation.kind.roles(i.operation)
         return self.factors[i]
 
-    def _uniform(self, i: Compute) -> Factor | None:
-        """The split dim of a shift or window: every block needs equally much of its neighbours."""
+    def _uniform(self, i: Compute) -> bool:
+        """Whether every block of a shift or window needs equally much of its neighbours."""
         split, factors = _split(i), self.factors_of(i)
-        found = [f for f in factors if f.name in split and f.role is Role.HALO]
-        if len(found) != 1 or not takes_margins(i.operation, factors, split):
-            return None
+        if not any(f.name in split and f.role in RUNS for f in factors):
+            return False
+        if not takes_margins(i.operation, factors, split):
+            return False
         needed = zip(i.inputs, self.needs(i, {}), strict=True)
-        return found[0] if all(_may_have(x, m) for x, margins in needed for m in margins.values()) else None
+        return all(_may_have(x, m) for x, margins in needed for m in margins.values())
 
     def _points(self, i: Compute, value: Value, margin: Margin) -> Iterator[Point]:
         """The operand; then what it is made of, and so on, as long as one operand alone has the dim."""
@@ -313,9 +315,12 @@ class _Rewriter:
         return y
 
 
-def _split(i: Compute) -> set[str]:
-    """The factors that some axis splits."""
-    return {f for _, f in i.assignment}
+def _split(i: Compute) -> dict[str, int]:
+    """The factors that some axis splits, each with its number of blocks."""
+    counts: dict[str, int] = {}
+    for axis, factor in i.assignment:
+        counts[factor] = counts.get(factor, 1) * i.outputs[0].sharding.mesh.axis_size(axis)
+    return counts
 
 
 def _in_order(v: Value, margins: Wide) -> tuple[Margin, ...]:

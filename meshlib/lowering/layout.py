@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from layouts import LayoutRules, Mesh, Sharding
 from meshlib.graph import Graph, Operation, Tensor
-from meshlib.lowering.choose import Balance
+from meshlib.lowering.choose import Balance, Near
 from meshlib.lowering.halos import share_halos
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Makers
@@ -23,7 +23,7 @@ from meshlib.program.checker import Sound, check_program
 from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
-Near: TypeAlias = frozenset[Operation]  # see `near_shifts`
+Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
 PASSES = (remove_dead_code, share_halos, merge_small_collectives, order_and_fuse)
 
 
@@ -48,7 +48,7 @@ class Lowering:
         kept = {name: simple.of(t) for name, t in fetched.items()}
         homes = Homes(simple.graph, self.mesh, self.rules, self.regather)
 
-        def lowered(near: Near) -> Program:
+        def lowered(near: Nears) -> Program:
             sweep = self._sweep(simple, homes, kept.values(), near)
             outputs = {name: sweep.at_home(t) for name, t in kept.items()}
             return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
@@ -74,7 +74,7 @@ class Lowering:
             if t.operation.kind.kind is not Kind.INPUT:
                 homes.bind(t, end)
 
-        def lowered(near: Near) -> Program:
+        def lowered(near: Nears) -> Program:
             sweep = self._sweep(simple, homes, bound, near)
             placed = [sweep.as_it_lies(t) if s is None else sweep.at(t, s) for t, s in zip(kept, ends, strict=True)]
             outputs = {f"{v.tensor.name} ({n})": v for n, v in enumerate(placed)}
@@ -103,20 +103,20 @@ class Lowering:
 
         return made
 
-    def _cheapest(self, simple: Simplified, homes: Homes, lowered: Callable[[Near], Program]) -> Program:
+    def _cheapest(self, simple: Simplified, homes: Homes, lowered: Callable[[Nears], Program]) -> Program:
         """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours."""
-        apart = lowered(frozenset())
+        apart = lowered({})
         near = near_shifts(simple, homes, self.memos.signatures)
         together = lowered(near) if near else apart
         return together if together.sent_bytes < apart.sent_bytes else apart
 
     def _sweep(
-        self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], near: Near = frozenset()
+        self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], near: Nears | None = None
     ) -> Partitioner:
         memos = self.memos
         options = memos.options.setdefault(self.balance, {})
         body = Body(self.body, self.trial)
-        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body, near)
+        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body, near or {})
         sweep.run()
         return sweep
 

@@ -7,51 +7,81 @@ it are compared (`layout`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from meshlib.graph import Operation, Tensor
+from meshlib.lowering.choose import Near
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Factor, Halo, Role
-from meshlib.program.margins import Margin, keeps_margins, needed_margins, takes_margins
+from meshlib.program.exchange import RUNS
+from meshlib.program.margins import Margin, Split, keeps_margins, needed_margins, takes_margins
 from meshlib.program.signature import Signatures
 
 
-def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures) -> frozenset[Operation]:
-    """The shifts that another one serves: of all in a region that need the same rows, those that need no more."""
-    groups: dict[object, list[tuple[Operation, Margin]]] = {}
+class _Need(NamedTuple):
+    """An operand of which an operation needs a margin; `must`: it has no other way."""
+
+    op: Operation
+    operand: int
+    margin: Margin
+    must: bool
+
+
+def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures) -> dict[Operation, Near]:
+    """Of each shift the operands, and their dims, that another one serves.
+
+    Of all in a region that need the same rows, those that need no more are served.
+    """
+    groups: dict[object, list[_Need]] = {}
     for op in graph.operations:
-        for factor in _shifted(op, homes, signatures):
-            for n, dim in enumerate(factor.operands):
-                needed = needed_margins(op, signatures.of(op).factors, n, {}, {factor.name})
-                if dim is not None and dim in needed:
-                    root = _root(graph.inputs[op][n], dim, graph, signatures)
-                    groups.setdefault((root, dim, op.region, needed[dim].wrap), []).append((op, needed[dim]))
-    served: set[Operation] = set()
-    for group in groups.values():
-        before = max(group, key=lambda x: x[1].before)[0]
-        after = max(group, key=lambda x: x[1].after)
-        paying = {before, after[0]} if after[1].after else {before}
-        served.update(op for op, _ in group if op not in paying)
-    return frozenset(served)
-
-
-def _shifted(op: Operation, homes: Homes, signatures: Signatures) -> Iterator[Factor]:
-    """The dims that are split at home along which it needs equally many rows of its neighbours, wherever it is."""
-    if isinstance(op.kind.lower, Halo):
+        if not isinstance(op.kind.lower, Halo):
+            continue
         factors = signatures.of(op).factors
-        for f in factors:
-            split = f.outputs[0] is not None and homes.of(op.output).of(f.outputs[0])
-            if split and f.role is Role.HALO and takes_margins(op, factors, {f.name}):
-                yield f
+        for factor, split in _shifted(op, factors, homes):
+            for n, dim in enumerate(factor.operands):
+                needed = needed_margins(op, factors, n, {}, split)
+                if dim is not None and dim in needed:
+                    root = _root(graph.inputs[op][n], dim, graph, signatures, split[factor.name])
+                    groups.setdefault((root, dim, op.region, needed[dim].wrap), []).append(
+                        _Need(op, n, needed[dim], factor.role is Role.HALO)
+                    )
+    served: dict[Operation, Near] = {}
+    for group in groups.values():
+        before = max(group, key=lambda x: (x.margin.before, x.must))
+        after = max(group, key=lambda x: (x.margin.after, x.must))
+        paying = (before, after) if after.margin.after else (before,)
+        for x in group:
+            if x not in paying:
+                served[x.op] = served.get(x.op, frozenset()) | {(x.operand, x.margin.dim)}
+    return served
 
 
-def _root(t: Tensor, dim: str, graph: Simplified, signatures: Signatures) -> Tensor:
+def _shifted(op: Operation, factors: Sequence[Factor], homes: Homes) -> Iterator[tuple[Factor, Split]]:
+    """The dims that are split at home along which it needs equally many rows of its neighbours, wherever it is.
+
+    A sum over a split dim finds them in either operand: which of them pays is for the search to say.
+    """
+    for f in factors:
+        if f.role not in RUNS:
+            continue
+        out, dim = f.outputs[0], f.operands[f.lead]
+        tensor, name = (op.output, out) if out is not None else (op.inputs[f.lead], dim)
+        assert name is not None
+        home = homes.of(tensor)
+        if home.of(name):
+            split = {f.name: home.mesh.group_size(home.of(name))}
+            if takes_margins(op, factors, split):
+                yield f, split
+
+
+def _root(t: Tensor, dim: str, graph: Simplified, signatures: Signatures, count: int) -> Tensor:
     """What it is made of row by row, along a dim, as long as one operand alone has the dim."""
     while True:
         op = t.operation
         factors = signatures.of(op).factors
-        split = {f.name for f in factors if f.outputs[0] == dim}
+        split = {f.name: count for f in factors if f.outputs[0] == dim}
         has = [x for x in graph.inputs.get(op, ()) if dim in x.shape]
         by_row = all(f.role is Role.PARALLEL and has for f in factors if f.name in split)
         if len(has) != 1 or not by_row or not keeps_margins(op, factors, split):

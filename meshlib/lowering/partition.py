@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
 from meshlib.lowering.beam import best_choices
-from meshlib.lowering.choose import Balance, Choice, Option
+from meshlib.lowering.choose import Balance, Choice, Near, Option
 from meshlib.lowering.course import Course, as_it_lies, binding
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Loops
@@ -37,7 +37,7 @@ class Partitioner:
     options: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     body: Body  # how loops are lowered
-    near: frozenset[Operation] = frozenset()  # see `near`
+    near: Mapping[Operation, Near] = field(default_factory=dict)  # see `near`
     variables: dict[str, Value] = field(default_factory=dict)
     inputs: dict[str, Value] = field(default_factory=dict)
     updates: dict[str, Value] = field(default_factory=dict)

@@ -92,8 +92,8 @@ class Kernel:
         self.mask = next((align(mask, names, (*rows, self.memory)) for mask, names in masks), None)
         # Of runs that a window needs, `starts` says where they begin.
         runs = isinstance(block.operation.kind.lower, Halo)
-        self.first_query = block.starts[0] if runs else block.offsets[self.length]
-        self.first_key = block.starts[1] if runs else block.offsets[self.memory]
+        self.first_query = block.start(0, self.length) if runs else block.offsets[self.length]
+        self.first_key = block.start(1, self.memory) if runs else block.offsets[self.memory]
         whole = block.operation.inputs[1].shape.dim(self.memory).size
         self.blind = self.mask is not None or self.k.shape[-2] < whole  # whether a query may see no key here
 
@@ -265,7 +265,9 @@ def _shared_gradients(block: Block, arrays: tuple[Array, ...]) -> tuple[Array, A
     shared, attrs = block.engine.shared, block.attrs
     if shared is None:
         return gradients(block, arrays)
-    options = (attrs["causal"], attrs["window"], attrs["scale"], block.offsets[attrs["length"]], *block.starts)
+    length, memory = attrs["length"], attrs["memory_length"]
+    places = (block.offsets[length], block.start(0, length), block.start(1, memory))
+    options = (attrs["causal"], attrs["window"], attrs["scale"], *places)
     key = ("attention", block.engine.trips, *options, *map(id, arrays))
     if key in shared:
         found: tuple[Array, Array, Array] = shared.pop(key)[0]

@@ -101,13 +101,13 @@ def _reach(op: Operation) -> tuple[int, int]:
     return far, 0 if op.attrs["causal"] else far
 
 
-def _of_queries(op: Operation, operand: int, start: int, stop: int) -> tuple[int, int]:
+def _of_queries(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
     """The queries [start, stop), and the keys that they see."""
     before, after = (0, 0) if op.attrs["length"] in op.inputs[operand].shape else _reach(op)
     return start - before, stop + after
 
 
-def _of_keys(op: Operation, operand: int, start: int, stop: int) -> tuple[int, int]:
+def _of_keys(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
     """The queries that see the keys [start, stop), and all keys that these see, which share their softmax."""
     before, after = _reach(op)
     start, stop = start - after, stop + before
@@ -121,7 +121,7 @@ WINDOW_GRAD_MEMORY = Halo(_of_keys)
 def window_grad_memory(block: Block, *arrays: Array) -> tuple[Array, Array]:
     """The cotangents of the keys and values of this block, of the run that was needed."""
     length, memory = block.attrs["length"], block.attrs["memory_length"]
-    begin, made = block.offsets[length] - block.starts[1], block.out.shape.dim(memory).size
+    begin, made = block.offsets[length] - block.start(1, memory), block.out.shape.dim(memory).size
     found = []
     for x, t in zip(local_grad_memory(block, *arrays), block.inputs[1:3], strict=True):
         own = (np.s_[:],) * t.shape.index(memory) + (np.s_[begin : begin + made],)

@@ -74,7 +74,7 @@ def _slice_local(block: Block, x: Array) -> Array:
     size = block.out.shape.dim(dim).size
     # Where in x the block of the result begins. Only one way to split the dim has offsets: by runs those of the result,
     # by a mask those of x.
-    begin = block.attrs["begin"] + block.offsets[dim] - block.starts[0] - block.offsets[_masked(dim)]
+    begin = block.attrs["begin"] + block.offsets[dim] - block.start(0, dim) - block.offsets[_masked(dim)]
     if begin >= 0 and begin + size <= x.shape[axis]:
         run: Array = x[_run(axis, begin, begin + size)]
         return run
@@ -101,7 +101,7 @@ SLICE = _define(
     storage=Storage.VIEW,
     exact=True,
     reads_part=True,
-    lower=Halo(lambda op, i, start, stop: (start + op.attrs["begin"], stop + op.attrs["begin"])),
+    lower=Halo(lambda op, f, i, start, stop: (start + op.attrs["begin"], stop + op.attrs["begin"])),
 )
 
 
@@ -179,7 +179,7 @@ def _pad_local(block: Block, x: Array) -> Array:
     dim = block.attrs["dim"]
     out = block.result()
     out[...] = block.attrs["value"]
-    _place(out, x, block.out.shape.index(dim), block.attrs["before"] + block.starts[0] - block.offsets[dim])
+    _place(out, x, block.out.shape.index(dim), block.attrs["before"] + block.start(0, dim) - block.offsets[dim])
     return out
 
 
@@ -190,7 +190,7 @@ PAD = _define(
     local=_pad_local,
     grad=lambda op, dy: [slice(dy, op.attrs["before"], op.inputs[0].shape.dim(op.attrs["dim"]).size, op.attrs["dim"])],
     linear=lambda op: Linear((0,)) if op.attrs["value"] == 0 else Linear(()),
-    lower=Halo(lambda op, i, start, stop: (start - op.attrs["before"], stop - op.attrs["before"])),
+    lower=Halo(lambda op, f, i, start, stop: (start - op.attrs["before"], stop - op.attrs["before"])),
 )
 
 
@@ -213,7 +213,7 @@ def pad(x: Tensor, paddings: Sequence[int], dim_name: str, pad_value: float = 0.
 def _shift_local(block: Block, x: Array) -> Array:
     dim, offset = block.attrs["dim"], block.attrs["offset"]
     axis, made = block.out.shape.index(dim), block.out.shape.dim(dim).size
-    first = block.offsets[dim] - offset - block.starts[0]  # where in x the first element of the result lies
+    first = block.offsets[dim] - offset - block.start(0, dim)  # where in x the first element of the result lies
     out = block.result()
     if block.attrs["wrap"]:
         size = block.operation.output.shape.dim(dim).size
@@ -233,7 +233,7 @@ SHIFT = _define(
     linear=lambda op: Linear((0,)),
     exact=True,
     lower=Halo(
-        lambda op, i, start, stop: (start - op.attrs["offset"], stop - op.attrs["offset"]),
+        lambda op, f, i, start, stop: (start - op.attrs["offset"], stop - op.attrs["offset"]),
         wrap=lambda op: bool(op.attrs["wrap"]),
     ),
 )
@@ -266,7 +266,7 @@ def _begins(op: Operation) -> list[int]:
     return [0, *accumulate(x.shape.dim(op.attrs["dim"]).size for x in op.inputs)]
 
 
-def _concat_needs(op: Operation, operand: int, start: int, stop: int) -> tuple[int, int]:
+def _concat_needs(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> tuple[int, int]:
     begin = _begins(op)[operand]
     return start - begin, stop - begin
 
@@ -274,8 +274,8 @@ def _concat_needs(op: Operation, operand: int, start: int, stop: int) -> tuple[i
 def _concat_local(block: Block, *xs: Array) -> Array:
     dim = block.attrs["dim"]
     axis, out = block.out.shape.index(dim), block.result()
-    for x, begin, start in zip(xs, _begins(block.operation), block.starts, strict=False):
-        _place(out, x, axis, begin + start - block.offsets[dim])
+    for n, (x, begin) in enumerate(zip(xs, _begins(block.operation), strict=False)):
+        _place(out, x, axis, begin + block.start(n, dim) - block.offsets[dim])
     return out
 
 

@@ -299,15 +299,17 @@ def _check_margins(instruction: Compute, factors: Sequence[Factor], axes: Mappin
     """Whether the operands hold what the result and its margins need of their neighbours."""
     op = instruction.operation
     made = {m.dim: m for y in instruction.outputs for m in y.margins}
-    split = {f.outputs[0] for f in factors if axes.get(f.name)}
+    mesh = instruction.outputs[0].sharding.mesh
+    counts = {name: mesh.group_size(over) for name, over in axes.items() if over}
+    split = {f.outputs[0] for f in factors if f.name in counts}
     fitting = all(fits(m, y.tensor, y.sharding) for y in instruction.outputs for m in y.margins)
-    if made and not (fitting and keeps_margins(op, factors, axes) and split.issuperset(made)):
+    if made and not (fitting and keeps_margins(op, factors, counts) and split.issuperset(made)):
         raise ProgramError(f"can't make margins {', '.join(map(str, made.values()))}")
-    if not takes_margins(op, factors, axes):
+    if not takes_margins(op, factors, counts):
         raise ProgramError("needs of other blocks what no margin has")
     for n, x in enumerate(instruction.inputs):
         held = {m.dim: m for m in x.margins}
-        for dim, margin in needed_margins(op, factors, n, made, axes).items():
+        for dim, margin in needed_margins(op, factors, n, made, counts).items():
             if dim not in held or not held[dim].covers(margin):
                 raise ProgramError(f"operand {x.tensor.name} is {x}; its block needs margins {margin}")
 

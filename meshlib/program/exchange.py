@@ -15,7 +15,8 @@ from meshlib.graph import Operation, TensorType
 from meshlib.operation import Factor, Halo, Role, Summary
 
 Axes = tuple[str, ...]
-TOGETHER = (Role.HALO, Role.SUMMARY, Role.SHARE)  # of factors whose blocks need each other
+RUNS = (Role.HALO, Role.OVERLAP)  # of factors whose blocks need runs of each other's
+TOGETHER = (*RUNS, Role.SUMMARY, Role.SHARE)  # of factors whose blocks need each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,14 @@ def runs(begin: int, end: int, size: int, block: int, wrap: bool) -> Iterator[Ru
         at += length
 
 
-def split_factor(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> Factor | None:
-    """The factor that is split though its blocks need each other, if any."""
-    return next((f for f in factors if f.role in TOGETHER and axes.get(f.name)), None)
+def run_factors(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> tuple[Factor, ...]:
+    """The factors that are split though their blocks need runs of each other's, in the order in which these move."""
+    return tuple([f for f in factors if f.role in RUNS and axes.get(f.name)])
+
+
+def summary_factor(factors: Sequence[Factor], axes: Mapping[str, Axes]) -> Factor | None:
+    """The factor that is split though its blocks need a summary of each other, if any."""
+    return next((f for f in factors if f.role in (Role.SUMMARY, Role.SHARE) and axes.get(f.name)), None)
 
 
 def plan_exchanges(
@@ -79,37 +85,43 @@ def plan_exchanges(
     out: Sharding,
 ) -> tuple[Exchange, ...]:
     """What an operation sends under an assignment of axes, besides the reshards of its operands."""
-    factor = split_factor(factors, axes)
-    if factor is None:
+    if (factor := summary_factor(factors, axes)) is not None:
+        return _summaries(op, factor, axes[factor.name], operands)
+    moving = run_factors(factors, axes)
+    if not moving:
         return ()
-    over = axes[factor.name]
-    count = out.mesh.group_size(over)
-    if isinstance(op.kind.lower, Summary):
-        types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
-        payload = sum(t.shape.size * t.dtype.itemsize for t in op.kind.lower.types(types, op.attrs))
-        along = next(d for d in factor.operands if d is not None)
-        if factor.shares is not None:
-            sent: tuple[int | float, ...] = ((count - 1) * (payload // count),) * count
-            return (Exchange("all_to_all", over, along, -1, payload, sent, factor.shares),)
-        if op.kind.lower.combine is not None:  # by a ring, or as all_to_all, combining, all_gather: the same bytes
-            sent = (2 * (count - 1) * payload / count,) * count
-            return (Exchange("all_reduce", over, along, -1, payload, sent),)
-        return (Exchange("all_gather", over, along, -1, payload, ((count - 1) * payload,) * count),)
-    assert isinstance(op.kind.lower, Halo)
-    name = factor.outputs[0]
-    assert name is not None
-    made = op.output.shape.dim(name).size // count
     found = []
     for i, (s, x) in enumerate(zip(operands, op.inputs, strict=True)):
-        dim = factor.operands[i]
-        if dim is None:
-            continue
-        size = x.shape.dim(dim).size
-        row_bytes = prod(s.local_shape.sizes) // (size // count) * x.dtype.itemsize
-        given = tuple(n * row_bytes for n in _given_away(op, i, made, count, size))
-        if any(given):
-            found.append(Exchange("collective_permute", over, dim, i, max(given), given))
+        sizes = dict(zip(s.local_shape.names, s.local_shape.sizes, strict=True))  # with what has come already
+        for f in moving:
+            dim = f.operands[i]
+            if dim is None:
+                continue
+            count = out.mesh.group_size(axes[f.name])
+            rows = _Rows(op, f, i, count)
+            row_bytes = prod(n for name, n in sizes.items() if name != dim) * x.dtype.itemsize
+            given = tuple(n * row_bytes for n in rows.given_away())
+            if any(given):
+                found.append(Exchange("collective_permute", axes[f.name], dim, i, max(given), given))
+            sizes[dim] = rows.longest
     return tuple(found)
+
+
+def _summaries(op: Operation, factor: Factor, over: Axes, operands: Sequence[Sharding]) -> tuple[Exchange, ...]:
+    """What blocks tell each other along a factor of role SUMMARY or SHARE."""
+    lower = op.kind.lower
+    assert isinstance(lower, Summary)
+    count = operands[0].mesh.group_size(over)
+    types = tuple(TensorType(s.local_shape, x.dtype) for s, x in zip(operands, op.inputs, strict=True))
+    payload = sum(t.shape.size * t.dtype.itemsize for t in lower.types(types, op.attrs))
+    along = next(d for d in factor.operands if d is not None)
+    if factor.shares is not None:
+        sent: tuple[int | float, ...] = ((count - 1) * (payload // count),) * count
+        return (Exchange("all_to_all", over, along, -1, payload, sent, factor.shares),)
+    if lower.combine is not None:  # by a ring, or as all_to_all, combining, all_gather: the same bytes
+        sent = (2 * (count - 1) * payload / count,) * count
+        return (Exchange("all_reduce", over, along, -1, payload, sent),)
+    return (Exchange("all_gather", over, along, -1, payload, ((count - 1) * payload,) * count),)
 
 
 def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int | float:
@@ -124,14 +136,36 @@ def busiest_bytes(exchanges: Iterable[tuple[Exchange, int]]) -> int | float:
     return sum(map(max, totals.values()))
 
 
-def _given_away(op: Operation, operand: int, made: int, count: int, size: int) -> list[int]:
-    """How many indices each block gives to others."""
-    assert isinstance(op.kind.lower, Halo)
-    block, wrap = size // count, op.kind.lower.wrap(op)
-    sent = [0] * count
-    for j in range(count):
-        begin, end = op.kind.lower.needs(op, operand, j * made, (j + 1) * made)
-        for run in runs(begin, end, size, block, wrap):
-            if run.source != j:
-                sent[run.source] += run.end - run.begin
-    return sent
+@dataclass(frozen=True)
+class _Rows:
+    """Which indices of an operand's split dim the blocks of a factor need, one set of indices per block."""
+
+    op: Operation
+    factor: Factor
+    operand: int
+    count: int
+
+    def runs(self) -> Iterator[list[Run]]:
+        """Per block what it needs, cut at the blocks that have it."""
+        op, f = self.op, self.factor
+        lower, dim = op.kind.lower, f.operands[self.operand]
+        assert isinstance(lower, Halo)
+        assert dim is not None
+        size, made = op.inputs[self.operand].shape.dim(dim).size, lower.length(op, f) // self.count
+        for j in range(self.count):
+            needed = lower.needs(op, f, self.operand, j * made, (j + 1) * made)
+            yield list(runs(*needed, size, size // self.count, lower.wrap(op)))
+
+    def given_away(self) -> list[int]:
+        """How many indices each block gives to others."""
+        sent = [0] * self.count
+        for j, needed in enumerate(self.runs()):
+            for run in needed:
+                if run.source != j:
+                    sent[run.source] += run.end - run.begin
+        return sent
+
+    @property
+    def longest(self) -> int:
+        """The most indices that a block holds when it has got what it needs: all devices hold as many."""
+        return max(sum(run.end - run.begin for run in needed) for needed in self.runs())

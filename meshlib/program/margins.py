@@ -7,13 +7,13 @@ the margins. Who needs less than a block holds cuts it off, which sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import ON_MXU, Factor, Halo, Kind, Role
-from meshlib.program.exchange import TOGETHER, runs
+from meshlib.operation import ON_MXU, Factor, Halo, Kind
+from meshlib.program.exchange import RUNS, TOGETHER, runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,43 +51,55 @@ class Margin:
 
 
 Margins = Mapping[str, Margin]  # by dim
+Split = Mapping[str, int]  # per factor that is split, into how many blocks
 
 
-def reach(op: Operation, factor: Factor, operand: int) -> tuple[int, int] | None:
-    """How far before its own indices a result needs an operand, and how far after, either of which may be negative.
+def reach(op: Operation, factor: Factor, operand: int, count: int) -> tuple[int, int] | None:
+    """How far before its own block a block of a factor needs an operand, and how far after; negative if not all of it.
 
-    None where blocks of the result and of the operand do not lie side by side, so that each needs other rows.
+    None where each of the `count` blocks needs other rows, counted from its own.
     """
-    lower, out, name = op.kind.lower, factor.outputs[0], factor.operands[operand]
-    if not isinstance(lower, Halo) or factor.role is not Role.HALO or out is None or name is None:
+    lower, name = op.kind.lower, factor.operands[operand]
+    if not isinstance(lower, Halo) or factor.role not in RUNS or name is None:
         return None
-    size = op.output.shape.dim(out).size
-    if op.inputs[operand].shape.dim(name).size != size:
+    size, made = op.inputs[operand].shape.dim(name).size, lower.length(op, factor) // count
+    block, found = size // count, set()
+    for j in range(count):
+        begin, end = lower.needs(op, factor, operand, j * made, (j + 1) * made)
+        found.add((j * block - begin, end - (j + 1) * block))
+    if len(found) > 1:
         return None
-    begin, end = lower.needs(op, operand, 0, size)
-    if (begin + 1, end) != lower.needs(op, operand, 1, size):  # a run of other rows, not those at an offset
-        return None
-    before, after = -begin, end - size
+    ((before, after),) = found
     if lower.wrap(op) and before > size // 2:  # it is nearer the other way round
         before, after = before - size, after + size
     return before, after
 
 
-def takes_margins(op: Operation, factors: Sequence[Factor], split: Collection[str]) -> bool:
+def takes_margins(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
     """Whether an operation finds what it needs, if its operands have margins along the factors in `split`."""
     apart = [f for f in factors if f.name in split and f.role in TOGETHER]
-    return all(reach(op, f, n) is not None for f in apart for n, dim in enumerate(f.operands) if dim is not None)
+    return all(
+        reach(op, f, n, split[f.name]) is not None for f in apart for n, dim in enumerate(f.operands) if dim is not None
+    )
 
 
-def keeps_margins(op: Operation, factors: Sequence[Factor], split: Collection[str]) -> bool:
+def keeps_margins(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
     """Whether it can make its result with margins, too, by little work."""
     alike = op.kind.kind is Kind.ELEMENTWISE or (isinstance(op.kind.lower, Halo) and op.kind.kind not in ON_MXU)
-    return alike and len(op.outputs) == 1 and takes_margins(op, factors, split)
+    return alike and len(op.outputs) == 1 and _side_by_side(op, factors, split) and takes_margins(op, factors, split)
 
 
-def needed_margins(
-    op: Operation, factors: Sequence[Factor], operand: int, made: Margins, split: Collection[str]
-) -> Margins:
+def _side_by_side(op: Operation, factors: Sequence[Factor], split: Split) -> bool:
+    """Whether operands and result have as many indices along each factor: what is needed moves along with an index."""
+    for f in factors:
+        if f.name in split and f.role in RUNS:
+            sizes = {x.shape.dim(dim).size for x, dim in zip(op.inputs, f.operands, strict=True) if dim is not None}
+            if sizes != {Halo.length(op, f)} or f.outputs[0] is None:
+                return False
+    return True
+
+
+def needed_margins(op: Operation, factors: Sequence[Factor], operand: int, made: Margins, split: Split) -> Margins:
     """The margins that one operand must have, for a result with margins `made`, along the factors in `split`."""
     found: dict[str, Margin] = {}
     for f in factors:
@@ -95,8 +107,8 @@ def needed_margins(
         if dim is None or f.name not in split:
             continue
         wanted = made.get(out) if out is not None else None
-        if f.role is Role.HALO and isinstance(op.kind.lower, Halo):
-            far = reach(op, f, operand)
+        if f.role in RUNS and isinstance(op.kind.lower, Halo):
+            far = reach(op, f, operand, split[f.name])
             assert far is not None
             before, after = (n + far[k] for k, n in enumerate((wanted.before, wanted.after) if wanted else (0, 0)))
             wanted = Margin(dim, max(before, 0), max(after, 0), op.kind.lower.wrap(op))

@@ -25,10 +25,10 @@ def compute(
     offsets: Mapping[str, int],
     engine: Engine,
     buffer: Array | None,
-    starts: tuple[int, ...] = (),
+    starts: tuple[Mapping[str, int], ...] = (),
 ) -> tuple[Array, ...]:
     """Run `local` on one block: the results have the local types, rounded if they are bfloat16."""
-    block = Block(op, inputs, outs[0], offsets, engine, buffer, starts or (0,) * len(inputs))
+    block = Block(op, inputs, outs[0], offsets, engine, buffer, starts)
     with np.errstate(all="ignore"):  # overflow and NaN are values here; the NaN report finds them
         return finished(op, outs, op.kind.local(block, *arrays))
 

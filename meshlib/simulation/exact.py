@@ -21,7 +21,7 @@ from meshlib.engine import Engine
 from meshlib.errors import ProgramError
 from meshlib.graph import Operation, TensorType
 from meshlib.operation import Block, Factor, Halo, Role, Summary
-from meshlib.program.exchange import runs, split_factor
+from meshlib.program.exchange import RUNS, run_factors, runs, summary_factor
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value, Widen
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
@@ -136,19 +136,18 @@ def _compute(program: Program, instruction: Compute, inputs: Sequence[Blocks], e
     for axis, factor in instruction.assignment:
         axes[factor] = (*axes.get(factor, ()), axis)
     places = _places(program.mesh, factors, axes, op)
-    split = split_factor(factors, axes)
+    split, moving = summary_factor(factors, axes), run_factors(factors, axes)
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
     if any(v.margins for v in (*instruction.inputs, *instruction.outputs)):
         made = [_within_margins(instruction, factors, place, d, inputs, engine) for d, place in enumerate(places)]
-    elif split is not None and split.role is not Role.HALO:
+    elif split is not None:
         made = _summarised(instruction, split, axes[split.name], places, inputs, engine)
     else:
+        taken = [_with_halos(instruction, moving, axes, n, blocks) for n, blocks in enumerate(inputs)]
         made = []
         for device, offsets in enumerate(places):
-            arrays, starts = [b[device] for b in inputs], (0,) * len(inputs)
-            if split is not None:
-                arrays, starts = _with_halo(instruction, split, axes[split.name], device, inputs)
+            arrays, starts = [b[device] for b, _ in taken], tuple(s[device] for _, s in taken)
             made.append(compute(op, types, outs, arrays, offsets, engine, None, starts))
     return [[y[n] for y in made] for n in range(len(outs))]
 
@@ -162,9 +161,8 @@ def _places(
     for f in factors:
         if f.name not in axes:
             continue
-        size = f.size
-        if f.role is Role.HALO and f.outputs[0] is not None:  # operands and result differ in size: the result's
-            size = op.output.shape.dim(f.outputs[0]).size
+        # Operands and result may differ in size along runs: it is that of the dim that is cut.
+        size = Halo.length(op, f) if f.role in RUNS else f.size
         over = [(mesh.index(axis), mesh.axis_size(axis)) for axis in axes[f.name]]
         split.append((f.name, over, size // prod(count for _, count in over)))
     places = []
@@ -179,42 +177,37 @@ def _places(
     return places
 
 
-def _with_halo(
-    instruction: Compute, factor: Factor, over: tuple[str, ...], device: int, inputs: Sequence[Blocks]
-) -> tuple[list[Array], tuple[int, ...]]:
-    """Each operand's run of the split dim that this device needs, and where the runs start.
+def _with_halos(
+    instruction: Compute, moving: Sequence[Factor], axes: Mapping[str, tuple[str, ...]], operand: int, blocks: Blocks
+) -> tuple[Blocks, list[dict[str, int]]]:
+    """One operand's runs of the split dims that each device needs, and where they begin; one dim after the other.
 
     Runs of other devices come with the instruction's exchanges; without one only the own block is there.
     """
     op = instruction.operation
-    lower = op.kind.lower
-    assert isinstance(lower, Halo)
-    assert factor.outputs[0] is not None
-    mesh = instruction.outputs[0].sharding.mesh
-    group = next(g for g in mesh.groups(over) if device in g)
-    mine, count = group.index(device), len(group)
-    made = op.output.shape.dim(factor.outputs[0]).size // count
-    received = {e.operand for e in instruction.exchanges}
-    arrays, starts = [], []
-    for i, blocks in enumerate(inputs):
-        dim = factor.operands[i]
+    starts: list[dict[str, int]] = [{} for _ in blocks]
+    received = {e.dim for e in instruction.exchanges if e.operand == operand}
+    lower, shape = op.kind.lower, op.inputs[operand].shape
+    for f in moving:
+        dim = f.operands[operand]
         if dim is None:
-            arrays.append(blocks[device])
-            starts.append(0)
             continue
-        shape = op.inputs[i].shape
+        assert isinstance(lower, Halo)
         axis, size = shape.index(dim), shape.dim(dim).size
-        begin, end = lower.needs(op, i, mine * made, (mine + 1) * made)
-        pieces = []
-        for run in runs(begin, end, size, size // count, lower.wrap(op)):
-            if run.source == mine or i in received:
-                at = run.begin - run.source * (size // count)
-                cut_out = (np.s_[:],) * axis + (np.s_[at : at + run.end - run.begin],)
-                pieces.append(blocks[group[run.source]][cut_out])
-        empty = blocks[device][(np.s_[:],) * axis + (np.s_[:0],)]
-        arrays.append(np.concatenate(pieces, axis=axis) if pieces else empty)
-        starts.append(begin if lower.wrap(op) else max(begin, 0))
-    return arrays, tuple(starts)
+        before, blocks = blocks, list(blocks)
+        for group in instruction.outputs[0].sharding.mesh.groups(axes[f.name]):
+            made, block = lower.length(op, f) // len(group), size // len(group)
+            for n, device in enumerate(group):
+                begin, end = lower.needs(op, f, operand, n * made, (n + 1) * made)
+                pieces = [before[device][(np.s_[:],) * axis + (np.s_[:0],)]]
+                for run in runs(begin, end, size, block, lower.wrap(op)):
+                    if run.source == n or dim in received:
+                        at = run.begin - run.source * block
+                        cut_out = (np.s_[:],) * axis + (np.s_[at : at + run.end - run.begin],)
+                        pieces.append(before[group[run.source]][cut_out])
+                blocks[device] = np.concatenate(pieces, axis=axis)
+                starts[device][dim] = begin if lower.wrap(op) else max(begin, 0)
+    return blocks, starts
 
 
 def _within_margins(
@@ -230,23 +223,30 @@ def _within_margins(
     y = instruction.outputs[0]
     coordinate = y.sharding.mesh.coordinates()[device]
     made, wide = held_runs(y, coordinate), {m.dim for m in y.margins}
+    own = [held_runs(Value(x.tensor, x.sharding), coordinate) for x in instruction.inputs]
+    split = {name for _, name in instruction.assignment}
     by_factor = {f.name: made[f.outputs[0]] for f in factors if f.outputs[0] is not None}
+    for f in factors:
+        if f.role is Role.OVERLAP and f.name in split and (led := f.operands[f.lead]) is not None:
+            by_factor[f.name] = own[f.lead][led]
     offsets = {**place, **{name: begin for name, (begin, _) in by_factor.items()}}
     arrays, starts, types = [], [], []
     for n, (x, blocks) in enumerate(zip(instruction.inputs, inputs, strict=True)):
-        held, wanted, start = held_runs(x, coordinate), held_runs(Value(x.tensor, x.sharding), coordinate), 0
+        held, wanted = held_runs(x, coordinate), dict(own[n])
+        start: dict[str, int] = {}
         for f in factors:
             dim = f.operands[n]
             if dim is None or f.name not in by_factor:
                 continue
-            if f.role is Role.HALO and isinstance(op.kind.lower, Halo) and x.sharding.of(dim):
-                begin, end = op.kind.lower.needs(op, n, *by_factor[f.name])
+            if f.role in RUNS and isinstance(op.kind.lower, Halo) and f.name in split:
+                begin, end = op.kind.lower.needs(op, f, n, *by_factor[f.name])
                 low, high = held[dim]
                 if op.kind.lower.wrap(op):
                     length, begin = end - begin, low + (begin - low) % x.tensor.shape.dim(dim).size
                     end = begin + length
                 begin = min(max(begin, low), high)
-                wanted[dim], start = (begin, min(max(end, begin), high)), begin
+                wanted[dim] = (begin, min(max(end, begin), high))
+                start[dim] = begin
             elif f.outputs[0] in wide:
                 wanted[dim] = by_factor[f.name]
         cuts = tuple(np.s_[b - held[d][0] : e - held[d][0]] for d, (b, e) in wanted.items())
@@ -321,8 +321,7 @@ def _summarised(
     op = instruction.operation
     types = tuple(x.local for x in instruction.inputs)
     outs = tuple(y.local for y in instruction.outputs)
-    starts = (0,) * len(types)
-    blocks = [Block(op, types, outs[0], place, engine, None, starts) for place in places]
+    blocks = [Block(op, types, outs[0], place, engine) for place in places]
     made: list[tuple[Array, ...]] = [()] * len(places)
     for group in instruction.outputs[0].sharding.mesh.groups(over):
         arrays = [[b[device] for b in inputs] for device in group]

@@ -24,9 +24,9 @@ from layouts import Dimension, Shape
 from meshlib.arrays import new_array, unwritten
 from meshlib.dtypes import FLOAT32
 from meshlib.engine import Engine
-from meshlib.graph import TensorType
-from meshlib.operation import ON_MXU, Block
-from meshlib.program.exchange import split_factor
+from meshlib.graph import Operation, TensorType
+from meshlib.operation import ON_MXU, Block, Factor, Halo, Role
+from meshlib.program.exchange import summary_factor
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
@@ -242,36 +242,36 @@ class FastExecutor(Interpreter[Array, Engine]):
         split = {f.name: tuple(a for a, name in i.assignment if name == f.name and a in looped) for f in factors}
         results = tuple(new_array(self._stored_shape(y), y.tensor.dtype.storage) for y in i.outputs)
         outs = tuple(y.tensor.type for y in i.outputs)
-        shared = split_factor(factors, split)
+        shared = summary_factor(factors, split)
         groups: dict[tuple[int, ...], list[tuple[Block, list[Array], dict[str, int]]]] = {}
         for point in product(*(range(mesh.axis_size(a)) for a in looped)):
             at = dict(zip(looped, point, strict=True))
-            offsets, counts = {}, {}
+            offsets, places = {}, {}
             for f in factors:
                 index, count = 0, 1
                 for axis in split[f.name]:
                     size = mesh.axis_size(axis)
                     index, count = index * size + at[axis], count * size
-                counts[f.name] = count
-                offsets[f.name] = index * (f.size // count)
-            blocks, types = [], []
+                places[f.name] = index, count
+                offsets[f.name] = index * (_cut_size(i.operation, f) // count)
+            blocks, types, starts = [], [], []
             for n, (x, array) in enumerate(zip(i.inputs, taken, strict=True)):
                 array = array[tuple(at[a] for a in self.apart.get(x, ()))]
-                cuts, dims = [], []
+                cuts, dims = {}, []
                 for d in x.tensor.shape:
                     ways = [f for f in factors if f.operands[n] == d.name]
-                    f = next((f for f in ways if counts[f.name] > 1), ways[0])
-                    size = d.size // counts[f.name]
-                    start = offsets[f.name] // (f.size // counts[f.name]) * size if counts[f.name] > 1 else 0
-                    cuts.append(np.s_[start : start + size])
-                    dims.append(Dimension(d.name, size))
-                blocks.append(array[tuple(cuts)])
+                    f = next((f for f in ways if places[f.name][1] > 1), ways[0])
+                    cuts[d.name] = _part(i.operation, f, n, d, *places[f.name])
+                    dims.append(Dimension(d.name, d.size // places[f.name][1]))
+                blocks.append(array[tuple(np.s_[begin:end] for begin, end in cuts.values())])
                 types.append(TensorType(Shape(dims), x.tensor.dtype))
+                starts.append({f.operands[n] or "": cuts[f.operands[n] or ""][0]
+                               for f in factors if f.role is Role.OVERLAP and places[f.name][1] > 1})  # fmt: skip
             if shared is None:
-                made = compute(i.operation, tuple(types), outs, blocks, offsets, engine, None)
+                made = compute(i.operation, tuple(types), outs, blocks, offsets, engine, None, tuple(starts))
                 self._keep(i, at, results, made)
             else:
-                block = Block(i.operation, tuple(types), outs[0], offsets, engine, None, (0,) * len(types))
+                block = Block(i.operation, tuple(types), outs[0], offsets, engine)
                 others = tuple(at[a] for a in looped if a not in split[shared.name])
                 groups.setdefault(others, []).append((block, blocks, at))
         for group in groups.values():  # blocks that tell each other what they are
@@ -284,3 +284,18 @@ class FastExecutor(Interpreter[Array, Engine]):
         """Put what was made at one coordinate in its place."""
         for y, result, part in zip(i.outputs, results, made, strict=True):
             result[tuple(at[a] for a in self.apart.get(y, ()))] = part
+
+
+def _cut_size(op: Operation, f: Factor) -> int:
+    """The size of the dim that a split of a factor cuts in blocks."""
+    return Halo.length(op, f) if f.role is Role.OVERLAP else f.size
+
+
+def _part(op: Operation, f: Factor, operand: int, d: Dimension, index: int, count: int) -> tuple[int, int]:
+    """The indices of an operand's dim that block number `index` of `count` is given; parts of a sum may overlap."""
+    if f.role is Role.OVERLAP and count > 1:
+        assert isinstance(op.kind.lower, Halo)
+        made = Halo.length(op, f) // count
+        begin, end = op.kind.lower.needs(op, f, operand, index * made, (index + 1) * made)
+        return min(max(begin, 0), d.size), min(max(end, 0), d.size)
+    return index * (d.size // count), (index + 1) * (d.size // count)

@@ -114,7 +114,7 @@ class Wide(Interpreter[Array, Engine]):
         op = i.operation
         types = tuple(_wide_type(v.tensor) for v in i.inputs)
         zeros = {f.name: 0 for f in op.kind.roles(op)}
-        block = Block(op, types, _wide_type(op.output), zeros, context, None, (0,) * len(types))
+        block = Block(op, types, _wide_type(op.output), zeros, context)
 
         def local(arrays: Sequence[Array]) -> list[Array]:
             with np.errstate(all="ignore"):

@@ -64,7 +64,7 @@ def apply(
     """The results of `local`; `more` are fields of the block."""
     zeros = {f.name: 0 for f in record.roles(op)}
     types, out = tuple(x.type for x in op.inputs), op.output.type
-    fields = {"inputs": types, "out": out, "offsets": zeros, "engine": ENGINE, "starts": (0,) * len(types), **more}
+    fields = {"inputs": types, "out": out, "offsets": zeros, "engine": ENGINE, **more}
     with np.errstate(all="ignore"):
         made = record.local(Block(op, buffer=buffer, **fields), *arrays)
     return made if isinstance(made, tuple) else (made,)

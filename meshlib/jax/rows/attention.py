@@ -51,7 +51,7 @@ class Kernel:
 
     def _first(self, n: int, dim: str) -> Index:
         """The global index of the first query or key here. Of a run, `offsets` has the result's."""
-        lead = self.part.leads[n]
+        lead = self.part.lead(n, dim)
         return self.part.offsets.get(dim, 0) if lead is None else self.part.offsets[self.length] + lead
 
     def _rows(self, x: Array, names: Names, last: str) -> Array:
@@ -98,7 +98,7 @@ class Kernel:
         if attrs["window"] is not None:
             near = jnp.abs(i - j) < attrs["window"]
             seen = near if seen is None else seen & near
-        if self.part.leads[1] is not None:  # of runs, what lies outside the sequence is not there
+        if self.part.runs[1]:  # of runs, what lies outside the sequence is not there
             size = self.part.operation.inputs[1].shape.dim(self.memory).size
             there = (j >= 0) & (j < size) & (i >= 0) & (i < size)
             seen = there if seen is None else seen & there
@@ -186,7 +186,7 @@ def fusable(kernel: Kernel) -> bool:
     here = kernel.context.platform == "gpu" and kernel.q.dtype == jnp.bfloat16
     # Positions are counted from the first query and key: both must be the sequence's own.
     whole = all(isinstance(n, int) and n == 0 for n in (kernel.first_query, kernel.first_key))
-    aligned_rows = whole and kernel.part.leads[1] is None and (not by_position or kernel.queries == kernel.keys)
+    aligned_rows = whole and not kernel.part.runs[1] and (not by_position or kernel.queries == kernel.keys)
     fits = size == kernel.v.shape[-1] and size % 8 == 0 and size <= 128
     return here and kernel.mask is None and aligned_rows and fits
 
@@ -336,7 +336,7 @@ def _window_grad_memory(part: Part, *arrays: Array) -> tuple[Array, Array]:
     """The cotangents of the keys and values of this block, of the run that was needed."""
     memory = part.attrs["memory_length"]
     made = part.out.shape.dim(memory).size
-    begin = -(part.leads[1] or 0)
+    begin = -(part.lead(1, memory) or 0)
     found = []
     for x, names in zip(_grad_memory(part, *arrays), part.names[1:3], strict=True):
         found.append(lax.slice_in_dim(x, begin, begin + made, axis=names.index(memory)))

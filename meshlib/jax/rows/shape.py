@@ -82,17 +82,18 @@ def _moved(part: Part, n: int, x: Array, begin: int, fill: Any) -> tuple[Array, 
     place = part.positions(dim, length) + begin
     there = (place >= 0) & (place < part.operation.inputs[n].shape.dim(dim).size)
     there = there.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
-    y = _placed(x, axis, begin - (part.leads[n] or 0), length, fill)
+    lead = part.lead(n, dim)
+    y = _placed(x, axis, begin - (lead or 0), length, fill)
     # Of a whole operand padding has seen to it; past the ends of a run lies anything.
-    return (y if part.leads[n] is None else jnp.where(there, y, jnp.asarray(fill, x.dtype))), there
+    return (y if lead is None else jnp.where(there, y, jnp.asarray(fill, x.dtype))), there
 
 
 @row("slice")
 def _slice(part: Part, x: Array) -> Array:
     dim, begin = part.attrs["dim"], part.attrs["begin"]
     axis, length = part.out.shape.index(dim), part.out.shape.dim(dim).size
-    if part.leads[0] is not None:
-        return _placed(x, axis, begin - part.leads[0], length, 0)
+    if (lead := part.lead(0, dim)) is not None:
+        return _placed(x, axis, begin - lead, length, 0)
     start = part.offsets[f"{dim}'"]
     if isinstance(start, int):
         return _placed(x, axis, begin - start, length, 0)
@@ -112,15 +113,16 @@ def _shift(part: Part, x: Array) -> Array:
     if not part.attrs["wrap"]:
         return _moved(part, 0, x, -offset, 0)[0]
     axis = part.out.shape.index(dim)
-    if part.leads[0] is None:
+    lead = part.lead(0, dim)
+    if lead is None:
         return jnp.roll(x, offset, axis)
-    return _placed(x, axis, -offset - part.leads[0], part.out.shape.dim(dim).size, 0)
+    return _placed(x, axis, -offset - lead, part.out.shape.dim(dim).size, 0)
 
 
 @row("concat")
 def _concat(part: Part, *xs: Array) -> Array:
     axis, begin = part.out.shape.index(part.attrs["dim"]), 0
-    if all(lead is None for lead in part.leads):
+    if not any(part.runs):
         return jnp.concatenate(xs, axis)
     made: Array | None = None
     for n, x in enumerate(xs):

@@ -1,0 +1,116 @@
+"""Rows for convolutions, pools and resizing, against plain loops. See `tests/cases.py`.
+
+The loops know one thing only: a window of the result lies `stride` further than the last one, its elements `dilation`
+apart, `before` elements of padding before the first; what lies outside the image is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+import meshlib as mtf
+from meshlib.graph import Tensor
+from tests.cases import Array, row, signed
+
+Along = Sequence[tuple[int, int, int]]  # per spatial dim: stride, dilation, elements of padding before
+
+
+def convolved(x: Array, w: Array, along: Along, out: Sequence[int]) -> Array:
+    """x[n, ..., c], w[..., c, o] -> y[n, ..., o], as a loop over taps."""
+    y = np.zeros((len(x), *out, w.shape[-1]))
+    for tap in product(*map(range, w.shape[:-2])):
+        into, of = meeting(tap, along, out, x.shape[1:-1])
+        y[into] += x[of] @ w[tap]
+    return y
+
+
+def spread_out(x: Array, w: Array, along: Along, out: Sequence[int]) -> Array:
+    """The transposed one: x[n, ..., c], w[..., o, c]; every input adds its window to the result."""
+    y = np.zeros((len(x), *out, w.shape[-2]))
+    for tap in product(*map(range, w.shape[:-2])):
+        of, into = meeting(tap, along, x.shape[1:-1], out)
+        y[into] += x[of] @ w[tap].T
+    return y
+
+
+def meeting(tap: Sequence[int], along: Along, windows: Sequence[int], elements: Sequence[int]) -> tuple[Any, Any]:
+    """Which windows have an element at this tap, and which elements those are: index arrays with the batch first."""
+    pairs = [
+        [(i, i * s + f * d - p) for i in range(count) if 0 <= i * s + f * d - p < size]
+        for f, (s, d, p), count, size in zip(tap, along, windows, elements, strict=True)
+    ]
+    first, second = ([[ends[side] for ends in dim] for dim in pairs] for side in (0, 1))
+    return tuple((slice(None), *np.ix_(*(np.array(n, int) for n in side))) for side in (first, second))  # type: ignore[return-value]
+
+
+def in_groups(x: Array, w: Array, groups: int, along: Along, out: Sequence[int]) -> Array:
+    """Each run of channels by itself."""
+    parts = zip(np.split(x, groups, -1), np.split(w, groups, -1), strict=True)
+    return np.concatenate([convolved(a, b, along, out) for a, b in parts], -1)
+
+
+def by_channel(x: Array, w: Array, along: Along, out: Sequence[int]) -> Array:
+    """x[n, ..., c], w[..., c, m] -> y[n, ..., c, m]."""
+    parts = [convolved(x[..., c : c + 1], w[..., c : c + 1, :], along, out) for c in range(x.shape[-1])]
+    return np.stack(parts, -2)
+
+
+# ---------------------------------------------------------------- convolutions
+
+IMAGE, WINDOW = "b:2;h:8;w:6;c:2", "kh:3;kw:3;c:2;o:4"
+Build = Callable[..., Tensor]
+
+
+def conv(variant: str, x: str, w: str, build: Build, reference: Callable[[Array, Array], Array], **more: Any) -> None:
+    """A row of the operation, with its gradients."""
+    inputs = {"x": signed(x), "w": signed(w)}
+    row("convolution", variant, inputs, lambda f, x, w: build(x, w), reference, "xw", tolerance=1e-9, **more)
+
+
+conv("same", IMAGE, WINDOW, lambda x, w: mtf.conv2d(x, w),
+     lambda x, w: convolved(x, w, [(1, 1, 1)] * 2, (8, 6)))  # fmt: skip
+conv("strided", "b:2;h:8;w:4;c:2", "kh:3;kw:3;c:2;o:2", lambda x, w: mtf.conv2d(x, w, 2),
+     lambda x, w: convolved(x, w, [(2, 1, 0)] * 2, (4, 2)))  # fmt: skip
+conv("inside only", "b:2;h:6;w:8;c:2", "kh:3;kw:5;c:2;o:2", lambda x, w: mtf.conv2d(x, w, padding="VALID"),
+     lambda x, w: convolved(x, w, [(1, 1, 0)] * 2, (4, 4)))  # fmt: skip
+conv("of one element, strided", "b:2;h:8;w:4;c:2", "kh:1;kw:1;c:2;o:4", lambda x, w: mtf.conv2d(x, w, 2),
+     lambda x, w: x[:, ::2, ::2] @ w[0, 0])  # fmt: skip
+conv("ragged", "b:2;h:12;w:9;c:1", "kh:2;kw:4;c:1;o:3",
+     lambda x, w: mtf.conv2d(x, w, {"h": 2, "w": 3}, [(3, 1), (0, 2)], [2, 1]),
+     lambda x, w: convolved(x, w, [(2, 2, 3), (3, 1, 0)], (7, 3)))  # fmt: skip
+conv("with margins that differ from block to block", "b:2;h:12;c:2", "kh:5;c:2;o:2",
+     lambda x, w: mtf.conv1d(x, w, 3, 4),
+     lambda x, w: convolved(x, w, [(3, 1, 4)], (6,)))  # fmt: skip
+conv("wider than a block", "b:2;h:8;c:2", "kh:7;c:2;o:2", lambda x, w: mtf.conv1d(x, w, dilation=2),
+     lambda x, w: convolved(x, w, [(1, 2, 6)], (8,)))  # fmt: skip
+conv("channels first", "b:2;c:2;h:4;w:6", "o:2;c:2;kh:3;kw:2",
+     lambda x, w: mtf.conv2d(x, w, padding={"h": (1, 1)}, spatial={"h": "kh", "w": "kw"}),
+     lambda x, w: convolved(
+         x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), [(1, 1, 1), (1, 1, 0)], (4, 5)
+     ).transpose(0, 3, 1, 2))  # fmt: skip
+conv("of volumes", "b:2;d:4;h:2;w:4;c:1", "kd:2;kh:3;kw:2;c:1;o:2",
+     lambda x, w: mtf.conv3d(x, w, [2, 1, 2]),
+     lambda x, w: convolved(x, w, [(2, 1, 0), (1, 1, 1), (2, 1, 0)], (2, 2, 2)))  # fmt: skip
+conv("in groups", "b:2;h:4;w:2;c:4", "kh:3;kw:3;c:2;o:4", lambda x, w: mtf.conv2d(x, w, 1, 1, groups=2),
+     lambda x, w: in_groups(x, w, 2, [(1, 1, 1)] * 2, (4, 2)))  # fmt: skip
+conv("by channel", "b:2;h:4;w:8;c:2", "kh:3;kw:3;c:2", lambda x, w: mtf.depthwise_conv2d(x, w, {"h": 1, "w": 2}),
+     lambda x, w: by_channel(x, w[..., None], [(1, 1, 1), (2, 1, 0)], (4, 4))[..., 0])  # fmt: skip
+conv("by channel, several", "b:2;h:4;w:2;c:2", "kh:2;kw:3;c:2;m:2", lambda x, w: mtf.depthwise_conv2d(x, w),
+     lambda x, w: by_channel(x, w, [(1, 1, 0), (1, 1, 1)], (4, 2)))  # fmt: skip
+conv("transposed", "b:2;h:4;w:2;c:2", "kh:4;kw:4;o:2;c:2", lambda x, w: mtf.conv2d_transpose(x, w, 2),
+     lambda x, w: spread_out(x, w, [(2, 1, 1)] * 2, (8, 4)))  # fmt: skip
+conv("transposed, whole windows", "b:2;h:4;w:3;c:1", "kh:3;kw:2;o:2;c:1",
+     lambda x, w: mtf.conv2d_transpose(x, w, [2, 3], "VALID"),
+     lambda x, w: spread_out(x, w, [(2, 1, 0), (3, 1, 0)], (9, 9)))  # fmt: skip
+conv("transposed, cut", "b:2;h:6;c:2", "kh:5;o:4;c:2", lambda x, w: mtf.conv1d_transpose(x, w, 2, (2, 1)),
+     lambda x, w: spread_out(x, w, [(2, 1, 2)], (12,)))  # fmt: skip
+conv("transposed, of volumes and in groups", "b:2;d:2;h:4;w:2;c:4", "kd:2;kh:3;kw:1;o:6;c:2",
+     lambda x, w: mtf.conv3d_transpose(x, w, [2, 1, 2], groups=2),
+     lambda x, w: np.concatenate([
+         spread_out(a, b, [(2, 1, 0), (1, 1, 1), (2, 1, 0)], (4, 4, 4))
+         for a, b in zip(np.split(x, 2, -1), np.split(w, 2, -2), strict=True)
+     ], -1))  # fmt: skip
