@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshlib.graph import Operation
 from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
 from meshlib.jax.context import Array, Context, Found, Index
 from meshlib.jax.repeats import Repeats
 from meshlib.jax.table import Part, Run, row_of, run_row
-from meshlib.graph import Operation
 from meshlib.operation import Factor, Halo, Summary
 from meshlib.program.exchange import RUNS, run_factors, summary_factor
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.layers_reference import gelu_exact, layer_norm
+
 Array = np.ndarray[Any, Any]
 State = dict[str, Array]
 
@@ -44,6 +46,66 @@ def normed(x: Array, p: State, name: str, training: bool) -> Array:
     if not training:
         mean, variance = p[f"{name}/moving_mean"], p[f"{name}/moving_variance"]
     return (x - mean) / np.sqrt(variance + 1e-5) * p[f"{name}/scale"] + p[f"{name}/bias"]
+
+
+def vit(p: State, x: Array, layers: int, heads: int, patch: int, scanned: bool) -> Array:
+    """Logits of a ViT, image by image and head by head."""
+    out = []
+    for image in x:
+        rows, columns = image.shape[0] // patch, image.shape[1] // patch
+        cut = [
+            image[i * patch : (i + 1) * patch, j * patch : (j + 1) * patch].reshape(-1)
+            for i in range(rows)
+            for j in range(columns)
+        ]
+        tokens = np.stack(cut) @ p["patches/kernel"] + p["patches/bias"]
+        y = np.concatenate([p["class_token"][None], tokens]) + p["positions"]
+        for n in range(layers):
+            own = {
+                k.removeprefix("layers/" if scanned else f"layer{n}/"): (v[n] if scanned else v)
+                for k, v in p.items()
+                if k.startswith("layers/" if scanned else f"layer{n}/")
+            }
+            h, context = layer_normed(y, own, "attention_norm"), np.zeros(y.shape)
+            q, k, v = (
+                np.einsum("ld,dhe->lhe", h, own[f"attention/{s}/kernel"]) + own[f"attention/{s}/bias"] for s in "qkv"
+            )
+            for head in range(heads):
+                scores = np.exp(q[:, head] @ k[:, head].T / q.shape[2] ** 0.5)
+                weights = scores / scores.sum(1, keepdims=True)
+                context += weights @ v[:, head] @ own["attention/out/kernel"][head]
+            y = y + context + own["attention/out/bias"]
+            h = layer_normed(y, own, "feed_forward_norm")
+            h = gelu_exact(h @ own["feed_forward/wi/kernel"] + own["feed_forward/wi/bias"])
+            y = y + h @ own["feed_forward/wo/kernel"] + own["feed_forward/wo/bias"]
+        out.append(layer_normed(y, p, "final_norm")[0] @ p["head/kernel"] + p["head/bias"])
+    return np.stack(out)
+
+
+def layer_normed(x: Array, p: State, name: str) -> Array:
+    return layer_norm(x, p[f"{name}/scale"], p[f"{name}/bias"], 1e-6)
+
+
+def unet(p: State, x: Array, levels: int) -> Array:
+    """Logits of every pixel, in training."""
+
+    def layer(y: Array, scope: str, conv: str, norm: str) -> Array:
+        return relu(normed(convolved(y, p[f"{scope}/{conv}/kernel"]), p, f"{scope}/{norm}", True))
+
+    def twice(y: Array, scope: str) -> Array:
+        return layer(layer(y, scope, "conv1", "norm1"), scope, "conv2", "norm2")
+
+    past = []
+    for level in range(levels + 1):
+        x = twice(x, f"down{level}")
+        if level < levels:
+            past.append(x)
+            parts = [x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
+            x = np.maximum.reduce(parts)
+    for level in reversed(range(levels)):
+        x = layer(x.repeat(2, axis=1).repeat(2, axis=2), f"up{level}", "grown", "grown_norm")
+        x = twice(np.concatenate([past[level], x], axis=-1), f"up{level}")
+    return convolved(x, p["head/kernel"]) + p["head/bias"]
 
 
 def resnet(

@@ -40,11 +40,11 @@ def test_counts_are_the_published_ones_and_the_graphs(name: str) -> None:
 
 
 def small(
-    version: str = "1.5", bottleneck: bool = False, large: bool = False, **changes: Any
+    version: str = "1.5", bottleneck: bool = False, large: bool = False, blocks: Any = (1, 2), **changes: Any
 ) -> mtf.models.ResNetConfig:
     sizes = {"classes": 5, "height": 17 if large else 8, "width": 19 if large else 8, "features": 4}
     return mtf.models.ResNetConfig(
-        "tiny", (1, 2), bottleneck, version, "imagenet" if large else "small",
+        "tiny", blocks, bottleneck, version, "imagenet" if large else "small",
         zero_last=False, **{**sizes, "numerics": mtf.Numerics("float64", activation_dtype="float64"), **changes},
     )  # fmt: skip
 
@@ -103,6 +103,59 @@ def test_resnet_18_forward() -> None:
     assert_close(run(program, {"images": x}, "fast", state=state)[0], {"logits": wanted}, 1e-10, "resnet-18")
 
 
+# torchvision's (weights' pages), of 224 pixels; multiply-adds with those of attention.
+VITS = {
+    "vit-b-16": (86_567_656, 17.6),
+    "vit-b-32": (88_224_232, 4.4),
+    "vit-l-16": (304_326_632, 61.6),
+    "vit-l-32": (306_535_400, 15.4),
+    "vit-h-14": (632_045_800, 167.3),
+}
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_counts_of_vits(name: str) -> None:
+    config = mtf.models.image_preset(name)
+    assert (config.parameters, pytest.approx(VITS[name][1], abs=0.06)) == (VITS[name][0], config.macs / 1e9)
+
+
+def images_input(x: Array) -> mtf.Tensor:
+    dims = zip(("batch", "height", "width", "image_channels"), x.shape, strict=True)
+    return mtf.input("images", [mtf.Dimension(*d) for d in dims], "float64")
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_a_vit_is_an_independent_one(scanned: bool) -> None:
+    config = mtf.models.ViTConfig(
+        "tiny", 2, 8, 2, 12, 4, 5, 8, 12, scan=scanned, numerics=mtf.Numerics("float64", activation_dtype="float64")
+    )
+    x = np.random.default_rng(2).normal(size=(3, 8, 12, 3))
+    with mtf.Graph() as graph:
+        logits, _ = mtf.models.vit(config, images_input(x), True)
+        layout = mtf.models.image_layout("channels", config, "model:2")
+        program = mtf.lower({"logits": logits}, precision="highest", mesh="model:2", layout=layout)
+    assert sum(v.shape.size for v in graph.trainable_variables) == config.parameters
+    state = drawn_state(graph)
+    assert_close(
+        run(program, {"images": x}, state=state)[0], {"logits": ref.vit(state, x, 2, 2, 4, scanned)}, 1e-10, config
+    )
+
+
+@pytest.mark.parametrize("layout", ["", "height:p;width:q", "batch:p;channels:q"])
+def test_a_u_net_is_an_independent_one(layout: str) -> None:
+    numerics = mtf.Numerics("float64", activation_dtype="float64")
+    config = mtf.models.UNetConfig("tiny", 2, 2, 3, 8, 16, numerics=numerics)
+    assert config.spatial_split == 2
+    x = np.random.default_rng(2).normal(size=(2, 8, 16, 3))
+    with mtf.Graph() as graph:
+        logits, updates = mtf.models.unet(config, images_input(x), True)
+        program = mtf.lower({"logits": logits}, precision="highest", mesh="p:2;q:2", layout=layout)
+    assert len(updates) == 2 * (2 * 5 + 2)
+    assert sum(v.shape.size for v in graph.trainable_variables) == config.parameters
+    state = drawn_state(graph)
+    assert_close(run(program, {"images": x}, state=state)[0], {"logits": ref.unet(state, x, 2)}, 1e-10, config)
+
+
 LAYOUTS = {
     "data": "data:4",
     "zero1": "data:2",
@@ -117,7 +170,7 @@ LAYOUTS = {
 def test_layouts_change_nothing(name: str) -> None:
     """Two steps of training and an evaluation, against one core: the statistics of batch norm are of all."""
     mesh = LAYOUTS[name]
-    config = small(numerics=mtf.Numerics(precision="highest"))
+    config = small(numerics=mtf.Numerics(precision="highest"), blocks=(1, 1))
     layout = mtf.models.image_layout(name, config, mesh)
     rng = np.random.default_rng(5)
     feeds = {"images": rng.normal(size=(8, 8, 8, 3)), "labels": rng.integers(0, 5, 8)}

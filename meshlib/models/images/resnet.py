@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any
 
 from layouts import Dimension
-from meshlib import initializers
 from meshlib.checks import at, choice, number, whole
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, scope
@@ -16,7 +15,6 @@ from meshlib.layers.projection import dense
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, late, spatial
 from meshlib.ops.elementwise import relu
-from meshlib.ops.pooling import max_pool
 from meshlib.ops.reduce import reduce_mean
 
 # Blocks of the four stages, and whether a block is a bottleneck: He et al., arXiv:1512.03385, table 1.
@@ -193,9 +191,8 @@ def resnet(config: ResNetConfig, images: Tensor, is_training: bool) -> tuple[Ten
         x = tower.active(x, "last_norm")
     pooled = reduce_mean(x, reduced_dim=spatial(x))
     classes = Dimension("classes", config.classes)
-    start = initializers.random_normal(0.0, 0.01)  # Goyal et al., arXiv:1706.02677, section 5.1
     numerics = replace(config.numerics, activation_dtype="float64" if pooled.dtype.name == "float64" else "float32")
-    return dense(pooled, classes, numerics=numerics, kernel_initializer=start, name="head"), tower.updates
+    return dense(pooled, classes, numerics=numerics, name="head"), tower.updates
 
 
 def _stem(tower: Tower, config: ResNetConfig, x: Tensor) -> Tensor:
@@ -203,7 +200,11 @@ def _stem(tower: Tower, config: ResNetConfig, x: Tensor) -> Tensor:
     x = tower.conv(x, config.features, 7 if large else 3, 2 if large else 1)
     if config.version != "2":
         x = tower.active(x)
-    return max_pool(x, {d.name: 3 for d in spatial(x)}, 2, [1, 1]) if large else x
+    if not large:
+        return x
+    from meshlib.ops.pooling import max_pool
+
+    return max_pool(x, {d.name: 3 for d in spatial(x)}, 2, [1, 1])
 
 
 def _block(tower: Tower, config: ResNetConfig, x: Tensor, block: Block) -> Tensor:
