@@ -154,6 +154,8 @@ from meshlib.ops.logic import cond as cond
 from meshlib.ops.logic import logical_xor as logical_xor
 from meshlib.ops.loop import scan as scan
 from meshlib.ops.loop import while_loop as while_loop
+from meshlib.ops.pooling import avg_pool as avg_pool
+from meshlib.ops.pooling import max_pool as max_pool
 from meshlib.ops.pooling import pool as pool
 from meshlib.ops.printing import Print as Print
 from meshlib.ops.quantized import quantized_einsum as quantized_einsum

@@ -14,7 +14,10 @@ import numpy as np
 
 import meshlib as mtf
 from meshlib.graph import Tensor
-from tests.cases import Array, row, signed
+from meshlib.ops.building import build
+from meshlib.ops.reduce_window import PICK, SPREAD
+from meshlib.ops.sliding import Slide
+from tests.cases import Array, distinct, row, signed, whole
 
 Along = Sequence[tuple[int, int, int]]  # per spatial dim: stride, dilation, elements of padding before
 
@@ -65,10 +68,10 @@ IMAGE, WINDOW = "b:2;h:8;w:6;c:2", "kh:3;kw:3;c:2;o:4"
 Build = Callable[..., Tensor]
 
 
-def conv(variant: str, x: str, w: str, build: Build, reference: Callable[[Array, Array], Array], **more: Any) -> None:
+def conv(variant: str, x: str, w: str, made: Build, reference: Callable[[Array, Array], Array], **more: Any) -> None:
     """A row of the operation, with its gradients."""
     inputs = {"x": signed(x), "w": signed(w)}
-    row("convolution", variant, inputs, lambda f, x, w: build(x, w), reference, "xw", tolerance=1e-9, **more)
+    row("convolution", variant, inputs, lambda f, x, w: made(x, w), reference, "xw", tolerance=1e-9, **more)
 
 
 conv("same", IMAGE, WINDOW, lambda x, w: mtf.conv2d(x, w),
@@ -114,3 +117,61 @@ conv("transposed, of volumes and in groups", "b:2;d:2;h:4;w:2;c:4", "kd:2;kh:3;k
          spread_out(a, b, [(2, 1, 0), (1, 1, 1), (2, 1, 0)], (4, 4, 4))
          for a, b in zip(np.split(x, 2, -1), np.split(w, 2, -2), strict=True)
      ], -1))  # fmt: skip
+
+
+# ---------------------------------------------------------------- pools
+
+
+def pooled(x: Array, windows: Sequence[int], along: Along, out: Sequence[int], reduce: Callable[..., Any]) -> Array:
+    """x[n, ..., c] -> y[n, ..., c], each element `reduce` of what of its window lies inside."""
+    y = np.zeros((len(x), *out, x.shape[-1]))
+    for place in product(*map(range, out)):
+        inside = [
+            [j for k in range(w) if 0 <= (j := i * s + k * d - p) < size]
+            for i, w, (s, d, p), size in zip(place, windows, along, x.shape[1:-1], strict=True)
+        ]
+        y[(slice(None), *place)] = reduce(x[(slice(None), *np.ix_(*inside))], axis=tuple(range(1, x.ndim - 1)))
+    return y
+
+
+row("reduce_window", "maximum", {"x": distinct("b:2;h:8;w:6;c:2")},
+    lambda f, x: mtf.max_pool(x, {"h": 3, "w": 3}, 2, "SAME"),
+    lambda x: pooled(x, (3, 3), [(2, 1, 0)] * 2, (4, 3), np.max), "x")  # fmt: skip
+row("reduce_window", "minimum, gaps", {"x": distinct("b:2;h:8;c:2")},
+    lambda f, x: mtf.pool(x, {"h": 2}, "min", 4),
+    lambda x: pooled(x, (2,), [(4, 1, 0)], (2,), np.min), "x")  # fmt: skip
+row("reduce_window", "maximum of integers", {"x": whole("b:2;h:8;c:2")},
+    lambda f, x: mtf.max_pool(x, {"h": 3}, 1, "SAME"),
+    lambda x: pooled(x, (3,), [(1, 1, 1)], (8,), np.max).astype(int))  # fmt: skip
+row("reduce_window", "sum, ragged", {"x": signed("b:2;h:12;w:6;c:2")},
+    lambda f, x: mtf.pool(x, {"h": 5, "w": 2}, "sum", {"h": 3, "w": 1}, padding=[(4, 3), (0, 1)], dilation=[1, 2]),
+    lambda x: pooled(x, (5, 2), [(3, 1, 4), (1, 2, 0)], (5, 5), np.sum), "x")  # fmt: skip
+row("reduce_window", "mean", {"x": signed("b:2;h:8;w:4;c:2")},
+    lambda f, x: mtf.avg_pool(x, {"h": 3, "w": 3}, {"h": 2, "w": 1}, "SAME"),
+    lambda x: pooled(x, (3, 3), [(2, 1, 0), (1, 1, 1)], (4, 4), np.mean), "x")  # fmt: skip
+row("reduce_window", "mean with padding", {"x": signed("b:2;h:8;c:2")},
+    lambda f, x: mtf.avg_pool(x, {"h": 3}, 1, 1, count_padding=True),
+    lambda x: pooled(x, (3,), [(1, 1, 1)], (8,), np.sum) / 3, "x")  # fmt: skip
+row("reduce_window", "a rest left out", {"x": signed("b:2;h:9;c:4")},
+    lambda f, x: mtf.avg_pool(x, {"h": 2}, 2),
+    lambda x: pooled(x, (2,), [(2, 1, 0)], (4,), np.mean), "x")  # fmt: skip
+
+SLIDES = (("h", Slide(2, 1, 1, 1, 8, 3, 4)), ("w", Slide(1, 1, 1, 0, 4, 1, 4)))
+
+
+def _reaches(x: Array, y: Array, compare: Any) -> Array:
+    """[n, windows, elements, w, c]: which elements of a window reach the number that it is compared with."""
+    inside = np.array([[j in (2 * i - 1, 2 * i, 2 * i + 1) for j in range(8)] for i in range(4)])
+    return compare(x[:, None], y[:, :, None]) & inside[None, :, :, None, None]
+
+
+_COMPARED = {"x": signed("b:2;h:8;w:4;c:2"), "y": signed("b:2;h:4;w:4;c:2")}
+row("window_pick", "plain", {**_COMPARED, "z": signed("b:2;h:8;w:4;c:2")},
+    lambda f, x, y, z: build(PICK, [x, y, z], {"slides": SLIDES, "reduction": "max"}),
+    lambda x, y, z: np.einsum("nijwc,njwc->niwc", _reaches(x, y, np.greater_equal), z), "z")  # fmt: skip
+row("window_pick", "counted", dict(_COMPARED),
+    lambda f, x, y: build(PICK, [x, y], {"slides": SLIDES, "reduction": "min"}),
+    lambda x, y: _reaches(x, y, np.less_equal).sum(2, dtype=float))  # fmt: skip
+row("window_spread", "plain", {**_COMPARED, "d": signed("b:2;h:4;w:4;c:2")},
+    lambda f, x, y, d: build(SPREAD, [x, y, d], {"slides": SLIDES, "reduction": "max"}),
+    lambda x, y, d: np.einsum("nijwc,niwc->njwc", _reaches(x, y, np.greater_equal), d), "d")  # fmt: skip

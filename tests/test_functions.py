@@ -257,15 +257,21 @@ def errors() -> dict[str, tuple[Callable[[], object], str]]:
             lambda: mtf.pool(x(A, c), {"c": 2}),
             r"pool .*2 does not divide dim 'c' of size 5; pad it to 6 or slice it to 4",
         ),
-        "two windows wrong": (lambda: mtf.pool(x(A, c), {"a": 0, "c": 3}), "at least 1, got 0; 3 does not divide"),
-        "windows overlap": (
-            lambda: mtf.pool(x(), {"b": 3}, strides={"b": 2}),
-            "windows of 3 at stride 2 overlap in dim 'b'",
+        "two windows wrong": (
+            lambda: mtf.pool(x(A, c), {"a": 0, "c": 3}),
+            "window of dim 'a' must be at least 1, got 0",
         ),
-        "gaps": (lambda: mtf.pool(x(), {"b": 2}, strides={"b": 3}), "leave gaps"),
+        "window too large": (
+            lambda: mtf.pool(x(), {"b": 7}, strides={"b": 2}),
+            "no window of 7 fits dim 'b' of size 6",
+        ),
+        "padding only": (
+            lambda: mtf.max_pool(x(), {"b": 2}, 1, (2, 0)),
+            "max_pool .*some windows of 2 along dim 'b' of size 6 see padding only",
+        ),
         "stride without window": (
             lambda: mtf.pool(x(), {"b": 2}, strides={"b": 2, "a": 2}),
-            "'a' has a stride, but no window",
+            "stride names a; the dims with windows are 'b'",
         ),
         "unknown dim": (lambda: mtf.pool(x(), {"bb": 2}), "no dim 'bb'; did you mean 'b'"),
         "unknown reduction": (lambda: mtf.pool(x(), {"b": 2}, "median"), "'max' or 'min' or 'avg' or 'sum'"),

@@ -58,7 +58,7 @@ class Part:
         return self.outs[0]
 
     def lead(self, operand: int, dim: str) -> int | None:
-        """How far a run's first element lies after the result's first one, where dims have one size; None of a block."""
+        """How far a run begins after the result, where both dims have one size; None of a block."""
         run = self.runs[operand].get(dim)
         return None if run is None else run.begins[0]
 

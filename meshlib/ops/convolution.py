@@ -23,10 +23,8 @@ from meshlib.ops.building import as_dims, floats
 from meshlib.ops.convolve import convolve
 from meshlib.ops.shape import rename_dimension, reshape
 from meshlib.ops.sliding import Slide, Window, window_sizes
-from meshlib.ops.sliding_arguments import dims_of, numbers_per_dim, paddings_per_dim
+from meshlib.ops.sliding_arguments import Padding, PerDim, dims_of, numbers_per_dim, paddings_per_dim
 
-PerDim = int | Sequence[int] | Mapping[Dimension | str, int]
-Padding = str | int | Sequence[Any] | Mapping[Dimension | str, Any]
 Spatial = Mapping[Dimension | str, Dimension | str]
 PRECISIONS = ("default", "highest")
 
@@ -330,8 +328,8 @@ def _dims(
     if spatial is None:
         if len(x.shape) <= count or len(filters.shape) <= count:
             raise ShapeError(
-                f"{at(what)}: x needs {count} spatial dim{'s' * (count > 1)} before its last, the channels, and filters "
-                f"as many first; or say which they are, as in spatial={{'height': 'kh'}}\n  {x}\n  {filters}"
+                f"{at(what)}: x needs {count} spatial dim{'s' * (count > 1)} before its last, the channels, and "
+                f"filters as many first; or say which they are, as in spatial={{'height': 'kh'}}\n  {x}\n  {filters}"
             )
         slid = list(zip(x.shape.dims[-count - 1 : -1], filters.shape.dims[:count], strict=True))
     else:

@@ -11,6 +11,8 @@ from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
 from meshlib.ops.sliding import Range
 
+PerDim = int | Sequence[int] | Mapping[Dimension | str, int]
+Padding = str | int | Sequence[Any] | Mapping[Dimension | str, Any]
 PADDINGS = ("SAME", "VALID")
 
 

@@ -2,11 +2,11 @@
 
 from meshlib.jax.rows import along_dims as _along_dims
 from meshlib.jax.rows import attention as _attention
-from meshlib.jax.rows import convolution as _convolution
 from meshlib.jax.rows import elementwise as _elementwise
 from meshlib.jax.rows import index as _index
 from meshlib.jax.rows import products as _products
 from meshlib.jax.rows import shape as _shape
 from meshlib.jax.rows import sources as _sources
+from meshlib.jax.rows import windows as _windows
 
-_ = (_along_dims, _attention, _convolution, _elementwise, _index, _products, _shape, _sources)
+_ = (_along_dims, _attention, _elementwise, _index, _products, _shape, _sources, _windows)

@@ -1,0 +1,201 @@
+"""Convolutions and pools on JAX.
+
+lax.conv_general_dilated and lax.reduce_window have strides and dilations, too; where an index of the window lies at
+another place on each device (ragged margins), the operand is moved first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product, repeat
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshlib.jax.context import Array, Index
+from meshlib.jax.rows.products import operand
+from meshlib.jax.table import Names, Part, aligned, row
+from meshlib.operation import Halo
+from meshlib.ops.convolution_kernel import Classes
+from meshlib.ops.reduce_window import COMPARE, identity
+from meshlib.ops.sliding import Slide, Window
+
+
+@row("convolution", native=True)
+def _convolution(part: Part, x: Array, w: Array) -> Array:
+    windows: tuple[Window, ...] = part.attrs["windows"]
+    dims = Classes.of(part.names[0], part.names[1], part.out.shape.names, windows)
+    precise = part.attrs["precision"] == "highest"
+    x, w = (operand(a, part.context, precise) for a in (x, w))
+    for n in windows:
+        x, w = _inside(part, 0, n.first, x), _inside(part, 1, n.second, w)
+    sizes = dict(zip((*dims.first, *dims.second), (*x.shape, *w.shape), strict=True))
+    inputs = [x.shape[dims.first.index(n)] for n in dims.inputs]
+    taps = [w.shape[dims.second.index(n)] for n in dims.taps]
+    # [rows, inputs ..., (group, contracted)] and [taps ..., contracted, (group, columns)]
+    x = aligned(x, dims.first, (*dims.rows, *dims.inputs, *dims.group, *dims.contracted)).reshape(
+        _merged(sizes, dims.rows), *inputs, _merged(sizes, dims.group + dims.contracted)
+    )
+    w = aligned(w, dims.second, (*dims.taps, *dims.contracted, *dims.group, *dims.columns)).reshape(
+        *taps, _merged(sizes, dims.contracted), _merged(sizes, dims.group + dims.columns)
+    )
+    strides, dilations, spreads, pads, flipped = [], [], [], [], []
+    for axis, n in enumerate(windows):
+        slide, count = n.slide, (inputs[axis], taps[axis], part.out.shape.dim(n.out).size)
+        before = _before(part, slide, (0, n.first), (1, n.second), n.out)
+        if slide.dilation < 0:  # the last tap first
+            flipped.append(axis)
+            before = before - slide.dilation * (count[1] - 1)
+        spread, step = slide.spread, abs(slide.dilation)
+        reach = (count[2] - 1) * slide.stride + (count[1] - 1) * step + 1  # of the spread inputs
+        if not isinstance(before, int):
+            x, spread, before = _moved(x, 1 + axis, spread, reach, before), 1, 0
+        pads.append((before, reach - before - ((x.shape[1 + axis] - 1) * spread + 1)))
+        strides.append(slide.stride)
+        dilations.append(step)
+        spreads.append(spread)
+    letters = "DHW"[3 - len(windows) :]
+    made = lax.conv_general_dilated(
+        x,
+        jnp.flip(w, flipped) if flipped else w,
+        strides,
+        pads,
+        spreads,
+        dilations,
+        (f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+        _merged(sizes, dims.group),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float64 if x.dtype == jnp.float64 else jnp.float32,
+    )
+    order = (*dims.rows, *dims.outputs, *dims.group, *dims.columns)
+    out = part.out.shape
+    return aligned(made.reshape([out.dim(n).size for n in order]), order, out.names)
+
+
+def _merged(sizes: dict[str, int], names: Names) -> int:
+    return prod(sizes[n] for n in names)
+
+
+def _inside(part: Part, n: int, dim: str, x: Array, fill: Any = 0) -> Array:
+    """An operand with `fill` where its run lies outside the dim."""
+    run, whole = part.runs[n].get(dim), part.operation.inputs[n].shape.dim(dim).size
+    axis = part.names[n].index(dim)
+    length = x.shape[axis]
+    if run is None or (min(run.begins) >= 0 and max(run.begins) + length <= whole):
+        return x
+    place = _entry(run.begins, run.index) + jnp.arange(length)
+    there = ((place >= 0) & (place < whole)).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+    return jnp.where(there, x, jnp.asarray(fill, x.dtype))
+
+
+def _before(part: Part, slide: Slide, first: tuple[int, str], second: tuple[int, str] | None, out: str) -> Index:
+    """The slide's `before` in the indices of these blocks: a number where it is the same on every device.
+
+    `first`, `second`: an operand and its dim; `out`: the result's.
+    """
+    lower, halo = part.operation.kind.lower, first[1] == out
+    runs = [None if at is None else part.runs[at[0]].get(at[1]) for at in (first, second)]
+    found: Index = slide.before
+    known = next((run for run in runs if run is not None), None)
+    if known is not None:
+        assert isinstance(lower, Halo)
+        count = len(known.begins)
+        made = slide.out // count if halo else 0
+        begins = [(0,) * count if run is None else run.begins for run in runs]
+        values = [
+            slide.before + slide.spread * a - slide.dilation * b - slide.stride * j * made
+            for j, (a, b) in enumerate(zip(*begins, strict=True))
+        ]
+        found = _entry(tuple(values), known.index)
+    if not halo:
+        return found - slide.stride * part.offsets[out]
+    return found if second is None else found - slide.dilation * part.offsets[second[1]]
+
+
+def _entry(values: tuple[int, ...], index: Index) -> Index:
+    return values[0] if len(set(values)) == 1 else jnp.asarray(values)[index]
+
+
+def _moved(x: Array, axis: int, spread: int, reach: int, before: Array, fill: Any = 0) -> Array:
+    """The spread inputs moved by a number that only the device knows: as many as the windows reach over."""
+    long = (x.shape[axis] - 1) * spread + 1
+    pads = [(0, 0, 0)] * x.ndim
+    pads[axis] = (reach, reach, spread - 1)
+    start = reach - jnp.clip(before, -long, reach)
+    return lax.dynamic_slice_in_dim(lax.pad(x, jnp.asarray(fill, x.dtype), pads), start, reach, axis)
+
+
+# ---------------------------------------------------------------- pools
+
+
+@row("reduce_window")
+def _reduce_window(part: Part, x: Array) -> Array:
+    reduction, names = part.attrs["reduction"], part.names[0]
+    fill = identity(reduction, np.dtype(x.dtype))
+    sizes, strides, spreads, steps = ([1] * x.ndim for _ in range(4))
+    pads = [(0, 0)] * x.ndim
+    for dim, slide in part.attrs["slides"]:
+        axis = names.index(dim)
+        x = _inside(part, 0, dim, x, fill)
+        before, step = _before(part, slide, (0, dim), None, dim), abs(slide.dilation)
+        if slide.dilation < 0:
+            before = before - slide.dilation * (slide.second - 1)
+        spread, reach = slide.spread, (part.out.shape.dim(dim).size - 1) * slide.stride + (slide.second - 1) * step + 1
+        if not isinstance(before, int):
+            x, spread, before = _moved(x, axis, spread, reach, before, fill), 1, 0
+        pads[axis] = (before, reach - before - ((x.shape[axis] - 1) * spread + 1))
+        sizes[axis], strides[axis], spreads[axis], steps[axis] = slide.second, slide.stride, spread, step
+    combine = {"sum": lax.add, "max": lax.max, "min": lax.min}[reduction]
+    # The padding may cut elements off, which only a pad of its own can do.
+    cut = [(min(a, 0), min(b, 0), 0) for a, b in pads]
+    if any(a or b for a, b, _ in cut):
+        x = lax.pad(x, jnp.asarray(fill, x.dtype), [(a, b, s - 1) for (a, b, _), s in zip(cut, spreads, strict=True)])
+        spreads, pads = [1] * x.ndim, [(max(a, 0), max(b, 0)) for a, b in pads]
+    return lax.reduce_window(x, jnp.asarray(fill, x.dtype), combine, sizes, strides, pads, spreads, steps)
+
+
+def _at_taps(part: Part, x: Array, n: int, back: bool, fill: Any) -> Iterator[Array]:
+    """For each tap what each element of the result meets of operand number `n`; `fill` where there is nothing."""
+    dims = []
+    for dim, slide in part.attrs["slides"]:
+        s = slide.first_cotangent() if back else slide
+        dims.append((part.names[n].index(dim), s, _before(part, s, (n, dim), None, dim), part.out.shape.dim(dim).size))
+        x = _inside(part, n, dim, x, fill)
+    for tap in product(*(range(s.second) for _, s, _, _ in dims)):
+        met = x
+        for (axis, s, before, size), f in zip(dims, tap, strict=True):
+            met = _met(met, axis, s, before - s.dilation * f, size, fill)
+        yield met
+
+
+def _met(x: Array, axis: int, s: Slide, before: Index, size: int, fill: Any) -> Array:
+    """x[(stride * i - before) / spread] for i < size."""
+    reach = (size - 1) * s.stride + 1
+    if isinstance(before, int):
+        pads = [(0, 0, 0)] * x.ndim
+        pads[axis] = (before, reach - before - ((x.shape[axis] - 1) * s.spread + 1), s.spread - 1)
+        spread = lax.pad(x, jnp.asarray(fill, x.dtype), pads)
+    else:
+        spread = _moved(x, axis, s.spread, reach, before, fill)
+    return lax.slice_in_dim(spread, 0, reach, s.stride, axis)
+
+
+@row("window_pick")
+def _pick(part: Part, x: Array, y: Array, *z: Array) -> Array:
+    picked = _at_taps(part, z[0], 2, False, 0) if z else repeat(jnp.ones((), y.dtype))
+    made, reaches = jnp.zeros_like(y), COMPARE[part.attrs["reduction"]]
+    for met, value in zip(_at_taps(part, x, 0, False, jnp.nan), picked):  # noqa: B905 (ones without end)
+        made = made + jnp.where(reaches(met, y), value, jnp.zeros((), y.dtype))
+    return made
+
+
+@row("window_spread")
+def _spread(part: Part, x: Array, y: Array, d: Array) -> Array:
+    made, reaches = jnp.zeros_like(x), COMPARE[part.attrs["reduction"]]
+    taps = zip(_at_taps(part, y, 1, True, jnp.nan), _at_taps(part, d, 2, True, 0), strict=True)
+    for met, value in taps:
+        made = made + jnp.where(reaches(x, met), value, jnp.zeros((), x.dtype))
+    return made
