@@ -184,12 +184,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--groups", type=int, default=1, help="parts of the batch with batch norm statistics of their own"
     )
     parser.add_argument("--spatial-split", type=int, default=2, help="how often layouts may split height and width")
-    parser.add_argument("--batch", type=int, default=128, help="examples in one step, all cores together")
+    parser.add_argument("--batch", type=int, default=64, help="examples in one step, all cores together")
     parser.add_argument(
         "--batches", type=lambda text: [int(n) for n in text.split(",")], default=None, metavar="N,N,..."
     )
     parser.add_argument("--eval-batch", type=int, default=256)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--warmup", type=float, default=2.0, help="epochs; at most a quarter of all")
     parser.add_argument("--optimizer", choices=("momentum", "lars"), default="momentum")
     parser.add_argument("--lr", type=float, default=0.1, help=f"learning rate for a batch of {BASE_BATCH}")

@@ -15,6 +15,7 @@ from meshlib.layers.projection import dense
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, late, spatial
 from meshlib.ops.elementwise import relu
+from meshlib.ops.pooling import max_pool
 from meshlib.ops.reduce import reduce_mean
 
 # Blocks of the four stages, and whether a block is a bottleneck: He et al., arXiv:1512.03385, table 1.
@@ -200,11 +201,7 @@ def _stem(tower: Tower, config: ResNetConfig, x: Tensor) -> Tensor:
     x = tower.conv(x, config.features, 7 if large else 3, 2 if large else 1)
     if config.version != "2":
         x = tower.active(x)
-    if not large:
-        return x
-    from meshlib.ops.pooling import max_pool
-
-    return max_pool(x, {d.name: 3 for d in spatial(x)}, 2, [1, 1])
+    return max_pool(x, {d.name: 3 for d in spatial(x)}, 2, [1, 1]) if large else x
 
 
 def _block(tower: Tower, config: ResNetConfig, x: Tensor, block: Block) -> Tensor:
