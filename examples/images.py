@@ -44,7 +44,7 @@ def model(args: argparse.Namespace, data: ImageData) -> mtf.models.ResNetConfig:
         return mtf.models.image_preset(args.model).replace(stem=stem, numerics=numerics, **found)
     return mtf.models.ResNetConfig(
         "small", tuple(args.blocks), False, stem="small", features=args.features, numerics=numerics,
-        spatial_split=args.spatial_split, groups=args.groups, **found,
+        zero_last=False, spatial_split=args.spatial_split, groups=args.groups, **found,
     )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--warmup", type=float, default=2.0, help="epochs; at most a quarter of all")
     parser.add_argument("--optimizer", choices=("momentum", "lars"), default="momentum")
-    parser.add_argument("--lr", type=float, default=0.1, help=f"learning rate for a batch of {BASE_BATCH}")
+    parser.add_argument("--lr", type=float, default=0.2, help=f"learning rate for a batch of {BASE_BATCH}")
     parser.add_argument("--decay", type=float, default=5e-4, help="weight decay, of all but norms and biases")
     parser.add_argument("--shift", type=int, default=2, help="pixels by which training images are moved at random")
     parser.add_argument("--mesh", default="rows:2;cols:4", help="axes and sizes of the logical mesh")

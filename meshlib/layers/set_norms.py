@@ -61,7 +61,8 @@ class Sets:
         """A shape with the dim to cut in two, and what is left of it for the sets."""
         if self.cut is None or self.group is None:
             return shape, Shape([d for d in shape if d in self.apart])
-        inside = Dimension(self.cut.name, self.cut.size // self.group.size)
+        # Of another name than the cut dim: rules for that need not divide it.
+        inside = Dimension(free_name(f"{self.cut.name}_in_group", self.whole.names), self.cut.size // self.group.size)
         parts = Shape([p for d in shape for p in ((self.group, inside) if d == self.cut else (d,))])
         return parts, Shape([d for d in parts if d != inside and (d in self.apart or d == self.group)])
 

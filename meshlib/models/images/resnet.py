@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from layouts import Dimension
+from meshlib import layers
 from meshlib.checks import at, choice, number, whole
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
-from meshlib.layers.projection import dense
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, late, spatial
 from meshlib.ops.elementwise import relu
@@ -193,7 +193,7 @@ def resnet(config: ResNetConfig, images: Tensor, is_training: bool) -> tuple[Ten
     pooled = reduce_mean(x, reduced_dim=spatial(x))
     classes = Dimension("classes", config.classes)
     numerics = replace(config.numerics, activation_dtype="float64" if pooled.dtype.name == "float64" else "float32")
-    return dense(pooled, classes, numerics=numerics, name="head"), tower.updates
+    return layers.dense(pooled, classes, numerics=numerics, name="head"), tower.updates
 
 
 def _stem(tower: Tower, config: ResNetConfig, x: Tensor) -> Tensor:

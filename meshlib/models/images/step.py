@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from layouts import Dimension
+from meshlib import layers
 from meshlib.checks import at, whole
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor
-from meshlib.layers.loss import softmax_cross_entropy_with_logits
 from meshlib.models.images.resnet import ResNetConfig, resnet
 from meshlib.models.images.tower import BATCH, image_dims
 from meshlib.models.images.vit import ViTConfig, vit
@@ -55,7 +55,7 @@ def image_step(
     images, labels = _inputs(config, batch, what)
     logits, updates = classifier(config, images, True)
     classes = logits.shape.dim("classes")
-    losses = softmax_cross_entropy_with_logits(logits, labels, classes, label_smoothing=config.label_smoothing)
+    losses = layers.softmax_cross_entropy_with_logits(logits, labels, classes, label_smoothing=config.label_smoothing)
     loss = reduce_mean(losses, name="loss")
     right = cast(equal(argmax(logits, classes), labels), "float32")
     outputs = {"loss": loss, "accuracy": reduce_mean(right, name="accuracy")}
@@ -76,7 +76,7 @@ def image_evaluation(config: ImageConfig, batch: int) -> dict[str, Tensor]:
     mask = given("mask", [images.shape.dim(BATCH)])
     logits, _ = classifier(config, images, False)
     classes = logits.shape.dim("classes")
-    losses = softmax_cross_entropy_with_logits(logits, labels, classes)
+    losses = layers.softmax_cross_entropy_with_logits(logits, labels, classes)
     right = cast(equal(argmax(logits, classes), labels), "float32")
     return {
         "loss": reduce_sum(losses * mask, name="loss"),

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from layouts import Dimension
+from meshlib import layers
 from meshlib.checks import at
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, find_dim
 from meshlib.initializers import Initializer
-from meshlib.layers.images import conv
 from meshlib.layers.numerics import MIXED, Numerics
-from meshlib.layers.set_norms import Groups, batch_norm
+from meshlib.layers.set_norms import Groups
 from meshlib.ops.building import floats
 from meshlib.ops.elementwise import relu
 from meshlib.ops.shape import rename_dimension
@@ -54,7 +54,7 @@ class Tower:
         """A convolution over height and width that keeps the size, or divides it by the stride."""
         places = spatial(x)
         padding: str | Sequence[int] = "SAME" if stride == 1 else [(size - 1) // 2] * len(places)
-        return conv(
+        return layers.conv(
             x,
             Dimension(CHANNELS, channels),
             size,
@@ -70,7 +70,7 @@ class Tower:
 
     def norm(self, x: Tensor, scale: float = 1.0, name: str = "norm") -> Tensor:
         """Batch norm over all but the channels; `scale` is where its factor starts."""
-        y, updates = batch_norm(
+        y, updates = layers.batch_norm(
             x,
             x.shape.dim(CHANNELS),
             self.is_training,

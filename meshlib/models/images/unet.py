@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layouts import Dimension
+from meshlib import layers
 from meshlib.checks import at, whole
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, scope
-from meshlib.layers.images import conv
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, spatial
@@ -125,4 +125,4 @@ def unet(config: UNetConfig, images: Tensor, is_training: bool) -> tuple[Tensor,
             x = twice(concat([past[level], x], CHANNELS), channels)
     wide = "float64" if x.dtype.name == "float64" else "float32"
     head = replace(config.numerics, activation_dtype=wide)
-    return conv(x, Dimension("classes", config.classes), 1, numerics=head, name="head"), tower.updates
+    return layers.conv(x, Dimension("classes", config.classes), 1, numerics=head, name="head"), tower.updates

@@ -7,13 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from layouts import Dimension
-from meshlib import initializers
+from meshlib import initializers, layers
 from meshlib.checks import at, number, whole
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
-from meshlib.layers.positions import learned_positions
-from meshlib.layers.projection import dense
 from meshlib.models.blocks import Blocks
 from meshlib.models.config import TransformerConfig
 from meshlib.models.images.tower import BATCH, COLOURS, check_images
@@ -142,11 +140,11 @@ def vit(config: ViTConfig, images: Tensor, is_training: bool) -> tuple[Tensor, l
     names = {"rows columns": "length", "p q c": "patch", "b": BATCH, "c": COLOURS}
     pattern = "b (rows p) (columns q) c -> b (rows columns) (p q c)"
     patches = rearrange(numerics.cast(images), pattern, p=config.patch, q=config.patch, names=names)
-    x = dense(patches, d, numerics=numerics, name="patches")
+    x = layers.dense(patches, d, numerics=numerics, name="patches")
     token = numerics.variable("class_token", [d], 0.0, x.dtype)
     batch = x.shape.dim(BATCH)
     x = concat([broadcast(token, [batch, Dimension("length", 1), d]), x], "length")
-    x = x + learned_positions(x.shape.dim("length"), d, numerics=numerics)
+    x = x + layers.learned_positions(x.shape.dim("length"), d, numerics=numerics)
     blocks = Blocks(config.encoder, causal=False, training=is_training)
     if config.scan and config.layers > 1:
         with scope("layers"):
@@ -163,7 +161,7 @@ def vit(config: ViTConfig, images: Tensor, is_training: bool) -> tuple[Tensor, l
     head = replace(numerics, activation_dtype="float64" if first.dtype.name == "float64" else "float32")
     classes = Dimension("classes", config.classes)
     start = initializers.zeros()  # arXiv:2010.11929, section 3.2
-    return dense(first, classes, numerics=head, kernel_initializer=start, name="head"), []
+    return layers.dense(first, classes, numerics=head, kernel_initializer=start, name="head"), []
 
 
 def _presets() -> dict[str, ViTConfig]:
