@@ -55,11 +55,11 @@ def matmul_blocks(chip: Chip, product: Matmul, itemsize: int = 2) -> Blocks:
 
     Source: module docstring.
     """
-    return _blocks(vmem_bytes(chip) // 2, product.m, product.k, product.n, product.batch, itemsize)
+    return _blocks(vmem_bytes(chip) // 2, product.m, product.k, product.n, product.batch, product.taps, itemsize)
 
 
 @lru_cache(maxsize=65536)
-def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, itemsize: int) -> Blocks:
+def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, taps: int, itemsize: int) -> Blocks:
     best: tuple[tuple[int, int], Blocks] | None = None
     kept = any(2 * itemsize * k * side <= budget_bytes for side in (m, n))  # an operand stays in VMEM whole
     for depth in (d for d in DEPTHS if d < 2 * k or d == DEPTHS[-1]):
@@ -68,7 +68,7 @@ def _blocks(budget_bytes: int, m: int, k: int, n: int, batch: int, itemsize: int
             if needed > budget_bytes and (rows, columns, depth) != (_edges(m)[0], _edges(n)[0], DEPTHS[-1]):
                 continue
             left = m * k * (1 if kept else -(-n // columns))
-            right = k * n * (1 if kept else -(-m // rows))
+            right = taps * k * n * (1 if kept else -(-m // rows))
             first = itemsize * (min(depth, k) * (rows + columns) + rows * columns)
             found = Blocks(rows, columns, min(depth, k), batch * itemsize * (left + right), first)
             if best is None or (found.read_bytes, -first) < best[0]:

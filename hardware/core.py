@@ -7,6 +7,10 @@ A product [m, k] x [k, n] holds one operand still, in tiles, and streams the oth
 be held, and the MXUs of the device share tiles or rows; the best of these is taken. A tile costs at least as
 many cycles as the array has rows, ragged tiles as many as whole ones.
 
+A convolution is a product for each tap of its window. Assumed: taps of the last dim lie beside each other where
+channels leave rows of the array free (3 of 128 in the first layer of a network for images); groups of channels share
+it on its diagonal, as XLA makes one dense convolution of a grouped one (convolution_group_converter).
+
 Sources: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009; `hardware.mxu`.
 """
 
@@ -32,6 +36,9 @@ class Matmul:
     Attributes:
       dtype: of the MXU: "bf16", "int8", "fp8", "int4".
       passes: runs through the MXU: 1, or 6 for float32 at highest precision.
+      taps: of a convolution, elements of its window: products [m, k] x [k, n], each with weights of its own, that are
+        added up. beside: how many of them may share the rows of the array, as far as these go.
+      packs: whether items of the batch may share the array, on its diagonal (a convolution in groups).
 
     Example:
       >>> Matmul(8, 128, 128).flops
@@ -44,16 +51,19 @@ class Matmul:
     batch: int = 1
     dtype: str = "bf16"
     passes: int = 1
+    taps: int = 1
+    beside: int = 1
+    packs: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("m", "k", "n", "batch", "passes"):
+        for name in ("m", "k", "n", "batch", "passes", "taps", "beside"):
             whole(f"Matmul {name}", getattr(self, name), low=1)
         one_of("MXU dtype", self.dtype, DTYPES)
 
     @property
     def flops(self) -> int:
         """Useful floating-point operations, two per multiply-add; passes not counted."""
-        return 2 * self.batch * self.m * self.k * self.n
+        return 2 * self.batch * self.taps * self.m * self.k * self.n
 
 
 @dataclass(frozen=True)
@@ -192,8 +202,17 @@ def matmul_cycles(chip: Chip, product: Matmul) -> int:
     array = MXU(chip.mxu_rows, chip.mxu_columns)
     units = chip.mxus_per_core * chip.cores_per_device
     best = math.inf
+    together = min(product.beside, max(1, array.rows // product.k))
+    depth, slices = product.k * together, product.taps // product.beside * -(-product.beside // together)
     for streamed, held in ((product.m, product.n), (product.n, product.m)):
-        tiles = product.batch * array.tiles(product.k, held)
+        shared = min(product.batch, array.columns // held) if product.packs else 1
+        if depth <= array.rows:
+            shared = min(shared, array.rows // depth)
+            tiles = slices * array.tiles(depth * max(1, shared), held * max(1, shared))
+        else:  # each item streams its own rows, which meet the columns of all
+            streamed *= max(1, shared)
+            tiles = slices * array.tiles(depth, held * max(1, shared))
+        tiles *= -(-product.batch // max(1, shared))
         for groups in (g for g in range(1, units + 1) if units % g == 0):
             rows = -(-streamed // (units // groups))  # groups of MXUs share tiles, their members rows
             rows = -(-rows // chip.vpu_sublanes) * chip.vpu_sublanes

@@ -208,6 +208,26 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Product:
+    """What a CONTRACTION is on one device: [batch, rows, contracted] x [batch, contracted, columns].
+
+    taps     of how many such products of slices of the operands each element of the result is the sum
+    beside   how many of the taps follow each other in the operands, so that they may share the rows of the array
+    packs    whether items of the batch may share the array, on its diagonal
+    swapped  whether operand 0 has the columns
+    """
+
+    batch: int
+    rows: int
+    contracted: int
+    columns: int
+    taps: int = 1
+    beside: int = 1
+    packs: bool = False
+    swapped: bool = False
+
+
+@dataclass(frozen=True)
 class Block:
     """What `local` is told besides its operands' blocks.
 
@@ -270,6 +290,7 @@ class OpDef:
     unique      whether two of them with the same operands and attributes differ
     reads_part  whether it reads of operand 0 only what goes into the result
     indices     the operand that holds indices into the dim of attribute `dim`
+    product     of a CONTRACTION, (operand types, output type, attrs) -> Product, all local
     scores      of fused attention, what a pair of query and key takes
     show        (Operation, whole values of all operands but the first) -> None: what the host does with them each time
                 it runs; the result is the first, and without others nothing is done
@@ -293,6 +314,7 @@ class OpDef:
     unique: bool = False
     reads_part: bool = False
     indices: int | None = None
+    product: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Product] | None = None
     scores: Scores | None = None
     show: Callable[[Operation, Sequence[Array]], None] | None = None
 

@@ -78,6 +78,8 @@ def scores_of(name: str, **changes: Any) -> Any:
 
 
 masked = OPERATIONS["slice"].roles
+windowed = OPERATIONS["convolution"].roles
+WINDOWS: Any = OPERATIONS["convolution"].lower
 
 
 def weighed(combine: Any, gradient: str = "") -> Any:
@@ -87,6 +89,7 @@ def weighed(combine: Any, gradient: str = "") -> Any:
     return dataclasses.replace(lower, combine=combine)
 
 
+PRODUCT: Any = OPERATIONS["einsum"].product
 SLICE, SHIFT = (OPERATIONS[name].lower for name in ("slice", "shift"))
 WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     # linear: forgotten, or said without cause
@@ -105,6 +108,9 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("linear", "pad", {"linear": linear(0)}),
     ("linear", "cast", {"linear": linear(0)}),
     ("linear", "einsum", {"linear": linear(0, 1)}),  # in eight bits it rounds
+    ("linear", "convolution", {"linear": linear(0)}),
+    ("linear", "reduce_window", {"linear": linear(0)}),
+    ("linear", "window_spread", {"linear": lambda op: NONLINEAR}),
     ("linear", "reduce_max", {"linear": linear(0)}),
     ("linear", "to_host", {"linear": lambda op: NONLINEAR}),
     # kind
@@ -121,6 +127,8 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("kind", "gather", {"kind": Kind.REDUCTION}),
     ("kind", "einsum", {"kind": Kind.INDEXED}),
     ("kind", "einsum", {"kind": Kind.KERNEL}),
+    ("kind", "convolution", {"kind": Kind.INDEXED}),
+    ("kind", "reduce_window", {"kind": Kind.REDUCTION}),
     ("kind", "add", {"kind": Kind.CONTRACTION}),
     ("kind", "attention", {"kind": Kind.CONTRACTION}),
     ("kind", "range", {"kind": Kind.ELEMENTWISE}),
@@ -185,6 +193,11 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("indices", "add", {"indices": 1}),
     ("scores", "attention", {"scores": scores_of("attention", turned=("key_dim",))}),
     ("scores", "attention_grad_query", {"scores": scores_of("attention_grad_query", backward=False)}),
+    ("product", "einsum", {"product": None}),
+    ("product", "einsum", {"product": lambda *of: dataclasses.replace(PRODUCT(*of), contracted=1)}),
+    ("product", "einsum", {"product": lambda *of: dataclasses.replace(PRODUCT(*of), swapped=not PRODUCT(*of).swapped)}),
+    ("product", "convolution", {"product": OPERATIONS["einsum"].product}),
+    ("product", "add", {"product": OPERATIONS["einsum"].product}),
     ("show", "print", {"show": None}),
     ("show", "print", {"show": lambda op, data: None}),
     ("show", "print", {"show": lambda op, data: print(op)}),
@@ -214,6 +227,11 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("roles", "attention", {"roles": every(Role.WHOLE, "memory_length", "value_dim")}),
     ("roles", "attention", {"roles": every(Role.SUM, "memory_length")}),
     ("roles", "attention_grad_memory", {"roles": every(Role.WHOLE, "memory_length", "key_dim", "value_dim")}),
+    ("roles", "convolution", {"roles": named_factors, "lower": None}),
+    ("roles", "convolution", {"roles": lambda op: [f for f in windowed(op) if f.role is not Role.SUM]}),
+    ("roles", "convolution", {"roles": reducing(Role.SUM), "lower": None}),
+    ("roles", "reduce_window", {"roles": named_factors, "lower": None}),
+    ("roles", "window_spread", {"roles": named_factors, "lower": None}),
     ("roles", "random", {"roles": lambda op: named_factors(op, dict.fromkeys(op.output.shape.names, Role.WHOLE))}),
     ("split", "slice", {"lower": SHIFT}),
     ("split", "slice", {"lower": Halo(lambda op, f, i, start, stop: (start, stop))}),
@@ -223,6 +241,12 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("split", "top_k", {"lower": OPERATIONS["cumsum"].lower}),
     ("split", "argmax", {"lower": OPERATIONS["top_k"].lower}),
     ("split", "argmax", {"roles": lambda op: [f for f in OPERATIONS["argmax"].roles(op) if f.shares is None]}),
+    ("split", "convolution", {"lower": Halo(lambda op, f, i, start, stop: (start, stop))}),
+    ("split", "convolution", {"lower": Halo(lambda *of: (WINDOWS.needs(*of)[0] + 1, WINDOWS.needs(*of)[1]))}),
+    ("split", "convolution", {"roles": lambda op: [dataclasses.replace(f, lead=1 - f.lead) for f in windowed(op)]}),
+    ("split", "reduce_window", {"lower": Halo(lambda op, f, i, start, stop: (start, stop))}),
+    ("split", "window_pick", {"lower": OPERATIONS["window_spread"].lower}),
+    ("split", "window_spread", {"lower": OPERATIONS["window_pick"].lower}),
     ("split", "attention", {"lower": weighed(lambda levels: (levels[0],))}),
     ("split", "attention", {"lower": weighed(lambda levels: (np.zeros(levels.shape[1:]),))}),
     ("split", "attention", {"roles": every(Role.SUMMARY, "memory_length")}),

@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
 from typing import TypeGuard
 
 from hardware.core import Matmul
 from hardware.memory import SUBLANES, padded_bytes
 from layouts import Sharding
 from meshlib.dtypes import BFLOAT16
+from meshlib.estimation.tiles import tiled_bytes
 from meshlib.graph import FORWARD, Tensor
-from meshlib.operation import RESIDENT, Kind, Scores, Storage
+from meshlib.operation import RESIDENT, Kind, Product, Scores, Storage
 from meshlib.ops.attention import seen_pairs
-from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
+from meshlib.ops.einsum import EIGHT_BIT
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value
 from meshlib.program.records import Program, walk
-from meshlib.program.work import local_work
+from meshlib.program.work import attributes, local_types, local_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Kernel:
     @cached_property
     def operand_bytes(self) -> int:
         """Bytes of the operands of its product, each read once."""
-        return sum(size * p.batch * p.k * (p.m + p.n) for p, size in self.matmuls)
+        return sum(size * p.batch * p.k * (p.m + p.taps * p.n) for p, size in self.matmuls)
 
 
 def kernel_of(
@@ -142,17 +142,17 @@ def kernel_of(
         flops += work.mxu_flops
         ops += work.vpu_ops
         if work.vpu_ops:
-            stretched = work.vpu_ops * _stretch(i)
+            stretched = work.vpu_ops * _stretch(i, program.sliding_dims)
             padded_ops += stretched
             narrow += stretched if i.outputs[0].tensor.dtype is BFLOAT16 else 0.0
         if _is_matmul(i):
             product = matmul_of(program, i)
             matmuls.append((product, 1 if product.dtype in EIGHT_BIT else i.inputs[0].tensor.dtype.itemsize))
-            useful += product.flops * _share_useful(program, i, forward)
+            useful += _useful_flops(program, i, forward) / product.passes
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
     passed, spared = _quantised(main, quantised, gathered) if _is_matmul(main) else (0, 0)
-    boundary = _boundary(members, fused, held)
+    boundary = _boundary(members, fused, held, program.sliding_dims)
     free = all(_is_free(i) for i in members)
     return Kernel(
         main.operation.name,
@@ -199,10 +199,15 @@ def _at_hand(product: Compute, members: Sequence[Instruction], held: set[Value])
         made = maker.get(x)
         return x in held if made is None else all(here(z) for z in made.inputs)
 
-    a, b = product.inputs[:2]
-    names = [x.local.shape.names for x in (a, b, product.outputs[0])]
-    first, second = (b, a) if matmul_plan(*names).swapped else (a, b)
-    return here(first), here(second)
+    first, second = product.inputs[:2]
+    sides = here(first), here(second)
+    return sides[::-1] if _product_of(product).swapped else sides
+
+
+def _product_of(i: Compute) -> Product:
+    of = i.operation.kind.product
+    assert of is not None
+    return of(*local_types(i), i.operation.attrs)
 
 
 def quantises(i: Instruction) -> bool:
@@ -225,6 +230,16 @@ def _quantised(product: Compute, done: set[tuple[Value, Value]], gathered: Mappi
     return moved, spared
 
 
+def _useful_flops(program: Program, i: Compute, forward: frozenset[str]) -> float:
+    """Those of an instruction's flops, passes included, that nobody repeats; the mean of devices that differ."""
+    op, attrs = i.operation, attributes(program, i.operation)
+    share = _share_useful(program, i, forward)
+    if op.kind.lower is None:
+        return op.kind.work(*local_types(i), attrs).mxu_flops * share
+    whole = op.kind.work(tuple(x.tensor.type for x in i.inputs), op.output.type, attrs)
+    return whole.mxu_flops / program.mesh.size if share else 0.0
+
+
 def _share_useful(program: Program, i: Compute, forward: frozenset[str]) -> float:
     """Of an instruction's flops on one device, those that no other repeats and no earlier pass has made already."""
     again = i.operation.region != FORWARD and i.operation.name in forward
@@ -242,17 +257,16 @@ def duplication(program: Program, instruction: Compute) -> int:
     return program.mesh.size // split
 
 
-def matmul_of(program: Program, instruction: Instruction) -> Matmul:
-    """The batched product that an einsum is on one device."""
-    a, b = (x.local.shape for x in instruction.inputs[:2])
-    out = instruction.outputs[0].local.shape
-    plan = matmul_plan(a.names, b.names, out.names)
-    sizes = {d.name: d.size for shape in (a, b) for d in shape}
-    m, k, n, batch = (prod(sizes[x] for x in dims) for dims in (plan.rows, plan.contracted, plan.columns, plan.batch))
-    useful = 2 * batch * m * k * n
-    passes = max(1, local_work(program, instruction).mxu_flops // useful)
-    precision = instruction.operation.attrs.get("precision")
-    return Matmul(m, k, n, batch, precision if precision in EIGHT_BIT else "bf16", passes)
+def matmul_of(program: Program, instruction: Compute) -> Matmul:
+    """The products that a contraction is on one device."""
+    p, op = _product_of(instruction), instruction.operation
+    precision = op.attrs.get("precision")
+    passes = 1
+    if attributes(program, op).get("precision") == "highest":
+        once = op.kind.work(*local_types(instruction), {**op.attrs, "precision": "default"}).mxu_flops
+        passes = local_work(program, instruction).mxu_flops // once
+    dtype = precision if precision in EIGHT_BIT else "bf16"
+    return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
 
 
 def attention_of(program: Program, instruction: Instruction) -> Attention:
@@ -269,9 +283,15 @@ def attention_of(program: Program, instruction: Instruction) -> Attention:
     return Attention(of, scores, key, value, passes)
 
 
-def padded_value_bytes(v: Value) -> int:
-    """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named."""
-    return padded_block_bytes(v.local_shape.sizes, v.tensor.dtype.itemsize)
+def padded_value_bytes(v: Value, itemsize: int, sliding: frozenset[str]) -> int:
+    """Bytes of one device's block in HBM, whole tiles. Exact for the layout of dims as named.
+
+    Of images, which have dims that windows slide along, those dims lie in tiles that pad least: a compiler puts the
+    batch or a row of the image there where channels are few.
+    """
+    if not sliding.isdisjoint(v.tensor.shape.names):
+        return tiled_bytes(v.local_shape.sizes, itemsize)
+    return padded_block_bytes(v.local_shape.sizes, itemsize)
 
 
 @lru_cache(maxsize=65536)
@@ -302,12 +322,12 @@ def _is_free(i: Instruction) -> bool:
     return False
 
 
-def _stretch(i: Instruction) -> float:
+def _stretch(i: Instruction, sliding: frozenset[str]) -> float:
     """How much more elements the vector unit handles than there are: those of the tiles of the largest value."""
     largest = max((*i.inputs, *i.outputs), key=lambda v: v.local_size)
     if not largest.local.shape.sizes:
         return 1.0
-    return padded_value_bytes(largest) / max(1, largest.local_bytes)
+    return padded_value_bytes(largest, largest.tensor.dtype.itemsize, sliding) / max(1, largest.local_bytes)
 
 
 @dataclass(frozen=True)
@@ -321,7 +341,9 @@ class _Boundary:
     read: int
 
 
-def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value]) -> _Boundary:
+def _boundary(
+    members: Sequence[Instruction], fused: set[Value], held: set[Value], sliding: frozenset[str]
+) -> _Boundary:
     inside = {y for i in members for y in i.outputs}
     operations = {i.operation for i in members}
     read: dict[object, tuple[int, int, bool]] = {}
@@ -331,11 +353,11 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
             continue
         for n, x in enumerate(i.inputs):
             if x not in inside:
-                found = (*_read(i, n, x), x not in held)
+                found = (*_read(i, n, x, sliding), x not in held)
                 read[_buffer(x)] = max(read.get(_buffer(x), found), found)
         made = {y: (y.tensor, y.sharding) if y in held else _buffer(y) for y in i.outputs if y not in fused}
         # What is derived from a buffer that lies outside is not written; who reads it derives it again.
-        written |= {b: (*_sizes(y), y not in held) for y, b in made.items() if b[0].operation in operations}
+        written |= {b: (*_sizes(y, sliding), y not in held) for y, b in made.items() if b[0].operation in operations}
     # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
     moved = [*read.values(), *written.values()] if written else []
     passing = tuple(sorted(padded for _, padded, passes in moved if passes))
@@ -346,16 +368,16 @@ def _boundary(members: Sequence[Instruction], fused: set[Value], held: set[Value
     )
 
 
-def _read(i: Instruction, n: int, x: Value) -> tuple[int, int]:
-    whole = _sizes(x)
+def _read(i: Instruction, n: int, x: Value, sliding: frozenset[str]) -> tuple[int, int]:
+    whole = _sizes(x, sliding)
     if n == 0 and (i.operation.kind.reads_part or isinstance(i, Move)):  # a cut, if it is a move
-        return min(whole, _sizes(i.outputs[0]))
+        return min(whole, _sizes(i.outputs[0], sliding))
     return whole
 
 
-def _sizes(v: Value) -> tuple[int, int]:
+def _sizes(v: Value, sliding: frozenset[str]) -> tuple[int, int]:
     itemsize = _stored(v.tensor).dtype.itemsize
-    return v.local_size * itemsize, padded_block_bytes(v.local_shape.sizes, itemsize)
+    return v.local_size * itemsize, padded_value_bytes(v, itemsize, sliding)
 
 
 def _buffer(v: Value) -> tuple[Tensor, Sharding]:

@@ -129,7 +129,7 @@ class Times:
         if not edge:
             return blocks.read_bytes
         left = product.m * product.k * max(1.0, product.n / edge)
-        right = product.k * product.n * max(1.0, product.m / edge)
+        right = product.taps * product.k * product.n * max(1.0, product.m / edge)
         return itemsize * product.batch * (left + right)
 
     def _early(self, kernel: Kernel, most: float) -> float:

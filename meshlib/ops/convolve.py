@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from layouts import Shape
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import Array, Block, Factor, Halo, Kind, Linear, Role, Work, operation
+from meshlib.operation import Array, Block, Factor, Halo, Kind, Linear, Product, Role, Work, operation
 from meshlib.ops.building import build
 from meshlib.ops.convolution_kernel import Classes, convolved
 from meshlib.ops.rules import named_factors, same_dtype
@@ -103,6 +103,30 @@ def products(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any
     return count * prod(size for name, size in sizes_of.items() if name not in sliding)
 
 
+def _product(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
+    """How windows and channels fill the MXU.
+
+    Channels in fill the array's rows, channels out its columns; every tap is a product of its own, but for those of the
+    last dim, which lie beside each other. Of the cotangent of the filter the window is part of the rows of the result,
+    and all positions are contracted.
+    """
+    (first, second), made = (t.shape for t in ins), out.shape
+    windows: tuple[Window, ...] = attrs["windows"]
+    dims = Classes.of(first.names, second.names, made.names, windows)
+    sizes = {d.name: d.size for shape in (first, second) for d in shape}
+    group, rows, contracted, columns = (
+        prod(sizes[n] for n in names) for names in (dims.group, dims.rows, dims.contracted, dims.columns)
+    )
+    taps = [second.dim(w.second).size for w in windows]
+    outputs = [made.dim(w.out).size for w in windows]
+    if windows[0].out != windows[0].first:
+        return Product(group, rows * prod(outputs), contracted * prod(taps), columns, packs=True)
+    # Of a slide with spread each tap meets every so many of the outputs only.
+    phases = [w.slide.spread // gcd(w.slide.spread, w.slide.stride) for w in windows]
+    rows *= prod(-(-n // phase) for n, phase in zip(outputs, phases, strict=True))
+    return Product(group, rows, contracted, columns, prod(taps), taps[-1], packs=True)
+
+
 CONVOLUTION = operation(
     "convolution",
     kind=Kind.CONTRACTION,
@@ -112,6 +136,7 @@ CONVOLUTION = operation(
     grad=_grad,
     linear=lambda op: Linear((0, 1)),
     work=_work,
+    product=_product,
     lower=Halo(_needs),
 )
 

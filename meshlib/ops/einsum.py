@@ -16,7 +16,7 @@ from meshlib.checks import at, choice, items
 from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Work, operation
+from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Product, Role, Work, operation
 from meshlib.ops.building import as_dims, build, tensor
 from meshlib.ops.rules import named_factors, same_dtype, union
 
@@ -157,6 +157,17 @@ def _work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]
     return Work(2 * out.shape.size * contracted * passes, summed)
 
 
+def product_of(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
+    """The sizes of one device's product."""
+    a, b = (t.shape for t in ins[:2])
+    plan = matmul_plan(a.names, b.names, out.shape.names)
+    sizes = {d.name: d.size for shape in (a, b) for d in shape}
+    batch, rows, contracted, columns = (
+        prod(sizes[n] for n in dims) for dims in (plan.batch, plan.rows, plan.contracted, plan.columns)
+    )
+    return Product(batch, rows, contracted, columns, swapped=plan.swapped)
+
+
 EINSUM = operation(
     "einsum",
     kind=Kind.CONTRACTION,
@@ -166,6 +177,7 @@ EINSUM = operation(
     grad=_grad,
     linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # parts lie on no grid
     work=_work,
+    product=product_of,
 )
 
 

@@ -20,7 +20,7 @@ from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType
 from meshlib.operation import Array, Block, Kind, Work, operation
 from meshlib.ops.building import as_dims, build, tensor
-from meshlib.ops.einsum import EIGHT_BIT, EINSUM, product_of_blocks, sides_of
+from meshlib.ops.einsum import EIGHT_BIT, EINSUM, product_of, product_of_blocks, sides_of
 from meshlib.ops.elementwise import abs as magnitude
 from meshlib.ops.elementwise import cast, greater, where
 from meshlib.ops.reduce import reduce_max
@@ -60,6 +60,7 @@ QUANTIZED = operation(
     local=_local,
     grad=_grad,
     work=_work,
+    product=product_of,
 )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from meshlib.graph import Operation, TensorType
 from meshlib.operation import ON_MXU, Work
 from meshlib.ops.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Instruction, Value
@@ -19,13 +22,21 @@ def local_work(program: Program, instruction: Instruction) -> Work:
     if not isinstance(instruction, Compute):
         return Work(0, 0)
     op = instruction.operation
-    attrs = dict(op.attrs)
-    if op.kind.kind in ON_MXU and program.precision == "highest" and attrs.get("precision") not in EIGHT_BIT:
-        attrs["precision"] = "highest"  # costed as the passes it takes
+    return op.kind.work(*local_types(instruction), attributes(program, op))
+
+
+def local_types(instruction: Compute) -> tuple[tuple[TensorType, ...], TensorType]:
+    """The types of what one core works on: of operands with margins what the result needs, its own where it has any."""
     out = instruction.outputs[0]
-    # Of operands with margins what the result needs: its own margins, where it has any.
     taken = (replace(x, margins=_shared(x, out)) if x.margins else x for x in instruction.inputs)
-    return op.kind.work(tuple(x.local for x in taken), out.local, attrs)
+    return tuple(x.local for x in taken), out.local
+
+
+def attributes(program: Program, op: Operation) -> Mapping[str, Any]:
+    """An operation's attributes at the program's precision: it is costed as the passes that it takes."""
+    if op.kind.kind in ON_MXU and program.precision == "highest" and op.attrs.get("precision") not in EIGHT_BIT:
+        return {**op.attrs, "precision": "highest"}
+    return op.attrs
 
 
 def _shared(x: Value, out: Value) -> tuple[Margin, ...]:

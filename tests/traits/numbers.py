@@ -168,6 +168,28 @@ def check_scores(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
             yield f"{s}: backward is {record.scores.backward}"
 
 
+def check_product(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """Contractions are matrix products that make the result and need their flops, or those of padding besides."""
+    if (record.product is None) != (record.kind is not Kind.CONTRACTION):
+        yield f"{record.name}: {record.kind} with sizes of a product, or without"
+        return
+    for s in uses if record.product else ():
+        assert record.product is not None
+        types = tuple(x.type for x in s.op.inputs), s.op.output.type, s.op.attrs
+        p, work = record.product(*types), record.work(*types)
+        made = p.batch * p.rows * p.columns
+        passes = 6 if s.op.attrs["precision"] == "highest" else 1
+        flops = 2 * made * p.contracted * p.taps * passes
+        padded = record.lower is not None
+        if not (work.mxu_flops <= flops <= 4 * work.mxu_flops if padded else flops == work.mxu_flops):
+            yield f"{s}: {flops} flops of its product, {work.mxu_flops} in all"
+        if (p.taps == 1 and not padded) and made != s.op.output.shape.size:
+            yield f"{s}: its product makes {made} elements"
+        first = p.batch * (p.columns if p.swapped else p.rows) * p.contracted
+        if not padded and first > s.op.inputs[0].shape.size:
+            yield f"{s}: operand 0 has no {first} elements"
+
+
 def check_show(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """Operands that leave no trace in the result are there to be shown, and without them nothing is."""
     if record.kind in STRUCTURE:
@@ -198,5 +220,6 @@ CHECKS = {
     "reads_part": check_reads_part,
     "indices": check_indices,
     "scores": check_scores,
+    "product": check_product,
     "show": check_show,
 }

@@ -16,7 +16,12 @@ from tests.cases import Array
 from tests.oracle import run
 from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same
 
-TOGETHER = {Role.HALO: Halo, Role.SUMMARY: Summary, Role.SHARE: Summary}  # blocks need each other, and how
+TOGETHER = {
+    Role.HALO: Halo,
+    Role.OVERLAP: Halo,
+    Role.SUMMARY: Summary,
+    Role.SHARE: Summary,
+}  # blocks need each other, and how
 ALONE = (Role.PARALLEL, Role.SUM, Role.MAX, Role.MIN)
 TOLERANCE = 1e-10
 SPLIT_ALL = mtf.Balance(1e-6, 1e-6)  # work done twice is dearer than anything sent
