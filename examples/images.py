@@ -32,7 +32,7 @@ PRECISIONS = {"bfloat16": "bfloat16", "float32": "float32"}
 BASE_BATCH = 128  # for which --lr is meant
 
 
-def model(args: argparse.Namespace, data: ImageData) -> mtf.models.ResNetConfig:
+def model(args: argparse.Namespace, data: ImageData) -> Any:
     """The network for these images."""
     height, width, channels = data.train_images.shape[1:]
     numerics = mtf.Numerics(
@@ -41,14 +41,15 @@ def model(args: argparse.Namespace, data: ImageData) -> mtf.models.ResNetConfig:
     found: dict[str, Any] = {"height": height, "width": width, "channels": channels, "classes": len(data.classes)}
     if args.model != "small":
         stem = "imagenet" if min(height, width) > 64 else "small"
-        return mtf.models.image_preset(args.model).replace(stem=stem, numerics=numerics, **found)
+        preset = mtf.models.image_preset(args.model)
+        return preset.replace(numerics=numerics, **found, **({"stem": stem} if args.model.startswith("resnet") else {}))
     return mtf.models.ResNetConfig(
         "small", tuple(args.blocks), False, stem="small", features=args.features, numerics=numerics,
         zero_last=False, spatial_split=args.spatial_split, groups=args.groups, **found,
     )  # fmt: skip
 
 
-def build(args: argparse.Namespace, config: mtf.models.ResNetConfig, examples: int, batch: int) -> list[mtf.Program]:
+def build(args: argparse.Namespace, config: Any, examples: int, batch: int) -> list[mtf.Program]:
     """The training program, and the evaluation program on the same variables."""
     where = {"mesh": args.mesh, "layout": args.layout}
     per_epoch = examples / batch
@@ -58,14 +59,14 @@ def build(args: argparse.Namespace, config: mtf.models.ResNetConfig, examples: i
         mtf.optimize.cosine_decay(1.0, max(int(per_epoch * args.epochs), 1)),
     )
     plain = mtf.optimize.NORMS_AND_BIASES
-    optimizers = {
-        "momentum": lambda: mtf.optimize.MomentumOptimizer(rate, 0.9, True, args.decay, plain),
-        "lars": lambda: mtf.optimize.LarsOptimizer(
-            mtf.optimize.product(rate, 30.0), weight_decay=args.decay, exclude=plain
-        ),
-    }
+    optimizer: mtf.optimize.Optimizer
+    if args.optimizer == "lars":
+        scaled = mtf.optimize.product(rate, 30.0)  # of a trust ratio of a thousandth
+        optimizer = mtf.optimize.LarsOptimizer(scaled, weight_decay=args.decay, exclude=plain)
+    else:
+        optimizer = mtf.optimize.MomentumOptimizer(rate, 0.9, True, args.decay, plain)
     with mtf.Graph():
-        outputs, updates = mtf.models.image_step(config, batch, optimizers[args.optimizer]())
+        outputs, updates = mtf.models.image_step(config, batch, optimizer)
         training = mtf.lower(outputs, updates, **where)
     with mtf.Graph():
         evaluation = mtf.lower(mtf.models.image_evaluation(config, args.eval_batch), **where)
@@ -96,7 +97,7 @@ def train(args: argparse.Namespace, data: ImageData, batch: int) -> tuple[mtf.Si
     training, evaluation = build(args, config, len(data.train_images), batch)
     sim = devices.runner(training, args)
     if args.load:
-        mtf.load(sim, args.load)
+        mtf.load(args.load, sim)
     for note in training.notes:
         line(f"note: {note}")
     line(f"{config.name}: {config.parameters:,} parameters, batch {batch} on mesh {training.mesh}, "
@@ -128,10 +129,11 @@ def predict(args: argparse.Namespace, data: ImageData) -> None:
             mtf.Dimension(n, s)
             for n, s in zip(("batch", "height", "width", "image_channels"), (1, *picture.shape), strict=True)
         ]
-        logits, _ = mtf.models.resnet(config, mtf.input("images", shape), is_training=False)
+        classify = mtf.models.resnet if isinstance(config, mtf.models.ResNetConfig) else mtf.models.vit
+        logits, _ = classify(config, mtf.input("images", shape), is_training=False)
         program = mtf.lower({"p": mtf.softmax(logits, logits.shape[-1])})
     sim = mtf.simulate(program)
-    mtf.load(sim, args.load)
+    mtf.load(args.load, sim, strict=False)  # the file holds the optimizer's slots, too
     likely = sim.step(images=data.normalised(picture[None]))["p"][0]
     for n in np.argsort(-likely)[:5]:
         line(f"{likely[n]:>7.2%}  {data.classes[n]}")
@@ -146,7 +148,7 @@ def table(args: argparse.Namespace, data: ImageData) -> None:
         training, _ = build(args, config, len(data.train_images), batch)
         est = mtf.estimate(training, args.slice)
         steps = args.epochs * (len(data.train_images) // batch)
-        rows.append((batch, args.slice, est.devices, est.step_seconds * 1e3, steps * est.step_seconds, right))
+        rows.append((batch, args.slice, est.slice.devices, est.step_seconds * 1e3, steps * est.step_seconds, right))
     line("\nbatch  slice    devices  step*      training*   test accuracy")
     for batch, name, count, step, total, right in rows:
         line(f"{batch:>5}  {name:<8} {count:>6}  {step:7.3f} ms {total:9.2f} s  {right:>9.2%}")

@@ -52,8 +52,8 @@ def conv(
       kernel_initializer: of the kernel; normal of variance 2 / (number of inputs of an output) unless given.
       kernel_transform: applied to the kernel, as for spectral norm.
       numerics: dtypes of the variables and of what is computed; precision of the products.
-      name: scope of the variables `kernel`, [filter_height, filter_width, channels, output_dim] for spatial dims of
-        these names, and `bias`; name of the result.
+      name: scope of the variables `kernel`, [filter_height, filter_width, channels, output_dim] (before them
+        filter_depth for three dims, filter_width alone for one), and `bias`; name of the result.
     Returns: the dims of x in their order, the spatial ones smaller by strides, `output_dim` in place of the channels.
     Raises: ShapeError for numbers or dims that do not fit.
     Example:
@@ -78,7 +78,7 @@ def conv(
     own = out if out.name not in x.shape else Dimension(f"{out.name}_out", out.size)
     if own.name in x.shape:
         raise ShapeError(f"{at(what)}: '{own.name}' is a dim of x already; call output_dim otherwise\n  {x}")
-    window = [Dimension(f"filter_{d.name}", n) for d, n in zip(places, sizes, strict=True)]
+    window = _window(sizes)
     inner = Dimension(channels.name, channels.size // count)
     start = kernel_initializer or initializers.variance_scaling(2.0, "fan_in", "normal", [*window, inner])
     with scope(name):
@@ -90,7 +90,7 @@ def conv(
     if plain:
         y = numerics.product(x, kernel, Shape([own if d == channels else d for d in x.shape]), product)
     else:
-        pairs = {d.name: w.name for d, w in zip(places, window, strict=True)}
+        pairs: dict[Dimension | str, Dimension | str] = {d.name: w.name for d, w in zip(places, window, strict=True)}
         precision = numerics.unquantised.precision
         y = CONVOLUTIONS[len(places)](
             x, kernel, stride, padding, dilation, count, spatial=pairs, precision=precision, name=product
@@ -118,12 +118,12 @@ def separable_conv(
     what = "separable_conv"
     x, places, channels = _image(x, spatial, numerics, what)
     sizes = _each(filter_size, places, what, "filter_size")
-    window = [Dimension(f"filter_{d.name}", n) for d, n in zip(places, sizes, strict=True)]
+    window = _window(sizes)
     start = initializers.variance_scaling(1.0, "fan_in", "normal", window)
     with scope(name):
         with scope("depthwise"):
             kernel = numerics.variable("kernel", [*window, channels], start, x.dtype)
-        pairs = {d.name: w.name for d, w in zip(places, window, strict=True)}
+        pairs: dict[Dimension | str, Dimension | str] = {d.name: w.name for d, w in zip(places, window, strict=True)}
         y = CONVOLUTIONS[len(places)](
             x, kernel, stride, padding, spatial=pairs, group_dims=[channels], name="depthwise"
         )
@@ -142,6 +142,12 @@ def _image(
     if not 1 <= len(set(places)) == len(places) <= 3 or channels is None:
         raise ShapeError(f"{at(what)}: needs one to three different spatial dims beside the channels\n  {x}")
     return x, places, channels
+
+
+def _window(sizes: Sequence[int]) -> list[Dimension]:
+    """The dims of a kernel before its channels: the same whatever the dims that it slides along are called."""
+    names = ("filter_depth", "filter_height", "filter_width")[-len(sizes) :]
+    return [Dimension(name, size) for name, size in zip(names, sizes, strict=True)]
 
 
 def _each(value: object, places: Sequence[Dimension], what: str, argument: str) -> list[int]:

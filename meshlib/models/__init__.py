@@ -12,6 +12,10 @@ from meshlib.models.images.presets import IMAGE_PRESETS as IMAGE_PRESETS
 from meshlib.models.images.presets import image_preset as image_preset
 from meshlib.models.images.resnet import ResNetConfig as ResNetConfig
 from meshlib.models.images.resnet import resnet as resnet
+from meshlib.models.images.retinanet import RetinaNetConfig as RetinaNetConfig
+from meshlib.models.images.retinanet import detection_outputs as detection_outputs
+from meshlib.models.images.retinanet import detection_step as detection_step
+from meshlib.models.images.retinanet import retinanet as retinanet
 from meshlib.models.images.step import image_evaluation as image_evaluation
 from meshlib.models.images.step import image_step as image_step
 from meshlib.models.images.unet import UNetConfig as UNetConfig

@@ -108,10 +108,10 @@ def unet(p: State, x: Array, levels: int) -> Array:
     return convolved(x, p["head/kernel"]) + p["head/bias"]
 
 
-def resnet(
+def resnet_stages(
     p: State, x: Array, blocks: tuple[int, ...], bottleneck: bool, version: str, large: bool, training: bool
-) -> Array:
-    """Logits, by the papers: the strides of a block as `version` has them."""
+) -> list[Array]:
+    """What each stage makes, by the papers: the strides of a block as `version` has them."""
 
     def norm(y: Array, name: str) -> Array:
         return normed(y, p, name, training)
@@ -119,7 +119,7 @@ def resnet(
     x = convolved(x, p["stem/conv/kernel"], 2 if large else 1)
     if version != "2":
         x = relu(norm(x, "stem/norm"))
-    x = pooled(x) if large else x
+    x, found = pooled(x) if large else x, []
     for s, count in enumerate(blocks, start=1):
         for b in range(1, count + 1):
             scope = f"stage{s}/block{b}"
@@ -140,5 +140,15 @@ def resnet(
                 shortcut = convolved(first, p[f"{scope}/shortcut/kernel"], stride)
                 shortcut = shortcut if version == "2" else norm(shortcut, f"{scope}/shortcut_norm")
             x = y + shortcut if version == "2" else relu(y + shortcut)
-    x = relu(norm(x, "last_norm")) if version == "2" else x
-    return x.mean((1, 2)) @ p["head/kernel"] + p["head/bias"]
+        found.append(x)
+    if version == "2":
+        found[-1] = relu(norm(x, "last_norm"))
+    return found
+
+
+def resnet(
+    p: State, x: Array, blocks: tuple[int, ...], bottleneck: bool, version: str, large: bool, training: bool
+) -> Array:
+    """Logits."""
+    last = resnet_stages(p, x, blocks, bottleneck, version, large, training)[-1]
+    return last.mean((1, 2)) @ p["head/kernel"] + p["head/bias"]

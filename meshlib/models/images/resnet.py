@@ -149,13 +149,18 @@ class ResNetConfig:
     @property
     def parameters(self) -> int:
         """Numbers of trained values: kernels, two for each channel of a norm, the head with its bias."""
+        return self.backbone_parameters + (self.stages[-1][-1].steps[-1].made + 1) * self.classes
+
+    @property
+    def backbone_parameters(self) -> int:
+        """Those without the head."""
         blocks = [block for stage in self.stages for block in stage]
         last = blocks[-1].steps[-1].made
         if self.version == "2":
             normed = sum(c.given for block in blocks for c in block.steps) + last
         else:
             normed = sum(c.made for c in self.convolutions)
-        return sum(c.parameters for c in self.convolutions) + 2 * normed + (last + 1) * self.classes
+        return sum(c.parameters for c in self.convolutions) + 2 * normed
 
     @property
     def macs(self) -> int:
@@ -180,20 +185,28 @@ def resnet(config: ResNetConfig, images: Tensor, is_training: bool) -> tuple[Ten
     """
     check_images(config, images, "resnet")
     tower = Tower(is_training, config.numerics, config.groups, config.decay, config.epsilon)
+    x = features(tower, config, images)[-1]
+    pooled = reduce_mean(x, reduced_dim=spatial(x))
+    classes = Dimension("classes", config.classes)
+    numerics = replace(config.numerics, activation_dtype="float64" if pooled.dtype.name == "float64" else "float32")
+    return layers.dense(pooled, classes, numerics=numerics, name="head"), tower.updates
+
+
+def features(tower: Tower, config: ResNetConfig, images: Tensor) -> list[Tensor]:
+    """What each stage makes, [batch, height, width, channels]; the last one normed in version 2."""
     with scope("stem"):
         x = _stem(tower, config, tower.numerics.cast(images))
+    found = []
     for number_of_stage, stage in enumerate(config.stages, start=1):
         x = late(x, stage[0].steps[-1].places, config.spatial_split)
         with scope(f"stage{number_of_stage}"):
             for n, block in enumerate(stage, start=1):
                 with scope(f"block{n}"):
                     x = _block(tower, config, x, block)
+        found.append(x)
     if config.version == "2":
-        x = tower.active(x, "last_norm")
-    pooled = reduce_mean(x, reduced_dim=spatial(x))
-    classes = Dimension("classes", config.classes)
-    numerics = replace(config.numerics, activation_dtype="float64" if pooled.dtype.name == "float64" else "float32")
-    return layers.dense(pooled, classes, numerics=numerics, name="head"), tower.updates
+        found[-1] = tower.active(x, "last_norm")
+    return found
 
 
 def _stem(tower: Tower, config: ResNetConfig, x: Tensor) -> Tensor:

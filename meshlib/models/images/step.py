@@ -21,7 +21,9 @@ ImageConfig = ResNetConfig | ViTConfig
 
 def classifier(config: ImageConfig, images: Tensor, is_training: bool) -> tuple[Tensor, list[Operation]]:
     """Logits [batch, classes] of images in float32, and the updates of what a model keeps of its batches."""
-    return (resnet if isinstance(config, ResNetConfig) else vit)(config, images, is_training)  # type: ignore[operator]
+    if isinstance(config, ResNetConfig):
+        return resnet(config, images, is_training)
+    return vit(config, images, is_training)
 
 
 def image_step(
