@@ -10,10 +10,8 @@ it found (in the colour of the class) and the true ones (white).
 from __future__ import annotations
 
 import argparse
-import struct
 import sys
 import time
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import meshlib as mtf
 from examples import devices
 from examples.drawn_images import CLASSES, Scenes, draw_scenes
+from examples.pictures import frame, grid, write_png
 from examples.terminal import finish, line, progress
 from meshlib.detection import Objects, mean_average_precision
 
@@ -129,35 +128,7 @@ def drawn(scenes: Scenes, found: Sequence[Objects], count: int, grow: int = 3) -
             if score >= 0.4:
                 frame(picture, box * grow + (1, 1, -1, -1), COLOURS[kind])
         pictures.append(picture)
-    rows = int(np.sqrt(count))
-    grid: np.ndarray = einops.rearrange(np.stack(pictures), "(a b) h w c -> (a h) (b w) c", a=rows)
-    return grid
-
-
-def frame(picture: np.ndarray, box: np.ndarray, colour: np.ndarray) -> None:
-    """The border of a box."""
-    top, left, bottom, right = np.clip(np.rint(box), 0, [*picture.shape[:2]] * 2).astype(int)
-    bottom, right = max(bottom - 1, top), max(right - 1, left)
-    top, left = min(top, picture.shape[0] - 1), min(left, picture.shape[1] - 1)
-    picture[top, left : right + 1] = picture[bottom, left : right + 1] = colour
-    picture[top : bottom + 1, left] = picture[top : bottom + 1, right] = colour
-
-
-def write_png(path: str | Path, image: np.ndarray) -> None:
-    """An image [height, width, 3] in 0..1 as a PNG file, without any package.
-
-    Source: PNG specification, third edition, sections 5 and 11: signature, IHDR, IDAT (zlib, filter 0 for each row), IEND.
-    """
-    pixels = np.rint(255 * image.clip(0, 1)).astype(np.uint8)
-    height, width, channels = pixels.shape
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, width * channels)], axis=1)
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows.tobytes())), chunk(b"IEND", b""))
-    Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    return grid(np.stack(pictures), int(np.sqrt(count)))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

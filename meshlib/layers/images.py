@@ -84,7 +84,7 @@ def conv(
     with scope(name):
         kernel = numerics.variable("kernel", [*window, inner, own], start, x.dtype)
         bias = numerics.variable("bias", [own], 0.0, x.dtype) if flag(use_bias, what, "use_bias") else None
-    kernel = kernel if kernel_transform is None else kernel_transform(kernel)
+        kernel = kernel if kernel_transform is None else kernel_transform(kernel)
     last = f"{name}/sum" if own != out else name
     product = last if bias is None else f"{name}/product"
     if plain:

@@ -244,7 +244,8 @@ def conditional_batch_norm(
             return widened(projection(condition, along, [condition_dim], False, None, numerics, part, part, kernel))
         with scope(part):
             table = numerics.variable("kernel", [condition_dim, *along], initializers.random_normal(0.0, 0.02), x.dtype)
-        return widened(gather(table if kernel_transform is None else kernel_transform(table), condition, condition_dim))
+            table = table if kernel_transform is None else kernel_transform(table)
+        return widened(gather(table, condition, condition_dim))
 
     with scope(name):
         return _batch_norm(

@@ -6,6 +6,11 @@ counts   parameters and FLOPs in closed form
 """
 
 from meshlib.models.config import TransformerConfig as TransformerConfig
+from meshlib.models.images.biggan import BigGANConfig as BigGANConfig
+from meshlib.models.images.biggan import discriminator as discriminator
+from meshlib.models.images.biggan import gan_samples as gan_samples
+from meshlib.models.images.biggan import gan_step as gan_step
+from meshlib.models.images.biggan import generator as generator
 from meshlib.models.images.layouts import IMAGE_LAYOUTS as IMAGE_LAYOUTS
 from meshlib.models.images.layouts import image_layout as image_layout
 from meshlib.models.images.presets import IMAGE_PRESETS as IMAGE_PRESETS

@@ -86,6 +86,79 @@ def layer_normed(x: Array, p: State, name: str) -> Array:
     return layer_norm(x, p[f"{name}/scale"], p[f"{name}/bias"], 1e-6)
 
 
+def spectral(kernel: Array, u: Array) -> Array:
+    """A kernel [..., columns of u] over its largest singular value, by one step from u."""
+    rows = kernel.reshape(-1, u.size) if u.ndim == 1 else kernel.reshape(kernel.shape[0], -1)
+    v = rows @ u.reshape(-1)
+    v = v / np.sqrt((v**2).sum())
+    new = rows.T @ v
+    new = new / np.sqrt((new**2).sum())
+    return kernel / (v @ rows @ new)
+
+
+class Players:
+    """Generator and discriminator of a BigGAN in use: weights by their names in the library, over singular values."""
+
+    def __init__(self, state: State) -> None:
+        self.p = state
+
+    def kernel(self, name: str) -> Array:
+        return spectral(self.p[f"{name}/kernel"], self.p[f"{name}/spectral_norm/u"])
+
+    def conv(self, x: Array, name: str) -> Array:
+        return convolved(x, self.kernel(name)) + self.p.get(f"{name}/bias", 0.0)
+
+    def standard(self, x: Array, name: str) -> Array:
+        return (x - self.p[f"{name}/moving_mean"]) / np.sqrt(self.p[f"{name}/moving_variance"] + 1e-4)
+
+    def conditional(self, x: Array, condition: Array, name: str) -> Array:
+        scale, bias = (condition @ self.kernel(f"{name}/{part}") for part in ("scale", "bias"))
+        return relu(self.standard(x, name) * (1 + scale)[:, None, None] + bias[:, None, None])
+
+    def attention(self, x: Array, name: str) -> Array:
+        q, k, v, o = (self.kernel(f"{name}/{part}") for part in ("query", "key", "value", "out"))
+        out = np.empty(x.shape)
+        for n, image in enumerate(x):
+            coarse = [
+                (image @ w).reshape(image.shape[0] // 2, 2, image.shape[1] // 2, 2, -1).max((1, 3)) for w in (k, v)
+            ]
+            keys, values = (c.reshape(-1, c.shape[-1]) for c in coarse)
+            for i, j in np.ndindex(*image.shape[:2]):
+                scores = np.exp(keys @ (image[i, j] @ q))
+                out[n, i, j] = scores / scores.sum() @ values @ o
+        return x + self.p[f"{name}/gain"] * out
+
+    def generated(self, z: Array, labels: Array, blocks: int, attention: int) -> Array:
+        parts = np.split(z, blocks + 1, axis=1)
+        first = np.tensordot(parts[0], self.kernel("generator/first"), 1) + self.p["generator/first/bias"]
+        x = first
+        for n in range(1, blocks + 1):
+            condition = np.concatenate([self.p["generator/classes"][labels], parts[n]], axis=1)
+            scope = f"generator/block{n}"
+            y = self.conditional(x, condition, f"{scope}/norm1").repeat(2, axis=1).repeat(2, axis=2)
+            y = self.conditional(self.conv(y, f"{scope}/conv1"), condition, f"{scope}/norm2")
+            wide = self.conv(x, f"{scope}/shortcut").repeat(2, axis=1).repeat(2, axis=2)
+            x = self.conv(y, f"{scope}/conv2") + wide
+            x = self.attention(x, f"{scope}/image_attention") if x.shape[1] == attention else x
+        y = self.standard(x, "generator/norm") * self.p["generator/norm/scale"] + self.p["generator/norm/bias"]
+        return np.tanh(self.conv(relu(y), "generator/last"))
+
+    def judged(self, x: Array, labels: Array, halves: list[bool], attention: int) -> Array:
+        for n, half in enumerate(halves, start=1):
+            scope = f"discriminator/block{n}"
+            y = self.conv(x if n == 1 else relu(x), f"{scope}/conv1")
+            y = self.conv(relu(y), f"{scope}/conv2")
+            x = y + (self.conv(x, f"{scope}/shortcut") if f"{scope}/shortcut/kernel" in self.p else x)
+            if half:
+                x = x.reshape(len(x), x.shape[1] // 2, 2, x.shape[2] // 2, 2, -1).mean((2, 4))
+                x = self.attention(x, f"{scope}/image_attention") if x.shape[1] == attention else x
+        summed = relu(x).sum((1, 2))
+        plain = summed @ self.kernel("discriminator/last") + self.p["discriminator/last/bias"]
+        table = self.p["discriminator/projection/classes"]
+        table = spectral(table, self.p["discriminator/projection/spectral_norm/u"])
+        return plain[:, 0] + (table[labels] * summed).sum(1)
+
+
 def unet(p: State, x: Array, levels: int) -> Array:
     """Logits of every pixel, in training."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, find_dim
 from meshlib.initializers import Initializer
 from meshlib.layers.numerics import MIXED, Numerics
+from meshlib.layers.projection import projection
 from meshlib.layers.set_norms import Groups
 from meshlib.ops.building import floats
 from meshlib.ops.elementwise import relu
@@ -31,6 +32,7 @@ class Tower:
       is_training: whether batch norm takes statistics of the batch, whose moving averages are `updates`.
       numerics: of all layers.
       groups, decay, epsilon: of batch norm.
+      spectral: whether kernels are divided by their largest singular value, whose vectors are `updates`, too.
     """
 
     is_training: bool
@@ -38,6 +40,7 @@ class Tower:
     groups: Groups = 1
     decay: float = 0.9
     epsilon: float = 1e-5
+    spectral: bool = False
     updates: list[Operation] = field(default_factory=list)
 
     def conv(
@@ -48,7 +51,6 @@ class Tower:
         stride: int = 1,
         use_bias: bool = False,
         initializer: Initializer | None = None,
-        transform: Callable[[Tensor], Tensor] | None = None,
         name: str = "conv",
     ) -> Tensor:
         """A convolution over height and width that keeps the size, or divides it by the stride."""
@@ -63,10 +65,46 @@ class Tower:
             use_bias=use_bias,
             spatial=places,
             kernel_initializer=initializer,
-            kernel_transform=transform,
+            kernel_transform=self.normed_kernel if self.spectral else None,
             numerics=self.numerics,
             name=name,
         )
+
+    def dense(self, x: Tensor, dims: Sequence[Dimension], name: str) -> Tensor:
+        """A product of the last dim with a kernel, and a bias."""
+        transform = self.normed_kernel if self.spectral else None
+        return projection(x, dims, None, True, None, self.numerics, name, name, transform)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """The features, and what each place sees of all others."""
+        transform = self.normed_kernel if self.spectral else None
+        places, channels = spatial(x), x.shape.dim(CHANNELS)
+        return layers.image_attention(x, places, channels, kernel_transform=transform, numerics=self.numerics)
+
+    def normed_kernel(self, kernel: Tensor) -> Tensor:
+        """A kernel over its largest singular value."""
+        columns = [d for d in kernel.shape.dims[1:] if d.name in (HEIGHT, WIDTH)] + [kernel.shape[-1]]
+        y, updates = layers.spectral_norm(kernel, columns, self.is_training)
+        self.updates += updates
+        return y
+
+    def conditional_norm(self, x: Tensor, condition: Tensor, name: str) -> Tensor:
+        """Batch norm whose scale and bias are products of a vector of each example."""
+        y, updates = layers.conditional_batch_norm(
+            x,
+            x.shape.dim(CHANNELS),
+            condition,
+            condition.shape[-1],
+            self.is_training,
+            self.groups,
+            self.decay,
+            self.epsilon,
+            self.normed_kernel if self.spectral else None,
+            self.numerics,
+            name,
+        )
+        self.updates += updates
+        return y
 
     def norm(self, x: Tensor, scale: float = 1.0, name: str = "norm") -> Tensor:
         """Batch norm over all but the channels; `scale` is where its factor starts."""
