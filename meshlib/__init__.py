@@ -84,6 +84,8 @@ from meshlib.ops.activations import silu as silu
 from meshlib.ops.activations import softplus as softplus
 from meshlib.ops.activations import swish as swish
 from meshlib.ops.attention import attention as attention
+from meshlib.ops.blocks import conv2d_with_blocks as conv2d_with_blocks
+from meshlib.ops.blocks import conv3d_with_blocks as conv3d_with_blocks
 from meshlib.ops.convolution import conv1d as conv1d
 from meshlib.ops.convolution import conv1d_transpose as conv1d_transpose
 from meshlib.ops.convolution import conv2d as conv2d
@@ -93,6 +95,8 @@ from meshlib.ops.convolution import conv3d_transpose as conv3d_transpose
 from meshlib.ops.convolution import depthwise_conv2d as depthwise_conv2d
 from meshlib.ops.cumulative import cumprod as cumprod
 from meshlib.ops.cumulative import cumsum as cumsum
+from meshlib.ops.depth import depth_to_space as depth_to_space
+from meshlib.ops.depth import space_to_depth as space_to_depth
 from meshlib.ops.dims import anonymize as anonymize
 from meshlib.ops.dims import anonymous_shape as anonymous_shape
 from meshlib.ops.dims import combined_dimension as combined_dimension
@@ -179,6 +183,7 @@ from meshlib.ops.reduce import reduce_min as reduce_min
 from meshlib.ops.reduce import reduce_sum as reduce_sum
 from meshlib.ops.reduce import softmax as softmax
 from meshlib.ops.remat import Remat as Remat
+from meshlib.ops.resize import resize as resize
 from meshlib.ops.rewrite import custom_gradient as custom_gradient
 from meshlib.ops.rewrite import recompute_grad as recompute_grad
 from meshlib.ops.sampling import sample_with_temperature as sample_with_temperature

@@ -175,3 +175,39 @@ row("window_pick", "counted", dict(_COMPARED),
 row("window_spread", "plain", {**_COMPARED, "d": signed("b:2;h:4;w:4;c:2")},
     lambda f, x, y, d: build(SPREAD, [x, y, d], {"slides": SLIDES, "reduction": "max"}),
     lambda x, y, d: np.einsum("nijwc,niwc->njwc", _reaches(x, y, np.greater_equal), d), "d")  # fmt: skip
+
+
+# ---------------------------------------------------------------- resizing
+
+
+def interpolated(x: Array, axis: int, new: int, nearest: bool) -> Array:
+    """Each element at its centre, between the two elements of x whose centres are nearest."""
+    old, parts = x.shape[axis], []
+    for i in range(new):
+        place = (i + 0.5) * old / new
+        if nearest:
+            parts.append(x.take(int(place), axis))
+            continue
+        low = int(np.floor(place - 0.5))
+        share = place - 0.5 - low
+        ends = [x.take(min(max(j, 0), old - 1), axis) for j in (low, low + 1)]
+        parts.append((1 - share) * ends[0] + share * ends[1])
+    return np.stack(parts, axis)
+
+
+_SIZES = {"twice": ("b:2;h:4;c:2", 8), "half": ("b:2;h:8;c:2", 4), "larger": ("b:2;h:8;c:1", 12),
+          "smaller": ("b:2;h:12;c:1", 4), "one": ("b:2;h:4;c:2", 1), "five": ("b:2;h:3;c:2", 5)}  # fmt: skip
+for _name, (_old, _new) in _SIZES.items():
+    for _method in ("nearest", "bilinear"):
+        row("interpolate", f"{_method} {_name}", {"x": signed(_old)},
+            lambda f, x, n=_new, m=_method: mtf.resize(x, {"h": n}, m),
+            lambda x, n=_new, m=_method: interpolated(x, 1, n, m == "nearest"), "x")  # fmt: skip
+row("interpolate", "two dims", {"x": signed("b:2;h:4;w:6")},
+    lambda f, x: mtf.resize(x, {"h": 8, "w": 3}),
+    lambda x: interpolated(interpolated(x, 1, 8, False), 2, 3, False), "x")  # fmt: skip
+row("reshape", "squares as channels", {"x": signed("b:2;h:4;w:6;c:2")},
+    lambda f, x: mtf.space_to_depth(x, 2),
+    lambda x: np.concatenate([x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)], -1), "x")  # fmt: skip
+row("reshape", "channels as squares", {"x": signed("b:2;c:8;h:2;w:3")},
+    lambda f, x: mtf.depth_to_space(x, 2, ["h", "w"], "c"),
+    lambda x: x.reshape(2, 2, 2, 2, 2, 3).transpose(0, 3, 4, 1, 5, 2).reshape(2, 2, 4, 6), "x")  # fmt: skip

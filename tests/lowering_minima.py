@@ -11,11 +11,11 @@ fail: whoever reaches one takes it out. `SAMPLE` are rows that are also run, cor
 
 from __future__ import annotations
 
-from tests.minima import data_parallel, exchanges, lengths, losses, statistics, sums, tensor_parallel
+from tests.minima import data_parallel, exchanges, images, lengths, losses, statistics, sums, tensor_parallel
 from tests.minima.table import ROWS as ROWS
 
 # Each enters its rows when it is imported.
-THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, exchanges)
+THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, exchanges, images)
 
 _FACTORS = {  # factors stay inside sums
     "batch_norm_of_a_split_batch_step",
@@ -39,6 +39,8 @@ SAMPLE = (
     "chosen_from_a_sum_or_a_whole",
     "class_of_the_first_token",
     "contrastive_loss_step",
+    "conv_of_rows_and_channels",
+    "conv_of_split_rows_with_gradients",
     "decode_with_a_split_cache_fused",
     "dispatch_and_combine_step",
     "factor_moved_out_of_a_sum",

@@ -9,6 +9,15 @@ from meshlib.face import show as _show
 from meshlib.layers.attention import Scores as Scores
 from meshlib.layers.attention import dot_product_attention as dot_product_attention
 from meshlib.layers.attention import multihead_attention as multihead_attention
+from meshlib.layers.convolution import conv1d as conv1d
+from meshlib.layers.convolution import conv2d as conv2d
+from meshlib.layers.convolution import conv2d_transpose as conv2d_transpose
+from meshlib.layers.convolution import conv2d_transpose_with_blocks as conv2d_transpose_with_blocks
+from meshlib.layers.convolution import conv2d_with_blocks as conv2d_with_blocks
+from meshlib.layers.convolution import conv3d as conv3d
+from meshlib.layers.convolution import conv3d_transpose as conv3d_transpose
+from meshlib.layers.convolution import conv3d_transpose_with_blocks as conv3d_transpose_with_blocks
+from meshlib.layers.convolution import conv3d_with_blocks as conv3d_with_blocks
 from meshlib.layers.embeddings import embedding as embedding
 from meshlib.layers.embeddings import embedding_weights as embedding_weights
 from meshlib.layers.images import conv as conv

@@ -23,6 +23,7 @@ from meshlib.ops.sliding import Plain, Slide, Window
 Names = tuple[str, ...]
 
 _CHUNK_BYTES = 1 << 21  # of windows, or of products of taps: second-level cache
+_NARROWING = 3  # channels in for each channel out from which it pays to add up products: three passes for a copy
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Classes:
 
 def convolved(x: Array, w: Array, out: Array, dims: Classes, slides: Sequence[Slide], engine: Engine) -> None:
     """Write the convolution of `x` and `w` into `out`; `slides` in these blocks' own indices."""
+    channels, made = (prod(a.shape[names.index(n)] for n in classes) for a, names, classes in
+                      ((x, dims.first, dims.contracted), (w, dims.second, dims.columns)))  # fmt: skip
+    if dims.rows and all(s.stride == 1 for s in slides) and channels > _NARROWING * made:
+        _add_products_at_taps(x, w, out, dims, slides, engine)
+        return
     for parts in product(*(tuple(s.plain()) for s in slides)):
         target = out[_cuts(dims.out, dims.outputs, [p.outputs for p in parts])]
         if any(p.second == 0 for p in parts):
@@ -233,6 +239,45 @@ def _put_back(made: Array, out: Array, names: Names, order: Sequence[Names]) -> 
         np.copyto(there, made.reshape(there.shape))
 
 
+def _add_products_at_taps(
+    x: Array, w: Array, out: Array, dims: Classes, slides: Sequence[Slide], engine: Engine
+) -> None:
+    """Few channels out of many: every input times all taps first, [rows, contracted] x [contracted, (taps, columns)].
+
+    Windows of the many channels are never copied; what is added up where it belongs has few.
+    """
+    first = _arranged(x, dims.first, [dims.group, dims.rows, *_each(dims.inputs), dims.contracted])
+    right = _arranged(w, dims.second, [dims.group, dims.contracted, dims.taps + dims.columns])
+    order = [dims.group, dims.rows, *_each(dims.outputs), dims.columns]
+    made = _arranged(out, dims.out, order)
+    made[...] = 0
+    group, lead, *inputs, channels = first.shape
+    taps, width = [s.second for s in slides], made.shape[-1]
+    item_bytes = group * prod(inputs[1:]) * right.shape[2] * x.itemsize
+    for begin, end, top, bottom in _pieces(lead, inputs[0], item_bytes):
+        left = first[:, begin:end, top:bottom]
+        terms = np.empty((group, prod(left.shape[1:-1]), right.shape[2]), x.dtype)
+        engine.matmul(left.reshape(group, -1, channels), right, terms)
+        apart = terms.reshape(*left.shape[:-1], *taps, width)
+        for tap in np.ndindex(*taps):
+            meets = [_meets(s, f, (top, bottom) if n == 0 else (0, s.first))
+                     for n, (s, f) in enumerate(zip(slides, tap, strict=True))]  # fmt: skip
+            if all(meets):
+                of = tuple(m[0] for m in meets if m)
+                target = made[(np.s_[:], np.s_[begin:end], *(m[1] for m in meets if m))]
+                np.add(target, apart[(np.s_[:], np.s_[:], *of, *tap)], out=target)
+    _put_back(made, out, dims.out, order)
+
+
+def _meets(s: Slide, tap: int, run: tuple[int, int]) -> tuple[slice, slice] | None:
+    """Of a run of inputs those that meet an output at a tap, counted from the run's begin; and these outputs."""
+    at = s.before - s.dilation * tap  # input j goes to output spread * j + at
+    begin, end = max(run[0], -(at // s.spread)), min(run[1], -((at - s.out) // s.spread))
+    if begin >= end:
+        return None
+    return np.s_[begin - run[0] : end - run[0]], np.s_[s.spread * begin + at : s.spread * (end - 1) + at + 1 : s.spread]
+
+
 # ---------------------------------------------------------------- a filter for each channel
 
 
@@ -269,11 +314,11 @@ def _add_windows(inputs: _Inputs, taps: Array, made: Array) -> None:
 def _add_products(inputs: _Inputs, second: Array, made: Array) -> None:
     """made[output ...] = sum over all indices of a window's element times the second operand's."""
     made[...] = 0
-    lead = len(second)
+    lead, width = len(second), made.shape[-1]
     for begin, end, first, last in _pieces(lead, second.shape[1], 2 * prod(second.shape[2:]) * second.itemsize):
         windows = inputs.windows(begin, end, False)[0, :, first:last]
         block = second[begin:end, first:last]
         term = np.empty(block.shape, block.dtype)
         for output in np.ndindex(*made.shape[:-1]):
             np.multiply(windows[(..., *output, np.s_[:])], block, out=term)
-            made[output] += np.add.reduce(term.reshape(-1, term.shape[-1]), axis=0)
+            made[output] += np.add.reduce(term.reshape(-1, width), axis=0)

@@ -48,7 +48,8 @@ def _roles(op: Operation) -> tuple[Factor, ...]:
 def _needs(op: Operation, factor: Factor, operand: int, start: int, stop: int) -> Range:
     if operand == factor.lead:
         return start, stop
-    (slide,) = (w.slide for w in op.attrs["windows"] if w.first == factor.operands[0])
+    windows: tuple[Window, ...] = op.attrs["windows"]
+    slide = next(w.slide for w in windows if w.first == factor.operands[0])
     if factor.role is Role.HALO:
         return slide.first_run((start, stop), (0, slide.second))
     if operand == 0:

@@ -224,11 +224,22 @@ def _compared_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[
 
 _define = partial(operation, kind=Kind.INDEXED, roles=_roles, work=_compared_work)
 
+
+def _pick_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    x, y, *z = op.inputs
+    return [None, None, *([build(SPREAD, [x, y, dy], op.attrs)] if z else [])]
+
+
+def _spread_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
+    x, y, _ = op.inputs
+    return [None, None, build(PICK, [x, y, dy], op.attrs)]
+
+
 PICK = _define(
     "window_pick",
     shape=lambda types, attrs: types[1],
     local=_pick_local,
-    grad=lambda op, dy: [None, None, *([build(SPREAD, [*op.inputs[:2], dy], op.attrs)] if len(op.inputs) > 2 else [])],
+    grad=_pick_grad,
     linear=lambda op: Linear((2,)) if len(op.inputs) > 2 else Linear(()),
     lower=Halo(_elements),
 )
@@ -236,7 +247,7 @@ SPREAD = _define(
     "window_spread",
     shape=lambda types, attrs: types[0],
     local=_spread_local,
-    grad=lambda op, dy: [None, None, build(PICK, [*op.inputs[:2], dy], op.attrs)],
+    grad=_spread_grad,
     linear=lambda op: Linear((2,)),
     lower=Halo(_windows),
 )

@@ -21,6 +21,7 @@ from meshlib.jax.table import Names, Part, aligned, row
 from meshlib.operation import Halo
 from meshlib.ops.convolution_kernel import Classes
 from meshlib.ops.reduce_window import COMPARE, identity
+from meshlib.ops.resize import taps_of
 from meshlib.ops.sliding import Slide, Window
 
 
@@ -198,4 +199,22 @@ def _spread(part: Part, x: Array, y: Array, d: Array) -> Array:
     taps = zip(_at_taps(part, y, 1, True, jnp.nan), _at_taps(part, d, 2, True, 0), strict=True)
     for met, value in taps:
         made = made + jnp.where(reaches(x, met), value, jnp.zeros((), x.dtype))
+    return made
+
+
+# ---------------------------------------------------------------- interpolation
+
+
+@row("interpolate")
+def _interpolate(part: Part, x: Array) -> Array:
+    dim = part.attrs["dim"]
+    axis, run, size = part.names[0].index(dim), part.runs[0].get(dim), part.out.shape.dim(dim).size
+    begin = 0 if run is None else _entry(run.begins, run.index)
+    indices, weights = (
+        lax.dynamic_slice_in_dim(jnp.asarray(a), part.offsets[dim], size) for a in taps_of(part.operation)
+    )
+    made = jnp.zeros((), x.dtype)
+    for k in range(indices.shape[1]):
+        tap = jnp.take(x, indices[:, k] - begin, axis=axis, mode="clip")
+        made = made + tap * weights[:, k].astype(x.dtype).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
     return made

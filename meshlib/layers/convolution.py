@@ -1,0 +1,239 @@
+"""Convolutions with filters of their own, under Mesh TensorFlow's names and defaults: no bias, channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from layouts import Dimension
+from meshlib import initializers
+from meshlib.checks import at, items, whole
+from meshlib.errors import ShapeError
+from meshlib.graph import Tensor, scope
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
+from meshlib.ops import convolution
+from meshlib.ops.blocks import in_whole
+from meshlib.ops.building import as_dim, floats
+from meshlib.ops.convolution import PRECISIONS
+from meshlib.ops.shape import rename_dimension
+from meshlib.ops.sliding_arguments import Padding
+
+_WINDOWS = ("fd", "fh", "fw")  # filter dims, the last ones of which a layer has
+
+
+def conv1d(
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: int = 3,
+    stride: int = 1,
+    padding: Padding = "SAME",
+    filter_initializer: initializers.Initializer | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conv1d",
+) -> Tensor:
+    """A convolution along the dim before the last: see `conv2d`."""
+    return _layer("conv1d", 1, x, output_dim, [filter_size], [stride], padding, filter_initializer, numerics, name)
+
+
+def conv2d(
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: Sequence[int] = (3, 3),
+    strides: Sequence[int] = (1, 1),
+    padding: Padding = "SAME",
+    filter_initializer: initializers.Initializer | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conv2d",
+) -> Tensor:
+    """`mtf.conv2d` with filters of its own.
+
+    Args:
+      x: [..., height, width, channels], float.
+      output_dim: in place of the channels; if it bears their name it is called `channels_out` (say) in the filters and
+        the product, a name that layout rules may name, and gets its own in the result.
+      filter_size: rows and columns of the window.
+      strides: one per spatial dim.
+      padding: as of `mtf.conv2d`.
+      filter_initializer: of the filters; normal with variance 1 / (window * channels) unless given.
+      numerics: dtypes of the filters and of what is computed, precision of the product.
+      name: scope of the variable `kernel` [fh, fw, channels, output_dim], and name of the operation.
+    Returns: [..., height / stride, width / stride, output_dim].
+    Raises: ShapeError as `mtf.conv2d`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", mtf.Shape("batch:8;height:56;width:56;channels:64").dims)
+      ...     y = mtf.layers.conv2d(x, mtf.Dimension("channels", 128), strides=(2, 2))
+      >>> print(y.shape)
+      [batch:8, height:28, width:28, channels:128]
+
+    Source: mesh_tensorflow.layers.conv2d.
+    """
+    return _layer("conv2d", 2, x, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
+
+
+def conv3d(
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: Sequence[int] = (3, 3, 3),
+    strides: Sequence[int] = (1, 1, 1),
+    padding: Padding = "SAME",
+    filter_initializer: initializers.Initializer | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conv3d",
+) -> Tensor:
+    """A convolution along the three dims before the last: see `conv2d`; the window's dims are fd, fh, fw."""
+    return _layer("conv3d", 3, x, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
+
+
+def conv2d_transpose(
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: Sequence[int] = (2, 2),
+    strides: Sequence[int] = (2, 2),
+    padding: Padding = "SAME",
+    filter_initializer: initializers.Initializer | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conv2d_transpose",
+) -> Tensor:
+    """`mtf.conv2d_transpose` with filters of its own, [fh, fw, output_dim, channels]: see `conv2d`."""
+    what = "conv2d_transpose"
+    return _layer(what, 2, x, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
+
+
+def conv3d_transpose(
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: Sequence[int] = (2, 2, 2),
+    strides: Sequence[int] = (2, 2, 2),
+    padding: Padding = "SAME",
+    filter_initializer: initializers.Initializer | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conv3d_transpose",
+) -> Tensor:
+    """`mtf.conv3d_transpose` with filters of its own, [fd, fh, fw, output_dim, channels]: see `conv2d`."""
+    what = "conv3d_transpose"
+    return _layer(what, 3, x, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
+
+
+def conv2d_with_blocks(
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: Sequence[int] = (3, 3),
+    strides: Sequence[int] = (1, 1),
+    padding: Padding = "SAME",
+    h_blocks_dim: Dimension | None = None,
+    w_blocks_dim: Dimension | None = None,
+    filter_initializer: initializers.Initializer | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conv2d",
+) -> Tensor:
+    """`conv2d` of an image in blocks, [..., h_blocks, w_blocks, h, w, channels]: see `mtf.conv2d_with_blocks`."""
+    return in_whole(
+        "conv2d_with_blocks",
+        x,
+        2,
+        (h_blocks_dim, w_blocks_dim),
+        lambda whole: conv2d(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name),
+    )
+
+
+def conv3d_with_blocks(
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: Sequence[int] = (3, 3, 3),
+    strides: Sequence[int] = (1, 1, 1),
+    padding: Padding = "SAME",
+    d_blocks_dim: Dimension | None = None,
+    h_blocks_dim: Dimension | None = None,
+    filter_initializer: initializers.Initializer | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conv3d",
+) -> Tensor:
+    """`conv3d` of a volume in blocks, [..., d_blocks, h_blocks, d, h, w, channels]: see `mtf.conv3d_with_blocks`."""
+    return in_whole(
+        "conv3d_with_blocks",
+        x,
+        3,
+        (d_blocks_dim, h_blocks_dim),
+        lambda whole: conv3d(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name),
+    )
+
+
+def conv2d_transpose_with_blocks(
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: Sequence[int] = (2, 2),
+    strides: Sequence[int] = (2, 2),
+    padding: Padding = "SAME",
+    h_blocks_dim: Dimension | None = None,
+    w_blocks_dim: Dimension | None = None,
+    filter_initializer: initializers.Initializer | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conv2d_transpose",
+) -> Tensor:
+    """`conv2d_transpose` of an image in blocks: see `conv2d_with_blocks`."""
+
+    def made(whole: Tensor) -> Tensor:
+        return conv2d_transpose(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
+
+    return in_whole("conv2d_transpose_with_blocks", x, 2, (h_blocks_dim, w_blocks_dim), made)
+
+
+def conv3d_transpose_with_blocks(
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: Sequence[int] = (2, 2, 2),
+    strides: Sequence[int] = (2, 2, 2),
+    padding: Padding = "SAME",
+    d_blocks_dim: Dimension | None = None,
+    h_blocks_dim: Dimension | None = None,
+    filter_initializer: initializers.Initializer | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conv3d_transpose",
+) -> Tensor:
+    """`conv3d_transpose` of a volume in blocks: see `conv3d_with_blocks`."""
+
+    def made(whole: Tensor) -> Tensor:
+        return conv3d_transpose(whole, output_dim, filter_size, strides, padding, filter_initializer, numerics, name)
+
+    return in_whole("conv3d_transpose_with_blocks", x, 3, (d_blocks_dim, h_blocks_dim), made)
+
+
+def _layer(
+    what: str,
+    count: int,
+    x: Tensor,
+    output_dim: Dimension,
+    filter_size: Sequence[int],
+    strides: Sequence[int],
+    padding: Padding,
+    filter_initializer: initializers.Initializer | None,
+    numerics: Numerics,
+    name: str,
+) -> Tensor:
+    x = as_numerics(numerics, what).cast(floats(x, what))
+    if len(x.shape) <= count:
+        raise ShapeError(f"{at(what)}: needs {count} spatial dims before the last, the channels, got {x}")
+    if numerics.precision not in PRECISIONS:
+        raise ShapeError(
+            f"{at(what)}: convolutions have precision {' or '.join(PRECISIONS)}, not {numerics.precision!r}"
+        )
+    sizes = [whole(n, what, "each of filter_size") for n in items(filter_size, what, "filter_size")]
+    if len(sizes) != count or min(sizes) < 1:
+        raise ShapeError(f"{at(what)}: filter_size must have {count} numbers from 1 on, got {sizes}")
+    if len(items(strides, what, "strides")) != count:
+        raise ShapeError(f"{at(what)}: strides must have {count} numbers, got {strides!r:.80}")
+    channels, out = x.shape[-1], as_dim(output_dim, f"{what} output_dim")
+    own = Dimension(f"{out.name}_out", out.size) if out.name == channels.name else out
+    windows = [Dimension(n, size) for n, size in zip(_WINDOWS[-count:], sizes, strict=True)]
+    transposed = what.endswith("transpose")
+    init = initializers.scaled_normal([*windows, channels]) if filter_initializer is None else filter_initializer
+    with scope(name):
+        kernel = numerics.variable(
+            "kernel", [*windows, *([own, channels] if transposed else [channels, own])], init, x.dtype
+        )
+    product: Callable[..., Tensor] = getattr(convolution, what)
+    y = product(
+        x, kernel, strides, padding, precision=numerics.precision, name=name if own is out else f"{name}/product"
+    )
+    return y if own is out else rename_dimension(y, own.name, out.name, name)
