@@ -80,10 +80,6 @@ def normalised(images: np.ndarray) -> np.ndarray:
 def train(args: argparse.Namespace) -> None:
     """Train, tell how well it finds what it has not seen, and draw it."""
     config = model(args)
-    scenes, unseen = (
-        draw_scenes(n, args.side, seed, kinds=args.classes)
-        for n, seed in ((args.scenes, args.seed), (128, args.seed + 1))
-    )
     rate = mtf.optimize.product(
         args.lr, mtf.optimize.linear_warmup(1.0, max(args.steps // 20, 1)), mtf.optimize.cosine_decay(1.0, args.steps)
     )
@@ -97,6 +93,8 @@ def train(args: argparse.Namespace) -> None:
     with mtf.Graph():
         finding = mtf.lower(mtf.models.detection_outputs(config, args.batch), mesh=args.mesh, layout=layout)
     sim = devices.runner(training, args)
+    scenes = draw_scenes(args.scenes, args.side, args.seed, kinds=args.classes)
+    unseen = draw_scenes(args.unseen, args.side, args.seed + 1, kinds=args.classes)
     line(
         f"{config.parameters:,} parameters, {len(config.anchors.boxes)} anchors, mesh {training.mesh}, layout {layout}"
     )
@@ -139,6 +137,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=64, help="pixels along a side of a scene; a multiple of 8")
     parser.add_argument("--classes", type=int, default=4, help=f"how many of {', '.join(CLASSES)}")
     parser.add_argument("--scenes", type=int, default=2048, help="to train on")
+    parser.add_argument("--unseen", type=int, default=128, help="to test on")
     parser.add_argument("--features", type=int, default=8, help="channels of the backbone's first stage")
     parser.add_argument("--batch", type=int, default=16, help="scenes in one step, all cores together")
     parser.add_argument("--steps", type=int, default=800)
@@ -152,7 +151,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     devices.add_flags(parser)
     args = parser.parse_args(argv)
     devices.check_flags(parser, args)
-    for name, least in (("classes", 1), ("scenes", args.batch), ("batch", 1), ("steps", 1), ("every", 1), ("seed", 0)):
+    for name, least in (
+        ("classes", 1),
+        ("scenes", args.batch),
+        ("unseen", 1),
+        ("batch", 1),
+        ("steps", 1),
+        ("every", 1),
+        ("seed", 0),
+    ):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
     if args.classes > len(CLASSES) or args.side % 8 or args.side < 32:

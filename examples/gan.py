@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import meshlib as mtf
 from examples import devices, image_data
 from examples.image_data import ImageData
+from examples.mnist_data import DataError
 from examples.pictures import grid, write_png
 from examples.terminal import finish, line, progress
 
@@ -140,7 +141,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the data are wrong."""
-    return finish("gan.py", lambda: train(parse(argv)), (mtf.MeshlibError, image_data.DataError, OSError))
+    return finish("gan.py", lambda: train(parse(argv)), (mtf.MeshlibError, DataError, OSError))
 
 
 if __name__ == "__main__":

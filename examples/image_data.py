@@ -23,7 +23,7 @@ from examples.mnist_data import DataError
 Images = NDArray[np.float32]
 Labels = NDArray[np.int32]
 
-DRAWN_TRAIN, DRAWN_TEST = 8_000, 2_000
+DRAWN_TRAIN = 8_000
 KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 
@@ -54,7 +54,7 @@ def load(data: str | Path | None, side: int = 32, seed: int = 0, count: int | No
       data: folder of classes, or of IDX files; None: `$MESHLIB_IMAGES`, else drawn shapes.
       side: of drawn images, and to which those of a folder are brought; IDX files keep theirs.
       seed: of what is drawn, and of the split of a folder without a test of its own.
-      count: how many drawn images there are to train on; 8,000 unless given.
+      count: how many drawn images there are to train on, 8,000 unless given; a quarter as many to test.
     Raises: DataError with what was expected and what is there.
     """
     folder = data if data is not None else os.environ.get("MESHLIB_IMAGES")
@@ -65,8 +65,9 @@ def load(data: str | Path | None, side: int = 32, seed: int = 0, count: int | No
         has_idx = any("idx" in name.name for name in path.iterdir() if name.is_file())
         return _idx(path, seed) if has_idx else _folder(path, side, seed)
     train = DRAWN_TRAIN if count is None else count
-    images, labels = draw_shapes(train + DRAWN_TEST, side, seed)
-    source = f"shapes drawn by the program with seed {seed}: {train} train, {DRAWN_TEST} test"
+    test = max(train // 4, 1)
+    images, labels = draw_shapes(train + test, side, seed)
+    source = f"shapes drawn by the program with seed {seed}: {train} train, {test} test"
     return ImageData(images[:train], labels[:train], images[train:], labels[train:], CLASSES, source)
 
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import meshlib as mtf
 from examples import devices, image_data
 from examples.image_data import ImageData
+from examples.mnist_data import DataError
 from examples.terminal import finish, line, progress
 
 PRECISIONS = {"bfloat16": "bfloat16", "float32": "float32"}
@@ -218,7 +219,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the data are wrong."""
-    return finish("images.py", lambda: run(parse(argv)), (mtf.MeshlibError, image_data.DataError))
+    return finish("images.py", lambda: run(parse(argv)), (mtf.MeshlibError, DataError))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def test_layouts_change_nothing(name: str) -> None:
         images = sim.run(samples, z=config.noise(4, 1.0), labels=np.arange(4) % 3)["images"]
         assert np.abs(images).max() <= 1
         results.append(found | {"images": images} | averages)
-    assert_close(results[0], results[1], 1e-3, name)
+    assert_close(results[0], results[1], 1e-3, name, floor=0.01)  # a bias before a norm has no gradient but noise
 
 
 def test_a_step_of_the_discriminator_leaves_the_generator() -> None:

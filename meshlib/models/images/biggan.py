@@ -260,13 +260,13 @@ def discriminator(
         x = relu(x)
         summed = reduce_sum(widened(x), reduced_dim=spatial(x))
         wide = replace(tower, numerics=replace(config.numerics, activation_dtype=summed.dtype.name))
-        channels = summed.shape.dim(CHANNELS)
+        depth = summed.shape.dim(CHANNELS)
         plain = wide.dense(summed, [Dimension("logit", 1)], name="last")
         classes = Dimension("classes", config.classes)
         with scope("projection"):
-            table = wide.numerics.variable("classes", [classes, channels], initializers.glorot_uniform())
+            table = wide.numerics.variable("classes", [classes, depth], initializers.glorot_uniform())
             table = wide.normed_kernel(table)
-        by_class = reduce_sum(gather(table, labels, classes) * summed, reduced_dim=channels)
+        by_class = reduce_sum(gather(table, labels, classes) * summed, reduced_dim=depth)
         return reduce_sum(plain, reduced_dim=Dimension("logit", 1)) + by_class, tower.updates
 
 
