@@ -930,6 +930,17 @@ SANE: dict[str, Callable[[], object]] = {
     "input_dims": lambda: [BATCH], "output_shape": lambda: [BATCH, INNER], "disable_positional_args": lambda: None,
     "trips": lambda: 2, "body": lambda: lambda v: v, "inputs": lambda: [x()],
 }  # fmt: skip
+CONVOLUTIONS = [n for n in public_names(mtf) if "conv" in n and "us_" not in n]
+
+
+def filters(function: str) -> mtf.Tensor:
+    """Filters for a `volume`."""
+    count = 2 if "2d" in function else int(function[4])
+    windows = [mtf.Dimension(n, 3) for n in ("fd", "fh", "fw")][-count:]
+    ends = [HIDDEN, CLASSES] if "transpose" in function else [CLASSES, HIDDEN]
+    return mtf.input("filters", [*windows, *(ends[:1] if "depthwise" in function else ends)])
+
+
 SANE_FOR: dict[tuple[str, str], Callable[[], object]] = {
     ("assign", "value"): lambda: x(name="value"), ("gather", "weights"): lambda: x(VOCAB, HIDDEN),
     ("gather", "dim"): lambda: VOCAB, ("scatter_add", "updates"): x, ("scatter_add", "dim"): lambda: VOCAB,
@@ -947,6 +958,12 @@ SANE_FOR: dict[tuple[str, str], Callable[[], object]] = {
     ("replace_dimensions", "tensor_or_shape"): x, ("replace_dimensions", "old_dim_or_dims"): lambda: BATCH,
     ("replace_dimensions", "new_dim_or_dims"): lambda: mtf.Dimension("rows", BATCH.size),
     ("zeros_like", "t"): x, ("ones_like", "t"): x,
+    ("max_pool", "windows"): lambda: {"batch": 2}, ("avg_pool", "windows"): lambda: {"batch": 2},
+    ("resize", "sizes"): lambda: {"batch": 2}, ("space_to_depth", "block_size"): lambda: 2,
+    ("depth_to_space", "block_size"): lambda: 1, ("space_to_depth", "x"): volume, ("depth_to_space", "x"): volume,
+    **{(n, "x"): volume for n in CONVOLUTIONS}, **{(n, "filters"): lambda n=n: filters(n) for n in CONVOLUTIONS},
+    **{(f"layers.{n}", "x"): volume for n in CONVOLUTIONS}, **{(f"layers.{n}", "output_dim"): lambda: HIDDEN
+                                                             for n in CONVOLUTIONS},
     **{(f"layers.{how}_pool{n}d", "x"): volume for how in ("max", "avg") for n in (2, 3)},
 }  # fmt: skip
 

@@ -83,6 +83,43 @@ def attended() -> Lowered:
     return along(build)
 
 
+def convolved(mesh: str = "m:4", layout: str = "n:m", stride: int = 1) -> Lowered:
+    """A convolution of an image whose rows, or rows and columns, are split."""
+    with mtf.Graph():
+        x = mtf.input("x", [A, N, B, D("c", 2)], "float64")
+        w = mtf.input("w", [D("k", 3), D("l", 3), D("c", 2), D("o", 2)], "float64")
+        program = mtf.lower({"y": mtf.conv2d(x, w, stride)}, mesh=mesh, layout=layout, precision="highest")
+    rng = np.random.default_rng(4)
+    return program, {"x": rng.normal(size=(3, 8, 4, 2)), "w": rng.normal(size=(3, 3, 2, 2))}
+
+
+def with_corners() -> Lowered:
+    return convolved("m:2;o:2", "n:m;b:o")
+
+
+def strided() -> Lowered:
+    return convolved("m:2", "n:m", 2)
+
+
+def filters_of_split_images() -> Lowered:
+    """The cotangent of filters: a sum over rows and columns that are split, and need each other's."""
+    with mtf.Graph():
+        x, dy = (mtf.input(n, [A, N, B, D(c, 2)], "float64") for n, c in (("x", "c"), ("dy", "o")))
+        w = mtf.input("w", [D("k", 3), D("l", 3), D("c", 2), D("o", 2)], "float64")
+        (dw,) = mtf.gradients([mtf.conv2d(x, w)], [w], [dy])
+        program = mtf.lower({"dw": dw}, mesh="m:2;p:2", layout="n:m;b:p", precision="highest")
+    rng = np.random.default_rng(5)
+    return program, {"x": rng.normal(size=(3, 8, 4, 2)), "dy": rng.normal(size=(3, 8, 4, 2))}
+
+
+def pooled() -> Lowered:
+    return along(lambda x: mtf.max_pool(x, {"n": 3}, 1, "SAME"))
+
+
+def resized() -> Lowered:
+    return along(lambda x: mtf.resize(x, {"n": 12}))
+
+
 def looped() -> Lowered:
     """Two carries, slices of a stacked dim, a tensor from outside, a stacked result; a gather inside."""
     with mtf.Graph():
@@ -100,7 +137,8 @@ def looped() -> Lowered:
     return program, {**feeds("x"), "w": rng.normal(size=(8, 8)) * 0.3, "steps": np.array([0.5, 1.5, 0.9])}
 
 
-MOVING = (shifted, wrapped, sliced, padded, concatenated, summed, recurrent, ranked, ranked_by_row, attended)
+IMAGES = (convolved, with_corners, strided, filters_of_split_images, pooled, resized)
+MOVING = (shifted, wrapped, sliced, padded, concatenated, summed, recurrent, ranked, ranked_by_row, attended, *IMAGES)
 
 
 def run(program: Program, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -159,7 +197,7 @@ def _less(sent: int | tuple[int, ...]) -> int | tuple[int, ...]:
     return sent - 8 if isinstance(sent, int) else (sent[0] - 8, *sent[1:])
 
 
-@pytest.mark.parametrize("build", [shifted, wrapped, sliced, padded, concatenated], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("build", [shifted, wrapped, sliced, padded, concatenated, *IMAGES], ids=lambda b: b.__name__)
 def test_runs_that_begin_one_too_early(build: Callable[[], Lowered], monkeypatch: pytest.MonkeyPatch) -> None:
     program, given = build()
     right = run(program, given)
@@ -168,10 +206,49 @@ def test_runs_that_begin_one_too_early(build: Callable[[], Lowered], monkeypatch
     assert differs(program, given, right)
 
 
-@pytest.mark.parametrize("name", ["shift", "slice", "pad"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_corner(lost: int) -> None:
+    """Rows or columns alone: whoever gets the others has corners, too."""
+    program, given = with_corners()
+    right = run(program, given)
+    (i,) = (i for i in program.instructions if moves(i))
+    assert [e.dim for e in i.exchanges] == ["n", "b"]
+    assert i.exchanges[1].payload_bytes == 8 * 3 * 5 * 2  # 4 rows of its own, one of the neighbour's
+    kept = slice(1 - lost, 2 - lost)
+    broken = changed(program, moves, exchanges=i.exchanges[kept], reasons=i.reasons[kept])
+    with pytest.raises(mtf.ProgramError, match="sends"):
+        check_program(broken, "sabotage")
+    assert differs(broken, given, right)
+
+
+def test_columns_that_come_without_the_neighbours_rows() -> None:
+    """Every dim moved for itself, as if no window had corners."""
+    program, given = with_corners()
+    right = run(program, given)
+    honest = exact._with_halos
+
+    def apart(instruction: Compute, moving: tuple, axes: dict, operand: int, blocks: list) -> tuple[list, list]:
+        whole, starts = honest(instruction, moving, axes, operand, blocks)
+        if operand:
+            return whole, starts
+        rows = honest(instruction, moving[:1], axes, operand, blocks)[0]
+        return [np.where(np.isin(w, r), w, 0) for w, r in zip(whole, rows, strict=True)], starts
+
+    with mock.patch.object(exact, "_with_halos", apart):
+        assert differs(program, given, right)
+
+
+@pytest.mark.parametrize("name", ["shift", "slice", "pad", "convolution", "reduce_window", "interpolate"])
 def test_needs_that_forget_the_neighbour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that asks for the own block only lowers to a program without exchanges, which the checker accepts then."""
-    build = {"shift": shifted, "slice": sliced, "pad": padded}[name]
+    build: Callable[[], Lowered] = {
+        "shift": shifted,
+        "slice": sliced,
+        "pad": padded,
+        "convolution": convolved,
+        "reduce_window": pooled,
+        "interpolate": resized,
+    }[name]
     right = run(*build())
     record = OPERATIONS[name]
     assert isinstance(record.lower, Halo)
@@ -184,7 +261,7 @@ def test_needs_that_forget_the_neighbour(name: str, monkeypatch: pytest.MonkeyPa
         object.__setattr__(record, "lower", _HALOS[name])
 
 
-_HALOS = {name: OPERATIONS[name].lower for name in ("shift", "slice", "pad")}
+_HALOS = {name: record.lower for name, record in OPERATIONS.items() if isinstance(record.lower, Halo)}
 
 
 _SUMMARIES = (("cumsum", summed), ("linear_recurrence", recurrent), ("top_k", ranked), ("argmax", ranked_by_row))

@@ -172,24 +172,27 @@ class _Widening:
     def _widened(self, roots: set[Root]) -> Program | None:
         covered = {d.instruction for d in self.demands if any((p.value, p.margin.dim) in roots for p in d.points)}
         while True:
+            # Who works with margins has no exchange of its own besides.
+            roots |= self._alone(roots, covered)
             wants = self._wants(roots, covered)
             if wants is None:
                 return None
             made = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
             inside = {v for v, margins in made.items() if margins}
             covered.update(i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0])))
-            # Who works with margins has no exchange of its own besides.
-            alone = {
-                (points[0].value, points[0].margin.dim)
-                for i, points in ((d.instruction, d.points) for d in self.demands)
-                if i in covered and not any((p.value, p.margin.dim) in roots for p in points)
-            }
-            if not alone:
+            if not self._alone(roots, covered):
                 break
-            roots |= alone
         if not all(self._can_be_wide(v, self.makers[v].region) if v in self.makers else False for v in inside):
             return None
         return _Rewriter(self, roots, covered, made).run()
+
+    def _alone(self, roots: set[Root], covered: set[Compute]) -> set[Root]:
+        """The operands of `covered` that nothing brings margins to yet."""
+        return {
+            (points[0].value, points[0].margin.dim)
+            for i, points in ((d.instruction, d.points) for d in self.demands)
+            if i in covered and not any((p.value, p.margin.dim) in roots for p in points)
+        }
 
     def needs(self, i: Compute, made: Wide) -> list[Wide]:
         """Per operand, the margins it must have for a result with these."""
@@ -205,6 +208,8 @@ class _Widening:
                 made = _without_roots(i.outputs[0], wants.get(i.outputs[0], []), roots)
                 if not made and i not in covered:
                     continue
+                if not takes_margins(i.operation, self.factors_of(i), _split(i)):
+                    return None
                 for x, margins in zip(i.inputs, self.needs(i, made), strict=True):
                     if margins:
                         wants.setdefault(x, []).append(margins)

@@ -53,7 +53,11 @@ def space_to_depth(
     place = outer.index(depth)
     moved = [*outer[:place], *(inner[d.name] for d in dims), depth, *outer[place + 1 :]]
     joined = Dimension(depth.name, depth.size * block ** len(dims))
-    return reshape(transpose(reshape(x, parts), moved), [*outer[:place], joined, *outer[place + 1 :]], name or what)
+    return reshape(
+        transpose(reshape(x, parts), moved),
+        [*outer[:place], joined, *outer[place + 1 :]],
+        what if name is None else name,
+    )
 
 
 def depth_to_space(
@@ -81,7 +85,7 @@ def depth_to_space(
         parts += [*(inner[s.name] for s in dims), rest] if d == depth else [d]
         moved += [d, inner[d.name]] if d.name in inner else [rest if d == depth else d]
         made.append(Dimension(d.name, d.size * block) if d.name in inner else rest if d == depth else d)
-    return reshape(transpose(reshape(x, parts), moved), made, name or what)
+    return reshape(transpose(reshape(x, parts), moved), made, what if name is None else name)
 
 
 def _arguments(
