@@ -56,6 +56,8 @@ def fusion_groups(program: Program) -> list[list[Instruction]]:
             groups.append(Group(open=_opens(instruction)))
         group = groups[joined]
         group.members.append(instruction)
+        if isinstance(instruction, Compute) and instruction.exchanges:
+            group.open = False  # what it reads has to be there before its edges move
         kind = _kind(instruction)
         group.matmuls += kind is Kind.CONTRACTION
         group.reductions += kind is Kind.REDUCTION
@@ -78,9 +80,11 @@ def _kind(instruction: Instruction) -> Kind | None:
     """The kind of a computation, a local cut counting as a view; None for what is no kernel of its own."""
     if isinstance(instruction, Move) and not instruction.is_collective:
         return Kind.VIEW
-    if isinstance(instruction, Compute) and not instruction.exchanges:
-        return instruction.operation.kind.kind
-    return None
+    if not isinstance(instruction, Compute):
+        return None
+    kind = instruction.operation.kind.kind
+    # A product whose operands' edges move first is a kernel that others may follow.
+    return None if instruction.exchanges and kind is not Kind.CONTRACTION else kind
 
 
 def _opens(instruction: Instruction) -> bool:

@@ -22,7 +22,7 @@ from meshlib.ops.sliding import Plain, Slide, Window
 
 Names = tuple[str, ...]
 
-_CHUNK_BYTES = 1 << 21  # of windows, or of products of taps: second-level cache
+_CHUNK_BYTES = 3 << 20  # of windows, or of products of taps: what stays in a cache, and is enough for a product
 _NARROWING = 3  # channels in for each channel out from which it pays to add up products: three passes for a copy
 
 
@@ -107,6 +107,7 @@ class _Inputs:
         self.spans = [(min(e), max(e) + 1) for e in ends]
         inside = all(b >= 0 and e <= size for (b, e), size in zip(self.spans, x.shape[2:-1], strict=True))
         self.padded: Array | None = None if inside else np.zeros(0, x.dtype)
+        self._holds = (0, 0)  # which of the lead the padded array has
 
     def windows(self, begin: int, end: int, outputs_first: bool) -> Array:
         """Of [begin, end) of the lead: [group, lead, outputs ..., taps ..., tail], or taps before outputs."""
@@ -114,7 +115,7 @@ class _Inputs:
         if self.padded is None:
             first = [0] * len(self.parts)
         else:
-            x = self._padded(x)
+            x = self._padded(x, (begin, end))
         at = [p.begin - b for p, b in zip(self.parts, first, strict=True)]
         start = x[(np.s_[:], np.s_[:], *(np.s_[n:] for n in at))]
         steps = x.strides[2:-1]
@@ -130,12 +131,15 @@ class _Inputs:
             writeable=False,
         )
 
-    def _padded(self, x: Array) -> Array:
+    def _padded(self, x: Array, run: tuple[int, int]) -> Array:
         shape = (*x.shape[:2], *(e - b for b, e in self.spans), x.shape[-1])
         assert self.padded is not None
         if self.padded.shape[:1] + self.padded.shape[2:] != shape[:1] + shape[2:] or len(self.padded[0]) < shape[1]:
             self.padded = np.zeros(shape, x.dtype)
         out = self.padded[:, : shape[1]]
+        if run == self._holds:
+            return out
+        self._holds = run
         cuts = [
             (max(b, 0), min(e, size), max(-b, 0)) for (b, e), size in zip(self.spans, self.x.shape[2:-1], strict=True)
         ]
