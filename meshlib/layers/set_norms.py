@@ -23,11 +23,11 @@ from meshlib.layers.numerics import DEFAULT, Numerics
 from meshlib.layers.projection import projection
 from meshlib.names import free_name
 from meshlib.ops.building import as_dims, tensor
-from meshlib.ops.elementwise import cast, maximum, multiply, rsqrt, square
+from meshlib.ops.elementwise import add, cast, maximum, multiply, rsqrt, square
 from meshlib.ops.index import gather
 from meshlib.ops.reduce import reduce_mean, reduce_sum
 from meshlib.ops.rewrite import custom_gradient
-from meshlib.ops.shape import broadcast, reshape
+from meshlib.ops.shape import broadcast, reshape, transpose
 from meshlib.ops.sources import variable
 from meshlib.ops.state import assign, stored
 
@@ -87,15 +87,14 @@ def _moments(x: Tensor, sets: Sets) -> tuple[Tensor, Tensor]:
     return mean, maximum(mean_square - square(mean), 0.0)
 
 
-def _standard(x: Tensor, mean: Tensor, inverse: Tensor, sets: Sets) -> Tensor:
-    return multiply(widened(x) - sets.spread(mean), sets.spread(inverse), x.shape)
-
-
 def _affine(sets: Sets, scaled: bool, x: Tensor, mean: Tensor, inverse: Tensor, *scale_bias: Tensor) -> Tensor:
-    y = _standard(x, mean, inverse, sets)
+    """One product and one sum for each element: of numbers that few elements share."""
+    factor, centre = sets.spread(inverse), sets.spread(mean)
     if scaled:
-        y = y * scale_bias[0]
-    return cast(y + scale_bias[-1] if len(scale_bias) > scaled else y, x.dtype)
+        factor = factor * scale_bias[0]
+    moved = centre * factor
+    shift = scale_bias[-1] - moved if len(scale_bias) > scaled else -moved
+    return cast(add(widened(x) * factor, shift, x.shape), x.dtype)
 
 
 def _affine_gradient(
@@ -103,17 +102,21 @@ def _affine_gradient(
 ) -> list[Tensor | None]:
     """Of x through mean and variance too: dx = (g - mean(g) - y mean(g y)) / deviation, g = dy scale, y = standard x.
 
-    Source: Ioffe and Szegedy, arXiv:1502.03167, section 3.
+    Written as a dy + b x + c with numbers that few elements share, and the sum of dy y by those of dy x and dy: so that
+    nothing as wide as x is made before dy is there, and kept. Source: Ioffe and Szegedy, arXiv:1502.03167, section 3.
     """
     x, mean, inverse, *scale_bias = inputs
-    dy, y = widened(cotangents[0]), _standard(x, mean, inverse, sets)
+    dy, wide = widened(cotangents[0]), widened(x)
     along = {d for t in scale_bias for d in t.shape} | set(sets.apart)
     kept = Shape([d for d in x.shape if d in along])
-    sums, products = reduce_sum(dy, output_shape=kept), reduce_sum(dy * y, output_shape=kept)
+    sums, raw = reduce_sum(dy, output_shape=kept), reduce_sum(dy * wide, output_shape=kept)
+    centre, deviation = sets.spread(mean), sets.spread(inverse)
+    products = multiply(raw - centre * sums, deviation, kept)
     scale = scale_bias[0] if scaled else 1.0
-    means = (sets.spread(sets.mean(multiply(s, scale, kept))) for s in (sums, products))
-    dx = (dy * scale - next(means) - y * next(means)) * sets.spread(inverse)
-    found: list[Tensor | None] = [cast(dx, x.dtype), None, None]
+    mean_g, mean_gy = (sets.spread(sets.mean(multiply(s, scale, kept))) for s in (sums, products))
+    of_x = mean_gy * square(deviation)
+    dx = dy * (deviation * scale) - (wide * of_x + (mean_g * deviation - centre * of_x))
+    found: list[Tensor | None] = [cast(transpose(dx, x.shape), x.dtype), None, None]
     for parameter, total in zip(scale_bias, (products, sums) if scaled else (sums,), strict=False):
         found.append(reduce_sum(total, output_shape=parameter.shape))
     return found
