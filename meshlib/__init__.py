@@ -35,6 +35,7 @@ from layouts import LayoutRules as LayoutRules
 from layouts import Mesh as Mesh
 from layouts import Shape as Shape
 from layouts import Sharding as Sharding
+from meshlib import detection as detection
 from meshlib import initializers as initializers
 from meshlib import jax as _door
 from meshlib import layers as layers
@@ -170,6 +171,9 @@ from meshlib.ops.ranking import nth_smallest_element as nth_smallest_element
 from meshlib.ops.ranking import sort as sort
 from meshlib.ops.ranking import top_1 as top_1
 from meshlib.ops.ranking import top_k as top_k
+from meshlib.ops.rearrange import rearrange as rearrange
+from meshlib.ops.rearrange import reduce as reduce
+from meshlib.ops.rearrange import repeat as repeat
 from meshlib.ops.reduce import log_softmax as log_softmax
 from meshlib.ops.reduce import reduce_all as reduce_all
 from meshlib.ops.reduce import reduce_any as reduce_any

@@ -42,7 +42,7 @@ replay
 operation
 engine
 initializers
-batches
+batches detection
 checks
 graph+face+loop_record
 dtypes

@@ -133,7 +133,7 @@ def drawn(rng: np.random.Generator, shape: tuple[int, ...], kind: object) -> Arr
         return flags
     if isinstance(kind, int):
         return rng.integers(0, kind, shape).astype(np.int32)
-    return rng.uniform(0.2, 1.2, shape) * rng.choice([-1.0, 1.0, 1.0], shape)
+    return np.asarray(rng.uniform(0.2, 1.2, shape) * rng.choice([-1.0, 1.0, 1.0], shape))
 
 
 LAYERS: list[Layer] = []
@@ -199,6 +199,112 @@ def layer_norm(p: dict[str, Array]) -> Array:
 @layer("rms_norm", X, lambda w, x: mtf.layers.rms_norm(x, D, 1e-2, **w))
 def rms_norm(p: dict[str, Array]) -> Array:
     return ref.rms_norm(p["x"], p["rms_norm/scale"], 1e-2)
+
+
+# ---------------------------------------------------------------- norms over sets
+
+P, J, C, Z = Dimension("height", 4), Dimension("width", 2), Dimension("channels", 6), Dimension("classes", 3)
+PICTURE = {"x": ([B, P, J, C], float)}
+ROUGH = {"epsilon": 0.3}  # of few numbers the variance may be near zero
+
+
+@layer("batch_norm of all", PICTURE, lambda w, x: mtf.layers.batch_norm(x, C, True, **ROUGH, **w)[0])
+def batch_norm(p: dict[str, Array]) -> Array:
+    return (
+        ref.standard(p["x"], [np.s_[:, :, :, c] for c in range(6)], 0.3) * p["batch_norm/scale"] + p["batch_norm/bias"]
+    )
+
+
+@layer("batch_norm of halves", PICTURE, lambda w, x: mtf.layers.batch_norm(x, C, True, 2, **ROUGH, **w)[0])
+def batch_norm_of_groups(p: dict[str, Array]) -> Array:
+    sets = [np.s_[g : g + 2, :, :, c] for g in (0, 2) for c in range(6)]
+    return ref.standard(p["x"], sets, 0.3) * p["batch_norm/scale"] + p["batch_norm/bias"]
+
+
+@layer(
+    "batch_norm along rows, unscaled",
+    PICTURE,
+    lambda w, x: mtf.layers.batch_norm(x, [C, J], True, P, use_scale=False, **ROUGH, **w)[0],
+)
+def batch_norm_of_dims(p: dict[str, Array]) -> Array:
+    sets = [np.s_[:, i, j, c] for i, j, c in np.ndindex(4, 2, 6)]
+    return ref.standard(p["x"], sets, 0.3) + p["batch_norm/bias"].T
+
+
+@layer(
+    "batch_norm in use", PICTURE, lambda w, x: mtf.layers.batch_norm(x, C, False, epsilon=2.0, use_bias=False, **w)[0]
+)
+def batch_norm_in_use(p: dict[str, Array]) -> Array:
+    q = {n.removeprefix("batch_norm/"): v for n, v in p.items()}
+    return (p["x"] - q["moving_mean"]) / np.sqrt(q["moving_variance"] + 2.0) * q["scale"]
+
+
+@layer(
+    "conditional_batch_norm of classes",
+    {**PICTURE, "labels": ([B], Z.size)},
+    lambda w, x, labels: mtf.layers.conditional_batch_norm(x, C, labels, Z, True, **ROUGH, **w)[0],
+)
+def conditional_batch_norm(p: dict[str, Array]) -> Array:
+    y = ref.standard(p["x"], [np.s_[:, :, :, c] for c in range(6)], 0.3)
+    scale, bias = (p[f"conditional_batch_norm/{part}/kernel"][p["labels"]] for part in ("scale", "bias"))
+    return y * (1 + scale[:, None, None]) + bias[:, None, None]
+
+
+@layer(
+    "conditional_batch_norm of vectors, of halves",
+    {**PICTURE, "z": ([B, Z], float)},
+    lambda w, x, z: mtf.layers.conditional_batch_norm(x, C, z, Z, True, 2, kernel_transform=mtf.tanh, **ROUGH, **w)[0],
+)
+def conditional_batch_norm_of_vectors(p: dict[str, Array]) -> Array:
+    y = ref.standard(p["x"], [np.s_[g : g + 2, :, :, c] for g in (0, 2) for c in range(6)], 0.3)
+    scale, bias = (p["z"] @ np.tanh(p[f"conditional_batch_norm/{part}/kernel"]) for part in ("scale", "bias"))
+    return y * (1 + scale[:, None, None]) + bias[:, None, None]
+
+
+@layer("group_norm", PICTURE, lambda w, x: mtf.layers.group_norm(x, C, 3, **ROUGH, **w))
+def group_norm(p: dict[str, Array]) -> Array:
+    sets = [np.s_[b, :, :, c : c + 2] for b in range(4) for c in (0, 2, 4)]
+    return ref.standard(p["x"], sets, 0.3) * p["group_norm/scale"] + p["group_norm/bias"]
+
+
+@layer("group_norm of all channels", PICTURE, lambda w, x: mtf.layers.group_norm(x, C, 1, 0.3, [B, J], **w))
+def group_norm_of_all(p: dict[str, Array]) -> Array:
+    y = ref.standard(p["x"], [np.s_[b, :, j] for b, j in np.ndindex(4, 2)], 0.3)
+    return y * p["group_norm/scale"] + p["group_norm/bias"]
+
+
+@layer("group_norm of single channels", PICTURE, lambda w, x: mtf.layers.group_norm(x, C, 6, **ROUGH, **w))
+def group_norm_of_each(p: dict[str, Array]) -> Array:
+    y = ref.standard(p["x"], [np.s_[b, :, :, c] for b, c in np.ndindex(4, 6)], 0.3)
+    return y * p["group_norm/scale"] + p["group_norm/bias"]
+
+
+def spectral(w: Keywords, x: Tensor) -> Tensor:
+    kernel = w["numerics"].variable("kernel", [P, D, C], 0.0, x.dtype)
+    made, _ = mtf.layers.spectral_norm(kernel + 2.0, C, True, 14)  # one singular value far above the others
+    return mtf.einsum([x, made], output_shape=[B, C])
+
+
+@layer("spectral_norm", {"x": ([B, P, D], float)}, spectral)
+def spectral_norm(p: dict[str, Array]) -> Array:
+    kernel = 2.0 + p["kernel"].reshape(32, 6)
+    return p["x"].reshape(4, 32) @ kernel / np.linalg.svd(kernel, compute_uv=False)[0]
+
+
+@layer(
+    "image_attention",
+    PICTURE,
+    lambda w, x: mtf.layers.image_attention(x, [P, J], C, 4, 2, kernel_transform=lambda k: k * 0.5, **w),
+)
+def image_attention(p: dict[str, Array]) -> Array:
+    q, k, v, o = (0.5 * p[f"image_attention/{part}/kernel"] for part in ("query", "key", "value", "out"))
+    x, out = p["x"], np.empty(p["x"].shape)
+    for b in range(4):
+        memory = [np.s_[b, i : i + 2] for i in (0, 2)]
+        keys, values = (np.stack([(x[m] @ kernel).max(axis=(0, 1)) for m in memory]) for kernel in (k, v))
+        for i, j in np.ndindex(4, 2):
+            out[b, i, j] = ref.softmax(keys @ (x[b, i, j] @ q)) @ values @ o
+    return x + p["image_attention/gain"] * out
 
 
 # ---------------------------------------------------------------- words and positions
@@ -282,6 +388,32 @@ def labelled(p: dict[str, Array]) -> Array:
 )
 def distributed(p: dict[str, Array]) -> Array:
     return np.array([ref.cross_entropy(p["x"][b], 0.75 * p["t"][:, b] + 0.25 / 12) for b in range(4)])
+
+
+EACH = {"x": ([B, V], float), "t": ([V, B], float)}
+
+
+@layer("focal_loss", EACH, lambda w, x, t: mtf.layers.focal_loss(x * 3.0, mtf.sigmoid(t), 0.3, 1.5))
+def focal_loss(p: dict[str, Array]) -> Array:
+    out = np.empty((4, 12))
+    for b, v in np.ndindex(4, 12):
+        q, t = 1 / (1 + np.exp(-3 * p["x"][b, v])), 1 / (1 + np.exp(-p["t"][v, b]))
+        out[b, v] = -t * 0.3 * (1 - q) ** 1.5 * np.log(q) - (1 - t) * 0.7 * q**1.5 * np.log(1 - q)
+    return out
+
+
+@layer("smooth_l1_loss", EACH, lambda w, x, t: mtf.layers.smooth_l1_loss(x, t, 0.75))
+def smooth_l1_loss(p: dict[str, Array]) -> Array:
+    out = np.empty((4, 12))
+    for b, v in np.ndindex(4, 12):
+        d = abs(p["x"][b, v] - p["t"][v, b])
+        out[b, v] = d**2 / 1.5 if d < 0.75 else d - 0.375
+    return out
+
+
+@layer("hinge_loss", EACH, lambda w, x, t: mtf.layers.hinge_loss(x, t) + mtf.layers.hinge_loss(x, -1.0))
+def hinge_loss(p: dict[str, Array]) -> Array:
+    return np.maximum(1 - p["x"] * p["t"].T, 0) + np.maximum(1 + p["x"], 0)
 
 
 # ---------------------------------------------------------------- attention
@@ -547,7 +679,7 @@ def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
             x[...] = x.astype(mtf.dtypes.BFLOAT16.public).astype(np.float64)
     wide.feeds, wide.state = b.feeds, b.state
     found, wanted = b.run(b.lower(precision="default")), wide.run(wide.lower())
-    in_float32 = ("cross entropy", "sigmoid_cross", "embedding", "positions", "relative")
+    in_float32 = ("cross entropy", "sigmoid_cross", "focal", "smooth", "hinge", "embedding", "positions", "relative")
     assert b.outputs["y"].dtype.name == "bfloat16" or one.name.startswith(in_float32)
     assert_close(found, wanted, 0.06, one)
 

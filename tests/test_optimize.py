@@ -122,6 +122,33 @@ def lars(w: Array, g: Array, s: State, t: int, lr: float) -> Array:
     return w - s["m"]
 
 
+def lars_unscaled(w: Array, g: Array, s: State, t: int, lr: float) -> Array:
+    """Kumar et al. 2019: the learning rate outside of the momentum."""
+    trust, decay = 1.0, 0.0
+    if s["name"] != "bias":
+        decay = 0.1
+        trust = 0.05 * np.linalg.norm(w) / (np.linalg.norm(g) + decay * np.linalg.norm(w))
+    s["m"] = 0.8 * s.get("m", 0.0) + g + decay * w
+    return w - lr * trust * s["m"]
+
+
+def lamb(w: Array, g: Array, s: State, t: int, lr: float) -> Array:
+    """You et al. 2020, algorithm 2."""
+    s["m"] = 0.8 * s.get("m", 0.0) + 0.2 * g
+    s["v"] = 0.95 * s.get("v", 0.0) + 0.05 * g**2
+    along = s["m"] / (1 - 0.8**t) / (np.sqrt(s["v"] / (1 - 0.95**t)) + 1e-6)
+    if s["name"] == "bias":
+        return w - lr * along
+    along = along + 0.1 * w
+    return w - lr * np.linalg.norm(w) / np.linalg.norm(along) * along
+
+
+def decayed_momentum(w: Array, g: Array, s: State, t: int, lr: float) -> Array:
+    """The gradient of the loss + 0.05 |w|^2, of all but the bias."""
+    s["m"] = 0.8 * s.get("m", 0.0) + g + (0.0 if s["name"] == "bias" else 0.1 * w)
+    return w - lr * s["m"]
+
+
 def rms(x: Array) -> float:
     return float(np.sqrt(np.mean(x**2)))
 
@@ -178,6 +205,21 @@ RULES: dict[str, tuple[Callable[[], opt.Optimizer], Callable[..., Array], Callab
         lambda: opt.LarsOptimizer(0.5, 0.8, 0.1, trust_coefficient=0.05, epsilon=1e-3, exclude=["bias"]),
         lars,
         lambda t: 0.5,
+    ),
+    "lars, unscaled momentum": (
+        lambda: opt.LarsOptimizer(0.5, 0.8, 0.1, 0.05, exclude=opt.NORMS_AND_BIASES, scaled_momentum=False),
+        lars_unscaled,
+        lambda t: 0.5,
+    ),
+    "lamb": (
+        lambda: opt.LambOptimizer(0.02, 0.8, 0.95, 1e-6, 0.1, opt.NORMS_AND_BIASES),
+        lamb,
+        lambda t: 0.02,
+    ),
+    "momentum, decay": (
+        lambda: opt.MomentumOptimizer(0.01, 0.8, weight_decay=0.1, exclude_from_weight_decay=opt.NORMS_AND_BIASES),
+        decayed_momentum,
+        lambda t: 0.01,
     ),
     "adafactor": (
         lambda: opt.AdafactorOptimizer(learning_rate=0.05, decay_rate=0.75, min_dim_size_to_factor=4),
@@ -257,7 +299,7 @@ def check_rule(name: str, layout: str, steps: int, tolerance: float) -> None:
 
 EVERYWHERE = [(name, layout) for name in RULES for layout in LAYOUTS]
 # Each optimizer with slots that are split, one of them everywhere.
-FIRST = [*zip(RULES, 4 * ("two axes", "zero 1", "fully sharded"), strict=True), *(("adam", x) for x in LAYOUTS)]
+FIRST = [*zip(RULES, 5 * ("two axes", "zero 1", "fully sharded"), strict=True), *(("adam", x) for x in LAYOUTS)]
 
 
 @pytest.mark.parametrize(("name", "layout"), some(EVERYWHERE, list(dict.fromkeys(FIRST))))
@@ -313,6 +355,12 @@ SCHEDULES: dict[str, tuple[opt.Optimizer | Any, Callable[[int], float]]] = {
         opt.piecewise([10], [opt.linear_warmup(0.5, 10), opt.cosine_decay(0.5, 40)]),
         lambda t: 0.5 * (t + 1) / 10 if t < 10 else 0.25 * (1 + math.cos(math.pi * min(t - 10, 40) / 40)),
     ),
+    "polynomial": (opt.polynomial_decay(0.5, 40, 2.0, 0.1), lambda t: 0.1 + 0.4 * (1 - min(t, 40) / 40) ** 2),
+    "linear scaling": (
+        opt.linear_scaling(0.1, 1024, 2.5, 4, [8, 16.1], 0.5),
+        lambda t: min(0.1 + 0.3 * t / 10, 0.4) * 0.5 ** ((t >= 20) + (t >= 41)),
+    ),
+    "linear scaling down": (opt.linear_scaling(0.1, 128, 2.5, 4, []), lambda t: 0.05),
     "of the user": (lambda t: mtf.cast(t, "float32") * 0.5, lambda t: 0.5 * t),
 }
 
@@ -337,6 +385,77 @@ def test_optimizers_take_schedules(schedule: Any, closed: Callable[[int], float]
     for _ in range(3):
         sim.step()
     np.testing.assert_allclose(sim.state["w"], sum(closed(t) for t in range(3)), rtol=1e-6)
+
+
+# ---------------------------------------------------------------- averages, growing batches, two optimizers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_averages_of_weights_follow_what_they_become(layout: str, dtype: str) -> None:
+    mesh, rules = LAYOUTS[layout]
+    with mtf.Graph():
+        sliced = {"slice_dtype": "bfloat16"} if dtype == "float32" else {}
+        loss = model(inputs(dtype), variables(dtype, activation_dtype=dtype, **sliced))["loss"]
+        train = opt.MomentumOptimizer(0.05).minimize(loss)
+        averages = opt.moving_averages(train, 0.75, start_step=2)
+        program = mtf.lower({"loss": loss}, train + averages, mesh=mesh, layout=rules, precision="highest")
+    sim = mtf.simulate(program, executor="exact")
+    wanted: dict[str, Array] = {}
+    for t in range(6):
+        sim.step(feeds(t, np.dtype(dtype).type))
+        new = {n: np.asarray(sim.state[n], np.float64) for n in initial()}
+        wanted = new if t <= 2 else {n: 0.75 * wanted[n] + 0.25 * w for n, w in new.items()}
+    found = opt.averaged(sim.state)
+    assert found.keys() == initial().keys()
+    for n, w in wanted.items():
+        assert np.abs(w - new[n]).max() > 1e-3
+        np.testing.assert_allclose(found[n], w, rtol=1e-12 if dtype == "float64" else 1e-5, atol=1e-7)
+
+
+def test_a_batch_that_grows_in_place_of_a_falling_rate() -> None:
+    """Two programs of one model and other batches go on from each other's variables, slots and steps."""
+    programs = {}
+    for size in (4, 8):
+        with mtf.Graph():
+            loss = model(inputs(batch=D("batch", size)), variables())["loss"]
+            train = opt.MomentumOptimizer(lambda t: (mtf.cast(t, "float32") + 1) * 0.01, 0.8).minimize(loss)
+            programs[size] = mtf.lower({"loss": loss}, train, "data:2", "batch:data", "highest")
+    sim = mtf.simulate(programs[4])
+    values, states = initial(), {n: {"name": n} for n in initial()}
+    for t, size in enumerate((4, 4, 8, 8)):
+        fed = {n: x[:size] for n, x in feeds(t).items()}
+        sim.run(programs[size], fed)
+        _, grads = gradients(values, **fed)
+        values = {n: momentum(False)(w, grads[n], states[n], t + 1, 0.01 * (t + 1)) for n, w in values.items()}
+    assert sim.state["step"] == 4
+    for n, w in values.items():
+        np.testing.assert_allclose(sim.state[n], w, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["replicated", "two axes"])
+def test_two_optimizers_in_one_program(layout: str) -> None:
+    """Of two players each steps along its own loss, of what both were before the step."""
+    mesh, rules = LAYOUTS[layout]
+    with mtf.Graph():
+        v = variables()
+        made = model(inputs(), v)
+        mine = opt.AdamOptimizer(0.02, 0.8, 0.95, 1e-6).minimize(made["loss"], [v["w"], v["bias"]])
+        theirs = opt.MomentumOptimizer(opt.linear_warmup(0.02, 2), 0.8).minimize(-made["loss"], [v["t"]])
+        program = mtf.lower(made, mine + theirs, mesh, rules, "highest")
+    sim = mtf.simulate(program, executor="exact")
+    values, states = initial(), {n: {"name": n} for n in initial()}
+    for t in (1, 2, 3):
+        sim.step(feeds(t))
+        _, g = gradients(values, **feeds(t))
+        rate = 0.02 * min(t / 2, 1)
+        values = {
+            "w": adam()(values["w"], g["w"], states["w"], t, 0.02),
+            "bias": adam()(values["bias"], g["bias"], states["bias"], t, 0.02),
+            "t": momentum(False)(values["t"], -g["t"], states["t"], t, rate),
+        }
+    for n, w in values.items():
+        np.testing.assert_allclose(sim.state[n], w, rtol=1e-6)
 
 
 # ---------------------------------------------------------------- clipping

@@ -35,6 +35,7 @@ def test_all_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     smaller = README  # the first program at its own size is below
     for large, small in (
         ('"batch", 512', '"batch", 64'),
+        ('image_preset("resnet-50")\nrate', 'image_preset("resnet-18").replace(blocks=(1, 1), features=4)\nrate'),
         ('"pixels", 784', '"pixels", 64'),
         ('"hidden", 1024', '"hidden", 64'),
         ("rand(512, 784), np.arange(512)", "rand(64, 64), np.arange(64)"),

@@ -20,10 +20,16 @@ from meshlib.layers.convolution import conv3d_transpose_with_blocks as conv3d_tr
 from meshlib.layers.convolution import conv3d_with_blocks as conv3d_with_blocks
 from meshlib.layers.embeddings import embedding as embedding
 from meshlib.layers.embeddings import embedding_weights as embedding_weights
+from meshlib.layers.images import conv as conv
+from meshlib.layers.images import image_attention as image_attention
+from meshlib.layers.images import separable_conv as separable_conv
 from meshlib.layers.local_attention import local_attention_1d as local_attention_1d
 from meshlib.layers.local_attention import local_attention_2d as local_attention_2d
 from meshlib.layers.local_attention import masked_local_attention_1d as masked_local_attention_1d
+from meshlib.layers.loss import focal_loss as focal_loss
+from meshlib.layers.loss import hinge_loss as hinge_loss
 from meshlib.layers.loss import sigmoid_cross_entropy_with_logits as sigmoid_cross_entropy_with_logits
+from meshlib.layers.loss import smooth_l1_loss as smooth_l1_loss
 from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm as layer_norm
 from meshlib.layers.norms import rms_norm as rms_norm
@@ -40,5 +46,9 @@ from meshlib.layers.projection import feed_forward as feed_forward
 from meshlib.layers.relative import relative_position_bias as relative_position_bias
 from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
 from meshlib.layers.scaling import us_einsum as us_einsum
+from meshlib.layers.set_norms import batch_norm as batch_norm
+from meshlib.layers.set_norms import conditional_batch_norm as conditional_batch_norm
+from meshlib.layers.set_norms import group_norm as group_norm
+from meshlib.layers.spectral import spectral_norm as spectral_norm
 
 _show(globals(), ["meshlib.layers."])

@@ -9,8 +9,8 @@ from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim
 from meshlib.layers.norms import widened
 from meshlib.ops.activations import softplus
-from meshlib.ops.building import tensor
-from meshlib.ops.elementwise import square, subtract
+from meshlib.ops.building import floats, tensor
+from meshlib.ops.elementwise import abs, add, exp, maximum, minimum, multiply, square, subtract
 from meshlib.ops.index import gather
 from meshlib.ops.reduce import reduce_logsumexp, reduce_mean, reduce_sum
 
@@ -93,9 +93,92 @@ def sigmoid_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor
       0.6931
     """
     what = "sigmoid_cross_entropy_with_logits"
-    same = set(tensor(logits, what).shape) == set(tensor(targets, what).shape)
-    if not same or not logits.dtype.is_wide_float or targets.dtype is not logits.dtype:
-        rule = "logits and targets must be floats of the same dims and dtype"
-        raise ShapeError(f"{at(what)}: {rule}\n  {logits}\n  {targets}")
-    wide = widened(logits)
-    return subtract(softplus(wide), wide * widened(targets), logits.shape)
+    wide, wanted = _pair(logits, targets, what, "logits", "targets")
+    return subtract(softplus(wide), wide * wanted, logits.shape)
+
+
+def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
+    """Cross entropy of each element by itself, in which what is easily told counts little.
+
+    -targets alpha (1 - p)^gamma log(p) - (1 - targets) (1 - alpha) p^gamma log(1 - p),  p = sigmoid(logits)
+
+    Computed from softplus of the logits, which no logit lets overflow; gamma = 0 and alpha = 0.5 make it half of
+    `sigmoid_cross_entropy_with_logits`.
+
+    Args:
+      logits: float.
+      targets: the wanted probabilities, same dims and dtype.
+      alpha: the share of wanted elements, in [0, 1].
+      gamma: how fast easy elements fade; not negative.
+    Returns: the loss of each element: the dims of logits; float32 if the logits are bfloat16. RetinaNet divides the sum
+      by the number of anchors that hold an object.
+    Raises: ShapeError if dims or dtypes differ, or alpha or gamma are out of range.
+    Source: Lin et al., arXiv:1708.02002, equation 5.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     loss = mtf.layers.focal_loss(mtf.constant(0.0), mtf.constant(1.0))
+      >>> round(float(mtf.simulate(mtf.lower({"loss": loss})).step()["loss"]), 4)  # 0.25 * 0.5^2 * log 2
+      0.0433
+    """
+    what = "focal_loss"
+    alpha, gamma = number(alpha, what, "alpha"), number(gamma, what, "gamma")
+    if not 0 <= alpha <= 1 or gamma < 0:
+        raise ShapeError(f"{at(what)}: alpha must be in [0, 1] and gamma not negative, got {alpha:g} and {gamma:g}")
+    wide, wanted = _pair(logits, targets, what, "logits", "targets")
+    missed, told = softplus(-wide), softplus(wide)  # -log(p), -log(1 - p)
+    if gamma:
+        missed, told = missed * exp(told * -gamma), told * exp(missed * -gamma)
+    return add(wanted * missed * alpha, (1 - wanted) * told * (1 - alpha), logits.shape)
+
+
+def smooth_l1_loss(predictions: Tensor, targets: Tensor, beta: float = 1.0) -> Tensor:
+    """d^2 / (2 beta) where d = |predictions - targets| is below beta, d - beta / 2 elsewhere, element by element.
+
+    beta times it is the Huber loss of width beta. TensorFlow's RetinaNet takes Huber's at 0.1.
+
+    Args:
+      predictions: float.
+      targets: same dims and dtype.
+      beta: where the parabola ends; positive.
+    Returns: the loss of each element: the dims of predictions; float32 if they are bfloat16.
+    Raises: ShapeError if dims or dtypes differ, or beta is not positive.
+    Source: Girshick, "Fast R-CNN", arXiv:1504.08083, equation 3; Huber, "Robust estimation of a location parameter".
+    """
+    what = "smooth_l1_loss"
+    beta = number(beta, what, "beta")
+    if beta <= 0:
+        raise ShapeError(f"{at(what)}: beta must be positive, got {beta:g}")
+    wide, wanted = _pair(predictions, targets, what, "predictions", "targets")
+    distance = abs(subtract(wide, wanted, predictions.shape))
+    near = minimum(distance, beta)
+    return near * (distance - near * 0.5) * (1 / beta)
+
+
+def hinge_loss(logits: Tensor, targets: Tensor | float) -> Tensor:
+    """max(0, 1 - targets * logits), element by element.
+
+    A GAN's discriminator takes it of real examples at 1.0 and of made ones at -1.0; the generator's loss is the
+    negative mean of the latter logits.
+
+    Args:
+      logits: float.
+      targets: 1 or -1: a tensor of the dims and dtype of the logits, or a number.
+    Returns: the loss of each element: the dims of logits; float32 if they are bfloat16.
+    Raises: ShapeError if dims or dtypes differ.
+    Source: Lim and Ye, "Geometric GAN", arXiv:1705.02894, equations 20, 21.
+    """
+    what = "hinge_loss"
+    if isinstance(targets, Tensor):
+        wide, wanted = _pair(logits, targets, what, "logits", "targets")
+        return maximum(1 - multiply(wide, wanted, logits.shape), 0.0)
+    return maximum(1 - widened(floats(logits, what)) * number(targets, what, "targets"), 0.0)
+
+
+def _pair(x: Tensor, targets: Tensor, what: str, first: str, second: str) -> tuple[Tensor, Tensor]:
+    """Both in the dtype of sums, checked to be of one type."""
+    same = set(tensor(x, what).shape) == set(tensor(targets, what).shape)
+    if not same or not x.dtype.is_wide_float or targets.dtype is not x.dtype:
+        rule = f"{first} and {second} must be floats of the same dims and dtype"
+        raise ShapeError(f"{at(what)}: {rule}\n  {x}\n  {targets}")
+    return widened(x), widened(targets)

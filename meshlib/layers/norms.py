@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from layouts import Dimension
 from meshlib import initializers
-from meshlib.checks import at, flag, number
+from meshlib.checks import at, flag, items, number
 from meshlib.dtypes import FLOAT32, FLOAT64
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.ops.building import floats, tensor
+from meshlib.ops.building import floats
 from meshlib.ops.elementwise import add, cast, multiply, rsqrt, square
 from meshlib.ops.reduce import reduce_mean
 
@@ -19,11 +21,14 @@ def widened(x: Tensor) -> Tensor:
     return cast(x, FLOAT64 if x.dtype is FLOAT64 else FLOAT32)
 
 
-def _checked(
-    x: Tensor, dim: Dimension, epsilon: float, numerics: Numerics, what: str
-) -> tuple[Tensor, Dimension, float]:
-    found = find_dim(tensor(x, what), dim, what)
+def checked_norm(
+    x: Tensor, dims: Dimension | Sequence[Dimension], epsilon: float, numerics: Numerics, what: str
+) -> tuple[Tensor, tuple[Dimension, ...], float]:
+    """The operand of a norm in the dtype of `numerics`, and its dims along which variables lie."""
     floats(x, what)
+    found = tuple(find_dim(x, d, what) for d in ([dims] if isinstance(dims, Dimension) else items(dims, what, "dims")))
+    if not found:
+        raise ShapeError(f"{at(what)}: needs at least one dim, got none\n  {x}")
     if number(epsilon, what, "epsilon") < 0:
         raise ShapeError(f"{at(what)}: epsilon must not be negative, got {epsilon}")
     return as_numerics(numerics, what).cast(x), found, float(epsilon)
@@ -50,7 +55,7 @@ def layer_norm(
     Raises: GraphError if x lacks `dim`.
     Source: Ba et al., arXiv:1607.06450.
     """
-    x, d, epsilon = _checked(x, dim, epsilon, numerics, "layer_norm")
+    x, (d, *_), epsilon = checked_norm(x, [dim], epsilon, numerics, "layer_norm")
     wide = widened(x)
     with scope(name):
         centred = wide - reduce_mean(wide, reduced_dim=d)
@@ -72,7 +77,7 @@ def rms_norm(
 
     Arguments, result and errors as of `layer_norm`. Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    x, d, epsilon = _checked(x, dim, epsilon, numerics, "rms_norm")
+    x, (d, *_), epsilon = checked_norm(x, [dim], epsilon, numerics, "rms_norm")
     wide = widened(x)
     with scope(name):
         y = wide * rsqrt(reduce_mean(square(wide), reduced_dim=d) + epsilon)

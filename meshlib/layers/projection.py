@@ -74,6 +74,7 @@ def projection(
     numerics: Numerics,
     name: str,
     result: str,
+    kernel_transform: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """x W + b as `dense` makes it; `result` is the name of the sum."""
     x = as_numerics(numerics, "dense").cast(tensor(x, "dense"))
@@ -97,6 +98,7 @@ def projection(
     with scope(name):
         init = initializers.scaled_normal(reduced) if kernel_initializer is None else kernel_initializer
         kernel = numerics.variable("kernel", [*reduced, *new], init, x.dtype)
+        kernel = kernel if kernel_transform is None else kernel_transform(kernel)
         bias = numerics.variable("bias", new, initializers.zeros(), x.dtype) if biased else None
     made = Shape([*(d for d in x.shape if d not in reduced), *new])
     final = f"{name}/sum" if own else result

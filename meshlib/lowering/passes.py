@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from layouts.plan import Step
@@ -57,14 +57,14 @@ def _joined(first: Move, second: Move) -> Move:
 def merge_small_collectives(program: Program) -> Program:
     """Launch small all_reduces of one kind, axes, phase and dtype together.
 
-    A small all_reduce waits for the first use of any value it is merged with, so members never depend on each
-    other. Bytes do not change, only the number of launches.
+    A small all_reduce begins where its operand is made, and waits for the first use of any value it is merged with, so
+    members never depend on each other. Bytes do not change, only the number of launches.
     """
     merged: list[Instruction] = []
     waiting: dict[object, list[Move]] = {}
     makers: dict[Value, object] = {}
     fetched = {*program.outputs.values(), *program.updates.values()}
-    for instruction in program.instructions:
+    for instruction in _early(program.instructions):
         for x in instruction.inputs:
             if x in makers:
                 _flush(merged, waiting, makers, [makers[x]])
@@ -78,6 +78,21 @@ def merge_small_collectives(program: Program) -> Program:
     _flush(merged, waiting, makers, list(waiting))
     assert all(v not in makers for v in fetched)
     return program.with_instructions(merged)
+
+
+def _early(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """The instructions with each that may be merged right after its operand: two means of one tensor share a launch."""
+    small: dict[Value, list[Instruction]] = {}
+    for instruction in instructions:
+        if _merge_key(instruction) is not None:
+            small.setdefault(instruction.inputs[0], []).append(instruction)
+    for instruction in instructions:
+        if _merge_key(instruction) is None:
+            yield instruction
+            made = [instruction]
+            for one in made:  # an all_reduce of what another made comes after that
+                made += (ready := [move for y in one.outputs for move in small.get(y, ())])
+                yield from ready
 
 
 def _merge_key(instruction: Instruction) -> object | None:

@@ -6,6 +6,27 @@ counts   parameters and FLOPs in closed form
 """
 
 from meshlib.models.config import TransformerConfig as TransformerConfig
+from meshlib.models.images.biggan import BigGANConfig as BigGANConfig
+from meshlib.models.images.biggan import discriminator as discriminator
+from meshlib.models.images.biggan import gan_samples as gan_samples
+from meshlib.models.images.biggan import gan_step as gan_step
+from meshlib.models.images.biggan import generator as generator
+from meshlib.models.images.layouts import IMAGE_LAYOUTS as IMAGE_LAYOUTS
+from meshlib.models.images.layouts import image_layout as image_layout
+from meshlib.models.images.presets import IMAGE_PRESETS as IMAGE_PRESETS
+from meshlib.models.images.presets import image_preset as image_preset
+from meshlib.models.images.resnet import ResNetConfig as ResNetConfig
+from meshlib.models.images.resnet import resnet as resnet
+from meshlib.models.images.retinanet import RetinaNetConfig as RetinaNetConfig
+from meshlib.models.images.retinanet import detection_outputs as detection_outputs
+from meshlib.models.images.retinanet import detection_step as detection_step
+from meshlib.models.images.retinanet import retinanet as retinanet
+from meshlib.models.images.step import image_evaluation as image_evaluation
+from meshlib.models.images.step import image_step as image_step
+from meshlib.models.images.unet import UNetConfig as UNetConfig
+from meshlib.models.images.unet import unet as unet
+from meshlib.models.images.vit import ViTConfig as ViTConfig
+from meshlib.models.images.vit import vit as vit
 from meshlib.models.layouts import LAYOUTS as LAYOUTS
 from meshlib.models.layouts import layout as layout
 from meshlib.models.model import Transformer as Transformer

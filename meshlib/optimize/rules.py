@@ -13,6 +13,10 @@ from meshlib.ops.reduce import reduce_sum
 from meshlib.ops.sources import scalar
 from meshlib.optimize.base import FRACTION, POSITIVE, Kept, LearningRate, Optimizer, Scalars, Update
 
+# Variables of layers that weight decay and trust ratios leave alone: scales and biases of norms, biases of products,
+# gains of residual branches. Source: Goyal et al., arXiv:1706.02677, section 5.1; You et al. 2017.
+NORMS_AND_BIASES = (r"(^|/)(scale|bias|gain)$",)
+
 
 class SgdOptimizer(Optimizer):
     """Stochastic gradient descent: w <- w - lr g.
@@ -40,10 +44,15 @@ class SgdOptimizer(Optimizer):
 class MomentumOptimizer(Optimizer):
     """Momentum: m <- momentum m + g; w <- w - lr m, or with Nesterov's look-ahead w <- w - lr (momentum m + g).
 
+    With weight_decay g is the gradient + weight_decay w: that of the loss + weight_decay |w|^2 / 2.
+
     Args:
       lr: learning rate.
       momentum: in [0, 1).
       nesterov: whether to look ahead; m is the new one.
+      weight_decay: of the weights, added to the gradient.
+      exclude_from_weight_decay: regular expressions; a variable in whose name one is found is not decayed:
+        `mtf.optimize.NORMS_AND_BIASES`, as a rule.
     Slots: `momentum`.
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
     Example:
@@ -58,17 +67,27 @@ class MomentumOptimizer(Optimizer):
       (-1.25, 1.5)
     """
 
-    def __init__(self, lr: LearningRate, momentum: float = 0.9, nesterov: bool = False, **kept: Unpack[Kept]) -> None:
+    def __init__(
+        self,
+        lr: LearningRate,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        exclude_from_weight_decay: Sequence[str] | None = None,
+        **kept: Unpack[Kept],
+    ) -> None:
         super().__init__(lr, **kept)
         self.momentum = self.bounded(momentum, "momentum", FRACTION)
         self.nesterov = flag(nesterov, type(self).__name__, "nesterov")
+        self.weight_decay = self.bounded(weight_decay, "weight_decay")
+        self.exclude = self.patterns(exclude_from_weight_decay, "exclude_from_weight_decay")
 
     def rule(self, u: Update) -> Tensor:
         """One step along the running sum of gradients."""
-        m = u.slot("momentum")
-        new = m * self.momentum + u.grad
+        m, grad = u.slot("momentum"), self.decayed(u, u.grad)
+        new = m * self.momentum + grad
         u.write(m, new)
-        along = new * self.momentum + u.grad if self.nesterov else new
+        along = new * self.momentum + grad if self.nesterov else new
         return u.value - along * u.lr
 
 
@@ -271,17 +290,22 @@ class LarsOptimizer(Optimizer):
     trust = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon), 1 where |w| or |g| is 0
     m <- momentum m + lr trust (g + weight_decay w);  w <- w - m
 
+    With scaled_momentum=False the learning rate stands outside of the sum, so that it acts on all of it at once:
+    m <- momentum m + g + weight_decay w;  w <- w - lr trust m
+
     Args:
       lr: learning rate.
       momentum: in [0, 1).
       weight_decay: of the weights, added to the gradient.
       trust_coefficient: how far a step may go, relative to |w|.
       epsilon: keeps the ratio finite.
-      exclude: regular expressions; a variable in whose name one is found (biases, scales of normalisation) has trust 1
-        and no weight decay.
+      exclude: regular expressions; a variable in whose name one is found has trust 1 and no weight decay:
+        `mtf.optimize.NORMS_AND_BIASES`, as a rule.
+      scaled_momentum: whether the momentum is of scaled steps, as in the paper.
     Slots: `lars_momentum`.
     Where a variable is split, its two norms cost one reduction of a number each.
-    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1.
+    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1; the two kinds of
+      momentum: Kumar et al., "Scale MLPerf-0.6 models on Google TPU-v3 pods", arXiv:1909.09756.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -302,9 +326,11 @@ class LarsOptimizer(Optimizer):
         trust_coefficient: float = 0.001,
         epsilon: float = 0.0,
         exclude: Sequence[str] | None = None,
+        scaled_momentum: bool = True,
         **kept: Unpack[Kept],
     ) -> None:
         super().__init__(lr, **kept)
+        self.scaled = flag(scaled_momentum, type(self).__name__, "scaled_momentum")
         self.momentum = self.bounded(momentum, "momentum", FRACTION)
         self.weight_decay = self.bounded(weight_decay, "weight_decay")
         self.trust_coefficient = self.bounded(trust_coefficient, "trust_coefficient", POSITIVE)
@@ -316,12 +342,77 @@ class LarsOptimizer(Optimizer):
         m = u.slot("lars_momentum")
         rate = u.lr if u.matches(self.exclude) else self._trust(u) * u.lr
         along = self.decayed(u, u.grad)
-        new = m * self.momentum + along * rate
+        new = m * self.momentum + (along * rate if self.scaled else along)
         u.write(m, new)
-        return u.value - new
+        return u.value - (new if self.scaled else new * rate)
 
     def _trust(self, u: Update) -> Tensor:
-        w, g = (sqrt(reduce_sum(square(x))) for x in (u.value, u.grad))
-        usable = logical_and(greater(w, 0), greater(g, 0))
-        below = where(usable, g + w * self.weight_decay + self.epsilon, 1.0)
-        return where(usable, w * self.trust_coefficient / below, scalar(1.0, w))
+        w, g = norm(u.value), norm(u.grad)
+        return trusted(w * self.trust_coefficient, g + w * self.weight_decay + self.epsilon, w, g)
+
+
+class LambOptimizer(AdamOptimizer):
+    """LAMB: Adam whose step is scaled, variable by variable, to the norm of the weights.
+
+    along = m' / (sqrt(v') + epsilon) + weight_decay w, with Adam's corrected m' and v'
+    w <- w - lr (|w| / |along|) along, with 1 for the ratio where |w| or |along| is 0
+
+    Args:
+      lr: learning rate.
+      beta_1, beta_2, epsilon: as in AdamOptimizer.
+      weight_decay: of the weights, added to the step before it is scaled.
+      exclude: regular expressions; a variable in whose name one is found has ratio 1 and no weight decay:
+        `mtf.optimize.NORMS_AND_BIASES`, as a rule.
+    Slots: `adam_m`, `adam_v`.
+    Where a variable is split, its two norms cost one reduction of a number each.
+    Source: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", 2020, algorithm 2,
+      with the identity for phi.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 8.0)
+      ...     train = mtf.optimize.LambOptimizer(0.125).apply_grads([mtf.constant(1000.0)], [w])
+      >>> sim = mtf.simulate(mtf.lower(updates=train))
+      >>> _ = sim.step()
+      >>> round(float(sim.state["w"]), 4)  # one step takes an eighth, whatever the gradient
+      7.0
+    """
+
+    def __init__(
+        self,
+        lr: LearningRate,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-6,
+        weight_decay: float = 0.0,
+        exclude: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(lr, beta_1, beta_2, epsilon)
+        self.weight_decay = self.bounded(weight_decay, "weight_decay")
+        self.exclude = self.patterns(exclude, "exclude")
+
+    def scalars(self, done: Tensor, dtype: DType) -> Scalars:
+        """The learning rate apart from the corrections: the decay is not corrected."""
+        lr = Optimizer.scalars(self, done, dtype)["lr"]
+        t = cast(done, dtype) + 1
+        return {"lr": lr, "of_m": 1 / (1 - pow(self.beta_1, t)), "of_v": 1 / (1 - pow(self.beta_2, t))}
+
+    def rule(self, u: Update) -> Tensor:
+        """Adam's step and the decay, as long as lr times the weights."""
+        m, v = self.means(u)
+        along = self.decayed(u, m * u.scalars["of_m"] / (sqrt(v * u.scalars["of_v"]) + self.epsilon))
+        if u.matches(self.exclude):
+            return u.value - along * u.lr
+        w, length = norm(u.value), norm(along)
+        return u.value - along * (trusted(w, length, w, length) * u.lr)
+
+
+def norm(x: Tensor) -> Tensor:
+    """The root of the sum of all squares."""
+    return sqrt(reduce_sum(square(x)))
+
+
+def trusted(above: Tensor, below: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """above / below, 1 where one of two norms is 0."""
+    usable = logical_and(greater(first, 0), greater(second, 0))
+    return where(usable, above / where(usable, below, 1.0), scalar(1.0, above))

@@ -51,6 +51,78 @@ def linear_decay(lr: float, total_steps: int, offset: int = 0) -> Schedule:
     return lambda t: minimum(maximum(_float(end - t) / (end - start), 0.0), 1.0) * lr
 
 
+def polynomial_decay(lr: float, total_steps: int, power: float = 2.0, end: float = 0.0) -> Schedule:
+    """end + (lr - end) * (1 - t / total_steps)^power, then `end`.
+
+    Raises: GraphError unless total_steps >= 1 and power > 0.
+    Source: with power 2 and LARS for ResNet-50: Ying et al., arXiv:1811.06992; Kumar et al., arXiv:1909.09756.
+    """
+    what = "polynomial_decay"
+    lr, steps, last = number(lr, what, "lr"), _steps(total_steps, what, "total_steps"), number(end, what, "end")
+    exponent = number(power, what, "power")
+    if exponent <= 0:
+        raise GraphError(f"{at(what)}: power must be positive, got {power}")
+    return lambda t: pow(maximum(_float(steps - t) / steps, 0.0), exponent) * (lr - last) + last
+
+
+def linear_scaling(
+    base_lr: float,
+    batch: int,
+    steps_per_epoch: float,
+    warmup_epochs: float = 5.0,
+    decay_epochs: Sequence[float] = (30.0, 60.0, 80.0),
+    decay: float = 0.1,
+    base_batch: int = 256,
+) -> Schedule:
+    """One set of numbers for every batch: peak = base_lr * batch / base_batch, after a warm-up from base_lr.
+
+    base_lr + (peak - base_lr) * t / warm-up steps, then peak * decay^(number of decay_epochs passed). A batch below
+    base_batch needs no warm-up and has none.
+
+    Args:
+      base_lr: good for base_batch.
+      batch: examples in one step, of all cores.
+      steps_per_epoch: positive, whole or not.
+      warmup_epochs: not negative.
+      decay_epochs: increasing; past each of them the rate is multiplied by `decay`. (): none. To double the batch there
+        instead, train on with another program of that batch (`sim.run`), whose own schedule says peak again.
+      decay: positive.
+    Raises: GraphError for numbers out of range.
+    Source: Goyal et al., "Accurate, large minibatch SGD", arXiv:1706.02677, sections 2 and 5.1; batches instead of
+      decay: Smith et al., arXiv:1711.00489.
+    Example:
+      >>> import meshlib as mtf
+      >>> lr = mtf.optimize.linear_scaling(0.1, 1024, steps_per_epoch=2, warmup_epochs=2, decay_epochs=[3])
+      >>> with mtf.Graph():
+      ...     program = mtf.lower({"lr": lr(mtf.step())}, [mtf.assign(mtf.variable("w", [], 0.0), mtf.constant(0.0))])
+      >>> sim = mtf.simulate(program)
+      >>> [round(float(sim.step()["lr"]), 3) for _ in range(7)]
+      [0.1, 0.175, 0.25, 0.325, 0.4, 0.4, 0.04]
+    """
+    what = "linear_scaling"
+    start, factor = number(base_lr, what, "base_lr"), number(decay, what, "decay")
+    per_epoch, warm = number(steps_per_epoch, what, "steps_per_epoch"), number(warmup_epochs, what, "warmup_epochs")
+    ends = [number(e, what, "each of decay_epochs") for e in items(decay_epochs, what, "decay_epochs")]
+    sizes = whole(batch, what, "batch"), whole(base_batch, what, "base_batch")
+    if min(sizes) < 1 or per_epoch <= 0 or warm < 0 or factor <= 0 or ends != sorted(set(ends)):
+        raise GraphError(
+            f"{at(what)}: batch, base_batch, steps_per_epoch and decay must be positive, warmup_epochs not negative, "
+            f"decay_epochs increase; got batch={batch}, base_batch={base_batch}, steps_per_epoch={per_epoch:g}, "
+            f"decay={factor:g}, warmup_epochs={warm:g}, decay_epochs={ends}"
+        )
+    peak, rise = start * sizes[0] / sizes[1], math.ceil(warm * per_epoch) if sizes[0] > sizes[1] else 0
+
+    def schedule(t: Tensor) -> Tensor:
+        rate = scalar(peak, _float(t))
+        if rise:
+            rate = minimum(_float(t) * ((peak - start) / rise) + start, peak)
+        for end in ends:
+            rate = where(less(t, math.ceil(end * per_epoch)), rate, rate * factor)
+        return rate
+
+    return schedule
+
+
 def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase: bool = False) -> Schedule:
     """lr * decay_rate^(t / decay_steps); with `staircase` the exponent is rounded down.
 

@@ -1,0 +1,346 @@
+"""Norms over sets of elements: batch norm (of everything, of groups, conditional) and group norm.
+
+Sums are taken apart along few dims first, [channels] or [batch, channels], and what is left, which is small, is cut
+into groups: nothing of the size of the input is moved or reshaped. The gradient is written by hand, so that backward
+sends what forward sends: two numbers for each mean and variance, which are the gradients of scale and bias, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from layouts import Dimension, Shape
+from meshlib import initializers
+from meshlib.checks import at, flag, number, whole
+from meshlib.dtypes import INT32
+from meshlib.errors import GraphError, ShapeError
+from meshlib.graph import UPDATE, Operation, Tensor, find_dim, region, scope
+from meshlib.layers.norms import checked_norm, widened
+from meshlib.layers.numerics import DEFAULT, Numerics
+from meshlib.layers.projection import projection
+from meshlib.names import free_name
+from meshlib.ops.building import as_dims, tensor
+from meshlib.ops.elementwise import add, cast, maximum, multiply, rsqrt, square
+from meshlib.ops.index import gather
+from meshlib.ops.reduce import reduce_mean, reduce_sum
+from meshlib.ops.rewrite import custom_gradient
+from meshlib.ops.shape import broadcast, reshape, transpose
+from meshlib.ops.sources import variable
+from meshlib.ops.state import assign, stored
+
+Updates = list[Operation]
+Groups = int | Dimension | Sequence[Dimension]
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Which elements of a tensor share a mean and a variance: those of one index along `apart`.
+
+    With `cut`, one of these dims, those of each of `group.size` consecutive runs of it.
+    """
+
+    whole: Shape
+    apart: Shape
+    cut: Dimension | None = None
+    group: Dimension | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, apart: Sequence[Dimension], cut: Dimension | None, groups: int) -> Sets:
+        """In the order of the dims of x."""
+        kept = Shape([d for d in x.shape if d in apart or (d == cut and groups > 1)])
+        if cut is None or groups == 1:
+            return cls(x.shape, kept)
+        if groups == cut.size:
+            return cls(x.shape, kept)
+        return cls(x.shape, kept, cut, Dimension(free_name(f"{cut.name}_group", x.shape.names), groups))
+
+    def _shapes(self, shape: Shape) -> tuple[Shape, Shape]:
+        """A shape with the dim to cut in two, and what is left of it for the sets."""
+        if self.cut is None or self.group is None:
+            return shape, Shape([d for d in shape if d in self.apart])
+        # Of another name than the cut dim: rules for that need not divide it.
+        inside = Dimension(free_name(f"{self.cut.name}_in_group", self.whole.names), self.cut.size // self.group.size)
+        parts = Shape([p for d in shape for p in ((self.group, inside) if d == self.cut else (d,))])
+        return parts, Shape([d for d in parts if d != inside and (d in self.apart or d == self.group)])
+
+    def mean(self, sums: Tensor) -> Tensor:
+        """Of each set, from sums that are apart along its dims at least."""
+        parts, sets = self._shapes(sums.shape)
+        return reduce_sum(reshape(sums, parts), output_shape=sets) * (sets.size / self.whole.size)
+
+    def spread(self, mean: Tensor) -> Tensor:
+        """A number of each set along dims of the tensor."""
+        return reshape(broadcast(mean, self._shapes(self.apart)[0]), self.apart)
+
+
+# ---------------------------------------------------------------- (x - mean) / deviation * scale + bias
+
+
+def _moments(x: Tensor, sets: Sets) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each set: of sums of x and of x^2, which are reduced over the devices as one."""
+    wide = widened(x)
+    sums = reduce_sum(wide, output_shape=sets.apart), reduce_sum(square(wide), output_shape=sets.apart)
+    mean, mean_square = map(sets.mean, sums)
+    return mean, maximum(mean_square - square(mean), 0.0)
+
+
+def _affine(sets: Sets, scaled: bool, x: Tensor, mean: Tensor, inverse: Tensor, *scale_bias: Tensor) -> Tensor:
+    """One product and one sum for each element: of numbers that few elements share."""
+    factor, centre = sets.spread(inverse), sets.spread(mean)
+    if scaled:
+        factor = factor * scale_bias[0]
+    moved = centre * factor
+    shift = scale_bias[-1] - moved if len(scale_bias) > scaled else -moved
+    return cast(add(widened(x) * factor, shift, x.shape), x.dtype)
+
+
+def _affine_gradient(
+    sets: Sets, scaled: bool, inputs: Sequence[Tensor], results: Any, cotangents: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Of x through mean and variance too: dx = (g - mean(g) - y mean(g y)) / deviation, g = dy scale, y = standard x.
+
+    Written as a dy + b x + c with numbers that few elements share, and the sum of dy y by those of dy x and dy: so that
+    nothing as wide as x is made before dy is there, and kept. Source: Ioffe and Szegedy, arXiv:1502.03167, section 3.
+    """
+    x, mean, inverse, *scale_bias = inputs
+    dy, wide = widened(cotangents[0]), widened(x)
+    along = {d for t in scale_bias for d in t.shape} | set(sets.apart)
+    kept = Shape([d for d in x.shape if d in along])
+    sums, raw = reduce_sum(dy, output_shape=kept), reduce_sum(dy * wide, output_shape=kept)
+    centre, deviation = sets.spread(mean), sets.spread(inverse)
+    products = multiply(raw - centre * sums, deviation, kept)
+    scale = scale_bias[0] if scaled else 1.0
+    mean_g, mean_gy = (sets.spread(sets.mean(multiply(s, scale, kept))) for s in (sums, products))
+    of_x = mean_gy * square(deviation)
+    dx = dy * (deviation * scale) - (wide * of_x + (mean_g * deviation - centre * of_x))
+    found: list[Tensor | None] = [cast(transpose(dx, x.shape), x.dtype), None, None]
+    for parameter, total in zip(scale_bias, (products, sums) if scaled else (sums,), strict=False):
+        found.append(reduce_sum(total, output_shape=parameter.shape))
+    return found
+
+
+def _normalised(
+    x: Tensor, sets: Sets, epsilon: float, scale: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and the mean and variance of each set, of which it takes no gradient."""
+    mean, variance = _moments(x, sets)
+    given = [t for t in (scale, bias) if t is not None]
+    scaled = scale is not None
+    y: Tensor = custom_gradient(
+        partial(_affine, sets, scaled),
+        partial(_affine_gradient, sets, scaled),
+        [x, mean, rsqrt(variance + epsilon), *given],
+    )
+    return y, mean, variance
+
+
+# ---------------------------------------------------------------- layers
+
+
+def batch_norm(
+    x: Tensor,
+    channels: Dimension | Sequence[Dimension],
+    is_training: bool,
+    groups: Groups = 1,
+    decay: float = 0.9,
+    epsilon: float = 1e-5,
+    use_scale: bool = True,
+    use_bias: bool = True,
+    scale_initializer: initializers.Initializer | float = 1.0,
+    numerics: Numerics = DEFAULT,
+    name: str = "batch_norm",
+) -> tuple[Tensor, Updates]:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias; mean and variance over all dims but `channels`.
+
+    Mean and variance do not depend on the layout: where the batch is split, the two sums of each channel are reduced
+    over the devices (distributed batch norm). Statistics of each core's examples, or of those of a group of cores, are
+    those of `groups`: of n consecutive parts of the batch, if that is split over n cores, nothing is sent.
+
+    Args:
+      x: float, with `channels`; the batch is its first dim.
+      channels: the dim or dims along which statistics are apart.
+      is_training: whether to take statistics of x, or else their moving averages.
+      groups: 1, a number of consecutive parts of the batch, each with statistics of its own; or dims of x whose
+        indices have statistics of their own. For groups of several cores dims send least: a batch of dims
+        [replicas, batch], laid out as "replicas:group;batch:core", with groups=replicas.
+      decay: of the moving averages: moving <- decay moving + (1 - decay) of this step, the mean over groups.
+      epsilon: added to the variance.
+      use_scale, use_bias: whether there are `scale` and `bias`.
+      scale_initializer: of `scale`; 0 for the last norm of a residual branch (Goyal et al., arXiv:1706.02677).
+      numerics: dtypes of the variables and of the result.
+      name: scope of `scale`, `bias` (zeros at first), and `moving_mean`, `moving_variance`, which are not trained.
+    Returns: the type of x, or that of `numerics`, and the updates of the moving averages, none unless in training: add
+      them to those of the optimizer. All arithmetic is float32; the variance is the mean of squares minus the square
+      of the mean, which takes one pass over x.
+    Raises: GraphError if x lacks a dim, ShapeError if groups do not divide the batch.
+    Example:
+      >>> import meshlib as mtf
+      >>> D = mtf.Dimension
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", [D("batch", 4), D("width", 2), D("channels", 1)])
+      ...     y, updates = mtf.layers.batch_norm(x, D("channels", 1), is_training=True)
+      >>> sim = mtf.simulate(mtf.lower({"y": y}, updates, mesh="data:2", layout="batch:data"))
+      >>> sim.step(x=[[[0.0], [2.0]]] * 4)["y"][0].round(2).ravel().tolist()
+      [-1.0, 1.0]
+      >>> round(float(sim.state["batch_norm/moving_mean"][0]), 3)  # 0.9 * 0 + 0.1 * 1
+      0.1
+
+    Source: Ioffe and Szegedy, arXiv:1502.03167; over groups of cores: Ying et al., "Image classification at
+      supercomputer scale", arXiv:1811.06992, section 3.
+    """
+    what = "batch_norm"
+    x, along, epsilon = checked_norm(x, channels, epsilon, numerics, what)
+    with scope(name):
+        wide = widened(x).dtype
+        scale = (
+            numerics.variable("scale", along, scale_initializer, wide) if flag(use_scale, what, "use_scale") else None
+        )
+        bias = numerics.variable("bias", along, 0.0, wide) if flag(use_bias, what, "use_bias") else None
+        return _batch_norm(x, along, is_training, groups, decay, epsilon, scale, bias, numerics, what)
+
+
+def conditional_batch_norm(
+    x: Tensor,
+    channels: Dimension | Sequence[Dimension],
+    condition: Tensor,
+    condition_dim: Dimension,
+    is_training: bool,
+    groups: Groups = 1,
+    decay: float = 0.9,
+    epsilon: float = 1e-5,
+    kernel_transform: Callable[[Tensor], Tensor] | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "conditional_batch_norm",
+) -> tuple[Tensor, Updates]:
+    """Batch norm whose scale and bias each example chooses: by its class, or by a vector such as a GAN's.
+
+    scale = 1 + condition times `scale/kernel`, bias = condition times `bias/kernel`; of int32 classes the rows of the
+    kernels.
+
+    Args:
+      x, channels, is_training, groups, decay, epsilon, numerics: as of `batch_norm`.
+      condition: int32 classes without `condition_dim`, or floats with it; all its other dims are in x.
+      condition_dim: the dim of the classes, or of the vector.
+      kernel_transform: applied to both kernels, as for spectral norm.
+      name: scope of `scale/kernel` and `bias/kernel`, [condition_dim, channels], and of the moving averages.
+    Returns: as `batch_norm`.
+    Raises: as `batch_norm`; ShapeError if the condition has a dim that x lacks.
+    Source: Dumoulin et al., arXiv:1610.07629; of vectors: Brock et al. (BigGAN), arXiv:1809.11096, appendix B.
+    """
+    what = "conditional_batch_norm"
+    x, along, epsilon = checked_norm(x, channels, epsilon, numerics, what)
+    own = tensor(condition, what).shape
+    stray = [str(d) for d in own if d not in x.shape and d != condition_dim]
+    if stray or any(d in own for d in along):
+        clash = stray or [str(d) for d in along if d in own]
+        raise ShapeError(
+            f"{at(what)}: the condition's dims other than {condition_dim} must be dims of x without channels; it has "
+            f"{', '.join(clash)}\n  {x}\n  {condition}"
+        )
+
+    def chosen(part: str) -> Tensor:
+        if condition.dtype is not INT32:
+            kernel = kernel_transform
+            return widened(projection(condition, along, [condition_dim], False, None, numerics, part, part, kernel))
+        with scope(part):
+            table = numerics.variable("kernel", [condition_dim, *along], initializers.random_normal(0.0, 0.02), x.dtype)
+            table = table if kernel_transform is None else kernel_transform(table)
+        return widened(gather(table, condition, condition_dim))
+
+    with scope(name):
+        return _batch_norm(
+            x, along, is_training, groups, decay, epsilon, chosen("scale") + 1.0, chosen("bias"), numerics, what
+        )
+
+
+def group_norm(
+    x: Tensor,
+    channels: Dimension,
+    groups: int = 32,
+    epsilon: float = 1e-5,
+    batch_dims: Dimension | Sequence[Dimension] | None = None,
+    numerics: Numerics = DEFAULT,
+    name: str = "group_norm",
+) -> Tensor:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias; statistics of each example and group of channels.
+
+    Args:
+      x: float, with `channels`.
+      channels: the dim that is cut into `groups` of consecutive ones; 1 is layer norm over the image, as many as there
+        are channels instance norm.
+      epsilon: added to the variance.
+      batch_dims: dims of the examples; the first of x unless given.
+      numerics: dtypes of the variables and of the result.
+      name: scope of `scale`, ones at first, and `bias`, zeros.
+    Returns: the type of x, or that of `numerics`; all arithmetic is float32.
+    Raises: GraphError if x lacks a dim, ShapeError if groups do not divide the channels.
+    Source: Wu and He, arXiv:1803.08494.
+    """
+    what = "group_norm"
+    x, along, epsilon = checked_norm(x, channels, epsilon, numerics, what)
+    if len(along) != 1:
+        raise ShapeError(f"{at(what)}: channels must be one dim, got {Shape(along)}")
+    examples = x.shape.dims[:1] if batch_dims is None else [find_dim(x, d, what) for d in as_dims(batch_dims, what)]
+    if along[0] in examples:
+        raise ShapeError(f"{at(what)}: '{along[0].name}' can't be the channels and a dim of the batch\n  {x}")
+    count = _divided(along[0], groups, what, x)
+    sets = Sets.of(x, examples, along[0], count)
+    with scope(name):
+        wide = widened(x).dtype
+        scale, bias = (numerics.variable(n, along, start, wide) for n, start in (("scale", 1.0), ("bias", 0.0)))
+        return _normalised(x, sets, epsilon, scale, bias)[0]
+
+
+def _batch_norm(
+    x: Tensor,
+    along: Sequence[Dimension],
+    is_training: bool,
+    groups: Groups,
+    decay: float,
+    epsilon: float,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    numerics: Numerics,
+    what: str,
+) -> tuple[Tensor, Updates]:
+    if not 0 <= number(decay, what, "decay") <= 1:
+        raise GraphError(f"{at(what)}: decay must be in [0, 1], got {decay}")
+    sets = _batch_sets(x, along, groups, what)
+    if len(sets.apart) == len(x.shape):
+        raise ShapeError(f"{at(what)}: no dim of x is left to take the mean over\n  {x}")
+    wide = widened(x).dtype
+    moving = [
+        variable(n, along, start, numerics.variable_dtype, activation_dtype=wide, trainable=False)
+        for n, start in (("moving_mean", 0.0), ("moving_variance", 1.0))
+    ]
+    if not flag(is_training, what, "is_training"):
+        y = multiply(widened(x) - moving[0], rsqrt(moving[1] + epsilon), x.shape)
+        y = y if scale is None else y * scale
+        return cast(y if bias is None else y + bias, x.dtype), []
+    y, *statistics = _normalised(x, sets, epsilon, scale, bias)
+    updates = []
+    for old, found in zip(moving, statistics, strict=True):
+        with region(UPDATE, stored(old)):
+            new = reduce_mean(found, output_shape=along)
+            updates.append(assign(old, old * decay + new * (1 - decay)))
+    return y, updates
+
+
+def _batch_sets(x: Tensor, along: Sequence[Dimension], groups: Groups, what: str) -> Sets:
+    if isinstance(groups, Dimension | list | tuple | Shape):
+        return Sets.of(x, [*along, *(find_dim(x, d, what) for d in as_dims(groups, what))], None, 1)
+    first = next((d for d in x.shape if d not in along), None)
+    if first is None:
+        raise ShapeError(f"{at(what)}: x has no dim but its channels\n  {x}")
+    return Sets.of(x, along, first, _divided(first, groups, what, x))
+
+
+def _divided(dim: Dimension, groups: object, what: str, x: Tensor) -> int:
+    count = whole(groups, what, "groups")
+    if count < 1 or dim.size % count:
+        rest = f": {dim.size} % {count} = {dim.size % count}" if count > 0 else ""
+        raise ShapeError(f"{at(what)}: groups={count} does not divide dim '{dim.name}' of size {dim.size}{rest}\n  {x}")
+    return count

@@ -1,0 +1,357 @@
+"""BigGAN: a generator of images by class, and a discriminator that tells them from real ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layouts import Dimension
+from meshlib import initializers, layers
+from meshlib.checks import at, number, whole
+from meshlib.errors import GraphError
+from meshlib.graph import Operation, Tensor, find_dim, scope
+from meshlib.layers.norms import widened
+from meshlib.layers.numerics import MIXED, Numerics
+from meshlib.layers.set_norms import Groups
+from meshlib.models.images.tower import BATCH, CHANNELS, COLOURS, HEIGHT, WIDTH, Tower, image_dims, spatial
+from meshlib.ops.elementwise import cast, floor, relu, tanh
+from meshlib.ops.index import gather
+from meshlib.ops.pooling import pool
+from meshlib.ops.rearrange import repeat
+from meshlib.ops.reduce import reduce_mean, reduce_sum
+from meshlib.ops.shape import rename_dimension
+from meshlib.ops.sources import input as given
+from meshlib.ops.sources import random_normal, random_uniform
+from meshlib.ops.stacking import stack, unstack
+from meshlib.ops.window import concat, split
+from meshlib.optimize.averages import moving_averages
+from meshlib.optimize.base import Optimizer
+
+SMALLEST = 4  # pixels along the sides of the first features
+# Channels after the first features and after each block, over `features`, by the side of images: Brock et al., tables 4
+# to 6; of 32 and less as the authors' later code has them.
+WIDTHS: MappingProxyType[int, tuple[int, ...]] = MappingProxyType(
+    {
+        16: (4, 4, 4),
+        32: (4, 4, 4, 4),
+        64: (16, 16, 8, 4, 2),
+        128: (16, 16, 8, 4, 2, 1),
+        256: (16, 16, 8, 8, 4, 2, 1),
+    }
+)
+
+
+@dataclass(frozen=True)
+class BigGANConfig:
+    """What a BigGAN is: residual blocks with spectral norm, conditional batch norm, a block of attention, a projection
+    of the class in the discriminator.
+
+    Args:
+      side: of images, one of `WIDTHS`: 16 to 256.
+      channels, classes: of images.
+      features: channels of the widest images' features, that all others are multiples of.
+      z: numbers of noise, cut evenly for the first features and each block.
+      shared: numbers that a class is embedded in, for all of the generator's norms.
+      attention: side of the features that see all of themselves; 0: none.
+      groups, decay, epsilon: of the generator's batch norm.
+      numerics: float32 variables, computed in bfloat16, unless given.
+    Raises: GraphError with all that is wrong at once.
+    Source: Brock, Donahue, Simonyan, arXiv:1809.11096, appendix B.
+    Example:
+      >>> import meshlib as mtf
+      >>> config = mtf.models.BigGANConfig()
+      >>> config.generator_parameters, config.discriminator_parameters
+      (70433988, 87982370)
+    """
+
+    name: str = "biggan-128"
+    side: int = 128
+    channels: int = 3
+    classes: int = 1000
+    features: int = 96
+    z: int = 120
+    shared: int = 128
+    attention: int = 64
+    groups: Groups = 1
+    decay: float = 0.9
+    epsilon: float = 1e-4
+    numerics: Numerics = MIXED
+
+    def __post_init__(self) -> None:
+        what = "BigGANConfig"
+        faults = (
+            [f"side={self.side}, which is none of {', '.join(map(str, WIDTHS))}"] if self.side not in WIDTHS else []
+        )
+        sizes = ("channels", "classes", "features", "z", "shared")
+        faults += [f"{n}={getattr(self, n)}" for n in sizes if whole(getattr(self, n), what, n) < 1]
+        parts = len(WIDTHS.get(self.side, (1,)))
+        if not faults and self.z % parts:
+            faults.append(f"z={self.z}, which its {parts} parts do not divide: {self.z} % {parts} = {self.z % parts}")
+        sides = [SMALLEST * 2**n for n in range(1, parts)]
+        if whole(self.attention, what, "attention") not in (0, *sides):
+            faults.append(
+                f"attention={self.attention}, which is no side of features: {', '.join(map(str, sides))}, or 0"
+            )
+        if faults:
+            raise GraphError(f"{at(what)}: {'; '.join(faults)}")
+
+    def replace(self, **changes: Any) -> BigGANConfig:
+        """The same with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def height(self) -> int:
+        """Of images."""
+        return self.side
+
+    @property
+    def width(self) -> int:
+        """Of images."""
+        return self.side
+
+    @property
+    def spatial_split(self) -> int:
+        """How often height and width can be split."""
+        return SMALLEST
+
+    @property
+    def split_dims(self) -> dict[str, int]:
+        """The dims that "channels" splits, and how often they can be."""
+        return {CHANNELS: self.features}
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of the generator's features, from the smallest to the largest."""
+        return [m * self.features for m in WIDTHS[self.side]]
+
+    @property
+    def discriminated(self) -> list[tuple[int, int, bool]]:
+        """(channels in, channels out, whether it halves the sides) of each block of the discriminator."""
+        made = [*self.widths[:0:-1], self.widths[0]]
+        if len(set(made)) == 1:  # small images: two blocks that halve, two that do not (Miyato et al. 2018, table 4)
+            halves = [n < 2 for n in range(len(made))]
+        else:
+            halves = [n < len(made) - 1 for n in range(len(made))]
+        return list(zip([self.channels, *made], made, halves, strict=False))
+
+    @property
+    def generator_parameters(self) -> int:
+        """Numbers of trained values of the generator, the table of classes included."""
+        w, part = self.widths, self.z // len(self.widths)
+        condition = self.shared + part
+        total = self.classes * self.shared + (part + 1) * w[0] * SMALLEST**2
+        for n, (a, b) in enumerate(pairwise(w), start=1):
+            total += 2 * condition * (a + b) + 9 * b * (a + b) + 2 * b + (a + 1) * b
+            total += _attention(b) if SMALLEST * 2**n == self.attention else 0
+        return total + 2 * w[-1] + (9 * w[-1] + 1) * self.channels
+
+    @property
+    def discriminator_parameters(self) -> int:
+        """Numbers of trained values of the discriminator."""
+        total, side = 0, self.side
+        for a, b, halves in self.discriminated:
+            side //= 2 if halves else 1
+            total += 9 * b * (a + b) + 2 * b + ((a + 1) * b if halves or a != b else 0)
+            total += _attention(b) if side == self.attention and halves else 0
+        last = self.discriminated[-1][1]
+        return total + last + 1 + self.classes * last
+
+    def noise(self, count: int, truncation: float | None = None, seed: int = 0) -> NDArray[np.float32]:
+        """[count, z] normal numbers; with `truncation`, those further from 0 are drawn again.
+
+        The smaller it is, the more typical and the less different the images: Brock et al., section 3.1.
+        Raises: GraphError for a truncation that is not positive.
+        """
+        limit = math.inf if truncation is None else number(truncation, "noise", "truncation")
+        if limit <= 0:
+            raise GraphError(f"{at('noise')}: truncation must be positive, got {truncation}")
+        rng = np.random.default_rng(seed)
+        found = rng.normal(size=(whole(count, "noise", "count"), self.z))
+        while (far := np.abs(found) > limit).any():
+            found[far] = rng.normal(size=int(far.sum()))
+        return found.astype(np.float32)
+
+
+def _attention(channels: int) -> int:
+    key, value = max(channels // 8, 1), max(channels // 2, 1)
+    return 2 * channels * key + 2 * channels * value + 1
+
+
+# ---------------------------------------------------------------- networks
+
+
+def _tower(config: BigGANConfig, is_training: bool) -> Tower:
+    return Tower(is_training, config.numerics, config.groups, config.decay, config.epsilon, spectral=True)
+
+
+def generator(config: BigGANConfig, z: Tensor, labels: Tensor, is_training: bool) -> tuple[Tensor, list[Operation]]:
+    """Images in -1..1 from noise and classes, and the updates of moving averages and spectral norms.
+
+    Args:
+      config: what it is.
+      z: [batch, z], normal. labels: int32 [batch].
+      is_training: whether norms take statistics of the batch and there are updates.
+    Returns: [batch, height, width, image_channels] in float32.
+    Raises: GraphError for operands without these dims.
+    """
+    what = "generator"
+    noise = find_dim(z, Dimension("z", config.z), what)
+    tower, widths = _tower(config, is_training), config.widths
+    with scope(what):
+        shared = Dimension("shared", config.shared)
+        classes = Dimension("classes", config.classes)
+        table = config.numerics.variable("classes", [classes, shared], initializers.random_normal(0.0, 1.0))
+        embedded = tower.numerics.cast(gather(table, labels, classes))
+        parts = split(tower.numerics.cast(z), noise, len(widths))
+        first = [Dimension(HEIGHT, SMALLEST), Dimension(WIDTH, SMALLEST), Dimension(CHANNELS, widths[0])]
+        x = tower.dense(parts[0], first, name="first")
+        for n, channels in enumerate(widths[1:], start=1):
+            condition = concat([rename_dimension(embedded, "shared", "condition"),
+                                rename_dimension(parts[n], "z", "condition")], "condition")  # fmt: skip
+            with scope(f"block{n}"):
+                x = _grown(tower, x, channels, condition)
+                x = tower.attention(x) if SMALLEST * 2**n == config.attention else x
+        y = tower.conv(tower.active(x), config.channels, use_bias=True, name="last")
+        return tanh(widened(rename_dimension(y, CHANNELS, COLOURS))), tower.updates
+
+
+def _grown(tower: Tower, x: Tensor, channels: int, condition: Tensor) -> Tensor:
+    """A block that doubles height and width."""
+    y = _doubled(relu(tower.conditional_norm(x, condition, "norm1")))
+    y = relu(tower.conditional_norm(tower.conv(y, channels, use_bias=True, name="conv1"), condition, "norm2"))
+    shortcut = tower.conv(x, channels, 1, use_bias=True, name="shortcut")
+    return tower.conv(y, channels, use_bias=True, name="conv2") + _doubled(shortcut)
+
+
+def _doubled(x: Tensor) -> Tensor:
+    names = {"height 2": HEIGHT, "width 2": WIDTH}
+    return repeat(x, "... height width channels -> ... (height 2) (width 2) channels", names=names)
+
+
+def discriminator(
+    config: BigGANConfig, images: Tensor, labels: Tensor, is_training: bool
+) -> tuple[Tensor, list[Operation]]:
+    """How real images look, given their classes, and the updates of spectral norms.
+
+    Args:
+      config: what it is.
+      images: [..., batch, height, width, image_channels] in -1..1.
+      labels: int32, the dims of images before height.
+      is_training: whether there are updates.
+    Returns: the dims of labels, float32: positive for what looks real.
+    Raises: GraphError for operands without these dims.
+    """
+    for d in image_dims(config):
+        find_dim(images, d, "discriminator")
+    tower, side = _tower(config, is_training), config.side
+    with scope("discriminator"):
+        x = tower.numerics.cast(images)
+        for n, (_, channels, halves) in enumerate(config.discriminated, start=1):
+            side //= 2 if halves else 1
+            with scope(f"block{n}"):
+                x = _judged(tower, x, channels, halves, begins=n == 1)
+                x = tower.attention(x) if side == config.attention and halves else x
+        x = relu(x)
+        summed = reduce_sum(widened(x), reduced_dim=spatial(x))
+        wide = replace(tower, numerics=replace(config.numerics, activation_dtype=summed.dtype.name))
+        depth = summed.shape.dim(CHANNELS)
+        plain = wide.dense(summed, [Dimension("logit", 1)], name="last")
+        classes = Dimension("classes", config.classes)
+        with scope("projection"):
+            table = wide.numerics.variable("classes", [classes, depth], initializers.glorot_uniform())
+            table = wide.normed_kernel(table)
+        by_class = reduce_sum(gather(table, labels, classes) * summed, reduced_dim=depth)
+        return reduce_sum(plain, reduced_dim=Dimension("logit", 1)) + by_class, tower.updates
+
+
+def _judged(tower: Tower, x: Tensor, channels: int, halves: bool, begins: bool) -> Tensor:
+    """A block that halves height and width; the first one takes the image as it is."""
+    y = tower.conv(x if begins else relu(x), channels, use_bias=True, name="conv1")
+    y = tower.conv(relu(y), channels, use_bias=True, name="conv2")
+    if halves or x.shape[-1].size != channels:
+        x = tower.conv(x, channels, 1, use_bias=True, name="shortcut")
+    total = y + x
+    return pool(total, {d.name: 2 for d in spatial(total)}, "avg") if halves else total
+
+
+# ---------------------------------------------------------------- training
+
+
+def gan_step(
+    config: BigGANConfig,
+    batch: int,
+    generator_optimizer: Optimizer | None,
+    discriminator_optimizer: Optimizer,
+    average: float | None = 0.9999,
+    average_from: int = 0,
+) -> tuple[dict[str, Tensor], list[Operation]]:
+    """What one step of both players is lowered from; call it inside a graph.
+
+    Its inputs are images, float32 [batch, height, width, image_channels] in -1..1, and labels, int32 [batch]; noise and
+    classes of made images are drawn in the program. Both steps are of what the players were before.
+
+    Args:
+      config: of the model.
+      batch: real images of one step, and made ones, all cores together.
+      generator_optimizer: None: only the discriminator learns (the paper has two such steps for each of the generator).
+      discriminator_optimizer: Adam with beta_1 = 0 in the paper, at 2e-4, and 5e-5 for the generator.
+      average: decay of moving averages of the generator's weights, see `mtf.optimize.moving_averages`; None: none.
+      average_from: the step from which they are averages.
+    Returns: the outputs "generator_loss", "discriminator_loss", and means of the logits "real" and "made"; the updates.
+    Raises: GraphError for a batch or optimizers that are none.
+    Source: hinge losses: Lim and Ye, arXiv:1705.02894.
+    """
+    what = "gan_step"
+    if not isinstance(config, BigGANConfig):
+        raise GraphError(f"{at(what)}: expected a BigGANConfig, got {type(config).__name__} {config!r:.80}")
+    if whole(batch, what, "batch") < 1:
+        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
+    for one in (generator_optimizer, discriminator_optimizer):
+        if not (isinstance(one, Optimizer) or (one is None and one is generator_optimizer)):
+            raise GraphError(f"{at(what)}: both optimizers must be of mtf.optimize, got {one!r:.80}")
+    examples, pair = Dimension(BATCH, batch), "pair"
+    images, labels = given("images", [examples, *image_dims(config)]), given("labels", [examples], "int32")
+    z = random_normal([examples, Dimension("z", config.z)], name="noise")
+    drawn = cast(floor(random_uniform([examples], 0.0, float(config.classes), name="drawn_classes")), "int32")
+    made, updates = generator(config, z, drawn, True)
+    # Side by side, not one after the other: each core keeps its own examples.
+    both = stack([cast(images, made.dtype), made], pair)
+    logits, judged = discriminator(config, both, stack([labels, drawn], pair), True)
+    real, fake = unstack(logits, logits.shape.dim(pair))
+    judge = reduce_mean(layers.hinge_loss(real, 1.0)) + reduce_mean(layers.hinge_loss(fake, -1.0))
+    fool = -reduce_mean(fake)
+    variables = images.graph.trainable_variables
+    mine = [v for v in variables if v.name.startswith("generator/")]
+    theirs = [v for v in variables if v.name.startswith("discriminator/")]
+    done = discriminator_optimizer.minimize(judge, theirs) + judged
+    if generator_optimizer is not None:
+        learnt = generator_optimizer.minimize(fool, mine)
+        done += learnt + updates
+        done += moving_averages(learnt, average, average_from) if average is not None else []
+    outputs = {
+        "generator_loss": fool,
+        "discriminator_loss": judge,
+        "real": reduce_mean(real),
+        "made": reduce_mean(fake),
+    }
+    return outputs, done
+
+
+def gan_samples(config: BigGANConfig, count: int) -> dict[str, Tensor]:
+    """What making images is lowered from; call it inside a graph of its own.
+
+    Its inputs are z, float32 [count, z] (`config.noise`), and labels, int32 [count]. Returns: "images" in -1..1.
+    Raises: GraphError for a count that is none.
+    """
+    what = "gan_samples"
+    if whole(count, what, "count") < 1:
+        raise GraphError(f"{at(what)}: count must be at least 1, got {count}")
+    examples = Dimension(BATCH, count)
+    z, labels = given("z", [examples, Dimension("z", config.z)]), given("labels", [examples], "int32")
+    return {"images": generator(config, z, labels, False)[0]}

@@ -1,0 +1,24 @@
+"""Models of images with published dimensions, by name."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+from meshlib.checks import at
+from meshlib.errors import GraphError, nearest
+from meshlib.models.images.resnet import RESNETS, ResNetConfig
+from meshlib.models.images.vit import VITS, ViTConfig
+
+IMAGE_PRESETS: MappingProxyType[str, ResNetConfig | ViTConfig] = MappingProxyType({**RESNETS, **VITS})
+
+
+def image_preset(name: str) -> Any:
+    """The model of `IMAGE_PRESETS` with that name; `.replace(...)` changes it.
+
+    Raises: GraphError with the nearest name.
+    """
+    if isinstance(name, str) and name in IMAGE_PRESETS:
+        return IMAGE_PRESETS[name]
+    hint = nearest(name, IMAGE_PRESETS) if isinstance(name, str) else ""
+    raise GraphError(f"{at('image_preset')}: no model {name!r:.80}{hint or '; there are ' + ', '.join(IMAGE_PRESETS)}")

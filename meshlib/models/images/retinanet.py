@@ -1,0 +1,315 @@
+"""RetinaNet: a ResNet, a feature pyramid over it, and two heads that see every place at every size.
+
+Classes and codes of boxes stay apart by level, [batch, height, width, anchors, ...], as features lie: nothing moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from layouts import Dimension
+from meshlib import initializers, layers
+from meshlib.checks import at, choice, number, whole
+from meshlib.detection import Anchors, Objects
+from meshlib.errors import GraphError
+from meshlib.graph import Operation, Tensor, scope
+from meshlib.layers.norms import widened
+from meshlib.models.images.resnet import ResNetConfig, features
+from meshlib.models.images.tower import BATCH, CHANNELS, Tower, check_images, image_dims, late, spatial
+from meshlib.ops.elementwise import cast, greater_equal, maximum, not_equal, relu, sigmoid
+from meshlib.ops.index import one_hot
+from meshlib.ops.rearrange import rearrange, repeat
+from meshlib.ops.reduce import reduce_sum
+from meshlib.ops.sources import input as given
+from meshlib.optimize.base import Optimizer
+
+UNDECIDED = -2  # as of `mtf.detection`
+PRIOR = 0.01  # probability of an object that every anchor begins with: Lin et al., section 4.1
+SMALL = initializers.random_normal(0.0, 0.01)  # of the heads, ibidem
+
+
+@dataclass(frozen=True)
+class RetinaNetConfig:
+    """What a RetinaNet is.
+
+    Args:
+      backbone: whose last stages are the lowest levels; its height, width and channels are those of the images, its
+        classes, smoothing and head are not used.
+      classes: of objects.
+      levels: of the pyramid, consecutive; places of level l are 2^l pixels apart.
+      channels: of pyramid and heads. depth: convolutions of each head before the last.
+      scales, ratios, base: of the anchors, see `mtf.detection.Anchors`.
+      coarse_from: what the first level above the backbone is made of: its last stage, "features", as in the paper, or
+        the level below, "pyramid".
+      alpha, gamma: of the focal loss. beta: of the smooth L1 loss of codes. box_weight: of the latter in the sum.
+    Raises: GraphError with all that is wrong at once.
+    Source: Lin et al., arXiv:1708.02002; pyramid: arXiv:1612.03144.
+    Example:
+      >>> import meshlib as mtf
+      >>> mtf.models.RetinaNetConfig().parameters
+      38176142
+    """
+
+    name: str = "retinanet-50"
+    backbone: ResNetConfig = field(default_factory=lambda: ResNetConfig(height=640, width=640))
+    classes: int = 90
+    levels: tuple[int, ...] = (3, 4, 5, 6, 7)
+    features: int = 256
+    depth: int = 4
+    scales: tuple[float, ...] = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
+    ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
+    base: float = 4.0
+    coarse_from: str = "features"
+    alpha: float = 0.25
+    gamma: float = 2.0
+    beta: float = 0.1
+    box_weight: float = 5.0
+
+    def __post_init__(self) -> None:
+        what = "RetinaNetConfig"
+        if not isinstance(self.backbone, ResNetConfig):
+            raise GraphError(f"{at(what)}: backbone must be a ResNetConfig, got {self.backbone!r:.80}")
+        choice(self.coarse_from, what, "coarse_from", ("features", "pyramid"))
+        faults = [f"{n}={getattr(self, n)}" for n in ("classes", "features") if whole(getattr(self, n), what, n) < 1]
+        if whole(self.depth, what, "depth") < 0:
+            faults.append(f"depth={self.depth}")
+        faults += [f"{n}={getattr(self, n)}" for n in ("beta", "box_weight") if number(getattr(self, n), what, n) <= 0]
+        top = self.backbone_level(len(self.backbone.blocks))
+        own = [whole(level, what, "each level") for level in self.levels]
+        if not own or own != list(range(own[0], own[0] + len(own))):
+            faults.append(f"levels={self.levels}, which are not consecutive")
+        elif not self.backbone_level(1) <= own[0] <= top:
+            faults.append(f"levels begin at {own[0]}, but the backbone has {self.backbone_level(1)} to {top}")
+        for n in ("height", "width"):
+            if getattr(self.backbone, n) % 2**top:
+                faults.append(f"{n}={getattr(self.backbone, n)}, which {2**top} does not divide")
+        if faults:
+            raise GraphError(f"{at(what)}: {', '.join(faults)}")
+
+    def replace(self, **changes: Any) -> RetinaNetConfig:
+        """The same with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def height(self) -> int:
+        """Of images."""
+        return self.backbone.height
+
+    @property
+    def width(self) -> int:
+        """Of images."""
+        return self.backbone.width
+
+    @property
+    def channels(self) -> int:
+        """Of images."""
+        return self.backbone.channels
+
+    @property
+    def spatial_split(self) -> int:
+        """How often height and width can be split."""
+        return self.backbone.spatial_split
+
+    @property
+    def split_dims(self) -> dict[str, int]:
+        """The dims that "channels" splits, and how often they can be."""
+        return {CHANNELS: math.gcd(self.backbone.features, self.features)}
+
+    def backbone_level(self, stage: int) -> int:
+        """The level of a stage of the backbone, from 1."""
+        return stage + (1 if self.backbone.stem == "imagenet" else -1)
+
+    @property
+    def anchors(self) -> Anchors:
+        """Those of its images."""
+        return Anchors(self.height, self.width, self.levels, self.scales, self.ratios, self.base)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of trained values: backbone, pyramid, heads; convolutions of the latter two have biases."""
+        f, each = self.features, self.anchors.each
+        made = [stage[-1].steps[-1].made for stage in self.backbone.stages]
+        own = [m for n, m in enumerate(made, start=1) if self.backbone_level(n) in self.levels]
+        square = 9 * f * f + f
+        coarse = len(self.levels) - len(own)
+        first = 9 * (made[-1] if self.coarse_from == "features" else f) * f + f
+        pyramid = sum(m * f + f for m in own) + len(own) * square + (first + (coarse - 1) * square if coarse else 0)
+        heads = 2 * self.depth * square + (9 * f + 1) * each * (self.classes + 4)
+        return self.backbone.backbone_parameters + pyramid + heads
+
+    def feeds(self, images: ArrayLike, objects: Sequence[Objects]) -> dict[str, NDArray[Any]]:
+        """What a training step is fed: the images [batch, height, width, channels], and the targets of all anchors."""
+        found: dict[str, NDArray[Any]] = {"images": np.asarray(images, np.float32)}
+        anchors = self.anchors
+        made = [anchors.targets(o.boxes, o.classes) for o in objects]
+        classes, codes = np.stack([t.classes for t in made]), np.stack([t.codes for t in made])
+        for level, part in self._parts().items():
+            places = (len(made), *anchors.places(level), anchors.each)
+            found[f"classes{level}"] = classes[:, part].reshape(places).astype(np.int32)
+            found[f"codes{level}"] = codes[:, part].reshape(*places, 4).astype(np.float32)
+        return found
+
+    def found(self, outputs: Mapping[str, NDArray[Any]], least: float = 0.05, iou: float = 0.5) -> list[Objects]:
+        """The objects of each image, from the outputs of `detection_outputs`: decoded, the best of overlapping ones."""
+        anchors = self.anchors
+        count = len(outputs[f"scores{self.levels[0]}"])
+        scores, codes = (
+            np.concatenate(
+                [np.asarray(outputs[f"{name}{level}"]).reshape(count, -1, size) for level in self.levels], axis=1
+            )
+            for name, size in (("scores", self.classes), ("codes", 4))
+        )
+        return [anchors.decode(s, c, least, iou) for s, c in zip(scores, codes, strict=True)]
+
+    def _parts(self) -> dict[int, slice]:
+        """Which of all anchors are of each level."""
+        found, begin, anchors = {}, 0, self.anchors
+        for level in self.levels:
+            end = begin + math.prod(anchors.places(level)) * anchors.each
+            found[level], begin = slice(begin, end), end
+        return found
+
+
+@dataclass(frozen=True)
+class Level:
+    """What the heads say of one level: [batch, height, width, anchors, classes] and [..., coordinates]."""
+
+    logits: Tensor
+    codes: Tensor
+
+
+def retinanet(config: RetinaNetConfig, images: Tensor, is_training: bool) -> tuple[dict[int, Level], list[Operation]]:
+    """What a RetinaNet says of every anchor, level by level in float32, and the updates of its moving averages.
+
+    Args:
+      config: what it is.
+      images: [batch, height, width, image_channels] in sizes of the backbone, float; normalised as you like.
+      is_training: whether batch norm takes statistics of the batch; it returns updates then.
+    Raises: GraphError for images of other dims.
+    """
+    check_images(config, images, "retinanet")
+    b = config.backbone
+    tower = Tower(is_training, b.numerics, b.groups, b.decay, b.epsilon)
+    with scope("backbone"):
+        stages = features(tower, b, images)
+    with scope("pyramid"):
+        pyramid = _pyramid(tower, config, stages)
+    return {
+        level: _heads(tower, config, x, reused=n > 0) for n, (level, x) in enumerate(pyramid.items())
+    }, tower.updates
+
+
+def _pyramid(tower: Tower, config: RetinaNetConfig, stages: Sequence[Tensor]) -> dict[int, Tensor]:
+    by_level = {config.backbone_level(n): x for n, x in enumerate(stages, start=1)}
+    own = [level for level in config.levels if level in by_level]
+    merged: dict[int, Tensor] = {}
+    for level in reversed(own):
+        x = tower.conv(by_level[level], config.features, 1, use_bias=True, name=f"lateral{level}")
+        merged[level] = x + _doubled(merged[level + 1], x) if level + 1 in merged else x
+    found = {level: tower.conv(merged[level], config.features, use_bias=True, name=f"level{level}") for level in own}
+    x = stages[-1] if config.coarse_from == "features" else found[own[-1]]
+    for level in config.levels[len(own) :]:
+        x = late(x, config.anchors.places(level), config.spatial_split)
+        x = tower.conv(x if level == own[-1] + 1 else relu(x), config.features, 3, 2, True, name=f"level{level}")
+        found[level] = x
+    return found
+
+
+def _doubled(x: Tensor, like: Tensor) -> Tensor:
+    """Every place twice along both sides, under the names that the finer level has."""
+    names = [d.name for d in spatial(x)]
+    finer = {f"{a} 2": b.name for a, b in zip(names, spatial(like), strict=True)}
+    rows, columns = names
+    return repeat(x, f"batch {rows} {columns} channels -> batch ({rows} 2) ({columns} 2) channels", names=finer)
+
+
+def _heads(tower: Tower, config: RetinaNetConfig, x: Tensor, reused: bool) -> Level:
+    each = config.anchors.each
+    bias = -math.log((1 - PRIOR) / PRIOR)
+    made = {}
+    for part, size, dim, start in (("classes", config.classes, "classes", bias), ("boxes", 4, "coordinates", 0.0)):
+        with scope(part, reuse=reused):
+            y = x
+            for n in range(config.depth):
+                y = relu(tower.conv(y, config.features, use_bias=True, initializer=SMALL, name=f"conv{n + 1}"))
+            y = tower.conv(y, each * size, initializer=SMALL, name="last")
+            y = widened(y)
+            y = rearrange(y, f"... (anchors {dim}) -> ... anchors {dim}", anchors=each)
+            prior = tower.numerics.variable("last/bias", list(y.shape.dims[-2:]), start, y.dtype)
+            made[part] = y + prior
+    return Level(made["classes"], made["boxes"])
+
+
+# ---------------------------------------------------------------- steps
+
+
+def detection_step(
+    config: RetinaNetConfig, batch: int, optimizer: Optimizer, max_norm: float | None = None
+) -> tuple[dict[str, Tensor], list[Operation]]:
+    """What one training step is lowered from; call it inside a graph. `config.feeds` makes its inputs.
+
+    Args:
+      config: of the model.
+      batch: images of one step, all cores together.
+      optimizer, max_norm: as of `image_step`.
+    Returns: the outputs "loss", "class_loss" and "box_loss", and the updates, those of moving averages included. Both
+      losses are sums over anchors, divided by the number of those that hold an object, the second by 4, too.
+    Raises: GraphError for a batch or optimizer that is none.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.ResNetConfig("tiny", (1, 1, 1), False, stem="small", height=16, width=16, features=4)
+      >>> config = mtf.models.RetinaNetConfig("tiny", tiny, 2, levels=(2, 3), features=4, depth=1)
+      >>> with mtf.Graph():
+      ...     outputs, updates = mtf.models.detection_step(config, 8, mtf.optimize.SgdOptimizer(0.01))
+      ...     program = mtf.lower(outputs, updates, mesh="data:2", layout="batch:data")
+      >>> sorted(program.inputs)
+      ['classes2', 'classes3', 'codes2', 'codes3', 'images']
+    """
+    what = "detection_step"
+    if not isinstance(optimizer, Optimizer):
+        raise GraphError(f"{at(what)}: optimizer must be an mtf.optimize.Optimizer, got {optimizer!r:.80}")
+    levels, updates = retinanet(config, _images(config, batch, what), True)
+    found, of_classes, of_boxes = [], [], []
+    for level, made in levels.items():
+        places = made.logits.shape.dims[:-1]
+        classes = given(f"classes{level}", places, "int32")
+        codes = given(f"codes{level}", [*places, made.codes.shape[-1]])
+        wanted = one_hot(classes, made.logits.shape[-1], dtype=made.logits.dtype, out_of_range="zero")
+        counts = cast(not_equal(classes, UNDECIDED), made.logits.dtype)
+        holds = cast(greater_equal(classes, 0), made.codes.dtype)
+        focal = layers.focal_loss(made.logits, wanted, config.alpha, config.gamma)
+        of_classes.append(reduce_sum(focal * counts))
+        off = layers.smooth_l1_loss(made.codes, cast(codes, made.codes.dtype), config.beta)
+        of_boxes.append(reduce_sum(off * holds))
+        found.append(reduce_sum(holds))
+    objects = maximum(sum(found[1:], found[0]), 1.0)
+    class_loss = sum(of_classes[1:], of_classes[0]) / objects
+    box_loss = sum(of_boxes[1:], of_boxes[0]) / (objects * 4.0)
+    loss = class_loss + box_loss * config.box_weight
+    outputs = {"loss": loss, "class_loss": class_loss, "box_loss": box_loss}
+    return outputs, optimizer.minimize(loss, max_norm=max_norm) + updates
+
+
+def detection_outputs(config: RetinaNetConfig, batch: int) -> dict[str, Tensor]:
+    """What finding objects is lowered from; call it inside a graph of its own. `config.found` decodes its outputs.
+
+    Its input is images. Returns: of each level l "scores<l>", the probability of each class for each anchor, and
+    "codes<l>". Raises: GraphError for a batch that is none.
+    """
+    levels, _ = retinanet(config, _images(config, batch, "detection_outputs"), False)
+    found = {f"scores{level}": sigmoid(made.logits) for level, made in levels.items()}
+    return found | {f"codes{level}": made.codes for level, made in levels.items()}
+
+
+def _images(config: RetinaNetConfig, batch: int, what: str) -> Tensor:
+    if not isinstance(config, RetinaNetConfig):
+        raise GraphError(f"{at(what)}: expected a RetinaNetConfig, got {type(config).__name__} {config!r:.80}")
+    if whole(batch, what, "batch") < 1:
+        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
+    return given("images", [Dimension(BATCH, batch), *image_dims(config)])

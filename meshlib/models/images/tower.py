@@ -1,0 +1,168 @@
+"""What models of images are built with: layers that know the dims, and keep the updates of moving averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from layouts import Dimension
+from meshlib import layers
+from meshlib.checks import at
+from meshlib.errors import GraphError
+from meshlib.graph import Operation, Tensor, find_dim
+from meshlib.initializers import Initializer
+from meshlib.layers.numerics import MIXED, Numerics
+from meshlib.layers.projection import projection
+from meshlib.layers.set_norms import Groups
+from meshlib.ops.building import floats
+from meshlib.ops.elementwise import relu
+from meshlib.ops.shape import rename_dimension
+
+BATCH, HEIGHT, WIDTH, CHANNELS = "batch", "height", "width", "channels"
+COLOURS = "image_channels"  # so that a rule for channels does not reach the three of an image
+LATE = "late_"
+
+
+@dataclass
+class Tower:
+    """The layers of one model in one graph.
+
+    Args:
+      is_training: whether batch norm takes statistics of the batch, whose moving averages are `updates`.
+      numerics: of all layers.
+      groups, decay, epsilon: of batch norm.
+      spectral: whether kernels are divided by their largest singular value, whose vectors are `updates`, too.
+    """
+
+    is_training: bool
+    numerics: Numerics = MIXED
+    groups: Groups = 1
+    decay: float = 0.9
+    epsilon: float = 1e-5
+    spectral: bool = False
+    updates: list[Operation] = field(default_factory=list)
+
+    def conv(
+        self,
+        x: Tensor,
+        channels: int,
+        size: int = 3,
+        stride: int = 1,
+        use_bias: bool = False,
+        initializer: Initializer | None = None,
+        name: str = "conv",
+    ) -> Tensor:
+        """A convolution over height and width that keeps the size, or divides it by the stride."""
+        places = spatial(x)
+        padding: str | Sequence[int] = "SAME" if stride == 1 else [(size - 1) // 2] * len(places)
+        return layers.conv(
+            x,
+            Dimension(CHANNELS, channels),
+            size,
+            stride,
+            padding,
+            use_bias=use_bias,
+            spatial=places,
+            kernel_initializer=initializer,
+            kernel_transform=self.normed_kernel if self.spectral else None,
+            numerics=self.numerics,
+            name=name,
+        )
+
+    def dense(self, x: Tensor, dims: Sequence[Dimension], name: str) -> Tensor:
+        """A product of the last dim with a kernel, and a bias."""
+        transform = self.normed_kernel if self.spectral else None
+        return projection(x, dims, None, True, None, self.numerics, name, name, transform)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """The features, and what each place sees of all others."""
+        transform = self.normed_kernel if self.spectral else None
+        places, channels = spatial(x), x.shape.dim(CHANNELS)
+        return layers.image_attention(x, places, channels, kernel_transform=transform, numerics=self.numerics)
+
+    def normed_kernel(self, kernel: Tensor) -> Tensor:
+        """A kernel over its largest singular value."""
+        columns = [d for d in kernel.shape.dims[1:] if d.name in (HEIGHT, WIDTH)] + [kernel.shape[-1]]
+        y, updates = layers.spectral_norm(kernel, columns, self.is_training)
+        self.updates += updates
+        return y
+
+    def conditional_norm(self, x: Tensor, condition: Tensor, name: str) -> Tensor:
+        """Batch norm whose scale and bias are products of a vector of each example."""
+        y, updates = layers.conditional_batch_norm(
+            x,
+            x.shape.dim(CHANNELS),
+            condition,
+            condition.shape[-1],
+            self.is_training,
+            self.groups,
+            self.decay,
+            self.epsilon,
+            self.normed_kernel if self.spectral else None,
+            self.numerics,
+            name,
+        )
+        self.updates += updates
+        return y
+
+    def norm(self, x: Tensor, scale: float = 1.0, name: str = "norm") -> Tensor:
+        """Batch norm over all but the channels; `scale` is where its factor starts."""
+        y, updates = layers.batch_norm(
+            x,
+            x.shape.dim(CHANNELS),
+            self.is_training,
+            self.groups,
+            self.decay,
+            self.epsilon,
+            scale_initializer=scale,
+            numerics=self.numerics,
+            name=name,
+        )
+        self.updates += updates
+        return y
+
+    def active(self, x: Tensor, name: str = "norm") -> Tensor:
+        """ReLU of batch norm."""
+        return relu(self.norm(x, name=name))
+
+
+class Images(Protocol):
+    """What a config says of its images."""
+
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+
+
+def image_dims(config: Images) -> list[Dimension]:
+    """Height, width and channels of the images of a model."""
+    return [Dimension(HEIGHT, config.height), Dimension(WIDTH, config.width), Dimension(COLOURS, config.channels)]
+
+
+def check_images(config: Images, images: Tensor, what: str) -> None:
+    """Raise GraphError unless the images are [batch, height, width, image_channels] in sizes of the config."""
+    for d in image_dims(config):
+        find_dim(floats(images, what), d, what)
+    if images.shape.names != (BATCH, HEIGHT, WIDTH, COLOURS):
+        raise GraphError(f"{at(what)}: images must have the dims {BATCH}, {HEIGHT}, {WIDTH}, {COLOURS}, got {images}")
+
+
+def spatial(x: Tensor) -> list[Dimension]:
+    """Height and width, late or not."""
+    return [d for d in x.shape if d.name.removeprefix(LATE) in (HEIGHT, WIDTH)]
+
+
+def late(x: Tensor, rows: Sequence[int], split: int) -> Tensor:
+    """`x` with its spatial dims called late_height, late_width if `rows` of them are no multiples of `split`.
+
+    Few rows can't be shared out among many cores: under these names no rule for height and width reaches them.
+    """
+    if all(n % split == 0 for n in rows):
+        return x
+    for d in spatial(x):
+        x = x if d.name.startswith(LATE) else rename_dimension(x, d.name, LATE + d.name)
+    return x

@@ -1,0 +1,128 @@
+"""U-Net: features that shrink and grow again, with a way past for each size; a class for every pixel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layouts import Dimension
+from meshlib import layers
+from meshlib.checks import at, whole
+from meshlib.errors import GraphError
+from meshlib.graph import Operation, Tensor, scope
+from meshlib.layers.numerics import MIXED, Numerics
+from meshlib.layers.set_norms import Groups
+from meshlib.models.images.tower import CHANNELS, Tower, check_images, spatial
+from meshlib.ops.pooling import pool
+from meshlib.ops.rearrange import repeat
+from meshlib.ops.window import concat
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """What a U-Net is: `levels` sizes of two convolutions each down, and up again beside the features of that size.
+
+    Args:
+      levels: how often height and width are halved; 2^levels must divide them.
+      features: channels of the first level; every further one has twice as many.
+      classes, height, width, channels: of the logits of each pixel, and of images.
+      groups: of batch norm.
+      numerics: float32 variables, computed in bfloat16, unless given.
+    Growing: every place is repeated twice along each side, then convolved, with SAME padding, so that logits are as
+      large as images (Odena et al., "Deconvolution and checkerboard artifacts", 2016).
+    Raises: GraphError with all that is wrong at once.
+    Source: Ronneberger et al., arXiv:1505.04597.
+    Example:
+      >>> import meshlib as mtf
+      >>> mtf.models.UNetConfig(levels=2, features=8, height=32, width=32).parameters
+      32858
+    """
+
+    name: str = "u-net"
+    levels: int = 4
+    features: int = 64
+    classes: int = 2
+    height: int = 256
+    width: int = 256
+    channels: int = 3
+    groups: Groups = 1
+    numerics: Numerics = MIXED
+
+    def __post_init__(self) -> None:
+        what = "UNetConfig"
+        sizes = ("levels", "features", "classes", "height", "width", "channels")
+        faults = [f"{n}={getattr(self, n)}" for n in sizes if whole(getattr(self, n), what, n) < 1]
+        if faults:
+            raise GraphError(f"{at(what)}: sizes must be positive, got {', '.join(faults)}")
+        shrunk = 2**self.levels
+        for n in ("height", "width"):
+            if getattr(self, n) % shrunk:
+                faults.append(f"{n}: {getattr(self, n)} % {shrunk} = {getattr(self, n) % shrunk}")
+        if faults:
+            raise GraphError(f"{at(what)}: 2^levels = {shrunk} must divide height and width: {'; '.join(faults)}")
+
+    def replace(self, **changes: Any) -> UNetConfig:
+        """The same with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def split_dims(self) -> dict[str, int]:
+        """The dims that "channels" splits, and how often they can be."""
+        return {CHANNELS: self.features}
+
+    @property
+    def spatial_split(self) -> int:
+        """How often height and width can be split: the places of the smallest features."""
+        smallest = (self.height >> self.levels, self.width >> self.levels)
+        return next(n for n in range(min(smallest), 0, -1) if not any(side % n for side in smallest))
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of trained values: kernels, two for each channel of a norm, the head with its bias."""
+        f, total, given = self.features, 0, self.channels
+        for level in range(self.levels + 1):
+            made = f << level
+            total += 9 * (given * made + made * made) + 4 * made
+            given = made
+        for level in reversed(range(self.levels)):
+            made = f << level
+            total += 9 * (2 * made * made) + 2 * made  # grown
+            total += 9 * (2 * made * made + made * made) + 4 * made
+        return total + (f + 1) * self.classes
+
+
+def unet(config: UNetConfig, images: Tensor, is_training: bool) -> tuple[Tensor, list[Operation]]:
+    """The logits of a U-Net for each pixel, and the updates of its moving averages.
+
+    Args:
+      config: what it is.
+      images: [batch, height, width, image_channels] in sizes of the config, float.
+      is_training: whether batch norm takes statistics of the batch; there are updates then.
+    Returns: [batch, height, width, classes] in float32.
+    Raises: GraphError for images of other dims.
+    """
+    check_images(config, images, "unet")
+    tower = Tower(is_training, config.numerics, config.groups)
+
+    def twice(x: Tensor, channels: int) -> Tensor:
+        for n in (1, 2):
+            x = tower.active(tower.conv(x, channels, name=f"conv{n}"), f"norm{n}")
+        return x
+
+    x, past = tower.numerics.cast(images), []
+    for level in range(config.levels + 1):
+        with scope(f"down{level}"):
+            x = twice(x, config.features << level)
+        if level < config.levels:
+            past.append(x)
+            x = pool(x, {d.name: 2 for d in spatial(x)})
+    for level in reversed(range(config.levels)):
+        channels = config.features << level
+        with scope(f"up{level}"):
+            names = {"height 2": "height", "width 2": "width"}
+            x = repeat(x, "batch height width channels -> batch (height 2) (width 2) channels", names=names)
+            x = tower.active(tower.conv(x, channels, name="grown"), "grown_norm")
+            x = twice(concat([past[level], x], CHANNELS), channels)
+    wide = "float64" if x.dtype.name == "float64" else "float32"
+    head = replace(config.numerics, activation_dtype=wide)
+    return layers.conv(x, Dimension("classes", config.classes), 1, numerics=head, name="head"), tower.updates

@@ -1,0 +1,173 @@
+"""ViT: a Transformer over the patches of an image, cut out by `mtf.rearrange`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from layouts import Dimension
+from meshlib import initializers, layers
+from meshlib.checks import at, number, whole
+from meshlib.errors import GraphError
+from meshlib.graph import Operation, Tensor, scope
+from meshlib.layers.numerics import MIXED, Numerics
+from meshlib.models.blocks import Blocks
+from meshlib.models.config import TransformerConfig
+from meshlib.models.images.tower import BATCH, COLOURS, check_images
+from meshlib.ops.loop import scan
+from meshlib.ops.rearrange import rearrange
+from meshlib.ops.reduce import reduce_sum
+from meshlib.ops.remat import Policy
+from meshlib.ops.shape import broadcast
+from meshlib.ops.window import concat, slice
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """What a ViT is; `mtf.models.image_preset("vit-b-16")` and others have the published ones.
+
+    Args:
+      layers, d_model, heads, d_ff: of the encoder: layer norms before attention and feed-forward, GELU, biases.
+      patch: pixels along the sides of a patch.
+      classes, height, width, channels: of logits and images; the patch divides height and width.
+      dropout: of what attention and feed-forward add, while training.
+      scan: whether the layers are one loop, of stacked variables. remat: what it keeps, as of `mtf.scan`.
+      label_smoothing: of the loss.
+      numerics: float32 variables, computed in bfloat16, unless given.
+    Raises: GraphError with all that is wrong at once.
+    Source: Dosovitskiy et al., arXiv:2010.11929, table 1.
+    Example:
+      >>> import meshlib as mtf
+      >>> mtf.models.image_preset("vit-b-16").parameters
+      86567656
+    """
+
+    name: str = "vit-b-16"
+    layers: int = 12
+    d_model: int = 768
+    heads: int = 12
+    d_ff: int = 3072
+    patch: int = 16
+    classes: int = 1000
+    height: int = 224
+    width: int = 224
+    channels: int = 3
+    dropout: float = 0.0
+    scan: bool = True
+    remat: Policy = "full"
+    label_smoothing: float = 0.0
+    numerics: Numerics = MIXED
+
+    def __post_init__(self) -> None:
+        what = "ViTConfig"
+        sizes = ("layers", "d_model", "heads", "d_ff", "patch", "classes", "height", "width", "channels")
+        faults = [f"{n}={getattr(self, n)}" for n in sizes if whole(getattr(self, n), what, n) < 1]
+        if faults:
+            raise GraphError(f"{at(what)}: sizes must be positive, got {', '.join(faults)}")
+        for n, divisor in (("height", self.patch), ("width", self.patch), ("d_model", self.heads)):
+            if getattr(self, n) % divisor:
+                faults.append(f"{n}: {getattr(self, n)} % {divisor} = {getattr(self, n) % divisor}")
+        for n in ("dropout", "label_smoothing"):
+            if not 0 <= number(getattr(self, n), what, n) < 1:
+                faults.append(f"{n}={getattr(self, n)} is not in [0, 1)")
+        if faults:
+            raise GraphError(
+                f"{at(what)}: the patch must divide height and width, the heads d_model: {'; '.join(faults)}"
+            )
+
+    def replace(self, **changes: Any) -> ViTConfig:
+        """The same with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def encoder(self) -> TransformerConfig:
+        """Its layers as those of a Transformer."""
+        return TransformerConfig(
+            name=self.name, kind="encoder", layers=self.layers, d_model=self.d_model, heads=self.heads,
+            head_dim=self.d_model // self.heads, d_ff=self.d_ff, vocab=self.classes, bias=True, position="none",
+            norm_epsilon=1e-6, activation="gelu_exact", dropout=self.dropout, numerics=self.numerics,
+        )  # fmt: skip
+
+    @property
+    def length(self) -> int:
+        """Patches of an image, and the class token."""
+        return self.height // self.patch * (self.width // self.patch) + 1
+
+    @property
+    def split_dims(self) -> dict[str, int]:
+        """The dims that "channels" splits, and how often they can be."""
+        return {"heads": self.heads, "d_ff": self.d_ff}
+
+    @property
+    def spatial_split(self) -> int:
+        """Height and width are merged into one sequence: of a split one every core gets all patches."""
+        return 1
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of trained values."""
+        d, patch = self.d_model, self.patch**2 * self.channels
+        layer = 4 * d * (d + 1) + 2 * d * self.d_ff + d + self.d_ff + 4 * d
+        return (patch + 1) * d + d + self.length * d + self.layers * layer + 2 * d + (d + 1) * self.classes
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of products with weights and of attention, for one image."""
+        d, n = self.d_model, self.length
+        layer = n * (4 * d * d + 2 * d * self.d_ff) + 2 * n * n * d
+        return (n - 1) * self.patch**2 * self.channels * d + self.layers * layer + d * self.classes
+
+    @property
+    def flops_per_image(self) -> int:
+        """Of a training step: two for a multiply-add, in three passes."""
+        return 6 * self.macs
+
+
+def vit(config: ViTConfig, images: Tensor, is_training: bool) -> tuple[Tensor, list[Operation]]:
+    """The logits of a ViT; there are no updates beside those of the optimizer.
+
+    Args:
+      config: what it is.
+      images: [batch, height, width, image_channels] in sizes of the config, float; normalised as you like.
+      is_training: whether there is dropout.
+    Returns: [batch, classes] in float32, and [].
+    Raises: GraphError for images of other dims.
+    """
+    check_images(config, images, "vit")
+    numerics = config.numerics
+    d = Dimension("d_model", config.d_model)
+    names = {"rows columns": "length", "p q c": "patch", "b": BATCH, "c": COLOURS}
+    pattern = "b (rows p) (columns q) c -> b (rows columns) (p q c)"
+    patches = rearrange(numerics.cast(images), pattern, p=config.patch, q=config.patch, names=names)
+    x = layers.dense(patches, d, numerics=numerics, name="patches")
+    token = numerics.variable("class_token", [d], 0.0, x.dtype)
+    batch = x.shape.dim(BATCH)
+    x = concat([broadcast(token, [batch, Dimension("length", 1), d]), x], "length")
+    x = x + layers.learned_positions(x.shape.dim("length"), d, numerics=numerics)
+    blocks = Blocks(config.encoder, causal=False, training=is_training)
+    if config.scan and config.layers > 1:
+        with scope("layers"):
+            depth = Dimension("layers", config.layers)
+            (x,), _ = scan(
+                lambda carry, _: ((blocks.layer(carry[0], None),), ()), [x], dim=depth,
+                stack_variables=True, remat=config.remat,
+            )  # fmt: skip
+    else:
+        for n in range(config.layers):
+            with scope(f"layer{n}"):
+                x = blocks.layer(x, None)
+    first = reduce_sum(slice(blocks.norm(x, "final_norm"), 0, 1, "length"), reduced_dim=Dimension("length", 1))
+    head = replace(numerics, activation_dtype="float64" if first.dtype.name == "float64" else "float32")
+    classes = Dimension("classes", config.classes)
+    start = initializers.zeros()  # arXiv:2010.11929, section 3.2
+    return layers.dense(first, classes, numerics=head, kernel_initializer=start, name="head"), []
+
+
+def _presets() -> dict[str, ViTConfig]:
+    sizes = {"b": (12, 768, 12, 3072), "l": (24, 1024, 16, 4096)}
+    rows = [(f"vit-{size}-{patch}", *numbers, patch) for size, numbers in sizes.items() for patch in (16, 32)]
+    return {row[0]: ViTConfig(*row) for row in [*rows, ("vit-h-14", 32, 1280, 16, 5120, 14)]}
+
+
+VITS: MappingProxyType[str, ViTConfig] = MappingProxyType(_presets())

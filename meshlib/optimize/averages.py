@@ -1,0 +1,83 @@
+"""Moving averages of weights, which are often better than the weights themselves: evaluate with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from meshlib import initializers
+from meshlib.checks import at, items, whole
+from meshlib.errors import GraphError
+from meshlib.face import public
+from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
+from meshlib.ops.elementwise import cast, less, where
+from meshlib.ops.sources import make_variable, step
+from meshlib.ops.state import ASSIGN, assign
+from meshlib.optimize.base import FRACTION, bounded, compute_dtype
+
+SLOT = "moving_average"
+
+
+@public
+def moving_averages(updates: Iterable[Operation], decay: float = 0.9999, start_step: int = 0) -> list[Operation]:
+    """Updates that let a slot of each trained variable follow what the variable becomes.
+
+    average <- decay average + (1 - decay) new value; up to and with step `start_step` it is the new value itself.
+
+    Args:
+      updates: what an optimizer returned.
+      decay: in [0, 1).
+      start_step: how many steps the averages are copies of the variables, besides the first.
+    Returns: the updates of the averages, for `mtf.lower` with the others; `averaged` takes them out of a state.
+    Slots: `moving_average`, float32, laid out as other slots.
+    Raises: GraphError if no update is of a trainable variable.
+    Source: Polyak and Juditsky 1992; decay 0.9999 from step 20,000 on: Brock et al. (BigGAN), arXiv:1809.11096.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     w = mtf.variable("w", [], 0.0)
+      ...     train = mtf.optimize.SgdOptimizer(1.0).apply_grads([mtf.constant(-1.0)], [w])
+      ...     averages = mtf.optimize.moving_averages(train, 0.5)
+      >>> sim = mtf.simulate(mtf.lower(updates=train + averages))
+      >>> for _ in range(3):
+      ...     _ = sim.step()
+      >>> float(sim.state["w"]), float(mtf.optimize.averaged(sim.state)["w"])  # 3, (1/2 1 + 1/2 2) / 2 + 3 / 2
+      (3.0, 2.25)
+    """
+    what = "moving_averages"
+    kept, first = bounded(decay, what, "decay", FRACTION), whole(start_step, what, "start_step")
+    made = []
+    for update in items(updates, what, "updates"):
+        if not isinstance(update, Operation) or update.kind is not ASSIGN:
+            raise GraphError(f"{at(what)}: updates must be what an optimizer returned, got {update!r:.80}")
+        owner = update.graph.root.variables[update.attrs["variable"]]
+        if owner.attrs["trainable"]:
+            made.append(_followed(owner, update.inputs[0], kept, first))
+    if not made:
+        raise GraphError(f"{at(what)}: none of the updates is of a trainable variable")
+    return made
+
+
+def _followed(owner: Operation, new: Tensor, decay: float, first: int) -> Operation:
+    dtype = compute_dtype(owner.output.dtype)
+    with owner.graph, absolute_scope(owner.name), region(UPDATE, owner):
+        slot = make_variable(SLOT, owner.output.shape, initializers.zeros(), dtype, trainable=False, slot_of=owner.name)
+        value = cast(new, dtype)
+        copied = less(step(), first + 1)
+        return assign(slot, where(copied, value, slot * decay + value * (1 - decay)))
+
+
+def averaged(state: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The averages in a state under the names of their variables, for a simulation that evaluates:
+    `evaluation.state.update(mtf.optimize.averaged(sim.state))`.
+
+    Raises: GraphError if there is none, or what is given is no state.
+    """
+    if not isinstance(state, Mapping):
+        raise GraphError(f"{at('averaged')}: expected a state, as sim.state, got {type(state).__name__} {state!r:.80}")
+    found = {n.removesuffix(f"/{SLOT}"): state[n] for n in state if isinstance(n, str) and n.endswith(f"/{SLOT}")}
+    if not found:
+        raise GraphError(f"{at('averaged')}: the state has no moving averages; see mtf.optimize.moving_averages")
+    return found
