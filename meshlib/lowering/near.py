@@ -68,9 +68,8 @@ def _shifted(op: Operation, factors: Sequence[Factor], homes: Homes) -> Iterator
             continue
         out, dim = f.outputs[0], f.operands[f.lead]
         tensor, name = (op.output, out) if out is not None else (op.inputs[f.lead], dim)
-        assert name is not None
         home = homes.of(tensor)
-        if home.of(name):
+        if name is not None and home.of(name):
             split = {f.name: home.mesh.group_size(home.of(name))}
             if takes_margins(op, factors, split):
                 yield f, split

@@ -52,6 +52,9 @@ FUNCTIONS = {
         + convolved(x[:, :, None], y[:3, :1, :4, None] * y[0, 0, :4], (1, 1), [(1, 1), (0, 1)], lhs_dilation=(2, 1),
                     feature_group_count=2).sum((2, 3))[:, :6]
     ),
+    "convolutions of groups of the batch": lambda x, y, i: convolved(
+        x[..., None], y[:2, :3, None, :4], (2, 1), [(1, 0), (0, 2)], batch_group_count=2
+    ).sum((2, 3)),
     "pools": lambda x, y, i: (
         lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 2), (1, 2, 1), "SAME").sum((1, 2))
         + lax.reduce_window(y, 0.0, lax.add, (1, 2, 2), (1, 2, 2), "VALID").sum((1, 2)) ** 2

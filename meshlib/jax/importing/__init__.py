@@ -18,7 +18,16 @@ from meshlib.checks import at, flag
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError
 from meshlib.initializers import Initializer, zeros
-from meshlib.jax.importing import control, draws, elementwise, indexing, passing, shapes, windows  # the table's rows
+from meshlib.jax.importing import (  # the table's rows
+    control,
+    convolution,
+    draws,
+    elementwise,
+    indexing,
+    passing,
+    shapes,
+    windows,
+)
 from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, Place, Var, prune
 from meshlib.jax.importing.constraints import Constraints
@@ -35,7 +44,7 @@ from meshlib.ops.elementwise import cast
 from meshlib.ops.sources import input, variable
 from meshlib.replay import all_operations, needed
 
-_ROWS = (control, draws, elementwise, indexing, passing, shapes, windows)
+_ROWS = (control, convolution, draws, elementwise, indexing, passing, shapes, windows)
 
 
 def from_jax(

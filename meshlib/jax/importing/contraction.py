@@ -10,7 +10,6 @@ from meshlib.dtypes import as_dtype
 from meshlib.graph import Tensor
 from meshlib.jax.importing.axes import Axes, Axis
 from meshlib.jax.importing.code import DTYPES, Code, Step, Var
-from meshlib.jax.importing.rewrites.windows import is_patches
 from meshlib.jax.importing.scores import fused
 from meshlib.jax.importing.table import RULES, give, rule
 from meshlib.jax.importing.writing import Writer
@@ -101,7 +100,7 @@ def _dot(w: Writer, step: Step) -> Tensor:
     held = [d for d in w.shape(out.axes) if d in a.shape or d in b.shape]
     here = [d for d in summed if d in a.shape or d in b.shape]
     if all(d in a.shape and d in b.shape for d in here) and here:
-        made = einsum([a, b], held, precision=_precision(step))
+        made = einsum([a, b], held, precision=precision_of(step))
     elif here:
         # one operand is the same along what is summed over
         a, b = (
@@ -109,7 +108,7 @@ def _dot(w: Writer, step: Step) -> Tensor:
             for t, o in ((a, b), (b, a))
         )
         both = [d for d in here if d in a.shape and d in b.shape]
-        made = einsum([a, b], held, precision=_precision(step)) if both else multiply(a, b)
+        made = einsum([a, b], held, precision=precision_of(step)) if both else multiply(a, b)
     else:
         made = multiply(a, b)
     return made if nowhere == 1 else multiply(made, nowhere)
@@ -129,57 +128,14 @@ def _operand(
     return w.under(x, [found[n] for n in range(len(x.shape))])
 
 
-def _precision(step: Step) -> str:
+def precision_of(step: Step) -> str:
+    """The precision that a product asks for."""
     given = step.params.get("precision")
     several = given if isinstance(given, tuple) else (given,)
     return "highest" if any("HIGHEST" in str(p) for p in several) else "default"
 
 
 rule("dot_general", axes=_dot_axes, write=_dot)
-
-
-# ---------------------------------------------------------------- convolutions of patches
-
-
-def _patches_fault(step: Step) -> str | None:
-    """Windows that do not overlap and fill their input are a product; others have been rewritten."""
-    return None if is_patches(step) else "a convolution of groups of the batch"
-
-
-def _patches_axes(axes: Axes, step: Step) -> None:
-    x, kernel = step.ins
-    (out,) = step.outs
-    numbers = step.params["dimension_numbers"]
-    batch, features, *space = numbers.lhs_spec
-    into, channels, *of_kernel = numbers.rhs_spec
-    places = [axes.new(out.shape[n]) for n in numbers.out_spec[2:]]
-    inside = [axes.new(kernel.shape[n]) for n in of_kernel]
-    rows, made, summed = axes.new(x.shape[batch]), axes.new(kernel.shape[into]), axes.new(x.shape[features])
-    axes.hold(axes.space(), [*places, *inside, rows, made, summed])
-    axes.tie(rows, x.axes[batch])
-    axes.tie(summed, x.axes[features])
-    for n, place, within in zip(space, places, inside, strict=True):
-        axes.tie_runs([place, within], [x.axes[n]])
-    for n, label in ((into, made), (channels, summed), *zip(of_kernel, inside, strict=True)):
-        axes.tie(label, kernel.axes[n])
-    found = dict(zip(numbers.out_spec, [rows, made, *places], strict=True))
-    give(axes, out, [found[n] for n in range(len(out.shape))])
-    step.labels = [summed, *inside]
-
-
-def _patches(w: Writer, step: Step) -> Tensor:
-    x, kernel = step.ins
-    (out,) = step.outs
-    numbers, (summed, *inside) = step.params["dimension_numbers"], step.labels
-    rows, made, *places = (out.axes[n] for n in numbers.out_spec)
-    of_x = dict(zip(numbers.lhs_spec, [[rows], [summed], *map(list, zip(places, inside, strict=True))], strict=True))
-    of_kernel = dict(zip(numbers.rhs_spec, [made, summed, *inside], strict=True))
-    a = w.rename(w.tensor(x), w.axes.flat(x.axes), w.axes.flat(d for n in range(len(x.shape)) for d in of_x[n]))
-    b = w.under(kernel, [of_kernel[n] for n in range(len(kernel.shape))])
-    return einsum([a, b], w.shape(out.axes), precision=_precision(step))
-
-
-rule("conv_general_dilated", axes=_patches_axes, write=_patches, fault=_patches_fault)
 
 
 def mark_scores(code: Code) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,65 +30,6 @@ def _tap(x: Any, value: Any, at: Sequence[int], out: Sequence[int], strides: Seq
 
 def _zero(x: Any) -> Any:
     return np.zeros((), x.dtype)
-
-
-# ---------------------------------------------------------------- convolutions
-
-
-def is_patches(step: Step) -> bool:
-    """Whether the windows of a convolution do not overlap and fill their input, so that it is one product."""
-    p, (x, kernel) = step.params, step.ins
-    space, of_kernel = p["dimension_numbers"].lhs_spec[2:], p["dimension_numbers"].rhs_spec[2:]
-    sizes = [kernel.shape[n] for n in of_kernel]
-    plain = p["feature_group_count"] == p["batch_group_count"] == 1
-    plain = plain and {*p["lhs_dilation"], *p["rhs_dilation"]} <= {1} and not any(a or b for a, b in p["padding"])
-    plain = plain and [*p["window_strides"]] == sizes
-    return plain and not any(x.shape[n] % size for n, size in zip(space, sizes, strict=True))
-
-
-def _convolution(step: Step) -> Function | None:
-    """One product for each place in the window, added in float32; as many FLOPs as the convolution has."""
-    p = step.params
-    if is_patches(step) or p["batch_group_count"] != 1:
-        return None
-    numbers, groups = p["dimension_numbers"], int(p["feature_group_count"])
-    strides, pads = [int(n) for n in p["window_strides"]], [(int(a), int(b)) for a, b in p["padding"]]
-    between = [int(n) for n in p["rhs_dilation"]]
-
-    def run(x: Any, kernel: Any) -> Any:
-        x, kernel = lax.transpose(x, numbers.lhs_spec), lax.transpose(kernel, numbers.rhs_spec)
-        x = lax.pad(x, _zero(x), [(0, 0, 0), (0, 0, 0), *((0, 0, int(n) - 1) for n in p["lhs_dilation"])])
-        window, made = kernel.shape[2:], kernel.shape[0] // groups
-        out = [
-            (size + a + b - (k - 1) * d - 1) // s + 1
-            for size, (a, b), k, d, s in zip(x.shape[2:], pads, window, between, strides, strict=True)
-        ]
-        kind = p["preferred_element_type"] or x.dtype
-        wide = jnp.float32 if jnp.issubdtype(kind, jnp.floating) and kind != jnp.float64 else kind
-        depthwise = groups > 1 and made == 1 and kernel.shape[1] == 1
-        total: Any = None
-        for at in product(*map(range, window)):
-            part = _tap(x, _zero(x), [n * d for n, d in zip(at, between, strict=True)], out, strides, pads)
-            of_tap = lax.slice(kernel, (0, 0, *at), (*kernel.shape[:2], *(n + 1 for n in at))).reshape(kernel.shape[:2])
-            if depthwise:
-                here = part.astype(wide) * of_tap[:, 0].astype(wide).reshape(-1, *[1] * len(out))
-            elif groups == 1:
-                here = jnp.einsum("nc...,oc->no...", part, of_tap, precision=p["precision"],
-                                  preferred_element_type=wide)  # fmt: skip
-            else:
-                part = part.reshape(x.shape[0], groups, -1, *out)
-                of_tap = of_tap.reshape(groups, made, -1)
-                here = jnp.einsum("ngc...,goc->ngo...", part, of_tap, precision=p["precision"],
-                                  preferred_element_type=wide)  # fmt: skip
-                here = here.reshape(x.shape[0], -1, *out)
-            total = here if total is None else total + here
-        order = np.argsort(numbers.out_spec)
-        return lax.transpose(total.astype(kind), order)
-
-    return run
-
-
-rewrite("conv_general_dilated", _convolution)
 
 
 # ---------------------------------------------------------------- reductions of windows

@@ -1,0 +1,136 @@
+"""Convolutions: windows that fill their input are a product, others the library's convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from layouts import Dimension, Shape
+from meshlib.graph import Tensor
+from meshlib.jax.importing.axes import Axes, Axis
+from meshlib.jax.importing.code import Step
+from meshlib.jax.importing.contraction import precision_of
+from meshlib.jax.importing.table import give, rule
+from meshlib.jax.importing.writing import Writer
+from meshlib.ops.convolve import convolve
+from meshlib.ops.einsum import einsum
+from meshlib.ops.elementwise import cast
+from meshlib.ops.shape import rename_dimension, reshape
+from meshlib.ops.sliding import Slide, Window
+
+
+@dataclass(frozen=True)
+class _Dims:
+    """Where the axes of a convolution are: of the input, the kernel and the result, those in space in one order."""
+
+    batch: int
+    features: int
+    space: tuple[int, ...]
+    made: int  # of the kernel: the features of the result
+    summed: int
+    window: tuple[int, ...]
+    out: tuple[int, ...]  # of the result: batch, features, space
+
+
+def _dims(step: Step) -> _Dims:
+    numbers = step.params["dimension_numbers"]
+    (batch, features, *space), (made, summed, *window) = numbers.lhs_spec, numbers.rhs_spec
+    return _Dims(batch, features, tuple(space), made, summed, tuple(window), tuple(numbers.out_spec))
+
+
+def _is_patches(step: Step) -> bool:
+    """Whether the windows do not overlap and fill their input."""
+    p, (x, kernel), d = step.params, step.ins, _dims(step)
+    sizes = [kernel.shape[n] for n in d.window]
+    plain = p["feature_group_count"] == p["batch_group_count"] == 1
+    plain = plain and {*p["lhs_dilation"], *p["rhs_dilation"]} <= {1} and not any(a or b for a, b in p["padding"])
+    plain = plain and [*p["window_strides"]] == sizes
+    return plain and not any(x.shape[n] % size for n, size in zip(d.space, sizes, strict=True))
+
+
+def _axes(axes: Axes, step: Step) -> None:
+    """`labels`: the group, the features that are summed over, the batch, the features made, and the windows' axes."""
+    (x, kernel), (out,), d, p = step.ins, step.outs, _dims(step), step.params
+    of_features, of_batch = int(p["feature_group_count"]), int(p["batch_group_count"])
+    group = axes.new(of_features * of_batch)
+    summed, rows = axes.new(kernel.shape[d.summed]), axes.new(out.shape[d.out[0]])
+    made = axes.new(kernel.shape[d.made] // group.size)
+    windows = [axes.new(kernel.shape[n]) for n in d.window]
+    places = [axes.new(out.shape[n]) for n in d.out[2:]]
+    axes.hold(axes.space(), [group, summed, rows, made, *windows, *places])
+    axes.tie_runs([group, rows] if of_batch > 1 else [rows], [x.axes[d.batch]])
+    axes.tie_runs([group, summed] if of_features > 1 else [summed], [x.axes[d.features]])
+    axes.tie_runs([group, made], [kernel.axes[d.made]])
+    for label, n in ((summed, d.summed), *zip(windows, d.window, strict=True)):
+        axes.tie(label, kernel.axes[n])
+    for n, place, window in zip(d.space, places, windows, strict=True):
+        if _is_patches(step):
+            axes.tie_runs([place, window], [x.axes[n]])
+        elif place.size == x.shape[n]:
+            axes.tie(place, x.axes[n])
+        else:
+            axes.kin.append((place, x.axes[n]))
+    features = made if group.size == 1 else Axis(group.size * made.size, parts=(group, made))
+    found = dict(zip(d.out, [rows, features, *places], strict=True))
+    give(axes, out, [found[n] for n in range(len(out.shape))])
+    step.labels = [group, summed, rows, made, *windows]
+
+
+def _write(w: Writer, step: Step) -> Tensor:
+    (x, kernel), (out,), d = step.ins, step.outs, _dims(step)
+    group, summed, rows, made, *windows = step.labels
+    places = [out.axes[n] for n in d.out[2:]]
+    of_features = int(step.params["feature_group_count"]) > 1
+    of_kernel: dict[int, list[Axis]] = {d.made: [group, made], d.summed: [summed]}
+    of_kernel |= {n: [a] for n, a in zip(d.window, windows, strict=True)}
+    of_x: dict[int, list[Axis]] = {d.batch: [rows] if of_features else [group, rows]}
+    of_x[d.features] = [group, summed] if of_features else [summed]
+    if _is_patches(step):
+        of_x |= {n: [p, f] for n, p, f in zip(d.space, places, windows, strict=True)}
+        a, b = _under(w, x, of_x), _under(w, kernel, of_kernel)
+        return einsum([a, b], w.shape(out.axes), precision=precision_of(step))
+    of_x |= {n: [x.axes[n]] for n in d.space}
+    a, b = _under(w, x, of_x), _under(w, kernel, of_kernel)
+    slid = _windows(w, step, windows, places)
+    for n, axis, one in zip(d.space, windows, slid, strict=True):
+        a, b = _named(w, a, x.axes[n], one.first), _named(w, b, axis, one.second)
+    ends = {place: Dimension(one.out, place.size) for place, one in zip(places, slid, strict=True)}
+    shape = Shape([e for y in out.axes for e in ([ends[y]] if y in ends else w.shape([y]))])
+    dtype = max((a.dtype, b.dtype), key=lambda t: t.itemsize)
+    y = convolve(cast(a, dtype), cast(b, dtype), slid, shape, precision_of(step))
+    held = [e for z in out.axes for e in w.shape([z])]
+    return y if [*y.shape] == held else reshape(y, held)
+
+
+def _named(w: Writer, t: Tensor, axis: Axis, name: str) -> Tensor:
+    """With one dim of this name for an axis."""
+    t, one = w.merge(t, axis), w.whole_dim(axis).name
+    return t if one == name else rename_dimension(t, one, name)
+
+
+def _under(w: Writer, x: Any, of: dict[int, list[Axis]]) -> Tensor:
+    """An operand with all its dims under those of the index space."""
+    target = [a for n in range(len(x.shape)) for a in of[n]]
+    return w.full(w.rename(w.tensor(x), w.axes.flat(x.axes), w.axes.flat(target)), target)
+
+
+def _windows(w: Writer, step: Step, windows: Sequence[Axis], places: Sequence[Axis]) -> list[Window]:
+    """The dims that slide along each other; those of axes of length 1 have names for the occasion."""
+    (x, _), d, p = step.ins, _dims(step), step.params
+
+    def name(axis: Axis, k: int, what: str) -> str:
+        return w.whole_dim(axis).name if w.axes.dims(axis) else f"{what}_{k}"
+
+    made = []
+    for k, (n, window, place) in enumerate(zip(d.space, windows, places, strict=True)):
+        slide = Slide(
+            int(p["window_strides"][k]), int(p["rhs_dilation"][k]), int(p["lhs_dilation"][k]), int(p["padding"][k][0]),
+            x.shape[n], window.size, place.size,
+        )  # fmt: skip
+        names = name(x.axes[n], k, "place"), name(window, k, "window"), name(place, k, "place")
+        made.append(Window(*names, slide))
+    return made
+
+
+rule("conv_general_dilated", axes=_axes, write=_write)
