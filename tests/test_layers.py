@@ -632,7 +632,9 @@ def test_every_layer_is_here() -> None:
     pools = {"max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d"}  # tests/test_functions.py
     names = " ".join(one.name for one in LAYERS) + " softmax_cross_entropy_with_logits embedding_weights "
     names += "learned_positions sinusoidal_positions clip_activation_gradient"
-    assert {n for n in public_names(mtf.layers) if n not in names} == {*pools, "Scores"}
+    convolutions = {n for n in public_names(mtf.layers) if n.startswith("conv") or n == "separable_conv"}
+    in_images = {*convolutions}  # tests/test_images.py, tests/models/test_images.py
+    assert {n for n in public_names(mtf.layers) if n not in names} == {*pools, *in_images, "Scores"}
 
 
 @each_layer

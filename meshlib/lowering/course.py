@@ -210,7 +210,7 @@ class Course:
 
     def _take(self, where: Where, op: Operation, option: Option) -> list[Way]:
         """Run an operation in one of its ways; returns how its second results come home."""
-        self._also(where, op, option.new, op.region)
+        self._also(where, op.output, option.new, op.region)
         where[op.output] = laid_out(op.output, option.lies, self.homes)
         others = zip(op.outputs[1:], beside(op, option.lies[0])[1:], strict=True)
         return [self._made(where, y, s) for y, s in others]
@@ -218,7 +218,7 @@ class Course:
     def bring(self, where: Where, t: Tensor, wanted: Sharding, region: str) -> Way:
         """Bring a tensor somewhere."""
         way = obtain(self.source(where, t, region), wanted)
-        self._also(where, t.operation, way.new, region)
+        self._also(where, t, way.new, region)
         return way
 
     def _made(self, where: Where, t: Tensor, s: Sharding) -> Way:
@@ -257,10 +257,10 @@ class Course:
             collectives += way.collectives
         return cost, collectives
 
-    def _also(self, where: Where, op: Operation, new: Iterable[tuple[Path, Sharding]], region: str) -> None:
-        """Operands of `op`, and what they are made of, are now to be had elsewhere too."""
+    def _also(self, where: Where, made: Tensor, new: Iterable[tuple[Path, Sharding]], region: str) -> None:
+        """A tensor, and what it is made of, are now to be had elsewhere too."""
         for path, s in new:
-            t, at = op.output, op
+            t, at = made, made.operation
             for n in path:
                 t = self.graph.inputs[at][n]
                 at = t.operation

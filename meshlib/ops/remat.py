@@ -173,7 +173,7 @@ def _dear(operations: Sequence[Operation]) -> list[Tensor]:
         ops = work.vpu_ops + sum(n for _, n in sources)
         alone = sum(_size(x) for x in of if x not in needed)
         # Random numbers are dear, but what they decide is narrower.
-        if (op.inputs and ops > MOST_OPS * y.shape.size) or (y in needed and alone > _size(y)):
+        if (op.inputs and ops > MOST_OPS * y.shape.size) or (y in needed and alone >= _size(y)):
             found.append(y)
             of, ops = frozenset((y,)), 0
         elif y in needed:

@@ -9,24 +9,24 @@ from hardware import HardwareError
 from hardware.eight_bit import LARGEST, round_to_eight_bits
 
 
-def fp8_grid() -> np.ndarray:
-    """Every finite e4m3 number: sign, 4 bits of exponent (bias 7), 3 of mantissa; the last code is no number."""
-    found = []
-    for code in range(127):
-        exponent, mantissa = code >> 3, code & 7
-        found.append(mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+def fp8_grid(mantissa_bits: int, codes: int) -> np.ndarray:
+    """Every finite number: sign, exponent with a bias of half its range, mantissa; the last codes are no numbers."""
+    found, ones, bias = [], 1 << mantissa_bits, 2 ** (6 - mantissa_bits) - 1
+    for code in range(codes):
+        exponent, mantissa = code // ones, code % ones
+        found.append(
+            mantissa / ones * 2.0 ** (1 - bias) if exponent == 0 else (1 + mantissa / ones) * 2.0 ** (exponent - bias)
+        )
     return np.array(found)
 
 
-def grid(dtype: str) -> np.ndarray:
-    """The numbers that are not negative, in order; the code of each is its place."""
-    return fp8_grid() if dtype == "fp8" else np.arange(128.0)
+GRIDS = {"int8": np.arange(128.0), "fp8": fp8_grid(3, 127), "fp8_e5m2": fp8_grid(2, 124)}  # e5m2 has infinity and NaNs
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("storage", [np.float32, np.float64])
 def test_every_number_and_what_lies_between(dtype: str, storage: type) -> None:
-    numbers = grid(dtype)
+    numbers = GRIDS[dtype]
     assert numbers[-1] == LARGEST[dtype]
     between = (numbers[:-1] + numbers[1:]) / 2
     even = np.where(np.arange(len(between)) % 2 == 0, numbers[:-1], numbers[1:])
@@ -50,7 +50,7 @@ def test_every_number_and_what_lies_between(dtype: str, storage: type) -> None:
 
 def test_products_are_exact_in_float32() -> None:
     for dtype in LARGEST:
-        numbers = grid(dtype)
+        numbers = GRIDS[dtype]
         exact = np.multiply.outer(numbers, numbers)
         np.testing.assert_array_equal(np.multiply.outer(*(numbers.astype(np.float32),) * 2).astype(np.float64), exact)
 

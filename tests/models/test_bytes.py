@@ -152,14 +152,17 @@ def two_dimensional(m: Model, i: int, j: int) -> float:
 def fully_sharded_part(m: Model, i: int, j: int, copies: int = 1) -> float:
     """Each variable is gathered once a region that needs it, each gradient scattered once.
 
-    The backward needs matrices, table and scales; again, what comes before the last product needs the biases of norms
-    and products, but not the last of each layer, nor that of the last norm, which is in no layer. Of several copies of
-    the whole the scattered parts of gradients are summed.
+    The backward needs matrices, table and scales, and the biases of norms, whose results fusion makes again (that of
+    the last norm, which is in no layer, only where a cast follows it); again, what comes before the last product needs
+    the biases of products, but not the last of each layer. Of several copies of the whole the scattered parts of
+    gradients are summed.
     """
     forward = m.on_tensor(j)
-    backward = (m.matrices + m.table) / j + m.scales
+    backward = (m.matrices + m.table) / j + m.scales + LAYERS * 2 * D_MODEL * F32
     if m.again:
-        backward += m.inner_biases / j + m.outer_biases / 2 + LAYERS * 2 * D_MODEL * F32
+        backward += m.inner_biases / j + m.outer_biases / 2
+    elif m.wide < F32:
+        backward += D_MODEL * F32
     gradients = reduce_scatter(i, m.on_tensor(j)) + all_reduce(copies, m.on_tensor(j) / i)
     return all_gather(i, forward + backward) + gradients + all_reduce(i * copies, F32)
 
@@ -204,20 +207,14 @@ def sequence(m: Model, i: int, j: int) -> float:
 
 
 def context(m: Model, i: int, j: int) -> float:
-    """Keys and values of all positions are gathered in the forward, T each.
+    """Keys and values of all positions are gathered in the forward, T each, and their cotangents scattered, T each.
 
-    In the backward queries and cotangents of the result come to the keys and values, T each, and the cotangents of
-    queries are scattered, T; the other way round that would be four. Each of attention's two gradients is told two
-    float32 statistics a query and head. Again: the layer needs all keys and values once more, so gradients use these,
-    and their cotangents are scattered. Weights have seen a part of the length: each gradient is summed once, that of
-    the positions put together.
+    Again: the layer needs all keys and values once more. Else the gradients use those of the forward. Weights have seen
+    a part of the length: each gradient is summed once, that of the positions put together.
     """
     k = i * j
-    if m.again:
-        attention = all_gather(k, 4 * LAYERS * m.activation) + reduce_scatter(k, 2 * LAYERS * m.activation)
-    else:
-        attention = all_gather(k, 4 * LAYERS * m.activation) + reduce_scatter(k, LAYERS * m.activation)
-        attention += all_reduce(k, 2 * LAYERS * 2 * HEADS * m.statistic)
+    gathers = 4 if m.again else 2
+    attention = all_gather(k, gathers * LAYERS * m.activation) + reduce_scatter(k, 2 * LAYERS * m.activation)
     return attention + all_reduce(k, m.on_tensor(1) - m.positions) + all_gather(k, m.positions) + all_reduce(k, F32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,7 @@ def check_storage(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """Whether NumPy shares memory, and in which order the elements come."""
     if record.kind in (*RESIDENT, Kind.LOOP):
         return
+    uses = [replace(s, arrays=tuple(np.array(x, order="C") for x in s.arrays)) for s in uses]  # as they lie in a memory
     made = [(s, apply(record, s.op, s.arrays)[0]) for s in uses]
     if not any(s.op.inputs for s in uses):
         shown = all(not any(y.strides) for _, y in made if y.size > 1)
