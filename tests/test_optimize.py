@@ -13,6 +13,7 @@ import pytest
 
 import meshlib as mtf
 from tests.effort import draws, each, some
+from tests.public import public_names
 
 opt = mtf.optimize
 D = mtf.Dimension
@@ -914,7 +915,11 @@ def test_a_bad_argument_gives_one_clear_error(make: Callable[[], object], messag
     assert "test_optimize.py:" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["AdamOptimizer", "MomentumOptimizer", "LionOptimizer", "AdafactorOptimizer"])
+NO_SLOTS = ("Optimizer", "SgdOptimizer")
+WITH_SLOTS = sorted(n for n in public_names(mtf.optimize) if n.endswith("Optimizer") and n not in NO_SLOTS)
+
+
+@pytest.mark.parametrize("name", WITH_SLOTS)
 def test_slots_are_kept_as_asked_for(name: str) -> None:
     """The float32 rule, its slots rounded after each step; without `master` the variable is rounded too."""
 

@@ -386,8 +386,9 @@ class LambOptimizer(AdamOptimizer):
         epsilon: float = 1e-6,
         weight_decay: float = 0.0,
         exclude: Sequence[str] | None = None,
+        **kept: Unpack[Kept],
     ) -> None:
-        super().__init__(lr, beta_1, beta_2, epsilon)
+        super().__init__(lr, beta_1, beta_2, epsilon, **kept)
         self.weight_decay = self.bounded(weight_decay, "weight_decay")
         self.exclude = self.patterns(exclude, "exclude")
 
