@@ -24,7 +24,7 @@ import meshlib as mtf
 from examples import devices
 from examples.drawn_images import CLASSES, Scenes, draw_scenes
 from examples.pictures import frame, grid, write_png
-from examples.terminal import finish, line, progress
+from examples.terminal import check_least, finish, line, progress
 from meshlib.detection import Objects, mean_average_precision
 
 COLOURS = np.array(
@@ -151,17 +151,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     devices.add_flags(parser)
     args = parser.parse_args(argv)
     devices.check_flags(parser, args)
-    for name, least in (
-        ("classes", 1),
-        ("scenes", args.batch),
-        ("unseen", 1),
-        ("batch", 1),
-        ("steps", 1),
-        ("every", 1),
-        ("seed", 0),
-    ):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    check_least(parser, args, classes=1, scenes=args.batch, unseen=1, batch=1, steps=1, every=1, seed=0)
     if args.classes > len(CLASSES) or args.side % 8 or args.side < 32:
         parser.error(f"--classes is at most {len(CLASSES)}, --side a multiple of 8 from 32 on")
     return args

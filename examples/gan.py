@@ -27,7 +27,7 @@ from examples import devices, image_data
 from examples.image_data import ImageData
 from examples.mnist_data import DataError
 from examples.pictures import grid, write_png
-from examples.terminal import finish, line, progress
+from examples.terminal import check_least, finish, line, progress
 
 COLUMNS = 10
 
@@ -133,9 +133,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     devices.add_flags(parser)
     args = parser.parse_args(argv)
     devices.check_flags(parser, args)
-    for name, least in (("features", 1), ("batch", 1), ("steps", 0), ("every", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    check_least(parser, args, features=1, batch=1, steps=0, every=1, seed=0)
     return args
 
 

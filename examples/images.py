@@ -27,7 +27,7 @@ import meshlib as mtf
 from examples import devices, image_data
 from examples.image_data import ImageData
 from examples.mnist_data import DataError
-from examples.terminal import finish, line, progress
+from examples.terminal import check_least, finish, line, progress
 
 PRECISIONS = {"bfloat16": "bfloat16", "float32": "float32"}
 BASE_BATCH = 128  # for which --lr is meant
@@ -208,10 +208,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     devices.add_flags(parser)
     args = parser.parse_args(argv)
     devices.check_flags(parser, args)
-    counts = {"batch": 1, "epochs": 1, "side": 8, "seed": 0, "shift": 0, "features": 1, "eval_batch": 1, "groups": 1}
-    for name, least in counts.items():
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    check_least(parser, args, batch=1, epochs=1, side=8, seed=0, shift=0, features=1, eval_batch=1, groups=1)
     if args.predict and not args.load:
         parser.error("--predict needs a trained model: --load CHECKPOINT")
     return args

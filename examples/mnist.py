@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import meshlib as mtf
 from examples import devices, mnist_data
-from examples.terminal import finish, line, progress
+from examples.terminal import check_least, finish, line, progress
 
 PIXELS, CLASSES = mtf.Dimension("pixels", 784), mtf.Dimension("classes", 10)
 
@@ -116,9 +116,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     devices.add_flags(parser)
     args = parser.parse_args(argv)
     devices.check_flags(parser, args)
-    for name, least in (("hidden", 1), ("batch", 1), ("epochs", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    check_least(parser, args, hidden=1, batch=1, epochs=1, seed=0)
     return args
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,13 @@ def progress(done: int, total: int, text: str) -> None:
 def line(text: str) -> None:
     """A line in place of the bar."""
     print(("\r\033[K" if sys.stdout.isatty() else "") + text, flush=True)
+
+
+def check_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
+    """End with one clear message where a flag is less than it may be."""
+    for name, low in least.items():
+        if getattr(args, name) < low:
+            parser.error(f"--{name.replace('_', '-')} must be at least {low}, got {getattr(args, name)}")
 
 
 def finish(name: str, run: Callable[[], object], faults: tuple[type[Exception], ...]) -> int:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import meshlib as mtf
 from examples import devices, text_data
-from examples.terminal import finish, line, progress
+from examples.terminal import check_least, finish, line, progress
 
 SIZES = {  # layers, d_model, heads of 32, d_ff
     "tiny": (2, 128, 4, 512),
@@ -173,9 +173,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     devices.add_flags(parser)
     args = parser.parse_args(argv)
     devices.check_flags(parser, args)
-    for name, least in (("length", 2), ("batch", 1), ("steps", 1), ("every", 1), ("sample", 0), ("seed", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    check_least(parser, args, length=2, batch=1, steps=1, every=1, sample=0, seed=0)
     if not args.temperature > 0:
         parser.error(f"--temperature must be positive, got {args.temperature}")
     return args
