@@ -111,7 +111,7 @@ class Beam:
         """Take every state on by each outcome of operation `n`; by one for all where they have its operands alike."""
         states, reads = self.states, self.course.reads[n]
         differing = [(m, states.columns[t]) for m, t in enumerate(reads) if t in states.columns]
-        numbers = [self.common.get(t, -1) for t in reads]
+        numbers = [-1 if t in states.columns else self.common[t] for t in reads]
         if not differing:
             outcomes = self.course.outcomes(n, tuple(numbers))
             if len(outcomes) == 1:

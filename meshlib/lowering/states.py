@@ -75,7 +75,7 @@ class States:
             trail if x.choice is None else Trail(trail, op, x.choice)
             for trail, x in zip(after.trails, made, strict=True)
         ]
-        changed = dict.fromkeys(t for outcomes in {id(x): x for x in found}.values() for x in outcomes for t in x.ways)
+        changed = dict.fromkeys(t for x in made for t in x.ways)
         new = [t for t in changed if t not in self.columns]
         if new:
             own = np.array([[common.get(t, -1) for t in new]]).repeat(len(made), axis=0)
