@@ -1,45 +1,18 @@
 """From one sharding to another with the fewest bytes.
 
-The search is A* over states (axes of each dim, pending axes still to be reduced). Three facts make it small
-and exact:
-
-- Bytes are counted in elements times the number of devices that take part. Every ring figure is then an integer, sums
-  compare exactly, and the item size does not matter to the choice.
-- Of all steps only all_gather enlarges a block, and it sends exactly the elements by which the block grows.
-  So a state whose block is smaller than the target's is at least that growth away. A reduction over k devices
-  sends at least the k-th part that it leaves, k - 1 times, and an all_reduce of a block at least the block: with the
-  growth after it, at least the target's block. Both bounds are consistent, hence the first arrival that
-  leaves the queue is cheapest.
-- Slices cost nothing, so a state from which slices alone lead to the target is an arrival.
-
-- A whole value counts as a pending sum once all devices but the first along an axis hold zeros: that costs nothing.
-
-Ties go to fewer collectives, then to fewer slices, then to the order in which `_Search.moves` lists them.
-
-The number of states grows like a factorial with the number of axes that take part. Up to three, all are
-searched, and the plan is the cheapest there is. Beyond, the search is directed: axes are cut, ordered and
-permuted only towards the target, which leaves out plans that park an axis elsewhere to make later steps smaller.
+Names and bytes are taken off, the rest is a matter of numbers: `layouts.routes` finds the cheapest route. A whole value
+counts as a pending sum once all devices but the first along an axis hold zeros: that costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from heapq import heappop, heappush
-from itertools import combinations, permutations
 from math import ceil, gcd, prod
-from typing import TypeAlias
 
 from layouts.errors import LayoutError
 from layouts.plan import Plan, Step
+from layouts.routes import route
 from layouts.sharding import Axes, Sharding, laid
-
-Numbers: TypeAlias = tuple[int, ...]  # of axes, the smaller ones first
-Splits: TypeAlias = tuple[Numbers, ...]  # the axes of each dim
-EXHAUSTIVE_AXES = 3
-
-State: TypeAlias = tuple[Splits, Numbers]  # and the pending axes still to be reduced
-Move: TypeAlias = tuple[str, Numbers, int, int, State, int]  # kind, axes, dim, to_dim (-1: none), after, cost
 
 
 def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
@@ -98,7 +71,7 @@ def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     number = {a: n for n, (a, _) in enumerate(ranked)}
     ends = [tuple([tuple([number[a] for a in s.axes[d]]) for d in order]) for s in (source, target)]
     scatters = bool(left) and kinds[left[0]] == "sum"
-    found = _path(
+    found = route(
         tuple([sizes[d] for d in order]),
         ends[0],
         tuple(sorted(number[a] for a in left)),
@@ -148,243 +121,6 @@ def _check(source: Sharding, target: Sharding, itemsize: float) -> None:
         raise LayoutError(f"reshard can make only sums pending: source {source}, target {target}")
     if itemsize <= 0:
         raise LayoutError(f"itemsize must be positive, not {itemsize}")
-
-
-@lru_cache(maxsize=1 << 16)
-def _path(
-    sizes: tuple[int, ...],
-    source: Splits,
-    awaited: Numbers,
-    scatters: bool,
-    target: Splits,
-    usable: Numbers,
-) -> tuple[Move, ...]:
-    """The moves; they depend neither on names and bytes of items nor on axes that take no part. `usable`: sizes."""
-    return tuple(_Search(sizes, (source, awaited), scatters, target, dict(enumerate(usable))).path())
-
-
-class _Search:
-    """One search; `path` yields the moves from start to goal."""
-
-    def __init__(
-        self, sizes: tuple[int, ...], start: State, scatters: bool, goal: Splits, size_of: dict[int, int]
-    ) -> None:
-        self.start, self.goal, self.scatters = start, goal, scatters
-        self._blocks: dict[Splits, int] = {}
-        self._arrives: dict[Splits, bool] = {}
-        self.usable = tuple(size_of)
-        self.directed = len(self.usable) > EXHAUSTIVE_AXES
-        self.size_of = size_of
-        self.sizes = sizes
-        reach = prod(size_of.values())
-        self.volume = prod(sizes) * reach
-        self.goal_block = self.block(self.goal)
-        self.dims = range(len(self.sizes))
-        # A dim that neither end splits can still serve: an axis parked on it makes later steps smaller.
-        # Such dims are interchangeable as long as they are empty and divide alike.
-        self.spare = {d: gcd(sizes[d], reach) for d in self.dims if not start[0][d] and not goal[d]}
-
-    def block(self, splits: Splits) -> int:
-        """Elements of a block, times the number of devices that take part."""
-        found = self._blocks.get(splits)
-        if found is None:
-            size_of = self.size_of
-            found = self._blocks[splits] = self.volume // prod([size_of[a] for entry in splits for a in entry])
-        return found
-
-    def arrived(self, state: State) -> bool:
-        """Whether slices alone lead to the target."""
-        splits, awaited = state
-        if awaited:
-            return False
-        found = self._arrives.get(splits)
-        if found is None:
-            pairs = zip(splits, self.goal, strict=True)
-            found = self._arrives[splits] = all(entry == goal[: len(entry)] for entry, goal in pairs)
-        return found
-
-    def path(self) -> list[Move]:
-        best: dict[State, tuple[int, int, int]] = {self.start: (0, 0, 0)}
-        came: dict[State, tuple[State, Move]] = {}
-        queue = [(0, 0, 0, 0, 0, self.start)]  # bound on bytes, on collectives, slices, order, block, state
-        order = 0
-        done: set[State] = set()
-        goal_block = self.goal_block
-        least = goal_block - goal_block // min(self.size_of.values(), default=1)
-        known: int | None = None  # what the cheapest arrival so far costs: who is bound to cost more is not looked at
-        while queue:
-            *_, state = heappop(queue)
-            if state in done:
-                continue
-            done.add(state)
-            if self.arrived(state):
-                return self.merged(self.walked(came, state))
-            cost, collectives, slices = best[state]
-            block = self.block(state[0])
-            for move in self.moves(state):
-                kind, axes, _, _, after, more = move
-                bound = cost + more
-                if known is not None and bound > known:
-                    continue
-                if after[1]:
-                    bound += goal_block
-                elif kind == "all_gather":
-                    bound += max(0, goal_block - block - more)
-                elif kind == "reduce_scatter":
-                    bound += max(0, goal_block - block + more)
-                elif kind == "slice":
-                    bound += max(0, goal_block - block // self.size_of[axes[0]])
-                elif block < goal_block:
-                    bound += goal_block - block
-                if known is not None and bound > known:
-                    continue
-                local = kind == "slice"
-                reached = (cost + more, collectives + (not local), slices + local)
-                if after in done or (after in best and best[after] <= reached):
-                    continue
-                arrives = self.arrived(after)
-                if not arrives and not after[1]:
-                    # At least one more step that sends: half of a block or more.
-                    bound = max(bound, cost + more + least)
-                    if known is not None and bound > known:
-                        continue
-                best[after] = reached
-                came[after] = state, move
-                order += 1
-                if arrives and (known is None or reached[0] < known):
-                    known = reached[0]
-                heappush(queue, (bound, reached[1] + (not arrives), reached[2], order, 0, after))
-        raise AssertionError("unreachable: gathering and slicing lead everywhere")
-
-    def walked(self, came: dict[State, tuple[State, Move]], state: State) -> list[Move]:
-        """The moves to an arrival, then its slices."""
-        back = []
-        at = state
-        while at != self.start:
-            at, move = came[at]
-            back.append(move)
-        moves = back[::-1]
-        splits = state[0]
-        for d in self.dims:
-            extra = self.goal[d][len(splits[d]) :]
-            if extra:
-                splits = _put(splits, d, self.goal[d])
-                moves.append(("slice", extra, d, -1, (splits, ()), 0))
-        return moves
-
-    def merged(self, moves: list[Move]) -> list[Move]:
-        """Neighbouring slices of one dim made one."""
-        result: list[Move] = []
-        for move in moves:
-            if result and move[0] == result[-1][0] == "slice" and move[2] == result[-1][2]:
-                result[-1] = ("slice", result[-1][1] + move[1], move[2], -1, move[4], 0)
-            else:
-                result.append(move)
-        return result
-
-    def places(self, splits: Splits) -> list[int]:
-        """The dims that may receive axes; of empty spare ones that divide alike, the first."""
-        seen = {1}  # a dim that no usable axis divides
-        places = []
-        for d in self.dims:
-            alike = 0 if splits[d] else self.spare.get(d, 0)
-            if alike not in seen:
-                places.append(d)
-            if alike:
-                seen.add(alike)
-        return places
-
-    def moves(self, state: State) -> Iterator[Move]:
-        """Every step that is possible in a state."""
-        splits, awaited = state
-        size_of = self.size_of
-        counts = [prod([size_of[a] for a in entry]) for entry in splits]
-        block = self.volume // prod(counts)
-        free = [a for a in self.usable if a not in awaited and not any(a in entry for entry in splits)]
-        places = self.places(splits)
-        for n in range(len(awaited), 0, -1):
-            for axes in combinations(awaited, n):
-                k = prod([size_of[a] for a in axes])
-                rest = tuple(a for a in awaited if a not in axes)
-                if self.scatters:
-                    for d in places:
-                        if self.sizes[d] % (counts[d] * k) == 0:
-                            for ordered in self.orders(axes, d):
-                                after = _put(splits, d, splits[d] + ordered), rest
-                                yield "reduce_scatter", ordered, d, -1, after, block - block // k
-                yield "all_reduce", axes, -1, -1, (splits, rest), 2 * (block - block // k)
-        for d in places:
-            for a in free:
-                if self.directed and self.goal[d][: len(splits[d]) + 1] != (*splits[d], a):
-                    continue
-                if self.sizes[d] % (counts[d] * size_of[a]) == 0:
-                    yield "slice", (a,), d, -1, (_put(splits, d, (*splits[d], a)), awaited), 0
-        for d, entry in enumerate(splits):
-            for n in range(len(entry), 0, -1):
-                left, axes = entry[:-n], entry[-n:]
-                k = prod([size_of[a] for a in axes])
-                without = _put(splits, d, left)
-                yield "all_gather", axes, d, -1, (without, awaited), (k - 1) * block
-                for to in places:
-                    if to != d and self.sizes[to] % (counts[to] * k) == 0:
-                        after = _put(without, to, splits[to] + axes), awaited
-                        yield "all_to_all", axes, d, to, after, block - block // k
-        pool = tuple((a, size_of[a]) for a in self.usable if a not in awaited)
-        for other in self.permuted(splits, tuple(counts), pool):
-            yield "collective_permute", (), -1, -1, (other, awaited), block
-
-    def orders(self, axes: Numbers, d: int) -> Iterator[Numbers]:
-        """The orders in which axes may be put on a dim."""
-        if not self.directed:
-            yield from permutations(axes)
-            return
-        known = [a for a in self.goal[d] if a in axes]
-        yield (*known, *(a for a in axes if a not in known))
-
-    def permuted(self, splits: Splits, counts: tuple[int, ...], pool: tuple[tuple[int, int], ...]) -> Iterator[Splits]:
-        """The other arrangements of as many blocks."""
-        if not self.directed:
-            yield from (other for other in _arrangements(counts, pool) if other != splits)
-            return
-        # One arrangement: per dim as much of the target's beginning as fits, the rest as it is or as it comes.
-        other, left = [], dict(pool)
-        for goal, count in zip(self.goal, counts, strict=True):
-            entry: Numbers = ()
-            for a in goal:
-                if a in left and count % (self.size_of[a] * prod(self.size_of[b] for b in entry)) == 0:
-                    entry += (a,)
-                else:
-                    break
-            other.append(entry)
-            for a in entry:
-                del left[a]
-        for d, count in enumerate(counts):
-            for a in (*splits[d], *left):
-                if a in left and count % (self.size_of[a] * prod(self.size_of[b] for b in other[d])) == 0:
-                    other[d] += (a,)
-                    del left[a]
-        found = tuple(other)
-        if found != splits and counts == tuple(prod(self.size_of[a] for a in entry) for entry in found):
-            yield found
-
-
-def _put(splits: Splits, d: int, entry: Numbers) -> Splits:
-    return (*splits[:d], entry, *splits[d + 1 :])
-
-
-@lru_cache(maxsize=1 << 12)
-def _arrangements(counts: tuple[int, ...], pool: tuple[tuple[int, int], ...]) -> tuple[Splits, ...]:
-    """All ways to split dims into `counts` blocks with axes out of `pool`."""
-    if not counts:
-        return ((),)
-    if counts[0] > 1:
-        return tuple(
-            ((axis, *rest[0]), *rest[1:])
-            for axis, size in pool
-            if counts[0] % size == 0
-            for rest in _arrangements((counts[0] // size, *counts[1:]), tuple(pair for pair in pool if pair[0] != axis))
-        )
-    return tuple(((), *rest) for rest in _arrangements(counts[1:], pool))
 
 
 def _moving(before: tuple[Axes, ...], after: tuple[Axes, ...], usable: Axes) -> Axes:

@@ -1,0 +1,275 @@
+"""The cheapest route from one arrangement of axes on dims to another: the search behind `reshard`.
+
+It is A* over states (axes of each dim, pending axes still to be reduced). Three facts make it small and exact:
+
+- Bytes are counted in elements times the number of devices that take part. Every ring figure is then an integer, sums
+  compare exactly, and the item size does not matter to the choice.
+- Of all steps only all_gather enlarges a block, and it sends exactly the elements by which the block grows.
+  So a state whose block is smaller than the target's is at least that growth away. A reduction over k devices
+  sends at least the k-th part that it leaves, k - 1 times, and an all_reduce of a block at least the block: with the
+  growth after it, at least the target's block. Both bounds are consistent, hence the first arrival that
+  leaves the queue is cheapest.
+- Slices cost nothing, so a state from which slices alone lead to the target is an arrival.
+
+Ties go to fewer collectives, then to fewer slices, then to the order in which `_Map` lists the moves.
+
+The number of states grows like a factorial with the number of axes that take part. Up to three, all are
+searched, and the plan is the cheapest there is. Beyond, the search is directed: axes are cut, ordered and
+permuted only towards the target, which leaves out plans that park an axis elsewhere to make later steps smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import combinations, permutations, product
+from math import gcd, prod
+from typing import NamedTuple, TypeAlias
+
+Numbers: TypeAlias = tuple[int, ...]  # of axes, the smaller ones first
+Splits: TypeAlias = tuple[Numbers, ...]  # the axes of each dim
+State: TypeAlias = tuple[Splits, Numbers]  # and the pending axes still to be reduced
+
+EXHAUSTIVE_AXES = 3
+
+
+class Move(NamedTuple):
+    """One step of a route; axes and dims are numbers."""
+
+    kind: str
+    axes: Numbers
+    dim: int  # -1: none
+    to_dim: int  # -1: none
+    after: State
+    cost: int  # elements sent, times the number of devices that take part
+
+
+@lru_cache(maxsize=1 << 16)
+def route(
+    sizes: tuple[int, ...], source: Splits, awaited: Numbers, scatters: bool, target: Splits, axis_sizes: Numbers
+) -> tuple[Move, ...]:
+    """The moves from `source`, pending over `awaited`, to `target`; they know no names and no bytes of items.
+
+    Args:
+      sizes: of the dims.
+      scatters: whether what is pending may be scattered: sums may.
+      axis_sizes: of the axes that take part, by number.
+    """
+    reach = prod(axis_sizes)
+    # A dim that neither end splits can still serve: an axis parked on it makes later steps smaller.
+    # Such dims are interchangeable as long as they are empty and divide alike.
+    spare = tuple([(d, gcd(n, reach)) for d, n in enumerate(sizes) if not source[d] and not target[d]])
+    directed = target if len(axis_sizes) > EXHAUSTIVE_AXES else None
+    return tuple(_shortest(_map(sizes, axis_sizes, scatters, spare, directed), (source, awaited), target))
+
+
+def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
+    goal_block = known_map.block(goal)
+    least = goal_block - goal_block // min(known_map.axis_sizes, default=1)
+    prefixes = product(*([entry[:n] for n in range(len(entry) + 1)] for entry in goal))
+    arrivals: set[State] = {(splits, ()) for splits in prefixes}  # slices alone lead from there to the target
+    best: dict[State, tuple[int, int, int]] = {start: (0, 0, 0)}
+    came: dict[State, tuple[State, Move]] = {}
+    queue = [(0, 0, 0, 0, start)]  # bound on bytes, on collectives, slices, order, state
+    order = 0
+    done: set[State] = set()
+    known: float = float("inf")  # what the cheapest arrival so far costs: who is bound to cost more is not looked at
+    while queue:
+        *_, state = heappop(queue)
+        if state in done:
+            continue
+        done.add(state)
+        if state in arrivals:
+            return _merged(_walked(came, start, state, goal))
+        cost, collectives, slices = best[state]
+        for move, block, local in known_map.moves(state):
+            after, reached_cost = move.after, cost + move.cost
+            arrives = after in arrivals
+            if after[1]:
+                bound = reached_cost + goal_block
+            elif arrives:
+                bound = reached_cost + max(0, goal_block - block)
+            else:  # at least one more step that sends: half of a block or more
+                bound = reached_cost + max(least, goal_block - block)
+            if bound > known or after in done:
+                continue
+            reached = (reached_cost, collectives + (not local), slices + local)
+            if after in best and best[after] <= reached:
+                continue
+            best[after] = reached
+            came[after] = state, move
+            order += 1
+            if arrives and reached_cost < known:
+                known = reached_cost
+            heappush(queue, (bound, reached[1] + (not arrives), reached[2], order, after))
+    raise AssertionError("unreachable: gathering and slicing lead everywhere")
+
+
+def _walked(came: Mapping[State, tuple[State, Move]], start: State, state: State, goal: Splits) -> list[Move]:
+    """The moves to an arrival, then its slices."""
+    back = []
+    at = state
+    while at != start:
+        at, move = came[at]
+        back.append(move)
+    moves = back[::-1]
+    splits = state[0]
+    for d, entry in enumerate(goal):
+        extra = entry[len(splits[d]) :]
+        if extra:
+            splits = _put(splits, d, entry)
+            moves.append(Move("slice", extra, d, -1, (splits, ()), 0))
+    return moves
+
+
+def _merged(moves: list[Move]) -> list[Move]:
+    """Neighbouring slices of one dim made one."""
+    result: list[Move] = []
+    for move in moves:
+        if result and move.kind == result[-1].kind == "slice" and move.dim == result[-1].dim:
+            move = move._replace(axes=result.pop().axes + move.axes)
+        result.append(move)
+    return result
+
+
+class _Map:
+    """The states of one kind of tensor, and the moves between them, each looked for once."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        axis_sizes: Numbers,
+        scatters: bool,
+        spare: tuple[tuple[int, int], ...],
+        goal: Splits | None,
+    ) -> None:
+        self.sizes, self.axis_sizes, self.scatters, self.goal = sizes, axis_sizes, scatters, goal
+        self._spare = dict(spare)
+        self._volume = prod(sizes) * prod(axis_sizes)
+        self._dims = range(len(sizes))
+        self._moves: dict[State, list[tuple[Move, int, bool]]] = {}
+
+    def block(self, splits: Splits) -> int:
+        """Elements of a block, times the number of devices that take part."""
+        return self._volume // prod([self.axis_sizes[a] for entry in splits for a in entry])
+
+    def moves(self, state: State) -> list[tuple[Move, int, bool]]:
+        """Every step that is possible in a state; the block afterwards, and whether nothing is sent."""
+        found = self._moves.get(state)
+        if found is None:
+            moves = self._found(state)
+            found = self._moves[state] = [(move, self.block(move.after[0]), move.kind == "slice") for move in moves]
+        return found
+
+    def _found(self, state: State) -> Iterator[Move]:
+        splits, awaited = state
+        size_of = self.axis_sizes
+        counts = [prod([size_of[a] for a in entry]) for entry in splits]
+        block = self._volume // prod(counts)
+        split = {a for entry in splits for a in entry}
+        free = [a for a in range(len(size_of)) if a not in awaited and a not in split]
+        places = self._places(splits)
+        for n in range(len(awaited), 0, -1):
+            for axes in combinations(awaited, n):
+                k = prod([size_of[a] for a in axes])
+                rest = tuple(a for a in awaited if a not in axes)
+                if self.scatters:
+                    for d in places:
+                        if self.sizes[d] % (counts[d] * k) == 0:
+                            for ordered in self._orders(axes, d):
+                                after = _put(splits, d, splits[d] + ordered), rest
+                                yield Move("reduce_scatter", ordered, d, -1, after, block - block // k)
+                yield Move("all_reduce", axes, -1, -1, (splits, rest), 2 * (block - block // k))
+        for d in places:
+            for a in free:
+                cut = (*splits[d], a)
+                if (self.goal is None or self.goal[d][: len(cut)] == cut) and self._divides(d, counts[d] * size_of[a]):
+                    yield Move("slice", (a,), d, -1, (_put(splits, d, cut), awaited), 0)
+        for d, entry in enumerate(splits):
+            for n in range(len(entry), 0, -1):
+                left, axes = entry[:-n], entry[-n:]
+                k = prod([size_of[a] for a in axes])
+                without = _put(splits, d, left)
+                yield Move("all_gather", axes, d, -1, (without, awaited), (k - 1) * block)
+                for to in places:
+                    if to != d and self._divides(to, counts[to] * k):
+                        after = _put(without, to, splits[to] + axes), awaited
+                        yield Move("all_to_all", axes, d, to, after, block - block // k)
+        pool = tuple((a, n) for a, n in enumerate(size_of) if a not in awaited)
+        for other in self._permuted(splits, tuple(counts), pool):
+            yield Move("collective_permute", (), -1, -1, (other, awaited), block)
+
+    def _divides(self, d: int, count: int) -> bool:
+        return self.sizes[d] % count == 0
+
+    def _places(self, splits: Splits) -> list[int]:
+        """The dims that may receive axes; of empty spare ones that divide alike, the first."""
+        seen = {1}  # a dim that no usable axis divides
+        places = []
+        for d in self._dims:
+            alike = 0 if splits[d] else self._spare.get(d, 0)
+            if alike not in seen:
+                places.append(d)
+            if alike:
+                seen.add(alike)
+        return places
+
+    def _orders(self, axes: Numbers, d: int) -> Iterator[Numbers]:
+        """The orders in which axes may be put on a dim."""
+        if self.goal is None:
+            yield from permutations(axes)
+            return
+        known = [a for a in self.goal[d] if a in axes]
+        yield (*known, *(a for a in axes if a not in known))
+
+    def _permuted(self, splits: Splits, counts: tuple[int, ...], pool: tuple[tuple[int, int], ...]) -> Iterator[Splits]:
+        """The other arrangements of as many blocks."""
+        if self.goal is None:
+            yield from (other for other in _arrangements(counts, pool) if other != splits)
+            return
+        # One arrangement: per dim as much of the target's beginning as fits, the rest as it is or as it comes.
+        other, left = [], dict(pool)
+        for goal, count in zip(self.goal, counts, strict=True):
+            entry: Numbers = ()
+            for a in goal:
+                if a in left and count % (left[a] * self._product(entry)) == 0:
+                    entry += (a,)
+                else:
+                    break
+            other.append(entry)
+            for a in entry:
+                del left[a]
+        for d, count in enumerate(counts):
+            for a in (*splits[d], *left):
+                if a in left and count % (left[a] * self._product(other[d])) == 0:
+                    other[d] += (a,)
+                    del left[a]
+        found = tuple(other)
+        if found != splits and counts == tuple(map(self._product, found)):
+            yield found
+
+    def _product(self, entry: Numbers) -> int:
+        return prod([self.axis_sizes[a] for a in entry])
+
+
+_map = lru_cache(maxsize=1 << 12)(_Map)
+
+
+def _put(splits: Splits, d: int, entry: Numbers) -> Splits:
+    return (*splits[:d], entry, *splits[d + 1 :])
+
+
+@lru_cache(maxsize=1 << 12)
+def _arrangements(counts: tuple[int, ...], pool: tuple[tuple[int, int], ...]) -> tuple[Splits, ...]:
+    """All ways to split dims into `counts` blocks with axes out of `pool`."""
+    if not counts:
+        return ((),)
+    if counts[0] > 1:
+        return tuple(
+            ((axis, *rest[0]), *rest[1:])
+            for axis, size in pool
+            if counts[0] % size == 0
+            for rest in _arrangements((counts[0] // size, *counts[1:]), tuple(pair for pair in pool if pair[0] != axis))
+        )
+    return tuple(((), *rest) for rest in _arrangements(counts[1:], pool))
