@@ -72,28 +72,30 @@ class Distances:
         every = list(self._ways.spots)
         spots = [every[n] for n in used]
         known = has & np.array([r is None or r == self._region for r, _ in spots])
-        cost, collectives = np.where(known[:, :, None], self._between_spots(used, spots)[:, None], FAR)
-        reach = cost.min(axis=1)
-        launches = np.where(cost == reach[:, None], collectives, FAR).min(axis=1)
         # No user would ask for an axis on a dim where the tensor has it in none of its spots, nor at home.
         split = np.array([_split(s) for _, s in spots])
-        able = known @ split | _split(self._home)
-        reach[~able @ split.T] = FAR
+        asked = ~(~(known @ split | _split(self._home)) @ split.T)
         same = np.array([[b == a or b == (None, a[1]) for a in spots] for b in spots])
         there = has @ same
+        wanted = known.T @ (asked & ~there)  # (from spot, to spot)
+        cost, collectives = np.where(known[:, :, None], self._between_spots(used, spots, wanted)[:, None], FAR)
+        reach = cost.min(axis=1)
+        launches = np.where(cost == reach[:, None], collectives, FAR).min(axis=1)
+        reach[~asked] = FAR
         reach[there], launches[there] = 0.0, 0.0
         both: Floats = np.stack([reach, launches]) @ has.T
         return both
 
-    def _between_spots(self, used: NDArray[np.intp], spots: Sequence[Spot]) -> Floats:
+    def _between_spots(self, used: NDArray[np.intp], spots: Sequence[Spot], wanted: NDArray[np.bool_]) -> Floats:
+        """From each of these spots (rows) to each (columns), worked out where it is wanted."""
         size = len(self._ways.spots)
         self._apart = with_room(self._apart, size, size, np.nan)
         at = np.ix_(np.arange(2), used, used)
-        for n, m in np.argwhere(np.isnan(self._apart[at][0])):
+        for n, m in np.argwhere(np.isnan(self._apart[at][0]) & wanted):
             (_, here), (_, there) = spots[n], spots[m]
             cost, launches = self._price(here, there)
             self._apart[:, used[n], used[m]] = min(cost, FAR), launches
-        return self._apart[at]
+        return np.where(wanted, self._apart[at], FAR)
 
 
 def _split(s: Sharding) -> NDArray[np.bool_]:
