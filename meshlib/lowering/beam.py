@@ -11,7 +11,7 @@ Values that all states have alike are held once, so that an operation costs as m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +21,8 @@ from meshlib.lowering.arrivals import slack
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Course, Outcome
 from meshlib.lowering.guide import Guide
-from meshlib.lowering.states import States
-from meshlib.lowering.ways import Floats, Lies, Price
+from meshlib.lowering.states import States, occurring
+from meshlib.lowering.ways import Floats, Ints, Lies, Price, with_room
 
 # How many states are kept, without and with a guide: the fewer operations, the more.
 FIRST_WIDTHS, WIDTHS = (6, 24), (16, 40)  # at least, at most
@@ -79,7 +79,7 @@ class Beam:
     undecided: bool = False  # whether there was more than one state at a time
     _region: str = ""  # that of the operation that is on
     _changed: bool = False  # whether states were added, or changed
-    _prices: dict[Tensor, dict[int, Price]] = field(default_factory=dict)  # see `_expected`
+    _prices: dict[Tensor, Floats] = field(default_factory=dict)  # see `_expected`
 
     def __post_init__(self) -> None:
         least, most = FIRST_WIDTHS if self.guide is None else WIDTHS
@@ -146,17 +146,24 @@ class Beam:
         self.undecided |= len(self.states) > 1
         self.common.update(self.states.alike())
 
-    def _distances(self, t: Tensor, numbers: Sequence[int]) -> Floats:
+    def _distances(self, t: Tensor, numbers: Ints) -> Floats:
         """What it costs to bring a tensor from way to way."""
         return self.course.distances(t, numbers, self._region)
 
-    def _expected(self, t: Tensor, numbers: Sequence[int]) -> Sequence[Price]:
+    def _expected(self, t: Tensor, numbers: Ints) -> Floats:
         """What it costs, and in how many collectives, to bring a tensor to where the guide needs it, or home."""
-        prices = self._prices.setdefault(t, {})
-        for number in numbers:
-            if number not in prices:
-                prices[number] = self._price(t, self.course.ways[t].lies[number])
-        return [prices[number] for number in numbers]
+        ways = self.course.ways[t]
+        prices = self._prices.get(t)
+        if prices is None:
+            prices = np.full((2, 4), np.nan)
+        prices = self._prices[t] = with_room(prices, 2, len(ways.lies), np.nan)
+        found = prices[:, numbers]
+        unknown = np.isnan(found[0])
+        if unknown.any():
+            for number in occurring(numbers[unknown]).tolist():
+                prices[:, number] = self._price(t, ways.lies[number])
+            found = prices[:, numbers]
+        return found
 
     def _price(self, t: Tensor, lies: Lies) -> Price:
         if self.guide is not None:

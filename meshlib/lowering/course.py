@@ -16,7 +16,7 @@ from meshlib.lowering.choose import Balance, Binding, Choice, Near, Operand, Opt
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.simplification import Simplified
-from meshlib.lowering.ways import Distances, Floats, Lies, Price, Ways
+from meshlib.lowering.ways import Distances, Floats, Ints, Lies, Price, Ways
 from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside
@@ -236,8 +236,8 @@ class Course:
         missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
         return self._bringing(t, lies, missing, region) if missing else (0.0, 0)
 
-    def distances(self, t: Tensor, numbers: Sequence[int], region: str) -> Floats:
-        """What that costs from way to way, as far as the users of a tensor could ask for it (rule 2)."""
+    def distances(self, t: Tensor, numbers: Ints, region: str) -> Floats:
+        """What that costs from way to way, as far as the users of a tensor could ask for it: see `Distances.table`."""
         found = self._distances.get((t, region))
         if found is None:
 
@@ -246,7 +246,7 @@ class Course:
                 return way.cost, way.collectives
 
             found = self._distances[t, region] = Distances(self.ways[t], self.homes.of(t), region, price)
-        return found.between(numbers)
+        return found.table(numbers)
 
     def _bringing(self, t: Tensor, lies: Lies, missing: Iterable[Sharding], region: str) -> tuple[float, int]:
         cost, collectives = 0.0, 0

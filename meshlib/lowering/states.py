@@ -7,23 +7,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.arrivals import NEARLY, slack
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Outcome
-from meshlib.lowering.ways import Floats, Price
+from meshlib.lowering.ways import Floats, Ints
 
 LOOKED_AT = 4  # so many times as many as are kept are looked at before trifles are left out
 BLOCK = 32  # so many are compared with all others at once
 TRIFLES = (0.0, 1e-5, 1e-4, 1e-3)  # of what has been sent so far
 
-Ints: TypeAlias = NDArray[np.int64]
-# (tensor, ways in which it lies) -> what each costs, and in how many collectives, to bring it to where it is to be
-Prices: TypeAlias = Callable[[Tensor, Sequence[int]], Sequence[Price]]
-# (tensor, ways) -> the same from way to way
-Table: TypeAlias = Callable[[Tensor, Sequence[int]], Floats]
+# (tensor, each state's way) -> what each costs, and in how many collectives, to bring it to where it is to be
+Prices: TypeAlias = Callable[[Tensor, Ints], Floats]
+# (tensor, ways) -> the same from way to way, for these at least
+Table: TypeAlias = Callable[[Tensor, Ints], Floats]
 Between: TypeAlias = Sequence[tuple[Floats, Ints]]  # per tensor what it costs from way to way, and each state's way
 
 
@@ -113,19 +111,18 @@ class States:
         some = self.taken(self._different())
         if len(some) == 1:
             return some
-        columns = {t: _numbered(some.ways[:, n]) for t, n in some.columns.items()}
-        expected, collectives = some.cost.copy(), some.collectives.copy()
-        for t, (numbers, codes) in columns.items():
-            found = prices(t, numbers)
-            expected += np.array([cost for cost, _ in found])[codes]
-            collectives += np.array([more for _, more in found])[codes]
+        expected, collectives = some.cost.copy(), some.collectives.astype(float)
+        for t, n in some.columns.items():
+            cost, more = prices(t, some.ways[:, n])
+            expected += cost
+            collectives += more
         expected = expected.round(2)
         order = np.lexsort((some.strays, collectives, expected))
         sent += float(some.sent[order[0]])
         limit, enough = expected[order[0]] + window, TRIFLES[-1] * sent + 1.0
         order = order[expected[order] <= limit]
-        between = [(distances(t, numbers), codes[order]) for t, (numbers, codes) in columns.items()]
         some = some.taken(order)
+        between = [(distances(t, occurring(some.ways[:, n])), some.ways[:, n]) for t, n in some.columns.items()]
         kept, advantages = some._uncovered(LOOKED_AT * width, between, enough)
         for trifle in TRIFLES:
             left = [n for n in kept if advantages[n] > trifle * sent]
@@ -190,8 +187,6 @@ class States:
         return found
 
 
-def _numbered(column: Ints) -> tuple[list[int], Ints]:
-    """What occurs, and for each which of them it is."""
-    codes: dict[int, int] = {}
-    of = [codes.setdefault(x, len(codes)) for x in column.tolist()]
-    return list(codes), np.array(of)
+def occurring(numbers: Ints) -> Ints:
+    """Each of them once, in order."""
+    return np.flatnonzero(np.bincount(numbers))

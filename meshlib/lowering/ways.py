@@ -19,9 +19,11 @@ Spot: TypeAlias = tuple[Region, Sharding]
 Lies: TypeAlias = tuple[Spot, ...]  # where a tensor exists, and for which region
 Price: TypeAlias = tuple[float, int]  # bytes and collectives
 Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
 Table = TypeVar("Table", NDArray[np.bool_], NDArray[np.float64])
 
 FAR = 1e30  # bytes, of what cannot be reached: more than any program sends
+_BOTH = np.arange(2)  # bytes and collectives
 
 
 @dataclass(eq=False)
@@ -55,17 +57,18 @@ class Distances:
     def __init__(self, ways: Ways, home: Sharding, region: str, price: Callable[[Sharding, Sharding], Price]) -> None:
         self._ways, self._home, self._region, self._price = ways, home, region, price
         self._apart: Floats = np.full((2, 4, 4), np.nan)  # bytes and collectives; (from spot, to spot)
-        self._found: dict[tuple[int, ...], Floats] = {}
+        self._table: Floats = np.full((2, 4, 4), np.nan)  # (from way, to way)
 
-    def between(self, numbers: Sequence[int]) -> Floats:
-        """Bytes, and collectives, from each of these ways (rows) to each (columns)."""
-        key = tuple(numbers)
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._between(numbers)
-        return found
+    def table(self, numbers: Ints) -> Floats:
+        """Bytes, and collectives, from way (rows) to way (columns): of these at least, of others maybe NaN."""
+        ways = len(self._ways.lies)
+        self._table = with_room(self._table, ways, ways, np.nan)
+        at = np.ix_(_BOTH, numbers, numbers)
+        if np.isnan(self._table[at]).any():
+            self._table[at] = self._between(numbers)
+        return self._table
 
-    def _between(self, numbers: Sequence[int]) -> Floats:
+    def _between(self, numbers: Ints) -> Floats:
         has = self._ways.has[numbers]
         used = np.flatnonzero(has.any(axis=0))
         has = has[:, used]
@@ -90,7 +93,7 @@ class Distances:
         """From each of these spots (rows) to each (columns), worked out where it is wanted."""
         size = len(self._ways.spots)
         self._apart = with_room(self._apart, size, size, np.nan)
-        at = np.ix_(np.arange(2), used, used)
+        at = np.ix_(_BOTH, used, used)
         for n, m in np.argwhere(np.isnan(self._apart[at][0]) & wanted):
             (_, here), (_, there) = spots[n], spots[m]
             cost, launches = self._price(here, there)
@@ -108,7 +111,7 @@ def with_room(table: Table, rows: int, columns: int, blank: float) -> Table:
     *_, have, wide = table.shape
     if rows <= have and columns <= wide:
         return table
-    shape = (*table.shape[:-2], max(have, 2 * rows), max(wide, 2 * columns))
+    shape = (*table.shape[:-2], *(n if n >= least else 2 * least for n, least in ((have, rows), (wide, columns))))
     more = np.full(shape, blank, table.dtype)
     more[..., :have, :wide] = table
     return more
