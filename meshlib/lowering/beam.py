@@ -40,7 +40,7 @@ def best_choices(course: Course) -> Mapping[Operation, Choice]:
     if not course.thorough:
         window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
     best = _searched(Beam(course, None, HOMESICK[0], window))
-    if best.undecided:
+    if best.dropped:
         starts = [best, *(_searched(Beam(course, None, share, window)) for share in HOMESICK[1:])]
         best = _improved(min(starts, key=lambda beam: beam.cost))
     return best.chosen
@@ -76,7 +76,7 @@ class Beam:
     chosen: dict[Operation, Choice] = field(default_factory=dict)
     cost: float = 0.0
     sent: float = 0.0
-    undecided: bool = False  # whether there was more than one state at a time
+    dropped: bool = False  # whether it dropped states that no other covers: another search may find better ones
     _region: str = ""  # that of the operation that is on
     _changed: bool = False  # whether states were added, or changed
     _prices: dict[Tensor, Floats] = field(default_factory=dict)  # see `_expected`
@@ -142,8 +142,9 @@ class Beam:
             return
         self._changed = False
         if len(self.states) > 1:
-            self.states = self.states.best(self.sent, self.width, self.window, self._expected, self._distances)
-        self.undecided |= len(self.states) > 1
+            best = self.states.best(self.sent, self.width, self.window, self._expected, self._distances)
+            self.states, all_uncovered = best
+            self.dropped |= not all_uncovered
         self.common.update(self.states.alike())
 
     def _distances(self, t: Tensor, numbers: Ints) -> Floats:

@@ -100,17 +100,17 @@ class States:
             self._keep([t for t in self.columns if t not in found])
         return found
 
-    def best(self, sent: float, width: int, window: float, prices: Prices, distances: Table) -> States:
+    def best(self, sent: float, width: int, window: float, prices: Prices, distances: Table) -> tuple[States, bool]:
         """At most `width` of them, those that others cover left out, and those expected to cost `window` more.
 
-        `sent`: bytes that all have sent besides.
+        `sent`: bytes that all have sent besides. Returned with whether they are all that none of them covers.
 
         Whoever covers a state is expected to cost no more. Where they are too many, trifles are left to the best of
         them, so that what matters stays undecided.
         """
         some = self.taken(self._different())
         if len(some) == 1:
-            return some
+            return some, True
         expected, collectives = some.cost.copy(), some.collectives.astype(float)
         for t, n in some.columns.items():
             cost, more = prices(t, some.ways[:, n])
@@ -121,6 +121,7 @@ class States:
         sent += float(some.sent[order[0]])
         limit, enough = expected[order[0]] + window, TRIFLES[-1] * sent + 1.0
         order = order[expected[order] <= limit]
+        every = len(order) == len(some)
         some = some.taken(order)
         between = [(distances(t, occurring(some.ways[:, n])), some.ways[:, n]) for t, n in some.columns.items()]
         kept, advantages = some._uncovered(LOOKED_AT * width, between, enough)
@@ -128,7 +129,7 @@ class States:
             left = [n for n in kept if advantages[n] > trifle * sent]
             if len(left) <= width:
                 break
-        return some.taken(left[:width])
+        return some.taken(left[:width]), every and len(kept) <= width
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         self.ways = self.ways[:, [self.columns[t] for t in tensors]]
