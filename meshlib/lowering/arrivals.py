@@ -73,7 +73,7 @@ def obtain(source: Source, wanted: Sharding) -> Way:
         return Way(0, 0, source.lies.index(wanted), ())
     best, found = (float("inf"), 0), None
     for n, s in enumerate(source.lies):
-        if can_become(s, wanted) and (found is None or _may_cost(source, s, wanted, best[0])):
+        if can_become(s, wanted) and (found is None or _least_cost(source, s, wanted) <= best[0]):
             plan = reshard(s, wanted, source.itemsize)
             price = (priced(plan, source.prices), plan.collectives)
             if price < best:
@@ -92,14 +92,16 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
 
 
-def may_cost(source: Source, wanted: Sharding, limit: float) -> bool:
-    """Whether moving it to `wanted` may cost no more than that, as far as can be said without a plan."""
-    return wanted in source.lies or any(_may_cost(source, s, wanted, limit) for s in source.lies)
+def least_cost(source: Source, wanted: Sharding) -> float:
+    """What moving it to `wanted` costs at least, as far as can be said without a plan."""
+    if wanted in source.lies:
+        return 0.0
+    return min([_least_cost(source, s, wanted) for s in source.lies])
 
 
-def _may_cost(source: Source, s: Sharding, wanted: Sharding, limit: float) -> bool:
+def _least_cost(source: Source, s: Sharding, wanted: Sharding) -> float:
     cheapest = min([1.0, *(price for _, price in source.prices)])
-    return at_least(s, wanted) * source.itemsize * cheapest <= limit
+    return at_least(s, wanted) * source.itemsize * cheapest
 
 
 def priced(plan: Plan, prices: Prices) -> float:

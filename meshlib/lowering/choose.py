@@ -15,7 +15,19 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
-from meshlib.lowering.arrivals import NEARLY, NOWHERE, Path, Prices, Source, axes_price, may_cost, obtain, parks, slack
+from meshlib.lowering.arrivals import (
+    NEARLY,
+    NOWHERE,
+    Path,
+    Prices,
+    Source,
+    Way,
+    axes_price,
+    least_cost,
+    obtain,
+    parks,
+    slack,
+)
 from meshlib.operation import Factor, Linear, Role, Work
 from meshlib.program.exchange import Exchange, busiest_bytes
 from meshlib.program.signature import Assigned, Signature
@@ -136,10 +148,11 @@ def options(
     the operands, and their dims, of which another operation brings what this one needs of its neighbours.
     """
     blank = Source((), signature.op.output.dtype.itemsize, balance.axis_prices)
+    moves = _Moves(operands, home, blank)
     found = []
     for c in _candidates(signature, operands, home, balance):
         made = signature.under(home.mesh, c.axes, c.passed)
-        option = made and _option(c, made, operands, home, binding, blank, near)
+        option = made and _option(c, made, moves, binding, near)
         if option:
             found.append(option)
     if not passes:
@@ -148,7 +161,7 @@ def options(
     beside = sum(y.dtype.itemsize for y in signature.op.outputs[1:])
     kept: list[Option] = []
     for option in found:
-        if not any(_covers(k, option, operands, home, blank, beside) for k in kept):
+        if not any(_covers(k, option, moves, beside) for k in kept):
             kept.append(option)
     return tuple(kept)
 
@@ -168,35 +181,72 @@ def rank(x: Option) -> Rank:
     return round(x.cost, 3), x.collectives, x.strays
 
 
-def _option(
-    c: _Candidate,
-    made: Assigned,
-    operands: Sequence[Operand],
-    home: Sharding,
-    binding: Binding,
-    blank: Source,
-    near: Near,
-) -> Option | None:
+class _Moves:
+    """What it costs to bring the operands and the result of one operation elsewhere, each looked up once."""
+
+    def __init__(self, operands: Sequence[Operand], home: Sharding, blank: Source) -> None:
+        self.operands, self.home, self.blank = operands, home, blank
+        self._brought: dict[tuple[int, Sharding], Way] = {}
+        self._home: dict[Sharding, Way] = {}
+        self._least: dict[object, float] = {}
+        self._between: dict[object, tuple[float, int]] = {}
+
+    def operand(self, n: int, wanted: Sharding) -> Way:
+        """An operand, from where it lies."""
+        found = self._brought.get((n, wanted))
+        if found is None:
+            found = self._brought[n, wanted] = obtain(self.operands[n].source, wanted)
+        return found
+
+    def bound(self, made: Sharding) -> Way:
+        """A result, home."""
+        found = self._home.get(made)
+        if found is None:
+            found = self._home[made] = obtain(self.blank._replace(lies=(made,)), self.home)
+        return found
+
+    def between(
+        self, here: tuple[Sharding, ...], there: tuple[Sharding, ...], limit: float
+    ) -> tuple[float, int] | None:
+        """A result that lies in some places, to others; None if that costs more than the limit, or nobody would do so."""
+        key = (here, there)
+        result = self.blank._replace(lies=here)
+        least = self._least.get(key)
+        if least is None:
+            parked = parks(there[0], (*here, self.home))
+            least = float("inf") if parked else max(least_cost(result, s) for s in there)
+            self._least[key] = least
+        if least > limit:
+            return None
+        found = self._between.get(key)
+        if found is None:
+            ways = [obtain(result, s) for s in there]
+            found = self._between[key] = sum(way.cost for way in ways), sum(way.collectives for way in ways)
+        return found
+
+
+def _option(c: _Candidate, made: Assigned, moves: _Moves, binding: Binding, near: Near) -> Option | None:
+    home = moves.home
     exchanges = [e for e in made.exchanges if (e.operand, e.dim) not in near]
     cost, collectives = c.work, len(exchanges)
     for over in dict.fromkeys(e.axes for e in exchanges):
-        cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, blank.prices)
+        cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, moves.blank.prices)
     sources: dict[int, Source] = {}
     new: list[tuple[Path, Sharding]] = []
-    for n, (x, wanted) in enumerate(zip(operands, made.operands, strict=True)):
-        source = sources.get(x.first, x.source)
-        if wanted in source.lies:
+    for n, (x, wanted) in enumerate(zip(moves.operands, made.operands, strict=True)):
+        source = sources.get(x.first)
+        if wanted in (source or x.source).lies:
             continue
-        way = obtain(source, wanted)
+        way = obtain(source, wanted) if source else moves.operand(n, wanted)
         if way is NOWHERE or (x.held and x.leaves(wanted)):
             return None
         cost += way.cost
         collectives += way.collectives
         new += [((n, *path), s) for path, s in way.new]
-        sources[x.first] = source.with_lies(way.new)
+        sources[x.first] = (source or x.source).with_lies(way.new)
     out: tuple[Sharding, ...] = (made.out,)
     if binding.binds(made.out, home):
-        way = obtain(blank._replace(lies=out), home)
+        way = moves.bound(made.out)
         cost += way.cost
         collectives += way.collectives
         out += tuple([s for _, s in way.new])
@@ -205,27 +255,20 @@ def _option(
     return Option(choice, cost, cost - c.work, collectives, strays, tuple(new), out)
 
 
-def _covers(a: Option, b: Option, operands: Sequence[Operand], home: Sharding, blank: Source, beside: float) -> bool:
+def _covers(a: Option, b: Option, moves: _Moves, beside: float) -> bool:
     """Whether whatever follows `b` may as well follow `a`, at no more cost.
 
     `beside` is the item size of all results but the first, which lie as that was made.
     """
-    cost, collectives = a.cost, a.collectives
-    result = blank._replace(lies=a.lies)
-    limit = b.cost + slack(b.cost)
-    if cost > limit or any(not may_cost(result, s, limit - cost) for s in b.lies):
+    brought = moves.between(a.lies, b.lies, b.cost + slack(b.cost) - a.cost)
+    if brought is None:
         return False
-    if parks(b.choice.out, (*a.lies, home)):
-        return False
-    for s in b.lies:
-        way = obtain(result, s)
-        cost += way.cost
-        collectives += way.collectives
+    cost, collectives = a.cost + brought[0], a.collectives + brought[1]
     if beside:
-        way = obtain(blank._replace(lies=(a.choice.out,), itemsize=beside), b.choice.out)
+        way = obtain(moves.blank._replace(lies=(a.choice.out,), itemsize=beside), b.choice.out)
         cost += way.cost
         collectives += way.collectives
-    for n, x in enumerate(operands):
+    for n, x in enumerate(moves.operands):
         others = [s for path, s in b.new if path == (n,)] if x.again else ()
         if others:
             source = x.source._replace(lies=(*x.lies, *(s for path, s in a.new if path == (n,))))
