@@ -35,6 +35,7 @@ from meshlib.program.signature import Assigned, Signature
 Axes: TypeAlias = tuple[str, ...]
 Rank: TypeAlias = tuple[float, int, int]  # cost, collectives, strays
 Near: TypeAlias = frozenset[tuple[int, str]]  # operands and dims of which others bring what lies elsewhere
+Lies: TypeAlias = tuple[Sharding, ...]  # where something is to be had
 Places: TypeAlias = dict[str, list[Factor | None]]  # per axis the factors that may take it, and None
 
 
@@ -188,8 +189,8 @@ class _Moves:
         self.operands, self.home, self.blank = operands, home, blank
         self._brought: dict[tuple[int, Sharding], Way] = {}
         self._home: dict[Sharding, Way] = {}
-        self._least: dict[object, float] = {}
-        self._between: dict[object, tuple[float, int]] = {}
+        self._least: dict[tuple[Lies, Lies], float] = {}
+        self._between: dict[tuple[Lies, Lies], tuple[float, int]] = {}
 
     def operand(self, n: int, wanted: Sharding) -> Way:
         """An operand, from where it lies."""
@@ -205,23 +206,21 @@ class _Moves:
             found = self._home[made] = obtain(self.blank._replace(lies=(made,)), self.home)
         return found
 
-    def between(
-        self, here: tuple[Sharding, ...], there: tuple[Sharding, ...], limit: float
-    ) -> tuple[float, int] | None:
-        """A result that lies in some places, to others; None if that costs more than the limit, or nobody would do so."""
+    def between(self, here: Lies, there: Lies, limit: float) -> tuple[float, int] | None:
+        """A result that lies in some places, to others; None where that exceeds the limit, or nobody would do so."""
         key = (here, there)
-        result = self.blank._replace(lies=here)
         least = self._least.get(key)
         if least is None:
+            result = self.blank._replace(lies=here)
             parked = parks(there[0], (*here, self.home))
-            least = float("inf") if parked else max(least_cost(result, s) for s in there)
-            self._least[key] = least
+            least = self._least[key] = float("inf") if parked else max([least_cost(result, s) for s in there])
         if least > limit:
             return None
         found = self._between.get(key)
         if found is None:
+            result = self.blank._replace(lies=here)
             ways = [obtain(result, s) for s in there]
-            found = self._between[key] = sum(way.cost for way in ways), sum(way.collectives for way in ways)
+            found = self._between[key] = sum([way.cost for way in ways]), sum([way.collectives for way in ways])
         return found
 
 
