@@ -45,6 +45,10 @@ class Move(NamedTuple):
     cost: int  # elements sent, times the number of devices that take part
 
 
+# number of the state after it, cost, block there, whether sums wait there, whether nothing is sent, the move
+Step: TypeAlias = tuple[int, int, int, bool, bool, Move]
+
+
 @lru_cache(maxsize=1 << 16)
 def route(
     sizes: tuple[int, ...], source: Splits, awaited: Numbers, scatters: bool, target: Splits, axis_sizes: Numbers
@@ -68,12 +72,13 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
     goal_block = known_map.block(goal)
     least = goal_block - goal_block // min(known_map.axis_sizes, default=1)
     prefixes = product(*([entry[:n] for n in range(len(entry) + 1)] for entry in goal))
-    arrivals: set[State] = {(splits, ()) for splits in prefixes}  # slices alone lead from there to the target
-    best: dict[State, tuple[int, int, int]] = {start: (0, 0, 0)}
-    came: dict[State, tuple[State, Move]] = {}
-    queue = [(0, 0, 0, 0, start)]  # bound on bytes, on collectives, slices, order, state
+    arrivals = {known_map.number((splits, ())) for splits in prefixes}  # slices alone lead from there to the target
+    begin = known_map.number(start)
+    best = {begin: (0, 0, 0)}
+    came: dict[int, tuple[int, Move]] = {}
+    queue = [(0, 0, 0, 0, begin)]  # bound on bytes, on collectives, slices, order, state
     order = 0
-    done: set[State] = set()
+    done: set[int] = set()
     known: float = float("inf")  # what the cheapest arrival so far costs: who is bound to cost more is not looked at
     while queue:
         *_, state = heappop(queue)
@@ -81,40 +86,36 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
             continue
         done.add(state)
         if state in arrivals:
-            return _merged(_walked(came, start, state, goal))
+            return _merged(_walked(came, state, known_map.states[state][0], goal))
         cost, collectives, slices = best[state]
-        for move, block, local in known_map.moves(state):
-            after, reached_cost = move.after, cost + move.cost
-            arrives = after in arrivals
-            if after[1]:
-                bound = reached_cost + goal_block
-            elif arrives:
-                bound = reached_cost + max(0, goal_block - block)
-            else:  # at least one more step that sends: half of a block or more
-                bound = reached_cost + max(least, goal_block - block)
-            if bound > known or after in done:
+        for after, more, block, awaits, local, move in known_map.moves(state):
+            if after in done:
                 continue
-            reached = (reached_cost, collectives + (not local), slices + local)
-            if after in best and best[after] <= reached:
+            sent, arrives = cost + more, after in arrivals
+            # Who does not arrive takes at least one more step that sends: half of a block or more.
+            bound = sent + (goal_block if awaits else max(goal_block - block, 0 if arrives else least))
+            if bound > known:
+                continue
+            reached = (sent, collectives, slices + 1) if local else (sent, collectives + 1, slices)
+            before = best.get(after)
+            if before is not None and before <= reached:
                 continue
             best[after] = reached
             came[after] = state, move
             order += 1
-            if arrives and reached_cost < known:
-                known = reached_cost
+            if arrives and sent < known:
+                known = sent
             heappush(queue, (bound, reached[1] + (not arrives), reached[2], order, after))
     raise AssertionError("unreachable: gathering and slicing lead everywhere")
 
 
-def _walked(came: Mapping[State, tuple[State, Move]], start: State, state: State, goal: Splits) -> list[Move]:
+def _walked(came: Mapping[int, tuple[int, Move]], state: int, splits: Splits, goal: Splits) -> list[Move]:
     """The moves to an arrival, then its slices."""
     back = []
-    at = state
-    while at != start:
-        at, move = came[at]
+    while state in came:
+        state, move = came[state]
         back.append(move)
     moves = back[::-1]
-    splits = state[0]
     for d, entry in enumerate(goal):
         extra = entry[len(splits[d]) :]
         if extra:
@@ -134,7 +135,7 @@ def _merged(moves: list[Move]) -> list[Move]:
 
 
 class _Map:
-    """The states of one kind of tensor, and the moves between them, each looked for once."""
+    """The states of one kind of tensor, by number, and the moves between them, each looked for once."""
 
     def __init__(
         self,
@@ -148,18 +149,30 @@ class _Map:
         self._spare = dict(spare)
         self._volume = prod(sizes) * prod(axis_sizes)
         self._dims = range(len(sizes))
-        self._moves: dict[State, list[tuple[Move, int, bool]]] = {}
+        self.states: list[State] = []
+        self._numbers: dict[State, int] = {}
+        self._moves: dict[int, list[Step]] = {}
+
+    def number(self, state: State) -> int:
+        """The number of a state."""
+        found = self._numbers.get(state)
+        if found is None:
+            found = self._numbers[state] = len(self.states)
+            self.states.append(state)
+        return found
 
     def block(self, splits: Splits) -> int:
         """Elements of a block, times the number of devices that take part."""
         return self._volume // prod([self.axis_sizes[a] for entry in splits for a in entry])
 
-    def moves(self, state: State) -> list[tuple[Move, int, bool]]:
-        """Every step that is possible in a state; the block afterwards, and whether nothing is sent."""
+    def moves(self, state: int) -> list[Step]:
+        """Every step that is possible in a state."""
         found = self._moves.get(state)
         if found is None:
-            moves = self._found(state)
-            found = self._moves[state] = [(move, self.block(move.after[0]), move.kind == "slice") for move in moves]
+            found = self._moves[state] = []
+            for move in self._found(self.states[state]):
+                after, block = move.after, self.block(move.after[0])
+                found.append((self.number(after), move.cost, block, bool(after[1]), move.kind == "slice", move))
         return found
 
     def _found(self, state: State) -> Iterator[Move]:

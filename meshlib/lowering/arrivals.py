@@ -75,7 +75,7 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     for n, s in enumerate(source.lies):
         if can_become(s, wanted) and (found is None or _least_cost(source, s, wanted) <= best[0]):
             plan = reshard(s, wanted, source.itemsize)
-            price = (priced(plan, source.prices), plan.collectives)
+            price = priced(plan, source.prices), plan.collectives
             if price < best:
                 best, found = price, (n, plan)
     if source.made is not None and best[0] > 0:
@@ -90,6 +90,14 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     reached = [t.after for t in between if t.before.pending or t.kind == "collective_permute"]
     useful = [s for s in reached if s not in source.lies and not parks(s, ends)]
     return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
+
+
+def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) -> tuple[float, int]:
+    """What it costs to move a value from one place alone to another, and in how many collectives."""
+    if not can_become(here, there):
+        return float("inf"), 0
+    plan = reshard(here, there, itemsize)
+    return priced(plan, prices), plan.collectives
 
 
 def least_cost(source: Source, wanted: Sharding) -> float:

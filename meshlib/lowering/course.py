@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, made_again, obtain
+from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, between, made_again, obtain
 from meshlib.lowering.choose import Balance, Binding, Choice, Near, Operand, Option, options, settled
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
@@ -242,8 +242,7 @@ class Course:
         if found is None:
 
             def price(here: Sharding, there: Sharding) -> Price:
-                way = obtain(Source((here,), t.dtype.itemsize, self.balance.axis_prices), there)
-                return way.cost, way.collectives
+                return between(here, there, t.dtype.itemsize, self.balance.axis_prices)
 
             found = self._distances[t, region] = Distances(self.ways[t], self.homes.of(t), region, price)
         return found.table(numbers)
