@@ -4,6 +4,9 @@ A compiler leaves a buffer in VMEM between two uses if it has the room. Here a u
 since the use before, and the buffer itself, fit what a chip holds: the rule of a cache that forgets what was used least
 recently. A small network, the weights of a recurrent one and the cache of a short decode so cost HBM once.
 
+What only passes from kernel to kernel is read from a chip's common memory (CMEM of v4) by the same rule, and never
+written to HBM if all who read it find it there.
+
 In a loop the use before may be one of the trip before. What goes from trip to trip without being read or written in HBM
 saves that in all trips but the first.
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from layouts import Sharding
 from meshlib.estimation.kernels import Kernel
@@ -41,6 +45,7 @@ class Recent:
     moved_bytes: int = 0
     _last: dict[Buffer, int] = field(default_factory=dict)
     _first: dict[Buffer, tuple[int, int, int]] = field(default_factory=dict)  # unit, bytes, room before it
+    _passes: dict[Buffer, list[tuple[int, int, int]]] = field(default_factory=dict)  # unit, bytes, moved before it
 
     @classmethod
     def of(cls, loop: Loop) -> Recent:
@@ -73,8 +78,30 @@ class Recent:
         self._last.update(dict.fromkeys(known, self.moved_bytes))
         return tuple(again)
 
+    def pass_on(self, unit: int, passing: Iterable[tuple[Buffer, int, bool]]) -> None:
+        """Note what one unit reads and writes of values that only pass, before what it moves is counted."""
+        for buffer, size, written in passing:
+            if written:
+                self._passes[buffer] = [(unit, size, self.moved_bytes)]
+            elif buffer in self._passes:
+                self._passes[buffer].append((unit, size, self.moved_bytes))
+
+    def _kept(self) -> dict[int, list[tuple[int, float]]]:
+        """For each unit, what it spares of the values that pass, and the room that takes."""
+        found: dict[int, list[tuple[int, float]]] = {}
+        for uses in self._passes.values():
+            rooms = [now - before + size for (_, _, before), (_, size, now) in pairwise(uses)]
+            for (unit, size, _), room in zip(uses, [max(rooms, default=0), *rooms], strict=True):
+                if room <= MOST_BYTES:
+                    found.setdefault(unit, []).append((room, float(size)))
+        return found
+
     def close(self, units: Sequence[Unit]) -> None:
-        """Add to the units of a body what they find from the trip before."""
+        """Add to the units what they keep of the values that pass, and to those of a body what the trip before left."""
+        for place, kept in self._kept().items():
+            kernel = units[place].kernel
+            if kernel is not None:
+                units[place].kernel = replace(kernel, kept=tuple(sorted(kept)))
         for buffer, (place, size, before) in self._first.items():
             room = self.moved_bytes - self._last[buffer] + before
             kernel = units[place].kernel
