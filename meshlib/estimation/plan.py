@@ -76,9 +76,7 @@ class _Planner:
         self.numbers: dict[Value, int] = {}
         self.fused = fused_values(program)
         self.held = resident_values(program)
-        self.through = made_by_readers(
-            program, self.fused, self.held, lambda v: stored_bytes(v, program.sliding_dims)
-        )
+        self.through = made_by_readers(program, self.fused, self.held, lambda v: stored_bytes(v, program.sliding_dims))
         self.quantised: set[tuple[Value, Value]] = set()
         self.narrow = narrow_values(program)
         self.gathered: dict[Value, Value] = {}  # what is gathered narrow -> what it is gathered from

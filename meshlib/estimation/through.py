@@ -59,7 +59,7 @@ class _Search:
         if not all(reads_through(u, n) for u, n in readers):
             return
         sources: dict[Value, None] = {}
-        ops = self._collect(i, i.group, sources)
+        ops = self._collect(i, y, sources)
         if ops is None or len(sources) < 2 or ops > MOST_OPS * y.local_size:
             return
         groups = {u.group for u, _ in readers}
@@ -74,20 +74,20 @@ class _Search:
             for g in groups:
                 self.read[g].update(sources)
 
-    def _collect(self, i: Instruction, group: int, sources: dict[Value, None]) -> int | None:
-        """Adds what a value is made of; its operations, or None where it is not made element by element."""
+    def _collect(self, i: Instruction, y: Value, sources: dict[Value, None]) -> int | None:
+        """Adds what `i` makes its part of `y` of; its operations, or None where it is not made element by element."""
         total = local_work(self.program, i).vpu_ops
         for x in i.inputs:
             made = self.maker.get(x)
             if x in self.found:
                 sources.update(dict.fromkeys(self.found[x]))
-            elif made is None or isinstance(made, Resident) or x not in self.fused or made.group != group:
-                if x.local_size * SMALL > i.outputs[0].local_size:
+            elif made is None or isinstance(made, Resident) or x not in self.fused or made.group != i.group:
+                if x.local_size * SMALL > y.local_size:
                     sources[x] = None
             elif not is_elementwise(made):
                 return None
             else:
-                ops = self._collect(made, group, sources)
+                ops = self._collect(made, y, sources)
                 if ops is None:
                     return None
                 total += ops

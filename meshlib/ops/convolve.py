@@ -108,8 +108,8 @@ def _product(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, A
     """How windows and channels fill the MXU.
 
     Channels in fill the array's rows, channels out its columns; every tap is a product of its own, and taps lie beside
-    each other where channels leave rows free: a tap is another place in VMEM, in whichever dim. Of the cotangent of the filter the window is part of the rows of the result,
-    and all positions are contracted.
+    each other where channels leave rows free: a tap is another place in VMEM, in whichever dim. Of the cotangent of the
+    filter the window is part of the rows of the result, and all positions are contracted.
     """
     (first, second), made = (t.shape for t in ins), out.shape
     windows: tuple[Window, ...] = attrs["windows"]

@@ -41,8 +41,8 @@ def image_step(
 
     Args:
       config: of the model.
-      batch: examples of one step, all cores together; or dims, the last called batch, such as [replicas, batch]: the
-        inputs have them all, and a ResNet with groups=replicas has a batch norm of groups of cores (`layers.batch_norm`).
+      batch: examples of one step, all cores together; or dims, the last called batch, such as [replicas, batch], which
+        the inputs have: of a ResNet with groups=replicas the batch norm is that of groups of cores.
       optimizer: of all variables; `mtf.optimize.NORMS_AND_BIASES` names those that are not decayed.
       max_norm: clip all gradients together to this norm.
     Returns: the outputs "loss", with label smoothing, and "accuracy" of the batch, and the updates, those of moving
@@ -101,7 +101,7 @@ def _inputs(config: ImageConfig, batch: int | Sequence[Dimension], what: str) ->
     if isinstance(batch, Sequence):
         examples = as_dims(batch, what)
         if not examples or examples[-1].name != BATCH:
-            raise GraphError(f"{at(what)}: the last dim of the examples must be called '{BATCH}', got {Shape(examples)}")
+            raise GraphError(f"{at(what)}: the last dim of batch must be called '{BATCH}', got {Shape(examples)}")
     else:
         if whole(batch, what, "batch") < 1:
             raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
