@@ -393,7 +393,7 @@ def _boundary(
         if isinstance(i, Resident | Commit):
             continue
         stored = (y for y in i.outputs if y not in fused and y not in through)
-        made = {y: (y.tensor, y.sharding) if y in held else _buffer(y) for y in stored}
+        made = {y: (y.tensor, y.sharding) if y in held else buffer_of(y) for y in stored}
         # What is derived from a buffer that lies outside is not written; who reads it derives it again.
         own = {b: (*_sizes(y, sliding), y not in held) for y, b in made.items() if b[0].operation in operations}
         if not own and needed.isdisjoint(i.outputs):
@@ -404,7 +404,7 @@ def _boundary(
             for v in (x,) if x in inside else through.get(x, (x,)):
                 if v not in inside:
                     found = (*(_read(i, n, x, sliding) if v is x else _sizes(v, sliding)), v not in held)
-                    read[_buffer(v)] = max(read.get(_buffer(v), found), found)
+                    read[buffer_of(v)] = max(read.get(buffer_of(v), found), found)
     # Of what is not written the readers do the work; it is counted here, its traffic there.
     moved = [*read.values(), *written.values()]
     touched = [(b, padded) for b, (_, padded, passes) in (*read.items(), *written.items()) if not passes]
@@ -439,7 +439,8 @@ def stored_bytes(v: Value, sliding: frozenset[str]) -> int:
     return _sizes(v, sliding)[1]
 
 
-def _buffer(v: Value) -> tuple[Tensor, Sharding]:
+def buffer_of(v: Value) -> tuple[Tensor, Sharding]:
+    """What is in memory for a value: another one, if it follows from that alone."""
     return _stored(v.tensor), v.sharding
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from meshlib.estimation.combining import combined
-from meshlib.estimation.kernels import forward_names, kernel_of, quantises, resident_values, stored_bytes
+from meshlib.estimation.kernels import buffer_of, forward_names, kernel_of, quantises, resident_values, stored_bytes
 from meshlib.estimation.moves import Network, moves_of
 from meshlib.estimation.reuse import Recent
 from meshlib.estimation.through import made_by_readers
@@ -110,6 +110,7 @@ class _Planner:
             moves = [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
         unit.moves = tuple((m, self.network.cost(m)) for m in moves)
         if first.is_collective:
+            self.recent.leave(map(buffer_of, operands))
             self.recent.moved_bytes += sum(y.local_bytes for i in members for y in i.outputs)
         else:
             unit.kernel = kernel_of(

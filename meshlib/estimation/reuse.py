@@ -86,12 +86,17 @@ class Recent:
             elif buffer in self._passes:
                 self._passes[buffer].append((unit, size, self.moved_bytes))
 
+    def leave(self, buffers: Iterable[Buffer]) -> None:
+        """Note that something other than a kernel reads them, and so in HBM."""
+        for buffer in buffers:
+            self._passes.pop(buffer, None)
+
     def _kept(self) -> dict[int, list[tuple[int, float]]]:
         """For each unit, what it spares of the values that pass, and the room that takes."""
         found: dict[int, list[tuple[int, float]]] = {}
         for uses in self._passes.values():
             rooms = [now - before + size for (_, _, before), (_, size, now) in pairwise(uses)]
-            for (unit, size, _), room in zip(uses, [max(rooms, default=0), *rooms], strict=True):
+            for (unit, size, _), room in zip(uses, [max(rooms, default=MOST_BYTES + 1), *rooms], strict=True):
                 if room <= MOST_BYTES:
                     found.setdefault(unit, []).append((room, float(size)))
         return found
