@@ -72,7 +72,7 @@ class Kernel:
         repeats and the model asks for (one pass). Exact.
       vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
       passing: buffers at its boundary that only pass between groups, with their padded bytes, those that it reads
-        first; kept: for each of them, by the room that a chip's common memory needs for it, the bytes.
+        first; kept: of those that are used again soon, the bytes that are moved in between, and their own.
       quantised_bytes: padded, what quantising the operands of a product in eight bits reads and writes, where that has
         not been done before; spared_bytes: by how much less the product then reads than the operands as they were.
       at_hand_bytes: padded, of what it reads that is there from the start: variables, inputs, slices of a loop's

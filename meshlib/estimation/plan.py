@@ -116,7 +116,7 @@ class _Planner:
             unit.kernel = kernel_of(
                 self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered, self.through
             )
-            self.recent.pass_on(place, unit.kernel.passing)
+            self.recent.pass_on(place, unit.kernel.passing, unit.kernel.padded_bytes)
             again = self.recent.touch(place, unit.kernel.touched, unit.kernel.padded_bytes)
             unit.kernel = replace(unit.kernel, again=again) if again else unit.kernel
             unit.product = bool(unit.kernel.matmuls)

@@ -4,8 +4,9 @@ A compiler leaves a buffer in VMEM between two uses if it has the room. Here a u
 since the use before, and the buffer itself, fit what a chip holds: the rule of a cache that forgets what was used least
 recently. A small network, the weights of a recurrent one and the cache of a short decode so cost HBM once.
 
-What only passes from kernel to kernel is read from a chip's common memory (CMEM of v4) by the same rule, and never
-written to HBM if all who read it find it there.
+Of what only passes from kernel to kernel a chip's common memory (CMEM of v4) holds as much as what is moved in between
+leaves room for: a compiler that knows the uses puts a part there where the whole does not fit. Of what all who read it
+find there nothing is written to HBM.
 
 In a loop the use before may be one of the trip before. What goes from trip to trip without being read or written in HBM
 saves that in all trips but the first.
@@ -45,7 +46,7 @@ class Recent:
     moved_bytes: int = 0
     _last: dict[Buffer, int] = field(default_factory=dict)
     _first: dict[Buffer, tuple[int, int, int]] = field(default_factory=dict)  # unit, bytes, room before it
-    _passes: dict[Buffer, list[tuple[int, int, int]]] = field(default_factory=dict)  # unit, bytes, moved before it
+    _passes: dict[Buffer, list[tuple[int, int, int, int]]] = field(default_factory=dict)  # unit, bytes, moved till, with it
 
     @classmethod
     def of(cls, loop: Loop) -> Recent:
@@ -78,13 +79,13 @@ class Recent:
         self._last.update(dict.fromkeys(known, self.moved_bytes))
         return tuple(again)
 
-    def pass_on(self, unit: int, passing: Iterable[tuple[Buffer, int, bool]]) -> None:
+    def pass_on(self, unit: int, passing: Iterable[tuple[Buffer, int, bool]], moved_bytes: int) -> None:
         """Note what one unit reads and writes of values that only pass, before what it moves is counted."""
+        before = self.moved_bytes
         for buffer, size, written in passing:
-            if written:
-                self._passes[buffer] = [(unit, size, self.moved_bytes)]
-            elif buffer in self._passes:
-                self._passes[buffer].append((unit, size, self.moved_bytes))
+            if written or buffer in self._passes:
+                uses = [] if written else self._passes[buffer]
+                self._passes[buffer] = [*uses, (unit, size, before, before + moved_bytes)]
 
     def leave(self, buffers: Iterable[Buffer]) -> None:
         """Note that something other than a kernel reads them, and so in HBM."""
@@ -92,13 +93,13 @@ class Recent:
             self._passes.pop(buffer, None)
 
     def _kept(self) -> dict[int, list[tuple[int, float]]]:
-        """For each unit, what it spares of the values that pass, and the room that takes."""
+        """For each unit, the values that pass: bytes moved since the use before, and of the value."""
         found: dict[int, list[tuple[int, float]]] = {}
         for uses in self._passes.values():
-            rooms = [now - before + size for (_, _, before), (_, size, now) in pairwise(uses)]
-            for (unit, size, _), room in zip(uses, [max(rooms, default=MOST_BYTES + 1), *rooms], strict=True):
-                if room <= MOST_BYTES:
-                    found.setdefault(unit, []).append((room, float(size)))
+            between = [now - then for (_, _, _, then), (_, _, now, _) in pairwise(uses)]
+            for (unit, size, _, _), moved in zip(uses, [max(between, default=MOST_BYTES), *between], strict=True):
+                if moved < MOST_BYTES:
+                    found.setdefault(unit, []).append((moved, float(size)))
         return found
 
     def close(self, units: Sequence[Unit]) -> None:

@@ -156,7 +156,7 @@ class Times:
     def _on_chip(self, kernel: Kernel) -> float:
         """Bytes at the boundary that stay in the chip's common memory, where it has one (CMEM of v4)."""
         held = self.chip.cmem_bytes // self.chip.devices_per_chip
-        return sum(size for room, size in kernel.kept if room <= held)
+        return sum(min(size, max(0, held - moved)) for moved, size in kernel.kept)
 
     def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
         chip, physics = self.chip, self.physics

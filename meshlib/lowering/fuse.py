@@ -196,12 +196,12 @@ class _RowJoiner:
         return None if whole else last
 
     def _summed_at(self, group: list[Instruction], beside: int | None) -> int | None:
-        """Where sums run: in the kernel that makes what they add up, else `beside` others, else with sums of the same.
+        """Where sums run: in the product's kernel that makes what they add up, else `beside` others, else with sums of the same.
 
-        Element-wise work in between, the cast to float32, goes with them.
+        What is made again for each reader anyway, such as the cast to float32 in between, goes with them.
         """
         between = [] if beside is None else self.joined[beside]
-        if any(_kind(i) is Kind.REDUCTION and keeps_rows(i) for i in between):
+        if not all(i.operation.kind.repeated or i.outputs[0] in self.totals for i in between):
             return beside
         place = self._streamed_at([*between, *group])
         if place is not None and beside is not None:
@@ -216,11 +216,12 @@ class _RowJoiner:
         return place if place > last else None
 
     def _streamed_at(self, group: Sequence[Instruction]) -> int | None:
-        """The kernel that makes the last of what a group reads, if it makes it block by block."""
+        """The kernel of a product that makes the last of what a group reads."""
         own = {y for i in group for y in i.outputs}
         read = {x: self.maker[x][0] for i in group for x in i.inputs if x in self.maker and x not in own}
         last = max(read.values(), default=-1)
-        if last < 0 or not all(_kind(i) in _STREAMED for i in self.joined[last]):
+        kinds = {_kind(i) for i in self.joined[last]} if last >= 0 else set()
+        if Kind.CONTRACTION not in kinds or not kinds <= {*_STREAMED}:
             return None
         return None if any(place == last and x in self.totals for x, place in read.items()) else last
 

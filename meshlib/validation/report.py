@@ -1,4 +1,4 @@
-"""A validation as text: training runs, residual networks, micro-benchmarks, misses, what is not expressed, constants."""
+"""A validation as text: training runs, residual networks, micro-benchmarks, misses, what is left out, the constants."""
 
 from __future__ import annotations
 
