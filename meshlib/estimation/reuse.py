@@ -46,7 +46,9 @@ class Recent:
     moved_bytes: int = 0
     _last: dict[Buffer, int] = field(default_factory=dict)
     _first: dict[Buffer, tuple[int, int, int]] = field(default_factory=dict)  # unit, bytes, room before it
-    _passes: dict[Buffer, list[tuple[int, int, int, int]]] = field(default_factory=dict)  # unit, bytes, moved till, with it
+    _passes: dict[Buffer, list[tuple[int, int, int, int]]] = field(
+        default_factory=dict
+    )  # unit, bytes, moved till, with it
 
     @classmethod
     def of(cls, loop: Loop) -> Recent:
