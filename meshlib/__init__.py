@@ -57,6 +57,7 @@ from meshlib.errors import ProgramError as ProgramError
 from meshlib.errors import ShapeError as ShapeError
 from meshlib.errors import SliceError as SliceError
 from meshlib.estimation import Estimate as Estimate
+from meshlib.estimation import HostInput as HostInput
 from meshlib.estimation import Physics as Physics
 from meshlib.estimation import balance as balance
 from meshlib.estimation import estimate as estimate

@@ -1,6 +1,7 @@
 """Program + slice -> where time and memory of a step go, without allocating an array.
 
     kernels    fusion groups as work of one device           exact counts
+    through    values that their readers make again          exact bytes
     moves      collectives as demands, the best placement    exact bytes
     units      what is scheduled: groups, collectives, copies, loops
     combining  small collectives that go together
@@ -10,6 +11,7 @@
     links      who sends when                                modelled seconds
     hbm        what is fetched ahead                         modelled seconds
     scheduling when everything runs                          modelled seconds
+    host_input what hosts prepare meanwhile                  modelled seconds
     fitting    the program's buffers over time, in tiles     exact bytes
     remedies   what would lower its peak                     about as much
     rows  result  table  trace                               what a person looks at
@@ -27,6 +29,7 @@ from hardware.slices import Slice
 from meshlib.checks import choice, number
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation.fitting import DeviceMemory
+from meshlib.estimation.host_input import HostInput, input_time
 from meshlib.estimation.moves import Network
 from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.estimation.plan import plan_of
@@ -39,7 +42,7 @@ from meshlib.estimation.times import Times
 from meshlib.program.records import Program, require_program
 from meshlib.slices import slice_for
 
-__all__ = ["DeviceMemory", "Estimate", "Physics", "Remedy", "RooflinePoint", "Row", "balance", "estimate"]
+__all__ = ["DeviceMemory", "Estimate", "HostInput", "Physics", "Remedy", "RooflinePoint", "Row", "balance", "estimate"]
 
 # Copies and small products on v7 take 1.4-1.8 us more than their bytes; 1 us of it is each operation's launch
 # (`hardware.chip_figures`), the rest that of a program. One-operation programs cannot tell the two apart: assumed.
@@ -53,6 +56,7 @@ def estimate(
     step_overhead_seconds: float = STEP_OVERHEAD_SECONDS,
     placement: Placement | None = None,
     physics: Physics = CALIBRATED,
+    input: HostInput | None = None,
 ) -> Estimate:
     """Where time and memory of one step go on a slice. Nothing is allocated; time does not depend on device count.
 
@@ -61,10 +65,12 @@ def estimate(
       slice: a name like "v3-8", or a `hardware.Slice` (for a chip of your own). It has a device for each mesh position.
       overlap: what hides collectives: "none"; "independent" work that does not need them; "collective matmul"
         besides cuts those that feed or follow a product in pieces.
-      step_overhead_seconds: fixed cost of a step on the device; add your input pipeline's share here.
+      step_overhead_seconds: fixed cost of a step on the device.
       placement: where the mesh lies on the torus; by default the best one for the program's own collectives.
       physics: what programs lose against engines that do one thing only; `Physics().without_losses()` is a machine
         that loses nothing.
+      input: how fast a host prepares examples, `mtf.HostInput(examples_per_second=...)`; a step lasts at least as long
+        as its input takes. By default input is never waited for.
     Returns: an Estimate: `.step_seconds .mfu .fits .memory .exposed_comm_seconds .bound .rows .table()`.
     Raises: SliceError for an unknown slice, one of another size than the mesh, or a placement of another mesh;
       GraphError for other bad arguments.
@@ -95,7 +101,8 @@ def estimate(
         made = schedule(plan, Times(slice_.chip, physics, alone=plan.kernels == 1), overlap)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
-    return Estimate(program, slice_, overlap, network.placement, overhead, physics, made)
+    fed = None if input is None else input_time(program, slice_, input)
+    return Estimate(program, slice_, overlap, network.placement, overhead, physics, made, fed)
 
 
 def _check_placement(program: Program, slice_: Slice, placement: object) -> None:

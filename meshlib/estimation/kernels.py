@@ -71,7 +71,8 @@ class Kernel:
       mxu_flops: executed, passes of higher precision included; useful_flops: of them, those that no other device
         repeats and the model asks for (one pass). Exact.
       vpu_ops, hbm_bytes: exact, without padding; the padded figures are what the engines see.
-      passing_bytes: padded, of each buffer at its boundary that only passes between groups; sorted.
+      passing: buffers at its boundary that only pass between groups, with their padded bytes, those that it reads
+        first; kept: of those that are used again soon, the bytes that are moved in between, and their own.
       quantised_bytes: padded, what quantising the operands of a product in eight bits reads and writes, where that has
         not been done before; spared_bytes: by how much less the product then reads than the operands as they were.
       at_hand_bytes: padded, of what it reads that is there from the start: variables, inputs, slices of a loop's
@@ -96,7 +97,8 @@ class Kernel:
     hbm_bytes: int
     padded_bytes: int
     free: bool
-    passing_bytes: tuple[int, ...] = ()
+    passing: tuple[tuple[tuple[Tensor, Sharding], int, bool], ...] = ()
+    kept: tuple[tuple[int, float], ...] = ()
     attention: Attention | None = None
     quantised_bytes: int = 0
     spared_bytes: int = 0
@@ -114,7 +116,7 @@ class Kernel:
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
-        return (*work, self.free, self.passing_bytes, self.attention, *narrow, *here, self.again)
+        return (*work, self.free, self.kept, self.attention, *narrow, *here, self.again)
 
     @cached_property
     def operand_bytes(self) -> float:
@@ -130,13 +132,15 @@ def kernel_of(
     forward: frozenset[str],
     quantised: set[tuple[Value, Value]],
     gathered: Mapping[Value, Value],
+    through: Mapping[Value, tuple[Value, ...]],
 ) -> Kernel:
     """The work of a fusion group.
 
     `fused` are the program's values that never reach HBM, `held` its `resident_values`, `forward` the names of the
     forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
     `quantised` has the operands that are there in eight bits already, each with its scales; those of this group join.
-    `gathered` says of operands that came in eight bits from which blocks.
+    `gathered` says of operands that came in eight bits from which blocks; `through`, of values that their readers make,
+    of what.
     """
     made = [i for i in reversed(members) if any(y not in fused for y in i.outputs)] or members[::-1]
     large = (i for i in made if any(y.local_size > 1 for y in i.outputs))
@@ -158,7 +162,7 @@ def kernel_of(
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
     passed, spared = _quantised(main, quantised, gathered) if _is_matmul(main) else (0, 0)
-    boundary = _boundary(members, fused, held, program.sliding_dims)
+    boundary = _boundary(members, fused, held, through, program.sliding_dims)
     free = all(_is_free(i) for i in members)
     return Kernel(
         main.operation.name,
@@ -175,6 +179,7 @@ def kernel_of(
         0 if free else boundary.padded,
         free,
         () if free else boundary.passing,
+        (),
         attention,
         passed,
         spared,
@@ -362,43 +367,55 @@ def _stretch(i: Instruction, sliding: frozenset[str]) -> float:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """What a group reads and writes, each buffer once: exact and padded bytes, and padded ones of what only passes."""
+    """What a group reads and writes, each buffer once: exact and padded bytes; of what only passes, whether written."""
 
     exact: int
     padded: int
-    passing: tuple[int, ...]
+    passing: tuple[tuple[tuple[Tensor, Sharding], int, bool], ...]
     at_hand: int
     read: int
     touched: tuple[tuple[tuple[Tensor, Sharding], int], ...]
 
 
 def _boundary(
-    members: Sequence[Instruction], fused: set[Value], held: set[Value], sliding: frozenset[str]
+    members: Sequence[Instruction],
+    fused: set[Value],
+    held: set[Value],
+    through: Mapping[Value, tuple[Value, ...]],
+    sliding: frozenset[str],
 ) -> _Boundary:
     inside = {y for i in members for y in i.outputs}
     operations = {i.operation for i in members}
     read: dict[tuple[Tensor, Sharding], tuple[int, int, bool]] = {}
     written: dict[tuple[Tensor, Sharding], tuple[int, int, bool]] = {}
-    for i in members:
+    needed: set[Value] = set()  # of what members make, what goes into something that is written
+    for i in reversed(members):
         if isinstance(i, Resident | Commit):
             continue
-        for n, x in enumerate(i.inputs):
-            if x not in inside:
-                found = (*_read(i, n, x, sliding), x not in held)
-                read[_buffer(x)] = max(read.get(_buffer(x), found), found)
-        made = {y: (y.tensor, y.sharding) if y in held else _buffer(y) for y in i.outputs if y not in fused}
+        stored = (y for y in i.outputs if y not in fused and y not in through)
+        made = {y: (y.tensor, y.sharding) if y in held else buffer_of(y) for y in stored}
         # What is derived from a buffer that lies outside is not written; who reads it derives it again.
-        written |= {b: (*_sizes(y, sliding), y not in held) for y, b in made.items() if b[0].operation in operations}
-    # Where nothing is written the readers of the results do this work; it is counted here, its traffic there.
-    moved = [*read.values(), *written.values()] if written else []
-    touched = [(b, padded) for b, (_, padded, passes) in (*read.items(), *written.items()) if written and not passes]
-    passing = tuple(sorted(padded for _, padded, passes in moved if passes))
+        own = {b: (*_sizes(y, sliding), y not in held) for y, b in made.items() if b[0].operation in operations}
+        if not own and needed.isdisjoint(i.outputs):
+            continue
+        written |= own
+        for n, x in enumerate(i.inputs):
+            needed.add(x)
+            for v in (x,) if x in inside else through.get(x, (x,)):
+                if v not in inside:
+                    found = (*(_read(i, n, x, sliding) if v is x else _sizes(v, sliding)), v not in held)
+                    read[buffer_of(v)] = max(read.get(buffer_of(v), found), found)
+    # Of what is not written the readers do the work; it is counted here, its traffic there.
+    moved = [*read.values(), *written.values()]
+    touched = [(b, padded) for b, (_, padded, passes) in (*read.items(), *written.items()) if not passes]
+    passing = [(b, padded, False) for b, (_, padded, passes) in read.items() if passes]
+    passing += [(b, padded, True) for b, (_, padded, passes) in written.items() if passes]
     here = sum(padded for _, padded, passes in read.values() if not passes)
     all_read = sum(padded for _, padded, _ in read.values())
     return _Boundary(
         sum(exact for exact, _, _ in moved),
         sum(padded for _, padded, _ in moved),
-        passing,
+        tuple(passing),
         here,
         all_read,
         tuple(touched),
@@ -417,7 +434,13 @@ def _sizes(v: Value, sliding: frozenset[str]) -> tuple[int, int]:
     return dtype.size_bytes(v.local_size), padded_value_bytes(v, dtype.itemsize, sliding)
 
 
-def _buffer(v: Value) -> tuple[Tensor, Sharding]:
+def stored_bytes(v: Value, sliding: frozenset[str]) -> int:
+    """Bytes, whole tiles, of what is in memory for a value."""
+    return _sizes(v, sliding)[1]
+
+
+def buffer_of(v: Value) -> tuple[Tensor, Sharding]:
+    """What is in memory for a value: another one, if it follows from that alone."""
     return _stored(v.tensor), v.sharding
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from meshlib.estimation.combining import combined
-from meshlib.estimation.kernels import forward_names, kernel_of, quantises, resident_values
+from meshlib.estimation.kernels import buffer_of, forward_names, kernel_of, quantises, resident_values, stored_bytes
 from meshlib.estimation.moves import Network, moves_of
 from meshlib.estimation.reuse import Recent
+from meshlib.estimation.through import made_by_readers
 from meshlib.estimation.units import Plan, Unit
 from meshlib.graph import UPDATE
 from meshlib.operation import Kind
@@ -75,6 +76,7 @@ class _Planner:
         self.numbers: dict[Value, int] = {}
         self.fused = fused_values(program)
         self.held = resident_values(program)
+        self.through = made_by_readers(program, self.fused, self.held, lambda v: stored_bytes(v, program.sliding_dims))
         self.quantised: set[tuple[Value, Value]] = set()
         self.narrow = narrow_values(program)
         self.gathered: dict[Value, Value] = {}  # what is gathered narrow -> what it is gathered from
@@ -108,11 +110,13 @@ class _Planner:
             moves = [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
         unit.moves = tuple((m, self.network.cost(m)) for m in moves)
         if first.is_collective:
+            self.recent.leave(map(buffer_of, operands))
             self.recent.moved_bytes += sum(y.local_bytes for i in members for y in i.outputs)
         else:
             unit.kernel = kernel_of(
-                self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered
+                self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered, self.through
             )
+            self.recent.pass_on(place, unit.kernel.passing, unit.kernel.padded_bytes)
             again = self.recent.touch(place, unit.kernel.touched, unit.kernel.padded_bytes)
             unit.kernel = replace(unit.kernel, again=again) if again else unit.kernel
             unit.product = bool(unit.kernel.matmuls)

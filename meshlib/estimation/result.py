@@ -12,6 +12,7 @@ from hardware.slices import Slice
 from meshlib.checks import at, whole
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation.fitting import DeviceMemory, memory_on
+from meshlib.estimation.host_input import InputTime
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.rows import BOUNDS, Row, rows_of
 from meshlib.estimation.scheduling import Schedule
@@ -52,13 +53,24 @@ class Estimate:
     step_overhead_seconds: float
     physics: Physics
     schedule: Schedule
+    input: InputTime | None = None
 
     # ------------------------------------------------------------ time, modelled
 
     @property
     def step_seconds(self) -> float:
-        """Time of one step. Modelled."""
+        """Time of one step: on the devices, or of its input where that takes longer. Modelled."""
+        return self.device_seconds + self.input_wait_seconds
+
+    @property
+    def device_seconds(self) -> float:
+        """Time of one step whose input is there. Modelled."""
         return self.schedule.seconds + self.jitter_seconds + self.step_overhead_seconds
+
+    @property
+    def input_wait_seconds(self) -> float:
+        """Time in which the devices wait for their input; 0 where no `input` was given. Modelled."""
+        return 0.0 if self.input is None else max(0.0, self.input.seconds - self.device_seconds)
 
     @property
     def jitter_seconds(self) -> float:
@@ -68,12 +80,16 @@ class Estimate:
     @property
     def lower_seconds(self) -> float:
         """The busiest engine alone: no schedule is faster. Modelled."""
-        return max(self.schedule.busy.values(), default=0.0)
+        return max([self._input_seconds, *self.schedule.busy.values()])
 
     @property
     def upper_seconds(self) -> float:
         """Everything one after the other. Modelled."""
-        return self.schedule.serial_seconds + self.jitter_seconds + self.step_overhead_seconds
+        return self.schedule.serial_seconds + self.jitter_seconds + self.step_overhead_seconds + self._input_seconds
+
+    @property
+    def _input_seconds(self) -> float:
+        return 0.0 if self.input is None else self.input.seconds
 
     @property
     def exposed_comm_seconds(self) -> float:
@@ -99,7 +115,7 @@ class Estimate:
     @cached_property
     def bound_seconds(self) -> Mapping[str, float]:
         """The step divided by what bounds it: computation by each group's bound, exposed communication by that of
-        the collectives, launches and overhead as latency. Modelled."""
+        the collectives, launches and overhead as latency, waiting for the hosts as input. Modelled."""
         totals = dict.fromkeys(BOUNDS, 0.0)
         sent = dict.fromkeys(BOUNDS, 0.0)
         for r in self.rows:
@@ -117,11 +133,13 @@ class Estimate:
         totals["latency"] += self.step_overhead_seconds
         totals["dcn"] += self.jitter_seconds
         totals["pcie"] += self.schedule.host_exposed_seconds
+        totals["input"] += self.input_wait_seconds
         return totals
 
     @property
     def bound(self) -> str:
-        """What takes most of the step: "mxu", "vpu", "hbm", "ici", "dcn", "pcie" or "latency". Modelled."""
+        """What takes most of the step: "mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency", or "input"
+        if that is waiting for the hosts. Modelled."""
         return max(self.bound_seconds, key=lambda name: self.bound_seconds[name])
 
     @property

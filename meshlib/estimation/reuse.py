@@ -4,6 +4,10 @@ A compiler leaves a buffer in VMEM between two uses if it has the room. Here a u
 since the use before, and the buffer itself, fit what a chip holds: the rule of a cache that forgets what was used least
 recently. A small network, the weights of a recurrent one and the cache of a short decode so cost HBM once.
 
+Of what only passes from kernel to kernel a chip's common memory (CMEM of v4) holds as much as what is moved in between
+leaves room for: a compiler that knows the uses puts a part there where the whole does not fit. Of what all who read it
+find there nothing is written to HBM.
+
 In a loop the use before may be one of the trip before. What goes from trip to trip without being read or written in HBM
 saves that in all trips but the first.
 
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from layouts import Sharding
 from meshlib.estimation.kernels import Kernel
@@ -41,6 +46,9 @@ class Recent:
     moved_bytes: int = 0
     _last: dict[Buffer, int] = field(default_factory=dict)
     _first: dict[Buffer, tuple[int, int, int]] = field(default_factory=dict)  # unit, bytes, room before it
+    _passes: dict[Buffer, list[tuple[int, int, int, int]]] = field(
+        default_factory=dict
+    )  # unit, bytes, moved till, with it
 
     @classmethod
     def of(cls, loop: Loop) -> Recent:
@@ -73,8 +81,35 @@ class Recent:
         self._last.update(dict.fromkeys(known, self.moved_bytes))
         return tuple(again)
 
+    def pass_on(self, unit: int, passing: Iterable[tuple[Buffer, int, bool]], moved_bytes: int) -> None:
+        """Note what one unit reads and writes of values that only pass, before what it moves is counted."""
+        before = self.moved_bytes
+        for buffer, size, written in passing:
+            if written or buffer in self._passes:
+                uses = [] if written else self._passes[buffer]
+                self._passes[buffer] = [*uses, (unit, size, before, before + moved_bytes)]
+
+    def leave(self, buffers: Iterable[Buffer]) -> None:
+        """Note that something other than a kernel reads them, and so in HBM."""
+        for buffer in buffers:
+            self._passes.pop(buffer, None)
+
+    def _kept(self) -> dict[int, list[tuple[int, float]]]:
+        """For each unit, the values that pass: bytes moved since the use before, and of the value."""
+        found: dict[int, list[tuple[int, float]]] = {}
+        for uses in self._passes.values():
+            between = [now - then for (_, _, _, then), (_, _, now, _) in pairwise(uses)]
+            for (unit, size, _, _), moved in zip(uses, [max(between, default=MOST_BYTES), *between], strict=True):
+                if moved < MOST_BYTES:
+                    found.setdefault(unit, []).append((moved, float(size)))
+        return found
+
     def close(self, units: Sequence[Unit]) -> None:
-        """Add to the units of a body what they find from the trip before."""
+        """Add to the units what they keep of the values that pass, and to those of a body what the trip before left."""
+        for place, kept in self._kept().items():
+            kernel = units[place].kernel
+            if kernel is not None:
+                units[place].kernel = replace(kernel, kept=tuple(sorted(kept)))
         for buffer, (place, size, before) in self._first.items():
             room = self.moved_bytes - self._last[buffer] + before
             kernel = units[place].kernel

@@ -12,7 +12,7 @@ from hardware.placement import CORES, DCN
 from meshlib.estimation.scheduling import Event, Schedule
 from meshlib.graph import FORWARD
 
-BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency")
+BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency", "input")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.checks import items
 from meshlib.errors import GraphError, SliceError
-from meshlib.estimation import Estimate, estimate
+from meshlib.estimation import Estimate, HostInput, estimate
 from meshlib.estimation.rows import BOUNDS
 from meshlib.files import replace_file
 from meshlib.program.records import Program
@@ -133,7 +133,7 @@ class Scaling:
 
 _COLOURS = {
     "mxu": "tab:blue", "vpu": "tab:cyan", "hbm": "tab:green", "ici": "tab:orange", "dcn": "tab:red",
-    "latency": "tab:gray",
+    "latency": "tab:gray", "input": "tab:brown",
 }  # fmt: skip
 
 
@@ -143,14 +143,17 @@ def _unit(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]
 
 
 def scaling(
-    program_builder: Callable[[Slice], Program], slices: Iterable[str | Slice], overlap: str = "independent"
+    program_builder: Callable[[Slice], Program],
+    slices: Iterable[str | Slice],
+    overlap: str = "independent",
+    input: HostInput | None = None,
 ) -> Scaling:
     """Estimates of a program over slices.
 
     Args:
       program_builder: takes a `hardware.Slice` and returns the program lowered for a mesh of its `devices`.
       slices: names or Slices, at least one; the first is what the others are compared with.
-      overlap: as `mtf.estimate`.
+      overlap, input: as of `mtf.estimate`.
     Raises: SliceError for an unknown slice or a program that does not fit one; GraphError for other bad arguments.
     Example:
       >>> import meshlib as mtf
@@ -173,7 +176,7 @@ def scaling(
             slice_ = name if isinstance(name, Slice) else Slice(name)
         except HardwareError as fault:
             raise SliceError(f"scaling: {fault}") from None
-        made.append(estimate(program_builder(slice_), slice_, overlap))
+        made.append(estimate(program_builder(slice_), slice_, overlap, input=input))
     if not made:
         raise GraphError("scaling: slices is empty; name at least one, such as 'v3-8'")
     return Scaling(tuple(made))

@@ -40,12 +40,28 @@ def _head(est: Estimate) -> list[str]:
         f"  HBM bytes        {bytes_text(est.hbm_bytes):>10}  exact, per device, at the boundaries of fusion groups",
         f"  sent bytes       {bytes_text(est.sent_bytes):>10}  exact, per device, in {len(program.collectives)} values",
     ]
+    if est.input is not None:
+        lines.append(_fed(est))
     if est.slice.usd_per_hour is not None:
         lines.append(
             f"  cost             {usd_text(est.usd(1000)):>10}  modelled, for 1,000 steps at the list price of "
             f"${est.slice.usd_per_hour:,.2f} an hour{_recalled(est.slice.chip, 'usd_per_chip_hour')}"
         )
     return lines
+
+
+def _fed(est: Estimate) -> str:
+    """What the hosts give, and whether the devices wait for it."""
+    given = est.input
+    assert given is not None
+    hosts = f"{given.hosts} host{'s' * (given.hosts > 1)}"
+    how = "over PCIe" if given.pcie_seconds > given.host_seconds else f"at {given.rate:,.0f} a second from each"
+    text = f"  input            {seconds_text(given.seconds):>10}  modelled; "
+    return f"{text}{given.examples:,} examples of {hosts}, {how}; " + (
+        f"the devices wait {seconds_text(est.input_wait_seconds)} a step"
+        if est.input_wait_seconds
+        else f"ready before the devices, which take {seconds_text(est.device_seconds)}"
+    )
 
 
 def _recalled(chip: Chip, figure: str) -> str:
@@ -112,6 +128,7 @@ def comparison(a: Estimate, b: Estimate) -> str:
         ("  upper bound", "seconds", a.upper_seconds, b.upper_seconds, "modelled"),
         ("computation", "seconds", a.compute_seconds, b.compute_seconds, "modelled"),
         ("communication", "seconds", a.comm_seconds, b.comm_seconds, "modelled"),
+        ("waiting for input", "seconds", a.input_wait_seconds, b.input_wait_seconds, "modelled"),
         ("exposed comm", "seconds", a.exposed_comm_seconds, b.exposed_comm_seconds, "modelled"),
         ("MFU", "share", a.mfu, b.mfu, "modelled"),
         ("MXU flops per device", "count", a.flops, b.flops, "exact"),

@@ -153,13 +153,10 @@ class Times:
         wanted = max(0.0, kernel.at_hand_bytes - found)
         return min(most, hbm_seconds(self.chip, min(wanted, vmem_bytes(self.chip) // 2)))
 
-    def _on_chip(self, kernel: Kernel) -> int:
-        """Bytes at the boundary that stay in the chip's common memory, where it has one (CMEM of v4).
-
-        Assumed: of each value that only passes from group to group, as much as it holds.
-        """
+    def _on_chip(self, kernel: Kernel) -> float:
+        """Bytes at the boundary that stay in the chip's common memory, where it has one (CMEM of v4)."""
         held = self.chip.cmem_bytes // self.chip.devices_per_chip
-        return sum(min(size, held) for size in kernel.passing_bytes) if held else 0
+        return sum(min(size, max(0, held - moved)) for moved, size in kernel.kept)
 
     def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
         chip, physics = self.chip, self.physics

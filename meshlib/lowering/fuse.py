@@ -10,6 +10,12 @@ makes: the gradient of the head's weights is there before the layers' backward p
 Such a group ends in a reduction, because somebody may need all of its result first. But what a softmax or a norm makes
 of one row depends on that row alone, and rows fit VMEM. So when the order is known, element-wise groups and reductions
 over minor dims, of which one reads what another makes, are joined: what passes between them never reaches HBM either.
+
+Sums over rows (of a batch norm, of a bias's gradient) need all of what they add up, but nothing waits for them in the
+kernel that makes it: they are taken on the way, before its blocks leave VMEM, of a product too. Sums of one value that
+no kernel of this kind makes are taken in one pass.
+
+Source: openxla/xla multi_output_fusion (a producer with its reductions, and reductions that share an operand).
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from meshlib.program.records import Program
 
 _FUSIBLE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 _BY_ROW = (*_FUSIBLE, Kind.REDUCTION)
+_STREAMED = (*_BY_ROW, Kind.CONTRACTION)
 
 
 @dataclass(eq=False)
@@ -131,11 +138,28 @@ def join_rows(program: Program) -> Program:
     return program.with_instructions(numbered(_RowJoiner(program).run()))
 
 
+def _totals(group: Sequence[Instruction]) -> set[Value]:
+    """Sums over rows, and what follows from them in the group."""
+    found: set[Value] = set()
+    for i in group:
+        if not keeps_rows(i) or not found.isdisjoint(i.inputs):
+            found.update(i.outputs)
+    return found
+
+
+def _spread_again(group: Sequence[Instruction], totals: set[Value]) -> bool:
+    """Whether a group makes of its totals something larger: then it reads what it sums up a second time."""
+    largest = max((y.local_size for i in group if not keeps_rows(i) for y in i.outputs), default=0)
+    return any(y in totals and y.local_size > largest for i in group for y in i.outputs)
+
+
 class _RowJoiner:
     def __init__(self, program: Program) -> None:
         self.groups = groups_of(program)
         self.joined: list[list[Instruction]] = []
         self.open: list[bool] = []  # whether others may join
+        self.sums: dict[Value, int] = {}  # what sums of a group of their own read, and its place
+        self.totals: set[Value] = set()  # sums over rows, and what follows from them in their groups
         self.maker: dict[Value, tuple[int, Instruction]] = {}
         self.sources: dict[Value, list[Instruction]] = {}  # groups of nothing but sources, by what they make
 
@@ -146,14 +170,21 @@ class _RowJoiner:
                 self.sources.update((y, group) for i in group for y in i.outputs)
                 continue
             by_row = all(isinstance(i, Compute) and _kind(i) in _BY_ROW for i in group)
+            totals = _totals(group) if by_row else set()
             place = self._place(group) if by_row else None
+            if totals and not _spread_again(group, totals):
+                place = self._summed_at(group, place)
             if place is None:
                 place = len(self.joined)
                 self.joined.append([])
                 self.open.append(by_row)
-            self.joined[place] += group
-            self.maker.update({y: (place, i) for i in group for y in i.outputs})
+            self.totals |= totals
+            self._put(group, place)
         return list(self._with_sources())
+
+    def _put(self, group: Sequence[Instruction], place: int) -> None:
+        self.joined[place] += group
+        self.maker.update({y: (place, i) for i in group for y in i.outputs})
 
     def _place(self, group: list[Instruction]) -> int | None:
         """The group that makes the last of what this one reads, if they can run row by row together."""
@@ -163,6 +194,36 @@ class _RowJoiner:
             return None
         whole = any(place == last and not keeps_rows(i) for place, i in read)
         return None if whole else last
+
+    def _summed_at(self, group: list[Instruction], beside: int | None) -> int | None:
+        """Where sums run: in the kernel of the product that they add up, else `beside` others, else with sums of the same.
+
+        What is made again for each reader anyway, such as the cast to float32 in between, goes with them.
+        """
+        between = [] if beside is None else self.joined[beside]
+        if not all(i.operation.kind.repeated or i.outputs[0] in self.totals for i in between):
+            return beside
+        place = self._streamed_at([*between, *group])
+        if place is not None and beside is not None:
+            self.joined[beside] = []
+            self._put(between, place)
+        if place is not None or beside is not None:
+            return beside if place is None else place
+        read = [x for i in group for x in i.inputs if x in self.maker]
+        last = max((self.maker[x][0] for x in read), default=-1)
+        place = max((self.sums[x] for x in read if x in self.sums), default=-1)
+        self.sums.update((x, len(self.joined)) for x in read if x not in self.sums)
+        return place if place > last else None
+
+    def _streamed_at(self, group: Sequence[Instruction]) -> int | None:
+        """The kernel of a product that makes the last of what a group reads."""
+        own = {y for i in group for y in i.outputs}
+        read = {x: self.maker[x][0] for i in group for x in i.inputs if x in self.maker and x not in own}
+        last = max(read.values(), default=-1)
+        kinds = {_kind(i) for i in self.joined[last]} if last >= 0 else set()
+        if Kind.CONTRACTION not in kinds or not kinds <= {*_STREAMED}:
+            return None
+        return None if any(place == last and x in self.totals for x, place in read.items()) else last
 
     def _with_sources(self) -> Iterator[list[Instruction]]:
         """The groups, each of nothing but sources before the first that uses it; others at the end."""

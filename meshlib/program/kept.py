@@ -65,7 +65,7 @@ class Kept:
         users: dict[Value, int] = {}
         for n, i in enumerate(program.instructions):
             users.update(dict.fromkeys(i.inputs, n))
-            asked.update(x for k, x in enumerate(i.inputs) if not _reads_through(i, k))
+            asked.update(x for k, x in enumerate(i.inputs) if not reads_through(i, k))
         # One kernel reads all operands of a group.
         groups = {i.group: n for n, i in enumerate(program.instructions)}
         uses = {x: n for x, n in program.last_use.items() if x not in self.written}
@@ -176,7 +176,7 @@ def _looks_up_near(i: Compute) -> bool:
     return table <= NEAR_BYTES and table < i.outputs[0].local_bytes
 
 
-def _reads_through(i: Instruction, n: int) -> bool:
+def reads_through(i: Instruction, n: int) -> bool:
     """Whether an instruction can make its operand `n` on the way."""
     if isinstance(i, Move):
         return not i.is_collective

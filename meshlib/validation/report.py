@@ -1,4 +1,4 @@
-"""A validation as text: training runs, micro-benchmarks, what misses and why, what is not expressed, the constants."""
+"""A validation as text: training runs, residual networks, micro-benchmarks, misses, what is left out, the constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREDICTIONS = {
 
 def report(v: Validation) -> str:
     """`str` of a Validation."""
-    lines = [*_training(v), *_benchmarks(v)]
+    lines = [*_training(v), *_images(v), *_benchmarks(v)]
     if v.scored:
         lines.append(_summary("all", v.scored))
     apart = [r for r in v.rows if r.apart and r.error is not None]
@@ -55,6 +55,18 @@ def _training(v: Validation) -> list[str]:
         lines += ["", f"misses beyond {MISS:.0%}, and what is not modelled:"]
         lines += [f"  {r.name} {_percent(r.error)}: {unmodelled(r)}" for r in misses]
     return [*lines, "", "constants:", *(f"  {line}" for line in str(v.physics).splitlines()), ""]
+
+
+def _images(v: Validation) -> list[str]:
+    if not v.images:
+        return []
+    head = ("residual network", "chip", "predicted", "measured", "error")
+    lines = grid([head, *((r.name, r.chip, *_times(r), _percent(r.error)) for r in v.images)], right=(2, 3, 4))
+    lines += ["", _summary("residual networks, by the constants above, which were not fitted to them", v.images)]
+    for r in v.images:
+        if r.images is not None and r.images.assumed:
+            lines.append(f"  left open by {r.name}: {'; '.join(r.images.assumed)}")
+    return [*lines, ""]
 
 
 def _benchmarks(v: Validation) -> list[str]:

@@ -166,8 +166,6 @@ def _model(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise NotExpressed(f"the operation {str(model['op'])[:60]!r} is not expressed as rows yet")
     if "moe" in arch.lower() or any("expert" in key and size for key, size in model.items()):
         raise NotExpressed("mixture-of-experts layers are not in the library yet")
-    if "cnn" in arch.lower() or "image" in model or "patch" in model:
-        raise NotExpressed("training of convolutional networks is not expressed as rows yet")
     if arch.startswith("encoder-decoder"):
         raise NotExpressed("it does not say how long the sequences on either side are")
     if "inference" in str(row.get("kind")) or "phase" in (row.get("batch") or {}):

@@ -1,14 +1,16 @@
 """Predicted beside published: each measurement is written as a program, lowered and estimated.
 
-What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`) and
-training runs of dense Transformers (`runs`, `training`); every other row is listed with the reason why not.
+What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`), training
+runs of dense Transformers (`runs`, `training`) and of residual networks (`images`, `image_training`); every other row
+is listed with the reason why not.
 
     python -m meshlib validate                                  the set in the package
     python -m meshlib validate --file published_results.json    rows of that format
     python -m meshlib validate --refit                          with the constants fitted to those rows
 
-Training runs are predicted three times: with the calibrated constants, with constants fitted to the runs of all other
-chips, and by the naive rule (`naive`), each of these with and without the chip.
+Runs of Transformers are predicted three times: with the calibrated constants, with constants fitted to the runs of all
+other chips, and by the naive rule (`naive`), each of these with and without the chip. Residual networks are predicted
+by the same constants, which know nothing of them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from meshlib.errors import GraphError, MeshlibError
 from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.validation import micro
 from meshlib.validation.calibrate import Case, fit, left_out
+from meshlib.validation.image_training import PreparedImages, prepare_images
+from meshlib.validation.images import ImageRun, image_run_of, is_of_images
 from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.published import ROWS
@@ -43,7 +47,7 @@ class Checked:
     Attributes:
       name, family, chip: of the row.
       why_not: why there is no prediction; apart: why there is one that does not count.
-      run: the training run; None for micro-benchmarks and what is not expressed.
+      run: the training run of a Transformer; images: that of a residual network; None for other rows.
       left_out_seconds: with constants fitted to other chips; naive_seconds, naive_left_out_seconds: by the naive rule.
     """
 
@@ -55,6 +59,7 @@ class Checked:
     why_not: str = ""
     apart: str = ""
     run: Run | None = None
+    images: ImageRun | None = None
     left_out_seconds: float | None = None
     naive_seconds: float | None = None
     naive_left_out_seconds: float | None = None
@@ -86,13 +91,18 @@ class Validation:
 
     @property
     def training(self) -> tuple[Checked, ...]:
-        """Of `scored`, training runs."""
+        """Of `scored`, training runs of Transformers."""
         return tuple(r for r in self.scored if r.run is not None)
+
+    @property
+    def images(self) -> tuple[Checked, ...]:
+        """Of `scored`, training runs of residual networks."""
+        return tuple(r for r in self.scored if r.images is not None)
 
     @property
     def benchmarks(self) -> tuple[Checked, ...]:
         """Of `scored`, micro-benchmarks."""
-        return tuple(r for r in self.scored if r.run is None)
+        return tuple(r for r in self.scored if r.run is None and r.images is None)
 
     def errors(self, family: str | None = None) -> list[float]:
         """Absolute relative errors of the scored rows, of one family or of all."""
@@ -156,6 +166,10 @@ def check_row(row: Mapping[str, Any]) -> Checked:
         if kind:
             predicted, measured = micro.seconds_of(row)
             return replace(checked, predicted_seconds=predicted, measured_seconds=measured)
+        if is_of_images(row):
+            found = image_run_of(row)
+            checked = replace(checked, family=found.family, images=found)
+            return replace(checked, measured_seconds=found.measured_seconds, apart=found.apart)
         run = run_of(row)
         return replace(checked, family=run.family, run=run, measured_seconds=run.measured_seconds, apart=run.apart)
     except NotExpressed as fault:
@@ -167,14 +181,17 @@ def check_row(row: Mapping[str, Any]) -> Checked:
 def _with_runs(checked: Sequence[Checked], refit: bool) -> Validation:
     """Fill in the times of training runs."""
     prepared: dict[int, Prepared] = {}
+    of_images: dict[int, PreparedImages] = {}
     rows = list(checked)
     for n, row in enumerate(rows):
-        if row.run is not None:
-            try:
+        try:
+            if row.run is not None:
                 prepared[n] = prepare(row.run)
-            except _UNREADABLE as fault:
-                why = f"its program is refused: {fault}".splitlines()[0]
-                rows[n] = replace(row, run=None, measured_seconds=None, apart="", why_not=why)
+            elif row.images is not None:
+                of_images[n] = prepare_images(row.images)
+        except _UNREADABLE as fault:
+            why = f"its program is refused: {fault}".splitlines()[0]
+            rows[n] = replace(row, run=None, images=None, measured_seconds=None, apart="", why_not=why)
     counted = {n: p for n, p in prepared.items() if not p.run.apart}
     cases = [Case(p.run.name, p.run.chip, p.run.measured_seconds, p.seconds) for p in counted.values()]
     physics = fit(cases) if refit and cases else CALIBRATED
@@ -189,4 +206,6 @@ def _with_runs(checked: Sequence[Checked], refit: bool) -> Validation:
             naive_seconds=naive_seconds(p.run, runs) if n in counted else None,
             naive_left_out_seconds=naive_without_chip_seconds(p.run, runs) if n in counted else None,
         )
+    for n, found in of_images.items():
+        rows[n] = replace(rows[n], predicted_seconds=found.seconds(physics))
     return Validation(tuple(rows), physics)

@@ -43,6 +43,7 @@ WIDTHS: MappingProxyType[int, tuple[int, ...]] = MappingProxyType(
         64: (16, 16, 8, 4, 2),
         128: (16, 16, 8, 4, 2, 1),
         256: (16, 16, 8, 8, 4, 2, 1),
+        512: (16, 16, 8, 8, 4, 2, 1, 1),
     }
 )
 
@@ -53,7 +54,7 @@ class BigGANConfig:
     of the class in the discriminator.
 
     Args:
-      side: of images, one of `WIDTHS`: 16 to 256.
+      side: of images, one of `WIDTHS`: 16 to 512.
       channels, classes: of images.
       features: channels of the widest images' features, that all others are multiples of.
       z: numbers of noise, cut evenly for the first features and each block.

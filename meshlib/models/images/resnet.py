@@ -178,7 +178,8 @@ def resnet(config: ResNetConfig, images: Tensor, is_training: bool) -> tuple[Ten
 
     Args:
       config: what it is.
-      images: [batch, height, width, image_channels] in sizes of the config, float; normalised as you like.
+      images: [batch, height, width, image_channels] in sizes of the config, float; normalised as you like. Other dims
+        may come before the batch.
       is_training: whether batch norm takes statistics of the batch; it returns updates then.
     Returns: [batch, classes] in float32 (float64 if the numerics are).
     Raises: GraphError for images of other dims.

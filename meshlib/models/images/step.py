@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from layouts import Dimension
+from collections.abc import Sequence
+
+from layouts import Dimension, Shape
 from meshlib import layers
 from meshlib.checks import at, whole
 from meshlib.errors import GraphError
@@ -10,6 +12,7 @@ from meshlib.graph import Operation, Tensor
 from meshlib.models.images.resnet import ResNetConfig, resnet
 from meshlib.models.images.tower import BATCH, image_dims
 from meshlib.models.images.vit import ViTConfig, vit
+from meshlib.ops.building import as_dims
 from meshlib.ops.elementwise import cast, equal
 from meshlib.ops.ranking import argmax
 from meshlib.ops.reduce import reduce_mean, reduce_sum
@@ -27,7 +30,10 @@ def classifier(config: ImageConfig, images: Tensor, is_training: bool) -> tuple[
 
 
 def image_step(
-    config: ImageConfig, batch: int, optimizer: Optimizer, max_norm: float | None = None
+    config: ImageConfig,
+    batch: int | Sequence[Dimension],
+    optimizer: Optimizer,
+    max_norm: float | None = None,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
     """What one training step of a model of images is lowered from; call it inside a graph.
 
@@ -35,7 +41,8 @@ def image_step(
 
     Args:
       config: of the model.
-      batch: examples of one step, all cores together.
+      batch: examples of one step, all cores together; or dims, the last called batch, such as [replicas, batch], which
+        the inputs have: of a ResNet with groups=replicas the batch norm is that of groups of cores.
       optimizer: of all variables; `mtf.optimize.NORMS_AND_BIASES` names those that are not decayed.
       max_norm: clip all gradients together to this norm.
     Returns: the outputs "loss", with label smoothing, and "accuracy" of the batch, and the updates, those of moving
@@ -64,7 +71,7 @@ def image_step(
     return outputs, optimizer.minimize(loss, max_norm=max_norm) + updates
 
 
-def image_evaluation(config: ImageConfig, batch: int) -> dict[str, Tensor]:
+def image_evaluation(config: ImageConfig, batch: int | Sequence[Dimension]) -> dict[str, Tensor]:
     """What an evaluation step is lowered from; call it inside a graph of its own, with the batch that it likes.
 
     Its inputs are images and labels as of `image_step`, and mask, float32 [batch]: 1 for examples that count, 0 for
@@ -75,7 +82,7 @@ def image_evaluation(config: ImageConfig, batch: int) -> dict[str, Tensor]:
     Raises: GraphError for a batch that is none.
     """
     images, labels = _inputs(config, batch, "image_evaluation")
-    mask = given("mask", [images.shape.dim(BATCH)])
+    mask = given("mask", labels.shape)
     logits, _ = classifier(config, images, False)
     classes = logits.shape.dim("classes")
     losses = layers.softmax_cross_entropy_with_logits(logits, labels, classes)
@@ -87,11 +94,17 @@ def image_evaluation(config: ImageConfig, batch: int) -> dict[str, Tensor]:
     }
 
 
-def _inputs(config: ImageConfig, batch: int, what: str) -> tuple[Tensor, Tensor]:
+def _inputs(config: ImageConfig, batch: int | Sequence[Dimension], what: str) -> tuple[Tensor, Tensor]:
     if not isinstance(config, ImageConfig):
         raise GraphError(f"{at(what)}: expected a config of an image model, got {type(config).__name__} {config!r:.80}")
-    if whole(batch, what, "batch") < 1:
-        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
-    examples = Dimension(BATCH, batch)
-    images = given("images", [examples, *image_dims(config)])
-    return images, given("labels", [examples], "int32")
+    examples: tuple[Dimension, ...]
+    if isinstance(batch, Sequence):
+        examples = as_dims(batch, what)
+        if not examples or examples[-1].name != BATCH:
+            raise GraphError(f"{at(what)}: the last dim of batch must be called '{BATCH}', got {Shape(examples)}")
+    else:
+        if whole(batch, what, "batch") < 1:
+            raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
+        examples = (Dimension(BATCH, batch),)
+    images = given("images", [*examples, *image_dims(config)])
+    return images, given("labels", examples, "int32")

@@ -144,10 +144,10 @@ def image_dims(config: Images) -> list[Dimension]:
 
 
 def check_images(config: Images, images: Tensor, what: str) -> None:
-    """Raise GraphError unless the images are [batch, height, width, image_channels] in sizes of the config."""
+    """Raise GraphError unless the images are [..., batch, height, width, image_channels] in sizes of the config."""
     for d in image_dims(config):
         find_dim(floats(images, what), d, what)
-    if images.shape.names != (BATCH, HEIGHT, WIDTH, COLOURS):
+    if images.shape.names[-4:] != (BATCH, HEIGHT, WIDTH, COLOURS):
         raise GraphError(f"{at(what)}: images must have the dims {BATCH}, {HEIGHT}, {WIDTH}, {COLOURS}, got {images}")
 
 
