@@ -23,7 +23,7 @@ from meshlib.graph import (
     current_scope,
     innermost,
 )
-from meshlib.loop_record import LoopRecord, Operands, Results
+from meshlib.loop_record import Active, LoopRecord, Operands, Results
 from meshlib.names import free_name, relative_name
 from meshlib.operation import Array, Block, Factor, Kind, Role, Work, operation
 from meshlib.ops.building import build_source, tensor
@@ -181,6 +181,7 @@ def make_loop(
     has_accumulators: bool = False,
     stack: bool = False,
     remat: Policy | Parts = "full",
+    active: Active | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Record the body in a graph of its own, and the loop that holds it."""
     outer = innermost([*carries, *xs], what)
@@ -223,6 +224,7 @@ def make_loop(
         Results(results[: len(carries)], results[len(carries) :], befores, tuple(where for _, where in kept)),
         tuple(y for y, _ in kept),
         tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
+        active,
     )
     types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
     # as in "layers/scan:feed_forward/wi"

@@ -292,6 +292,8 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     if graph.parent is None:
         return value
     outer = _slice_for(graph.parent, value)
+    if graph.chosen is not None:
+        return _chosen(graph, outer, *graph.chosen)
     if graph.stacks is None or outer in graph.stacked:
         return graph.stacked.get(outer, outer)
     shape = Shape([d for d in outer.shape if d != graph.stacks])
@@ -303,6 +305,17 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     graph.stacked[outer] = op.output
     graph.outside[op.output] = outer
     return op.output
+
+
+def _chosen(graph: Graph, value: Tensor, dim: Dimension, index: Tensor) -> Tensor:
+    """What the stages of a pipeline see of a variable in this trip: each its own index of `dim`."""
+    from meshlib.ops.index import gather
+
+    if value not in graph.choices:
+        inside = "/".join(graph.scope)
+        with graph, absolute_scope(inside):
+            graph.choices[value] = gather(value, index, dim, name=relative_name(value.name, inside))
+    return graph.choices[value]
 
 
 def step() -> Tensor:
