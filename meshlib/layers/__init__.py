@@ -33,7 +33,7 @@ from meshlib.layers.loss import smooth_l1_loss as smooth_l1_loss
 from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm as layer_norm
 from meshlib.layers.norms import rms_norm as rms_norm
-from meshlib.layers.pipeline import pipeline as pipeline
+from meshlib.layers.pipelining import pipeline as pipeline
 from meshlib.layers.pooling import avg_pool2d as avg_pool2d
 from meshlib.layers.pooling import avg_pool3d as avg_pool3d
 from meshlib.layers.pooling import max_pool2d as max_pool2d
@@ -47,7 +47,7 @@ from meshlib.layers.projection import feed_forward as feed_forward
 from meshlib.layers.relative import relative_position_bias as relative_position_bias
 from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
 from meshlib.layers.scaling import us_einsum as us_einsum
-from meshlib.layers.schedule import schedule as schedule
+from meshlib.layers.turns import schedule as schedule
 from meshlib.layers.set_norms import batch_norm as batch_norm
 from meshlib.layers.set_norms import conditional_batch_norm as conditional_batch_norm
 from meshlib.layers.set_norms import group_norm as group_norm

@@ -14,9 +14,9 @@ from itertools import islice
 from meshlib.differentiation import gradients, is_wanted
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.loop_record import LoopRecord
+from meshlib.ops.elementwise import where
 from meshlib.ops.host import from_host
 from meshlib.ops.loop import make_loop
-from meshlib.ops.elementwise import where
 from meshlib.ops.shape import rename_dimension, transpose
 from meshlib.ops.sources import constant_full
 from meshlib.ops.stages import active_mask

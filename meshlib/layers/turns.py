@@ -86,7 +86,7 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        letters = [_letter(repeat) for repeat in range(self.repeats)]
+        letters = [_letter(repeat) for repeat in range(self.repeats)] if self.repeats > 1 else [""]
         rows = [
             [f"stage {stage}", *("." if turn is None else f"{turn.microbatch}{letters[turn.repeat]}" for turn in row)]
             for stage, row in enumerate(zip(*self.turns, strict=True))
@@ -99,7 +99,7 @@ class Schedule:
 
 
 def _letter(repeat: int) -> str:
-    """a, b, ... z, aa, ab, ...; the first is nothing where it is the only one."""
+    """The runs of layers as a, b, ... z, aa, ab, ..."""
     text = ""
     while repeat >= 0:
         repeat, last = divmod(repeat, 26)

@@ -1,9 +1,9 @@
 """A pipeline: layers split into stages that lie on different devices, and work on different microbatches at a time.
 
 The stages are a dim. In a trip of one loop all of them run at once, each on the microbatch that has got to it: what
-they read has the dim, their weights have it, and named dims do the rest. Between trips everything moves on by one stage,
-which is a shift along the dim. Where a rule lays the dim over an axis (`stage:pipe`), each device holds the weights of
-its stages, and the shift is the only thing that is sent. `meshlib.layers.schedule` says who does what when.
+they read has the dim, their weights have it, and named dims do the rest. Between trips everything moves on by one
+stage, which is a shift along the dim. Where a rule lays the dim over an axis (`stage:pipe`), each device holds the
+weights of its stages, and the shift is the only thing that is sent. `meshlib.layers.turns` says who does what when.
 
 A device is a part of one program and can't sit idle: it computes in a bubble too, on zeros and on what is left. None of
 that reaches a result: it is no part of what is cut out at the end, nor of the sums of gradients and losses.
@@ -25,7 +25,7 @@ from meshlib.checks import at, items, whole
 from meshlib.dtypes import BOOL, FLOAT32, FLOAT64, INT32
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import Tensor, current_graph, find_dim, innermost
-from meshlib.layers.schedule import Schedule, schedule
+from meshlib.layers.turns import Schedule, schedule
 from meshlib.names import free_name
 from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import add, cast, where
