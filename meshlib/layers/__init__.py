@@ -47,10 +47,10 @@ from meshlib.layers.projection import feed_forward as feed_forward
 from meshlib.layers.relative import relative_position_bias as relative_position_bias
 from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
 from meshlib.layers.scaling import us_einsum as us_einsum
-from meshlib.layers.turns import schedule as schedule
 from meshlib.layers.set_norms import batch_norm as batch_norm
 from meshlib.layers.set_norms import conditional_batch_norm as conditional_batch_norm
 from meshlib.layers.set_norms import group_norm as group_norm
 from meshlib.layers.spectral import spectral_norm as spectral_norm
+from meshlib.layers.turns import schedule as schedule
 
 _show(globals(), ["meshlib.layers."])

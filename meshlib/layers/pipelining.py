@@ -201,16 +201,16 @@ class _Run:
         rest = iter(tables)
         graph.held = (self.stage,)
         if plan.repeats > 1:
-            enters, turns = next(rest), next(rest)
+            goes_on, turns = next(rest), next(rest)
             graph.held, graph.chosen = (self.repeat, self.stage), (self.repeat, turns)
         beside = []
         if self.beside:
             place = next(rest)
             beside = [gather(graph.adopt(t), place, self.micro) for t in self.beside]
         y, sums = self._stages(x, beside)
-        moved = shift(y, 1, self.stage, wrap=plan.repeats > 1, name="to_next_stage")
-        after = add(following, moved) if plan.repeats == 1 else where(enters, following, moved)
-        return [after, *(where(works, t, 0, output_shape=t.shape) for t in sums)], [y]
+        sent = y if plan.repeats == 1 else where(goes_on, y, 0, output_shape=y.shape)
+        moved = shift(sent, 1, self.stage, wrap=plan.repeats > 1, name="to_next_stage")
+        return [add(following, moved), *(where(works, t, 0, output_shape=t.shape) for t in sums)], [y]
 
     def _stages(self, x: Tensor, beside: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """What all stages make, and what is to be summed, both checked."""
@@ -238,16 +238,18 @@ class _Run:
     # ------------------------------------------------------------ what goes in and out
 
     def _tables(self) -> list[Tensor]:
-        """Per trip and stage, where they are needed: whether x enters, which repeat it is, and which microbatch."""
+        """Per trip and stage, where they are needed: whether the microbatch goes on, which repeat it is, and which one.
+
+        The last stage sends nothing to the first once a microbatch has come round for the last time: so what the first
+        stage gets is what is sent to it, or enters, and their sum in any case.
+        """
         plan, graph = self.plan, current_graph("pipeline")
         shape = Shape([self.trip, self.stage])
         made = []
         if plan.repeats > 1:
-            # Of the carry after this trip.
-            after = [plan.turn(trip + 1, 0) for trip in np.arange(plan.trips).tolist()]
-            enters = np.zeros(shape.sizes, np.bool_)
-            enters[:, 0] = [turn is None or turn.repeat == 0 for turn in after]
-            made.append(table(graph, enters, shape, BOOL, "enters"))
+            goes_on = np.ones(shape.sizes, np.bool_)
+            goes_on[:, -1] = [row[-1] is not None and row[-1].repeat < plan.repeats - 1 for row in plan.turns]
+            made.append(table(graph, goes_on, shape, BOOL, "goes_on"))
             turns = [[0 if turn is None else turn.repeat for turn in row] for row in plan.turns]
             made.append(table(graph, np.array(turns, np.int32), shape, INT32, "turns"))
         if self.beside:

@@ -32,6 +32,7 @@ from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute, summarised
 from meshlib.simulation.buffers import Buffers
+from meshlib.simulation.parts import PartialTrips
 
 Array = np.ndarray[Any, Any]
 _NONE: Mapping[Value, Array] = MappingProxyType({})
@@ -97,6 +98,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         }
         self._targets: Mapping[Value, Array] = _NONE  # where the run that is on writes
         self._stacks: dict[Loop, list[Array]] = {}
+        self._partial = {i: PartialTrips(i, self.bodies[i]) for i in self.bodies if i.record.active is not None}
 
     # ------------------------------------------------------------ planning
 
@@ -151,7 +153,7 @@ class FastExecutor(Interpreter[Array, Engine]):
     ) -> Iterable[Array]:
         """As everywhere; operands of products are rounded besides."""
         if isinstance(i, Round):
-            return [round_to_bfloat16(inputs[0], out=self._targets.get(i.outputs[0]))]
+            return [round_to_bfloat16(inputs[0], out=self.target(i.outputs[0]))]
         return super().results(program, i, inputs, values, context)
 
     def loop(self, i: Loop, inputs: Sequence[Array], context: Engine) -> list[Array]:
@@ -165,14 +167,25 @@ class FastExecutor(Interpreter[Array, Engine]):
         inside = self.bodies[i]
         stacked = [i.body.outputs[name] for name in i.stacks]
         places = [stack[trip, ...] for stack in self._stacks_of(i)]
+        if i in self._partial and (run := self._partial[i].of(trip)) is not None:
+            made = self._partial[i].trip(given, context, run, dict(zip(stacked, places, strict=True)))
+            return made | dict(zip(stacked, places, strict=True))
         into = {v: place for v, place in zip(stacked, places, strict=True) if v in inside.buffers.fixed}
-        inside._targets = {**inside.buffers.begin(()), **into}
+        inside.begin_trip(into)
         made = inside.run(inside.ready, given, context)
         for v, place in zip(stacked, places, strict=True):
             if made[v] is not place:
                 place[...] = made[v]
         # Copied, because the next trip writes into the same buffers.
         return made | {i.body.outputs[end]: made[i.body.outputs[end]].copy() for _, end in i.carries}
+
+    def begin_trip(self, into: Mapping[Value, Array] = _NONE) -> None:
+        """Make the buffers ready for a run of this body; what is stacked is written `into` its place."""
+        self._targets = {**self.buffers.begin(()), **into}
+
+    def target(self, y: Value) -> Array | None:
+        """The buffer that a value is written to in the run that is on, if it has one."""
+        return self._targets.get(y)
 
     def sliced(self, x: Array, trip: int, axis: int) -> Array:
         """A view where the loop's dim comes first."""
@@ -224,7 +237,7 @@ class FastExecutor(Interpreter[Array, Engine]):
             return self._compute_apart(i, inputs, context, looped)
         types = tuple(x.tensor.type for x in i.inputs)
         outs = tuple(y.tensor.type for y in i.outputs)
-        buffer = self._targets.get(i.outputs[0])
+        buffer = self.target(i.outputs[0])
         return compute(i.operation, types, outs, inputs, self.zero_offsets[i], context, buffer)
 
     def _looped_axes(self, i: Compute) -> tuple[str, ...]:
