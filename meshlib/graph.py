@@ -238,6 +238,8 @@ class Graph:
     held: tuple[Dimension, ...] = ()
     chosen: tuple[Dimension, Tensor] | None = None
     choices: dict[Tensor, Tensor] = field(default_factory=dict)
+    # whether each of the indices that `LoopRecord.active` speaks of works in this trip
+    working: Tensor | None = None
     _counts: dict[str, int] = field(default_factory=dict)
     _tokens: list[Any] = field(default_factory=list)
 

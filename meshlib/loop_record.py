@@ -81,6 +81,7 @@ class LoopRecord:
     needs     which operands the body computes with, by number: the others led to what it is given, and matter to
               gradients alone
     active    which indices of a dim of the values inside count in which trip; None: all
+    working   the same as a value of the body, a slice of a table
     """
 
     dim: Dimension
@@ -91,6 +92,7 @@ class LoopRecord:
     kept: tuple[Tensor, ...]
     needs: tuple[int, ...]
     active: Active | None = None
+    working: Tensor | None = None
 
     @property
     def carries(self) -> int:

@@ -34,7 +34,6 @@ from meshlib.ops.loop import make_loop
 from meshlib.ops.remat import Policy, checked_policy
 from meshlib.ops.shape import rename_dimension, reshape, transpose
 from meshlib.ops.sources import constant_like
-from meshlib.ops.stages import active_mask
 from meshlib.ops.table import table
 from meshlib.ops.window import pad, shift, slice
 
@@ -186,7 +185,7 @@ class _Run:
         with graph:
             fed = self._fed(graph.adopt(x))
             first = reshape(slice(fed, 0, 1, self.trip.name), fed.shape.dims[1:])
-            slices = [shift(fed, -1, self.trip, wrap=False), active_mask(self.active, self.trip), *self._tables()]
+            slices = [shift(fed, -1, self.trip, wrap=False), *self._tables()]
             body = self._body
             finals, (ys,) = make_loop(
                 "pipeline", body, [first], slices, self.trip, False, name, True, remat=policy, active=self.active
@@ -196,8 +195,9 @@ class _Run:
     # ------------------------------------------------------------ one trip
 
     def _body(self, carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        (x,), (following, works, *tables) = carries, slices
+        (x,), (following, *tables) = carries, slices
         graph, plan = x.graph, self.plan
+        assert graph.working is not None
         rest = iter(tables)
         graph.held = (self.stage,)
         if plan.repeats > 1:
@@ -210,7 +210,7 @@ class _Run:
         y, sums = self._stages(x, beside)
         sent = y if plan.repeats == 1 else where(goes_on, y, 0, output_shape=y.shape)
         moved = shift(sent, 1, self.stage, wrap=plan.repeats > 1, name="to_next_stage")
-        return [add(following, moved), *(where(works, t, 0, output_shape=t.shape) for t in sums)], [y]
+        return [add(following, moved), *(where(graph.working, t, 0, output_shape=t.shape) for t in sums)], [y]
 
     def _stages(self, x: Tensor, beside: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """What all stages make, and what is to be summed, both checked."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from layouts import Dimension, Shape
 from meshlib.checks import at, flag, items, whole
+from meshlib.dtypes import BOOL
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import (
     Graph,
@@ -20,6 +23,7 @@ from meshlib.graph import (
     TensorType,
     absolute_scope,
     checked_op_name,
+    current_graph,
     current_scope,
     innermost,
 )
@@ -32,6 +36,7 @@ from meshlib.ops.host import to_host
 from meshlib.ops.remat import Parts, Policy, Remat, checked_policy, kept_values
 from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import INPUT, _constant
+from meshlib.ops.table import table
 from meshlib.replay import needed
 
 Body = Callable[..., Any]
@@ -189,6 +194,9 @@ def make_loop(
     full = outer.unique_name(name or what)
     inside = Graph(parent=outer, scope=tuple(full.split("/")), scope_around=current_scope())
     inside.stacks = dim if stack else None
+    if active is not None:
+        with outer:
+            xs = [*xs, _works(active, dim)]
     with inside, absolute_scope(full):
         carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
         sliced = [
@@ -196,7 +204,8 @@ def make_loop(
             for label, x in zip(_slice_names(full, xs), xs, strict=True)
         ]
         inside.outside.update(zip(sliced, xs, strict=True))
-        made = body(tuple(carried), tuple(sliced))
+        inside.working = sliced[-1] if active is not None else None
+        made = body(tuple(carried), tuple(sliced[:-1] if active is not None else sliced))
     ends, ys = _returned(made, what, full)
     if flag(has_accumulators, "while_loop", "has_accumulators"):
         carries = list(carries)
@@ -225,6 +234,7 @@ def make_loop(
         tuple(y for y, _ in kept),
         tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
         active,
+        inside.working,
     )
     types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
     # as in "layers/scan:feed_forward/wi"
@@ -239,6 +249,14 @@ def make_loop(
     )
     made = record.outputs(op.outputs)
     return tuple(made.finals), tuple(made.stacks)
+
+
+def _works(active: Active, trips: Dimension) -> Tensor:
+    """Whether each index works in each trip: bool [trips, active.dim]."""
+    works = np.zeros((trips.size, active.size), np.bool_)
+    for trip, indices in enumerate(active.indices):
+        works[trip, list(indices)] = True
+    return table(current_graph("scan"), works, Shape([trips, Dimension(active.dim, active.size)]), BOOL, "works")
 
 
 def _returned(made: object, what: str, full: str) -> tuple[list[Tensor], list[Tensor]]:

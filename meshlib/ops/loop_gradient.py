@@ -19,7 +19,6 @@ from meshlib.ops.host import from_host
 from meshlib.ops.loop import make_loop
 from meshlib.ops.shape import rename_dimension, transpose
 from meshlib.ops.sources import constant_full
-from meshlib.ops.stages import active_mask
 from meshlib.replay import needed, replay
 
 
@@ -56,10 +55,7 @@ class _Backwards:
         begin = [_no_cotangent(x) if dy is None else dy for x, dy in dys if x.dtype.is_float]
         begin += [_no_cotangent(x) for x in self.sums]
         slices = [*self.befores, *self.xs, *self.saved, *(dy for _, dy in self.stacked), *self.joining.values()]
-        active, dim = self.loop.active, self.loop.dim
-        if active is not None:
-            slices.append(active_mask(active, dim))
-        backwards = not self.loop.reverse
+        dim, active, backwards = self.loop.dim, self.loop.active, not self.loop.reverse
         finals, dxs = make_loop("scan", self._step, begin, slices, dim, backwards, None, active=active)
         found = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
         carried = iter(finals[: len(self.floats)])
@@ -88,19 +84,16 @@ class _Backwards:
         stop = len(before) + len(sliced)
         dxs = {n: g for (n, _), g in zip(sliced, found[len(before) : stop], strict=True) if g is not None}
         self.with_gradient = list(dxs)
-        working = next(rest, None)  # where some indices are idle
-        counted = [g if g is None else self._counted(g, working) for g in found[stop:]]
+        counted = [g if g is None else self._counted(graph, g) for g in found[stop:]]
         sums = [a if g is None else a + g for a, g in zip(carries[len(before) :], counted, strict=True)]
         _drop_cheap(graph, [*filled, *sums, *dxs.values()])
         return [*filled, *sums], list(dxs.values())
 
-    def _counted(self, g: Tensor, working: Tensor | None) -> Tensor:
+    def _counted(self, graph: Graph, g: Tensor) -> Tensor:
         """Of the cotangent of what all trips share, the part of the indices that work in this one."""
-        active = self.loop.active
-        if active is None or active.dim not in g.shape:
+        if graph.working is None or not set(graph.working.shape) <= set(g.shape):
             return g
-        assert working is not None
-        return where(working, g, 0, output_shape=g.shape)
+        return where(graph.working, g, 0, output_shape=g.shape)
 
     def _again(
         self, graph: Graph, befores: Sequence[Tensor], xs: Sequence[Tensor], saved: Sequence[Tensor]

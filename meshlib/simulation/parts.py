@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Parts:
     partial: set[Value] = field(default_factory=set)
     factors: dict[Instruction, Factor | None] = field(default_factory=dict)
     loops: dict[Loop, Parts] = field(default_factory=dict)
+    _types: dict[tuple[Value, int], TensorType] = field(default_factory=dict)
 
     def cut(self, v: Value, x: Array, run: Run) -> Array:
         """Of a whole array, the part."""
@@ -65,18 +67,21 @@ class Parts:
         """Where the dim stands in a value."""
         return v.tensor.shape.index(self.dims[v])
 
-    def type(self, v: Value, run: Run, partial: bool = True) -> TensorType:
+    def type(self, v: Value, run: Run) -> TensorType:
         """Of a value kept in part, or of the part of one that is whole."""
-        if v not in self.dims or not partial:
+        if v not in self.dims:
             return v.tensor.type
-        return TensorType(v.tensor.shape.resize(self.dims[v], run[1] - run[0]), v.tensor.dtype)
+        key = v, run[1] - run[0]
+        if key not in self._types:
+            self._types[key] = TensorType(v.tensor.shape.resize(self.dims[v], key[1]), v.tensor.dtype)
+        return self._types[key]
 
 
 def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension, whole: bool) -> Parts:
     """How a body runs on parts of `dim`.
 
-    `inputs` says under which name its inputs have the dim; with `whole` all of them are there whole, and each user takes
-    what it needs; otherwise they are there in part.
+    `inputs` says under which name its inputs have the dim; with `whole` all of them are there whole, and each user
+    takes what it needs; otherwise they are there in part.
     """
     found = Parts(dim.size, dict(inputs))
     either = set(inputs) if whole else set()
@@ -166,6 +171,7 @@ class PartialRun:
 
     executor: FastExecutor
     parts: Parts
+    places: dict[Value, Array] = field(default_factory=dict)  # where some parts are written
 
     def run(self, given: Mapping[Value, Array], engine: Engine, run: Run) -> dict[Value, Array]:
         """As `Interpreter.run`: values that are fetched, those in `parts.partial` in part."""
@@ -214,7 +220,9 @@ class PartialRun:
         offsets = {**self.executor.zero_offsets[i], factor.name: run[0]}
         # A part of a whole value may lie in the memory that the result is meant for, elsewhere than the result.
         moved = any(x in self.parts.dims and x not in self.parts.partial for x in i.inputs)
-        buffer = None if moved else self._target(i.outputs[0], outs[0].shape.sizes)
+        buffer = self.places.get(i.outputs[0])
+        if buffer is None and not moved:
+            buffer = self._target(i.outputs[0], outs[0].shape.sizes)
         return compute(i.operation, types, outs, self._in_part(i, values, run), offsets, engine, buffer)
 
     def _target(self, y: Value, shape: tuple[int, ...]) -> Array | None:
@@ -222,7 +230,7 @@ class PartialRun:
         buffer = self.executor.target(y)
         if buffer is None or not buffer.flags.c_contiguous:
             return None
-        size = int(np.prod(shape, dtype=np.int64))
+        size = prod(shape)
         return buffer.reshape(-1)[:size].reshape(shape)
 
     def _loop(self, i: Loop, inputs: Sequence[Array], engine: Engine, run: Run) -> list[Array]:
@@ -256,6 +264,7 @@ class PartialTrips:
 
     loop: Loop
     executor: FastExecutor  # of the body
+    over: Mapping[Value, Array]  # carries that are written over, each with its array
 
     def __post_init__(self) -> None:
         active = self.loop.record.active
@@ -277,7 +286,9 @@ class PartialTrips:
     ) -> dict[Value, Array]:
         """One trip on a part: the carries after it; what is stacked is written to its places."""
         parts, body = self.runner.parts, self.loop.body
+        ends = {body.outputs[end]: body.inputs[begin] for begin, end in self.loop.carries}
         self.executor.begin_trip()
+        self.runner.places = {v: self._place(v, given[begin], run) for v, begin in ends.items() if self._is_over(v)}
         values = self.runner.run(given, engine, run)
         for v, place in places.items():
             if v in parts.partial:
@@ -285,12 +296,25 @@ class PartialTrips:
                 parts.cut(v, place, run)[...] = values[v]
             else:
                 place[...] = values[v]
-        ends = {body.outputs[end]: body.inputs[begin] for begin, end in self.loop.carries}
         return {end: self._carried(end, given[begin], values[end], run) for end, begin in ends.items()}
+
+    def _is_over(self, v: Value) -> bool:
+        """Whether a carry is written, part by part, over what it was."""
+        return v in self.over and v in self.runner.parts.partial and self.runner.parts.axis(v) == 0
+
+    def _place(self, v: Value, before: Array, run: Run) -> Array:
+        held = self.over[v]
+        if before is not held:
+            held[...] = before
+        return self.runner.parts.cut(v, held, run)
 
     def _carried(self, v: Value, before: Array, after: Array, run: Run) -> Array:
         if v not in self.runner.parts.partial:
             return after.copy()
+        if v in self.runner.places:
+            if after is not self.runner.places[v]:
+                self.runner.places[v][...] = after
+            return self.over[v]
         held = self.carried.get(v)
         if held is None or held is not before:
             held = self.carried[v] = before.copy()
