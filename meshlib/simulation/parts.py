@@ -19,7 +19,6 @@ import numpy as np
 
 from hardware.numerics import round_to_bfloat16
 from layouts import Dimension
-from meshlib.arrays import new_array
 from meshlib.engine import Engine
 from meshlib.graph import TensorType
 from meshlib.operation import Factor, Role
@@ -230,8 +229,7 @@ class PartialRun:
         buffer = self.executor.target(y)
         if buffer is None or not buffer.flags.c_contiguous:
             return None
-        size = prod(shape)
-        return buffer.reshape(-1)[:size].reshape(shape)
+        return _beginning(buffer, shape)
 
     def _loop(self, i: Loop, inputs: Sequence[Array], engine: Engine, run: Run) -> list[Array]:
         """A loop within the part: what it carries and stacks is in part too."""
@@ -240,8 +238,8 @@ class PartialRun:
         body = i.body
         given = dict(zip(body.inputs.values(), inputs, strict=True))
         sliced = {body.inputs[name]: (given[body.inputs[name]], i.slice_axis(name)) for name in i.slices}
-        made = [new_array(self.parts.type(y, run).shape.sizes, y.tensor.dtype.storage)
-                for y in i.outputs[len(i.carries) :]]  # fmt: skip
+        stacks = zip(i.outputs[len(i.carries) :], self.executor.stacks_of(i), strict=True)
+        made = [_beginning(stack, self.parts.type(y, run).shape.sizes) for y, stack in stacks]
         for trip in i.trip_order:
             given.update({v: self.executor.sliced(x, trip, axis) for v, (x, axis) in sliced.items()})
             runner.executor.begin_trip()
@@ -256,6 +254,11 @@ class PartialRun:
     def result(self, v: Value, values: Mapping[Value, Array], run: Run) -> Array:
         """A value of the body in part, however it was computed."""
         return values[v] if v in self.parts.partial else self.parts.cut(v, values[v], run)
+
+
+def _beginning(array: Array, shape: tuple[int, ...]) -> Array:
+    """The memory of a contiguous array, as much of it as a smaller one takes."""
+    return array.reshape(-1)[: prod(shape)].reshape(shape)
 
 
 @dataclass(eq=False)
