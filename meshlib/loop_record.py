@@ -42,11 +42,13 @@ class Active:
     dim       name of the dim, which values of the body have
     indices   per index of the loop's dim those that work, in ascending order
     size      of the dim
+    note      the same in words
     """
 
     dim: str
     indices: tuple[tuple[int, ...], ...]
     size: int
+    note: str = ""
 
     @property
     def share(self) -> float:

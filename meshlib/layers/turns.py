@@ -71,9 +71,8 @@ class Schedule:
 
     def active(self, dim: str) -> Active:
         """The stages that work in each trip, where they are called `dim`."""
-        return Active(
-            dim, tuple(tuple(n for n, turn in enumerate(row) if turn is not None) for row in self.turns), self.stages
-        )
+        working = tuple(tuple(n for n, turn in enumerate(row) if turn is not None) for row in self.turns)
+        return Active(dim, working, self.stages, self.summary)
 
     @property
     def summary(self) -> str:
