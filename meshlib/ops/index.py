@@ -193,8 +193,10 @@ def _gather_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 def _placed(dy: Tensor, indices: Tensor, dim: Dimension, shape: Shape) -> Tensor:
     """`dy` at its index along `dim`, zeros elsewhere; an index that is none has no place."""
     from meshlib.ops.elementwise import equal, where
+    from meshlib.ops.sources import constant_shaped
 
-    return where(equal(indices, range(dim)), dy, 0, output_shape=shape)
+    nothing = constant_shaped(0, shape, dy)  # of all dims, so that the result has their order
+    return where(equal(indices, range(dim)), dy, nothing)
 
 
 GATHER = operation(

@@ -292,7 +292,10 @@ def _kept(
     body: Graph, live: set[Operation], dim: Dimension, remat: Policy | Parts, what: str
 ) -> list[tuple[Tensor, Tensor]]:
     """What the policy keeps of each trip, with where; by names or not at all what has the loop's dim already."""
-    kept = kept_values([op for op in body.operations if op in live], remat, what)
+    chosen = set(body.choices.values())  # of weights, which are there anyway
+    kept = [
+        (y, x) for y, x in kept_values([op for op in body.operations if op in live], remat, what) if y not in chosen
+    ]
     return kept if isinstance(remat, Remat) else [(y, x) for y, x in kept if dim.name not in y.shape]
 
 

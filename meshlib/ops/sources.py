@@ -98,6 +98,11 @@ def constant_full(value: float, like: Tensor, dtype: DType | None = None) -> Ten
     return _constant(_beside(like), value, like.shape, dtype or like.dtype, None)
 
 
+def constant_shaped(value: float, shape: Shape, like: Tensor) -> Tensor:
+    """A tensor of the neighbour's graph and dtype and a given shape, that holds the same number everywhere."""
+    return _constant(_beside(like), value, shape, like.dtype, None)
+
+
 def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
     """A number as a tensor without dims, of the neighbour's graph and a given dtype."""
     return _constant(_beside(like), value, Shape([]), as_dtype(dtype), None)
