@@ -288,7 +288,10 @@ def make_variable(
 def _activation(value: Tensor, name: str, dtype: object) -> Tensor:
     from meshlib.ops.elementwise import cast
 
-    with value.graph:  # beside the variable, not in each trip of a loop
+    # Beside the variable, not in each trip of a loop; but in those of a pipeline, which add gradients up as the
+    # variable is stored.
+    holding = [g for g in current_graph("variable").around if g.held and value.graph in g.around]
+    with holding[-1] if holding else value.graph:
         return cast(value, dtype, f"{name}/cast")
 
 

@@ -33,7 +33,7 @@ from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute, summarised
 from meshlib.simulation.buffers import Buffers
-from meshlib.simulation.parts import PartialTrips
+from meshlib.simulation.parts import PartialTrips, Working
 
 Array = np.ndarray[Any, Any]
 _NONE: Mapping[Value, Array] = MappingProxyType({})
@@ -127,13 +127,9 @@ class FastExecutor(Interpreter[Array, Engine]):
         """The instructions, with operands of products rounded before the first product that reads them."""
         found: list[Instruction] = []
         rounded: dict[Value, Value] = {}
-        same: dict[Value, Value] = {}
         for i in self.program.instructions:
-            if any(x in same for x in i.inputs):
-                i = replace(i, inputs=tuple(same.get(x, x) for x in i.inputs))
             if self._is_settled(i):
-                same[i.outputs[0]] = i.inputs[1]
-                continue
+                i = Working(i.operation, i.inputs[1:2], i.outputs, i.region, (), ())
             if isinstance(i, Compute) and self._rounds(i):
                 for x in i.inputs:
                     if x.tensor.dtype is FLOAT32 and x not in rounded:
@@ -150,8 +146,7 @@ class FastExecutor(Interpreter[Array, Engine]):
         if self.settled is None or i.operation.kind is not WHERE or not i.inputs or i.inputs[0] is not self.settled:
             return False
         x, y = i.inputs[1], i.outputs[0]
-        same = (x.tensor.type, self.apart.get(x)) == (y.tensor.type, self.apart.get(y))
-        return same and y not in self.program.outputs.values()
+        return (x.tensor.type, self.apart.get(x)) == (y.tensor.type, self.apart.get(y))
 
     def _rounds(self, i: Compute) -> bool:
         precise = self.program.precision == "highest" or i.operation.attrs.get("precision", "default") != "default"

@@ -33,20 +33,24 @@ Array = np.ndarray[Any, Any]
 Run = tuple[int, int]
 
 
+class Working(Move):
+    """What works of a value in this trip, by a mask that says so: all that is computed, and nothing runs."""
+
+
 @dataclass(eq=False)
 class Parts:
     """How the instructions of a body run on a part of a dim; found once.
 
     dims     the dim of each value that has it, under the name that it has there
     partial  the values that are kept in part; others that have the dim are there whole
-    factors  of each computation that runs on parts, the factor that stands for the dim; None where it has none
+    factors  of each computation that runs on parts, the factor that stands for the dim
     loops    the same of each loop that runs on parts
     """
 
     size: int
     dims: dict[Value, str] = field(default_factory=dict)
     partial: set[Value] = field(default_factory=set)
-    factors: dict[Instruction, Factor | None] = field(default_factory=dict)
+    factors: dict[Instruction, Factor] = field(default_factory=dict)
     loops: dict[Loop, Parts] = field(default_factory=dict)
     _types: dict[tuple[Value, int], TensorType] = field(default_factory=dict)
 
@@ -91,6 +95,9 @@ def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension
         if isinstance(i, Move):
             for x, y in zip(i.inputs, i.outputs, strict=True):
                 _pass(found, either, x, y)
+                if isinstance(i, Working) and y in found.dims:
+                    found.partial.add(y)
+                    either.discard(y)
             continue
         if not isinstance(i, Compute | Loop):
             for x, y in zip(i.inputs, i.outputs, strict=False):  # an operand rounded for the MXU
@@ -104,6 +111,9 @@ def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension
             _loop_parts(executor, found, i, dim, in_part and bool(known))
         else:
             _compute_parts(found, i, dim, in_part)
+        for y in i.outputs:  # what no factor leads to is known by its name
+            if y not in found.dims and dim in y.tensor.shape:
+                found.dims[y] = dim.name
     return found
 
 
@@ -128,12 +138,6 @@ def _compute_parts(found: Parts, i: Compute, dim: Dimension, in_part: bool) -> N
         if in_part and (factor.role is Role.PARALLEL or factor.role.reduces):
             found.factors[i] = factor
             found.partial.update(y for y in i.outputs if y in found.dims)
-    else:
-        for y in i.outputs:
-            if dim.name in y.tensor.shape and y.tensor.shape.dim(dim.name) == dim:
-                found.dims[y] = dim.name
-        if not any(x in found.dims for x in i.inputs) and not any(y in found.dims for y in i.outputs):
-            found.factors[i] = None
 
 
 def _factor(found: Parts, i: Compute, factors: Sequence[Factor], dim: Dimension) -> Factor | None:
@@ -195,6 +199,8 @@ class PartialRun:
             whole = [self._whole(x, values[x], run) for x in i.inputs]
             return tuple(self.executor.results(program, i, whole, values, engine))
         # Moves, and operands rounded for the MXU: of a part as of the whole.
+        if isinstance(i, Working):
+            return self._in_part(i, values, run)
         if isinstance(i, Move):
             return self.executor.move(i, [values[x] for x in i.inputs])
         if i.inputs:
