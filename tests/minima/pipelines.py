@@ -103,3 +103,19 @@ def pipeline_of_tensor_parallel_layers_step(t: str) -> Case:
     sums = 2 * trips() * all_reduce(2, block(t))
     least = there_and_back() * trips() * block(t) + sums + all_reduce(N, M * block(t))
     return Case(None, sgd(half_square(piped(t))), f"m:{N};tensor:2", "stage:m;h:tensor", least)
+
+
+@row
+def pipeline_of_two_stages_a_device_step(t: str) -> Case:
+    """Of the microbatches of two stages one moves to the next device."""
+    y = mtf.layers.pipeline(stage(t), given("x", [B, A], t), 2 * N, M)  # type: ignore[arg-type]
+    least = there_and_back() * (M + 2 * N - 1) * block(t) + all_reduce(N, M * block(t))
+    return Case(None, sgd(half_square(y)), MESH, "stage:m", least)
+
+
+@row
+def pipeline_of_one_microbatch_step(t: str) -> Case:
+    """One stage after the other."""
+    y = mtf.layers.pipeline(stage(t), given("x", [B, A], t), N, 1)  # type: ignore[arg-type]
+    least = (there_and_back() * N + 2) * M * block(t) - 2 * M * block(t) // N
+    return Case(None, sgd(half_square(y)), MESH, "stage:m", least)
