@@ -233,6 +233,13 @@ class Graph:
     # stands for it inside
     stacks: Dimension | None = None
     stacked: dict[Tensor, Tensor] = field(default_factory=dict)
+    # of a loop that runs the stages of a pipeline: the dims that variables made in the body have first, of which each
+    # trip sees all; but of the one in `chosen` the index that this says of each stage: those variables, each with that
+    held: tuple[Dimension, ...] = ()
+    chosen: tuple[Dimension, Tensor] | None = None
+    choices: dict[Tensor, Tensor] = field(default_factory=dict)
+    # whether each of the indices that `LoopRecord.active` speaks of works in this trip
+    working: Tensor | None = None
     _counts: dict[str, int] = field(default_factory=dict)
     _tokens: list[Any] = field(default_factory=list)
 
@@ -274,9 +281,9 @@ class Graph:
 
     @property
     def stacking(self) -> tuple[Dimension, ...]:
-        """The dims that variables made here have before their own: those of the loops that stack them."""
+        """The dims that variables made here have before their own: those of the loops that stack or hold them."""
         around = () if self.parent is None else self.parent.stacking
-        return around if self.stacks is None else (*around, self.stacks)
+        return (*around, *self.held) if self.stacks is None else (*around, self.stacks, *self.held)
 
     def adopt(self, x: Tensor, name: str | None = None) -> Tensor:
         """`x` as this graph sees it: itself, or the stand-in of a tensor from outside the loop."""

@@ -32,6 +32,44 @@ class Results(NamedTuple, Generic[T]):
     saved: Sequence[T]
 
 
+@dataclass(frozen=True)
+class Active:
+    """Which indices of a dim the trips of a loop work on: the stages of a pipeline, of which some are idle.
+
+    What a trip makes at other indices of `dim` is no part of any sum and of nothing that is used. Devices that hold
+    such indices compute them all the same, since all run one program; who simulates need not.
+
+    dim       name of the dim, which values of the body have
+    indices   per index of the loop's dim those that work, in ascending order
+    size      of the dim
+    note      the same in words
+    """
+
+    dim: str
+    indices: tuple[tuple[int, ...], ...]
+    size: int
+    note: str = ""
+
+    @property
+    def share(self) -> float:
+        """The part of all work that counts."""
+        return sum(map(len, self.indices)) / (self.size * len(self.indices))
+
+    def runs(self, trip: int) -> list[tuple[int, int]]:
+        """The indices that work in a trip, as runs [begin, end).
+
+        >>> Active("stage", ((0, 1, 3),), 4).runs(0)
+        [(0, 2), (3, 4)]
+        """
+        made: list[tuple[int, int]] = []
+        for n in self.indices[trip]:
+            if made and made[-1][1] == n:
+                made[-1] = (made[-1][0], n + 1)
+            else:
+                made.append((n, n + 1))
+        return made
+
+
 @dataclass(frozen=True, eq=False)
 class LoopRecord:
     """A body that is run once per index of a dim: `op.loop` of a loop, None of every other operation.
@@ -44,6 +82,8 @@ class LoopRecord:
     kept      of `made.saved`, the values themselves, which may be copied to the host to be saved
     needs     which operands the body computes with, by number: the others led to what it is given, and matter to
               gradients alone
+    active    which indices of a dim of the values inside count in which trip; None: all
+    working   the same as a value of the body, a slice of a table
     """
 
     dim: Dimension
@@ -53,6 +93,8 @@ class LoopRecord:
     made: Results[Tensor]
     kept: tuple[Tensor, ...]
     needs: tuple[int, ...]
+    active: Active | None = None
+    working: Tensor | None = None
 
     @property
     def carries(self) -> int:

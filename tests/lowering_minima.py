@@ -19,6 +19,7 @@ from tests.minima import (
     images,
     lengths,
     losses,
+    pipelines,
     statistics,
     sums,
     tensor_parallel,
@@ -26,7 +27,19 @@ from tests.minima import (
 from tests.minima.table import ROWS as ROWS
 
 # Each enters its rows when it is imported.
-THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, factors, fields, exchanges, images)
+THEMES = (
+    tensor_parallel,
+    data_parallel,
+    losses,
+    lengths,
+    sums,
+    statistics,
+    factors,
+    fields,
+    exchanges,
+    images,
+    pipelines,
+)
 
 _SAME_SIZE = {  # a sum would have to be made of another that is as large and not there
     "instance_norm_of_a_split_length_step",
@@ -63,6 +76,7 @@ SAMPLE = (
     "mean_cross_entropy_step",
     "neighbourhood_in_split_rows_and_columns",
     "one_hot_in_two_places",
+    "pipeline_with_split_batch_step",
     "product_of_three_operands",
     "sample_of_the_top_k",
     "style_norm_of_a_split_length_step",

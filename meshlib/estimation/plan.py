@@ -97,6 +97,7 @@ class _Planner:
             inside = Recent.of(first)
             unit.body = _planned(first.body, self.network, self.forward, inside)
             unit.trips = first.trips
+            unit.active = 1.0 if first.record.active is None else first.record.active.share
             self.recent.moved_bytes += first.trips * inside.moved_bytes
             return unit
         if isinstance(first, Compute) and first.operation.kind.kind is Kind.COPY:

@@ -43,7 +43,8 @@ class Estimate:
     """Where time and memory of one step of `program` on `slice` go. Made by `mtf.estimate`.
 
     Modelled: `step_seconds`, its bounds `lower_seconds` (the busiest engine alone) and `upper_seconds` (no overlap of
-    anything), `mfu`, `exposed_comm_seconds`, `bound`, `rows`. Exact: flops, bytes, collectives, memory of the order.
+    anything), `mfu`, `exposed_comm_seconds`, `bubble_seconds`, `bound`, `rows`. Exact: flops, bytes, collectives,
+    memory of the order.
     """
 
     program: Program
@@ -97,6 +98,20 @@ class Estimate:
         return self.schedule.exposed_seconds
 
     @property
+    def bubble_seconds(self) -> float:
+        """Of the step, the time in which a device is busy in the bubbles of pipelines, for nothing. Modelled.
+
+        Of each loop over the trips of a pipeline the part in which a stage has no microbatch, which is exact:
+        `mtf.layers.schedule`.
+        """
+        return self.schedule.bubble_seconds
+
+    @property
+    def bubble_share(self) -> float:
+        """`bubble_seconds` in parts of the step. Modelled."""
+        return self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
     def compute_seconds(self) -> float:
         """Time of all fusion groups with their launches. Modelled."""
         return sum(r.total_seconds for r in self.rows if r.kind == "compute")
@@ -146,7 +161,8 @@ class Estimate:
     def mfu(self) -> float:
         """Useful flops, none counted twice over devices, per second, over the bf16 peak of the slice. Modelled.
 
-        Products that a backward pass computes again (recomputation) count in `hfu` only.
+        Products that a backward pass computes again (recomputation), and those in the bubbles of a pipeline, count in
+        `hfu` only.
         """
         return self._of_peak(self.useful_flops)
 

@@ -22,7 +22,8 @@ class Row:
     `hidden_seconds` is what of a kernel ran before its turn: operands that were fetched while others ran.
     `launch_seconds` is the part of `latency_seconds` that starting it takes; the rest is hops.
 
-    Exact, for one run on one device: `mxu_flops` executed, `useful_flops` of them not repeated elsewhere,
+    Exact, for one run on one device: `mxu_flops` executed, `useful_flops` of them not repeated elsewhere
+    (on average over the trips of a pipeline, none of those in a bubble),
     `vpu_ops`, `hbm_bytes` at the group's boundary without padding, `payload_bytes` and `sent_bytes` of a collective,
     and `count`, its runs in a step. Modelled: everything in seconds, `traffic_bytes` over HBM (padding and what a
     product reads again), `bound`, `utilisation`: the share of the bounding engine's nominal rate that is reached (0
@@ -63,17 +64,20 @@ class Row:
         return self.seconds * self.count
 
 
-def rows_of(made: Schedule, chip: Chip, count: int = 1) -> Iterator[Row]:
-    """The rows of a schedule in its order; a loop's rows stand in its place, counted as often as they run."""
+def rows_of(made: Schedule, chip: Chip, count: int = 1, active: float = 1.0) -> Iterator[Row]:
+    """The rows of a schedule in its order; a loop's rows stand in its place, counted as often as they run.
+
+    `active` is the part of these runs that counts: not those in the bubble of a pipeline.
+    """
     for event in made.events:
         if event.loop is not None:
-            yield from rows_of(event.loop, chip, count * event.trips)
+            yield from rows_of(event.loop, chip, count * event.trips, active * event.active)
         elif event.move is not None:
             yield _collective_row(event, chip, count)
         elif event.copy is not None:
             yield _copy_row(event, event.copy, count)
         else:
-            yield _compute_row(event, chip, count)
+            yield _compute_row(event, chip, count, active)
 
 
 def names_of_forward(made: Schedule) -> frozenset[str]:
@@ -82,7 +86,7 @@ def names_of_forward(made: Schedule) -> frozenset[str]:
     return frozenset(found.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))
 
 
-def _compute_row(event: Event, chip: Chip, count: int) -> Row:
+def _compute_row(event: Event, chip: Chip, count: int, active: float) -> Row:
     kernel, time = event.kernel, event.time
     assert kernel is not None
     assert time is not None
@@ -105,7 +109,7 @@ def _compute_row(event: Event, chip: Chip, count: int) -> Row:
         kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
         mxu_seconds=time.mxu_seconds, vpu_seconds=time.vpu_seconds, hbm_seconds=time.hbm_seconds,
         latency_seconds=max(0.0, latency - time.hidden_seconds), launch_seconds=latency,
-        hidden_seconds=time.hidden_seconds, mxu_flops=kernel.mxu_flops, useful_flops=kernel.useful_flops,
+        hidden_seconds=time.hidden_seconds, mxu_flops=kernel.mxu_flops, useful_flops=active * kernel.useful_flops,
         vpu_ops=kernel.vpu_ops, hbm_bytes=kernel.hbm_bytes, traffic_bytes=time.traffic_bytes, mxu_dtype=dtype,
     )  # fmt: skip
 

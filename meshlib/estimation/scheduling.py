@@ -22,7 +22,8 @@ Copies to and from the host run ahead or behind on their own, a trip of a loop e
 but a program, or a trip, lasts at least as long as its copies take in either direction.
 
 A loop is its body's schedule, `trips` times one after the other; trips do not overlap, unless they are written out
-(`unrolled`): then what one sends may end in the next.
+(`unrolled`): then what one sends may end in the next. Of the trips of a pipeline that part is a bubble in which a stage
+is idle: the device computes, for nothing.
 
 Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023 (collective
 matmul); openxla/xla latency_hiding_scheduler (start and done).
@@ -63,6 +64,7 @@ class Event:
     cost: Cost | None = None
     loop: Schedule | None = None
     trips: int = 1
+    active: float = 1.0  # of a loop, the part of its work that counts
     copy: tuple[str, int] | None = None  # to or from the host, bytes
     name: str = ""
     source: str = ""
@@ -86,7 +88,8 @@ class Schedule:
     `serial_seconds` is everything one after the other with no overlap anywhere; `exposed_seconds` the time in which
     something is being sent and the core computes nothing, `host_exposed_seconds` that of copies to and from the host;
     `core_seconds` is when the core has finished, though something may still be on its way; `spare_seconds`, what HBM
-    has had to spare for what comes next.
+    has had to spare for what comes next; `bubble_seconds`, of what the core does, the time spent in the bubbles of
+    pipelines, where nothing counts.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -97,6 +100,7 @@ class Schedule:
     host_exposed_seconds: float = 0.0
     core_seconds: float = 0.0
     spare_seconds: float = 0.0
+    bubble_seconds: float = 0.0
 
     @property
     def host_seconds(self) -> float:
@@ -323,12 +327,13 @@ class _Run:
         self.core = start + seconds
         for place in places:
             self.links.block(place, self.core)
-        event = self._event(unit, start, self.core + tail, loop=body, trips=unit.trips)
+        event = self._event(unit, start, self.core + tail, loop=body, trips=unit.trips, active=unit.active)
         for engine, busy in body.busy.items():
             self.made.use(engine, unit.trips * busy)
         self.made.serial_seconds += unit.trips * body.serial_seconds
         bare = body.exposed_seconds - tail if self.unrolled else body.exposed_seconds
         self.made.exposed_seconds += unit.trips * max(0.0, bare)
+        self.made.bubble_seconds += seconds * (1 - unit.active) + unit.trips * unit.active * body.bubble_seconds
         self.made.host_exposed_seconds += unit.trips * body.host_exposed_seconds
         self._finish(unit, event)
 

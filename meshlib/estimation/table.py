@@ -36,6 +36,7 @@ def _head(est: Estimate) -> list[str]:
         f"  MFU              {est.mfu:>10.2%}  modelled, of the bf16 peak; {est.hfu:.2%} with repeated work",
         f"  exposed comm     {seconds_text(est.exposed_comm_seconds):>10}  modelled; of "
         f"{seconds_text(est.comm_seconds)} in all",
+        *_bubble(est),
         f"  MXU flops        {count_text(est.flops):>10}  exact, per device",
         f"  HBM bytes        {bytes_text(est.hbm_bytes):>10}  exact, per device, at the boundaries of fusion groups",
         f"  sent bytes       {bytes_text(est.sent_bytes):>10}  exact, per device, in {len(program.collectives)} values",
@@ -62,6 +63,14 @@ def _fed(est: Estimate) -> str:
         if est.input_wait_seconds
         else f"ready before the devices, which take {seconds_text(est.device_seconds)}"
     )
+
+
+def _bubble(est: Estimate) -> list[str]:
+    """Where there is a pipeline."""
+    if not est.bubble_seconds:
+        return []
+    seconds = seconds_text(est.bubble_seconds)
+    return [f"  pipeline bubble  {seconds:>10}  modelled, {est.bubble_share:.1%} of the step: work on no microbatch"]
 
 
 def _recalled(chip: Chip, figure: str) -> str:
@@ -130,6 +139,7 @@ def comparison(a: Estimate, b: Estimate) -> str:
         ("communication", "seconds", a.comm_seconds, b.comm_seconds, "modelled"),
         ("waiting for input", "seconds", a.input_wait_seconds, b.input_wait_seconds, "modelled"),
         ("exposed comm", "seconds", a.exposed_comm_seconds, b.exposed_comm_seconds, "modelled"),
+        ("pipeline bubble", "seconds", a.bubble_seconds, b.bubble_seconds, "modelled"),
         ("MFU", "share", a.mfu, b.mfu, "modelled"),
         ("MXU flops per device", "count", a.flops, b.flops, "exact"),
         ("HBM bytes per device", "bytes", a.hbm_bytes, b.hbm_bytes, "exact"),

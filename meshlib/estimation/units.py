@@ -19,7 +19,8 @@ class Unit:
       number: of its first instruction, which is that of the fusion group.
       inputs, outputs: numbers of the values that it reads from outside and makes.
       moves: what it sends, with the price of each; of a collective exactly one.
-      kernel: of a fusion group; body, trips: of a loop; host_bytes: of a copy to or from the host, by its direction.
+      kernel: of a fusion group; body, trips: of a loop; active: the part of its work that counts, the rest of which is
+        done in the bubbles of a pipeline; host_bytes: of a copy to or from the host, by its direction.
       early: a collective that is issued before the last product that it does not depend on.
       chained: a collective that the first product after it needs, or after which there is none.
       product: whether it holds a product written as einsum.
@@ -37,6 +38,7 @@ class Unit:
     kernel: Kernel | None = None
     body: Plan | None = None
     trips: int = 1
+    active: float = 1.0
     host_bytes: tuple[str, int] | None = None
     early: bool = False
     chained: bool = False

@@ -33,6 +33,7 @@ from meshlib.layers.loss import smooth_l1_loss as smooth_l1_loss
 from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
 from meshlib.layers.norms import layer_norm as layer_norm
 from meshlib.layers.norms import rms_norm as rms_norm
+from meshlib.layers.pipelining import pipeline as pipeline
 from meshlib.layers.pooling import avg_pool2d as avg_pool2d
 from meshlib.layers.pooling import avg_pool3d as avg_pool3d
 from meshlib.layers.pooling import max_pool2d as max_pool2d
@@ -50,5 +51,6 @@ from meshlib.layers.set_norms import batch_norm as batch_norm
 from meshlib.layers.set_norms import conditional_batch_norm as conditional_batch_norm
 from meshlib.layers.set_norms import group_norm as group_norm
 from meshlib.layers.spectral import spectral_norm as spectral_norm
+from meshlib.layers.turns import schedule as schedule
 
 _show(globals(), ["meshlib.layers."])

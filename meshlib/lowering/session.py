@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from layouts import LayoutRules, Mesh, Report
 from meshlib.checks import choice
 from meshlib.errors import GraphError
-from meshlib.graph import Graph, Operation, Tensor
+from meshlib.graph import FORWARD, Graph, Operation, Tensor
 from meshlib.lowering.choose import Balance
 from meshlib.lowering.homes import Subjects, check_layout, refuse_faults
 from meshlib.lowering.layout import Lowering
@@ -18,6 +18,7 @@ from meshlib.lowering.simplification import simplify
 from meshlib.ops.state import assigned
 from meshlib.program.checker import Sound
 from meshlib.program.records import Program
+from meshlib.replay import all_operations
 
 Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
 T = TypeVar("T", Mesh, LayoutRules)
@@ -74,8 +75,9 @@ class Session:
         refuse_faults(report, self._subjects, mesh, rules)
         memos = self._memos
         memos.trim()
+        notes = (*report.notes, *_bubble_notes(self._simple.operations))
         sound = Sound(memos.signatures, memos.computations)
-        lowering = Lowering(mesh, rules, precision, balance or Balance(), regather, report.notes, memos, sound)
+        lowering = Lowering(mesh, rules, precision, balance or Balance(), regather, notes, memos, sound)
         return lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
 
     def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:
@@ -90,6 +92,15 @@ class Session:
             self._known, self._memos = known, Memos()
             self._simple = simplify(self._graph, self._outputs.values(), self._updates.values())
             self._subjects = Subjects(self._graph, self._simple.operations)
+
+
+def _bubble_notes(operations: Sequence[Operation]) -> list[str]:
+    """What the pipelines among operations leave idle; their gradients leave the same."""
+    found = {}
+    for op in all_operations(operations):
+        if op.loop is not None and op.loop.active is not None and op.region == FORWARD:
+            found[f"{op}: {op.loop.active.note}"] = None
+    return list(found)
 
 
 def _graphs(graph: Graph) -> list[Graph]:

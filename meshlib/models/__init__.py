@@ -33,5 +33,6 @@ from meshlib.models.model import Transformer as Transformer
 from meshlib.models.model import transformer as transformer
 from meshlib.models.presets import PRESETS as PRESETS
 from meshlib.models.presets import preset as preset
+from meshlib.models.stages import Pipeline as Pipeline
 from meshlib.models.train import OPTIMIZERS as OPTIMIZERS
 from meshlib.models.train import train_step as train_step

@@ -31,6 +31,7 @@ PARTS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "tensor": ("tensor", "model"),
         "sequence": ("tensor", "model"),
         "context": ("context",),
+        "pipeline": ("pipe", "stage"),
     }
 )
 LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
@@ -41,6 +42,7 @@ LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
         "tensor": "heads, d_ff and vocabulary are split over one axis (Megatron)",
         "sequence": "tensor, and between the blocks the sequence is split over the same axis",
         "context": "the sequence is split throughout, keys and values are gathered",
+        "pipeline": "layers are split into stages over one axis, of which each holds its own; microbatches of the rest",
         "2d": "data+tensor",
     }
 )
@@ -53,7 +55,8 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
     Args:
       name: a name of `LAYOUTS`, or several joined by "+", such as "fsdp+tensor", "data+fsdp+tensor", "zero1+sequence".
         Each part lies on the axis of its name; "sequence" on "tensor", and where the mesh has no such axis, "fsdp" on
-        "data", "tensor" and "sequence" on "model". A mesh of one axis serves a single part whatever the axis is called.
+        "data", "tensor" and "sequence" on "model"; "pipeline" on "pipe", for models with `mtf.models.Pipeline`, whose
+        microbatches the axis must divide. A mesh of one axis serves a single part whatever the axis is called.
       config: the model: which of its dims can be split how often decides about key and value heads, which give way to
         the groups of query heads, and about biases.
       mesh: the mesh.
@@ -145,6 +148,20 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
     return ["d_model", *(dim for dim, held in others.items() if held % size == 0)]
 
 
+def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
+    """Stages of the layers, microbatches of what comes before and after."""
+    if config.encoder_decoder:
+        raise LayoutError(f"{at('layout')}: 'pipeline' is for models of one stack; {config.name} has an encoder beside")
+    if config.layers % size:
+        fitting = [n for n in range(1, size + 1) if config.layers % n == 0]
+        raise LayoutError(
+            f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}\n"
+            f"  layers: {config.layers} % {size} = {config.layers % size}; take {fitting[-1]} stages, or "
+            f"config.replace(layers={-(-config.layers // size) * size})"
+        )
+    return LayoutRules([("stage", axis), ("microbatch", axis)])
+
+
 _RULES: dict[str, Callable[[TransformerConfig, str, int], LayoutRules]] = {
     "data": lambda config, axis, size: data_parallel(axis=axis),
     "fsdp": lambda config, axis, size: fully_sharded(dims=_weight_dims(config, axis, size), axis=axis),
@@ -152,4 +169,5 @@ _RULES: dict[str, Callable[[TransformerConfig, str, int], LayoutRules]] = {
     "tensor": lambda config, axis, size: model_parallel(_tensor_dims(config, axis, size), axis),
     "sequence": lambda config, axis, size: sequence_parallel(_tensor_dims(config, axis, size), axis=axis),
     "context": lambda config, axis, size: context_parallel(axis=axis),
+    "pipeline": lambda config, axis, size: _stage_rules(config, axis, size),
 }

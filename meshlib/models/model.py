@@ -18,6 +18,7 @@ from meshlib.initializers import Initializer
 from meshlib.layers.projection import ACTIVATIONS
 from meshlib.models.blocks import Blocks, head_dims
 from meshlib.models.config import TransformerConfig
+from meshlib.models.stages import Pipeline
 from meshlib.ops.elementwise import tanh
 from meshlib.ops.index import gather
 from meshlib.ops.loop import scan
@@ -53,6 +54,7 @@ def transformer(
     encoder_length: int | None = None,
     predictions: int | None = None,
     training: bool = False,
+    pipeline: Pipeline | None = None,
 ) -> Transformer:
     """Build a model; call it inside a graph, in an `mtf.scope` of its own if there are several.
 
@@ -71,6 +73,8 @@ def transformer(
       predictions: how many tokens of each sequence an encoder predicts, given by the input "positions"; all unless
         given.
       training: whether dropout drops.
+      pipeline: an `mtf.models.Pipeline`, which cuts the layers into stages and the batch into microbatches: `logits`
+        are then [microbatch, batch, length, vocab].
     Raises: GraphError for arguments that the config has no use for, and sequences longer than its positions.
     Example:
       >>> import meshlib as mtf
@@ -83,7 +87,9 @@ def transformer(
     """
     sizes = {"batch": batch, "length": length, "encoder_length": encoder_length, "predictions": predictions}
     _check(config, sizes, {"scan": scan, "training": training})
-    return _Builder(config, Dimension("batch", batch), remat, scan, training).build(
+    if pipeline is not None and not isinstance(pipeline, Pipeline):
+        raise GraphError(f"{at('transformer')}: pipeline must be an mtf.models.Pipeline, got {pipeline!r:.80}")
+    return _Builder(config, Dimension("batch", batch), remat, scan, training, pipeline).build(
         length, encoder_length or length, predictions
     )
 
@@ -117,12 +123,15 @@ class _Builder:
     remat: Policy
     scan: bool
     training: bool
+    pipeline: Pipeline | None = None
     inputs: dict[str, Tensor] = field(default_factory=dict)
     scope_around: tuple[str, ...] = field(default_factory=current_scope)
 
     def build(self, length: int, encoder_length: int, predictions: int | None) -> Transformer:
         """Inputs, stacks, head and loss."""
         c = self.config
+        if self.pipeline is not None:
+            self.pipeline.layers_of(c, self.batch.size)  # refuses what can't be cut before anything is made
         table = layers.embedding_weights(Dimension("vocab", c.vocab), self._d_model, c.numerics, self._start())
         if c.encoder_decoder:
             with scope("encoder"):
@@ -154,7 +163,7 @@ class _Builder:
     def _input(self, name: str, dim: Dimension) -> Tensor:
         with absolute_scope("/".join(self.scope_around)):  # outside of the encoder's and the decoder's
             made = self.inputs[name] = input(name, [self.batch, dim], "int32")
-        return made
+        return made if self.pipeline is None else self.pipeline.cut(made)
 
     def _stack(self, table: Tensor, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None) -> Tensor:
         """Embeddings, and `count` layers of what is embedded."""
@@ -173,14 +182,23 @@ class _Builder:
             )
         blocks = Blocks(c, causal, self.training, bias, memory)
         x = self._embedded(table, tokens, blocks)
-        windows = c.windows
+        if self.pipeline is None:
+            x = self._layers(blocks, count, x)
+        else:
+            run = self.pipeline.layers_of(c, self.batch.size)
+            x = self.pipeline.run(partial(self._layers, blocks, run), x)
+        return blocks.norm(x, "final_norm") if c.norm_position == "pre" else x
+
+    def _layers(self, blocks: Blocks, count: int, x: Tensor) -> Tensor:
+        """`count` layers, the patterns of windows scanned, what is left by itself."""
+        windows = self.config.windows
         trips = count // len(windows) if self.scan else 0
         if trips:
             x = self._scanned(blocks, x, trips)
         for n in range(trips * len(windows), count):
             with scope(f"layer_{n}"):
                 x = recompute_grad(partial(blocks.layer, window=windows[n % len(windows)]), [x], self.remat)
-        return blocks.norm(x, "final_norm") if c.norm_position == "pre" else x
+        return x
 
     def _scanned(self, blocks: Blocks, x: Tensor, trips: int) -> Tensor:
         """Layers as trips of a loop, each over the whole pattern of windows."""

@@ -11,6 +11,7 @@ from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
 from meshlib.models.config import TransformerConfig
 from meshlib.models.model import transformer
+from meshlib.models.stages import Pipeline
 from meshlib.ops.remat import Policy
 from meshlib.optimize.base import LearningRate, Optimizer
 
@@ -36,11 +37,12 @@ def train_step(
     max_norm: float | None = None,
     encoder_length: int | None = None,
     predictions: int | None = None,
+    pipeline: Pipeline | None = None,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
     """What one training step of a model is lowered from; call it inside a graph.
 
     Args:
-      config, batch, length, remat, scan, encoder_length, predictions: as of `transformer`.
+      config, batch, length, remat, scan, encoder_length, predictions, pipeline: as of `transformer`.
       optimizer: an `mtf.optimize.Optimizer`, or the name of one: "adamw", "adam", "adafactor", "lion", "sgd".
       learning_rate: of an optimizer given by name: a number, a tensor, or a schedule.
       max_norm: clip all gradients together to this norm.
@@ -57,7 +59,7 @@ def train_step(
       (['targets', 'tokens'], Shape(''))
     """
     made = _optimizer(optimizer, learning_rate)
-    model = transformer(config, batch, length, remat, scan, encoder_length, predictions, training=True)
+    model = transformer(config, batch, length, remat, scan, encoder_length, predictions, True, pipeline)
     return {"loss": model.loss}, made.minimize(model.loss, max_norm=max_norm)
 
 

@@ -359,9 +359,22 @@ def _where_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
     return [None, reduce_to(where(condition, dy, 0.0), x.shape), reduce_to(where(condition, 0.0, dy), y.shape)]
 
 
-_WHERE = _define(
+def _where_into(condition: Array, x: Array, y: Array, out: Array) -> None:
+    held = _held(condition)
+    if held.size < out.size and held.all():  # a mask of whole blocks, of which this has none to hide
+        np.copyto(out, x)
+    else:
+        np.copyto(out, np.where(condition, x, y))
+
+
+def _held(x: Array) -> Array:
+    """Each element that an array shows, once where it is broadcast."""
+    return x[tuple(np.s_[:1] if stride == 0 else np.s_[:] for stride in x.strides)]
+
+
+WHERE = _define(
     "where",
-    lambda condition, x, y, out: np.copyto(out, np.where(condition, x, y)),
+    _where_into,
     _where_grad,
     _where_shape,
     linear=lambda op: Linear((1, 2), together=True),
@@ -390,7 +403,7 @@ def where(
         as_tensor(if_true, like, "where"),
         as_tensor(if_false, like, "where"),
     ]
-    return _broadcast(build(_WHERE, operands, {}, name), output_shape)
+    return _broadcast(build(WHERE, operands, {}, name), output_shape)
 
 
 def _cast_linear(op: Operation) -> Linear:

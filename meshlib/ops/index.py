@@ -163,12 +163,13 @@ def _gather_local(block: Block, weights: Array, indices: Array) -> Array:
     if not set(w_names) & set(i_names):  # whole rows
         found = np.take(np.moveaxis(weights, axis, 0), chosen, axis=0)
     else:
-        found = weights[
-            tuple(
-                align(chosen if n == dim.name else np.arange(size), i_names if n == dim.name else (n,), out_names)
-                for n, size in zip(w_names, weights.shape, strict=True)
-            )
-        ]
+        # Of the dims that both have, index by index; of the others whole rows, which stand last in the result.
+        shared = [n for n in w_names if n in i_names]
+        rows = np.moveaxis(
+            weights, [w_names.index(n) for n in (*shared, dim.name)], np.arange(len(shared) + 1).tolist()
+        )
+        places = [align(np.arange(rows.shape[k]), (n,), i_names) for k, n in enumerate(shared)]
+        found = rows[(*places, chosen)]
     out = block.result()
     # The index arrays broadcast to the output only over dims that weights or indices have: all of them.
     np.copyto(out, found if hit is None else np.where(align(hit, i_names, out_names), found, found.dtype.type(0)))
@@ -192,8 +193,10 @@ def _gather_grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
 def _placed(dy: Tensor, indices: Tensor, dim: Dimension, shape: Shape) -> Tensor:
     """`dy` at its index along `dim`, zeros elsewhere; an index that is none has no place."""
     from meshlib.ops.elementwise import equal, where
+    from meshlib.ops.sources import constant_shaped
 
-    return where(equal(indices, range(dim)), dy, 0, output_shape=shape)
+    nothing = constant_shaped(0, shape, dy)  # of all dims, so that the result has their order
+    return where(equal(indices, range(dim)), dy, nothing)
 
 
 GATHER = operation(

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from layouts import Dimension, Shape
 from meshlib.checks import at, flag, items, whole
+from meshlib.dtypes import BOOL
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import (
     Graph,
@@ -20,10 +23,11 @@ from meshlib.graph import (
     TensorType,
     absolute_scope,
     checked_op_name,
+    current_graph,
     current_scope,
     innermost,
 )
-from meshlib.loop_record import LoopRecord, Operands, Results
+from meshlib.loop_record import Active, LoopRecord, Operands, Results
 from meshlib.names import free_name, relative_name
 from meshlib.operation import Array, Block, Factor, Kind, Role, Work, operation
 from meshlib.ops.building import build_source, tensor
@@ -32,6 +36,7 @@ from meshlib.ops.host import to_host
 from meshlib.ops.remat import Parts, Policy, Remat, checked_policy, kept_values
 from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import INPUT, _constant
+from meshlib.ops.table import table
 from meshlib.replay import needed
 
 Body = Callable[..., Any]
@@ -181,6 +186,7 @@ def make_loop(
     has_accumulators: bool = False,
     stack: bool = False,
     remat: Policy | Parts = "full",
+    active: Active | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Record the body in a graph of its own, and the loop that holds it."""
     outer = innermost([*carries, *xs], what)
@@ -188,6 +194,9 @@ def make_loop(
     full = outer.unique_name(name or what)
     inside = Graph(parent=outer, scope=tuple(full.split("/")), scope_around=current_scope())
     inside.stacks = dim if stack else None
+    if active is not None:
+        with outer:
+            xs = [*xs, _works(active, dim)]
     with inside, absolute_scope(full):
         carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
         sliced = [
@@ -195,7 +204,8 @@ def make_loop(
             for label, x in zip(_slice_names(full, xs), xs, strict=True)
         ]
         inside.outside.update(zip(sliced, xs, strict=True))
-        made = body(tuple(carried), tuple(sliced))
+        inside.working = sliced[-1] if active is not None else None
+        made = body(tuple(carried), tuple(sliced[:-1] if active is not None else sliced))
     ends, ys = _returned(made, what, full)
     if flag(has_accumulators, "while_loop", "has_accumulators"):
         carries = list(carries)
@@ -223,6 +233,8 @@ def make_loop(
         Results(results[: len(carries)], results[len(carries) :], befores, tuple(where for _, where in kept)),
         tuple(y for y, _ in kept),
         tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
+        active,
+        inside.working,
     )
     types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
     # as in "layers/scan:feed_forward/wi"
@@ -237,6 +249,14 @@ def make_loop(
     )
     made = record.outputs(op.outputs)
     return tuple(made.finals), tuple(made.stacks)
+
+
+def _works(active: Active, trips: Dimension) -> Tensor:
+    """Whether each index works in each trip: bool [trips, active.dim]."""
+    works = np.zeros((trips.size, active.size), np.bool_)
+    for trip, indices in enumerate(active.indices):
+        works[trip, list(indices)] = True
+    return table(current_graph("scan"), works, Shape([trips, Dimension(active.dim, active.size)]), BOOL, "works")
 
 
 def _returned(made: object, what: str, full: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -272,7 +292,10 @@ def _kept(
     body: Graph, live: set[Operation], dim: Dimension, remat: Policy | Parts, what: str
 ) -> list[tuple[Tensor, Tensor]]:
     """What the policy keeps of each trip, with where; by names or not at all what has the loop's dim already."""
-    kept = kept_values([op for op in body.operations if op in live], remat, what)
+    chosen = set(body.choices.values())  # of weights, which are there anyway
+    kept = [
+        (y, x) for y, x in kept_values([op for op in body.operations if op in live], remat, what) if y not in chosen
+    ]
     return kept if isinstance(remat, Remat) else [(y, x) for y, x in kept if dim.name not in y.shape]
 
 

@@ -14,6 +14,7 @@ from itertools import islice
 from meshlib.differentiation import gradients, is_wanted
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.loop_record import LoopRecord
+from meshlib.ops.elementwise import where
 from meshlib.ops.host import from_host
 from meshlib.ops.loop import make_loop
 from meshlib.ops.shape import rename_dimension, transpose
@@ -54,7 +55,8 @@ class _Backwards:
         begin = [_no_cotangent(x) if dy is None else dy for x, dy in dys if x.dtype.is_float]
         begin += [_no_cotangent(x) for x in self.sums]
         slices = [*self.befores, *self.xs, *self.saved, *(dy for _, dy in self.stacked), *self.joining.values()]
-        finals, dxs = make_loop("scan", self._step, begin, slices, self.loop.dim, not self.loop.reverse, None)
+        dim, active, backwards = self.loop.dim, self.loop.active, not self.loop.reverse
+        finals, dxs = make_loop("scan", self._step, begin, slices, dim, backwards, None, active=active)
         found = dict(zip(self.sums, finals[len(self.floats) :], strict=True))
         carried = iter(finals[: len(self.floats)])
         sides: list[Tensor | None] = [next(carried) if x.dtype.is_float else None for x in self.inits]
@@ -82,9 +84,16 @@ class _Backwards:
         stop = len(before) + len(sliced)
         dxs = {n: g for (n, _), g in zip(sliced, found[len(before) : stop], strict=True) if g is not None}
         self.with_gradient = list(dxs)
-        sums = [a if g is None else a + g for a, g in zip(carries[len(before) :], found[stop:], strict=True)]
+        counted = [g if g is None else self._counted(graph, g) for g in found[stop:]]
+        sums = [a if g is None else a + g for a, g in zip(carries[len(before) :], counted, strict=True)]
         _drop_cheap(graph, [*filled, *sums, *dxs.values()])
         return [*filled, *sums], list(dxs.values())
+
+    def _counted(self, graph: Graph, g: Tensor) -> Tensor:
+        """Of the cotangent of what all trips share, the part of the indices that work in this one."""
+        if graph.working is None or not set(graph.working.shape) <= set(g.shape):
+            return g
+        return where(graph.working, g, 0, output_shape=g.shape)
 
     def _again(
         self, graph: Graph, befores: Sequence[Tensor], xs: Sequence[Tensor], saved: Sequence[Tensor]

@@ -98,6 +98,11 @@ def constant_full(value: float, like: Tensor, dtype: DType | None = None) -> Ten
     return _constant(_beside(like), value, like.shape, dtype or like.dtype, None)
 
 
+def constant_shaped(value: float, shape: Shape, like: Tensor) -> Tensor:
+    """A tensor of the neighbour's graph and dtype and a given shape, that holds the same number everywhere."""
+    return _constant(_beside(like), value, shape, like.dtype, None)
+
+
 def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
     """A number as a tensor without dims, of the neighbour's graph and a given dtype."""
     return _constant(_beside(like), value, Shape([]), as_dtype(dtype), None)
@@ -283,7 +288,10 @@ def make_variable(
 def _activation(value: Tensor, name: str, dtype: object) -> Tensor:
     from meshlib.ops.elementwise import cast
 
-    with value.graph:  # beside the variable, not in each trip of a loop
+    # Beside the variable, not in each trip of a loop; but in those of a pipeline, which add gradients up as the
+    # variable is stored.
+    holding = [g for g in current_graph("variable").around if g.held and value.graph in g.around]
+    with holding[-1] if holding else value.graph:
         return cast(value, dtype, f"{name}/cast")
 
 
@@ -292,6 +300,8 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     if graph.parent is None:
         return value
     outer = _slice_for(graph.parent, value)
+    if graph.chosen is not None:
+        return _chosen(graph, outer, *graph.chosen)
     if graph.stacks is None or outer in graph.stacked:
         return graph.stacked.get(outer, outer)
     shape = Shape([d for d in outer.shape if d != graph.stacks])
@@ -303,6 +313,17 @@ def _slice_for(graph: Graph, value: Tensor) -> Tensor:
     graph.stacked[outer] = op.output
     graph.outside[op.output] = outer
     return op.output
+
+
+def _chosen(graph: Graph, value: Tensor, dim: Dimension, index: Tensor) -> Tensor:
+    """What the stages of a pipeline see of a variable in this trip: each its own index of `dim`."""
+    from meshlib.ops.index import gather
+
+    if value not in graph.choices:
+        inside = "/".join(graph.scope)
+        with graph, absolute_scope(inside):
+            graph.choices[value] = gather(value, index, dim, name=relative_name(value.name, inside))
+    return graph.choices[value]
 
 
 def step() -> Tensor:

@@ -26,15 +26,26 @@ from meshlib.dtypes import FLOAT32
 from meshlib.engine import Engine
 from meshlib.graph import Operation, TensorType
 from meshlib.operation import ON_MXU, Block, Factor, Halo, Role
+from meshlib.ops.elementwise import WHERE
 from meshlib.program.exchange import summary_factor
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
 from meshlib.program.interpreter import Interpreter
 from meshlib.program.records import Program
 from meshlib.simulation.blocks import compute, summarised
 from meshlib.simulation.buffers import Buffers
+from meshlib.simulation.parts import PartialTrips, Working
 
 Array = np.ndarray[Any, Any]
 _NONE: Mapping[Value, Array] = MappingProxyType({})
+
+
+def settled_mask(i: Loop) -> Value | None:
+    """The mask of a loop's body that says what works in a trip, if nothing else is ever computed."""
+    record = i.record
+    if record.active is None or record.working is None:
+        return None
+    alone = all(len(record.active.runs(trip)) == 1 for trip in range(i.trips))
+    return i.body.inputs.get(record.working.operation.name) if alone else None
 
 
 def unfolded_axes(program: Program, fold: bool = True) -> dict[Value, tuple[str, ...]]:
@@ -83,11 +94,13 @@ class FastExecutor(Interpreter[Array, Engine]):
 
     program: Program
     fold: bool = True
+    settled: Value | None = None  # a mask that holds for all that is computed
     bodies: dict[Loop, FastExecutor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.apart = unfolded_axes(self.program, self.fold)
-        self.bodies = {i: FastExecutor(i.body, self.fold) for i in self.program.instructions if isinstance(i, Loop)}
+        loops = [i for i in self.program.instructions if isinstance(i, Loop)]
+        self.bodies = {i: FastExecutor(i.body, self.fold, settled_mask(i)) for i in loops}
         self.ready = self.program.with_instructions(self._rounding())
         self.buffers = Buffers(self.ready, self._stored_shape)
         self.zero_offsets = {
@@ -97,6 +110,13 @@ class FastExecutor(Interpreter[Array, Engine]):
         }
         self._targets: Mapping[Value, Array] = _NONE  # where the run that is on writes
         self._stacks: dict[Loop, list[Array]] = {}
+        # Carries that each trip writes over, which are there once.
+        self._carried = {i: {v: self._array(v) for v in inside.written_over(i)} for i, inside in self.bodies.items()}
+        self._partial = {
+            i: PartialTrips(i, inside, self._carried[i])
+            for i, inside in self.bodies.items()
+            if i.record.active is not None
+        }
 
     # ------------------------------------------------------------ planning
 
@@ -108,6 +128,8 @@ class FastExecutor(Interpreter[Array, Engine]):
         found: list[Instruction] = []
         rounded: dict[Value, Value] = {}
         for i in self.program.instructions:
+            if self._is_settled(i):
+                i = Working(i.operation, i.inputs[1:2], i.outputs, i.region, (), ())
             if isinstance(i, Compute) and self._rounds(i):
                 for x in i.inputs:
                     if x.tensor.dtype is FLOAT32 and x not in rounded:
@@ -118,6 +140,13 @@ class FastExecutor(Interpreter[Array, Engine]):
                 i = replace(i, inputs=tuple(rounded.get(x, x) for x in i.inputs))
             found.append(i)
         return found
+
+    def _is_settled(self, i: Instruction) -> bool:
+        """Whether it chooses by a mask that holds, and so does nothing."""
+        if self.settled is None or i.operation.kind is not WHERE or not i.inputs or i.inputs[0] is not self.settled:
+            return False
+        x, y = i.inputs[1], i.outputs[0]
+        return (x.tensor.type, self.apart.get(x)) == (y.tensor.type, self.apart.get(y))
 
     def _rounds(self, i: Compute) -> bool:
         precise = self.program.precision == "highest" or i.operation.attrs.get("precision", "default") != "default"
@@ -151,12 +180,12 @@ class FastExecutor(Interpreter[Array, Engine]):
     ) -> Iterable[Array]:
         """As everywhere; operands of products are rounded besides."""
         if isinstance(i, Round):
-            return [round_to_bfloat16(inputs[0], out=self._targets.get(i.outputs[0]))]
+            return [round_to_bfloat16(inputs[0], out=self.target(i.outputs[0]))]
         return super().results(program, i, inputs, values, context)
 
     def loop(self, i: Loop, inputs: Sequence[Array], context: Engine) -> list[Array]:
         """As everywhere, into arrays that serve every step."""
-        for stack in self._stacks_of(i):
+        for stack in self.stacks_of(i):
             unwritten(stack)
         return super().loop(i, inputs, context)
 
@@ -164,25 +193,59 @@ class FastExecutor(Interpreter[Array, Engine]):
         """One run of a loop's body, which writes what is stacked where it belongs, if it has a buffer of its own."""
         inside = self.bodies[i]
         stacked = [i.body.outputs[name] for name in i.stacks]
-        places = [stack[trip, ...] for stack in self._stacks_of(i)]
+        places = [stack[trip, ...] for stack in self.stacks_of(i)]
+        carried = self._carried[i]
+        if i in self._partial and (run := self._partial[i].of(trip)) is not None:
+            made = self._partial[i].trip(given, context, run, dict(zip(stacked, places, strict=True)))
+            return made | dict(zip(stacked, places, strict=True))
         into = {v: place for v, place in zip(stacked, places, strict=True) if v in inside.buffers.fixed}
-        inside._targets = {**inside.buffers.begin(()), **into}
+        inside.begin_trip({**into, **carried})
         made = inside.run(inside.ready, given, context)
         for v, place in zip(stacked, places, strict=True):
             if made[v] is not place:
                 place[...] = made[v]
-        # Copied, because the next trip writes into the same buffers.
-        return made | {i.body.outputs[end]: made[i.body.outputs[end]].copy() for _, end in i.carries}
+        # Copied, because the next trip writes into the same buffers, but what is its own buffer.
+        ends = [v for v in (i.body.outputs[end] for _, end in i.carries) if made[v] is not carried.get(v)]
+        return made | {v: made[v].copy() for v in ends}
+
+    def written_over(self, i: Loop) -> list[Value]:
+        """Of a loop with this body, the carries after a trip that may be written where those before it are."""
+        made = {
+            y: (n, instruction) for n, instruction in enumerate(self.ready.instructions) for y in instruction.outputs
+        }
+        found = []
+        for begin, end in i.carries:
+            before, after = self.program.inputs[begin], self.program.outputs[end]
+            n, maker = made.get(after, (0, None))
+            if maker is None or after not in self.buffers.places or self.apart.get(after) or self.apart.get(before):
+                continue
+            over = maker.inputs[: maker.operation.kind.overwrites] if isinstance(maker, Compute) else ()
+            read = [x for x in maker.inputs if self.buffers.owner[x] is before]
+            once = [self.program.outputs[name] for _, name in i.carries].count(after) == 1
+            if once and self.buffers.last[before] <= n and all(x is before and x in over for x in read):
+                found.append(after)
+        return found
+
+    def _array(self, v: Value) -> Array:
+        return new_array(v.tensor.shape.sizes, v.tensor.dtype.storage)
+
+    def begin_trip(self, into: Mapping[Value, Array] = _NONE) -> None:
+        """Make the buffers ready for a run of this body; what is stacked is written `into` its place."""
+        self._targets = {**self.buffers.begin(()), **into}
+
+    def target(self, y: Value) -> Array | None:
+        """The buffer that a value is written to in the run that is on, if it has one."""
+        return self._targets.get(y)
 
     def sliced(self, x: Array, trip: int, axis: int) -> Array:
         """A view where the loop's dim comes first."""
-        return np.asarray(np.take(x, trip, axis=axis) if axis else x[trip, ...])
+        return x[(np.s_[:],) * axis + (trip, ...)]
 
     def stacked(self, i: Loop, n: int, parts: Sequence[Array]) -> Array:
         """The array of all trips, into which each has written."""
-        return self._stacks_of(i)[n]
+        return self.stacks_of(i)[n]
 
-    def _stacks_of(self, i: Loop) -> list[Array]:
+    def stacks_of(self, i: Loop) -> list[Array]:
         """The arrays of all trips, which serve every step."""
         if i not in self._stacks:
             outputs = i.outputs[len(i.carries) :]
@@ -224,7 +287,7 @@ class FastExecutor(Interpreter[Array, Engine]):
             return self._compute_apart(i, inputs, context, looped)
         types = tuple(x.tensor.type for x in i.inputs)
         outs = tuple(y.tensor.type for y in i.outputs)
-        buffer = self._targets.get(i.outputs[0])
+        buffer = self.target(i.outputs[0])
         return compute(i.operation, types, outs, inputs, self.zero_offsets[i], context, buffer)
 
     def _looped_axes(self, i: Compute) -> tuple[str, ...]:

@@ -1,0 +1,87 @@
+"""How the layers of a model are cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from layouts import Dimension
+from meshlib import layers
+from meshlib.checks import at, whole
+from meshlib.errors import GraphError
+from meshlib.graph import Tensor
+from meshlib.models.config import TransformerConfig
+from meshlib.ops.remat import Policy, checked_policy
+from meshlib.ops.shape import reshape, transpose
+
+MICROBATCH = "microbatch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What `mtf.models.transformer` and `train_step` make a pipeline of: `pipeline=mtf.models.Pipeline(...)`.
+
+    The layers of the model become stages, dim `stage`, and the batch is cut into microbatches, dim `microbatch`, from
+    the embeddings to the loss; `mtf.models.layout("pipeline+...")` lays both over the axis `pipe`. Variables of layers
+    are those of the scanned model, with their first dim cut: [layers] is [repeat, stage, layers], in this order.
+
+    Args:
+      stages: how many parts the layers are cut into, which work side by side.
+      microbatches: how many parts the batch is cut into; idle time is (stages - 1) / (repeats * microbatches).
+      repeats: how many runs of layers a stage has, between which each microbatch goes round the others.
+      remat: what is kept of each microbatch in a stage beside what goes into it, as of `mtf.layers.pipeline`: with
+        "none" what the layers keep by their own `remat`, for all microbatches; with "full" nothing, and each stage is
+        computed once more, which leaves the layers of one microbatch at a time.
+    Raises: GraphError for numbers below 1, and a policy that is none.
+    """
+
+    stages: int
+    microbatches: int
+    repeats: int = 1
+    remat: Policy = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "microbatches", "repeats"):
+            count = whole(getattr(self, name), "Pipeline", name)
+            if count < 1:
+                raise GraphError(f"{at('Pipeline')}: {name} must be at least 1, got {count}")
+        checked_policy(self.remat, "Pipeline")
+
+    def layers_of(self, config: TransformerConfig, batch: int) -> int:
+        """How many layers each run of a stage has, after all checks of what is to be cut.
+
+        Raises: GraphError where layers or the batch do not divide, with sizes that do.
+        """
+        runs, period = self.stages * self.repeats, len(config.windows)
+        faults = []
+        if config.encoder_decoder:
+            faults.append("a pipeline is for models of one stack, not an encoder beside a decoder")
+        if config.layers % (runs * period):
+            pattern = f" in patterns of {period}" if period > 1 else ""
+            fitting = [n for n in range(1, config.layers // period + 1) if config.layers // period % n == 0]
+            some = "" if config.layers % period else f"; stages * repeats may be {', '.join(map(str, fitting))}"
+            faults.append(
+                f"{config.layers} layers{pattern} can't be cut into {self.stages} stages * {self.repeats} repeats: "
+                f"{config.layers} % {runs * period} = {config.layers % (runs * period)}{some}. Or take "
+                f"config.replace(layers={-(-config.layers // (runs * period)) * runs * period})"
+            )
+        if batch % self.microbatches:
+            faults.append(
+                f"a batch of {batch} can't be cut into {self.microbatches} microbatches: {batch} % "
+                f"{self.microbatches} = {batch % self.microbatches}"
+            )
+        if faults:
+            raise GraphError("\n  ".join([f"{at('transformer')}: {config.name} as a pipeline", *faults]))
+        return config.layers // runs
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[batch, ...] as [microbatch, batch, ...], the microbatch on the minor part: a split batch moves nothing."""
+        batch, *rest = x.shape
+        micro = Dimension(MICROBATCH, self.microbatches)
+        small = Dimension(batch.name, batch.size // micro.size)
+        return transpose(reshape(x, [small, micro, *rest]), [micro, small, *rest])
+
+    def run(self, stage_fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """All stages, of what has been cut."""
+        y: Tensor = layers.pipeline(stage_fn, x, self.stages, x.shape.dim(MICROBATCH), self.repeats, remat=self.remat)
+        return y

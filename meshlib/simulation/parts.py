@@ -1,0 +1,331 @@
+"""Trips in which only some indices of a dim work: the fast executor computes these alone.
+
+`LoopRecord.active` says which they are, as of the stages of a pipeline that fills or drains. A value of the body that
+has the dim is then kept in part, the run [begin, end) of its indices, and whatever is parallel along the dim, or sums
+over it, runs on these parts. What is not (the shift to the next stage) runs on the whole, zeros around the part.
+
+A carry that is left in part keeps what it held at the other indices: a sum of gradients, to which an idle stage adds
+nothing. What is stacked holds zeros there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hardware.numerics import round_to_bfloat16
+from layouts import Dimension
+from meshlib.engine import Engine
+from meshlib.graph import TensorType
+from meshlib.operation import Factor, Role
+from meshlib.program.instructions import Compute, Instruction, Loop, Move, Value
+from meshlib.program.records import Program
+from meshlib.simulation.blocks import compute
+
+if TYPE_CHECKING:
+    from meshlib.simulation.fast import FastExecutor
+
+Array = np.ndarray[Any, Any]
+Run = tuple[int, int]
+
+
+class Working(Move):
+    """What works of a value in this trip, by a mask that says so: all that is computed, and nothing runs."""
+
+
+@dataclass(eq=False)
+class Parts:
+    """How the instructions of a body run on a part of a dim; found once.
+
+    dims     the dim of each value that has it, under the name that it has there
+    partial  the values that are kept in part; others that have the dim are there whole
+    factors  of each computation that runs on parts, the factor that stands for the dim
+    loops    the same of each loop that runs on parts
+    """
+
+    size: int
+    dims: dict[Value, str] = field(default_factory=dict)
+    partial: set[Value] = field(default_factory=set)
+    factors: dict[Instruction, Factor] = field(default_factory=dict)
+    loops: dict[Loop, Parts] = field(default_factory=dict)
+    _types: dict[tuple[Value, int], TensorType] = field(default_factory=dict)
+
+    def cut(self, v: Value, x: Array, run: Run) -> Array:
+        """Of a whole array, the part."""
+        if v not in self.dims:
+            return x
+        return x[(np.s_[:],) * self.axis(v) + (np.s_[run[0] : run[1]],)]
+
+    def filled(self, v: Value, part: Array, run: Run) -> Array:
+        """A whole array with zeros around the part."""
+        whole = np.zeros(v.tensor.shape.sizes, part.dtype)
+        self.cut(v, whole, run)[...] = part
+        return whole
+
+    def axis(self, v: Value) -> int:
+        """Where the dim stands in a value."""
+        return v.tensor.shape.index(self.dims[v])
+
+    def type(self, v: Value, run: Run) -> TensorType:
+        """Of a value kept in part, or of the part of one that is whole."""
+        if v not in self.dims:
+            return v.tensor.type
+        key = v, run[1] - run[0]
+        if key not in self._types:
+            self._types[key] = TensorType(v.tensor.shape.resize(self.dims[v], key[1]), v.tensor.dtype)
+        return self._types[key]
+
+
+def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension, whole: bool) -> Parts:
+    """How a body runs on parts of `dim`.
+
+    `inputs` says under which name its inputs have the dim; with `whole` all of them are there whole, and each user
+    takes what it needs; otherwise they are there in part.
+    """
+    found = Parts(dim.size, dict(inputs))
+    either = set(inputs) if whole else set()
+    if not whole:
+        found.partial.update(inputs)
+    for i in executor.ready.instructions:
+        known = [x for x in i.inputs if x in found.dims]
+        if isinstance(i, Move):
+            for x, y in zip(i.inputs, i.outputs, strict=True):
+                _pass(found, either, x, y)
+                if isinstance(i, Working) and y in found.dims:
+                    found.partial.add(y)
+                    either.discard(y)
+            continue
+        if not isinstance(i, Compute | Loop):
+            for x, y in zip(i.inputs, i.outputs, strict=False):  # an operand rounded for the MXU
+                _pass(found, either, x, y)
+            continue
+        apart = any(executor.apart.get(v) for v in (*i.inputs, *i.outputs))
+        some = any(x in found.partial for x in known)
+        all_whole = any(x not in found.partial and x not in either for x in known)
+        in_part = not apart and (some or not all_whole)
+        if isinstance(i, Loop):
+            _loop_parts(executor, found, i, dim, in_part and bool(known))
+        else:
+            _compute_parts(found, i, dim, in_part)
+        for y in i.outputs:  # what no factor leads to is known by its name
+            if y not in found.dims and dim in y.tensor.shape:
+                found.dims[y] = dim.name
+    return found
+
+
+def _pass(found: Parts, either: set[Value], x: Value, y: Value) -> None:
+    """What is but another name of `x`, or the sum of its parts."""
+    if x in found.dims:
+        found.dims[y] = found.dims[x]
+        if x in found.partial:
+            found.partial.add(y)
+        if x in either:
+            either.add(y)
+
+
+def _compute_parts(found: Parts, i: Compute, dim: Dimension, in_part: bool) -> None:
+    factors = i.operation.kind.roles(i.operation)
+    factor = _factor(found, i, factors, dim)
+    if factor is not None:
+        for n, y in enumerate(i.outputs):
+            name = factor.outputs[n]
+            if name is not None:
+                found.dims[y] = name
+        if in_part and (factor.role is Role.PARALLEL or factor.role.reduces):
+            found.factors[i] = factor
+            found.partial.update(y for y in i.outputs if y in found.dims)
+
+
+def _factor(found: Parts, i: Compute, factors: Sequence[Factor], dim: Dimension) -> Factor | None:
+    """The factor that stands for the dim in all operands that have it, and in whose results it is as large."""
+    for f in factors:
+        names = [found.dims.get(x) for x in i.inputs]
+        here = any(names) or (dim.name in f.outputs and not i.inputs)
+        sizes = [y.tensor.shape.dim(name).size for y, name in zip(i.outputs, f.outputs, strict=True) if name]
+        if here and list(f.operands) == names and f.size == found.size and all(size == found.size for size in sizes):
+            return f
+    return None
+
+
+def _loop_parts(executor: FastExecutor, found: Parts, i: Loop, dim: Dimension, in_part: bool) -> None:
+    body = i.body
+    given = dict(zip(body.inputs.values(), i.inputs, strict=True))
+    inputs = {v: found.dims[x] for v, x in given.items() if x in found.dims}
+    inside = parts_of(executor.bodies[i], inputs, dim, whole=False)
+    ends = [body.outputs[end] for _, end in i.carries]
+    stacks = [body.outputs[name] for name in i.stacks]
+    begins = [body.inputs[begin] for begin, _ in i.carries]
+    same = all(inside.dims.get(a) == inside.dims.get(b) for a, b in zip(begins, ends, strict=True))
+    for y, v in zip(i.outputs, (*begins, *stacks), strict=True):
+        if v in inside.dims:
+            found.dims[y] = inside.dims[v]
+    if in_part and same:
+        found.loops[i] = inside
+        found.partial.update(y for y in i.outputs if y in found.dims)
+
+
+@dataclass(eq=False)
+class PartialRun:
+    """Runs of one executor's program on parts of a dim."""
+
+    executor: FastExecutor
+    parts: Parts
+    places: dict[Value, Array] = field(default_factory=dict)  # where some parts are written
+
+    def run(self, given: Mapping[Value, Array], engine: Engine, run: Run) -> dict[Value, Array]:
+        """As `Interpreter.run`: values that are fetched, those in `parts.partial` in part."""
+        program = self.executor.ready
+        values, last = dict(given), program.last_use
+        for n, i in enumerate(program.instructions):
+            values.update(zip(i.outputs, self._results(program, i, values, engine, run), strict=True))
+            for x in i.inputs:
+                if last[x] == n:
+                    values.pop(x, None)
+        return values
+
+    def _results(
+        self, program: Program, i: Instruction, values: Mapping[Value, Array], engine: Engine, run: Run
+    ) -> Sequence[Array]:
+        if isinstance(i, Loop) and i in self.parts.loops:
+            return self._loop(i, self._in_part(i, values, run), engine, run)
+        factor = self.parts.factors.get(i)
+        if isinstance(i, Compute) and factor is not None:
+            return self._compute(i, factor, values, engine, run)
+        if isinstance(i, Compute | Loop):
+            whole = [self._whole(x, values[x], run) for x in i.inputs]
+            return tuple(self.executor.results(program, i, whole, values, engine))
+        # Moves, and operands rounded for the MXU: of a part as of the whole.
+        if isinstance(i, Working):
+            return self._in_part(i, values, run)
+        if isinstance(i, Move):
+            return self.executor.move(i, [values[x] for x in i.inputs])
+        if i.inputs:
+            return self._rounded(i, values)
+        return [values[y] for y in i.outputs]
+
+    def _whole(self, v: Value, x: Array, run: Run) -> Array:
+        return self.parts.filled(v, x, run) if v in self.parts.partial else x
+
+    def _in_part(self, i: Instruction, values: Mapping[Value, Array], run: Run) -> list[Array]:
+        return [values[x] if x in self.parts.partial else self.parts.cut(x, values[x], run) for x in i.inputs]
+
+    def _rounded(self, i: Instruction, values: Mapping[Value, Array]) -> list[Array]:
+        (x,), (y,) = i.inputs, i.outputs
+        return [round_to_bfloat16(values[x], out=self._target(y, values[x].shape))]
+
+    def _compute(
+        self, i: Compute, factor: Factor, values: Mapping[Value, Array], engine: Engine, run: Run
+    ) -> tuple[Array, ...]:
+        types = tuple(self.parts.type(x, run) for x in i.inputs)
+        outs = tuple(self.parts.type(y, run) for y in i.outputs)
+        offsets = {**self.executor.zero_offsets[i], factor.name: run[0]}
+        # A part of a whole value may lie in the memory that the result is meant for, elsewhere than the result.
+        moved = any(x in self.parts.dims and x not in self.parts.partial for x in i.inputs)
+        buffer = self.places.get(i.outputs[0])
+        if buffer is None and not moved:
+            buffer = self._target(i.outputs[0], outs[0].shape.sizes)
+        return compute(i.operation, types, outs, self._in_part(i, values, run), offsets, engine, buffer)
+
+    def _target(self, y: Value, shape: tuple[int, ...]) -> Array | None:
+        """Where a result is written: the beginning of its buffer."""
+        buffer = self.executor.target(y)
+        if buffer is None or not buffer.flags.c_contiguous:
+            return None
+        return _beginning(buffer, shape)
+
+    def _loop(self, i: Loop, inputs: Sequence[Array], engine: Engine, run: Run) -> list[Array]:
+        """A loop within the part: what it carries and stacks is in part too."""
+        inside = self.parts.loops[i]
+        runner = PartialRun(self.executor.bodies[i], inside)
+        body = i.body
+        given = dict(zip(body.inputs.values(), inputs, strict=True))
+        sliced = {body.inputs[name]: (given[body.inputs[name]], i.slice_axis(name)) for name in i.slices}
+        stacks = zip(i.outputs[len(i.carries) :], self.executor.stacks_of(i), strict=True)
+        made = [_beginning(stack, self.parts.type(y, run).shape.sizes) for y, stack in stacks]
+        for trip in i.trip_order:
+            given.update({v: self.executor.sliced(x, trip, axis) for v, (x, axis) in sliced.items()})
+            runner.executor.begin_trip()
+            values = runner.run(given, engine.in_trip(trip), run)
+            for stack, name in zip(made, i.stacks, strict=True):
+                stack[trip] = runner.result(body.outputs[name], values, run)
+            given.update(
+                {body.inputs[begin]: runner.result(body.outputs[end], values, run).copy() for begin, end in i.carries}
+            )
+        return [given[body.inputs[begin]] for begin, _ in i.carries] + made
+
+    def result(self, v: Value, values: Mapping[Value, Array], run: Run) -> Array:
+        """A value of the body in part, however it was computed."""
+        return values[v] if v in self.parts.partial else self.parts.cut(v, values[v], run)
+
+
+def _beginning(array: Array, shape: tuple[int, ...]) -> Array:
+    """The memory of a contiguous array, as much of it as a smaller one takes."""
+    return array.reshape(-1)[: prod(shape)].reshape(shape)
+
+
+@dataclass(eq=False)
+class PartialTrips:
+    """The trips of one loop of which some indices are idle."""
+
+    loop: Loop
+    executor: FastExecutor  # of the body
+    over: Mapping[Value, Array]  # carries that are written over, each with its array
+
+    def __post_init__(self) -> None:
+        active = self.loop.record.active
+        assert active is not None
+        self.active = active
+        dim = Dimension(active.dim, active.size)
+        inputs = {v: active.dim for v in self.loop.body.inputs.values() if dim in v.tensor.shape}
+        self.runner = PartialRun(self.executor, parts_of(self.executor, inputs, dim, whole=True))
+        self.carried: dict[Value, Array] = {}  # the arrays that hold carries from trip to trip
+
+    def of(self, trip: int) -> Run | None:
+        """What works in a trip, with what lies between; None if that is all."""
+        runs = self.active.runs(trip)
+        run = (runs[0][0], runs[-1][1]) if runs else (0, 0)
+        return None if run == (0, self.active.size) or not runs else run
+
+    def trip(
+        self, given: Mapping[Value, Array], engine: Engine, run: Run, places: Mapping[Value, Array]
+    ) -> dict[Value, Array]:
+        """One trip on a part: the carries after it; what is stacked is written to its places."""
+        parts, body = self.runner.parts, self.loop.body
+        ends = {body.outputs[end]: body.inputs[begin] for begin, end in self.loop.carries}
+        self.executor.begin_trip()
+        self.runner.places = {v: self._place(v, given[begin], run) for v, begin in ends.items() if self._is_over(v)}
+        values = self.runner.run(given, engine, run)
+        for v, place in places.items():
+            if v in parts.partial:
+                place[...] = 0
+                parts.cut(v, place, run)[...] = values[v]
+            else:
+                place[...] = values[v]
+        return {end: self._carried(end, given[begin], values[end], run) for end, begin in ends.items()}
+
+    def _is_over(self, v: Value) -> bool:
+        """Whether a carry is written, part by part, over what it was."""
+        return v in self.over and v in self.runner.parts.partial and self.runner.parts.axis(v) == 0
+
+    def _place(self, v: Value, before: Array, run: Run) -> Array:
+        held = self.over[v]
+        if before is not held:
+            held[...] = before
+        return self.runner.parts.cut(v, held, run)
+
+    def _carried(self, v: Value, before: Array, after: Array, run: Run) -> Array:
+        if v not in self.runner.parts.partial:
+            return after.copy()
+        if v in self.runner.places:
+            if after is not self.runner.places[v]:
+                self.runner.places[v][...] = after
+            return self.over[v]
+        held = self.carried.get(v)
+        if held is None or held is not before:
+            held = self.carried[v] = before.copy()
+        self.runner.parts.cut(v, held, run)[...] = after
+        return held
