@@ -1,9 +1,9 @@
 """Mixture of experts: each token goes through a few of many feed-forward layers.
 
-Tokens lie by groups (the batch, as a rule), weights by experts. The dims that either have on the other's side bear other
-names there, as in Mesh TensorFlow: scores and the places of tokens have `experts_unsplit` beside `batch`, what experts
-compute has `experts` beside `batch_unsplit`. So one rule for `batch` and one for `experts` may name the same axis, and
-the step between is what exchanges tokens.
+Tokens lie by groups (the batch, as a rule), weights by experts. The dims of either have another name on the other's
+side, as in Mesh TensorFlow: scores and the places of tokens have `experts_unsplit` beside `batch`, what experts compute
+has `experts` beside `batch_unsplit`. So a rule for `batch` and one for `experts` may name the same axis, and the step
+between is what exchanges tokens.
 """
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ from meshlib.ops.elementwise import (
     where,
 )
 from meshlib.ops.index import gather, scatter_add
-from meshlib.ops.index import range as numbers
+from meshlib.ops.index import range as positions
 from meshlib.ops.ranking import argsort, top_k
 from meshlib.ops.reduce import reduce_logsumexp, reduce_mean, reduce_sum, softmax
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose
-from meshlib.ops.sources import constant_like, ones_like, random_uniform, variable
+from meshlib.ops.sources import constant_like, ones_like, random_uniform, variable, zeros_like
 from meshlib.ops.state import stop_gradient
 
 GATINGS = ("top_k", "top_2", "switch", "ntlb", "expert_choice")
@@ -331,7 +331,7 @@ def _within_best_groups(favour: Tensor, experts: Dimension, routing: Routing) ->
 def numbers_beside(x: Tensor, dim: Dimension) -> Tensor:
     """0, 1, ... along `dim`, in the graph of `x`."""
     with x.graph:
-        return numbers(dim)
+        return positions(dim)
 
 
 # ---------------------------------------------------------------- places
@@ -394,32 +394,23 @@ def _seated_somewhere(
     """Round by round all tokens that still stand ask their next choice; one that finds room has its only place."""
     choices = chosen.index.shape.dim("choices")
     rest = [d for d in chosen.index.shape if d != choices]
-    groups = [d for d in rest if d != tokens]
-    taken = None
-    settled = None  # expert and gate of each token, the number of experts for none
-    for n in range(choices.size):
-        asked, gate = (gather(x, n, choices) for x in (chosen.index, chosen.gate))
-        if settled is not None:
-            asked = where(less(settled[0], experts.size), experts.size, asked)
-        one = reshape(asked, [*rest, Dimension("choices", 1)])
-        place, asking = _positions(one, tokens, experts)
-        place = reshape(place, rest)
-        if taken is not None:
-            before = transpose(gather(taken, asked, experts, out_of_range="zero"), rest)
-            place = place + before
-        fits = logical_and(less(place, places.size), less(asked, experts.size))
-        if settled is None:
-            settled = where(fits, asked, experts.size), gate, place
-            standing = asking
-        else:
-            settled = tuple(where(fits, a, b) for a, b in zip((asked, gate, place), settled, strict=True))
-        got = _counts(where(fits, asked, experts.size), experts, Shape([*groups, experts]))
-        taken = got if taken is None else taken + got
-    assert settled is not None and taken is not None
-    index, gate, place = (reshape(x, [*rest, Dimension("choices", 1)]) for x in settled)
-    wanted = reduce_sum(standing, reduced_dim=experts)
-    dropped = wanted - reduce_sum(taken, reduced_dim=experts)
-    return _slots(index, gate, place, tokens, experts, places), dropped, standing
+    queues = Shape([*(d for d in rest if d != tokens), experts])
+    one, nobody = Dimension(choices.name, 1), experts.size
+    rounds = [[gather(x, n, choices) for x in (chosen.index, chosen.gate)] for n in range(choices.size)]
+    index, gate = zeros_like(rounds[0][0]) + nobody, zeros_like(rounds[0][1])
+    place, taken = zeros_like(index), zeros_like(_counts(index, experts, queues))
+    for wanted, weight in rounds:
+        asked = where(less(index, nobody), nobody, wanted)
+        queued, _ = _positions(reshape(asked, [*rest, one]), tokens, experts)
+        before = gather(taken, asked, experts, out_of_range="zero")
+        found = reshape(queued, rest) + transpose(before, rest)
+        fits = logical_and(less(found, places.size), less(asked, nobody))
+        index, gate, place = where(fits, asked, index), where(fits, weight, gate), where(fits, found, place)
+        taken = taken + _counts(where(fits, asked, nobody), experts, queues)
+    load = _counts(rounds[0][0], experts, queues)
+    dropped = reduce_sum(load - taken, reduced_dim=experts)
+    index, gate, place = (reshape(x, [*rest, one]) for x in (index, gate, place))
+    return _slots(index, gate, place, tokens, experts, places), dropped, load
 
 
 # ---------------------------------------------------------------- experts choose

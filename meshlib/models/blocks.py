@@ -81,6 +81,11 @@ class Blocks:
 
     def _attention(self, x: Tensor, window: int | None) -> Tensor:
         c = self.config
+        if c.latent is not None:
+            return layers.latent_attention(
+                x, c.latent.dims(c.heads), self.causal, c.rope_theta, c.attention_scale, c.norm_epsilon, c.numerics,
+                "attention",
+            )  # fmt: skip
         base = None
         if c.position == "rotary":
             local = window is not None and c.local_rope_theta is not None

@@ -187,8 +187,8 @@ class TransformerConfig:
         """Number of trained values that take part in what is made of one token: of experts only those it goes to.
 
         >>> import meshlib as mtf
-        >>> mtf.models.preset("llama3.1-405b").active_parameters
-        405853388800
+        >>> round(mtf.models.preset("mixtral-8x7b").active_parameters / 1e9, 1)
+        12.9
         """
         from meshlib.models.counts import active_parameters
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from layouts import Dimension
 from meshlib.checks import at, whole
 from meshlib.errors import GraphError
+from meshlib.layers.latent_attention import LatentDims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,17 @@ class LatentAttention:
     def head_dim(self) -> int:
         """Features of a query, and of the key it meets."""
         return self.nope_dim + self.rope_dim
+
+    def dims(self, heads: int) -> LatentDims:
+        """As layers take them."""
+        return LatentDims(
+            Dimension("heads", heads),
+            Dimension("kv_rank", self.kv_rank),
+            Dimension("head_dim", self.nope_dim),
+            Dimension("head_dim", self.rope_dim),
+            Dimension("value_dim", self.value_dim),
+            None if self.q_rank is None else Dimension("q_rank", self.q_rank),
+        )
 
     def reduced(self) -> LatentAttention:
         """The same kind of attention with few features."""
