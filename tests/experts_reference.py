@@ -110,10 +110,14 @@ def seats(logits: Array, bias: Array | None, r: Routing, real: Array) -> Outcome
 
 def block(x: Array, w: Mapping[str, Array], activation: str) -> Array:
     """A feed-forward layer of one token."""
-    h = x @ w["wi"]
-    act = ACTIVATIONS[activation]
-    h = act(x @ w["wi_gate"]) * h if "wi_gate" in w else act(h)
-    return h @ w["wo"]
+    h, act = through(x, w, "wi"), ACTIVATIONS[activation]
+    h = act(through(x, w, "wi_gate")) * h if "wi_gate/kernel" in w else act(h)
+    return through(h, w, "wo")
+
+
+def through(x: Array, w: Mapping[str, Array], part: str) -> Array:
+    """One product, with its bias where there is one."""
+    return x @ w[f"{part}/kernel"] + w.get(f"{part}/bias", 0.0)
 
 
 def mixture(
@@ -122,7 +126,7 @@ def mixture(
     """x [groups, tokens, features]; `w` by the names of variables within the layer."""
     out, said = np.zeros(x.shape), []
     parts = {
-        side: {n: w[f"{side}/{n}/kernel"] for n in ("wi", "wi_gate", "wo") if f"{side}/{n}/kernel" in w}
+        side: {name.removeprefix(f"{side}/"): v for name, v in w.items() if name.startswith(f"{side}/")}
         for side in ("experts", "shared")
     }
     for g, group in enumerate(x):

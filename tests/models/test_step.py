@@ -130,9 +130,9 @@ def test_scanned_and_unrolled_steps_update_alike():
     graph, sim, found = trained(config, 3, held=held, learning_rate=0.01)
     flat, other, wanted = trained(config, 0, scan=False)
     names = list(values(flat))
-    flat, other, wanted = trained(config, 3, scan=False, held=unstacked(held, names, 1), learning_rate=0.01)
+    flat, other, wanted = trained(config, 3, scan=False, held=unstacked(held, names, config), learning_rate=0.01)
     assert found == pytest.approx(wanted, rel=1e-5)
-    for name, value in unstacked(dict(sim.state), names, 1).items():
+    for name, value in unstacked(dict(sim.state), names, config).items():
         np.testing.assert_allclose(value, other.state[name], rtol=2e-3, atol=2e-4, err_msg=name)
 
 
