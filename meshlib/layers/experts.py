@@ -93,8 +93,9 @@ def moe(
         `experts/wo/kernel`, and the same under `shared`.
     Returns: a `Mixture`. Within the scope the values are called dispatched (what experts get), combined and out.
     Layout: `batch:data;experts:data` splits both over one axis, and tokens change sides by an all_to_all there and one
-      back; `batch:data+expert;experts:expert` has an axis for experts alone; `hidden_channels` may be split as of any
-      feed-forward layer.
+      back; `batch:data+expert;experts:expert;batch_unsplit:data` has an axis for experts alone. `batch_unsplit`, the
+      groups of what experts compute, keeps the axes of the batch that experts do not take: where they take none,
+      `batch:data;batch_unsplit:data`. `hidden_channels` may be split as of any feed-forward layer.
     Raises: ShapeError for dims that clash, sizes that do not divide and a mask that does not fit; GraphError for more
       choices than experts.
     Example:

@@ -72,7 +72,7 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
       >>> print(mtf.models.layout("tensor", llama, "tensor:16"))  # 8 heads of keys, each of which 16 queries share
       group:tensor;d_ff:tensor;vocab:tensor
       >>> print(mtf.models.layout("fsdp+expert", mtf.models.preset("mixtral-8x7b"), "fsdp:32;expert:8"))
-      batch:fsdp+expert;d_model:fsdp+expert?;experts:expert
+      batch:fsdp+expert;d_model:fsdp+expert?;experts:expert;batch_unsplit:fsdp
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     if not isinstance(config, TransformerConfig):
@@ -81,7 +81,15 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
     axes = dict(zip(parts, _axes(name, parts, mesh), strict=True))
     made = [_RULES[part](config, axis, mesh.axis_size(axis)) for part, axis in axes.items() if part != "expert"]
     rules = joined(*made, *(_expert_rules(config, axes, mesh) if "expert" in axes else ()))
-    return _over_both(rules, config, axes, mesh)
+    return with_unsplit(_over_both(rules, config, axes, mesh), config)
+
+
+def with_unsplit(rules: LayoutRules, config: TransformerConfig) -> LayoutRules:
+    """`rules`, and where there are experts one for the batch as they have it: over its axes that they do not take."""
+    batch = next((r.axes for r in rules.rules if r.dim == "batch"), ())
+    experts = next((r.axes for r in rules.rules if r.dim == "experts"), ())
+    left = tuple(axis for axis in batch if axis not in experts)
+    return rules if config.experts is None or not left else LayoutRules([*rules.rules, Rule("batch_unsplit", left)])
 
 
 def _parts(name: object) -> list[str]:
@@ -187,9 +195,11 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
             f"  d_model: {config.d_model} % {size} = {config.d_model % size}; take a smaller axis and a 'data' axis "
             f"beside it"
         )
-    others = {"d_ff": config.d_ff if config.bias else 1, "vocab": config.vocab if config.head == "transform" else 1}
+    biased = {"vocab": config.head == "transform", "d_ff": config.bias, "expert_d_ff": config.bias}
+    others = {dim: held for dim, held in _wide_dims(config) if biased[dim]}
     if config.latent is not None:
-        others |= {"kv_rank": config.latent.kv_rank, "q_rank": config.latent.q_rank or 1}
+        others |= {"kv_rank": config.latent.kv_rank}
+        others |= {"q_rank": config.latent.q_rank} if config.latent.q_rank is not None else {}
     return ["d_model", *(dim for dim, held in others.items() if held % size == 0)]
 
 
