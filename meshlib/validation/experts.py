@@ -12,6 +12,9 @@ from meshlib.validation.policies import NotExpressed
 
 Row = Mapping[str, Any]
 
+# Rows of a tile of ragged products on TPUs: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, tile_batch_seq,
+# wi_tile_fwd_batch_seq; the visits of shared tiles: jax.experimental.pallas.ops.tpu.megablox, make_group_metadata.
+TILE_ROWS = 512
 _RANKS = ("kv_lora", "qk_nope", "qk_rope", "v_head")
 
 
@@ -33,17 +36,19 @@ def with_experts(model: dict[str, Any]) -> None:
         model.setdefault("head_dim", model["qk_nope"] + model["qk_rope"])
 
 
-def experts_of(row: Row, model: Mapping[str, Any]) -> tuple[Experts | None, tuple[str, ...]]:
-    """The experts of a run, and what of them is assumed.
+def experts_of(row: Row, model: Mapping[str, Any], tokens: float) -> tuple[Experts | None, tuple[str, ...]]:
+    """The experts of a run on devices with that many tokens each, and what of them is assumed.
 
-    With a capacity factor experts have that much room in each sequence, without one they take all tokens that come:
-    then each is taken to get its mean share, which is what a ragged product computes in all.
+    With a capacity factor experts have that much room in each sequence. Without one they take all tokens that come, in
+    one ragged product over the tokens sorted by expert. It works in tiles of rows, and a tile in which one expert's
+    tokens end and another's begin is computed for both: each expert but one takes a tile more than its tokens fill.
     """
     if not model.get("experts"):
         return None, ()
+    ragged = 1 + (model["experts"] - 1) * TILE_ROWS / (tokens * model["top_k"])
     notes = " ".join(str(part or "") for part in (row.get("note"), model.get("note"))).lower()
     stated = re.search(r"capacity[ _]factor\W*([\d.]*\d)", notes)
-    factor = float(stated[1]) if stated else 1.0
+    factor = float(stated[1]) if stated else ragged
     masks = bool(re.search(r"dense dispatch|dispatch einsum|sparse_matmul (?:off|false)", notes))
     experts = Experts(
         count=int(model["experts"]),
@@ -54,7 +59,7 @@ def experts_of(row: Row, model: Mapping[str, Any]) -> tuple[Experts | None, tupl
         form="einsum" if masks else "gather",
         routing=Routing(top_k=int(model["top_k"]), capacity_factor=factor, min_expert_capacity=1),
     )
-    return experts, () if stated else ("experts take their mean share of tokens",)
+    return experts, () if stated else (f"nothing dropped, ragged products in tiles of {TILE_ROWS} rows",)
 
 
 def latent_of(model: Mapping[str, Any]) -> LatentAttention | None:

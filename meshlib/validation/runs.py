@@ -45,7 +45,7 @@ class Run:
         variables and slots.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: of all of that.
-      experts: of a mixture of experts, what the row says of it.
+      experts: the mixtures of experts, or None.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
     """
 
@@ -144,7 +144,7 @@ def run_of(row: Row) -> Run:
         measured_seconds=seconds,
         apart=_apart(row, model),
     )
-    experts, routed = experts_of(row, model)
+    experts, routed = experts_of(row, model, batch * length / slice_.devices)
     run = replace(run, experts=experts)
     padded = _padded(run)
     policy, why = _policy(row, run)
@@ -265,7 +265,8 @@ def _precision(text: str) -> str:
 
 def _family(row: Row, model: Mapping[str, Any]) -> str:
     kind = str(row.get("kind") or row.get("family") or "run")
-    return f"{kind} {'encoder' if str(model.get('arch', '')).startswith('encoder') else 'decoder'}"
+    side = "encoder" if str(model.get("arch", "")).startswith("encoder") else "decoder"
+    return f"{kind} {side}{' with experts' if model.get('experts') else ''}"
 
 
 def _attention(row: Row, chip: Chip) -> str:

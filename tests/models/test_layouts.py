@@ -46,8 +46,14 @@ MIXTRAL, DEEPSEEK, SWITCH = model("mixtral-8x7b"), model("deepseek-v3"), model("
         ("data+expert", MIXTRAL, "data:8", "batch:data;experts:data"),
         ("fsdp+expert", MIXTRAL, "fsdp:8", "batch:fsdp;d_model:fsdp?;experts:fsdp"),
         ("data+expert", MIXTRAL, "data:4;expert:8", "batch:data+expert;experts:expert;batch_unsplit:data"),
-        ("fsdp+expert", MIXTRAL, "fsdp:16;expert:8", "batch:fsdp+expert;d_model:fsdp+expert?;experts:expert;batch_unsplit:fsdp"),
-        ("fsdp+expert", MIXTRAL, "fsdp:1024;expert:8", "batch:fsdp+expert;d_model:fsdp?;experts:expert;batch_unsplit:fsdp"),
+        (
+            "fsdp+expert", MIXTRAL, "fsdp:16;expert:8",
+            "batch:fsdp+expert;d_model:fsdp+expert?;experts:expert;batch_unsplit:fsdp",
+        ),
+        (
+            "fsdp+expert", MIXTRAL, "fsdp:1024;expert:8",
+            "batch:fsdp+expert;d_model:fsdp?;experts:expert;batch_unsplit:fsdp",
+        ),
         (
             "data+expert+tensor", MIXTRAL, "data:2;expert:2;tensor:2",
             "batch:data+expert;heads:tensor;expert_d_ff:tensor;vocab:tensor;experts:expert;batch_unsplit:data",
