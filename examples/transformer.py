@@ -60,8 +60,10 @@ def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
     """The training program, and one that gives the logits of a single text on one core."""
     model = config(args.size, args.precision, args.experts, args.top_k)
     precision = PRECISIONS[args.precision]
-    layout = args.layout or ("data+expert+tensor" if args.experts else "2d")
-    if ":" not in layout and layout != "none":
+    layout = args.layout
+    if layout is None:
+        layout = "data+expert+tensor" if args.experts else "2d"
+    if ":" not in layout and layout:
         layout = mtf.models.layout(layout, model, args.mesh)
     warmup = mtf.optimize.linear_warmup(1.0, min(50, args.steps))
     lr = mtf.optimize.product(warmup, mtf.optimize.cosine_decay(args.lr, args.steps, alpha=0.1))
@@ -171,7 +173,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mesh", default="data:2;tensor:4", help="axes and sizes of the logical mesh")
     parser.add_argument(
         "--layout",
-        default="",
+        default=None,
         help="a name, parts joined by +, or dim:axis rules; 2d, or data+expert+tensor, unless given; names: "
         + ", ".join(mtf.models.LAYOUTS),
     )

@@ -164,9 +164,10 @@ class _Names:
     def leave(self, x: Tensor, name: str) -> Tensor:
         """And back."""
         groups = [d.name for d in x.shape[1:-2]]
-        for group in groups:
-            x = rename_dimension(x, group, group.removesuffix("_unsplit"))
-        return rename_dimension(x, self.experts.name, self.outer.name, name)
+        x = rename_dimension(x, self.experts.name, self.outer.name, None if groups else name)
+        for n, group in enumerate(groups, start=1):
+            x = rename_dimension(x, group, group.removesuffix("_unsplit"), name if n == len(groups) else None)
+        return x
 
 
 def _grouped(x: Tensor, routing: Routing, what: str) -> Tensor:
