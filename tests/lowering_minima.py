@@ -14,6 +14,7 @@ from __future__ import annotations
 from tests.minima import (
     data_parallel,
     exchanges,
+    experts,
     factors,
     fields,
     images,
@@ -37,6 +38,7 @@ THEMES = (
     factors,
     fields,
     exchanges,
+    experts,
     images,
     pipelines,
 )
@@ -70,6 +72,7 @@ SAMPLE = (
     "cosine_similarity_step",
     "decode_with_a_split_cache_fused",
     "dispatch_and_combine_step",
+    "experts_by_biased_groups_over_the_data_step",
     "factor_moved_out_of_a_sum",
     "fewer_memory_heads_than_devices_step",
     "gathered_over_two_dims_and_axes",

@@ -27,7 +27,7 @@ def remove_dead_code(program: Program) -> Program:
 
 
 def join_gathers(program: Program) -> Program:
-    """A gather along one dim whose result is only gathered along another: both at once.
+    """A gather whose result is only gathered again, along another dim or the same: both at once.
 
     As many bytes, one launch, over the links of all the axes at a time; and the value is never there half gathered.
     """
@@ -49,8 +49,11 @@ def join_gathers(program: Program) -> Program:
 def _joined(first: Move, second: Move) -> Move:
     (a,), (b,), (why, other) = first.steps, second.steps, (*first.reasons, *second.reasons)
     axes = tuple(x for x in a.before.mesh.axes if x in (*a.axes, *b.axes))
-    step = Step("all_gather", axes, None, None, a.before, b.after, a.payload_bytes, a.sent_bytes + b.sent_bytes)
-    reason = replace(other, dim=None, why=f"{why.why}; {other.why}", avoid=f"{why.avoid}; {other.avoid}")
+    dim = a.dim if a.dim == b.dim else None
+    if dim is not None:  # what was minor-most went first
+        axes = (*b.axes, *a.axes)
+    step = Step("all_gather", axes, dim, None, a.before, b.after, a.payload_bytes, a.sent_bytes + b.sent_bytes)
+    reason = replace(other, dim=dim, why=f"{why.why}; {other.why}", avoid=f"{why.avoid}; {other.avoid}")
     return replace(second, inputs=first.inputs, steps=(step,), reasons=(reason,))
 
 

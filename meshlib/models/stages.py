@@ -52,10 +52,12 @@ class Pipeline:
 
         Raises: GraphError where layers or the batch do not divide, with sizes that do.
         """
-        runs, period = self.stages * self.repeats, len(config.windows)
+        runs, period = self.stages * self.repeats, config.period
         faults = []
         if config.encoder_decoder:
             faults.append("a pipeline is for models of one stack, not an encoder beside a decoder")
+        if config.experts is not None:
+            faults.append("layers with experts have losses of their own, which a pipeline of stages does not collect")
         if config.layers % (runs * period):
             pattern = f" in patterns of {period}" if period > 1 else ""
             fitting = [n for n in range(1, config.layers // period + 1) if config.layers // period % n == 0]

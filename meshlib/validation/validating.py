@@ -1,7 +1,7 @@
 """Predicted beside published: each measurement is written as a program, lowered and estimated.
 
 What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`), training
-runs of dense Transformers (`runs`, `training`) and of residual networks (`images`, `image_training`); every other row
+runs of Transformers (`runs`, `training`) and of residual networks (`images`, `image_training`); every other row
 is listed with the reason why not.
 
     python -m meshlib validate                                  the set in the package

@@ -114,7 +114,7 @@ def test_other_collectives_are_programs_too(op, model):
     [
         ({"id": "a"}, "states no dimensions of a model"),
         ({"id": "a", "model": {"op": "sort"}}, "the operation 'sort'"),
-        ({"id": "a", "model": {"arch": "MoE"}}, "mixture-of-experts"),
+        ({"id": "a", "model": {"arch": "MoE"}}, "its experts' experts, top_k, moe_ff are not stated"),
         ({"id": "a", "model": {"arch": "CNN"}}, "convolutional"),
         ({"id": "a", "kind": "inference", "model": {}}, "decoding"),
         ({"id": "a", "kind": "inference", "model": {}, "batch": {"phase": "prefill 2048 tokens"}}, "over a prompt"),
