@@ -20,7 +20,7 @@ from meshlib.program.exchange import Exchange, busiest_bytes
 from meshlib.program.margins import Margin
 
 if TYPE_CHECKING:
-    from meshlib.program.buffers import Buffer
+    from meshlib.program.buffers import Buffer, MemoryPlan
     from meshlib.program.records import Program
 
 
@@ -234,11 +234,16 @@ class Loop(Instruction):
         return self.operation.loop
 
     @cached_property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """Which values share memory during a trip, and from when to when."""
+    def memory_plan(self) -> MemoryPlan:
+        """Which values share memory during a trip, and from when to when; what is written in place."""
         from meshlib.program.buffers import plan_buffers
 
         return plan_buffers(self.body, self)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Which values share memory during a trip, and from when to when."""
+        return self.memory_plan.buffers
 
     @property
     def trip_order(self) -> range:
