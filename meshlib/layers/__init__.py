@@ -20,9 +20,15 @@ from meshlib.layers.convolution import conv3d_transpose_with_blocks as conv3d_tr
 from meshlib.layers.convolution import conv3d_with_blocks as conv3d_with_blocks
 from meshlib.layers.embeddings import embedding as embedding
 from meshlib.layers.embeddings import embedding_weights as embedding_weights
+from meshlib.layers.experts import Mixture as Mixture
+from meshlib.layers.experts import moe as moe
 from meshlib.layers.images import conv as conv
 from meshlib.layers.images import image_attention as image_attention
 from meshlib.layers.images import separable_conv as separable_conv
+from meshlib.layers.latent_attention import LatentDims as LatentDims
+from meshlib.layers.latent_attention import latent_attention as latent_attention
+from meshlib.layers.latent_attention import latent_memory as latent_memory
+from meshlib.layers.latent_attention import latent_queries as latent_queries
 from meshlib.layers.local_attention import local_attention_1d as local_attention_1d
 from meshlib.layers.local_attention import local_attention_2d as local_attention_2d
 from meshlib.layers.local_attention import masked_local_attention_1d as masked_local_attention_1d
@@ -44,6 +50,8 @@ from meshlib.layers.projection import dense as dense
 from meshlib.layers.projection import dense_relu_dense as dense_relu_dense
 from meshlib.layers.projection import feed_forward as feed_forward
 from meshlib.layers.relative import relative_position_bias as relative_position_bias
+from meshlib.layers.routing import Routing as Routing
+from meshlib.layers.routing import balanced_bias as balanced_bias
 from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
 from meshlib.layers.scaling import us_einsum as us_einsum
 from meshlib.layers.set_norms import batch_norm as batch_norm

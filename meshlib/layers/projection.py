@@ -36,6 +36,7 @@ def dense(
     numerics: Numerics = DEFAULT,
     kernel_initializer: initializers.Initializer | None = None,
     name: str = "dense",
+    expert_dims: Sequence[Dimension] = (),
 ) -> Tensor:
     """activation(x W + b).
 
@@ -49,8 +50,9 @@ def dense(
       numerics: dtypes of the variables and of what is computed, precision of the product.
       kernel_initializer: of W; normal with variance 1 / (size of reduced_dims) unless given.
       name: scope of the variables `kernel` and `bias`, and name of x W + b.
+      expert_dims: dims of x along which each index has a W and b of its own, the first dims of the variables.
     Returns: [..., new_dims] in the dtype of x, or that of `numerics`.
-    Raises: ShapeError if a new dim is in x already and stays, or a reduced one is not in x.
+    Raises: ShapeError if a new dim is in x already and stays, or a reduced or an expert dim is not in x.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
@@ -61,7 +63,9 @@ def dense(
     """
     if activation is not None and not callable(activation):
         raise ShapeError(f"{at('dense')}: activation must be a function such as mtf.relu, got {activation!r:.80}")
-    y = projection(x, new_dims, reduced_dims, use_bias, kernel_initializer, numerics, name, name)
+    y = projection(
+        x, new_dims, reduced_dims, use_bias, kernel_initializer, numerics, name, name, expert_dims=expert_dims
+    )
     return y if activation is None else activation(y)
 
 
@@ -75,6 +79,7 @@ def projection(
     name: str,
     result: str,
     kernel_transform: Callable[[Tensor], Tensor] | None = None,
+    expert_dims: Sequence[Dimension] = (),
 ) -> Tensor:
     """x W + b as `dense` makes it; `result` is the name of the sum."""
     x = as_numerics(numerics, "dense").cast(tensor(x, "dense"))
@@ -85,9 +90,14 @@ def projection(
         reduced: tuple[Dimension, ...] = (x.shape[-1],)
     else:
         reduced = as_dims(reduced_dims, "dense reduced_dims")
-    missing = [str(d) for d in reduced if d not in x.shape]
-    if missing:
-        raise ShapeError(f"{at('dense')} '{name}': reduced_dims {', '.join(missing)} are not in {x}")
+    apart = as_dims(expert_dims, "dense expert_dims")
+    for argument, dims in (("reduced_dims", reduced), ("expert_dims", apart)):
+        missing = [str(d) for d in dims if d not in x.shape]
+        if missing:
+            raise ShapeError(f"{at('dense')} '{name}': {argument} {', '.join(missing)} are not in {x}")
+    twice = [str(d) for d in apart if d in reduced]
+    if twice:
+        raise ShapeError(f"{at('dense')} '{name}': {', '.join(twice)} can't be of reduced_dims and of expert_dims")
     contracted = {d.name for d in reduced}
     own = {d.name: f"{d.name}_out" for d in new if d.name in contracted}  # a dim that meets itself
     new = tuple(Dimension(own.get(d.name, d.name), d.size) for d in new)
@@ -97,9 +107,10 @@ def projection(
     biased = flag(use_bias, "dense", "use_bias")
     with scope(name):
         init = initializers.scaled_normal(reduced) if kernel_initializer is None else kernel_initializer
-        kernel = numerics.variable("kernel", [*reduced, *new], init, x.dtype)
+        init = initializers.stacked(init, len(apart)) if apart else init
+        kernel = numerics.variable("kernel", [*apart, *reduced, *new], init, x.dtype)
         kernel = kernel if kernel_transform is None else kernel_transform(kernel)
-        bias = numerics.variable("bias", new, initializers.zeros(), x.dtype) if biased else None
+        bias = numerics.variable("bias", [*apart, *new], initializers.zeros(), x.dtype) if biased else None
     made = Shape([*(d for d in x.shape if d not in reduced), *new])
     final = f"{name}/sum" if own else result
     y = numerics.product(x, kernel, made, final if bias is None else f"{name}/product")
@@ -119,6 +130,7 @@ def feed_forward(
     dropout_broadcast_dims: Sequence[Dimension] | None = None,
     numerics: Numerics = DEFAULT,
     name: str = "feed_forward",
+    expert_dims: Sequence[Dimension] = (),
 ) -> Tensor:
     """activation(x Wi) Wo; gated: (activation(x Wgate) * (x Wi)) Wo.
 
@@ -132,6 +144,7 @@ def feed_forward(
       dropout_broadcast_dims: dims along which one draw serves all elements.
       numerics: dtypes of the variables and of what is computed, precision of the products.
       name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
+      expert_dims: dims of x along which each index has variables of its own, as of `dense`.
     Returns: the type of x, in the dtype of `numerics` if it has one.
     Raises: ShapeError if `hidden_channels` is one of the dims of x that stay.
     Example:
@@ -148,13 +161,11 @@ def feed_forward(
     x = as_numerics(numerics, what).cast(tensor(x, what))
     if not len(x.shape):
         raise ShapeError(f"{at(what)}: {x} has no dim to contract")
-    act = (
-        activation if callable(activation) else ACTIVATIONS[choice(activation, what, "activation", tuple(ACTIVATIONS))]
-    )
+    act = activation_of(activation, what)
     hidden, channels = [as_dim(hidden_channels, what)], [x.shape[-1]]
 
     def product(x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], part: str) -> Tensor:
-        return projection(x, new, reduced, use_bias, None, numerics, part, part)
+        return projection(x, new, reduced, use_bias, None, numerics, part, part, expert_dims=expert_dims)
 
     with scope(name):
         if flag(gated, what, "gated"):
@@ -164,6 +175,13 @@ def feed_forward(
             h = act(product(x, hidden, channels, "wi"))
         h = drop(h, dropout, dropout_broadcast_dims, what)
         return product(h, channels, hidden, "wo")
+
+
+def activation_of(activation: str | Activation, what: str) -> Activation:
+    """A function of a tensor, or the one of that name."""
+    if callable(activation):
+        return activation
+    return ACTIVATIONS[choice(activation, what, "activation", tuple(ACTIVATIONS))]
 
 
 def drop(x: Tensor, rate: float, broadcast_dims: Sequence[Dimension] | None, what: str) -> Tensor:

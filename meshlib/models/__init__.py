@@ -6,6 +6,7 @@ counts   parameters and FLOPs in closed form
 """
 
 from meshlib.models.config import TransformerConfig as TransformerConfig
+from meshlib.models.experts import Experts as Experts
 from meshlib.models.images.biggan import BigGANConfig as BigGANConfig
 from meshlib.models.images.biggan import discriminator as discriminator
 from meshlib.models.images.biggan import gan_samples as gan_samples
@@ -27,6 +28,7 @@ from meshlib.models.images.unet import UNetConfig as UNetConfig
 from meshlib.models.images.unet import unet as unet
 from meshlib.models.images.vit import ViTConfig as ViTConfig
 from meshlib.models.images.vit import vit as vit
+from meshlib.models.latent import LatentAttention as LatentAttention
 from meshlib.models.layouts import LAYOUTS as LAYOUTS
 from meshlib.models.layouts import layout as layout
 from meshlib.models.model import Transformer as Transformer

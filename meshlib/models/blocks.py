@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from layouts import Dimension
 from meshlib import layers
 from meshlib.graph import Tensor
-from meshlib.models.config import Heads, TransformerConfig
+from meshlib.layers.experts import Mixture
+from meshlib.models.config import Heads, LayerKind, TransformerConfig
 from meshlib.ops.elementwise import add
 from meshlib.ops.sources import dropout
 
@@ -34,15 +35,25 @@ class Blocks:
     bias: Tensor | None = None
     memory: Tensor | None = None
 
-    def layer(self, x: Tensor, window: int | None) -> Tensor:
-        """One layer: [batch, length, d_model] to the same."""
+    def layer(self, x: Tensor, kind: LayerKind) -> tuple[Tensor, Mixture | None]:
+        """One layer: [batch, length, d_model] to the same, and what its experts say."""
+        said: list[Mixture] = []
+
+        def feed_forward(h: Tensor) -> Tensor:
+            if not kind.experts:
+                return self._feed_forward(h)
+            said.append(self._experts(h))
+            return said[0].values
+
         if self.config.parallel:
             h = self.norm(x, "norm")
-            return add(x, self.dropped(self._attention(h, window) + self._feed_forward(h)), name="residual")
-        x = self._residual(x, "attention", lambda h: self._attention(h, window))
-        if self.memory is not None:
-            x = self._residual(x, "cross_attention", self._cross_attention)
-        return self._residual(x, "feed_forward", self._feed_forward)
+            x = add(x, self.dropped(self._attention(h, kind.window) + feed_forward(h)), name="residual")
+        else:
+            x = self._residual(x, "attention", lambda h: self._attention(h, kind.window))
+            if self.memory is not None:
+                x = self._residual(x, "cross_attention", self._cross_attention)
+            x = self._residual(x, "feed_forward", feed_forward)
+        return x, said[0] if said else None
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """Over the features."""
@@ -70,6 +81,11 @@ class Blocks:
 
     def _attention(self, x: Tensor, window: int | None) -> Tensor:
         c = self.config
+        if c.latent is not None:
+            return layers.latent_attention(
+                x, c.latent.dims(c.heads), self.causal, c.rope_theta, c.attention_scale, c.norm_epsilon, c.numerics,
+                "attention",
+            )  # fmt: skip
         base = None
         if c.position == "rotary":
             local = window is not None and c.local_rope_theta is not None
@@ -99,6 +115,24 @@ class Blocks:
             use_bias=c.has_attention_bias,
             numerics=c.numerics,
             name=name,
+        )
+
+    def _experts(self, x: Tensor) -> Mixture:
+        c, e = self.config, self.config.experts
+        assert e is not None
+        shared = Dimension("d_ff", e.shared * e.d_ff) if e.shared else None
+        return layers.moe(
+            x,
+            Dimension("experts", e.count),
+            Dimension("expert_d_ff", e.d_ff),
+            e.routing,
+            c.activation,
+            c.gated,
+            c.bias,
+            shared,
+            training=self.training,
+            form=e.form,
+            numerics=c.numerics,
         )
 
     def _feed_forward(self, x: Tensor) -> Tensor:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import groupby
+from math import lcm
 
 from meshlib.checks import at, choice, flag, number, whole
 from meshlib.errors import GraphError, nearest
 from meshlib.layers.numerics import MIXED, Numerics, as_numerics
+from meshlib.models.experts import Experts
+from meshlib.models.latent import LatentAttention
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
@@ -47,6 +50,8 @@ class TransformerConfig:
       attention_scale: of the scores; head_dim ** -0.5 unless given.
       global_head_dim, global_kv_heads, share_kv: what is different in layers without a window, where others have one;
       share_kv: their values are their keys before norm and rotation (Gemma 4).
+      latent: keys and values made of one narrow vector of each token, see `LatentAttention` (DeepSeek).
+    Experts: experts: which layers have a mixture of experts in place of their feed-forward block, see `Experts`.
     Positions: "learned", "sinusoidal", "rotary" (rope_theta; local_rope_theta in layers with a window), "relative"
       (T5's relative_buckets up to relative_max_distance) or "none".
     Head: tied: logits by the embedding table. head: "transform" puts dense, activation, norm and a bias around them
@@ -94,6 +99,8 @@ class TransformerConfig:
     global_head_dim: int | None = None
     global_kv_heads: int | None = None
     share_kv: bool = False
+    latent: LatentAttention | None = None
+    experts: Experts | None = None
     position: str = "learned"
     rope_theta: float = 10_000.0
     local_rope_theta: float | None = None
@@ -149,6 +156,16 @@ class TransformerConfig:
         return tuple(self.windows[n % len(self.windows)] for n in range(self.layers))
 
     @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer of the decoder, or of the only stack, differs in from others."""
+        return tuple(self.kind_of(n) for n in range(self.layers))
+
+    def kind_of(self, number: int) -> LayerKind:
+        """The kind of a layer of either stack, counted from 0."""
+        experts = self.experts is not None and self.experts.in_layer(number)
+        return LayerKind(self.windows[number % len(self.windows)], experts)
+
+    @property
     def parameter_counts(self) -> dict[str, int]:
         """Numbers of trained values by part: see `meshlib.models.counts`."""
         from meshlib.models.counts import parameter_counts
@@ -164,6 +181,18 @@ class TransformerConfig:
         405853388800
         """
         return sum(self.parameter_counts.values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of trained values that take part in what is made of one token: of experts only those it goes to.
+
+        >>> import meshlib as mtf
+        >>> round(mtf.models.preset("mixtral-8x7b").active_parameters / 1e9, 1)
+        12.9
+        """
+        from meshlib.models.counts import active_parameters
+
+        return active_parameters(self)
 
     @property
     def matmul_parameters(self) -> int:
@@ -199,6 +228,11 @@ class TransformerConfig:
                 raise GraphError(f"{at('TransformerConfig')}: no field {name!r}{hint}")
         return TransformerConfig(**{**values, **changes})
 
+    @property
+    def period(self) -> int:
+        """After how many layers their kinds repeat."""
+        return lcm(len(self.windows), self.experts.every if self.experts is not None else 1)
+
     def reduced(self, periods: int = 2) -> TransformerConfig:
         """A model of the same architecture that a laptop runs: small dims, few layers.
 
@@ -212,14 +246,19 @@ class TransformerConfig:
             raise GraphError(f"{at('reduced')}: periods must be at least 1, got {periods}")
         windows = tuple(next(run) for _, run in groupby(None if w is None else 4 for w in self.windows))
         few = {self.heads: 8, 1: 1}  # as many as queries, or one for all; else groups of two
+        experts = None if self.experts is None else self.experts.reduced()
+        latent = None if self.latent is None else self.latent.reduced()
+        every, front = (1, 0) if experts is None else (experts.every, experts.first_dense)
         return self.replace(
             name=f"{self.name}-reduced",
-            layers=periods * len(windows),
-            encoder_layers=periods if self.encoder_layers else 0,
+            layers=front + periods * lcm(len(windows), every),
+            encoder_layers=periods * every if self.encoder_layers else 0,
             d_model=32,
             heads=8,
             kv_heads=None if self.kv_heads is None else few.get(self.kv_heads, 4),
-            head_dim=8,
+            head_dim=8 if latent is None else latent.head_dim,
+            latent=latent,
+            experts=experts,
             d_ff=64,
             vocab=64,
             max_length=None if self.max_length is None else 16,
@@ -247,6 +286,11 @@ class TransformerConfig:
         for window in self.windows:
             if window is not None:
                 whole(window, what, "windows")
+        for name, record in (("experts", Experts), ("latent", LatentAttention)):
+            if not isinstance(getattr(self, name), record | None):
+                raise GraphError(
+                    f"{at(what)}: {name} must be an mtf.models.{record.__name__}, got {getattr(self, name)!r:.80}"
+                )
         as_numerics(self.numerics, what)
 
     def _size_faults(self) -> list[str]:
@@ -257,7 +301,7 @@ class TransformerConfig:
 
     def _faults(self) -> list[str]:
         """What does not go together, and numbers out of range."""
-        faults = [*self._attention_faults(), *self._position_faults()]
+        faults = [*self._attention_faults(), *self._position_faults(), *self._expert_faults()]
         if self.encoder_decoder != bool(self.encoder_layers):
             wanted = "needs encoder_layers" if self.encoder_decoder else "has no encoder_layers beside its layers"
             faults.append(f"kind {self.kind!r} {wanted}, got {self.encoder_layers}")
@@ -288,6 +332,23 @@ class TransformerConfig:
             faults += [f"{n} is for windows of both kinds, got {self.windows}" for n in special if getattr(self, n)]
         return faults
 
+    def _expert_faults(self) -> list[str]:
+        faults = []
+        if self.experts is not None and not any(self.experts.in_layer(n) for n in range(self.layers)):
+            faults.append(f"experts: none of {self.layers} layers has any")
+        if self.experts is not None and self.experts.first_dense and self.encoder_decoder:
+            faults.append("first_dense layers are for models of one stack")
+        if self.latent is None:
+            return faults
+        if self.head_dim != self.latent.head_dim:
+            faults.append(f"head_dim must be nope_dim + rope_dim = {self.latent.head_dim}, got {self.head_dim}")
+        if self.position != "rotary":
+            faults.append(f"latent attention turns queries and keys: position must be 'rotary', got {self.position!r}")
+        unlike = {"kv_heads": self.kv_heads not in (None, self.heads), "windows": self.windows != (None,)}
+        unlike |= {"qk_norm": self.qk_norm, "encoder_layers": self.encoder_decoder, "bias": self.has_attention_bias}
+        faults += [f"latent attention is not with {name}" for name, given in unlike.items() if given]
+        return faults
+
     def _position_faults(self) -> list[str]:
         faults = []
         if self.position == "learned" and self.max_length is None:
@@ -310,6 +371,14 @@ class TransformerConfig:
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 faults.append(f"{name} must be positive, got {getattr(self, name)}")
         return faults
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How far a layer sees, and whether it has experts."""
+
+    window: int | None
+    experts: bool
 
 
 @dataclass(frozen=True)

@@ -18,30 +18,42 @@ def parameter_counts(config: TransformerConfig) -> dict[str, int]:
     """Numbers of trained values by part.
 
     "embedding" (the table of the vocabulary), "head" (logits, unless tied, and BERT's transform), "attention",
-    "feed_forward" hold matrices; "positions" (learned, relative, segments), "biases" and "norms" the rest.
+    "feed_forward" (of layers without experts), "experts" (shared ones too) and "router" hold matrices; "positions"
+    (learned, relative, segments), "biases" and "norms" the rest. Biases that only choose experts are not trained.
     """
-    encoder, decoder = config.encoder_layers, config.layers
+    encoder = config.encoder_layers
+    plain, mixed = _layers_without_experts(config), _layers_with_experts(config)
     return {
         "embedding": config.vocab * config.d_model,
         "head": _head(config) - (config.vocab * config.d_model if config.tied else 0),
         "attention": encoder * _attention(config, config.attention_of(None)) + _decoder_attention(config),
-        "feed_forward": (encoder + decoder) * _feed_forward(config),
+        "feed_forward": plain * _feed_forward(config),
+        "experts": mixed * _expert(config) * _held(config),
+        "router": mixed * _router(config),
         "positions": _positions(config),
         "biases": _biases(config),
         "norms": _norms(config),
     }
 
 
+def active_parameters(config: TransformerConfig) -> int:
+    """All but the weights and biases of the routed experts that a token does not go to."""
+    if config.experts is None:
+        return config.parameters
+    idle = config.experts.count - config.experts.routing.choices
+    return config.parameters - _layers_with_experts(config) * idle * (_expert(config) + _expert_biases(config))
+
+
 def matmul_parameters(config: TransformerConfig) -> tuple[int, int]:
     """Weights that each token of the encoder beside a decoder, and each other token, is multiplied by.
 
-    The cross-attention's keys and values are made of the encoder's tokens.
+    The cross-attention's keys and values are made of the encoder's tokens. Of experts those count that a token goes to.
     """
     encoder, decoder = config.encoder_layers, config.layers
     attention = _attention(config, config.attention_of(None))
     cross = decoder * attention // 2 if encoder else 0
-    own = encoder * (attention + _feed_forward(config)) + cross
-    rest = _decoder_attention(config) - cross + decoder * _feed_forward(config) + _head(config)
+    own = encoder * attention + cross + _blocks(config, encoder)
+    rest = _decoder_attention(config) - cross + _blocks(config, decoder) + _head(config)
     return own, rest
 
 
@@ -73,7 +85,8 @@ def flops_per_token(
     pairs = 0.0
     for window in config.pattern:
         heads = config.attention_of(window)
-        pairs += heads.query * heads.dim * _seen(length, window, halved)
+        values = heads.dim if config.latent is None else config.latent.value_dim
+        pairs += heads.query * (heads.dim + values) / 2 * _seen(length, window, halved)
     if config.encoder_decoder:
         width = config.heads * config.head_dim
         pairs += width * (config.layers * length * beside + config.encoder_layers * beside * beside)
@@ -91,6 +104,8 @@ def _seen(length: int, window: int | None, causal: bool) -> float:
 
 
 def _attention(config: TransformerConfig, heads: Heads) -> int:
+    if config.latent is not None:
+        return config.latent.weights(config.d_model, config.heads)
     sides = 1 if heads.shared else 2
     return config.d_model * heads.dim * (2 * heads.query + sides * heads.memory)
 
@@ -102,6 +117,43 @@ def _decoder_attention(config: TransformerConfig) -> int:
 
 def _feed_forward(config: TransformerConfig) -> int:
     return (3 if config.gated else 2) * config.d_model * config.d_ff
+
+
+def _layers_with_experts(config: TransformerConfig, layers: int | None = None) -> int:
+    """Of that many first layers, or of all of either stack."""
+    if layers is None:
+        return _layers_with_experts(config, config.encoder_layers) + _layers_with_experts(config, config.layers)
+    return 0 if config.experts is None else sum(config.experts.in_layer(n) for n in range(layers))
+
+
+def _layers_without_experts(config: TransformerConfig) -> int:
+    return config.encoder_layers + config.layers - _layers_with_experts(config)
+
+
+def _blocks(config: TransformerConfig, layers: int) -> int:
+    """Weights that a token meets in the feed-forward blocks and experts of the first layers."""
+    mixed = _layers_with_experts(config, layers)
+    active = 0 if config.experts is None else config.experts.active
+    return (layers - mixed) * _feed_forward(config) + mixed * (_expert(config) * active + _router(config))
+
+
+def _expert(config: TransformerConfig) -> int:
+    return 0 if config.experts is None else (3 if config.gated else 2) * config.d_model * config.experts.d_ff
+
+
+def _expert_biases(config: TransformerConfig) -> int:
+    if config.experts is None or not config.bias:
+        return 0
+    return (2 if config.gated else 1) * config.experts.d_ff + config.d_model
+
+
+def _held(config: TransformerConfig) -> int:
+    """Experts of a layer, with shared ones."""
+    return 0 if config.experts is None else config.experts.count + config.experts.shared
+
+
+def _router(config: TransformerConfig) -> int:
+    return 0 if config.experts is None else config.d_model * config.experts.count
 
 
 def _head(config: TransformerConfig) -> int:
@@ -125,7 +177,11 @@ def _biases(config: TransformerConfig) -> int:
             total += heads.dim * (heads.query + (1 if heads.shared else 2) * heads.memory) + config.d_model
     if config.bias:
         inner = (2 if config.gated else 1) * config.d_ff
-        total += (encoder + decoder) * (inner + config.d_model)
+        total += _layers_without_experts(config) * (inner + config.d_model)
+        if config.experts is not None:
+            shared = (2 if config.gated else 1) * config.experts.shared * config.experts.d_ff + config.d_model
+            each = config.experts.count * _expert_biases(config) + (shared if config.experts.shared else 0)
+            total += _layers_with_experts(config) * each
     return total + (config.d_model + config.vocab if config.head == "transform" else 0)
 
 
@@ -141,4 +197,6 @@ def _norms(config: TransformerConfig) -> int:
     if config.qk_norm:
         queries = sum(2 * config.attention_of(window).dim for window in config.pattern)
         queries += 2 * config.head_dim * (encoder + (decoder if encoder else 0))
+    if config.latent is not None:
+        queries = decoder * config.latent.norm_scales
     return each * (blocks + whole_model) + queries

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import sqrt
 from types import MappingProxyType
@@ -17,11 +17,11 @@ from meshlib.graph import Tensor, absolute_scope, current_scope, scope
 from meshlib.initializers import Initializer
 from meshlib.layers.projection import ACTIVATIONS
 from meshlib.models.blocks import Blocks, head_dims
-from meshlib.models.config import TransformerConfig
-from meshlib.ops.elementwise import tanh
+from meshlib.models.config import LayerKind, TransformerConfig
+from meshlib.ops.elementwise import add_n, tanh
 from meshlib.ops.index import gather
 from meshlib.ops.loop import scan
-from meshlib.ops.reduce import reduce_mean
+from meshlib.ops.reduce import reduce_mean, reduce_sum
 from meshlib.ops.remat import Policy
 from meshlib.ops.rewrite import recompute_grad
 from meshlib.ops.shape import rename_dimension
@@ -35,13 +35,19 @@ class Transformer:
     `inputs` by name, without the scope around: "tokens" [batch, length] and "targets" of the same dims (or [batch,
     predictions]), int32; "sources" [batch, encoder length] of an encoder-decoder; "segments" [batch, length] and
     "positions" [batch, predictions] where the model has them. `logits` [batch, length, vocab] (or predictions in place
-    of length); `loss` without dims: the mean over all targets.
+    of length); `loss` without dims: the mean over all targets, while training with `auxiliary_loss`.
+
+    Of mixtures of experts: `auxiliary_loss`, the sum over layers of their losses' means; `dropped`, how many choices of
+    tokens found no room in all layers; `loads` by scope of the router, how many tokens chose each expert.
     """
 
     config: TransformerConfig
     inputs: Mapping[str, Tensor]
     logits: Tensor
     loss: Tensor
+    auxiliary_loss: Tensor | None = None
+    dropped: Tensor | None = None
+    loads: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def transformer(
@@ -108,6 +114,26 @@ def _check(config: object, sizes: Mapping[str, int | None], flags: Mapping[str, 
         raise GraphError(f"{at(what)}: {config.name} has {config.max_length} positions, but the length is {length}")
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What the experts of a layer say besides values, see `mtf.layers.Mixture`."""
+
+    loss: Tensor
+    dropped: Tensor
+    load: Tensor
+
+
+def _groups(loss: Tensor) -> list[Dimension]:
+    """The dims of groups of tokens, without those of stacked layers."""
+    return [d for d in loss.shape if d.name not in ("layers", "dense_layers")]
+
+
+def _layer_of(blocks: Blocks, kind: LayerKind, x: Tensor) -> tuple[Tensor, ...]:
+    """A layer, and what its experts say where it has some."""
+    y, mixture = blocks.layer(x, kind)
+    return (y,) if mixture is None else (y, mixture.loss, mixture.dropped, mixture.load)
+
+
 @dataclass
 class _Builder:
     """The parts of a model."""
@@ -118,6 +144,7 @@ class _Builder:
     scan: bool
     training: bool
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    said: dict[str, _Said] = field(default_factory=dict)
     scope_around: tuple[str, ...] = field(default_factory=current_scope)
 
     def build(self, length: int, encoder_length: int, predictions: int | None) -> Transformer:
@@ -140,7 +167,15 @@ class _Builder:
             x = gather(x, self._input("positions", targets), x.shape.dim("length"))
         logits = self._logits(x, table)
         loss = self._loss(logits, self._input("targets", targets))
-        return Transformer(c, MappingProxyType(self.inputs), logits, loss)
+        if not self.said:
+            return Transformer(c, MappingProxyType(self.inputs), logits, loss)
+        with scope("experts"):
+            losses = [reduce_sum(said.loss, output_shape=_groups(said.loss)) for said in self.said.values()]
+            auxiliary = add_n([reduce_mean(one) for one in losses])
+            dropped = add_n([reduce_sum(said.dropped) for said in self.said.values()])
+            total = loss + auxiliary if self.training else loss
+        loads = {f"{name}/moe/router": said.load for name, said in self.said.items()}
+        return Transformer(c, MappingProxyType(self.inputs), logits, total, auxiliary, dropped, MappingProxyType(loads))
 
     @property
     def _d_model(self) -> Dimension:
@@ -173,29 +208,49 @@ class _Builder:
             )
         blocks = Blocks(c, causal, self.training, bias, memory)
         x = self._embedded(table, tokens, blocks)
-        windows = c.windows
-        trips = count // len(windows) if self.scan else 0
-        if trips:
-            x = self._scanned(blocks, x, trips)
-        for n in range(trips * len(windows), count):
-            with scope(f"layer_{n}"):
-                x = recompute_grad(partial(blocks.layer, window=windows[n % len(windows)]), [x], self.remat)
+        front = 0 if c.experts is None else min(c.experts.first_dense, count)
+        x = self._layers(blocks, x, range(front), "dense_layers", trips_from=2)
+        x = self._layers(blocks, x, range(front, count), "layers", trips_from=1)
         return blocks.norm(x, "final_norm") if c.norm_position == "pre" else x
 
-    def _scanned(self, blocks: Blocks, x: Tensor, trips: int) -> Tensor:
-        """Layers as trips of a loop, each over the whole pattern of windows."""
-        windows = self.config.windows
-
-        def trip(carries: tuple[Tensor, ...], slices: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[()]]:
-            (h,) = carries
-            for n, window in enumerate(windows):
-                with scope(f"layer_{n}") if len(windows) > 1 else nullcontext():
-                    h = blocks.layer(h, window)
-            return (h,), ()
-
-        with scope("layers"):
-            (x,), _ = scan(trip, [x], dim=Dimension("layers", trips), remat=self.remat, stack_variables=True)
+    def _layers(self, blocks: Blocks, x: Tensor, numbers: range, name: str, trips_from: int) -> Tensor:
+        """Layers with these numbers: whole patterns of them as trips of a loop, the rest one by one."""
+        c = self.config
+        trips = len(numbers) // c.period if self.scan else 0
+        trips = trips if trips >= trips_from else 0
+        if trips:
+            x = self._scanned(blocks, x, [c.kind_of(n) for n in numbers[: c.period]], Dimension(name, trips))
+        for n in numbers[trips * c.period :]:
+            with scope(f"layer_{n}"):
+                x, *said = recompute_grad(partial(_layer_of, blocks, c.kind_of(n)), [x], self.remat)
+                if said:
+                    self._heard(_Said(*said))
         return x
+
+    def _scanned(self, blocks: Blocks, x: Tensor, kinds: Sequence[LayerKind], dim: Dimension) -> Tensor:
+        """Layers as trips of a loop, each over layers of all these kinds."""
+        scopes = [f"layer_{n}" if len(kinds) > 1 else "" for n in range(len(kinds))]
+
+        def trip(carries: tuple[Tensor, ...], slices: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+            (h,), said = carries, []
+            for one, kind in zip(scopes, kinds, strict=True):
+                with scope(one) if one else nullcontext():
+                    h, *more = _layer_of(blocks, kind, h)
+                    said += more
+            return [h], said
+
+        with scope(dim.name):
+            (x,), stacks = scan(trip, [x], dim=dim, remat=self.remat, stack_variables=True)
+            told = iter(stacks)
+            for one, kind in zip(scopes, kinds, strict=True):
+                if kind.experts:
+                    with scope(one) if one else nullcontext():
+                        self._heard(_Said(*(next(told) for _ in fields(_Said))))
+        return x
+
+    def _heard(self, said: _Said) -> None:
+        """Keep what the experts of a layer, or of stacked ones, say, under the scope in which they are."""
+        self.said["/".join(current_scope())] = said
 
     def _embedded(self, table: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
         c = self.config

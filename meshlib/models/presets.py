@@ -12,6 +12,7 @@ from types import MappingProxyType
 from meshlib.checks import at
 from meshlib.errors import GraphError, nearest
 from meshlib.models.config import TransformerConfig
+from meshlib.models.expert_presets import FAMILIES as WITH_EXPERTS
 
 
 def _transformer() -> Iterator[TransformerConfig]:
@@ -157,7 +158,7 @@ def _gemma() -> Iterator[TransformerConfig]:
         )  # fmt: skip
 
 
-_FAMILIES = (_transformer, _bert, _mesh_tensorflow, _gpt2, _gpt3, _t5, _llama, _palm, _maxtext, _gemma)
+_FAMILIES = (_transformer, _bert, _mesh_tensorflow, _gpt2, _gpt3, _t5, _llama, _palm, _maxtext, _gemma, *WITH_EXPERTS)
 PRESETS: MappingProxyType[str, TransformerConfig] = MappingProxyType(
     {config.name: config for family in _FAMILIES for config in family()}
 )

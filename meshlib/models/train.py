@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MappingProxyType
 
-from meshlib import optimize
+from meshlib import layers, optimize
 from meshlib.checks import at
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
 from meshlib.models.config import TransformerConfig
-from meshlib.models.model import transformer
+from meshlib.models.model import Transformer, transformer
 from meshlib.ops.remat import Policy
+from meshlib.ops.state import assign
 from meshlib.optimize.base import LearningRate, Optimizer
 
 OPTIMIZERS: MappingProxyType[str, Callable[[LearningRate], Optimizer]] = MappingProxyType(
@@ -44,8 +45,9 @@ def train_step(
       optimizer: an `mtf.optimize.Optimizer`, or the name of one: "adamw", "adam", "adafactor", "lion", "sgd".
       learning_rate: of an optimizer given by name: a number, a tensor, or a schedule.
       max_norm: clip all gradients together to this norm.
-    Returns: the outputs, with the "loss", and the updates: what `mtf.lower` takes. Variables are
-      updated in float32 whatever config.numerics keeps them in.
+    Returns: the outputs, with the "loss", and of mixtures of experts "dropped", how many choices of tokens found no
+      room; and the updates: what `mtf.lower` takes. Variables are updated in float32 whatever config.numerics keeps
+      them in. Biases that choose experts go by the loads of the step, see `mtf.layers.balanced_bias`.
     Raises: GraphError for an optimizer that is none, and as `transformer`.
     Example:
       >>> import meshlib as mtf
@@ -58,7 +60,19 @@ def train_step(
     """
     made = _optimizer(optimizer, learning_rate)
     model = transformer(config, batch, length, remat, scan, encoder_length, predictions, training=True)
-    return {"loss": model.loss}, made.minimize(model.loss, max_norm=max_norm)
+    updates = made.minimize(model.loss, max_norm=max_norm)
+    if model.dropped is None:
+        return {"loss": model.loss}, updates
+    return {"loss": model.loss, "dropped": model.dropped}, [*updates, *_balanced(model)]
+
+
+def _balanced(model: Transformer) -> list[Operation]:
+    """Updates of the biases that choose experts, where there are some."""
+    experts = model.config.experts
+    if experts is None or not experts.routing.bias:
+        return []
+    held = {name: model.loss.graph.variables[f"{name}/bias"].output for name in model.loads}
+    return [assign(held[name], layers.balanced_bias(held[name], load)) for name, load in model.loads.items()]
 
 
 def _optimizer(optimizer: object, learning_rate: LearningRate) -> Optimizer:

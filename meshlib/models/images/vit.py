@@ -13,7 +13,7 @@ from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.models.blocks import Blocks
-from meshlib.models.config import TransformerConfig
+from meshlib.models.config import LayerKind, TransformerConfig
 from meshlib.models.images.tower import BATCH, COLOURS, check_images
 from meshlib.ops.loop import scan
 from meshlib.ops.rearrange import rearrange
@@ -146,17 +146,18 @@ def vit(config: ViTConfig, images: Tensor, is_training: bool) -> tuple[Tensor, l
     x = concat([broadcast(token, [batch, Dimension("length", 1), d]), x], "length")
     x = x + layers.learned_positions(x.shape.dim("length"), d, numerics=numerics)
     blocks = Blocks(config.encoder, causal=False, training=is_training)
+    kind = LayerKind(None, experts=False)
     if config.scan and config.layers > 1:
         with scope("layers"):
             depth = Dimension("layers", config.layers)
             (x,), _ = scan(
-                lambda carry, _: ((blocks.layer(carry[0], None),), ()), [x], dim=depth,
+                lambda carry, _: ((blocks.layer(carry[0], kind)[0],), ()), [x], dim=depth,
                 stack_variables=True, remat=config.remat,
             )  # fmt: skip
     else:
         for n in range(config.layers):
             with scope(f"layer{n}"):
-                x = blocks.layer(x, None)
+                x, _ = blocks.layer(x, kind)
     first = reduce_sum(slice(blocks.norm(x, "final_norm"), 0, 1, "length"), reduced_dim=Dimension("length", 1))
     head = replace(numerics, activation_dtype="float64" if first.dtype.name == "float64" else "float32")
     classes = Dimension("classes", config.classes)

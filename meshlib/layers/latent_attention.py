@@ -1,0 +1,150 @@
+"""Multi-head latent attention: keys and values of all heads are made of one narrow vector of each token.
+
+The parts are functions of their own: `latent_memory` makes what a cache holds, a token's latent vector and the one key
+that all heads share; `latent_queries` the two parts of the queries. `latent_attention` makes keys and values of them
+for all heads, which is least work where many queries see each key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layouts import Dimension, Shape
+from meshlib import initializers
+from meshlib.checks import at, flag, number
+from meshlib.errors import ShapeError
+from meshlib.graph import Tensor, scope
+from meshlib.layers.norms import rms_norm
+from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
+from meshlib.layers.positions import rotary
+from meshlib.layers.projection import projection
+from meshlib.ops.attention import attention
+from meshlib.ops.building import as_dim, floats
+from meshlib.ops.shape import broadcast, rename_dimension
+from meshlib.ops.window import concat
+
+
+@dataclass(frozen=True)
+class LatentDims:
+    """The dims of latent attention.
+
+    Args:
+      heads: of queries, keys and values.
+      kv_rank: the latent vector that keys and values are made of.
+      nope: what of a head is not turned by positions; it and `rope` have one name, which their union bears.
+      rope: what is turned: of a head of queries, and of the key that all heads share.
+      value: one head of values.
+      q_rank: the latent vector that queries are made of; None: they are made of the input.
+    Raises: ShapeError for other things than dims, and for names that do not fit.
+    """
+
+    heads: Dimension
+    kv_rank: Dimension
+    nope: Dimension
+    rope: Dimension
+    value: Dimension
+    q_rank: Dimension | None = None
+
+    def __post_init__(self) -> None:
+        what = "LatentDims"
+        for value in vars(self).values():
+            if value is not None:
+                as_dim(value, what)
+        if self.nope.name != self.rope.name:
+            raise ShapeError(f"{at(what)}: nope and rope need one name, got '{self.nope.name}' and '{self.rope.name}'")
+
+    @property
+    def key(self) -> Dimension:
+        """A whole head of queries or keys."""
+        return Dimension(self.nope.name, self.nope.size + self.rope.size)
+
+
+def latent_queries(
+    x: Tensor, dims: LatentDims, rotary_base: float, epsilon: float = 1e-6, numerics: Numerics = DEFAULT
+) -> tuple[Tensor, Tensor]:
+    """Queries [..., length, heads, nope] and, turned, [..., length, heads, rope] of x [..., length, d_model]."""
+    length, features = x.shape[-2:]
+    narrow = features
+    if dims.q_rank is not None:
+        x = projection(x, dims.q_rank, [features], False, None, numerics, "q_latent", "q_latent")
+        x = rms_norm(x, dims.q_rank, epsilon, numerics, "q_latent_norm")
+        narrow = dims.q_rank
+    plain, turned = (
+        projection(x, [dims.heads, part], [narrow], False, None, numerics, name, name)
+        for name, part in (("q_nope", dims.nope), ("q_rope", dims.rope))
+    )
+    return plain, rotary(turned, length, dims.rope, rotary_base)
+
+
+def latent_memory(
+    x: Tensor, dims: LatentDims, rotary_base: float, epsilon: float = 1e-6, numerics: Numerics = DEFAULT
+) -> tuple[Tensor, Tensor]:
+    """The normed latents [..., length, kv_rank] and the shared key, turned, [..., length, rope]: what a cache holds."""
+    length, features = x.shape[-2:]
+    latent = projection(x, dims.kv_rank, [features], False, None, numerics, "latent", "latent")
+    latent = rms_norm(latent, dims.kv_rank, epsilon, numerics, "latent_norm")
+    shared = projection(x, dims.rope, [features], False, None, numerics, "k_rope", "k_rope")
+    return latent, rotary(shared, length, dims.rope, rotary_base)
+
+
+def latent_attention(
+    x: Tensor,
+    dims: LatentDims,
+    causal: bool = True,
+    rotary_base: float = 10_000.0,
+    scale: float | None = None,
+    epsilon: float = 1e-6,
+    numerics: Numerics = DEFAULT,
+    name: str = "latent_attention",
+) -> Tensor:
+    """Attention of a sequence to itself, with keys and values made of a narrow vector of each token.
+
+    Args:
+      x: [..., length, d_model], float.
+      dims: of heads and latent vectors.
+      causal: whether a query sees only itself and what comes before.
+      rotary_base: of the positions, see `rotary`.
+      scale: of the scores; 1 / sqrt(nope + rope) unless given.
+      epsilon: of the norms of the latent vectors.
+      numerics: dtypes of the variables and of what is computed, precision of the products with them.
+      name: scope of the variables `q_latent`, `q_nope`, `q_rope`, `latent`, `k_rope`, `k_nope`, `v`, `out`, each with
+        a `kernel`, and of the norms.
+    Returns: the type of x, in the dtype of `numerics` if it has one. Within the scope the values are called q, k, v (as
+      the kernel takes them), context (what it makes) and out.
+    Raises: ShapeError for dims that clash.
+    Example:
+      >>> import meshlib as mtf
+      >>> D = mtf.Dimension
+      >>> nope, rope = D("head_dim", 6), D("head_dim", 2)
+      >>> dims = mtf.layers.LatentDims(D("heads", 2), D("kv_rank", 4), nope, rope, D("value", 6))
+      >>> with mtf.Graph() as graph:
+      ...     y = mtf.layers.latent_attention(mtf.input("x", [D("batch", 2), D("length", 8), D("d_model", 16)]), dims)
+      >>> print(y.shape, graph.variables["latent_attention/k_nope/kernel"].output.shape)
+      [batch:2, length:8, d_model:16] [kv_rank:4, heads:2, head_dim:6]
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+    what = "latent_attention"
+    x = as_numerics(numerics, what).cast(floats(x, what))
+    if not isinstance(dims, LatentDims):
+        raise ShapeError(f"{at(what)}: dims must be mtf.layers.LatentDims(...), got {dims!r:.80}")
+    if len(x.shape) < 2:
+        raise ShapeError(f"{at(what)}: needs [..., length, channels], got {x}")
+    base, epsilon = number(rotary_base, what, "rotary_base"), number(epsilon, what, "epsilon")
+    length, features = x.shape[-2:]
+    memory = f"memory_{length.name}"
+    with scope(name):
+        q = concat(latent_queries(x, dims, base, epsilon, numerics), dims.key.name, "q")
+        latent, shared = latent_memory(x, dims, base, epsilon, numerics)
+        latent, shared = (rename_dimension(t, length.name, memory) for t in (latent, shared))
+        plain, v = (
+            projection(latent, [dims.heads, part], [dims.kv_rank], False, None, numerics, name, name)
+            for name, part in (("k_nope", dims.nope), ("v", dims.value))
+        )
+        every = Shape([*shared.shape[:-1], dims.heads, dims.rope])
+        k = concat([plain, broadcast(shared, every)], dims.key.name, "k")
+        seen = flag(causal, what, "causal")
+        context = attention(q, k, v, length, memory, dims.key, dims.value, seen, None, scale, None, "context")
+        made = [dims.heads, dims.value]
+        start = initializers.scaled_normal(made)
+        return projection(context, features, made, False, start, numerics, "out", "out")

@@ -1,0 +1,78 @@
+"""Multi-head latent attention: keys and values of all heads are made of one narrow vector of each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layouts import Dimension
+from meshlib.checks import at, whole
+from meshlib.errors import GraphError
+from meshlib.layers.latent_attention import LatentDims
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """The ranks of a model's attention.
+
+    Args:
+      kv_rank: features of the vector that keys and values of all heads are made of: what a cache holds.
+      q_rank: the same of queries; None: they are made of the layer's input.
+      rope_dim: features of the one key that all heads share and that is turned by its position; those of a query that
+        meet it. Also what a cache holds.
+      nope_dim: features of each head's own key, which is not turned. The model's head_dim is both together.
+      value_dim: features of each head's values.
+    Raises: GraphError with all that is wrong at once.
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        what = "LatentAttention"
+        faults = [
+            f"{name} must be at least 1, got {value}"
+            for name, value in vars(self).items()
+            if value is not None and whole(value, what, name) < 1
+        ]
+        if self.rope_dim % 2:
+            faults.append(f"rotary positions turn pairs of features: rope_dim must be even, got {self.rope_dim}")
+        if faults:
+            raise GraphError("\n  ".join([f"{at(what)}:", *faults]))
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a query, and of the key it meets."""
+        return self.nope_dim + self.rope_dim
+
+    def dims(self, heads: int) -> LatentDims:
+        """As layers take them."""
+        return LatentDims(
+            Dimension("heads", heads),
+            Dimension("kv_rank", self.kv_rank),
+            Dimension("head_dim", self.nope_dim),
+            Dimension("head_dim", self.rope_dim),
+            Dimension("value_dim", self.value_dim),
+            None if self.q_rank is None else Dimension("q_rank", self.q_rank),
+        )
+
+    def reduced(self) -> LatentAttention:
+        """The same kind of attention with few features."""
+        return LatentAttention(
+            kv_rank=8, rope_dim=4, nope_dim=8, value_dim=6, q_rank=None if self.q_rank is None else 12
+        )
+
+    def weights(self, d_model: int, heads: int) -> int:
+        """Elements of the matrices of a layer's attention."""
+        queries = heads * self.head_dim
+        made = d_model * queries if self.q_rank is None else self.q_rank * (d_model + queries)
+        keys = d_model * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.nope_dim + self.value_dim)
+        return made + keys + heads * self.value_dim * d_model
+
+    @property
+    def norm_scales(self) -> int:
+        """Elements of the norms of the narrow vectors."""
+        return self.kv_rank + (self.q_rank or 0)
