@@ -31,6 +31,7 @@ PARTS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "tensor": ("tensor", "model"),
         "sequence": ("tensor", "model"),
         "context": ("context",),
+        "cache": ("cache", "tensor", "model", "context"),
     }
 )
 LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
@@ -41,6 +42,7 @@ LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
         "tensor": "heads, d_ff and vocabulary are split over one axis (Megatron)",
         "sequence": "tensor, and between the blocks the sequence is split over the same axis",
         "context": "the sequence is split throughout, keys and values are gathered",
+        "cache": "caches of decoding are split by positions, where the axis does not split their heads",
         "2d": "data+tensor",
     }
 )
@@ -54,6 +56,7 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
       name: a name of `LAYOUTS`, or several joined by "+", such as "fsdp+tensor", "data+fsdp+tensor", "zero1+sequence".
         Each part lies on the axis of its name; "sequence" on "tensor", and where the mesh has no such axis, "fsdp" on
         "data", "tensor" and "sequence" on "model". A mesh of one axis serves a single part whatever the axis is called.
+        "cache" is for `prefill` and `decode_step`; it may share the axis of "tensor", and then gives way to heads.
       config: the model: which of its dims can be split how often decides about key and value heads, which give way to
         the groups of query heads, and about biases.
       mesh: the mesh.
@@ -66,6 +69,8 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
       batch:data+fsdp;d_model:fsdp?;heads:tensor;d_ff:tensor;vocab:tensor
       >>> print(mtf.models.layout("tensor", llama, "tensor:16"))  # 8 heads of keys, each of which 16 queries share
       group:tensor;d_ff:tensor;vocab:tensor
+      >>> print(mtf.models.layout("tensor+cache", llama, "tensor:16"))  # caches are split by positions
+      group:tensor;d_ff:tensor;vocab:tensor;cache_length:tensor?
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     if not isinstance(config, TransformerConfig):
@@ -96,7 +101,7 @@ def _axes(name: str, parts: list[str], mesh: Mesh) -> list[str]:
     found: list[str] = []
     for part in parts:
         free = [axis for axis in PARTS[part] if axis in mesh and axis not in found]
-        shared = [axis for axis in found if part == "zero1" and axis in PARTS[part]]
+        shared = [axis for axis in found if part in ("zero1", "cache") and axis in PARTS[part]]
         if not free and not shared:
             raise LayoutError(
                 f"{at('layout')} {name!r}: {part!r} needs an axis {' or '.join(map(repr, PARTS[part]))}, "
@@ -145,6 +150,11 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
     return ["d_model", *(dim for dim, held in others.items() if held % size == 0)]
 
 
+def _slots(config: TransformerConfig) -> list[str]:
+    """The dims of positions in caches."""
+    return ["cache_length", *(["source_length"] if config.encoder_decoder else [])]
+
+
 _RULES: dict[str, Callable[[TransformerConfig, str, int], LayoutRules]] = {
     "data": lambda config, axis, size: data_parallel(axis=axis),
     "fsdp": lambda config, axis, size: fully_sharded(dims=_weight_dims(config, axis, size), axis=axis),
@@ -152,4 +162,5 @@ _RULES: dict[str, Callable[[TransformerConfig, str, int], LayoutRules]] = {
     "tensor": lambda config, axis, size: model_parallel(_tensor_dims(config, axis, size), axis),
     "sequence": lambda config, axis, size: sequence_parallel(_tensor_dims(config, axis, size), axis=axis),
     "context": lambda config, axis, size: context_parallel(axis=axis),
+    "cache": lambda config, axis, size: LayoutRules({f"{dim}": f"{axis}?" for dim in _slots(config)}),
 }
