@@ -36,6 +36,7 @@ from layouts import Mesh as Mesh
 from layouts import Shape as Shape
 from layouts import Sharding as Sharding
 from meshlib import detection as detection
+from meshlib import generation as generation
 from meshlib import initializers as initializers
 from meshlib import jax as _door
 from meshlib import layers as layers
@@ -63,6 +64,8 @@ from meshlib.estimation import estimate as estimate
 from meshlib.estimation.sweep import Scaling as Scaling
 from meshlib.estimation.sweep import scaling as scaling
 from meshlib.face import show as _show
+from meshlib.generation import Generator as Generator
+from meshlib.generation import generate as generate
 from meshlib.graph import Graph as Graph
 from meshlib.graph import Operation as Operation
 from meshlib.graph import Tensor as Tensor

@@ -34,6 +34,7 @@ from meshlib.models.layouts import LAYOUTS as LAYOUTS
 from meshlib.models.layouts import layout as layout
 from meshlib.models.model import Transformer as Transformer
 from meshlib.models.model import transformer as transformer
+from meshlib.models.narrow import quantized_kernels as quantized_kernels
 from meshlib.models.presets import PRESETS as PRESETS
 from meshlib.models.presets import preset as preset
 from meshlib.models.serving import decode_step as decode_step
