@@ -44,6 +44,7 @@ class LoopRecord:
     kept      of `made.saved`, the values themselves, which may be copied to the host to be saved
     needs     which operands the body computes with, by number: the others led to what it is given, and matter to
               gradients alone
+    going     the number of the carry that says whether another trip runs, where that is no matter of the dim alone
     """
 
     dim: Dimension
@@ -53,6 +54,7 @@ class LoopRecord:
     made: Results[Tensor]
     kept: tuple[Tensor, ...]
     needs: tuple[int, ...]
+    going: int | None = None
 
     @property
     def carries(self) -> int:

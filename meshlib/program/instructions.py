@@ -214,7 +214,7 @@ class Widen(Move):
 
 @dataclass(frozen=True, eq=False)
 class Loop(Instruction):
-    """A Program run `trips` times on the operands; `body.inputs` has their order.
+    """A Program run `trips` times on the operands, or as long as `going` holds; `body.inputs` has their order.
 
     carries  (body input, body output) names: after each trip the output becomes the input
     slices   body inputs that take one index of the loop's dim of their operand
@@ -232,6 +232,11 @@ class Loop(Instruction):
         """What the loop is to the graph."""
         assert self.operation.loop is not None
         return self.operation.loop
+
+    @property
+    def going(self) -> str | None:
+        """The body input that says whether another trip runs; None: all `trips` do."""
+        return None if self.record.going is None else self.carries[self.record.going][0]
 
     @cached_property
     def memory_plan(self) -> MemoryPlan:
