@@ -148,7 +148,7 @@ def test_bad_loops() -> None:
             mtf.while_loop(3, lambda v: v, [x], most_trips=4)
         with pytest.raises(mtf.ShapeError, match=r"the condition must be bool without dims, got .*mtf.reduce_all"):
             mtf.while_loop(lambda v: mtf.less(v, 1.0), lambda v: v, [x], most_trips=4)
-        with pytest.raises(mtf.GraphError, match="most_trips|at least 1"):
+        with pytest.raises(mtf.GraphError, match="at least 1, got 0"):
             mtf.while_loop(lambda v: mtf.reduce_any(mtf.less(v, 1.0)), lambda v: v, [x], most_trips=0)
         (y,) = mtf.while_loop(lambda v: mtf.reduce_any(mtf.less(v, 1.0)), lambda v: v * 2.0, [x], most_trips=4)
         with pytest.raises(mtf.GraphError, match="has no gradient: how many trips its condition"):

@@ -139,7 +139,7 @@ class Executor(Interpreter[Array, Context]):
         assert inside is not None
         context.found.checked += inside.checked
         context.found.checks += checks
-        return finals
+        return list(finals)
 
     # ------------------------------------------------------------ computations
 

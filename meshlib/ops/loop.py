@@ -1,4 +1,4 @@
-"""Loops: `scan` over a stacked dim with carries, and `while_loop`, a scan over nothing, whose trips a condition may end.
+"""Loops: `scan` over a stacked dim with carries; `while_loop`, a scan over nothing, whose trips a condition may end.
 
 One body, lowered once, that an instruction holds and repeats. The gradient of a scan is a scan run backwards: it takes
 the carries before each trip and what a policy of rematerialisation keeps of it, which the forward run stacks up if they
@@ -170,9 +170,10 @@ def while_loop(
     if conditional == (most_trips is None):
         wanted = "a condition needs most_trips, which bounds memory and work" if conditional else "has no condition"
         raise GraphError(f"{at(what)}: {wanted}, got most_trips={most_trips!r}")
-    trips = most_trips if conditional else cond
-    if whole(trips, what, "most_trips" if conditional else "trips") < 1:
-        raise GraphError(f"{at(what)}: trips must be an integer of at least 1, got {trips!r}")
+    given, which = (most_trips, "most_trips") if conditional else (cond, "trips")
+    trips = whole(given, what, which)
+    if trips < 1:
+        raise GraphError(f"{at(what)}: trips must be an integer of at least 1, got {given!r}")
     if not callable(body):
         raise GraphError(f"{at(what)}: body must be a function of tensors, got {body!r:.80}")
     begin = [tensor(x, what) for x in items(inputs, what, "inputs")]
@@ -188,7 +189,7 @@ def while_loop(
         return [_condition(cond, results[: len(begin)]), *results], ()
 
     taken = {d.name for x in begin for d in x.shape}
-    trip = Dimension(free_name("loop_trip", taken), int(trips))  # type: ignore[call-overload]
+    trip = Dimension(free_name("loop_trip", taken), trips)
     going = 0 if ahead else None
     finals, _ = make_loop(what, step, [*ahead, *begin], [], trip, False, name, has_accumulators, going=going)
     return finals[len(ahead) :]
