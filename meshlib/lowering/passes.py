@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from layouts.plan import Step
+from layouts.plan import Step, gathered_axes
 from meshlib.program.instructions import Commit, Instruction, Move, Resident, Value
 from meshlib.program.records import Program
 
@@ -27,7 +27,7 @@ def remove_dead_code(program: Program) -> Program:
 
 
 def join_gathers(program: Program) -> Program:
-    """A gather along one dim whose result is only gathered along another: both at once.
+    """A gather along one dim whose result is only gathered along another, or further along the same: both at once.
 
     As many bytes, one launch, over the links of all the axes at a time; and the value is never there half gathered.
     """
@@ -50,7 +50,11 @@ def _joined(first: Move, second: Move) -> Move:
     (a,), (b,), (why, other) = first.steps, second.steps, (*first.reasons, *second.reasons)
     axes = tuple(x for x in a.before.mesh.axes if x in (*a.axes, *b.axes))
     step = Step("all_gather", axes, None, None, a.before, b.after, a.payload_bytes, a.sent_bytes + b.sent_bytes)
-    reason = replace(other, dim=None, why=f"{why.why}; {other.why}", avoid=f"{why.avoid}; {other.avoid}")
+    gone = gathered_axes(step)
+    if len(gone) == 1:  # twice along one dim
+        ((dim, axes),) = gone
+        step = replace(step, axes=axes, dim=dim)
+    reason = replace(other, dim=step.dim, why=f"{why.why}; {other.why}", avoid=f"{why.avoid}; {other.avoid}")
     return replace(second, inputs=first.inputs, steps=(step,), reasons=(reason,))
 
 
