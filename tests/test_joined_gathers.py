@@ -101,7 +101,7 @@ def test_the_order_of_the_axes_does_not_matter() -> None:
 
 def test_gathers_in_turns_along_one_dim_are_one() -> None:
     """The batch of a decode step lies over two axes where it may: blocks come in the order of the sharding."""
-    config = mtf.models.preset("palm-62b").reduced()
+    config = mtf.models.preset("palm-62b").reduced().replace(numerics=mtf.Numerics())
     with mtf.Graph():
         outputs, updates = mtf.models.decode_step(config, 8, 8)
         layout = "d_model:x;d_ff:yz;heads:yz;vocab:yz;batch:(x+yz)?"
