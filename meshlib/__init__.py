@@ -64,6 +64,8 @@ from meshlib.estimation import estimate as estimate
 from meshlib.estimation.sweep import Scaling as Scaling
 from meshlib.estimation.sweep import scaling as scaling
 from meshlib.face import show as _show
+from meshlib.frontier import Serving as Serving
+from meshlib.frontier import serving as serving
 from meshlib.generation import Generator as Generator
 from meshlib.generation import generate as generate
 from meshlib.graph import Graph as Graph
