@@ -36,6 +36,7 @@ from layouts import Mesh as Mesh
 from layouts import Shape as Shape
 from layouts import Sharding as Sharding
 from meshlib import detection as detection
+from meshlib import generation as generation
 from meshlib import initializers as initializers
 from meshlib import jax as _door
 from meshlib import layers as layers
@@ -64,6 +65,10 @@ from meshlib.estimation import estimate as estimate
 from meshlib.estimation.sweep import Scaling as Scaling
 from meshlib.estimation.sweep import scaling as scaling
 from meshlib.face import show as _show
+from meshlib.frontier import Serving as Serving
+from meshlib.frontier import serving as serving
+from meshlib.generation import Generator as Generator
+from meshlib.generation import generate as generate
 from meshlib.graph import Graph as Graph
 from meshlib.graph import Operation as Operation
 from meshlib.graph import Tensor as Tensor
@@ -205,16 +210,16 @@ from meshlib.ops.sources import step as step
 from meshlib.ops.sources import variable as variable
 from meshlib.ops.sources import zeros as zeros
 from meshlib.ops.sources import zeros_like as zeros_like
-from meshlib.ops.stacking import dynamic_slice as dynamic_slice
 from meshlib.ops.stacking import stack as stack
 from meshlib.ops.stacking import unstack as unstack
-from meshlib.ops.stacking import update_slice as update_slice
 from meshlib.ops.state import assign as assign
 from meshlib.ops.state import assign_add as assign_add
 from meshlib.ops.state import assign_sub as assign_sub
 from meshlib.ops.state import constrain as constrain
 from meshlib.ops.state import identity as identity
 from meshlib.ops.state import stop_gradient as stop_gradient
+from meshlib.ops.update import dynamic_slice as dynamic_slice
+from meshlib.ops.update import update_slice as update_slice
 from meshlib.ops.window import concat as concat
 from meshlib.ops.window import halo_exchange as halo_exchange
 from meshlib.ops.window import left_halo_exchange as left_halo_exchange

@@ -84,6 +84,7 @@ class LoopRecord:
               gradients alone
     active    which indices of a dim of the values inside count in which trip; None: all
     working   the same as a value of the body, a slice of a table
+    going     the number of the carry that says whether another trip runs, where that is no matter of the dim alone
     """
 
     dim: Dimension
@@ -95,6 +96,7 @@ class LoopRecord:
     needs: tuple[int, ...]
     active: Active | None = None
     working: Tensor | None = None
+    going: int | None = None
 
     @property
     def carries(self) -> int:

@@ -318,6 +318,7 @@ class OpDef:
     exact       whether it rounds nothing: operands in bfloat16 make a result that is
     unique      whether two of them with the same operands and attributes differ
     reads_part  whether it reads of operand 0 only what goes into the result
+    writes_part whether the result is operand 0 but where operand 1 goes: over operand 0 it writes operand 1 alone
     indices     the operand that holds indices into the dim of attribute `dim`
     product     of a CONTRACTION, (operand types, output type, attrs) -> Product, all local
     scores      of fused attention, what a pair of query and key takes
@@ -343,6 +344,7 @@ class OpDef:
     exact: bool = False
     unique: bool = False
     reads_part: bool = False
+    writes_part: bool = False
     indices: int | None = None
     product: Callable[[tuple[TensorType, ...], TensorType, Mapping[str, Any]], Product] | None = None
     scores: Scores | None = None

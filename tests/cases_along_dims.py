@@ -293,13 +293,47 @@ row(
     "x",
 )
 row(
-    "where",
-    "update slice",
-    {"x": signed("a:4;n:12;b:2"), "y": signed("a:4;n:4;b:2"), "i": whole("", 1, 8)},
+    "update_slice",
+    "one start",
+    {"x": signed("a:4;n:12;b:2"), "y": signed("a:4;n:4;b:2"), "i": whole("", -3, 11)},
     lambda f, x, y, i: mtf.update_slice(x, y, N, i),
-    lambda x, y, i: np.concatenate([x[:, : int(i)], y, x[:, int(i) + 4 :]], axis=1),
+    lambda x, y, i: _updated(x, y, np.full(4, i)),
     "xy",
 )
+row(
+    "update_slice",
+    "each row its own",
+    {"x": signed("a:4;n:12;b:2"), "y": signed("a:4;n:4;b:2"), "i": whole("a:4", -3, 11)},
+    lambda f, x, y, i: mtf.update_slice(x, y, N, i),
+    lambda x, y, i: _updated(x, y, i),
+    "xy",
+)
+row(
+    "update_slice",
+    "a minor dim",
+    {"x": signed("a:4;b:2;n:12"), "y": signed("n:1;b:2;a:4"), "i": whole("b:2", 0, 12)},
+    lambda f, x, y, i: mtf.update_slice(x, y, N, i),
+    lambda x, y, i: _updated(x.transpose(1, 2, 0), y.transpose(1, 0, 2), i).transpose(2, 0, 1),
+    "xy",
+)
+row(
+    "update_slice",
+    "one of each row",
+    {"x": signed("a:4;n:12;b:2"), "y": signed("b:2;a:4"), "i": whole("a:4", -3, 11)},
+    lambda f, x, y, i: mtf.update_slice(x, y, N, i),
+    lambda x, y, i: _updated(x, y.T[:, None], i),
+    "xy",
+)
+
+
+def _updated(x: Array, y: Array, starts: Array) -> Array:
+    """Rows of `y` put into rows of `x` along the second dim, each from its own start; what falls outside is lost."""
+    z = x.copy()
+    for a, start in enumerate(starts):
+        for j in range(y.shape[1]):
+            if 0 <= start + j < x.shape[1]:
+                z[a, start + j] = y[a, j]
+    return z
 
 
 # ---------------------------------------------------------------- scan

@@ -121,3 +121,16 @@ def test_gathers_of_one_dim_axis_by_axis_are_one() -> None:
     joined = check_program(join_gathers(apart), "join_gathers", before=apart)
     assert gather_of(joined)[1] == step
     assert gather_of(joined)[0].outputs == (end,)
+
+
+def test_gathers_in_turns_along_one_dim_are_one() -> None:
+    """The batch of a decode step lies over two axes where it may: blocks come in the order of the sharding."""
+    config = mtf.models.preset("palm-62b").reduced().replace(numerics=mtf.Numerics())
+    with mtf.Graph():
+        outputs, updates = mtf.models.decode_step(config, 8, 8)
+        layout = "d_model:x;d_ff:yz;heads:yz;vocab:yz;batch:(x+yz)?"
+        program = mtf.lower(outputs, updates, mesh="x:2;yz:4", layout=layout, precision="highest")
+        alone = mtf.lower(outputs, updates, precision="highest")
+    tokens = np.random.default_rng(0).integers(0, config.vocab, 8)
+    found, wanted = (mtf.simulate(p, executor="exact").step(tokens=tokens)["logits"] for p in (program, alone))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -352,6 +352,8 @@ def test_what_leaves_a_pending_value_refuses_bool(name: str) -> None:
 def idle_factors(i: Instruction) -> set[str]:
     """Factors whose split does not divide an operation's vector work (of einsum: its matrix work)."""
     op = i.operation
+    if op.kind.name == "update_slice":  # each device looks at all of the part
+        return {op.attrs["dim"].name}
     if op.kind.name == "gather":  # each device runs through all indices, whichever it holds
         return {op.attrs["dim"].name}
     if op.kind.name == "slice":  # by a mask each writes all of the part, most of them zeros

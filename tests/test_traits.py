@@ -197,6 +197,8 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("unique", "assign", {"unique": False}),
     ("unique", "exp", {"unique": True}),
     ("reads_part", "slice", {"reads_part": False}),
+    ("writes_part", "update_slice", {"writes_part": False}),
+    ("writes_part", "add", {"writes_part": True}),
     ("reads_part", "gather", {"reads_part": False}),
     ("reads_part", "reduce_max", {"reads_part": True}),
     ("reads_part", "top_k", {"reads_part": True}),

@@ -8,7 +8,7 @@ operation that looks only at a part of an operand (gather, slice) reads that par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
@@ -133,6 +133,7 @@ def kernel_of(
     quantised: set[tuple[Value, Value]],
     gathered: Mapping[Value, Value],
     through: Mapping[Value, tuple[Value, ...]],
+    in_place: frozenset[Value] = frozenset(),
 ) -> Kernel:
     """The work of a fusion group.
 
@@ -140,7 +141,7 @@ def kernel_of(
     forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
     `quantised` has the operands that are there in eight bits already, each with its scales; those of this group join.
     `gathered` says of operands that came in eight bits from which blocks; `through`, of values that their readers make,
-    of what.
+    of what; `in_place`, which results are there already but for the part that is written.
     """
     made = [i for i in reversed(members) if any(y not in fused for y in i.outputs)] or members[::-1]
     large = (i for i in made if any(y.local_size > 1 for y in i.outputs))
@@ -162,7 +163,7 @@ def kernel_of(
     if attention is not None and isinstance(main, Compute):
         useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
     passed, spared = _quantised(main, quantised, gathered) if _is_matmul(main) else (0, 0)
-    boundary = _boundary(members, fused, held, through, program.sliding_dims)
+    boundary = _boundary(members, fused, held, through, program.sliding_dims, in_place)
     free = all(_is_free(i) for i in members)
     return Kernel(
         main.operation.name,
@@ -383,6 +384,7 @@ def _boundary(
     held: set[Value],
     through: Mapping[Value, tuple[Value, ...]],
     sliding: frozenset[str],
+    in_place: frozenset[Value],
 ) -> _Boundary:
     inside = {y for i in members for y in i.outputs}
     operations = {i.operation for i in members}
@@ -392,19 +394,23 @@ def _boundary(
     for i in reversed(members):
         if isinstance(i, Resident | Commit):
             continue
+        stays = i.outputs[0] in in_place
+        part = i.inputs[1] if stays else None
         stored = (y for y in i.outputs if y not in fused and y not in through)
         made = {y: (y.tensor, y.sharding) if y in held else buffer_of(y) for y in stored}
         # What is derived from a buffer that lies outside is not written; who reads it derives it again.
-        own = {b: (*_sizes(y, sliding), y not in held) for y, b in made.items() if b[0].operation in operations}
+        own = {b: (*_sizes(part or y, sliding), y not in held) for y, b in made.items() if b[0].operation in operations}
         if not own and needed.isdisjoint(i.outputs):
             continue
         written |= own
         for n, x in enumerate(i.inputs):
             needed.add(x)
+            if stays and n == 0:
+                continue
             for v in (x,) if x in inside else through.get(x, (x,)):
                 if v not in inside:
-                    found = (*(_read(i, n, x, sliding) if v is x else _sizes(v, sliding)), v not in held)
-                    read[buffer_of(v)] = max(read.get(buffer_of(v), found), found)
+                    for b, found in _buffers_read(i, n if v is x else None, v, sliding, held):
+                        read[b] = max(read.get(b, found), found)
     # Of what is not written the readers do the work; it is counted here, its traffic there.
     moved = [*read.values(), *written.values()]
     touched = [(b, padded) for b, (_, padded, passes) in (*read.items(), *written.items()) if not passes]
@@ -420,6 +426,16 @@ def _boundary(
         all_read,
         tuple(touched),
     )
+
+
+def _buffers_read(
+    i: Instruction, n: int | None, x: Value, sliding: frozenset[str], held: set[Value]
+) -> Iterator[tuple[tuple[Tensor, Sharding], tuple[int, int, bool]]]:
+    """What is read of operand `n`, or of what that is made of: its buffer, and the scales of one in fewer bits."""
+    yield buffer_of(x), (*(_sizes(x, sliding) if n is None else _read(i, n, x, sliding)), x not in held)
+    for t in _scales(x.tensor):
+        scale = Value(t, Sharding(t.shape, x.sharding.mesh, [x.sharding.of(d.name) for d in t.shape]))
+        yield buffer_of(scale), (*_sizes(scale, sliding), True)
 
 
 def _read(i: Instruction, n: int, x: Value, sliding: frozenset[str]) -> tuple[int, int]:
@@ -449,13 +465,35 @@ def _stored(t: Tensor) -> Tensor:
 
     Compilers put such work into every kernel that reads the result.
     """
+    source, scale = _source(t)
+    if source is None or (scale is not None and _stored(source).dtype.itemsize >= t.dtype.itemsize):
+        return t
+    return _stored(source)
+
+
+def _source(t: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The one operand that is no wider and has the shape of `t`; a smaller one beside it that scales it, if any."""
     op = t.operation
     if not op.kind.repeated:
-        return t
+        return None, None
     sources = [x for x in op.inputs if not _is_small(x, t)]
-    if len(sources) != 1 or sources[0].shape != t.shape or sources[0].dtype.itemsize > t.dtype.itemsize:
-        return t
-    return _stored(sources[0])
+    scales = [x for x in sources if x.shape.size < t.shape.size and set(x.shape) <= set(t.shape)]
+    rest = [x for x in sources if x not in scales]
+    if len(rest) != 1 or len(scales) > 1 or rest[0].shape != t.shape or rest[0].dtype.itemsize > t.dtype.itemsize:
+        return None, None
+    return rest[0], scales[0] if scales else None
+
+
+def _scales(t: Tensor) -> Iterator[Tensor]:
+    """What is read beside `_stored(t)`: numbers, computed before, that scale it."""
+    while _stored(t) is not t:
+        source, scale = _source(t)
+        if scale is not None:
+            while scale.operation.kind.repeated and len(scale.operation.inputs) == 1:
+                (scale,) = scale.operation.inputs  # a cast is made on the way
+            yield scale
+        assert source is not None
+        t = source
 
 
 def _is_small(x: Tensor, beside: Tensor) -> bool:

@@ -17,7 +17,7 @@ from meshlib.estimation.through import made_by_readers
 from meshlib.estimation.units import Plan, Unit
 from meshlib.graph import UPDATE
 from meshlib.operation import Kind
-from meshlib.program.buffers import fused_values
+from meshlib.program.buffers import fused_values, written_inside
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.instructions import Move as Reshard
 from meshlib.program.records import Program
@@ -27,12 +27,14 @@ _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 def plan_of(program: Program, network: Network) -> Plan:
     """The plan of a program."""
-    return _planned(program, network, forward_names(program), Recent())
+    return _planned(program, network, forward_names(program), Recent(), program.memory_plan.in_place)
 
 
-def _planned(program: Program, network: Network, forward: frozenset[str], recent: Recent) -> Plan:
+def _planned(
+    program: Program, network: Network, forward: frozenset[str], recent: Recent, in_place: frozenset[Value]
+) -> Plan:
     """The plan of a program, or of a loop's body with the `forward` names of the program around it."""
-    planner = _Planner(program, network, forward, recent)
+    planner = _Planner(program, network, forward, recent, in_place)
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
     recent.close(units)
     units = combined(units, network)
@@ -71,8 +73,16 @@ def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
 
 
 class _Planner:
-    def __init__(self, program: Program, network: Network, forward: frozenset[str], recent: Recent) -> None:
+    def __init__(
+        self,
+        program: Program,
+        network: Network,
+        forward: frozenset[str],
+        recent: Recent,
+        in_place: frozenset[Value],
+    ) -> None:
         self.program, self.network, self.forward, self.recent = program, network, forward, recent
+        self.in_place = in_place
         self.numbers: dict[Value, int] = {}
         self.fused = fused_values(program)
         self.held = resident_values(program)
@@ -95,7 +105,7 @@ class _Planner:
         )
         if isinstance(first, Loop):
             inside = Recent.of(first)
-            unit.body = _planned(first.body, self.network, self.forward, inside)
+            unit.body = _planned(first.body, self.network, self.forward, inside, written_inside(first, self.in_place))
             unit.trips = first.trips
             unit.active = 1.0 if first.record.active is None else first.record.active.share
             self.recent.moved_bytes += first.trips * inside.moved_bytes
@@ -115,7 +125,15 @@ class _Planner:
             self.recent.moved_bytes += sum(y.local_bytes for i in members for y in i.outputs)
         else:
             unit.kernel = kernel_of(
-                self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered, self.through
+                self.program,
+                members,
+                self.fused,
+                self.held,
+                self.forward,
+                self.quantised,
+                self.gathered,
+                self.through,
+                self.in_place,
             )
             self.recent.pass_on(place, unit.kernel.passing, unit.kernel.padded_bytes)
             again = self.recent.touch(place, unit.kernel.touched, unit.kernel.padded_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshlib.errors import ProgramError
 from meshlib.graph import Operation
 from meshlib.jax.collectives import all_summaries, combined_summaries, gathered_run, move, shared_summaries
 from meshlib.jax.context import Array, Context, Found, Index
@@ -66,6 +67,9 @@ class Executor(Interpreter[Array, Context]):
     def stacked(self, i: Loop, n: int, parts: Sequence[Array]) -> Array:
         raise AssertionError("loops are one lax.scan")
 
+    def goes_on(self, going: Array) -> bool:
+        raise AssertionError("loops with a condition are one lax.while_loop")
+
     def loop(self, i: Loop, inputs: Sequence[Array], context: Context) -> list[Array]:
         """All trips in one lax.scan, whose body holds the loop's own once."""
         body = i.body
@@ -90,6 +94,8 @@ class Executor(Interpreter[Array, Context]):
             return [made[body.outputs[end]] for _, end in i.carries], ([made[body.outputs[n]] for n in i.stacks], left)
 
         begin = [given[body.inputs[name]] for name, _ in i.carries]
+        if i.going is not None:
+            return self._while(i, trip, begin, context, lambda: inside)
         numbers = jnp.arange(i.trips, dtype=jnp.int32)
         finals, (stacks, left) = lax.scan(trip, begin, (numbers, first), reverse=i.trip_order.step < 0)
         assert inside is not None
@@ -99,6 +105,41 @@ class Executor(Interpreter[Array, Context]):
         if prints:
             context.found.prints.append(prints)
         return [*finals, *stacks]
+
+    def _while(
+        self,
+        i: Loop,
+        trip: Callable[..., tuple[list[Array], Any]],
+        begin: list[Array],
+        context: Context,
+        found: Callable[[], Found | None],
+    ) -> list[Array]:
+        """Trips as long as a carry holds, in one lax.while_loop; what is wrong in some trip is carried along."""
+        going = [name for name, _ in i.carries].index(i.going or "")
+        none = jnp.zeros((), jnp.int32)
+        _, (stacks, (checks, prints)) = jax.eval_shape(lambda: trip(begin, (none, {})))
+        if stacks or prints:
+            what = "shows values" if prints else "stacks values"
+            raise ProgramError(f"{i.operation}: a loop with a condition that {what} does not run on JAX")
+
+        def another(state: tuple[Array, list[Array], list[Array]]) -> tuple[Array, list[Array], list[Array]]:
+            number, carries, before = state
+            after, (_, (wrong, _)) = trip(carries, (number, {}))
+            merged = [
+                jnp.stack([jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1])])
+                for a, b in zip(before, wrong, strict=True)
+            ]
+            return number + 1, after, merged
+
+        clean = [jnp.array([0, jnp.iinfo(jnp.int32).max], jnp.int32) for _ in checks]
+        _, finals, checks = lax.while_loop(
+            lambda state: jnp.logical_and(state[0] < i.trips, state[1][going]), another, (none, begin, clean)
+        )
+        inside = found()
+        assert inside is not None
+        context.found.checked += inside.checked
+        context.found.checks += checks
+        return list(finals)
 
     # ------------------------------------------------------------ computations
 

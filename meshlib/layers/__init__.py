@@ -6,6 +6,7 @@ the layer.
 """
 
 from meshlib.face import show as _show
+from meshlib.layers.attention import Held as Held
 from meshlib.layers.attention import Scores as Scores
 from meshlib.layers.attention import dot_product_attention as dot_product_attention
 from meshlib.layers.attention import multihead_attention as multihead_attention

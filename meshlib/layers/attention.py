@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layouts import Dimension, Shape
@@ -98,6 +98,7 @@ class Scores:
       rotary_base: turns queries and keys by their positions, see `rotary`; None: does not.
       qk_norm: RMS norm of queries and keys over their elements, before they are turned.
       kernel: "flash", one fused operation, or "materialised", see `dot_product_attention`.
+      positions: int32, by which queries and keys of one sequence are turned, in place of 0, 1, ...
     Raises: GraphError for a value of the wrong kind, ShapeError for a bias where there are no scores to add it to.
     """
 
@@ -108,6 +109,7 @@ class Scores:
     rotary_base: float | None = None
     qk_norm: bool = False
     kernel: str = "flash"
+    positions: Tensor | None = None
 
     def __post_init__(self) -> None:
         what = "Scores"
@@ -132,9 +134,29 @@ class Scores:
 ALL = Scores()
 
 
+@dataclass(frozen=True)
+class Held:
+    """Keys and values that are there already, as a cache holds them.
+
+    Args:
+      keys, values: as the kernel takes them: [..., length, channels], of the dims that queries share.
+      length: name of the dim that is attended to.
+      mask: bool, of dims of queries and keys: False hides a key.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: str
+    mask: Tensor | None = None
+
+
+# Given the keys and values of a sequence, before their length is renamed: what its queries attend to in their place.
+Cache = Callable[[Tensor, Tensor], Held | None]
+
+
 def multihead_attention(
     query_antecedent: Tensor,
-    memory_antecedent: Tensor | None,
+    memory_antecedent: Tensor | Held | None,
     mask: Tensor | None,
     kv_channels: Dimension,
     heads: Dimension | Sequence[Dimension],
@@ -146,6 +168,7 @@ def multihead_attention(
     use_bias: bool = False,
     numerics: Numerics = DEFAULT,
     name: str = "multihead_attention",
+    cache: Cache | None = None,
 ) -> Tensor:
     """Attention of `query_antecedent` to `memory_antecedent`, or to itself, in several heads.
 
@@ -153,7 +176,8 @@ def multihead_attention(
       query_antecedent: [..., length, d_model], float.
       memory_antecedent: [..., memory_length, channels]; None: attention of the queries' sequence to itself. A length
         under the queries' name is renamed to `memory_length` (of another name: `memory_` before it) for keys and
-        values; a layout rule without that name gathers them.
+        values; a layout rule without that name gathers them. `Held`: keys and values are there already, and no
+        variables are made for them.
       mask: bool, of dims batch, length, memory_length (and heads): False hides a key; None: nothing hidden so. Of
         padded sequences: `mtf.rename_dimension(mtf.not_equal(ids, 0), "length", "memory_length")`.
       kv_channels: the dim of the elements of one head of queries, keys and values.
@@ -166,6 +190,8 @@ def multihead_attention(
       use_bias: whether the four products add biases.
       numerics: dtypes of the variables and of what is computed, precision of the products with them; not of the
         kernel's, which follow that of `mtf.lower`.
+      cache: what is told of keys and values, once they are normed and turned; where it returns a `Held`, queries attend
+        to that, and see all that its mask shows them.
       name: scope of the variables `q/kernel`, `k/kernel`, `v/kernel`, `out/kernel`.
     Returns: the type of query_antecedent, in the dtype of `numerics` if it has one. Within the scope the values are
       called q, k, v (as the kernel takes them), context (what it makes) and out.
@@ -185,7 +211,8 @@ def multihead_attention(
     """
     what = "multihead_attention"
     x = as_numerics(numerics, what).cast(tensor(query_antecedent, what))
-    memory = x if memory_antecedent is None else numerics.cast(tensor(memory_antecedent, what))
+    there = memory_antecedent if isinstance(memory_antecedent, Held) else None
+    memory = x if there or memory_antecedent is None else numerics.cast(tensor(memory_antecedent, what))
     _check_arguments(x, memory, scores, dropout, what)
     channels = as_dim(kv_channels, what)
     of_queries, of_memory = ([*dims, channels] for dims in _head_dims(heads, memory_heads, what))
@@ -204,21 +231,28 @@ def multihead_attention(
         if normed:
             y = rms_norm(y, channels, numerics=numerics, name=f"{part}_norm")
         if base is not None:
-            y = rotary(y, before, channels, base, name=part if before == after else f"{part}/turned")
+            turned = part if before == after else f"{part}/turned"
+            y = rotary(y, before, channels, base, scores.positions, turned)
         if before != after:
             return rename_dimension(y, before, after, part)
         return y if base is not None or (given is None and not normed) else identity(y, part)
 
     with scope(name):
-        same = projected(memory, of_memory, "k", "k/projected") if flag(share_kv, what, "share_kv") else None
-        q, k, v = made(x, of_queries, "q"), made(memory, of_memory, "k", same), made(memory, of_memory, "v", same)
-        dims = length, renamed, channels
+        shared = flag(share_kv, what, "share_kv") and there is None
+        same = projected(memory, of_memory, "k", "k/projected") if shared else None
+        q, causal, window = made(x, of_queries, "q"), False, None
+        if there is None:
+            k, v = made(memory, of_memory, "k", same), made(memory, of_memory, "v", same)
+            there = None if cache is None else cache(k, v)
+            if there is None:
+                there, causal, window = Held(k, v, renamed, mask), scores.causal, scores.window
+        dims, seen = (length, there.length, channels), there.mask
         if scores.kernel == "flash":
-            context = attention(q, k, v, *dims, None, scores.causal, scores.window, scores.scale, mask, "context")
+            context = attention(q, there.keys, there.values, *dims, None, causal, window, scores.scale, seen, "context")
         else:
             context = dot_product_attention(
-                q, k, v, *dims, None, mask, scores.bias, dropout, dropout_broadcast_dims, None,
-                scores.causal, scores.window, scores.scale, numerics.softmax_dtype, "context",
+                q, there.keys, there.values, *dims, None, seen, scores.bias, dropout, dropout_broadcast_dims, None,
+                causal, window, scores.scale, numerics.softmax_dtype, "context",
             )  # fmt: skip
         start = initializers.scaled_normal(of_queries)
         return projection(context, x.shape[-1], of_queries, use_bias, start, numerics, "out", "out")

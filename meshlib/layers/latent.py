@@ -14,6 +14,7 @@ from meshlib import initializers
 from meshlib.checks import at, flag, number
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
+from meshlib.layers.attention import Cache, Held
 from meshlib.layers.norms import rms_norm
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.positions import rotary
@@ -22,6 +23,7 @@ from meshlib.ops.attention import attention
 from meshlib.ops.building import as_dim, floats
 from meshlib.ops.shape import broadcast, rename_dimension
 from meshlib.ops.window import concat
+from meshlib.ops.window import slice as part_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,12 @@ class LatentDims:
 
 
 def latent_queries(
-    x: Tensor, dims: LatentDims, rotary_base: float, epsilon: float = 1e-6, numerics: Numerics = DEFAULT
+    x: Tensor,
+    dims: LatentDims,
+    rotary_base: float,
+    epsilon: float = 1e-6,
+    numerics: Numerics = DEFAULT,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries [..., length, heads, nope] and, turned, [..., length, heads, rope] of x [..., length, d_model]."""
     x, rotary_base, epsilon = _checked(x, dims, rotary_base, epsilon, numerics, "latent_queries")
@@ -74,11 +81,16 @@ def latent_queries(
         projection(x, [dims.heads, part], [narrow], False, None, numerics, name, name)
         for name, part in (("q_nope", dims.nope), ("q_rope", dims.rope))
     )
-    return plain, rotary(turned, length, dims.rope, rotary_base)
+    return plain, rotary(turned, length, dims.rope, rotary_base, positions)
 
 
 def latent_memory(
-    x: Tensor, dims: LatentDims, rotary_base: float, epsilon: float = 1e-6, numerics: Numerics = DEFAULT
+    x: Tensor,
+    dims: LatentDims,
+    rotary_base: float,
+    epsilon: float = 1e-6,
+    numerics: Numerics = DEFAULT,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The normed latents [..., length, kv_rank] and the shared key, turned, [..., length, rope]: what a cache holds."""
     x, rotary_base, epsilon = _checked(x, dims, rotary_base, epsilon, numerics, "latent_memory")
@@ -86,7 +98,7 @@ def latent_memory(
     latent = projection(x, dims.kv_rank, [features], False, None, numerics, "latent", "latent")
     latent = rms_norm(latent, dims.kv_rank, epsilon, numerics, "latent_norm")
     shared = projection(x, dims.rope, [features], False, None, numerics, "k_rope", "k_rope")
-    return latent, rotary(shared, length, dims.rope, rotary_base)
+    return latent, rotary(shared, length, dims.rope, rotary_base, positions)
 
 
 def latent_attention(
@@ -98,6 +110,8 @@ def latent_attention(
     epsilon: float = 1e-6,
     numerics: Numerics = DEFAULT,
     name: str = "latent_attention",
+    positions: Tensor | None = None,
+    cache: Cache | None = None,
 ) -> Tensor:
     """Attention of a sequence to itself, with keys and values made of a narrow vector of each token.
 
@@ -109,6 +123,10 @@ def latent_attention(
       scale: of the scores; 1 / sqrt(nope + rope) unless given.
       epsilon: of the norms of the latent vectors.
       numerics: dtypes of the variables and of what is computed, precision of the products with them.
+      positions: int32, of the tokens, in place of 0, 1, ...
+      cache: what is told of the latent vectors with the shared keys beside them, [..., memory, kv_rank + rope] as keys
+        and as values; where it returns a `Held`, queries attend to that in the latents' own space (absorbed: no keys
+        and values of heads are made), which is least work for few queries.
       name: scope of the variables `q_latent`, `q_nope`, `q_rope`, `latent`, `k_rope`, `k_nope`, `v`, `out`, each with
         a `kernel`, and of the norms.
     Returns: the type of x, in the dtype of `numerics` if it has one. Within the scope the values are called q, k, v (as
@@ -131,17 +149,18 @@ def latent_attention(
     length, features = x.shape[-2:]
     memory = f"memory_{length.name}"
     with scope(name):
-        q = concat(latent_queries(x, dims, base, epsilon, numerics), dims.key.name, "q")
-        latent, shared = latent_memory(x, dims, base, epsilon, numerics)
+        parts = latent_queries(x, dims, base, epsilon, numerics, positions)
+        latent, shared = latent_memory(x, dims, base, epsilon, numerics, positions)
         latent, shared = (rename_dimension(t, length.name, memory) for t in (latent, shared))
-        plain, v = (
-            projection(latent, [dims.heads, part], [dims.kv_rank], False, None, numerics, name, name)
-            for name, part in (("k_nope", dims.nope), ("v", dims.value))
-        )
-        every = Shape([*shared.shape[:-1], dims.heads, dims.rope])
-        k = concat([plain, broadcast(shared, every)], dims.key.name, "k")
-        seen = flag(causal, what, "causal")
-        context = attention(q, k, v, length, memory, dims.key, dims.value, seen, None, scale, None, "context")
+        held = None
+        if cache is not None:
+            together = concat([rename_dimension(shared, dims.rope.name, dims.kv_rank.name), latent], dims.kv_rank.name)
+            held = cache(together, together)
+        by = dims.key.size**-0.5 if scale is None else scale
+        if held is None:
+            context = _of_heads(parts, latent, shared, dims, memory, flag(causal, what, "causal"), by, numerics)
+        else:
+            context = _absorbed(parts, held, dims, length, by, numerics)
         made = [dims.heads, dims.value]
         start = initializers.scaled_normal(made)
         return projection(context, features, made, False, start, numerics, "out", "out")
@@ -157,3 +176,45 @@ def _checked(
     if len(found.shape) < 2:
         raise ShapeError(f"{at(what)}: needs [..., length, channels], got {found}")
     return found, number(rotary_base, what, "rotary_base"), number(epsilon, what, "epsilon")
+
+
+def _of_heads(
+    queries: tuple[Tensor, Tensor],
+    latent: Tensor,
+    shared: Tensor,
+    dims: LatentDims,
+    memory: str,
+    causal: bool,
+    scale: float,
+    numerics: Numerics,
+) -> Tensor:
+    """Attention with keys and values of all heads, made of the latents."""
+    q = concat(queries, dims.key.name, "q")
+    plain, v = (
+        projection(latent, [dims.heads, part], [dims.kv_rank], False, None, numerics, name, name)
+        for name, part in (("k_nope", dims.nope), ("v", dims.value))
+    )
+    every = Shape([*shared.shape[:-1], dims.heads, dims.rope])
+    k = concat([plain, broadcast(shared, every)], dims.key.name, "k")
+    return attention(q, k, v, q.shape[-3], memory, dims.key, dims.value, causal, None, scale, None, "context")
+
+
+def _absorbed(
+    queries: tuple[Tensor, Tensor], held: Held, dims: LatentDims, length: Dimension, scale: float, numerics: Numerics
+) -> Tensor:
+    """Attention of queries that meet the latents themselves: (q Wk) c = q (Wk c), and the sum of values is that of
+    latents, times Wv. Keys and values are one array, of which the values are all but the keys that all heads share."""
+    plain, turned = queries
+    rank = dims.kv_rank
+    weights = []
+    for name, part in (("k_nope", dims.nope), ("v", dims.value)):
+        with scope(name):
+            start = initializers.scaled_normal([rank])
+            weights.append(numerics.weights("kernel", [rank, dims.heads, part], [rank], start, plain.dtype))
+    batch = [d for d in plain.shape if d != dims.nope]
+    moved = numerics.unquantised.product(plain, weights[0], Shape([*batch, rank]), "q_absorbed")
+    q = concat([rename_dimension(turned, dims.rope.name, rank.name), moved], rank.name, "q")
+    name = rank.name
+    context = attention(q, held.keys, held.values, length, held.length, name, None, False, None, scale, held.mask)
+    latent = part_of(context, dims.rope.size, rank.size, name)
+    return numerics.unquantised.product(latent, weights[1], Shape([*batch, dims.value]), "context")

@@ -36,6 +36,8 @@ class Numerics:
         ones, those of the gradient too, see `mtf.quantized_einsum`; "fp8_full" for fp8 with cotangents in e5m2.
       softmax_dtype: in which materialised attention computes its softmax and keeps it for the gradient, if it is wider
         than the operands: float32, or "bfloat16" as TensorFlow's is under its policy of that name.
+      kernel_dtype: of the kernels of products, for inference: "int8", "int4", "float8_e4m3fn" or "float8_e5m2", with a
+        float32 variable `kernel_scale` beside each `kernel`, see `mtf.quantize`; they aren't trained. None: as others.
     Raises: GraphError for a dtype that is no float, or another precision.
     Example:
       >>> import meshlib as mtf
@@ -52,6 +54,7 @@ class Numerics:
     activation_dtype: str | None = None
     precision: str = "default"
     softmax_dtype: str = "float32"
+    kernel_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("variable_dtype", "slice_dtype", "activation_dtype", "softmax_dtype"):
@@ -65,6 +68,8 @@ class Numerics:
                 raise GraphError(f"{at('Numerics')}: {name} must be {what}, got {dtype.name}")
             object.__setattr__(self, name, dtype.name)
         choice(self.precision, "Numerics", "precision", (*PRECISIONS, _FULL))
+        if self.kernel_dtype is not None:
+            choice(self.kernel_dtype, "Numerics", "kernel_dtype", ("int8", "int4", "float8_e4m3fn", "float8_e5m2"))
 
     @property
     def unquantised(self) -> Numerics:
@@ -81,6 +86,23 @@ class Numerics:
         """A trained variable, used in `dtype`; `activation_dtype` unless given."""
         used = self.activation_dtype if dtype is None else dtype
         return variable(name, shape, initializer, self.variable_dtype, self.slice_dtype, used)
+
+    def weights(
+        self,
+        name: str,
+        shape: Sequence[Dimension],
+        reduced: Sequence[Dimension],
+        initializer: Initializer | float,
+        dtype: object | None = None,
+    ) -> Tensor:
+        """The variable of a product that sums over `reduced`, in `kernel_dtype` with a scale for each other index."""
+        if self.kernel_dtype is None:
+            return self.variable(name, shape, initializer, dtype)
+        used = self.activation_dtype if dtype is None else dtype
+        rest = [d for d in shape if d not in reduced]
+        stored = variable(name, shape, 0, self.kernel_dtype, trainable=False)
+        scale = variable(f"{name}_scale", rest, 1.0, "float32", trainable=False)
+        return cast(stored, "float32" if used is None else used) * cast(scale, "float32" if used is None else used)
 
     def product(self, x: Tensor, weights: Tensor, output_shape: Shape, name: str | None = None) -> Tensor:
         """`x` times a variable, in `precision`."""

@@ -7,13 +7,14 @@ from math import log
 from layouts import Dimension
 from meshlib import initializers
 from meshlib.checks import at, number
-from meshlib.dtypes import as_dtype
+from meshlib.dtypes import INT32, as_dtype
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, find_dim, innermost
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.building import as_dim, tensor
 from meshlib.ops.elementwise import add, cast, cos, exp, less, mod, multiply, sin, where
+from meshlib.ops.index import gather
 from meshlib.ops.index import range as positions_of
 from meshlib.ops.rotate import rotate_half
 from meshlib.ops.shape import rename_dimension
@@ -33,6 +34,12 @@ def _checked_base(base: float, dim: Dimension, what: str) -> float:
     if dim.size % 2:
         raise ShapeError(f"{at(what)}: dim {dim} has no two halves: {dim.size} is odd")
     return float(base)
+
+
+def _checked_positions(positions: Tensor, what: str) -> Tensor:
+    if tensor(positions, what).dtype is not INT32:
+        raise ShapeError(f"{at(what)}: positions must be int32, got {positions}; cast them with mtf.cast")
+    return positions
 
 
 def rotary(
@@ -78,19 +85,26 @@ def rotary(
 
 
 def sinusoidal_positions(
-    length: Dimension, output_dim: Dimension, dtype: object = "float32", base: float = 10000.0
+    length: Dimension,
+    output_dim: Dimension,
+    dtype: object = "float32",
+    base: float = 10000.0,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """sin(position * base^(-2 i / n)) in the first half of `output_dim`, of size n, cosines in the second.
 
     To be added to embeddings. Source: Vaswani et al., arXiv:1706.03762, section 3.5; halves instead of neighbours, as
     in tensorflow/tensor2tensor: tensor2tensor/layers/common_attention.py, which has n / 2 - 1 in place of n / 2.
 
-    Returns: [length, output_dim], computed in float32.
+    `positions`: int32, in place of 0, 1, ... along `length`.
+
+    Returns: [length, output_dim], or [dims of the positions, output_dim], computed in float32.
     """
     what = "sinusoidal_positions"
     rows, d = as_dim(length, what), as_dim(output_dim, what)
     made = as_dtype(dtype)
-    angles = _angles(positions_of(rows), d, _checked_base(base, d, what), made if made.itemsize > 4 else "float32")
+    at_rows = positions_of(rows) if positions is None else _checked_positions(positions, what)
+    angles = _angles(at_rows, d, _checked_base(base, d, what), made if made.itemsize > 4 else "float32")
     return cast(where(less(positions_of(d), d.size // 2), sin(angles), cos(angles), angles.shape), made)
 
 
@@ -101,6 +115,7 @@ def learned_positions(
     numerics: Numerics = DEFAULT,
     initializer: initializers.Initializer | float | None = None,
     name: str = "positions",
+    positions: Tensor | None = None,
 ) -> Tensor:
     """One vector per position, to be added to embeddings: a variable [max_length, output_dim], cut to `length`.
 
@@ -110,8 +125,9 @@ def learned_positions(
       numerics: dtypes of the variable and of the result.
       initializer: normal with standard deviation 0.02 unless given.
       name: of the variable.
-    Returns: [length, output_dim].
-    Raises: ShapeError if `length` is longer than `max_length`.
+      positions: int32, in place of 0, 1, ... along `length`: which vectors to take.
+    Returns: [length, output_dim], or [dims of the positions, output_dim].
+    Raises: ShapeError if `length` is longer than `max_length`; FeedError at run time for a position beyond it.
     """
     what = "learned_positions"
     rows, d = as_dim(length, what), as_dim(output_dim, what)
@@ -120,6 +136,8 @@ def learned_positions(
         raise ShapeError(f"{at(what)}: the variable has {known.size} positions, but {rows} needs {rows.size}")
     start = initializers.random_normal(0.0, 0.02) if initializer is None else initializer
     table = as_numerics(numerics, what).variable(name, [known, d], start)
+    if positions is not None:
+        return gather(table, _checked_positions(positions, what), known)
     if rows.size < known.size:
         table = part_of(table, 0, rows.size, known.name)
     return rename_dimension(table, known.name, rows.name)

@@ -108,7 +108,7 @@ def projection(
     with scope(name):
         init = initializers.scaled_normal(reduced) if kernel_initializer is None else kernel_initializer
         init = initializers.stacked(init, len(apart)) if apart else init
-        kernel = numerics.variable("kernel", [*apart, *reduced, *new], init, x.dtype)
+        kernel = numerics.weights("kernel", [*apart, *reduced, *new], reduced, init, x.dtype)
         kernel = kernel if kernel_transform is None else kernel_transform(kernel)
         bias = numerics.variable("bias", [*apart, *new], initializers.zeros(), x.dtype) if biased else None
     made = Shape([*(d for d in x.shape if d not in reduced), *new])

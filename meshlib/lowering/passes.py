@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from layouts.plan import Step
+from layouts.plan import Step, gathered_axes
 from meshlib.program.instructions import Commit, Instruction, Move, Resident, Value
 from meshlib.program.records import Program
 
@@ -27,7 +27,7 @@ def remove_dead_code(program: Program) -> Program:
 
 
 def join_gathers(program: Program) -> Program:
-    """A gather whose result is only gathered again, along another dim or the same: both at once.
+    """A gather along one dim whose result is only gathered along another, or further along the same: both at once.
 
     As many bytes, one launch, over the links of all the axes at a time; and the value is never there half gathered.
     """
@@ -49,11 +49,12 @@ def join_gathers(program: Program) -> Program:
 def _joined(first: Move, second: Move) -> Move:
     (a,), (b,), (why, other) = first.steps, second.steps, (*first.reasons, *second.reasons)
     axes = tuple(x for x in a.before.mesh.axes if x in (*a.axes, *b.axes))
-    dim = a.dim if a.dim == b.dim else None
-    if dim is not None:  # what was minor-most went first
-        axes = (*b.axes, *a.axes)
-    step = Step("all_gather", axes, dim, None, a.before, b.after, a.payload_bytes, a.sent_bytes + b.sent_bytes)
-    reason = replace(other, dim=dim, why=f"{why.why}; {other.why}", avoid=f"{why.avoid}; {other.avoid}")
+    step = Step("all_gather", axes, None, None, a.before, b.after, a.payload_bytes, a.sent_bytes + b.sent_bytes)
+    gone = gathered_axes(step)
+    if len(gone) == 1:  # twice along one dim
+        ((dim, axes),) = gone
+        step = replace(step, axes=axes, dim=dim)
+    reason = replace(other, dim=step.dim, why=f"{why.why}; {other.why}", avoid=f"{why.avoid}; {other.avoid}")
     return replace(second, inputs=first.inputs, steps=(step,), reasons=(reason,))
 
 

@@ -3,6 +3,7 @@
 config   TransformerConfig: dimensions, parts and numerics
 presets  the published ones by name
 counts   parameters and FLOPs in closed form
+serving  steps that read prompts into caches and add tokens
 """
 
 from meshlib.models.config import TransformerConfig as TransformerConfig
@@ -33,8 +34,11 @@ from meshlib.models.layouts import LAYOUTS as LAYOUTS
 from meshlib.models.layouts import layout as layout
 from meshlib.models.model import Transformer as Transformer
 from meshlib.models.model import transformer as transformer
+from meshlib.models.narrow import quantized_kernels as quantized_kernels
 from meshlib.models.presets import PRESETS as PRESETS
 from meshlib.models.presets import preset as preset
+from meshlib.models.serving import decode_step as decode_step
+from meshlib.models.serving import prefill as prefill
 from meshlib.models.stages import Pipeline as Pipeline
 from meshlib.models.train import OPTIMIZERS as OPTIMIZERS
 from meshlib.models.train import train_step as train_step

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from layouts import Dimension
 from meshlib import layers
-from meshlib.graph import Tensor
+from meshlib.graph import Tensor, scope
+from meshlib.layers.attention import Cache
 from meshlib.layers.experts import Mixture
+from meshlib.models.caches import Caches
 from meshlib.models.config import Heads, LayerKind, TransformerConfig
 from meshlib.ops.elementwise import add
 from meshlib.ops.sources import dropout
@@ -26,7 +28,12 @@ def head_dims(heads: Heads) -> tuple[list[Dimension], list[Dimension]]:
 class Blocks:
     """What the layers of one stack have in common.
 
-    `bias` is added to the scores of self-attention (relative positions), `memory` is what cross-attention attends to.
+    Attributes:
+      bias: added to the scores of self-attention (relative positions).
+      memory: what cross-attention attends to; memory_mask: what of it counts.
+      positions: of the tokens, in place of 0, 1, ...; mask: which keys of their own sequence they see.
+      caches: where keys and values of the tokens go, and, of a token that is decoded, come from.
+      source_length: slots of the cache that holds the encoder's sequence, which is decoded from.
     """
 
     config: TransformerConfig
@@ -34,6 +41,11 @@ class Blocks:
     training: bool
     bias: Tensor | None = None
     memory: Tensor | None = None
+    memory_mask: Tensor | None = None
+    positions: Tensor | None = None
+    mask: Tensor | None = None
+    caches: Caches | None = None
+    source_length: int | None = None
 
     def layer(self, x: Tensor, kind: LayerKind) -> tuple[Tensor, Mixture | None]:
         """One layer: [batch, length, d_model] to the same, and what its experts say."""
@@ -50,7 +62,7 @@ class Blocks:
             x = add(x, self.dropped(self._attention(h, kind.window) + feed_forward(h)), name="residual")
         else:
             x = self._residual(x, "attention", lambda h: self._attention(h, kind.window))
-            if self.memory is not None:
+            if self.memory is not None or self.source_length is not None:
                 x = self._residual(x, "cross_attention", self._cross_attention)
             x = self._residual(x, "feed_forward", feed_forward)
         return x, said[0] if said else None
@@ -84,28 +96,48 @@ class Blocks:
         if c.latent is not None:
             return layers.latent_attention(
                 x, c.latent.dims(c.heads), self.causal, c.rope_theta, c.attention_scale, c.norm_epsilon, c.numerics,
-                "attention",
+                "attention", self.positions, None if self.caches is None else self.caches.of(None),
             )  # fmt: skip
         base = None
         if c.position == "rotary":
             local = window is not None and c.local_rope_theta is not None
             base = c.local_rope_theta if local else c.rope_theta
-        scores = layers.Scores(self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, c.attention)
-        return self._attend(x, None, window, scores, "attention")
+        scores = layers.Scores(
+            self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, c.attention, self.positions
+        )
+        cache = None if self.caches is None else self.caches.of(window)
+        return self._attend(x, None, self.mask, window, scores, cache, "attention")
 
     def _cross_attention(self, x: Tensor) -> Tensor:
-        c = self.config
+        c, name = self.config, "cross_attention"
         scores = layers.Scores(scale=c.attention_scale, qk_norm=c.qk_norm, kernel=c.attention)
-        return self._attend(x, self.memory, None, scores, "cross_attention")
+        memory: Tensor | layers.Held | None = self.memory
+        cache = None if self.caches is None else self.caches.of_sources
+        if self.source_length is not None:
+            assert self.caches is not None
+            heads = c.attention_of(None)
+            dims = [x.shape[0], *head_dims(heads)[1], Dimension("head_dim", heads.dim)]
+            with scope(name):
+                memory = self.caches.held_sources(x, dims, self.source_length)
+        return self._attend(x, memory, self.memory_mask, None, scores, cache, name)
 
-    def _attend(self, x: Tensor, memory: Tensor | None, window: int | None, scores: layers.Scores, name: str) -> Tensor:
+    def _attend(
+        self,
+        x: Tensor,
+        memory: Tensor | layers.Held | None,
+        mask: Tensor | None,
+        window: int | None,
+        scores: layers.Scores,
+        cache: Cache | None,
+        name: str,
+    ) -> Tensor:
         c = self.config
         heads = c.attention_of(window)
         dims, memory_dims = head_dims(heads)
         return layers.multihead_attention(
             x,
             memory,
-            None,
+            mask,
             Dimension("head_dim", heads.dim),
             dims,
             dropout=c.dropout if self.training and c.attention == "materialised" else 0.0,
@@ -115,6 +147,7 @@ class Blocks:
             use_bias=c.has_attention_bias,
             numerics=c.numerics,
             name=name,
+            cache=cache,
         )
 
     def _experts(self, x: Tensor) -> Mixture:

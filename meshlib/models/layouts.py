@@ -34,6 +34,7 @@ PARTS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "context": ("context",),
         "pipeline": ("pipe", "stage"),
         "expert": ("expert", "data", "fsdp"),
+        "cache": ("cache", "tensor", "model", "context"),
     }
 )
 LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
@@ -46,10 +47,11 @@ LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
         "context": "the sequence is split throughout, keys and values are gathered",
         "pipeline": "layers are split into stages over one axis, of which each holds its own; microbatches of the rest",
         "expert": "experts are split, over an axis that splits the batch too, or over that of the data",
+        "cache": "caches of decoding are split by positions, where the axis does not split their heads",
         "2d": "data+tensor",
     }
 )
-_SHARING = ("zero1", "expert")  # may lie on an axis that another part has
+_SHARING = ("zero1", "expert", "cache")  # may lie on an axis that another part has
 _JOINED = {"2d": "data+tensor"}
 
 
@@ -61,7 +63,8 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
         Each part lies on the axis of its name; "sequence" on "tensor", and where the mesh has no such axis, "fsdp" on
         "data", "tensor" and "sequence" on "model", "expert" on that of the data, as in "fsdp+expert" on "fsdp:64";
         "pipeline" on "pipe", for models with `mtf.models.Pipeline`, whose microbatches the axis must divide. A mesh of
-        one axis serves a single part whatever the axis is called.
+        one axis serves a single part whatever the axis is called. "cache" is for `prefill` and `decode_step`; it may
+        share the axis of "tensor", and then gives way to heads.
       config: the model: which of its dims can be split how often decides about key and value heads, which give way to
         the groups of query heads, and about biases.
       mesh: the mesh.
@@ -76,6 +79,8 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
       group:tensor;d_ff:tensor;vocab:tensor
       >>> print(mtf.models.layout("fsdp+expert", mtf.models.preset("mixtral-8x7b"), "fsdp:32;expert:8"))
       batch:fsdp+expert;d_model:fsdp+expert?;experts:expert;batch_unsplit:fsdp
+      >>> print(mtf.models.layout("tensor+cache", llama, "tensor:16"))  # caches are split by positions
+      group:tensor;d_ff:tensor;vocab:tensor;cache_length:tensor?
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     if not isinstance(config, TransformerConfig):
@@ -220,6 +225,11 @@ def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules
     return LayoutRules([("stage", axis), ("microbatch", axis)])
 
 
+def _slots(config: TransformerConfig) -> list[str]:
+    """The dims of positions in caches."""
+    return ["cache_length", *(["source_length"] if config.encoder_decoder else [])]
+
+
 _RULES: dict[str, Callable[[TransformerConfig, str, int], LayoutRules]] = {
     "data": lambda config, axis, size: data_parallel(axis=axis),
     "fsdp": lambda config, axis, size: fully_sharded(dims=_weight_dims(config, axis, size), axis=axis),
@@ -228,4 +238,5 @@ _RULES: dict[str, Callable[[TransformerConfig, str, int], LayoutRules]] = {
     "sequence": lambda config, axis, size: sequence_parallel(_tensor_dims(config, axis, size), axis=axis),
     "context": lambda config, axis, size: context_parallel(axis=axis),
     "pipeline": lambda config, axis, size: _stage_rules(config, axis, size),
+    "cache": lambda config, axis, size: LayoutRules({f"{dim}": f"{axis}?" for dim in _slots(config)}),
 }

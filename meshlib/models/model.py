@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from math import sqrt
 from types import MappingProxyType
+from typing import Any
 
 from layouts import Dimension, Shape
 from meshlib import initializers, layers
@@ -17,6 +18,7 @@ from meshlib.graph import Tensor, absolute_scope, current_scope, scope
 from meshlib.initializers import Initializer
 from meshlib.layers.projection import ACTIVATIONS
 from meshlib.models.blocks import Blocks, head_dims
+from meshlib.models.caches import SLOTS, Caches
 from meshlib.models.config import LayerKind, TransformerConfig
 from meshlib.models.stages import Pipeline
 from meshlib.ops.elementwise import add_n, tanh
@@ -95,7 +97,7 @@ def transformer(
     _check(config, sizes, {"scan": scan, "training": training})
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise GraphError(f"{at('transformer')}: pipeline must be an mtf.models.Pipeline, got {pipeline!r:.80}")
-    return _Builder(config, Dimension("batch", batch), remat, scan, training, pipeline).build(
+    return Builder(config, Dimension("batch", batch), remat, scan, training, pipeline).build(
         length, encoder_length or length, predictions
     )
 
@@ -141,7 +143,7 @@ def _layer_of(blocks: Blocks, kind: LayerKind, x: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass
-class _Builder:
+class Builder:
     """The parts of a model."""
 
     config: TransformerConfig
@@ -159,22 +161,21 @@ class _Builder:
         c = self.config
         if self.pipeline is not None:
             self.pipeline.layers_of(c, self.batch.size)  # refuses what can't be cut before anything is made
-        table = layers.embedding_weights(Dimension("vocab", c.vocab), self._d_model, c.numerics, self._start())
         if c.encoder_decoder:
             with scope("encoder"):
                 sources = self._input("sources", Dimension("length", encoder_length))
-                memory = self._stack(table, sources, c.encoder_layers, causal=False)
+                memory = self.stack(sources, c.encoder_layers, causal=False)
             with scope("decoder"):
                 tokens = self._input("tokens", Dimension("length", length))
-                x = self._stack(table, tokens, c.layers, causal=True, memory=memory)
+                x = self.stack(tokens, c.layers, causal=True, memory=memory)
         else:
             tokens = self._input("tokens", Dimension("length", length))
-            x = self._stack(table, tokens, c.layers, causal=c.kind == "decoder")
+            x = self.stack(tokens, c.layers, causal=c.kind == "decoder")
         targets = tokens.shape.dim("length")
         if predictions is not None:
             targets = Dimension("predictions", predictions)
             x = gather(x, self._input("positions", targets), x.shape.dim("length"))
-        logits = self._logits(x, table)
+        logits = self.logits(x)
         loss = self._loss(logits, self._input("targets", targets))
         if not self.said:
             return Transformer(c, MappingProxyType(self.inputs), logits, loss)
@@ -185,6 +186,13 @@ class _Builder:
             total = loss + auxiliary if self.training else loss
         loads = {f"{name}/moe/router": said.load for name, said in self.said.items()}
         return Transformer(c, MappingProxyType(self.inputs), logits, total, auxiliary, dropped, MappingProxyType(loads))
+
+    @cached_property
+    def table(self) -> Tensor:
+        """The embedding, which both stacks share."""
+        vocab = Dimension("vocab", self.config.vocab)
+        with absolute_scope("/".join(self.scope_around)):
+            return layers.embedding_weights(vocab, self._d_model, self.config.numerics, self._start())
 
     @property
     def _d_model(self) -> Dimension:
@@ -200,23 +208,42 @@ class _Builder:
             made = self.inputs[name] = input(name, [self.batch, dim], "int32")
         return made if self.pipeline is None else self.pipeline.cut(made)
 
-    def _stack(self, table: Tensor, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None) -> Tensor:
-        """Embeddings, and `count` layers of what is embedded."""
+    def stack(self, tokens: Tensor, count: int, causal: bool, memory: Tensor | None = None, **more: Any) -> Tensor:
+        """Embeddings, and `count` layers of what is embedded; `more` is what else `Blocks` takes."""
+        bias = self._bias(tokens.shape[-1], causal, **more) if self.config.position == "relative" else None
+        blocks = Blocks(self.config, causal, self.training, bias, memory, **more)
+        return self._layers_of(blocks, self._embedded(tokens, blocks), count)
+
+    def _bias(
+        self,
+        length: Dimension,
+        causal: bool,
+        caches: Caches | None = None,
+        positions: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """What relative positions add to the scores."""
         c = self.config
-        length = tokens.shape.dim("length")
-        bias = None
-        if c.position == "relative":
-            bias = layers.relative_position_bias(
-                length,
-                Dimension("memory_length", length.size),
-                head_dims(c.attention_of(None))[0],
-                c.relative_buckets,
-                c.relative_max_distance,
-                causal,
-                replace(c.numerics, activation_dtype=None),  # the scores it is added to are wider than activations
-            )
-        blocks = Blocks(c, causal, self.training, bias, memory)
-        x = self._embedded(table, tokens, blocks)
+        memory, behind = Dimension("memory_length", length.size), None
+        if positions is not None:
+            behind = rename_dimension(positions, length.name, memory.name)
+        if caches is not None and caches.decoding:
+            memory, behind = Dimension(SLOTS, caches.length), None
+        return layers.relative_position_bias(
+            length,
+            memory,
+            head_dims(c.attention_of(None))[0],
+            c.relative_buckets,
+            c.relative_max_distance,
+            causal,
+            replace(c.numerics, activation_dtype=None),  # the scores it is added to are wider than activations
+            positions=positions,
+            memory_positions=behind,
+        )
+
+    def _layers_of(self, blocks: Blocks, x: Tensor, count: int) -> Tensor:
+        """`count` layers, and the norm after them."""
+        c = self.config
         if self.pipeline is not None:
             run = range(self.pipeline.layers_of(c, self.batch.size))
             x = self.pipeline.run(lambda h: self._layers(blocks, h, run, "layers", trips_from=1), x)
@@ -235,14 +262,18 @@ class _Builder:
             x = self._scanned(blocks, x, [c.kind_of(n) for n in numbers[: c.period]], Dimension(name, trips))
         for n in numbers[trips * c.period :]:
             with scope(f"layer_{n}"):
-                x, *said = recompute_grad(partial(_layer_of, blocks, c.kind_of(n)), [x], self.remat)
+                layer = partial(_layer_of, blocks, c.kind_of(n))
+                x, *said = recompute_grad(layer, [x], self.remat) if blocks.caches is None else layer(x)
                 if said:
                     self._heard(_Said(*said))
+            if blocks.caches is not None:
+                blocks.caches.commit(blocks.caches.take())
         return x
 
     def _scanned(self, blocks: Blocks, x: Tensor, kinds: Sequence[LayerKind], dim: Dimension) -> Tensor:
         """Layers as trips of a loop, each over layers of all these kinds."""
         scopes = [f"layer_{n}" if len(kinds) > 1 else "" for n in range(len(kinds))]
+        caches: list[Tensor] = []  # variables that a trip writes
 
         def trip(carries: tuple[Tensor, ...], slices: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
             (h,), said = carries, []
@@ -250,7 +281,9 @@ class _Builder:
                 with scope(one) if one else nullcontext():
                     h, *more = _layer_of(blocks, kind, h)
                     said += more
-            return [h], said
+            written = [] if blocks.caches is None else blocks.caches.take()
+            caches.extend(held for held, _ in written)
+            return [h], [*said, *(value for _, value in written)]
 
         with scope(dim.name):
             (x,), stacks = scan(trip, [x], dim=dim, remat=self.remat, stack_variables=True)
@@ -259,22 +292,26 @@ class _Builder:
                 if kind.experts:
                     with scope(one) if one else nullcontext():
                         self._heard(_Said(*(next(told) for _ in fields(_Said))))
+        if blocks.caches is not None:
+            blocks.caches.commit(list(zip(caches, told, strict=True)))
         return x
 
     def _heard(self, said: _Said) -> None:
         """Keep what the experts of a layer, or of stacked ones, say, under the scope in which they are."""
         self.said["/".join(current_scope())] = said
 
-    def _embedded(self, table: Tensor, tokens: Tensor, blocks: Blocks) -> Tensor:
-        c = self.config
-        length = tokens.shape.dim("length")
+    def _embedded(self, tokens: Tensor, blocks: Blocks) -> Tensor:
+        c, table = self.config, self.table
+        length = tokens.shape[-1]
         x = layers.embedding(tokens, table.shape.dim("vocab"), self._d_model, weights=table)
         if c.scale_embedding:
             x = x * sqrt(c.d_model)
         if c.position == "learned":
-            x = x + layers.learned_positions(length, self._d_model, c.max_length, c.numerics)
+            x = x + layers.learned_positions(
+                length, self._d_model, c.max_length, c.numerics, positions=blocks.positions
+            )
         if c.position == "sinusoidal":
-            x = x + layers.sinusoidal_positions(length, self._d_model, x.dtype)
+            x = x + layers.sinusoidal_positions(length, self._d_model, x.dtype, positions=blocks.positions)
         if c.segments:
             kinds = Dimension("segments", c.segments)
             segments = self._input("segments", length)
@@ -283,8 +320,9 @@ class _Builder:
             x = blocks.norm(x, "embedding_norm")
         return blocks.dropped(x)
 
-    def _logits(self, x: Tensor, table: Tensor) -> Tensor:
-        c = self.config
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the last layer's result: [..., d_model] to [..., vocab]."""
+        c, table = self.config, self.table
         vocab = table.shape.dim("vocab")
         transformed = c.head == "transform"
         with scope("head"):

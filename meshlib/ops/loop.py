@@ -1,4 +1,4 @@
-"""Loops with a fixed number of trips: `scan` over a stacked dim with carries, and `while_loop`, a scan over nothing.
+"""Loops: `scan` over a stacked dim with carries; `while_loop`, a scan over nothing, whose trips a condition may end.
 
 One body, lowered once, that an instruction holds and repeats. The gradient of a scan is a scan run backwards: it takes
 the carries before each trip and what a policy of rematerialisation keeps of it, which the forward run stacks up if they
@@ -138,41 +138,76 @@ def scan(
 
 
 def while_loop(
-    trips: int, body: Body, inputs: Sequence[Tensor], name: str | None = None, has_accumulators: bool = False
+    cond: int | Callable[..., Tensor],
+    body: Body,
+    inputs: Sequence[Tensor],
+    name: str | None = None,
+    has_accumulators: bool = False,
+    most_trips: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Apply `body` `trips` times: inputs <- body(*inputs).
+    """Apply `body` again and again, inputs <- body(*inputs): so many times, or as long as a condition holds.
 
     Args:
-      trips: how often, fixed when the program is written, so that shapes, collectives and costs are known.
+      cond: how often, fixed when the program is written; or a function of as many tensors as there are inputs that
+        returns a bool tensor without dims: whether another trip runs, asked before each.
       body: takes as many tensors as there are inputs, returns as many of the same shapes and dtypes. It may use
         tensors from outside; random numbers in it differ from trip to trip.
       inputs: the values before the first trip.
       has_accumulators: what the body returns beyond as many tensors as it takes is summed over the trips.
+      most_trips: with a condition, after how many trips the loop ends in any case. Memory, work and collectives of a
+        program, and estimates, count so many; who runs it stops when the condition fails.
     Returns: the values after the last trip, then the sums. Between trips they lie at home under the layout.
-    Raises: GraphError, ShapeError for bad trips, or a body that changes types.
-    Gradient: as of `scan`.
+    Raises: GraphError, ShapeError for bad trips, a condition that is none, or a body that changes types.
+    Gradient: as of `scan`; none with a condition.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph():
       ...     x = mtf.input("x", [mtf.Dimension("d", 2)])
       ...     (y,) = mtf.while_loop(3, lambda v: v * 2.0, [x])
-      >>> mtf.simulate(mtf.lower({"y": y})).step(x=[1.0, 5.0])["y"].tolist()
-      [8.0, 40.0]
+      ...     (z,) = mtf.while_loop(lambda v: mtf.less(mtf.reduce_sum(v), 40.0), lambda v: v * 2.0, [x], most_trips=9)
+      >>> found = mtf.simulate(mtf.lower({"y": y, "z": z})).step(x=[1.0, 5.0])
+      >>> found["y"].tolist(), found["z"].tolist()
+      ([8.0, 40.0], [8.0, 40.0])
     """
-    if whole(trips, "while_loop", "trips") < 1:
-        raise GraphError(f"{at('while_loop')}: trips must be an integer of at least 1, got {trips!r}")
+    what = "while_loop"
+    conditional = callable(cond)
+    if conditional == (most_trips is None):
+        wanted = "a condition needs most_trips, which bounds memory and work" if conditional else "has no condition"
+        raise GraphError(f"{at(what)}: {wanted}, got most_trips={most_trips!r}")
+    given, which = (most_trips, "most_trips") if conditional else (cond, "trips")
+    trips = whole(given, what, which)
+    if trips < 1:
+        raise GraphError(f"{at(what)}: trips must be an integer of at least 1, got {given!r}")
     if not callable(body):
-        raise GraphError(f"{at('while_loop')}: body must be a function of tensors, got {body!r:.80}")
-    begin = [tensor(x, "while_loop") for x in items(inputs, "while_loop", "inputs")]
+        raise GraphError(f"{at(what)}: body must be a function of tensors, got {body!r:.80}")
+    begin = [tensor(x, what) for x in items(inputs, what, "inputs")]
     if not begin:
-        raise GraphError(f"{at('while_loop')}: inputs must be a non-empty list of tensors, got []")
+        raise GraphError(f"{at(what)}: inputs must be a non-empty list of tensors, got []")
+    ahead = [_condition(cond, begin)] if callable(cond) else []
 
     def step(carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[Any, tuple[()]]:
-        return body(*carries), ()
+        made = body(*carries[len(ahead) :])
+        if not callable(cond):
+            return made, ()
+        results = _tensors(made, f"{what} '{name or what}'")
+        return [_condition(cond, results[: len(begin)]), *results], ()
 
     taken = {d.name for x in begin for d in x.shape}
-    trip = Dimension(free_name("loop_trip", taken), int(trips))
-    return make_loop("while_loop", step, begin, [], trip, False, name, has_accumulators)[0]
+    trip = Dimension(free_name("loop_trip", taken), trips)
+    going = 0 if ahead else None
+    finals, _ = make_loop(what, step, [*ahead, *begin], [], trip, False, name, has_accumulators, going=going)
+    return finals[len(ahead) :]
+
+
+def _condition(cond: Callable[..., Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Whether another trip runs with these values."""
+    found = tensor(cond(*values), "while_loop")
+    if found.dtype is not BOOL or len(found.shape):
+        raise ShapeError(
+            f"{at('while_loop')}: the condition must be bool without dims, got {found}; mtf.reduce_all and "
+            "mtf.reduce_any make one of many"
+        )
+    return found
 
 
 def make_loop(
@@ -187,6 +222,7 @@ def make_loop(
     stack: bool = False,
     remat: Policy | Parts = "full",
     active: Active | None = None,
+    going: int | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Record the body in a graph of its own, and the loop that holds it."""
     outer = innermost([*carries, *xs], what)
@@ -235,6 +271,7 @@ def make_loop(
         tuple(n for n, t in enumerate(x for part in given for x in part) if n < len(carried) or t.operation in live),
         active,
         inside.working,
+        going,
     )
     types = [*(x.type for x in carries), *(_stacked(y.type, dim, what, full) for y in record.stacked)]
     # as in "layers/scan:feed_forward/wi"

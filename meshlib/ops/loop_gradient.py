@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from meshlib.differentiation import gradients, is_wanted
+from meshlib.errors import GraphError
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.loop_record import LoopRecord
 from meshlib.ops.elementwise import where
@@ -24,6 +25,11 @@ from meshlib.replay import needed, replay
 
 def loop_gradient(op: Operation, *dys: Tensor | None) -> list[Tensor | None]:
     """A cotangent per operand of a loop, for those that are wanted; carries have theirs in any case."""
+    if op.loop is not None and op.loop.going is not None:
+        raise GraphError(
+            f"{op} has no gradient: how many trips its condition lets run is known after the last; "
+            "give while_loop a number of trips, or stop_gradient what it takes"
+        )
     return _Backwards(op, dys).run()
 
 

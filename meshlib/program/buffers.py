@@ -7,11 +7,14 @@ and of which it needs, for each element of the result, the same element or row; 
 carries, a loop. Renaming takes nothing; the new value of a variable takes its place if no later instruction reads the
 old one, that of a carry likewise, and what a loop stacks is written where the stack is. What lies on the host takes no
 HBM.
+
+A part that is written over what nobody reads later is written in place, and nothing else is moved: a token into a
+cache. So is what each trip of a loop writes into its slice of a stack, if it returns the slice to be stacked again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshlib.operation import Kind, Storage
@@ -42,6 +45,15 @@ class Buffer:
         return next((begin, v) for begin, v in reversed(self.shown) if begin <= n)
 
 
+@dataclass(frozen=True, eq=False)
+class MemoryPlan:
+    """The `buffers` in the order in which they are taken; which results of `update_slice`, and which stacks of loops,
+    are `in_place`: what they are made of lies there already."""
+
+    buffers: tuple[Buffer, ...]
+    in_place: frozenset[Value]
+
+
 def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> set[Value]:
     """Values that are used inside the fusion group that makes them only, or by nobody: they occupy no HBM.
 
@@ -59,18 +71,60 @@ def fused_values(program: Program, written: frozenset[Value] = frozenset()) -> s
 def kept_of(program: Program, loop: Loop | None = None) -> Kept:
     """What of a program, or of a body with the `loop` that runs it, is kept and what is made again."""
     old = {v: program.variables[n] for n, v in program.updates.items() if n in program.variables}
+    makers = {y: i for i in program.instructions for y in i.outputs}
     written: frozenset[Value] = frozenset()
     if loop is not None:
         carried = {program.outputs[end]: program.inputs[start] for start, end in loop.carries}
         written = frozenset(program.outputs[name] for name in loop.stacks) - carried.keys()
         given = {*program.inputs.values()}
         old |= {new: before for new, before in carried.items() if new not in given}
+        old |= {program.outputs[end]: program.inputs[start] for end, start in rewritten(loop).items()}
+    for new, before in [*old.items()]:
+        way = [*_on_the_way(makers, new)]
+        if before in way:  # what is rewritten several times stays in one place
+            old |= dict.fromkeys(way[1 : way.index(before)], before)
     return Kept(program, fused_values(program, written), old, written)
 
 
-def plan_buffers(program: Program, loop: Loop | None = None) -> tuple[Buffer, ...]:
-    """The buffers in the order in which they are taken; of a body with the `loop` that runs it."""
-    return tuple(_Planner(program, loop).run())
+def _on_the_way(makers: Mapping[Value, Instruction], v: Value) -> Iterator[Value]:
+    """A value and those of which it is another name, or a copy with other parts."""
+    yield v
+    i = makers.get(v)
+    while isinstance(i, Compute) and (i.operation.kind.writes_part or i.operation.kind.storage is Storage.ALIAS):
+        yield i.inputs[0]
+        i = makers.get(i.inputs[0])
+
+
+def rewritten(loop: Loop) -> dict[str, str]:
+    """The stacks of a loop that may lie where it takes slices: per result of the body what it rewrites a part of."""
+    body, found = loop.body, dict[str, str]()
+    makers = {y: i for i in body.instructions for y in i.outputs}
+    slices = {body.inputs[name]: name for name in loop.slices if loop.slice_axis(name) == 0}
+    for end in loop.stacks:
+        v = body.outputs[end]
+        for x in _on_the_way(makers, v):
+            alone = x in slices and loop.inputs.count(loop.inputs[[*body.inputs].index(slices[x])]) == 1
+            if alone and x is not v and slices[x] not in found.values() and x.sharding == v.sharding:
+                found[end] = slices[x]
+    return found
+
+
+def written_inside(loop: Loop, in_place: frozenset[Value]) -> frozenset[Value]:
+    """What a trip of a loop writes in place, where of the loop's own results those are: what is stacked elsewhere than
+    its slices lie is copied there."""
+    body, copied = loop.body, set[Value]()
+    makers = {y: i for i in body.instructions for y in i.outputs}
+    stacks = dict(zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True))
+    for end in rewritten(loop):
+        if stacks[end] not in in_place:
+            copied.update(_on_the_way(makers, body.outputs[end]))
+    return loop.memory_plan.in_place - copied
+
+
+def plan_buffers(program: Program, loop: Loop | None = None) -> MemoryPlan:
+    """The plan of a program, or of a body with the `loop` that runs it."""
+    planner = _Planner(program, loop)
+    return MemoryPlan(tuple(planner.run()), frozenset(planner.in_place))
 
 
 @dataclass(eq=False)
@@ -82,6 +136,8 @@ class _Planner:
     found: list[Buffer] = field(default_factory=list)
     of: dict[Value, Buffer] = field(default_factory=dict)  # live values
     holders: dict[Buffer, int] = field(default_factory=dict)  # live values in each
+    shared: dict[Buffer, list[Value]] = field(default_factory=dict)  # all values that each has held
+    in_place: set[Value] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         program = self.program
@@ -116,32 +172,48 @@ class _Planner:
     def _place(self, n: int, i: Instruction, k: int) -> None:
         y = i.outputs[k]
         old = self.old.get(y)
-        if old is not None and self._replaces(i.group, old):
+        if old is not None and self._replaces(i, k, old):
             shared = self.of[old]
         else:
             shared = next(self._dying(i, k, y), None) or self._allocate(n, y, len(self.program.instructions))
+        if self._continues(i, k) and any(self.of.get(x) is shared for x in self._over(i, k)):
+            self.in_place.add(y)
         if shared.owner is not y:
             self._share(n, y, shared)
 
-    def _replaces(self, group: int, old: Value) -> bool:
-        """Whether a new value may take the place of an old one: nobody reads that later."""
-        buffer, last = self.of.get(old), self.last.get(old, START)
+    def _continues(self, i: Instruction, k: int) -> bool:
+        """Whether the result is what it is written over, but for a part."""
+        if isinstance(i, Loop):
+            return k >= len(i.carries)
+        return _writes_part(i)
+
+    def _replaces(self, i: Instruction, k: int, old: Value) -> bool:
+        """Whether a new value may take the place of an old one: nobody reads later what lies there."""
+        buffer = self.of.get(old)
         if buffer is None or buffer.owner is not old:
             return False
-        return last < self.begins[group] or (last <= self.ends[group] and old in self._overwritable(group))
+        over = self._over(i, k)
+        lasts = ((self.last.get(v, START), v) for v in self.shared[buffer])
+        return all(n < self.begins[i.group] or (n <= self.ends[i.group] and v in over) for n, v in lasts)
+
+    def _over(self, i: Instruction, k: int) -> list[Value]:
+        """The operands that result `k` may be written over if they die."""
+        if i.is_collective:
+            return [i.inputs[k]] if i.opcode == "all_reduce" else []
+        if not isinstance(i, Loop):
+            return self._overwritable(i.group)
+        given = dict(zip(i.body.inputs, i.inputs, strict=True))
+        if k < len(i.carries):
+            return [given[i.carries[k][0]]]
+        end = i.stacks[k - len(i.carries)]
+        within = i.body.outputs[end] in i.memory_plan.in_place
+        return [given[start] for name, start in rewritten(i).items() if name == end and within]
 
     def _dying(self, i: Instruction, k: int, y: Value) -> Iterator[Buffer]:
         """Buffers that the result may take over: that of what it renames, or of an operand of its size that dies."""
         if isinstance(i, Compute) and i.operation.kind.storage is Storage.ALIAS and i.inputs[0] in self.of:
             yield self.of[i.inputs[0]]
-        if isinstance(i, Loop):
-            starts = dict(zip(i.body.inputs, i.inputs, strict=True))
-            candidates = [starts[start] for start, _ in i.carries[k : k + 1]]
-        elif i.is_collective:
-            candidates = [i.inputs[k]] if i.opcode == "all_reduce" else []
-        else:
-            candidates = self._overwritable(i.group)
-        for x in candidates:
+        for x in self._over(i, k):
             buffer = self.of.get(x)
             if buffer is None or buffer.owner in self.resident or self.holders[buffer] > 1:
                 continue
@@ -154,8 +226,10 @@ class _Planner:
             elsewhere: set[Value] = set()  # values of which something is needed for results at other places
             placed: dict[Value, bool] = {}
             for i in reversed(self.groups[group]):
-                same = (is_elementwise(i) or _reduces_rows(i)) and elsewhere.isdisjoint(i.outputs)
-                for x in i.inputs:
+                free = elsewhere.isdisjoint(i.outputs)
+                every = is_elementwise(i) or _reduces_rows(i)
+                for k, x in enumerate(i.inputs):
+                    same = free and (every or (k == 0 and _writes_part(i)))
                     if not same:
                         elsewhere.add(x)
                     made = self.kept.again.get(x)
@@ -167,12 +241,13 @@ class _Planner:
     def _allocate(self, n: int, v: Value, end: int) -> Buffer:
         buffer = Buffer(v, n, end, [(n, v)])
         self.found.append(buffer)
-        self.of[v], self.holders[buffer] = buffer, 1
+        self.of[v], self.holders[buffer], self.shared[buffer] = buffer, 1, [v]
         return buffer
 
     def _share(self, n: int, v: Value, buffer: Buffer) -> None:
         self.of[v] = buffer
         self.holders[buffer] += 1
+        self.shared[buffer].append(v)
         if v.local_bytes and buffer.owner not in self.resident:
             buffer.shown.append((n, v))
 
@@ -184,6 +259,11 @@ class _Planner:
         self.holders[buffer] -= 1
         if not self.holders[buffer]:
             buffer.end = n
+
+
+def _writes_part(i: Instruction) -> bool:
+    """Whether the result is operand 0 with another part."""
+    return isinstance(i, Compute) and i.operation.kind.writes_part
 
 
 def _reduces_rows(i: Instruction) -> bool:

@@ -20,7 +20,7 @@ from meshlib.program.exchange import Exchange, busiest_bytes
 from meshlib.program.margins import Margin
 
 if TYPE_CHECKING:
-    from meshlib.program.buffers import Buffer
+    from meshlib.program.buffers import Buffer, MemoryPlan
     from meshlib.program.records import Program
 
 
@@ -214,7 +214,7 @@ class Widen(Move):
 
 @dataclass(frozen=True, eq=False)
 class Loop(Instruction):
-    """A Program run `trips` times on the operands; `body.inputs` has their order.
+    """A Program run `trips` times on the operands, or as long as `going` holds; `body.inputs` has their order.
 
     carries  (body input, body output) names: after each trip the output becomes the input
     slices   body inputs that take one index of the loop's dim of their operand
@@ -233,12 +233,22 @@ class Loop(Instruction):
         assert self.operation.loop is not None
         return self.operation.loop
 
+    @property
+    def going(self) -> str | None:
+        """The body input that says whether another trip runs; None: all `trips` do."""
+        return None if self.record.going is None else self.carries[self.record.going][0]
+
     @cached_property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """Which values share memory during a trip, and from when to when."""
+    def memory_plan(self) -> MemoryPlan:
+        """Which values share memory during a trip, and from when to when; what is written in place."""
         from meshlib.program.buffers import plan_buffers
 
         return plan_buffers(self.body, self)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Which values share memory during a trip, and from when to when."""
+        return self.memory_plan.buffers
 
     @property
     def trip_order(self) -> range:

@@ -47,6 +47,10 @@ class Interpreter(ABC, Generic[T, C]):
     def stacked(self, i: Loop, n: int, parts: Sequence[T]) -> T:
         """What the body stacks in the `n`-th place: the values of all trips, along a new first dim."""
 
+    @abstractmethod
+    def goes_on(self, going: T) -> bool:
+        """Whether another trip of a loop runs, by the carry that says so."""
+
     def made(self, i: Instruction, y: Value, value: T) -> None:
         """Called with every value, when it is there."""
 
@@ -87,6 +91,8 @@ class Interpreter(ABC, Generic[T, C]):
         whole = {body.inputs[name]: (given[body.inputs[name]], i.slice_axis(name)) for name in i.slices}
         trips: list[list[T]] = [[] for _ in i.stacks]
         for trip in i.trip_order:
+            if i.going is not None and not self.goes_on(given[body.inputs[i.going]]):
+                break
             given.update({v: self.sliced(x, trip, axis) for v, (x, axis) in whole.items()})
             values = self.trip(i, trip, given, context.in_trip(trip))
             for parts, name in zip(trips, i.stacks, strict=True):

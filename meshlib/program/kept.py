@@ -7,7 +7,8 @@ reader has run; making it again costs the bytes of what it is made of for as muc
 cheaper is chosen, value by value in program order; where both cost the same it is stored.
 
 Somebody must be able to make it: products, reductions and element-wise kernels read through such work, collectives,
-loops, copies to the host and kernels of their own (fused attention) find their operands in memory.
+loops, copies to the host and kernels of their own find their operands in memory. But fused attention widens and scales
+keys and values of few bits itself, as the kernels for caches of int8 and fp8 do.
 
 Source: openxla/xla xla/service/instruction_fusion.cc, which duplicates producers into their consumers (from memory).
 """
@@ -65,7 +66,7 @@ class Kept:
         users: dict[Value, int] = {}
         for n, i in enumerate(program.instructions):
             users.update(dict.fromkeys(i.inputs, n))
-            asked.update(x for k, x in enumerate(i.inputs) if not reads_through(i, k))
+            asked.update(x for k, x in enumerate(i.inputs) if not (reads_through(i, k) or self._is_widened(i, k)))
         # One kernel reads all operands of a group.
         groups = {i.group: n for n, i in enumerate(program.instructions)}
         uses = {x: n for x, n in program.last_use.items() if x not in self.written}
@@ -74,10 +75,18 @@ class Kept:
         self.asked = asked | self.written
         # The place of a variable or carry is its own until the new value may have it.
         self.free_until = dict.fromkeys(self.residents, self.end)
-        self.free_until.update({old: self.made[new][0] for new, old in self.old.items()})
+        for new, old in self.old.items():
+            self.free_until[old] = min(self.free_until[old], self.made[new][0])
         for n, i in enumerate(program.instructions):
             if self._may_be_made_again(i):
                 self._decide(n, i)
+
+    def _is_widened(self, i: Instruction, n: int) -> bool:
+        """Whether operand `n` is keys or values of attention that a cast or a scaling makes."""
+        x = i.inputs[n]
+        made = self.made[x][1] if x in self.made else None
+        kernel = isinstance(i, Compute) and not i.exchanges and i.operation.kind.scores is not None
+        return kernel and n in (1, 2) and isinstance(made, Compute) and made.operation.kind.repeated
 
     def _may_be_made_again(self, i: Instruction) -> bool:
         return _is_through(i) and not (i.outputs[0] in self.fused or i.outputs[0] in self.asked)

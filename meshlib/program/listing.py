@@ -48,7 +48,7 @@ def _line(i: Instruction, names: dict[Value, str], width: int) -> str:
             where = "".join(f" {dim}" for dim, _ in gathered_axes(i.steps[0]))
         made += f" over {'+'.join(i.steps[0].axes)}{where}"
     elif isinstance(i, Loop):
-        made += f", {i.trips} trips of the body below"
+        made += f", {f'at most {i.trips}' if i.going else i.trips} trips of the body below"
     elif isinstance(i, Compute):
         split = ", ".join(f"{f}@{a}" for a, f in i.assignment)
         made += f" split {split}" if split else ""

@@ -19,7 +19,7 @@ from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.text import bytes_text
 
 if TYPE_CHECKING:
-    from meshlib.program.buffers import Buffer
+    from meshlib.program.buffers import Buffer, MemoryPlan
     from meshlib.program.memory import Memory
 
 
@@ -124,11 +124,16 @@ class Program:
         return frozenset(name for name in found if name is not None)
 
     @cached_property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """Which values share memory, and from when to when."""
+    def memory_plan(self) -> MemoryPlan:
+        """Which values share memory, and from when to when; what is written in place."""
         from meshlib.program.buffers import plan_buffers
 
         return plan_buffers(self)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Which values share memory, and from when to when."""
+        return self.memory_plan.buffers
 
     @cached_property
     def memory(self) -> Memory:

@@ -82,6 +82,11 @@ class _Exact(Interpreter[Blocks, Engine]):
     def stacked(self, i: Loop, n: int, parts: Sequence[Blocks]) -> Blocks:
         return [np.stack(blocks) for blocks in zip(*parts, strict=True)]
 
+    def goes_on(self, going: Blocks) -> bool:
+        if len({bool(block) for block in going}) > 1:
+            raise ProgramError("some cores go on with a loop that others leave; a collective is missing or wrong")
+        return bool(going[0])
+
     def made(self, i: Instruction, y: Value, value: Blocks) -> None:
         if self.watch is not None:
             self.watch(i, y, without_margins(y, value) if y.margins else value)

@@ -252,6 +252,10 @@ class FastExecutor(Interpreter[Array, Engine]):
             self._stacks[i] = [new_array(y.tensor.shape.sizes, y.tensor.dtype.storage) for y in outputs]
         return self._stacks[i]
 
+    def goes_on(self, going: Array) -> bool:
+        """A number that all devices hold."""
+        return bool(going)
+
     def move(self, i: Move, inputs: Sequence[Array]) -> list[Array]:
         """Other names of the operands, and the sums of what stayed apart."""
         parts = zip(i.inputs, i.outputs, inputs, strict=True)

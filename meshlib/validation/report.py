@@ -19,7 +19,8 @@ _PREDICTIONS = {
 
 def report(v: Validation) -> str:
     """`str` of a Validation."""
-    lines = [*_training(v), *_images(v), *_benchmarks(v)]
+    lines = [*_training(v), *_images(v), *_measurements("micro-benchmark", v.benchmarks)]
+    lines += _measurements("inference", v.inference)
     if v.scored:
         lines.append(_summary("all", v.scored))
     apart = [r for r in v.rows if r.apart and r.error is not None]
@@ -69,14 +70,14 @@ def _images(v: Validation) -> list[str]:
     return [*lines, ""]
 
 
-def _benchmarks(v: Validation) -> list[str]:
-    if not v.benchmarks:
+def _measurements(title: str, rows: Sequence[Checked]) -> list[str]:
+    if not rows:
         return []
-    head = ("micro-benchmark", "family", "predicted", "measured", "error")
-    lines = grid([head, *((r.name, r.family, *_times(r), _percent(r.error)) for r in v.benchmarks)], right=(2, 3, 4))
-    for family in dict.fromkeys(r.family for r in v.benchmarks):
-        lines.append(_summary(family, [r for r in v.benchmarks if r.family == family]))
-    return [*lines, _summary("micro-benchmarks", v.benchmarks)]
+    head = (title, "family", "predicted", "measured", "error")
+    lines = grid([head, *((r.name, r.family, *_times(r), _percent(r.error)) for r in rows)], right=(2, 3, 4))
+    for family in dict.fromkeys(r.family for r in rows):
+        lines.append(_summary(family, [r for r in rows if r.family == family]))
+    return [*lines, _summary(f"{title}s" if title.endswith("k") else title, rows)]
 
 
 def _times(r: Checked) -> tuple[str, str]:

@@ -118,7 +118,9 @@ def run_of(row: Row) -> Run:
 
     Raises: NotExpressed, with the reason, for rows of other kinds and for what the row leaves open.
     """
-    model, completed = _model(row)
+    if "inference" in str(row.get("kind")) or "phase" in (row.get("batch") or {}):
+        raise NotExpressed("it is no training run: see meshlib.validation.inference")
+    model, completed = dimensions(row)
     chip = get_chip(str(row["chip"]))
     slice_, assumed = slice_of(row, chip)
     batch, length = _batch(row, slice_)
@@ -162,7 +164,7 @@ def known_model(name: str) -> TransformerConfig | None:
     return PRESETS[max(found, key=len)] if found else None
 
 
-def _model(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
+def dimensions(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Dimensions, and which of them the row leaves to what is published under its model's name."""
     found = row.get("model")
     model: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"name": found or ""}
@@ -171,10 +173,6 @@ def _model(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise NotExpressed(f"the operation {str(model['op'])[:60]!r} is not expressed as rows yet")
     if arch.startswith("encoder-decoder"):
         raise NotExpressed("it does not say how long the sequences on either side are")
-    if "inference" in str(row.get("kind")) or "phase" in (row.get("batch") or {}):
-        if "prefill" in str((row.get("batch") or {}).get("phase")):
-            raise NotExpressed("a forward pass over a prompt is not expressed as rows yet")
-        raise NotExpressed("decoding against a cache has no program of the library's own yet")
     if "heads" in model:
         model.setdefault("q_heads", model["heads"])
     if "moe" in arch.lower() or model.get("experts"):

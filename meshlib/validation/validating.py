@@ -1,8 +1,8 @@
 """Predicted beside published: each measurement is written as a program, lowered and estimated.
 
-What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`), training
-runs of Transformers (`runs`, `training`) and of residual networks (`images`, `image_training`); every other row
-is listed with the reason why not.
+What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`), inference
+(`inference`), training runs of Transformers (`runs`, `training`) and of residual networks (`images`, `image_training`);
+every other row is listed with the reason why not.
 
     python -m meshlib validate                                  the set in the package
     python -m meshlib validate --file published_results.json    rows of that format
@@ -26,7 +26,7 @@ from typing import Any
 from hardware.errors import HardwareError
 from meshlib.errors import GraphError, MeshlibError
 from meshlib.estimation.physics import CALIBRATED, Physics
-from meshlib.validation import micro
+from meshlib.validation import inference, micro
 from meshlib.validation.calibrate import Case, fit, left_out
 from meshlib.validation.image_training import PreparedImages, prepare_images
 from meshlib.validation.images import ImageRun, image_run_of, is_of_images
@@ -48,6 +48,7 @@ class Checked:
       name, family, chip: of the row.
       why_not: why there is no prediction; apart: why there is one that does not count.
       run: the training run of a Transformer; images: that of a residual network; None for other rows.
+      phase: "prefill" or "decode" of inference.
       left_out_seconds: with constants fitted to other chips; naive_seconds, naive_left_out_seconds: by the naive rule.
     """
 
@@ -63,6 +64,7 @@ class Checked:
     left_out_seconds: float | None = None
     naive_seconds: float | None = None
     naive_left_out_seconds: float | None = None
+    phase: str = ""
 
     @property
     def error(self) -> float | None:
@@ -102,7 +104,12 @@ class Validation:
     @property
     def benchmarks(self) -> tuple[Checked, ...]:
         """Of `scored`, micro-benchmarks."""
-        return tuple(r for r in self.scored if r.run is None and r.images is None)
+        return tuple(r for r in self.scored if r.run is None and r.images is None and not r.phase)
+
+    @property
+    def inference(self) -> tuple[Checked, ...]:
+        """Of `scored`, prefills and steps of decoding."""
+        return tuple(r for r in self.scored if r.phase)
 
     def errors(self, family: str | None = None) -> list[float]:
         """Absolute relative errors of the scored rows, of one family or of all."""
@@ -159,12 +166,13 @@ def _load(path: str | Path) -> list[dict[str, Any]]:
 
 
 def check_row(row: Mapping[str, Any]) -> Checked:
-    """Predict a micro-benchmark, or read a training run, whose times `validate` fills in; others say why not."""
-    family, kind = str(row.get("family", "?")), micro.kind_of(row)
-    checked = Checked(str(row.get("id", "?")), f"{family} {kind}".strip(), str(row.get("chip", "?")), None, None)
+    """Predict what is no training run; read those that are, whose times `validate` fills in; others say why not."""
+    family, kind, phase = str(row.get("family", "?")), micro.kind_of(row), inference.phase_of(row)
+    title = " ".join(dict.fromkeys(word for word in (family, kind or phase) if word))
+    checked = Checked(str(row.get("id", "?")), title, str(row.get("chip", "?")), None, None, phase=phase)
     try:
-        if kind:
-            predicted, measured = micro.seconds_of(row)
+        if kind or phase:
+            predicted, measured = (micro if kind else inference).seconds_of(row)
             return replace(checked, predicted_seconds=predicted, measured_seconds=measured)
         if is_of_images(row):
             found = image_run_of(row)

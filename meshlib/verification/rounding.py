@@ -114,6 +114,9 @@ class Wide(Interpreter[Array, Engine]):
     def stacked(self, i: Loop, n: int, parts: Sequence[Array]) -> Array:
         return np.stack(parts)
 
+    def goes_on(self, going: Array) -> bool:
+        return bool(going)
+
     def compute(self, program: Program, i: Compute, inputs: Sequence[Array], context: Engine) -> list[Array]:
         op = i.operation
         types = tuple(_wide_type(v.tensor) for v in i.inputs)

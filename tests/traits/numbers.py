@@ -180,6 +180,17 @@ def _is_unread(record: OpDef, s: Sample, at: tuple[int, ...]) -> bool:
     return True
 
 
+def check_writes_part(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """Whether the result is operand 0 but for as many elements as operand 1 has, which is smaller."""
+    fresh = record.kind not in STRUCTURE and record.storage is Storage.FRESH
+    tried = [s for s in uses if fresh and len(s.op.outputs) == 1 and len(s.arrays) > 1]
+    tried = [s for s in tried if s.op.inputs[0].type == s.op.output.type and s.arrays[1].size < s.arrays[0].size]
+    differing = [(apply(record, s.op, s.arrays)[0] != s.arrays[0], s.arrays[1].size) for s in tried]
+    wanted = bool(tried) and all(np.count_nonzero(other) <= most for other, most in differing)
+    if record.writes_part != wanted:
+        yield f"{record.name}: writes_part is {record.writes_part}, should be {wanted}"
+
+
 def check_indices(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """An index far outside is refused, in the operand that holds indices and in no other."""
     for s in uses if record.kind not in STRUCTURE else ():
@@ -266,6 +277,7 @@ CHECKS = {
     "exact": check_exact,
     "unique": check_unique,
     "reads_part": check_reads_part,
+    "writes_part": check_writes_part,
     "indices": check_indices,
     "scores": check_scores,
     "product": check_product,

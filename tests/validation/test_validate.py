@@ -17,6 +17,8 @@ from meshlib.validation.training import prepare
 from meshlib.validation.validating import Validation, absolute, check_row, percentile, validate
 from tests.validation.rows import BY_NAME, LOOKED_AT, MICRO, SAMPLE, TRAINING
 
+DECODE = BY_NAME["inf-62b-ll-decode"]
+
 FILE = Path(__file__).resolve().parents[3] / "shared" / "reference" / "published_results.json"
 
 
@@ -116,8 +118,10 @@ def test_other_collectives_are_programs_too(op, model):
         ({"id": "a", "model": {"op": "sort"}}, "the operation 'sort'"),
         ({"id": "a", "model": {"arch": "MoE"}}, "its experts' experts, top_k, moe_ff are not stated"),
         ({"id": "a", "model": {"arch": "CNN"}}, "convolutional"),
-        ({"id": "a", "kind": "inference", "model": {}}, "decoding"),
-        ({"id": "a", "kind": "inference", "model": {}, "batch": {"phase": "prefill 2048 tokens"}}, "over a prompt"),
+        ({"id": "a", "kind": "inference", "model": {}}, "how many sequences"),
+        ({**DECODE, "batch": {"sequences": 8, "phase": "decode"}}, "how many tokens are decoded"),
+        ({**DECODE, "layout": {"ffn": "weight-gathered"}}, "'weight-gathered', is not expressed"),
+        ({**DECODE, "measured": {}}, "neither a latency nor a time"),
         ({**TRAINING[1], "layout": {"note": "not read"}}, "its layout is not stated: not read"),
         ({**TRAINING[1], "layout": {"ici_fsdp": 128}}, "does not make 256 devices"),
         ({**TRAINING[1], "layout": {"ici_pipeline": 256}}, "axis 'ici_pipeline' of its layout"),

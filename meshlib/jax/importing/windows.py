@@ -16,7 +16,8 @@ from meshlib.jax.importing.table import RULES, give, rule, same_axes
 from meshlib.jax.importing.writing import Writer, renamed
 from meshlib.ops.elementwise import cast, maximum, minimum
 from meshlib.ops.shape import broadcast, reshape, transpose
-from meshlib.ops.stacking import dynamic_slice, stack, update_slice
+from meshlib.ops.stacking import stack
+from meshlib.ops.update import dynamic_slice, update_slice
 from meshlib.ops.window import concat, pad, slice, strided_slice
 
 Run = tuple[int, int, int]  # begin, size, stride

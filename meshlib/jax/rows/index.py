@@ -87,3 +87,20 @@ def _scatter_add(part: Part, updates: Array, indices: Array) -> Array:
     names = (*batch, dim, *kept)
     y = aligned(table.reshape([sizes[n] for n in names]), names, out.names)
     return _poison(y, None if wrong is None else jnp.any(wrong))
+
+
+@row("update_slice")
+def _update_slice(part: Part, x: Array, new: Array, start: Array) -> Array:
+    """One scatter: what falls outside of this block is dropped."""
+    dim, run, (names, n_names, s_names) = part.attrs["dim"].name, part.attrs["run"].name, part.names
+    if run not in n_names:
+        new, n_names = new[..., None], (*n_names, run)
+    size, count = x.shape[names.index(dim)], new.shape[n_names.index(run)]
+    place = start[..., None] + jnp.arange(count, dtype=jnp.int32) - part.offsets[dim]
+    place = jnp.where((place >= 0) & (place < size), place, size)  # JAX would count what is negative from the end
+    rest = [n for n in names if n != dim and n not in s_names]
+    order = [names.index(n) for n in (*s_names, dim, *rest)]
+    rows = jnp.indices(place.shape)[:-1]
+    moved = jnp.transpose(x, order).at[(*rows, place)]
+    made = moved.set(jnp.transpose(new, [n_names.index(n) for n in (*s_names, run, *rest)]), mode="drop")
+    return jnp.transpose(made, [order.index(n) for n in range(len(order))])

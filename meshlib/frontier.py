@@ -1,0 +1,337 @@
+"""Serving on a slice: batch and layout against latency, throughput, memory and money; what is worth choosing.
+
+Each point is a real program: `models.decode_step`, lowered and estimated with full caches, and `models.prefill` of one
+prompt for each data-parallel group. The batch grows until memory is full, which is found exactly, without trying all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hardware.errors import HardwareError
+from hardware.slices import Slice
+from layouts import LayoutRules, Mesh
+from layouts.mesh import MeshLike
+from meshlib.checks import at, items, whole
+from meshlib.errors import GraphError, LayoutError, SliceError
+from meshlib.estimation import Estimate, estimate
+from meshlib.files import replace_file
+from meshlib.graph import Graph
+from meshlib.lowering import lower
+from meshlib.models import TransformerConfig, decode_step, layout, prefill
+from meshlib.text import bytes_text, grid, seconds_text, usd_text
+
+WHAT = "serving"
+MOST_BATCH = 1 << 16
+_PARTS = {"data": "data", "tensor": "tensor", "cache": "tensor", "features": "features"}  # of layouts, with their axes
+
+
+@dataclass(frozen=True)
+class ServingPoint:
+    """One batch under one layout.
+
+    Attributes:
+      name: of the layout, as a table shows it; batch: sequences that are decoded together.
+      decode: the estimate of a step, with caches of `context` positions.
+      prefill: the estimate of reading `prompts` prompts at once, one for each data-parallel group.
+    """
+
+    name: str
+    batch: int
+    decode: Estimate
+    prefill: Estimate
+    prompts: int
+
+    @property
+    def token_seconds(self) -> float:
+        """Time between two tokens of a sequence. Modelled."""
+        return self.decode.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences together. Modelled."""
+        return self.batch / self.decode.step_seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Time until the first token of a prompt, if nobody is before it. Modelled."""
+        return self.prefill.step_seconds
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """Cost of a million decoded tokens at the list price of the slice; None where none is published. Modelled."""
+        price = self.decode.slice.usd_per_hour
+        return None if price is None else price / 3600 / self.tokens_per_second * 1e6
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of a device, in the tiles that its buffers fill: the larger of a step's and a prefill's. Exact."""
+        return max(self.decode.memory.peak_bytes, self.prefill.memory.peak_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both fit the memory of a device."""
+        return self.decode.fits and self.prefill.fits
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What `mtf.serving` found.
+
+    `points` by layout and batch; `largest`, per layout the largest batch that fits, 0 where none does; `skipped`, the
+    layouts that the model does not divide over, with the reason.
+    """
+
+    config: TransformerConfig
+    slice: Slice
+    context: int
+    prompt: int
+    points: tuple[ServingPoint, ...]
+    largest: Mapping[str, int]
+    skipped: Mapping[str, str]
+
+    @cached_property
+    def frontier(self) -> tuple[ServingPoint, ...]:
+        """The points that no other is faster and cheaper than, the fastest first. Modelled."""
+        found: list[ServingPoint] = []
+        for p in sorted(self.points, key=lambda p: (p.token_seconds, -p.tokens_per_second)):
+            if not found or p.tokens_per_second > found[-1].tokens_per_second:
+                found.append(p)
+        return tuple(found)
+
+    def within(self, token_seconds: float) -> ServingPoint | None:
+        """The point of highest throughput whose tokens follow each other at least that fast. Modelled."""
+        return next((p for p in reversed(self.frontier) if p.token_seconds <= token_seconds), None)
+
+    def __str__(self) -> str:
+        head = ("", "layout", "batch", "a token*", "tokens/s*", "a chip*", "1 M tokens*", "prefill*", "bound*", "peak")
+        cells: list[tuple[str, ...]] = [head]
+        for p in self.points:
+            cost = p.usd_per_million_tokens
+            cells.append(
+                (
+                    "->" if p in self.frontier else "", p.name, str(p.batch), seconds_text(p.token_seconds),
+                    f"{p.tokens_per_second:,.0f}", f"{p.tokens_per_second / self.slice.chips:,.1f}",
+                    "-" if cost is None else usd_text(cost), seconds_text(p.prefill_seconds), p.decode.bound,
+                    bytes_text(p.peak_bytes),
+                )
+            )  # fmt: skip
+        room = f"{self.context} positions of cache, prompts of {self.prompt} tokens"
+        lines = [f"{self.config.name} on {self.slice.name}: {room}", *grid(cells, right=(2, 3, 4, 5, 6, 7, 9))]
+        lines += [f"{name}: fits with no batch" for name, most in self.largest.items() if not most]
+        return "\n".join([*lines, "-> on the frontier of latency and throughput", "* modelled; all others exact"])
+
+    def plot(self, path: str | Path) -> None:
+        """Draw throughput over latency, a line for each layout and the frontier, into a file; needs matplotlib.
+
+        Raises: GraphError where matplotlib is not installed, or the file cannot be written.
+        """
+
+        def write(file: BinaryIO) -> None:
+            try:
+                self._figure().savefig(file, dpi=150, format=Path(path).suffix[1:] or None)
+            except ValueError as fault:  # an ending that matplotlib does not know
+                raise GraphError(f"Serving.plot: {path} can't be written: {fault}") from None
+
+        replace_file(path, write, "Serving.plot", GraphError)
+
+    def _figure(self) -> Any:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise GraphError("Serving.plot needs matplotlib: pip install matplotlib") from None
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for name in dict.fromkeys(p.name for p in self.points):
+            line = [p for p in self.points if p.name == name]
+            axes.plot(*self._places(line), marker="o", markersize=3, linewidth=1, label=name)
+        x, y = self._places(self.frontier)
+        axes.plot(x, y, color="black", linewidth=2, zorder=0, label="frontier")
+        for p, left, up in zip(self.frontier, x, y, strict=True):
+            axes.annotate(str(p.batch), (left, up), textcoords="offset points", xytext=(4, -10), fontsize=7)
+        axes.set(
+            title=f"{self.config.name} on {self.slice.name} (modelled), batches beside the frontier",
+            xlabel="ms a token",
+            ylabel="tokens/s a chip",
+            xscale="log",
+            yscale="log",
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=7, frameon=False)
+        return figure
+
+    def _places(self, points: Sequence[ServingPoint]) -> tuple[list[float], list[float]]:
+        chips = self.slice.chips
+        return [1e3 * p.token_seconds for p in points], [p.tokens_per_second / chips for p in points]
+
+
+def serving(
+    config: TransformerConfig,
+    slice: str | Slice,
+    context: int = 2048,
+    prompt: int | None = None,
+    batches: Sequence[int] | None = None,
+    layouts: Sequence[tuple[MeshLike, object]] | None = None,
+    encoder_length: int | None = None,
+    cache_dtype: str | None = None,
+    overlap: str = "independent",
+) -> Serving:
+    """Sweep batch and layout of decoding on a slice.
+
+    Args:
+      config: a decoder or an encoder-decoder; its numerics say what weights are stored in, see
+        `mtf.Numerics(kernel_dtype=...)`.
+      slice: a name or a `hardware.Slice`.
+      context: positions that caches hold, all of them full; prompt: tokens that a prefill reads, half of them unless
+        given (of an encoder-decoder one, beside `encoder_length` that are encoded).
+      batches: to try under each layout, as far as they fit and divide; else 1, 2, 4, ... for each data-parallel group,
+        up to the largest that fits, which is the last.
+      layouts: (mesh, layout) pairs; else batch, heads and features of weights split in powers of two in all ways that
+        the model divides, caches by positions where heads are fewer.
+      cache_dtype: as of `mtf.models.prefill`.
+      overlap: as of `mtf.estimate`.
+    Returns: a `Serving`: print it, `.frontier`, `.largest`, `.within(0.02)`, `.plot(path)`.
+    Raises: SliceError for an unknown slice; GraphError for other bad arguments; LayoutError where no layout is legal.
+    Example:
+      >>> import meshlib as mtf
+      >>> found = mtf.serving(mtf.models.preset("llama2-7b"), "v5e-8", batches=[8, 64], context=1024)
+      >>> fastest, cheapest = found.frontier[0], found.frontier[-1]
+      >>> fastest.batch, cheapest.batch, fastest.token_seconds < cheapest.token_seconds
+      (8, 64, True)
+
+    Source of the trade: Pope et al., arXiv:2211.05102, figure 1.
+    """
+    if not isinstance(config, TransformerConfig):
+        raise GraphError(f"{at(WHAT)}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
+    try:
+        slice_ = slice if isinstance(slice, Slice) else Slice(slice)
+    except HardwareError as fault:
+        raise SliceError(f"{at(WHAT)}: {fault}") from None
+    if whole(context, WHAT, "context") < 1:
+        raise GraphError(f"{at(WHAT)}: context must be at least 1, got {context}")
+    read = (1 if config.encoder_decoder else max(1, context // 2)) if prompt is None else whole(prompt, WHAT, "prompt")
+    if not 1 <= read <= context:
+        raise GraphError(f"{at(WHAT)}: prompt must be in 1 to {context}, the context, got {read}")
+    given = None if batches is None else [whole(b, WHAT, "each batch") for b in items(batches, WHAT, "batches")]
+    if given is not None and (not given or min(given) < 1):
+        raise GraphError(f"{at(WHAT)}: batches must be a non-empty list of numbers of at least 1, got {given}")
+    sweep = _Sweep(config, slice_, context, read, encoder_length, cache_dtype, overlap)
+    return sweep.run(given, layouts)
+
+
+@dataclass
+class _Sweep:
+    """One call of `serving`."""
+
+    config: TransformerConfig
+    slice: Slice
+    context: int
+    prompt: int
+    encoder_length: int | None
+    cache_dtype: str | None
+    overlap: str
+
+    def run(self, batches: Sequence[int] | None, layouts: Sequence[tuple[MeshLike, object]] | None) -> Serving:
+        """All points."""
+        points: list[ServingPoint] = []
+        largest: dict[str, int] = {}
+        skipped: dict[str, str] = {}
+        for mesh, named in self._candidates() if layouts is None else _pairs(layouts):
+            name = str(mesh) if layouts is None else f"{mesh} {named}"
+            try:
+                rules = self._rules(mesh, named)
+                group = _groups(mesh, rules)
+                first = self._point(name, mesh, rules, group)
+            except LayoutError as fault:
+                skipped[name] = str(fault)
+                continue
+            largest[name] = self._most(first, mesh, rules, group)
+            points += self._of_layout(first, mesh, rules, group, batches, largest[name])
+        if not largest:
+            reasons = "\n  ".join(f"{name}: {why.splitlines()[0]}" for name, why in skipped.items())
+            raise LayoutError(
+                f"{at(WHAT)}: no layout of {self.config.name} on {self.slice.name} is legal:\n  {reasons}"
+            )
+        return Serving(self.config, self.slice, self.context, self.prompt, tuple(points), largest, skipped)
+
+    def _candidates(self) -> Iterator[tuple[Mesh, object]]:
+        """Batch, heads and features in powers of two: data-parallel, and weights that stay where they are."""
+        n = self.slice.devices
+        powers = [1 << k for k in range(n.bit_length()) if n % (1 << k) == 0]
+        for tensor, features in product(powers, (1, 2, 4)):
+            if n % (tensor * features) or (features > 1 and tensor < 2 * features):
+                continue  # d_ff takes more devices than d_model does: Pope et al., section 3.2.2
+            sizes = {"data": n // (tensor * features), "features": features, "tensor": tensor}
+            mesh = Mesh({axis: size for axis, size in sizes.items() if size > 1} or {"data": 1})
+            parts = [part for part, axis in _PARTS.items() if axis in mesh]
+            yield mesh, "+".join(parts)
+
+    def _rules(self, mesh: Mesh, named: object) -> LayoutRules:
+        """Rules as they are given, or those of the sweep's own parts."""
+        parts = named.split("+") if isinstance(named, str) else []
+        if not parts or not {*parts} <= {*_PARTS}:
+            return LayoutRules(named)  # type: ignore[arg-type]
+        own = [part for part in parts if part != "features"]
+        rules = layout("+".join(own), self.config, mesh) if own else LayoutRules("")
+        return LayoutRules([*rules.rules, *LayoutRules("d_model:features" if "features" in parts else "").rules])
+
+    def _of_layout(
+        self, first: ServingPoint, mesh: Mesh, rules: object, group: int, batches: Sequence[int] | None, most: int
+    ) -> Iterator[ServingPoint]:
+        """The points of a layout, as far as they fit."""
+        if batches is None:
+            tried = [group << k for k in range(MOST_BATCH.bit_length()) if group << k < most]
+            tried = [*tried, most] if most else []
+        else:
+            tried = [b for b in sorted({*batches}) if b % group == 0 and b <= most]
+        for batch in tried:
+            yield first if batch == group else replace(first, batch=batch, decode=self._decode(mesh, rules, batch))
+
+    def _most(self, first: ServingPoint, mesh: Mesh, rules: object, group: int) -> int:
+        """The largest multiple of `group` that fits. Memory grows by nearly as much for each: guessed, then tried."""
+        if not first.fits:
+            return 0
+        low, high = 1, MOST_BATCH // group + 1  # fits, does not
+        bytes_of = {1: first.decode.memory.peak_bytes}
+        count = 2
+        while high - low > 1:
+            memory = self._decode(mesh, rules, count * group).memory
+            bytes_of[count] = memory.peak_bytes
+            low, high = (count, high) if memory.fits else (low, count)
+            a, b = sorted(bytes_of)[-2:] if memory.fits else (low, count)
+            slope = max(1.0, (bytes_of[b] - bytes_of.get(a, bytes_of[1])) / (b - a))
+            guess = low + int((memory.capacity_bytes - bytes_of[low]) / slope)
+            count = min(max(guess, low + 1), high - 1)
+        return low * group
+
+    def _point(self, name: str, mesh: Mesh, rules: object, group: int) -> ServingPoint:
+        with Graph():
+            made = prefill(
+                self.config, group, self.prompt, self.context, self.encoder_length, cache_dtype=self.cache_dtype
+            )
+            read = estimate(lower(*made, mesh=mesh, layout=rules), self.slice, self.overlap)
+        return ServingPoint(name, group, self._decode(mesh, rules, group), read, group)
+
+    def _decode(self, mesh: Mesh, rules: object, batch: int) -> Estimate:
+        with Graph():
+            made = decode_step(self.config, batch, self.context, self.encoder_length, cache_dtype=self.cache_dtype)
+            return estimate(lower(*made, mesh=mesh, layout=rules), self.slice, self.overlap)
+
+
+def _pairs(layouts: object) -> Iterator[tuple[Mesh, object]]:
+    for pair in items(layouts, WHAT, "layouts"):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise GraphError(f"{at(WHAT)}: layouts must be (mesh, layout) pairs, got {pair!r:.80}")
+        mesh, rules = pair
+        yield mesh if isinstance(mesh, Mesh) else Mesh(mesh), rules
+
+
+def _groups(mesh: Mesh, rules: LayoutRules) -> int:
+    """Over how many devices the batch has to divide."""
+    axes = [axis for rule in rules.rules if rule.dim == "batch" for axis in rule.axes]
+    return mesh.group_size(tuple(dict.fromkeys(axes)))

@@ -1,0 +1,97 @@
+"""Beam search on the host: which hypotheses go on, which have ended, and when nothing better can come.
+
+Scores are Mesh TensorFlow's: the sum of log-probabilities over ((5 + tokens) / 6) ** alpha, stop tokens counted (Wu et
+al., arXiv:1609.08144). Of the best 2 n extensions of the n hypotheses those that ended compete with what ended before,
+the others go on. A sequence is done when its worst ended hypothesis is better than the best that may still come, so
+whoever else is in the batch changes nothing; Mesh TensorFlow goes on until that holds for all.
+
+Source: tensorflow/mesh: mesh_tensorflow/beam_search.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+class Hypothesis(NamedTuple):
+    """Tokens after the prompt, and their score."""
+
+    tokens: tuple[int, ...]
+    score: float
+
+
+class Alive(NamedTuple):
+    """A hypothesis that goes on, with the sum of its log-probabilities."""
+
+    tokens: tuple[int, ...]
+    log_prob: float
+
+
+def length_penalty(tokens: int, alpha: float) -> float:
+    """What a sum of log-probabilities is divided by.
+
+    >>> length_penalty(1, 0.6), length_penalty(7, 1.0)
+    (1.0, 2.0)
+    """
+    return float(((5 + tokens) / 6) ** alpha)
+
+
+@dataclass
+class Beams:
+    """The hypotheses of one sequence.
+
+    Args:
+      count: how many go on, and how many are kept of those that ended.
+      stop: tokens that end a hypothesis.
+      alpha: of the length penalty; 0: none.
+      most: tokens of the longest hypothesis.
+    """
+
+    count: int
+    stop: frozenset[int]
+    alpha: float
+    most: int
+    alive: list[Alive] = field(default_factory=lambda: [Alive((), 0.0)])
+    ended: list[Hypothesis] = field(default_factory=list)
+    done: bool = False
+
+    def extend(self, log_probs: Array, tokens: Array) -> list[tuple[int, int]]:
+        """Take the best extensions of each hypothesis that goes on.
+
+        Args:
+          log_probs, tokens: [hypotheses, extensions], the best of each first, at least 2 `count` of them (or all).
+        Returns: per hypothesis that goes on (the number of its parent, its last token); `count` of them, repeated where
+          there are fewer.
+        """
+        if self.done:
+            return [(0, 0)] * self.count
+        found = [
+            (before.log_prob + float(log_prob), n, int(token))
+            for n, before in enumerate(self.alive)
+            for log_prob, token in zip(log_probs[n], tokens[n], strict=True)
+        ]
+        best = sorted(found, key=lambda one: (-one[0], one[1], one[2]))[: 2 * self.count]
+        grown = [(log_prob, n, (*self.alive[n].tokens, token)) for log_prob, n, token in best]
+        penalty = length_penalty(len(grown[0][2]), self.alpha)
+        ends = [Hypothesis(made, log_prob / penalty) for log_prob, _, made in grown if made[-1] in self.stop]
+        self.ended = sorted([*self.ended, *ends], key=lambda h: -h.score)[: self.count]
+        going = [(log_prob, n, made) for log_prob, n, made in grown if made[-1] not in self.stop][: self.count]
+        self.alive = [Alive(made, log_prob) for log_prob, _, made in going]
+        self.done = not going or len(grown[0][2]) >= self.most or self._nothing_better()
+        chosen = [(n, made[-1]) for _, n, made in going] or [(0, 0)]
+        return [*chosen, *[chosen[-1]] * (self.count - len(chosen))]
+
+    def _nothing_better(self) -> bool:
+        if not self.ended:
+            return False
+        return self.ended[-1].score > self.alive[0].log_prob / length_penalty(self.most, self.alpha)
+
+    def best(self) -> Sequence[Hypothesis]:
+        """The hypotheses that ended, the best first; where none did, those that go on, by their log-probabilities."""
+        return self.ended or [Hypothesis(a.tokens, a.log_prob) for a in self.alive]

@@ -1,0 +1,324 @@
+"""Prompts in, completions out: a prefill, then a step for each token, on the host.
+
+The loop over tokens runs on the host, as servers do: a step's program is the same for each token, sequences come and go
+between steps, and nobody waits for the longest. `mtf.while_loop` with a condition runs whole completions in one program
+instead, where all sequences start together.
+
+Tokens are chosen on the devices, so that of a step only they are fetched; random numbers depend on the seed, the step
+and the place in the batch, never on the mesh: the same tokens are drawn under every layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hardware import Slice
+from layouts import Dimension
+from layouts.mesh import MeshLike
+from meshlib.checkpoint import load
+from meshlib.checks import at, number, whole
+from meshlib.errors import GraphError
+from meshlib.generation.beams import Beams
+from meshlib.generation.tokens import WHAT, ByteTokenizer, Stops, Tokenizer, encoded
+from meshlib.graph import Graph, Tensor, scope
+from meshlib.lowering import Program, lower
+from meshlib.models.config import TransformerConfig
+from meshlib.models.narrow import quantized_kernels
+from meshlib.models.serving import decode_step, prefill
+from meshlib.ops.index import gather
+from meshlib.ops.ranking import top_k as largest
+from meshlib.ops.reduce import log_softmax
+from meshlib.ops.sampling import sample_with_temperature
+from meshlib.simulation import Simulation, simulate
+
+Array = np.ndarray[Any, Any]
+Progress = Callable[[int, int], object]
+State = Mapping[str, Any] | Simulation | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Completions, in the order of the prompts.
+
+    Attributes:
+      tokens: of each completion, without what ended it.
+      texts: the same as text; empty without a tokenizer.
+      scores: of beam search the score, else the sum of the log-probabilities of all tokens that were drawn.
+      ended: whether a stop token or text ended it, and not the number of tokens.
+      steps: how many tokens were decoded after the prefill, at most, of a sequence.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    texts: tuple[str, ...]
+    scores: tuple[float, ...]
+    ended: tuple[bool, ...]
+    steps: int
+
+    @property
+    def text(self) -> str:
+        """The only text. Raises: GraphError where there are several, or none."""
+        if len(self.texts) != 1:
+            raise GraphError(f"generate: there are {len(self.texts)} texts, not one; see .texts and .tokens")
+        return self.texts[0]
+
+
+@dataclass
+class Generator:
+    """A model made ready to complete prompts: programs lowered once, parameters in place.
+
+    Args:
+      config: a decoder or an encoder-decoder.
+      state: its parameters: arrays by name, a simulation that has trained them, or the path of a checkpoint; their mesh
+        and layout don't matter. Float kernels are quantised where `config.numerics` has a `kernel_dtype`.
+      batch, length: how many prompts at most, and how many tokens in each; of an encoder-decoder of what is encoded.
+      max_tokens: of a completion.
+      mesh, layout, slice: where and how it runs.
+      temperature, top_k, top_p: how tokens are drawn, see `mtf.sample_with_temperature`; 0 takes the likeliest.
+      beams, alpha: beam search with so many hypotheses, see `meshlib.generation.beams`; 1: none.
+      stop: tokens, or texts, that end a completion.
+      tokenizer: what makes tokens of text; of bytes where the vocabulary has as many, unless given.
+      start_token: with which the decoder of an encoder-decoder starts.
+      cache_dtype: as of `mtf.models.prefill`.
+      precision, executor: as of `mtf.lower` and `mtf.simulate`.
+      seed: of what is drawn.
+    Raises: GraphError for arguments that do not fit, and for parameters that are missing or of another shape.
+    """
+
+    config: TransformerConfig
+    state: State
+    batch: int
+    length: int
+    max_tokens: int = 64
+    mesh: MeshLike = "device:1"
+    layout: object = ""
+    slice: str | Slice | None = None
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    beams: int = 1
+    alpha: float = 0.6
+    stop: object = ()
+    tokenizer: Tokenizer | None = None
+    start_token: int = 0
+    cache_dtype: str | None = None
+    precision: str = "default"
+    executor: str = "fast"
+    seed: int = 0
+    prefill: Program = field(init=False)
+    decode: Program = field(init=False)
+    sim: Simulation = field(init=False)
+
+    def __post_init__(self) -> None:
+        c = self.config
+        if not isinstance(c, TransformerConfig):
+            raise GraphError(f"{at(WHAT)}: expected a TransformerConfig, got {type(c).__name__} {c!r:.80}")
+        for name in ("batch", "length", "max_tokens", "beams"):
+            if whole(getattr(self, name), WHAT, name) < 1:
+                raise GraphError(f"{at(WHAT)}: {name} must be at least 1, got {getattr(self, name)}")
+        if number(self.alpha, WHAT, "alpha") < 0:
+            raise GraphError(f"{at(WHAT)}: alpha must not be negative, got {self.alpha}")
+        if not 0 <= whole(self.start_token, WHAT, "start_token") < c.vocab:
+            raise GraphError(f"{at(WHAT)}: start_token must be in 0 to {c.vocab - 1}, got {self.start_token}")
+        drawn = self.temperature or self.top_k is not None or self.top_p is not None
+        if self.beams > 1 and drawn:
+            raise GraphError(f"{at(WHAT)}: beam search draws nothing: leave temperature, top_k and top_p, or beams=1")
+        if self.tokenizer is None and c.vocab >= 256:
+            self.tokenizer = ByteTokenizer()
+        if self.tokenizer is not None and not isinstance(self.tokenizer, Tokenizer):
+            raise GraphError(f"{at(WHAT)}: tokenizer must have encode and decode, got {self.tokenizer!r:.80}")
+        self.stops = Stops.of(self.stop, self.tokenizer, c.vocab)
+        if self.beams > 1 and self.stops.texts:
+            raise GraphError(f"{at(WHAT)}: beam search ends at tokens; stop has the text {self.stops.texts[0]!r}")
+        self.prefill, self.decode = self._lowered(decoding=False), self._lowered(decoding=True)
+        self.sim = simulate(self.prefill, self.slice, self.seed, self.executor)
+        self._take_state()
+
+    # ------------------------------------------------------------ programs and parameters
+
+    def _lowered(self, decoding: bool) -> Program:
+        """The program of a step, whose outputs are the tokens that it chooses, or the best of each hypothesis."""
+        c = self.config
+        searched = self.beams if self.beams > 1 else None
+        reads = 1 if c.encoder_decoder else self.length
+        more: dict[str, Any] = {"beams": searched, "cache_dtype": self.cache_dtype}
+        more["encoder_length"] = self.length if c.encoder_decoder else None
+        room = reads + self.max_tokens
+        with Graph():
+            if decoding:
+                outputs, updates = decode_step(c, self.batch, room, **more)
+            else:
+                outputs, updates = prefill(c, self.batch, reads, room, **more)
+            with scope("choice"):
+                made = self._chosen(outputs["logits"])
+            return lower(made, updates, mesh=self.mesh, layout=self.layout, precision=self.precision)
+
+    def _chosen(self, logits: Tensor) -> dict[str, Tensor]:
+        vocab = logits.shape.dim("vocab")
+        log_probs = log_softmax(logits, vocab)
+        if self.beams > 1:
+            best = Dimension("candidates", min(2 * self.beams, vocab.size))
+            found, tokens = largest(log_probs, vocab, best)
+            return {"tokens": tokens, "log_probs": found}
+        tokens = sample_with_temperature(logits, vocab, self.temperature, None, self.top_k, self.top_p)
+        return {"tokens": tokens, "log_probs": gather(log_probs, tokens, vocab)}
+
+    def _take_state(self) -> None:
+        """Give the simulation its parameters."""
+        wanted = {
+            name: v.tensor.shape.sizes
+            for program in (self.prefill, self.decode)
+            for name, v in program.variables.items()
+            if not is_own(name)
+        }
+        given = self._given(wanted)
+        faults = []
+        for name, sizes in wanted.items():
+            if name not in given:
+                faults.append(f"'{name}' {list(sizes)} is missing")
+            elif np.shape(given[name]) != sizes:
+                faults.append(f"'{name}' has shape {list(np.shape(given[name]))}, the model {list(sizes)}")
+        if faults:
+            more = f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
+            raise GraphError(
+                "\n  ".join([f"{at(WHAT)}: the state is not that of {self.config.name}:", *faults[:8]]) + more
+            )
+        for name in wanted:
+            self.sim.state[name] = given[name]
+
+    def _given(self, wanted: Mapping[str, Sequence[int]]) -> Mapping[str, Any]:
+        state = self.state
+        if isinstance(state, Simulation):
+            state = {name: state.state[name] for name in state.state}
+        if isinstance(state, str | os.PathLike):
+            state = _loaded(self.config, state)
+        if not isinstance(state, Mapping):
+            raise GraphError(
+                f"{at(WHAT)}: state must be arrays by name, a simulation or the path of a checkpoint, "
+                f"got {type(state).__name__} {state!r:.80}"
+            )
+        return quantized_kernels(state, self.prefill) if self.config.numerics.kernel_dtype else state
+
+    # ------------------------------------------------------------ completing
+
+    def __call__(self, prompts: object, progress: Progress | None = None) -> Generated:
+        """Complete prompts: a text, a list of tokens, or a list of these.
+
+        Args:
+          prompts: at most `batch` of them, of at most `length` tokens.
+          progress: called with (tokens so far, max_tokens) after each step.
+        Raises: GraphError for prompts that do not fit.
+        """
+        given = encoded(prompts, self.tokenizer, self.config.vocab)
+        if len(given) > self.batch or max(map(len, given)) > self.length:
+            raise GraphError(
+                f"{at(WHAT)}: room for {self.batch} prompts of {self.length} tokens, "
+                f"got {len(given)} of up to {max(map(len, given))}"
+            )
+        found = self.sim.run(self.prefill, self._feeds(given))
+        if self.beams > 1:
+            return self._searched(len(given), found, progress)
+        made: list[list[int]] = [[] for _ in given]
+        scores, ended, steps = [0.0] * len(given), [False] * len(given), 0
+        while True:
+            for n, tokens in enumerate(made):
+                if not ended[n]:
+                    tokens.append(int(found["tokens"][n]))
+                    scores[n] += float(found["log_probs"][n])
+                    *_, ended[n] = self.stops.cut(tokens)
+            if progress is not None:
+                progress(steps + 1, self.max_tokens)
+            steps += 1
+            if all(ended) or steps == self.max_tokens:
+                break
+            found = self.sim.run(self.decode, tokens=found["tokens"])
+        return self._generated(made, scores, steps - 1)
+
+    def _feeds(self, given: Sequence[Sequence[int]]) -> dict[str, Array]:
+        rows, lengths = np.zeros((self.batch, self.length), np.int32), np.ones(self.batch, np.int32)
+        for n, prompt in enumerate(given):
+            rows[n, : len(prompt)], lengths[n] = prompt, len(prompt)
+        if not self.config.encoder_decoder:
+            return {"tokens": rows, "lengths": lengths}
+        start = np.full((self.batch, 1), self.start_token, np.int32)
+        return {"tokens": start, "lengths": np.ones_like(lengths), "sources": rows, "source_lengths": lengths}
+
+    def _searched(self, count: int, found: Mapping[str, Array], progress: Progress | None) -> Generated:
+        """Beam search. The prompt is one hypothesis, whose caches all have."""
+        searches = [Beams(self.beams, self.stops.tokens, self.alpha, self.max_tokens) for _ in range(self.batch)]
+        log_probs, tokens = found["log_probs"][:, None], found["tokens"][:, None]
+        for steps in range(self.max_tokens):
+            going = [one.extend(log_probs[n], tokens[n]) for n, one in enumerate(searches)]
+            if progress is not None:
+                progress(steps + 1, self.max_tokens)
+            if all(one.done for one in searches[:count]):
+                break
+            parents, last = (np.array([[pair[k] for pair in row] for row in going], np.int32) for k in (0, 1))
+            # After the prefill all hypotheses are the first.
+            found = self.sim.run(self.decode, tokens=last, parents=parents)
+            log_probs, tokens = found["log_probs"], found["tokens"]
+        best = [one.best()[0] for one in searches[:count]]
+        return self._generated([h.tokens for h in best], [h.score for h in best], steps)
+
+    def _generated(self, made: Sequence[Sequence[int]], scores: Sequence[float], steps: int) -> Generated:
+        cut = [self.stops.cut(tokens) for tokens in made]
+        texts = () if self.tokenizer is None else tuple(text for _, text, _ in cut)
+        kept = tuple(tuple(tokens) for tokens, _, _ in cut)
+        return Generated(kept, texts, tuple(scores), tuple(ended for *_, ended in cut), steps)
+
+
+def is_own(name: str) -> bool:
+    """Whether a variable is one of serving: a cache, a position, the step."""
+    return name == "step" or name.startswith("serving/") or "/cache/" in name
+
+
+def _loaded(config: TransformerConfig, path: str | os.PathLike[str]) -> Mapping[str, Array]:
+    """The parameters in a checkpoint, as they were trained: without quantised kernels."""
+    trained = config.replace(numerics=replace(config.numerics, kernel_dtype=None))
+    more = {"encoder_length": 1} if config.encoder_decoder else {}
+    with Graph():
+        outputs, updates = prefill(trained, 1, 1, 1, **more)  # type: ignore[arg-type]
+        sim = simulate(lower(outputs, updates))
+    load(path, sim, only=[name for name in sim.state if not is_own(name)])
+    return {name: sim.state[name] for name in sim.state if not is_own(name)}
+
+
+def generate(
+    config: TransformerConfig,
+    prompts: object,
+    state: State,
+    max_tokens: int = 64,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Generated:
+    """Complete prompts with a trained model.
+
+    Args:
+      config: the model.
+      prompts: a text or tokens, or a list of these, of any lengths.
+      state: its parameters: arrays by name, a simulation, or the path of a checkpoint, trained on whatever mesh.
+      max_tokens: of a completion.
+      progress: called with (tokens so far, max_tokens) after each step.
+      options: the others of `Generator`: mesh, layout, temperature, top_k, top_p, beams, alpha, stop, tokenizer, ...
+    Returns: a `Generated`: tokens, texts, scores.
+    Raises: GraphError for what does not fit; CheckpointError for a file that is none of the model's.
+    Example:
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("gpt2").reduced()
+      >>> with mtf.Graph():
+      ...     outputs, updates = mtf.models.train_step(tiny, batch=2, length=8)
+      ...     trained = mtf.simulate(mtf.lower(outputs, updates))
+      >>> made = mtf.generate(tiny, [[1, 2, 3], [4, 5]], trained, max_tokens=4, mesh="tensor:2", layout="heads:tensor")
+      >>> [len(tokens) for tokens in made.tokens]
+      [4, 4]
+    """
+    tokenizer = options.get("tokenizer")
+    if isinstance(config, TransformerConfig) and tokenizer is None and config.vocab >= 256:
+        tokenizer = ByteTokenizer()
+    vocab = config.vocab if isinstance(config, TransformerConfig) else 1
+    given = encoded(prompts, tokenizer, vocab) if isinstance(config, TransformerConfig) else [[0]]
+    return Generator(config, state, len(given), max(map(len, given)), max_tokens, **options)(given, progress)

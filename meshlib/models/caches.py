@@ -1,0 +1,224 @@
+"""What a decoder keeps of the tokens it has seen: keys and values of each layer, as variables written in place.
+
+A layer without a window keeps all positions, up to `cache_length`; one with a window of w keeps the last w of them, as
+a ring: position p lies at p mod w, so that a new token takes the place of the one that nobody sees any more. The slots
+are dim `cache_length` of both, which layouts may split, as `source_length`, that of an encoder's sequence. Of latent
+attention it is the latents, with the key that all heads share beside them. Each sequence has a position of its own.
+
+In eight bits (int8, fp8) each token's keys and values of a head have a scale in float32 beside them, and the kernel
+widens what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from layouts import Dimension, Shape
+from meshlib.graph import Graph, Operation, Tensor, scope
+from meshlib.layers.attention import Cache, Held
+from meshlib.ops.elementwise import cast, floordiv, less, less_equal, mod
+from meshlib.ops.index import gather
+from meshlib.ops.index import range as positions_of
+from meshlib.ops.quantized import quantize
+from meshlib.ops.shape import broadcast, rename_dimension, transpose
+from meshlib.ops.sources import variable
+from meshlib.ops.state import assign
+from meshlib.ops.update import update_slice
+
+SLOTS, SOURCE = "cache_length", "source_length"
+CACHE_DTYPES = ("float32", "bfloat16", "float64", "int8", "float8_e4m3fn", "float8_e5m2")
+_SCALED = CACHE_DTYPES[3:]
+
+
+@dataclass(eq=False)
+class Caches:
+    """The caches of a stack of layers, while these are written.
+
+    Args:
+      length: positions that layers without a window keep.
+      positions: int32 [batch] (and beams): of the token that is decoded; of a prefill how many tokens each has.
+      decoding: whether one token is added; else those of a prompt are put in.
+      dtype: of what is kept; that of keys and values unless given.
+      beams: hypotheses of each sequence, which a prefill writes all alike.
+      parents: int32 [batch, beams]: whose cache each hypothesis goes on with.
+      sources: int32 [batch]: how many tokens of the encoder's sequence count, of an encoder-decoder.
+    """
+
+    length: int
+    positions: Tensor
+    decoding: bool
+    dtype: str | None = None
+    beams: Dimension | None = None
+    parents: Tensor | None = None
+    sources: Tensor | None = None
+    updates: list[Operation] = field(default_factory=list)
+    _written: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # variable, new value
+    _masks: dict[str, Tensor] = field(default_factory=dict)
+
+    # ------------------------------------------------------------ what layers ask for
+
+    def of(self, window: int | None) -> Cache:
+        """The cache of a layer's attention to its own sequence."""
+        slots = Dimension(SLOTS, self.length if window is None else min(window, self.length))
+        return lambda k, v: self._held(k, v, slots)
+
+    def of_sources(self, k: Tensor, v: Tensor) -> None:
+        """Put keys and values of the encoder's sequence into the cache of a cross-attention."""
+        for name, x in (("keys", k), ("values", v)):
+            length = _length(x)
+            held = _Stored.new(name, rename_dimension(x, length.name, SOURCE), Dimension(SOURCE, length.size), self)
+            self._written += held.replaced(rename_dimension(x, length.name, SOURCE))
+
+    def held_sources(self, like: Tensor, dims: Sequence[Dimension], length: int) -> Held:
+        """The keys and values of the encoder's sequence, of these dims; in the dtype of `like`."""
+        slots = Dimension(SOURCE, length)
+        shape = [*dims[:-1], slots, dims[-1]]
+        keys, values = (_Stored.declared(n, shape, like.dtype.name, self).read() for n in ("keys", "values"))
+        return Held(keys, values, SOURCE, self.mask(slots))
+
+    def mask(self, slots: Dimension) -> Tensor:
+        """bool: which slots hold something that the token sees; made once, outside of loops."""
+        key = str(slots)
+        if key not in self._masks:
+            if slots.name == SOURCE:
+                assert self.sources is not None
+                with self.sources.graph:
+                    self._masks[key] = less(positions_of(slots), self.sources)
+            else:
+                with self.positions.graph:
+                    # The token is in its slot already. A ring is full from its size on, and all that it holds is seen.
+                    self._masks[key] = less_equal(positions_of(slots), self.positions)
+        return self._masks[key]
+
+    # ------------------------------------------------------------ what the builder asks for
+
+    def take(self) -> list[tuple[Tensor, Tensor]]:
+        """Variables that have been written since, each with its new value."""
+        written, self._written = self._written, []
+        return written
+
+    def commit(self, written: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write new values at the end of the step."""
+        self.updates += [assign(_outermost(held), value) for held, value in written]
+
+    # ------------------------------------------------------------ inside
+
+    def _held(self, k: Tensor, v: Tensor, slots: Dimension) -> Held | None:
+        parts = [("keys", k)] if k is v else [("keys", k), ("values", v)]
+        seen = []
+        for name, x in parts:
+            stored = _Stored.new(name, x, slots, self)
+            if self.decoding:
+                written = stored.with_token(x)
+                seen.append(stored.read([value for _, value in written]))
+            else:
+                written = stored.with_prompt(x)
+            self._written += written
+        return Held(seen[0], seen[-1], slots.name, self.mask(slots)) if self.decoding else None
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One array of a cache: its variable, and that of its scales in eight bits."""
+
+    slots: Dimension
+    channels: Dimension
+    dtype: object  # of what it is read as
+    caches: Caches
+    variables: tuple[Tensor, ...]
+
+    @classmethod
+    def new(cls, name: str, x: Tensor, slots: Dimension, caches: Caches) -> _Stored:
+        """For tensors like x, [batch, ..., length, heads ..., channels]: [batch, ..., heads ..., slots, channels]."""
+        length = _length(x)
+        dims = [d for d in x.shape if d != length]
+        if caches.beams is not None and slots.name != SOURCE and caches.beams not in dims:
+            dims.insert(1, caches.beams)
+        return cls.declared(name, [*dims[:-1], slots, dims[-1]], x.dtype.name, caches)
+
+    @classmethod
+    def declared(cls, name: str, shape: Sequence[Dimension], dtype: str, caches: Caches) -> _Stored:
+        """Its variables under the scope that is open."""
+        kept = dtype if caches.dtype is None else caches.dtype
+        with scope("cache"):
+            held = [variable(name, shape, 0, kept, trainable=False)]
+            if kept in _SCALED:
+                held.append(variable(f"{name}_scale", shape[:-1], 0.0, "float32", trainable=False))
+        return cls(shape[-2], shape[-1], dtype, caches, tuple(held))
+
+    def with_token(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The variables with one token in its slot, and with what hypotheses take over from others."""
+        place = self.caches.positions
+        if self.slots.size < self.caches.length:
+            place = mod(place, self.slots.size)
+        made = []
+        for held, part in self._parts(x):
+            before = held if self.caches.parents is None else _reordered(held, self.caches.parents)
+            made.append((held, update_slice(before, part, self.slots, place)))
+        return made
+
+    def with_prompt(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The variables with the tokens of a prompt; what is past the end of a sequence is never looked at."""
+        if _length(x).size <= self.slots.size:
+            return [(held, update_slice(held, part, self.slots, 0)) for held, part in self._parts(x)]
+        return self.replaced(self._last(x))
+
+    def replaced(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The variables with x, which has the slots, in their place."""
+        return [(held, transpose(part, held.shape)) for held, part in self._parts(x)]
+
+    def read(self, values: Sequence[Tensor] | None = None) -> Tensor:
+        """The variables, or their new values, as the kernel takes them."""
+        held, *scales = self.variables if values is None else values
+        if held.dtype.name == self.dtype:
+            return held
+        wide = cast(held, self.dtype)
+        return wide * cast(scales[0], self.dtype) if scales else wide
+
+    def _last(self, x: Tensor) -> Tensor:
+        """The last tokens of each sequence, in the order of the ring: at slot s the last position that is s mod w."""
+        length, lengths = _length(x), self.caches.positions
+        s = positions_of(self.slots)
+        behind = floordiv(lengths - 1 - s, self.slots.size)
+        return gather(x, behind * self.slots.size + s, length, out_of_range="zero")
+
+    def _parts(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each variable with what goes into it."""
+        parts: tuple[Tensor, ...]
+        if len(self.variables) == 2:
+            parts = quantize(x, self.channels, self.variables[0].dtype)
+        else:
+            parts = (cast(x, self.variables[0].dtype),)
+        spread = []
+        for held, part in zip(self.variables, parts, strict=True):
+            missing = [d for d in held.shape if d not in part.shape and d == self.caches.beams]
+            wide = broadcast(part, Shape([part.shape[0], *missing, *part.shape[1:]])) if missing else part
+            spread.append((held, wide))
+        return spread
+
+
+def _length(x: Tensor) -> Dimension:
+    """The dim of the tokens, whose slots are in a cache."""
+    (found,) = (d for d in x.shape if d.name in LENGTHS)
+    return found
+
+
+def _reordered(x: Tensor, parents: Tensor) -> Tensor:
+    """x, each of whose hypotheses is that of its parent."""
+    beams = parents.shape[-1]
+    chosen = rename_dimension(parents, beams.name, f"{beams.name}_next")
+    found = gather(x, chosen, x.shape.dim(beams.name))
+    return transpose(rename_dimension(found, f"{beams.name}_next", beams.name), x.shape)
+
+
+def _outermost(value: Tensor) -> Tensor:
+    """The variable that stands behind its slice in the body of a loop."""
+    graph: Graph | None = value.graph
+    while graph is not None and value in graph.outside:
+        value, graph = graph.outside[value], graph.parent
+    return value
+
+
+TOKEN = "token"  # the dim of the one token that is decoded
+LENGTHS = ("memory_length", f"memory_{TOKEN}", SOURCE)

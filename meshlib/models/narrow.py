@@ -1,0 +1,47 @@
+"""Trained kernels in few bits, as programs with `Numerics(kernel_dtype=...)` take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from meshlib.checks import at
+from meshlib.errors import GraphError
+from meshlib.program.records import Program
+
+Array = np.ndarray[Any, Any]
+_SCALE = "_scale"
+
+
+def quantized_kernels(state: Mapping[str, Any], program: Program) -> dict[str, Any]:
+    """`state` with each kernel that `program` keeps in few bits in that type, and its scales.
+
+    scale[c] = max over r of |w[r, c]| / m and q[r, c] the nearest number of the type to w[r, c] / scale[c], where r are
+    the dims that the product sums over, as of `mtf.quantize`. What is there in few bits already stays.
+
+    Args:
+      state: arrays by name, such as those of a simulation that trained them.
+      program: what `mtf.lower` made of a model with `Numerics(kernel_dtype=...)`.
+    Raises: GraphError for a kernel of another shape.
+    """
+    made = dict(state)
+    for name, v in program.variables.items():
+        if not name.endswith(_SCALE) or name in state:
+            continue
+        of = name.removesuffix(_SCALE)
+        kernel = program.variables.get(of)
+        if kernel is None or of not in state or kernel.tensor.dtype.computes:
+            continue
+        shape, w = kernel.tensor.shape, np.asarray(state[of], np.float32)
+        if w.shape != shape.sizes:
+            raise GraphError(f"{at('quantized_kernels')}: '{of}' has shape {list(w.shape)}, the program has {shape}")
+        summed = tuple(n for n, d in enumerate(shape) if d not in v.tensor.shape)
+        dtype = kernel.tensor.dtype
+        largest = np.abs(w).max(axis=summed, keepdims=True)
+        scale = np.where(largest > 0, largest / dtype.largest, 1.0).astype(np.float32)
+        units = w / scale
+        made[of] = units if dtype.is_float else np.rint(units).astype(np.int8)
+        made[name] = np.squeeze(scale, summed)
+    return made

@@ -1,0 +1,207 @@
+"""Steps of serving a decoder: `prefill` reads prompts into caches, `decode_step` adds a token to each sequence.
+
+Both are programs on the variables of the trained model and on those of its caches (`meshlib.models.caches`), so that a
+simulation runs one after the other, each under a mesh and layout of its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from layouts import Dimension, Shape
+from meshlib.checks import at, choice, flag, whole
+from meshlib.errors import GraphError
+from meshlib.graph import Operation, Tensor, scope
+from meshlib.models.caches import CACHE_DTYPES, TOKEN, Caches
+from meshlib.models.config import TransformerConfig
+from meshlib.models.model import Builder
+from meshlib.ops.elementwise import less
+from meshlib.ops.index import gather
+from meshlib.ops.index import range as positions_of
+from meshlib.ops.shape import broadcast, rename_dimension, reshape
+from meshlib.ops.sources import input, variable
+from meshlib.ops.state import assign, assign_add
+
+Step = tuple[dict[str, Tensor], list[Operation]]
+
+
+def prefill(
+    config: TransformerConfig,
+    batch: int,
+    length: int,
+    cache_length: int,
+    encoder_length: int | None = None,
+    beams: int | None = None,
+    cache_dtype: str | None = None,
+    scan: bool = True,
+) -> Step:
+    """The step that reads prompts: their keys and values go into the caches, the last token's logits come out.
+
+    Inputs: "tokens" int32 [batch, length], prompts from the left, and after them anything in the vocabulary; "lengths"
+    int32 [batch], how many tokens of each count, at least 1. Of an encoder-decoder "tokens" are where the decoder
+    starts, and "sources" [batch, encoder_length] with "source_lengths" [batch] what the encoder reads.
+
+    Args:
+      config: a decoder or an encoder-decoder.
+      batch, length: prompts, and the room for each.
+      cache_length: positions that the caches hold: of prompt and completion together.
+      encoder_length: room for what the encoder reads, of an encoder-decoder.
+      beams: hypotheses of each sequence; their caches are filled alike. None: one, and no dim of them.
+      cache_dtype: of the caches: a float type, "int8", "float8_e4m3fn" or "float8_e5m2", these with a scale for each
+        token and head; that of the activations unless given. Layout rules may split the dim `cache_length` (also of the
+        ring that a layer with a window keeps), and `source_length` of the encoder's sequence: where there are fewer
+        heads of keys than devices, which each hold all of them otherwise.
+      scan: as of `transformer`.
+    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`. The updates write the caches and the positions.
+    Raises: GraphError for a config that does not decode, sizes that do not fit, and a cache_dtype that is none.
+    Example:
+      >>> import numpy as np
+      >>> import meshlib as mtf
+      >>> tiny = mtf.models.preset("llama2-7b").reduced()
+      >>> with mtf.Graph():
+      ...     read = mtf.lower(*mtf.models.prefill(tiny, batch=2, length=4, cache_length=8))
+      >>> with mtf.Graph():
+      ...     add = mtf.lower(*mtf.models.decode_step(tiny, batch=2, cache_length=8))
+      >>> sim = mtf.simulate(read)
+      >>> logits = sim.step(tokens=np.array([[3, 1, 4, 1], [5, 9, 0, 0]]), lengths=[4, 2])["logits"]
+      >>> sim.run(add, tokens=logits.argmax(axis=-1))["logits"].shape, sim.state["serving/positions"].tolist()
+      ((2, 64), [5, 3])
+    """
+    serving = _Serving("prefill", config, batch, cache_length, encoder_length, beams, cache_dtype, scan)
+    return serving.prefill(_size(length, "prefill", "length"))
+
+
+def decode_step(
+    config: TransformerConfig,
+    batch: int,
+    cache_length: int,
+    encoder_length: int | None = None,
+    beams: int | None = None,
+    cache_dtype: str | None = None,
+    scan: bool = True,
+) -> Step:
+    """The step that takes the next token of each sequence: its keys and values go into the caches, logits come out.
+
+    Inputs: "tokens" int32 [batch], the token at each sequence's position, which a prefill has left behind its prompt
+    and which each step moves on by one. With `beams`, "tokens" and "parents" [batch, beams]: the hypothesis that each
+    one goes on with; caches and positions are brought in that order first.
+
+    Args: as of `prefill`, with the same values.
+    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`, or [batch, beams, vocab].
+    Cost: on one device it reads weights and caches once and writes a token's keys and values in place.
+    Raises: as `prefill`.
+    """
+    return _Serving("decode_step", config, batch, cache_length, encoder_length, beams, cache_dtype, scan).decode()
+
+
+def _size(value: object, what: str, name: str) -> int:
+    size = whole(value, what, name)
+    if size < 1:
+        raise GraphError(f"{at(what)}: {name} must be at least 1, got {size}")
+    return size
+
+
+@dataclass
+class _Serving:
+    """One of the two steps."""
+
+    what: str
+    config: TransformerConfig
+    batch: int
+    cache_length: int
+    encoder_length: int | None
+    beams: int | None
+    cache_dtype: str | None
+    scan: bool
+
+    def __post_init__(self) -> None:
+        what, c = self.what, self.config
+        if not isinstance(c, TransformerConfig):
+            raise GraphError(f"{at(what)}: expected a TransformerConfig, got {type(c).__name__} {c!r:.80}")
+        if c.kind == "encoder":
+            raise GraphError(f"{at(what)}: {c.name} is an encoder, which predicts no next token")
+        for name in ("batch", "cache_length"):
+            _size(getattr(self, name), what, name)
+        for name in ("encoder_length", "beams"):
+            if getattr(self, name) is not None:
+                _size(getattr(self, name), what, name)
+        flag(self.scan, what, "scan")
+        if self.cache_dtype is not None:
+            choice(self.cache_dtype, what, "cache_dtype", CACHE_DTYPES)
+        if c.encoder_decoder != (self.encoder_length is not None):
+            wanted = "needs encoder_length" if c.encoder_decoder else "has no encoder, and no encoder_length"
+            raise GraphError(f"{at(what)}: {c.name} is of kind {c.kind!r} and {wanted}, got {self.encoder_length}")
+        if c.position == "learned" and c.max_length and self.cache_length > c.max_length:
+            raise GraphError(
+                f"{at(what)}: {c.name} has {c.max_length} positions, but cache_length is {self.cache_length}"
+            )
+        if c.position == "relative" and any(w is not None and w < self.cache_length for w in c.windows):
+            raise GraphError(
+                f"{at(what)}: {c.name} has windows {c.windows} and relative positions; caches of windows have none"
+            )
+        self.sequences = Dimension("batch", self.batch)
+        self.hypotheses = None if self.beams is None else Dimension("beams", self.beams)
+        self.builder = Builder(c, self.sequences, "full", self.scan, training=False)
+
+    def prefill(self, length: int) -> Step:
+        """Prompts into caches."""
+        if length > self.cache_length:
+            raise GraphError(f"{at(self.what)}: length {length} is longer than cache_length {self.cache_length}")
+        dim = Dimension("length", length)
+        tokens, lengths = self._input("tokens", dim), self._input("lengths")
+        caches = Caches(self.cache_length, lengths, False, self.cache_dtype, self.hypotheses)
+        if self.encoder_length is None:
+            x = self._decoder(tokens, caches)
+        else:
+            source = Dimension("length", self.encoder_length)
+            sources, source_lengths = self._input("sources", source), self._input("source_lengths")
+            seen = less(positions_of(Dimension("memory_length", source.size)), source_lengths)
+            with scope("encoder"):
+                memory = self.builder.stack(sources, self.config.encoder_layers, False, mask=seen)
+            x = self._decoder(tokens, caches, memory=memory, memory_mask=seen)
+            caches.updates.append(assign(self._state("source_lengths"), source_lengths))
+        last = gather(x, lengths - 1, dim, name="last")
+        begin = lengths if self.hypotheses is None else broadcast(lengths, Shape([self.sequences, self.hypotheses]))
+        positions = assign(self._state("positions", self.hypotheses), begin)
+        return {"logits": self.builder.logits(last)}, [*caches.updates, positions]
+
+    def decode(self) -> Step:
+        """One token."""
+        token = Dimension(TOKEN, 1)
+        dims = [d for d in (self.hypotheses,) if d is not None]
+        tokens, parents = self._input("tokens", *dims), self._input("parents", *dims) if dims else None
+        held = self._state("positions", *dims)
+        positions = held if parents is None else self._of_parents(held, parents)
+        caches = Caches(self.cache_length, positions, True, self.cache_dtype, self.hypotheses, parents)
+        if self.encoder_length is not None:
+            caches.sources = self._state("source_lengths")
+        here = reshape(positions, [*positions.shape, token])
+        x = self._decoder(
+            reshape(tokens, [*tokens.shape, token]),
+            caches,
+            positions=here,
+            source_length=self.encoder_length,
+        )
+        x = reshape(x, [d for d in x.shape if d != token])
+        moved = assign_add(held, 1) if parents is None else assign(held, positions + 1)
+        return {"logits": self.builder.logits(x)}, [*caches.updates, moved]
+
+    # ------------------------------------------------------------ inside
+
+    def _input(self, name: str, *dims: Dimension) -> Tensor:
+        return input(name, [self.sequences, *dims], "int32")
+
+    def _state(self, name: str, *dims: Dimension | None) -> Tensor:
+        with scope("serving"):
+            return variable(name, [self.sequences, *(d for d in dims if d is not None)], 0, "int32", trainable=False)
+
+    def _of_parents(self, x: Tensor, parents: Tensor) -> Tensor:
+        beams = parents.shape[-1]
+        found = gather(x, rename_dimension(parents, beams.name, "beams_next"), beams)
+        return rename_dimension(found, "beams_next", beams.name)
+
+    def _decoder(self, tokens: Tensor, caches: Caches, **more: Any) -> Tensor:
+        with scope("decoder") if self.config.encoder_decoder else nullcontext():
+            return self.builder.stack(tokens, self.config.layers, True, caches=caches, **more)

@@ -1,0 +1,120 @@
+"""Published inference: a prefill, or decoding against a cache, as the programs of `models.serving`.
+
+A row says model, batch, phase ("prefill 2048 tokens", "decode 64 tokens after 2048 context"), precision of the weights
+and layout of the feed-forward part and of attention, in the words of Pope et al., arXiv:2211.05102: "weight-stationary
+1D" splits d_ff over all chips, "weight-stationary 2D" d_model over X and d_ff over the rest, X being half the root of
+their number (its section 3.2.2); attention is split by heads or by sequences. Gathered weights are not expressed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hardware.chips import get_chip
+from meshlib.estimation import Estimate, estimate
+from meshlib.estimation.physics import CALIBRATED, Physics
+from meshlib.graph import Graph
+from meshlib.layers.numerics import Numerics
+from meshlib.lowering import lower
+from meshlib.models import TransformerConfig, decode_step, prefill
+from meshlib.validation.machine import slice_of
+from meshlib.validation.policies import NotExpressed
+from meshlib.validation.runs import dimensions, known_model
+
+Row = Mapping[str, Any]
+_NARROW = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "int4"}
+
+
+def phase_of(row: Row) -> str:
+    """ "prefill" or "decode"; "" for what is no inference.
+
+    >>> phase_of({"batch": {"phase": "decode 64 tokens after 2048 context"}}), phase_of({"kind": "inference"})
+    ('decode', 'decode')
+    """
+    said = str((row.get("batch") or {}).get("phase", "")) if isinstance(row.get("batch"), Mapping) else ""
+    if "inference" not in str(row.get("kind")) and not said:
+        return ""
+    return "prefill" if "prefill" in said.lower() else "decode"
+
+
+def seconds_of(row: Row, physics: Physics = CALIBRATED) -> tuple[float, float]:
+    """(predicted, measured) seconds: of a prefill, or of all tokens that are decoded.
+
+    Raises: NotExpressed, with the reason.
+    """
+    est, count = estimated(row, physics)
+    return est.step_seconds * count, _measured(row, count)
+
+
+def estimated(row: Row, physics: Physics = CALIBRATED) -> tuple[Estimate, int]:
+    """The estimate of a step, and how many of them the row measures."""
+    batch, phase = row.get("batch") or {}, phase_of(row)
+    sequences = batch.get("sequences") or batch.get("global_sequences")
+    if not sequences:
+        raise NotExpressed("it does not say how many sequences there are")
+    tokens, context = _lengths(str(batch.get("phase", "")), phase)
+    slice_, _ = slice_of(row, get_chip(str(row["chip"])))
+    mesh, layout = _layout(row.get("layout") or {}, slice_.devices)
+    config = _config(row)
+    with Graph():
+        if phase == "prefill":
+            made = prefill(config, int(sequences), tokens, tokens)
+        else:
+            made = decode_step(config, int(sequences), context + tokens)
+        program = lower(*made, mesh=mesh, layout=layout)
+    return estimate(program, slice_, physics=physics), 1 if phase == "prefill" else tokens
+
+
+def _lengths(said: str, phase: str) -> tuple[int, int]:
+    """Tokens that are read or decoded, and those before them."""
+    counts = [int(n) for n in re.findall(r"\d+", said)]
+    if phase == "prefill" and len(counts) == 1:
+        return counts[0], 0
+    if phase == "decode" and len(counts) == 2:
+        return (counts[0], counts[1]) if re.search(r"\d+ tokens? after", said) else (counts[1], counts[0])
+    raise NotExpressed(
+        f"its phase {said!r} does not say how many tokens are {'read' if phase == 'prefill' else 'decoded'}"
+    )
+
+
+def _layout(layout: Mapping[str, Any], devices: int) -> tuple[dict[str, int], str]:
+    weights, attention = (str(layout.get(part, "")).lower() for part in ("ffn", "attention"))
+    if "stationary" not in weights:
+        raise NotExpressed(f"its layout of the feed-forward part, {weights or 'not stated'!r}, is not expressed")
+    features = 1 << max(0, round(math.log2(math.sqrt(devices) / 2))) if "2d" in weights else 1
+    mesh = {"features": features, "tensor": devices // features}
+    rules = "d_model:features;d_ff:tensor;heads:tensor;vocab:tensor"
+    return mesh, f"{rules};batch:(features+tensor)?" if "batch" in attention else rules
+
+
+def _config(row: Row) -> TransformerConfig:
+    """The published model of that name, if it has these dimensions; else a decoder of these."""
+    model, _ = dimensions(row)
+    words = str(row.get("precision", "")).lower()
+    weights = words.partition("weights")[0] if "weights" in words else words
+    kernel = next((dtype for word, dtype in _NARROW.items() if word in weights), None)
+    numerics = Numerics("bfloat16", activation_dtype="bfloat16", kernel_dtype=kernel)
+    known = known_model(str(model.get("name", "")))
+    if known is not None and (known.layers, known.d_model, known.d_ff) == tuple(
+        model[k] for k in ("layers", "d_model", "d_ff")
+    ):
+        return known.replace(numerics=numerics)
+    gated = model.get("mlp_matrices") == 3
+    return TransformerConfig(
+        name=str(model.get("name") or "model"), layers=model["layers"], d_model=model["d_model"],
+        heads=model["q_heads"], kv_heads=model.get("kv_heads"), head_dim=model["head_dim"], d_ff=model["d_ff"],
+        vocab=model["vocab"], gated=gated, activation="silu" if gated else "gelu", norm="rms" if gated else "layer",
+        position="rotary", tied=bool(model.get("tied_embedding", True)), numerics=numerics,
+    )  # fmt: skip
+
+
+def _measured(row: Row, count: int) -> float:
+    measured = row.get("measured") or {}
+    if measured.get("latency_s"):
+        return float(measured["latency_s"])
+    if measured.get("ms_per_token"):
+        return float(measured["ms_per_token"]) * 1e-3 * count
+    raise NotExpressed("it states neither a latency nor a time for each token")

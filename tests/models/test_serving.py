@@ -1,0 +1,178 @@
+"""Decode equals prefill equals the training forward, token by token; what a step of decoding moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.models import TransformerConfig, decode_step, prefill, preset, transformer
+from tests.effort import some
+from tests.models.common import FAMILIES, Array, small, values
+
+BATCH, LENGTH, PROMPT, SOURCE = 3, 12, 6, 5
+DECODERS = [name for name in FAMILIES if preset(name).kind != "encoder"] + ["deepseek-v3", "mixtral-8x7b"]
+PROMPTS = np.array([6, 3, 1])  # of sequences of different length
+SOURCES = np.array([5, 2, 4])
+
+
+def decoder(name: str) -> TransformerConfig:
+    """A small decoder, whose experts have room for all: what is dropped depends on who else is there."""
+    config = small(name)
+    if config.experts is None:
+        return config
+    import dataclasses
+
+    routing = dataclasses.replace(config.experts.routing, capacity_factor=None)
+    return config.replace(experts=dataclasses.replace(config.experts, routing=routing))
+
+
+@cache
+def forward(config: TransformerConfig, scan: bool) -> tuple[dict[str, Array], Array, Array, Array]:
+    """Values, tokens, sources, and the logits of the training forward for each sequence apart, without padding."""
+    rng = np.random.default_rng(1)
+    tokens, sources = rng.integers(0, config.vocab, (BATCH, LENGTH)), rng.integers(0, config.vocab, (BATCH, SOURCE))
+    found = []
+    for b in range(BATCH):
+        more = {"encoder_length": int(SOURCES[b])} if config.encoder_decoder else {}
+        with mtf.Graph() as graph:
+            model = transformer(config, 1, LENGTH, scan=scan, **more)
+            program = mtf.lower({"logits": model.logits}, precision="highest")
+        sim, held = mtf.simulate(program), values(graph)
+        for name, value in held.items():
+            sim.state[name] = value
+        fed = {"tokens": tokens[b : b + 1]}
+        if more:
+            fed["sources"] = sources[b : b + 1, : SOURCES[b]]
+        found.append(sim.step(fed)["logits"][0])
+    return held, tokens, sources, np.stack(found)
+
+
+def steps(config: TransformerConfig, scan: bool = True, executor: str = "fast", **where: str) -> Iterator[float]:
+    """How far logits of the prefill, then of each token decoded after it, are from those of the forward."""
+    held, tokens, sources, wanted = forward(config, scan)
+    kind = where.pop("cache_dtype", None)
+    more = {"encoder_length": SOURCE} if config.encoder_decoder else {}
+    with mtf.Graph():
+        made = prefill(config, BATCH, PROMPT, LENGTH, cache_dtype=kind, scan=scan, **more)
+        read = mtf.lower(*made, precision="highest", **where)
+    with mtf.Graph():
+        made = decode_step(config, BATCH, LENGTH, cache_dtype=kind, scan=scan, **more)
+        add = mtf.lower(*made, precision="highest", **where)
+    sim, rows = mtf.simulate(read, executor=executor), np.arange(BATCH)
+    for name, value in held.items():
+        sim.state[name] = value
+    fed = {"tokens": tokens[:, :PROMPT], "lengths": PROMPTS}
+    if more:
+        fed |= {"sources": sources, "source_lengths": SOURCES}
+    at = PROMPTS - 1
+    found = sim.step(fed)["logits"]
+    while True:
+        yield float(np.abs(found - wanted[rows, at]).max() / np.abs(wanted).max())
+        at = at + 1
+        if at.max() == LENGTH:
+            return
+        found = sim.run(add, tokens=tokens[rows, at])["logits"]
+
+
+SPLIT = "heads:tensor;d_ff:tensor;vocab:tensor"
+LENGTHS = "cache_length:tensor?"
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decode_equals_prefill_equals_forward(name: str) -> None:
+    assert max(steps(decoder(name))) < 1e-5
+
+
+UNROLLED = ["gemma3-12b", "t5-11b", "deepseek-v3"]
+
+
+@pytest.mark.parametrize("name", some(UNROLLED, ["gemma3-12b"]))
+def test_without_a_loop_of_layers(name: str) -> None:
+    assert max(steps(decoder(name), scan=False)) < 1e-5
+
+
+LAYOUTS = [
+    ("llama2-7b", "data:3;tensor:2", f"batch:data;{SPLIT}"),
+    ("llama3.1-405b", "tensor:4", f"{SPLIT};{LENGTHS}"),
+    ("llama3.1-405b", "tensor:2", f"group:tensor;d_ff:tensor;vocab:tensor;{LENGTHS}"),  # the cache by its length
+    ("llama3.1-405b", "tensor:2", "group:tensor;d_ff:tensor;vocab:tensor"),  # keys and values replicated
+    ("palm-540b", "tensor:4", f"{SPLIT};{LENGTHS}"),
+    ("gemma3-12b", "data:3;tensor:2", f"batch:data;{SPLIT};d_model:tensor?"),
+    ("gemma3-12b", "tensor:2", f"group:tensor;d_ff:tensor;vocab:tensor;{LENGTHS}"),
+    ("gpt2", "fsdp:2;tensor:4", "d_model:fsdp?;heads:tensor;d_ff:tensor;vocab:tensor;cache_length:fsdp"),
+    ("t5-11b", "tensor:2", SPLIT),
+    ("transformer-base", "data:3;tensor:4", f"batch:data;{SPLIT};{LENGTHS};source_length:tensor?"),
+    ("deepseek-v3", "tensor:2", f"heads:tensor;d_ff:tensor;experts:tensor;{LENGTHS}"),
+]
+
+
+@pytest.mark.parametrize("executor", ["fast", "exact"])
+@pytest.mark.parametrize("row", some(LAYOUTS, [LAYOUTS[2], LAYOUTS[5]]), ids=lambda row: f"{row[0]} {row[2]}")
+def test_no_layout_changes_what_is_decoded(row: tuple[str, str, str], executor: str) -> None:
+    name, mesh, layout = row
+    assert max(steps(decoder(name), executor=executor, mesh=mesh, layout=layout)) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 0.05), ("float8_e4m3fn", 0.25), ("bfloat16", 0.04)])
+def test_narrow_caches_are_near(dtype: str, most: float) -> None:
+    first, *others = steps(decoder("llama2-7b"), cache_dtype=dtype)
+    assert first < 1e-5  # prompts attend to what is not rounded
+    assert 1e-5 < max(others) < most
+
+
+# ---------------------------------------------------------------- what a step moves
+
+
+FIGURES = [
+    ("llama2-7b", 8, 2048, None, None),
+    ("llama2-7b", 8, 2048, "int8", "int8"),
+    ("llama3.1-405b", 32, 8192, None, None),
+    ("palm-540b", 64, 2048, "float8_e4m3fn", None),
+    ("gemma3-12b", 8, 8192, None, None),
+    ("gpt2", 16, 1024, None, None),
+]
+
+
+@pytest.mark.parametrize("row", some(FIGURES, FIGURES[:3]), ids=lambda row: f"{row[0]} {row[3]}")
+def test_a_step_moves_weights_and_caches_once(row: tuple[str, int, int, str | None, str | None]) -> None:
+    name, batch, length, caches, kernels = row
+    numerics = mtf.Numerics("bfloat16", activation_dtype="bfloat16", kernel_dtype=kernels)
+    config = preset(name).replace(numerics=numerics)
+    with mtf.Graph():
+        program = mtf.lower(*decode_step(config, batch, length, cache_dtype=caches))
+    held = {n: v.local_bytes for n, v in program.variables.items()}
+    moved = sum(r.hbm_bytes * r.count for r in mtf.estimate(program, "v5e-1").rows)
+    looked_up = 0 if config.tied else held["embedding"]  # a row for each token, and of positions
+    looked_up += held.get("positions", 0)
+    assert sum(held.values()) - looked_up <= moved <= 1.02 * sum(held.values())
+    assert program.memory.peak_bytes <= 1.02 * sum(held.values())
+    heads = sum(config.attention_of(w).memory * config.attention_of(w).dim * min(length, w or length)
+                for w in config.pattern)  # fmt: skip
+    width = {None: 2, "int8": 1, "float8_e4m3fn": 1}[caches]
+    kept = sum(n for name, n in held.items() if name.endswith(("cache/keys", "cache/values")))
+    assert kept == 2 * batch * heads * width
+
+
+# ---------------------------------------------------------------- bad input
+
+
+BAD = {
+    "a model that predicts no token": (lambda: prefill(preset("bert-large"), 1, 4, 8), "is an encoder"),
+    "no room": (lambda: prefill(small("gpt2"), 1, 9, 8), "length 9 is longer than cache_length 8"),
+    "positions": (lambda: decode_step(small("gpt2"), 1, 64), "has 16 positions, but cache_length is 64"),
+    "no encoder": (lambda: decode_step(small("gpt2"), 1, 8, encoder_length=4), "has no encoder"),
+    "an encoder": (lambda: decode_step(small("t5-11b"), 1, 8), "needs encoder_length"),
+    "a dtype": (lambda: decode_step(small("gpt2"), 1, 8, cache_dtype="int32"), "cache_dtype must be .* 'int32'"),
+    "a size": (lambda: decode_step(small("gpt2"), 0, 8), "batch must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("about", BAD)
+def test_bad_input(about: str) -> None:
+    build, message = BAD[about]
+    with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=message):
+        build()
