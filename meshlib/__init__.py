@@ -225,6 +225,8 @@ from meshlib.ops.window import strided_slice as strided_slice
 from meshlib.optimize import serialize_training_step as serialize_training_step
 from meshlib.program.comparison import Comparison as Comparison
 from meshlib.program.comparison import compare as compare
+from meshlib.searching import Found as Found
+from meshlib.searching import search as search
 from meshlib.simulation import Simulation as Simulation
 from meshlib.simulation import simulate as simulate
 from meshlib.verification import Verification as Verification

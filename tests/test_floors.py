@@ -33,6 +33,7 @@ __main__
 meshlib
 testing
 jax
+searching
 verification validation checkpoint
 simulation estimation models
 slices lowering optimize layers

@@ -83,6 +83,12 @@ class Session:
         self._learn()
         return check_layout(self._subjects, Mesh(mesh), LayoutRules(layout))
 
+    @property
+    def subjects(self) -> Subjects:
+        """What a layout of the program is checked over: its tensors with their shapes and scopes."""
+        self._learn()
+        return self._subjects
+
     def _learn(self) -> None:
         """Look at the graph, unless it is as it was."""
         known = [(len(g.operations), dict(g.gradient_of), dict(g.known)) for g in _graphs(self._graph)]
