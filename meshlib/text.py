@@ -60,3 +60,19 @@ def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
         .rstrip()
         for row in cells
     ]  # fmt: skip
+
+
+def wrapped(text: str, head: str, after: str, width: int = 80) -> list[str]:
+    """Text in lines of at most `width`, cut behind `after`; the first begins with `head`, the others below it.
+
+    >>> wrapped("batch:data;d_model:data?;heads:model", "layout ", ";", 24)
+    ['layout batch:data;', '       d_model:data?;', '       heads:model']
+    """
+    lines, margin = [head], " " * len(head)
+    parts = text.split(after)
+    for n, part in enumerate(parts):
+        piece = part + (after if n < len(parts) - 1 else "")
+        if len(lines[-1]) > len(head) and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append(margin)
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]

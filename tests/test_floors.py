@@ -31,6 +31,7 @@ OPTIONAL = {"jax": "meshlib/jax/"}
 HOUSE = """
 __main__
 meshlib
+command
 testing
 jax
 searching

@@ -51,6 +51,7 @@ class Session:
 
     def __init__(self, outputs: Outputs = None, updates: Sequence[Operation] = ()) -> None:
         self._outputs, self._graph = fetched_outputs(outputs, updates)
+        self.asked = (dict(self._outputs), list(updates))  # what the program computes and writes
         self._updates = assigned(updates)
         self._known: object = None
 

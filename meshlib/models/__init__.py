@@ -35,3 +35,4 @@ from meshlib.models.presets import PRESETS as PRESETS
 from meshlib.models.presets import preset as preset
 from meshlib.models.train import OPTIMIZERS as OPTIMIZERS
 from meshlib.models.train import train_step as train_step
+from meshlib.models.usual import usual_layouts as usual_layouts

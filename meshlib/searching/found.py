@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from meshlib.errors import GraphError
 from meshlib.estimation import Estimate
@@ -104,6 +105,29 @@ class Found:
         return outcome.against(self.best)
 
     # ------------------------------------------------------------ text
+
+    def as_json(self) -> dict[str, Any]:
+        """Figures of the ranking and the certificate, for programs."""
+        return {
+            "objective": self.objective.name,
+            "fits": self.fits,
+            "exact": self.exact,
+            "gap": self.gap if self.gap != float("inf") else None,
+            "certificate": self.certificate,
+            "ranking": [
+                {
+                    **{name: str(value) for name, value in o.candidate.choices},
+                    "slice": o.candidate.slice.name,
+                    "mesh": str(o.candidate.mesh),
+                    "layout": str(o.candidate.layout),
+                    "value": o.value,
+                    "fits": o.fits,
+                    "why": self.why(o),
+                    **(asdict(o.figures) if o.figures is not None else {}),
+                }
+                for o in self.ranking
+            ],
+        }
 
     def _advice(self) -> str:
         whys = Counter(o.why for o in self.outcomes if o.why)

@@ -156,6 +156,7 @@ def _outside(op: Operation) -> bool:
 
 def transformer_builder(config: TransformerConfig, batch: int, length: int) -> Build:
     """Builds the training step of a model."""
+
     def build(**choices: Any) -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
         sizes = {"batch": batch, "length": length} | choices
         return train_step(config, **sizes)
