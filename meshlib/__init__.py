@@ -56,6 +56,7 @@ from meshlib.errors import NotFiniteError as NotFiniteError
 from meshlib.errors import ProgramError as ProgramError
 from meshlib.errors import ShapeError as ShapeError
 from meshlib.errors import SliceError as SliceError
+from meshlib.errors import nearest as _nearest
 from meshlib.estimation import Estimate as Estimate
 from meshlib.estimation import Physics as Physics
 from meshlib.estimation import balance as balance
@@ -63,6 +64,7 @@ from meshlib.estimation import estimate as estimate
 from meshlib.estimation.sweep import Scaling as Scaling
 from meshlib.estimation.sweep import scaling as scaling
 from meshlib.face import show as _show
+from meshlib.foreign import OF_MODULES as _OF_MODULES
 from meshlib.graph import Graph as Graph
 from meshlib.graph import Operation as Operation
 from meshlib.graph import Tensor as Tensor
@@ -246,4 +248,8 @@ else:
     def __getattr__(name: str) -> _Any:
         if name in _door.PUBLIC:
             return getattr(_door, name)
-        raise AttributeError(f"module 'meshlib' has no attribute '{name}'")
+        if name.startswith("_"):
+            raise AttributeError(name)
+        there = _OF_MODULES.get(name)
+        hint = f"; write {there}" if there else _nearest(name, globals())
+        raise AttributeError(f"module 'meshlib' has no attribute '{name}'{hint}")

@@ -128,6 +128,11 @@ def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dic
             raise GraphError(f"the names of outputs are strings, got {type(name).__name__} {name!r:.80}")
         if not isinstance(t, Tensor):
             raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
+    if isinstance(updates, str | Mesh):
+        text = "is it a mesh? Write mtf.lower(y, mesh=..., layout=...)"
+        raise GraphError(
+            f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}; {text}"
+        )
     if isinstance(updates, Operation) or not isinstance(updates, Sequence):
         raise GraphError(f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}")
     assigned(updates)  # refuses what is no update, before its graph is looked at

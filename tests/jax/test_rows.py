@@ -58,7 +58,7 @@ class Together:
             return
         self.outputs[f"{scope} {case}"] = y
         if case.has_gradient and y.dtype.is_float:
-            cotangent = mtf.input("cotangent", y.shape, y.dtype)
+            cotangent = mtf.input("cotangent", y.shape, y.dtype.of_cotangents)
             self.feeds[f"{scope}/cotangent"] = case.rng(1).uniform(0.4, 1.6, y.shape.sizes)
             floats = {n: x for n, x in zip(case.inputs, operands, strict=True) if x.dtype.is_float}
             found = mtf.gradients([y], list(floats.values()), [cotangent])
