@@ -19,6 +19,20 @@ def bytes_text(n: int | float) -> str:
     raise AssertionError("unreachable")
 
 
+def read_bytes(text: str) -> float | None:
+    """The bytes that a text says, or None where it says none.
+
+    >>> read_bytes("1.5 KiB"), read_bytes("512 B"), read_bytes("2GiB"), read_bytes("some")
+    (1536.0, 512.0, 2147483648.0, None)
+    """
+    number = text.strip().rstrip("BKMGTi").strip()
+    unit = text.strip()[len(text.strip().rstrip("BKMGTi")) :]
+    units = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
+    if unit not in units or not number.replace(".", "", 1).isdecimal():
+        return None
+    return float(number) * float(1024 ** units[unit])
+
+
 def seconds_text(seconds: float) -> str:
     """Seconds for people.
 

@@ -33,6 +33,7 @@ __main__
 meshlib
 command
 testing
+snapshots
 jax
 searching
 verification validation checkpoint
