@@ -115,6 +115,32 @@ def test_roles_are_read_from_the_program() -> None:
     } <= roles  # fmt: skip
 
 
+def test_sensitivity_names_the_winner_of_each_change() -> None:
+    found = mtf.search(network, "v3-8", axes=1, seconds=None)
+    made = found.sensitivity(links=[0.01, 1, 100], batch=[512, 500], slice=["v2-8"])
+    rows = {c.what: c for c in made.changes}
+    assert rows["links 1"].same
+    assert rows["batch 512"].same
+    for c in made.changes:
+        assert c.mesh is not None
+        assert c.layout is not None
+        with mtf.Graph():
+            name, _, value = c.what.partition(" ")
+            outputs, updates = network(int(value) if name == "batch" else 512)
+            program = mtf.lower(outputs, updates, mesh=c.mesh, layout=c.layout)
+        if name in ("batch", "slice"):
+            assert mtf.estimate(program, value if name == "slice" else "v3-8").step_seconds == c.step_seconds
+    assert rows["links 0.01"].step_seconds > rows["links 100"].step_seconds
+    assert "stays" in str(made)
+    for bad, text in (
+        ({}, "say what changes"),
+        ({"links": ["fast"]}, "must be factors"),
+        ({"slice": ["v3-9"]}, "v3-9"),
+    ):
+        with pytest.raises(mtf.MeshlibError, match=text):
+            found.sensitivity(**bad)
+
+
 def test_what_is_fixed_and_forbidden_is_so() -> None:
     found = mtf.search(network, "v3-8", fix="batch:rows", sizes="rows:2", forbid="pixels", seconds=None)
     for o in found.outcomes:

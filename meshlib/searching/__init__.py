@@ -6,6 +6,7 @@
     problem   the program of each choice, lowered by a session
     rounds    which candidates are looked at next
     outcome   what became of each
+    sensitivity  the best candidates under other sizes, slices, rates
     found     ranking, Pareto front, certificate, as text
 
 Time is modelled: that a layout is the best is proved for the model, and the model's own error stands beside it.
@@ -108,7 +109,7 @@ def search(
             space += candidates(chosen, where, roles, found.tensors.sizes, fixed, axes)
     if not space:
         raise GraphError("search: no mesh of these slices divides the program's dims; allow more axes, or fix less")
-    return Search(made, space, measure, seconds, workers, progress, resume).run()
+    return Search(make, made, space, measure, seconds, workers, progress, resume).run()
 
 
 def _builder(build: object, batch: object, length: object, choices: object) -> tuple[Build, dict[str, list[object]]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from meshlib.checks import items, whole
 from meshlib.errors import GraphError
 from meshlib.estimation import Estimate
 from meshlib.program.records import Program
 from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE, Outcome
-from meshlib.searching.problem import Objective, Problem
+from meshlib.searching.problem import Build, Objective, Problem
+from meshlib.searching.sensitivity import Sensitivity, sensitivity
 from meshlib.searching.space import Choices
 from meshlib.text import bytes_text, grid, seconds_text
 
@@ -27,6 +29,7 @@ class Found:
     outcomes: tuple[Outcome, ...]
     objective: Objective
     problems: Mapping[Choices, Problem]
+    build: Build
     seconds: float
 
     @cached_property
@@ -103,6 +106,24 @@ class Found:
     def why(self, outcome: Outcome) -> str:
         """Why a candidate loses, in one line; for the winner, what it is bound by."""
         return outcome.against(self.best)
+
+    def sensitivity(self, leaders: int = 6, **changes: Iterable[Any]) -> Sensitivity:
+        """How the winner changes when something else does: the best candidates, estimated again.
+
+        Args:
+          leaders: how many of the ranking, those that fit.
+          changes: `links` or `flops`: factors on the rates of the links, or of the MXU; `slice`: names of slices of as
+            many devices; all others: arguments of the builder, such as batch=[64, 256].
+        Returns: a Sensitivity; print it.
+        Raises: GraphError where nothing fits, for a number of leaders below 1, or a change without values.
+        """
+        fitting = [o for o in self.ranking if o.fits][: whole(leaders, "sensitivity", "leaders")]
+        if not fitting or leaders < 1:
+            raise GraphError("sensitivity: there is no candidate that fits; leaders must be at least 1")
+        given = {name: items(values, "sensitivity", name) for name, values in changes.items()}
+        if not given or not all(given.values()):
+            raise GraphError("sensitivity: say what changes, such as links=[0.5, 2] or batch=[64, 256]")
+        return sensitivity(self.build, self.objective, fitting, given)
 
     # ------------------------------------------------------------ text
 

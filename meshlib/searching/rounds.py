@@ -25,7 +25,7 @@ from meshlib.errors import GraphError, LayoutError
 from meshlib.files import open_file, replace_file
 from meshlib.searching.found import Found
 from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
-from meshlib.searching.problem import Objective, Problem
+from meshlib.searching.problem import Build, Objective, Problem
 from meshlib.searching.space import Candidate, Choices
 from meshlib.text import bytes_text
 
@@ -39,6 +39,7 @@ class Search:
 
     def __init__(
         self,
+        build: Build,
         problems: Mapping[Choices, Problem],
         space: Sequence[Candidate],
         objective: Objective,
@@ -47,6 +48,7 @@ class Search:
         progress: Progress | None,
         resume: str | Path | None,
     ) -> None:
+        self.build = build
         self.problems, self.space, self.objective = problems, space, objective
         self.seconds, self.workers, self.progress, self.resume = seconds, workers, progress, resume
         self.bounds = [self._bound(c) for c in space]
@@ -161,7 +163,7 @@ class Search:
                 state = BOUNDED if self.bounds[n] >= best else OPEN
                 self.outcomes[n] = Outcome(c, state, self.bounds[n], why=_passed_over(state, self.bounds[n], best))
         made = [self.outcomes[n] for n in range(len(self.space))]
-        return Found(tuple(made), self.objective, self.problems, time.monotonic() - self.begun)
+        return Found(tuple(made), self.objective, self.problems, self.build, time.monotonic() - self.begun)
 
     def _text(self) -> str:
         fitting = [o for o in self.outcomes.values() if o.fits]
