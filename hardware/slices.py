@@ -196,7 +196,10 @@ def legal_slices(kind: str | Chip) -> tuple[str, ...]:
 def _parse(name: object) -> tuple[int, str, str]:
     match = _NAME.fullmatch(name.strip().lower()) if isinstance(name, str) else None
     if match is None:
-        raise HardwareError(f"{name!r} is no slice name; write a chip and a size, e.g. 'v3-8', 'v4-4x4x8', '2*v5e-256'")
+        raise HardwareError(
+            f"{name!r} is no slice name; write a TPU ({', '.join(CHIPS)}) and a size, "
+            "e.g. 'v3-8', 'v4-4x4x8', '2*v5e-256'"
+        )
     count = int(match[1]) if match[1] else 1
     if count < 1:
         raise HardwareError(f"slice {name!r}: the number of slices must be at least 1, not {count}")

@@ -76,7 +76,7 @@ def check(
     used_axes = set(splitting)
     for rule in rules.rules:  # an axis is unknown whether or not a tensor meets the rule
         for axis in rule.axes:
-            if axis not in mesh:
+            if axis not in mesh and not rule.optional:
                 faults.setdefault(unknown_axis(rule, axis, mesh), [])
     seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors are laid out like one before
     for into, (label, given, scope) in chain(zip(repeat(faults), tensors), zip(repeat(misfits), inner)):
@@ -95,15 +95,26 @@ def check(
         faults.setdefault(fault, []).extend(misfits.pop(fault))
     used_axes.update(axis for fault in faults if fault.rule for axis in fault.rule.axes)
     known = dict.fromkeys([*present, *(known_dims or ())])
+    foreign: list[str] = []
     for name in rules.dims:
         if name not in known:
             which = ", ".join(str(rule) for rule in rules.rules if rule.dim == name)
             text = f"rule {which}: no dimension {name!r} in the program{nearest(name, known)}"
-            faults[Fault(text, of_rule=True)] = []
-    notes = [
+            if not all(rule.optional for rule in rules.rules if rule.dim == name):
+                faults[Fault(text + _swapped(rules, name, mesh, known), of_rule=True)] = []
+                continue
+            foreign.append(text)
+    foreign += [
+        unknown_axis(rule, axis, mesh).what
+        for rule in rules.rules
+        for axis in rule.axes
+        if rule.optional and axis not in mesh
+    ]
+    notes = [f"{text}; it splits nothing here, as its '?' allows" for text in dict.fromkeys(foreign)]
+    notes += [
         f"rule {rule} is not used: {_why_unused(rule, present)}"
         for rule in rules.rules
-        if rule.dim in known and rule not in used_rules
+        if rule.dim in known and rule not in used_rules and not (rule.optional and set(rule.axes).isdisjoint(mesh.axes))
     ]
     notes += [
         f"axis {axis!r} splits nothing: every tensor is held {size} times over"
@@ -117,6 +128,12 @@ def check(
     ]
     found = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in faults.items())
     return Report(tuple(_with_tensors(*item) for item in found), tuple(notes), found)
+
+
+def _swapped(rules: LayoutRules, name: str, mesh: Mesh, known: dict[str, None]) -> str:
+    """A hint where a rule names an axis first, then a dim."""
+    found = [rule for rule in rules.rules if rule.dim == name and name in mesh and set(rule.axes) & set(known)]
+    return f"; rules are dim:axis, so write {found[0].axes[0]}:{name}" if found else ""
 
 
 def _why_unused(rule: Rule, present: dict[str, None]) -> str:

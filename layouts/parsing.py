@@ -29,14 +29,13 @@ def pointed(message: str, text: str, position: int) -> str:
 
 
 def read_pairs(text: str) -> list[tuple[str, str, int]]:
-    """The (left, right, position) of every pair in `text`.
+    """The (left, right, position) of every pair in `text`; blanks around the colon do not matter.
 
-    >>> read_pairs("batch:rows; hidden:cols")
+    >>> read_pairs("batch:rows; hidden : cols")
     [('batch', 'rows', 0), ('hidden', 'cols', 12)]
     """
     pairs = []
-    for match in _PAIR.finditer(text):
-        word, start = match.group(), match.start()
+    for word, start in _words(text):
         left, colon, right = word.partition(":")
         if not colon:
             raise LayoutError(pointed(f"{word!r} has no ':'; write pairs as name:value", text, start))
@@ -45,6 +44,25 @@ def read_pairs(text: str) -> list[tuple[str, str, int]]:
             raise LayoutError(pointed(f"{word!r} has two ':'; separate pairs by ';'", text, at))
         pairs.append((left, right, start))
     return pairs
+
+
+def _words(text: str) -> list[tuple[str, int]]:
+    """The words of a text with their places; those around a colon that stands alone, or at an end, are one."""
+    words: list[tuple[str, int]] = []
+    end = 0
+    for match in _PAIR.finditer(text):
+        word, blank = match.group(), text[end : match.start()].isspace()
+        before = words[-1][0] if words else ""
+        if (
+            blank
+            and (before.endswith(":") != word.startswith(":"))
+            and ":" not in (before.rstrip(":") + word.lstrip(":"))
+        ):
+            words[-1] = (before + word, words[-1][1])
+        else:
+            words.append((word, match.start()))
+        end = match.end()
+    return words
 
 
 def is_iterable(source: object) -> TypeGuard[Iterable[Any]]:

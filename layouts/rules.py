@@ -198,12 +198,13 @@ def place(rules: LayoutRules, shape: Shape, mesh: Mesh, scope: str) -> tuple[tup
     for rule in sorted(active, key=lambda rule: rule.optional):  # stable: required first, else as written
         if rule.dim in chosen:
             continue  # an alternative that is not needed
-        faults += [unknown_axis(rule, axis, mesh) for axis in rule.axes if axis not in mesh]
+        if not rule.optional:
+            faults += [unknown_axis(rule, axis, mesh) for axis in rule.axes if axis not in mesh]
         wanted = tuple(axis for axis in rule.axes if axis in mesh)
         taken = [axis for axis in wanted if axis in owner]
         if rule.optional:
             wanted = tuple(axis for axis in wanted if axis not in taken)
-            if not wanted or (rule.whole and taken):
+            if not wanted or (rule.whole and len(wanted) < len(rule.axes)):
                 continue
         else:
             faults += [_clash(owner[axis], rule, axis) for axis in taken]

@@ -57,6 +57,7 @@ from meshlib.errors import NotFiniteError as NotFiniteError
 from meshlib.errors import ProgramError as ProgramError
 from meshlib.errors import ShapeError as ShapeError
 from meshlib.errors import SliceError as SliceError
+from meshlib.errors import nearest as _nearest
 from meshlib.estimation import Estimate as Estimate
 from meshlib.estimation import HostInput as HostInput
 from meshlib.estimation import Physics as Physics
@@ -65,6 +66,7 @@ from meshlib.estimation import estimate as estimate
 from meshlib.estimation.sweep import Scaling as Scaling
 from meshlib.estimation.sweep import scaling as scaling
 from meshlib.face import show as _show
+from meshlib.foreign import OF_MODULES as _OF_MODULES
 from meshlib.frontier import Serving as Serving
 from meshlib.frontier import serving as serving
 from meshlib.generation import Generator as Generator
@@ -231,6 +233,8 @@ from meshlib.ops.window import strided_slice as strided_slice
 from meshlib.optimize import serialize_training_step as serialize_training_step
 from meshlib.program.comparison import Comparison as Comparison
 from meshlib.program.comparison import compare as compare
+from meshlib.searching import Found as Found
+from meshlib.searching import search as search
 from meshlib.simulation import Simulation as Simulation
 from meshlib.simulation import simulate as simulate
 from meshlib.verification import Verification as Verification
@@ -250,4 +254,8 @@ else:
     def __getattr__(name: str) -> _Any:
         if name in _door.PUBLIC:
             return getattr(_door, name)
-        raise AttributeError(f"module 'meshlib' has no attribute '{name}'")
+        if name.startswith("_"):
+            raise AttributeError(name)
+        there = _OF_MODULES.get(name)
+        hint = f"; write {there}" if there else _nearest(name, globals())
+        raise AttributeError(f"module 'meshlib' has no attribute '{name}'{hint}")

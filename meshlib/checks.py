@@ -11,14 +11,15 @@ from layouts.parsing import is_iterable
 from meshlib.dtypes import BOOL, INT4, DType
 from meshlib.errors import GraphError, MeshlibError, ShapeError, nearest
 from meshlib.graph import Tensor
-from meshlib.origin import source_line
+from meshlib.origin import UNKNOWN_LINE, source_line
 
 Array = np.ndarray[Any, Any]
 
 
 def at(what: str) -> str:
     """`what` with the line of the user's code that is running: how a message about an argument begins."""
-    return f"{what} ({source_line()})"
+    line = source_line()
+    return what if line == UNKNOWN_LINE else f"{what} ({line})"
 
 
 def number(value: object, what: str, argument: str) -> float:

@@ -11,6 +11,10 @@ class GraphError(MeshlibError, ValueError):
     """The program as written is wrong: names, scopes, variables, gradients."""
 
 
+class ArgumentError(GraphError, TypeError):
+    """A function has no argument of that name."""
+
+
 class ShapeError(GraphError):
     """Dims, sizes or dtypes of an operation's operands do not fit together."""
 

@@ -7,13 +7,15 @@ gradient's slices) he has never seen: it is laid out by what fits it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from inspect import isfunction
+from inspect import isfunction, signature
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from meshlib.origin import is_users
+from meshlib.errors import ArgumentError, nearest
+from meshlib.foreign import OF_ARGUMENTS
+from meshlib.origin import is_users, source_line
 
 if TYPE_CHECKING:
     from meshlib.graph import Operation
@@ -28,7 +30,13 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         made: list[Operation] = []  # filled by `record`, which finds it in this frame
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except TypeError as fault:
+            told = _misfit(function, kwargs) if _is_of_call(fault) else None
+            if told is None:
+                raise
+            raise ArgumentError(f"{function.__name__} ({source_line()}): {told}") from None
         if made:
             returned = set(_operations(result))
             for op in made:
@@ -37,6 +45,23 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
         return result
 
     return called
+
+
+def _is_of_call(fault: TypeError) -> bool:
+    """Whether calling failed, and not something within."""
+    trace = fault.__traceback__
+    return trace is not None and trace.tb_next is None
+
+
+def _misfit(function: Callable[..., Any], given: Mapping[str, object]) -> str | None:
+    """What is wrong with the names of arguments; None where they are right."""
+    known = list(signature(function).parameters)
+    for name in given:
+        if name not in known:
+            hint = OF_ARGUMENTS.get(name)
+            hint = f"; {hint}" if hint else nearest(name, known) or f"; it has {', '.join(known)}"
+            return f"no argument {name!r}{hint}"
+    return None
 
 
 _FACE: CodeType = public(lambda: None).__code__  # all wrappers share it

@@ -17,6 +17,7 @@ from layouts import Dimension, Shape
 from meshlib.dtypes import DType
 from meshlib.errors import GraphError, nearest
 from meshlib.face import record
+from meshlib.foreign import OF_NUMPY, OF_TENSORS
 from meshlib.origin import source_line
 
 if TYPE_CHECKING:
@@ -50,6 +51,13 @@ class TensorType:
         return TensorType(self.shape, self.dtype.of_cotangents)
 
 
+# What Python calls of the right operand, by NumPy's name of the operation.
+_REFLECTED = {
+    "add": "__radd__", "subtract": "__rsub__", "multiply": "__rmul__", "true_divide": "__rtruediv__",
+    "divide": "__rtruediv__", "floor_divide": "__rfloordiv__", "remainder": "__rmod__",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Tensor:
     """One value of the program: global shape with named dims, and the operation that makes it.
@@ -61,8 +69,6 @@ class Tensor:
     shape: Shape
     dtype: DType
     operation: Operation
-    # NumPy must not take `array * tensor` apart element by element.
-    __array_ufunc__ = None
 
     @property
     def graph(self) -> Graph:
@@ -102,6 +108,20 @@ class Tensor:
             f"tensor '{self.name}' can't be indexed with {key!r:.40}; use mtf.slice, mtf.gather or mtf.one_hot on one "
             f"of its dims {self.shape}"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # protocols that ask whether there is such a method
+            raise AttributeError(name)
+        there = OF_TENSORS.get(name) or f"mtf.{name}(x, ...), if there is one"
+        raise AttributeError(f"tensor '{self.name}' has no '{name}': {there}")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """`array * tensor` is the tensor's own product; no other function of NumPy takes a tensor."""
+        reflected = _REFLECTED.get(ufunc.__name__)
+        if method == "__call__" and reflected and len(inputs) == 2 and inputs[1] is self and not options:
+            return getattr(self, reflected)(inputs[0])
+        name = OF_NUMPY.get(ufunc.__name__, ufunc.__name__)
+        raise GraphError(f"np.{ufunc.__name__} takes no tensor ('{self.name}'); write mtf.{name}")
 
     def __array__(self, *args: object, **options: object) -> Any:
         raise GraphError(

@@ -22,6 +22,9 @@ from meshlib.errors import GraphError
 _given: ContextVar[tuple[str, FrameType | None] | None] = ContextVar("given", default=None)
 
 
+UNKNOWN_LINE = "unknown line"
+
+
 def source_line() -> str:
     """`file.py:line` of the innermost frame of the user's code; or what `written_at` says.
 
@@ -33,7 +36,7 @@ def source_line() -> str:
     frame = _user_frame()
     if given is not None and frame is given[1]:
         return given[0]
-    return "unknown line" if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return UNKNOWN_LINE if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ arguments that make no sense.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,11 @@ from meshlib.graph import Operation, Tensor
 from meshlib.program.instructions import COLLECTIVES, Instruction, Move, Value
 from meshlib.program.records import Collective, Program, require_program, walk
 from meshlib.slices import slice_for
-from meshlib.text import bytes_text
+from meshlib.snapshots import assert_snapshot
+from meshlib.text import bytes_text, read_bytes
 from meshlib.verification import Verification, verify
 
-__all__ = ["assert_collectives", "assert_fits", "assert_layout_invariant", "assert_sent_at_most"]
+__all__ = ["assert_collectives", "assert_fits", "assert_layout_invariant", "assert_sent_at_most", "assert_snapshot"]
 
 SHOWN_TENSORS = 8  # of those live at the peak, and of collectives that send most
 
@@ -76,7 +78,7 @@ class _Found:
         return f"{c.kind} over {'+'.join(c.axes)} of {c.tensor}{also}, payload {c.payload_bytes} B"
 
 
-def assert_collectives(program: Program, expected: Sequence[Any]) -> None:
+def assert_collectives(program: Program, expected: Sequence[Any] | Mapping[str, int]) -> None:
     """Assert that a program runs exactly the expected collectives, in any order.
 
     Args:
@@ -85,7 +87,7 @@ def assert_collectives(program: Program, expected: Sequence[Any]) -> None:
         a tuple (kind, axes) or (kind, axes, payload_bytes), axes as "rows+cols" or a list, major first, the payload
         being the bytes of the operand on one core; or a text "all_reduce over rows+cols", optionally "... of w1",
         which names the tensor, or the variable whose gradient it is, and optionally "2 x ..." in front.
-        One in the body of a loop counts once.
+        One in the body of a loop counts once. Or a dict of kinds to how many of each there are: {"all_reduce": 3}.
     Raises: AssertionError with the difference and the reason of everything unexpected; GraphError for an entry that
       is no collective.
     Example:
@@ -104,7 +106,11 @@ def assert_collectives(program: Program, expected: Sequence[Any]) -> None:
             avoid: leave 'batch' unsplit over rows (rule batch:rows)
         mesh rows:2   layout batch:rows
     """
+    __tracebackhide__ = True
     require_program(program, "assert_collectives")
+    if isinstance(expected, Mapping):
+        _assert_counts(program, expected)
+        return
     if isinstance(expected, str) or not isinstance(expected, Sequence):
         raise GraphError(f"assert_collectives: expected must be a list of collectives, got {expected!r:.80}")
     wanted = [w for entry in expected for w in _read(entry, program)]
@@ -122,6 +128,24 @@ def assert_collectives(program: Program, expected: Sequence[Any]) -> None:
         lines += [f"  + {c}  ({c.collective.source})", *c.why]
     lines += [f"    {c}" for c in found if c not in unexpected]
     raise AssertionError("\n".join([*lines, _place(program)]))
+
+
+def _assert_counts(program: Program, expected: Mapping[str, int]) -> None:
+    __tracebackhide__ = True
+    for kind, count in expected.items():
+        if kind not in COLLECTIVES or isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise GraphError(
+                f"assert_collectives: {kind!r}: {count!r:.80} must be a kind with a number; kinds are "
+                f"{', '.join(COLLECTIVES)}{nearest(kind, COLLECTIVES)}"
+            )
+    found = _found(program)
+    counts = Counter(c.collective.kind for c in found)
+    if counts != {kind: count for kind, count in expected.items() if count}:
+        lines = [f"expected {dict(expected)}, found {dict(counts)}"]
+        for c in found:
+            if counts[c.collective.kind] != expected.get(c.collective.kind, 0):
+                lines += [f"  {c}  ({c.collective.source})", *c.why]
+        raise AssertionError("\n".join([*lines, _place(program)]))
 
 
 def _unmatched(wanted: Sequence[_Wanted], found: Sequence[_Found]) -> tuple[list[_Wanted], list[_Found]]:
@@ -233,6 +257,7 @@ def assert_layout_invariant(
       >>> [row.layout for row in mtf.testing.assert_layout_invariant({"y": y}, mesh="p:2").rows]
       ['', 'batch:p', 'd:p', 'd:p;batch:p?']
     """
+    __tracebackhide__ = True
     found = verify(outputs, updates, inputs, layouts, mesh, **options)
     if not found.ok:
         raise AssertionError("\n".join([str(found).splitlines()[0], *map(str, found.failures)]))
@@ -257,6 +282,7 @@ def assert_fits(program: Program, slice: Any) -> None:
       ...     program = mtf.lower({"y": x * 2.0}, mesh="rows:8", layout="batch:rows")
       >>> mtf.testing.assert_fits(program, "v3-8")
     """
+    __tracebackhide__ = True
     require_program(program, "assert_fits")
     if slice is None:
         raise GraphError("assert_fits: give a slice, a name like 'v3-8'")
@@ -281,12 +307,12 @@ def assert_fits(program: Program, slice: Any) -> None:
     raise AssertionError("\n".join([*lines, _place(program)]))
 
 
-def assert_sent_at_most(program: Program, bytes: float) -> None:
+def assert_sent_at_most(program: Program, bytes: float | str) -> None:
     """Assert that a core sends no more than `bytes` in one run of the program, all collectives together. Exact.
 
     Args:
       program: what `mtf.lower` returned.
-      bytes: a number of bytes, at least 0.
+      bytes: a number of bytes, at least 0, or a text such as "1 KiB".
     Raises: AssertionError with both numbers and the collectives that send most, with their reasons; GraphError for
       bytes that are no number.
     Example:
@@ -296,16 +322,20 @@ def assert_sent_at_most(program: Program, bytes: float) -> None:
       ...     program = mtf.lower({"total": mtf.reduce_sum(x)}, mesh="rows:2", layout="batch:rows")
       >>> mtf.testing.assert_sent_at_most(program, 4)
     """
+    __tracebackhide__ = True
     require_program(program, "assert_sent_at_most")
-    if isinstance(bytes, bool) or not isinstance(bytes, int | float) or not bytes >= 0:
-        raise GraphError(f"assert_sent_at_most: bytes must be a number of at least 0, got {bytes!r:.80}")
+    most_bytes = read_bytes(bytes) if isinstance(bytes, str) else bytes
+    if isinstance(most_bytes, bool) or not isinstance(most_bytes, int | float) or not most_bytes >= 0:
+        raise GraphError(
+            f"assert_sent_at_most: bytes must be a number of at least 0, or a text such as '1 KiB', got {bytes!r:.80}"
+        )
     sent = program.sent_bytes
-    if sent <= bytes:
+    if sent <= most_bytes:
         return
     most = sorted(_found(program), key=lambda c: -c.collective.sent_bytes * c.collective.count)
     lines = [
-        f"a core sends {bytes_text(sent)} ({sent:.10g} bytes), more than {bytes_text(bytes)} ({bytes:.10g} bytes) by "
-        f"{bytes_text(sent - bytes)}; the largest of {len(most)} collectives:"
+        f"a core sends {bytes_text(sent)} ({sent:.10g} bytes), more than {bytes_text(most_bytes)} ({most_bytes:.10g} "
+        f"bytes) by {bytes_text(sent - most_bytes)}; the largest of {len(most)} collectives:"
     ]
     for c in most[:SHOWN_TENSORS]:
         x = c.collective

@@ -19,6 +19,20 @@ def bytes_text(n: int | float) -> str:
     raise AssertionError("unreachable")
 
 
+def read_bytes(text: str) -> float | None:
+    """The bytes that a text says, or None where it says none.
+
+    >>> read_bytes("1.5 KiB"), read_bytes("512 B"), read_bytes("2GiB"), read_bytes("some")
+    (1536.0, 512.0, 2147483648.0, None)
+    """
+    number = text.strip().rstrip("BKMGTi").strip()
+    unit = text.strip()[len(text.strip().rstrip("BKMGTi")) :]
+    units = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
+    if unit not in units or not number.replace(".", "", 1).isdecimal():
+        return None
+    return float(number) * float(1024 ** units[unit])
+
+
 def seconds_text(seconds: float) -> str:
     """Seconds for people.
 
@@ -60,3 +74,19 @@ def grid(cells: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
         .rstrip()
         for row in cells
     ]  # fmt: skip
+
+
+def wrapped(text: str, head: str, after: str, width: int = 80) -> list[str]:
+    """Text in lines of at most `width`, cut behind `after`; the first begins with `head`, the others below it.
+
+    >>> wrapped("batch:data;d_model:data?;heads:model", "layout ", ";", 24)
+    ['layout batch:data;', '       d_model:data?;', '       heads:model']
+    """
+    lines, margin = [head], " " * len(head)
+    parts = text.split(after)
+    for n, part in enumerate(parts):
+        piece = part + (after if n < len(parts) - 1 else "")
+        if len(lines[-1]) > len(head) and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append(margin)
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]

@@ -769,7 +769,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "slice of another size than the mesh": (
         lambda: mtf.simulate(lowered("rows:2;cols:2", "batch:rows"), "v3-8"),
         mtf.SliceError,
-        ["rows:2;cols:2", "4 cores", "v3-8", "8 devices", "4 chips"],
+        ["rows:2;cols:2", "4 positions", "v3-8", "8 devices", "4 chips"],
     ),
     "explanation of a graph": (lambda: mtf.explain(mtf.Graph()), mtf.GraphError, ["mtf.lower", "Graph"]),
 }
@@ -1088,3 +1088,41 @@ def test_a_failed_step_changes_nothing(executor, mesh):
         for name in smooth.state:
             assert smooth.state[name].tobytes() == disturbed.state[name].tobytes(), name
     assert smooth.state["step"] == disturbed.state["step"] == len(feeds)
+
+
+def test_names_from_elsewhere_are_told_what_stands_for_them() -> None:
+    """What people bring along from NumPy, JAX and Mesh TensorFlow."""
+    batch = mtf.Dimension("batch", 4)
+    rows = {
+        "np.exp takes no tensor": lambda x: np.exp(x),
+        "write mtf.maximum": lambda x: np.maximum(x, 0),
+        "mtf.reduce_sum": lambda x: x.sum(),
+        "mtf.cast": lambda x: x.astype("int32"),
+        "laid over a mesh by mtf.lower": lambda x: x.mesh,
+        "dims go by name": lambda x: mtf.reduce_sum(x, axis=0),
+        "operations know no mesh": lambda x: mtf.relu(x, mesh="rows:2"),
+        "did you mean 'reduced_dim'": lambda x: mtf.reduce_sum(x, reduce_dim=batch),
+        "write mtf.variable": lambda x: mtf.get_variable,
+        "is it a mesh": lambda x: mtf.lower(x, "rows:2", "batch:rows"),
+        "take rows:8": lambda x: mtf.estimate(mtf.lower(x, mesh="rows:4", layout="batch:rows"), "v3-8"),
+        "mtf.gather or mtf.one_hot": lambda x: mtf.einsum([x, mtf.input("ids", [batch], "int32")]),
+    }
+    for text, wrong in rows.items():
+        with mtf.Graph(), pytest.raises((mtf.MeshlibError, AttributeError, TypeError)) as caught:
+            wrong(mtf.input("x", [batch]))
+        assert text in str(caught.value), text
+
+
+def test_arrays_and_tensors_still_mix() -> None:
+    with mtf.Graph():
+        x = mtf.input("x", [])
+        y = np.float32(2) * x - np.float64(1) + (1 / (np.float32(4) + x))
+        sim = mtf.simulate(mtf.lower({"y": y}))
+    assert float(sim.step(x=4.0)["y"]) == 7.125
+
+
+def test_the_repr_of_a_program_is_a_line() -> None:
+    with mtf.Graph():
+        program = mtf.lower(mtf.reduce_sum(mtf.input("x", [mtf.Dimension("b", 4)])), mesh="r:2", layout="b:r")
+    assert len(repr(program)) < 200
+    assert "1 collectives" in repr(program)

@@ -31,9 +31,12 @@ OPTIONAL = {"jax": "meshlib/jax/"}
 HOUSE = """
 __main__
 meshlib
+command
 testing
+snapshots
 jax
 generation frontier
+searching
 verification validation checkpoint
 simulation estimation models
 slices lowering optimize layers
@@ -49,7 +52,7 @@ graph+face+loop_record
 dtypes
 origin
 files
-arrays names threefry special errors text
+arrays names threefry special errors text foreign
 """
 FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line.split() for unit in p.split("+")}
 # What points up all the same: (module, what it imports) -> why. Each is bound when it runs, or for its type alone.

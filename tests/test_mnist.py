@@ -68,7 +68,7 @@ def test_script_runs_on_drawn_digits(capsys: pytest.CaptureFixture[str], monkeyp
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--mesh", "rows:2;cols:2"], r"has 4 cores, but slice v3-8 has 8 devices"),
+        (["--mesh", "rows:2;cols:2"], r"has 4 positions, but slice v3-8 has 8 devices"),
         (["--hidden", "10"], r"10 % 4 = 2"),
         (["--layout", "batch:rows;hiden:cols"], r"did you mean 'hidden'"),
         (["--data", "/nonexistent"], r"/nonexistent"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -192,7 +193,7 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_is_large() -> None:
 
 
 def test_fits_refuses_slices_that_make_no_sense(program: Program) -> None:
-    with pytest.raises(mtf.SliceError, match="mesh rows:2;cols:1 has 2 cores, but slice v3-8 has 8 devices"):
+    with pytest.raises(mtf.SliceError, match="mesh rows:2;cols:1 has 2 positions, but slice v3-8 has 8 devices"):
         testing.assert_fits(program, "v3-8")
     with pytest.raises(mtf.SliceError):
         testing.assert_fits(program, "v99-8")
@@ -217,3 +218,46 @@ def test_sent_bytes_are_compared_exactly(program: Program) -> None:
     for wrong in (-1, True, "260", float("nan")):
         with pytest.raises(mtf.GraphError, match="bytes must be a number"):
             testing.assert_sent_at_most(program, wrong)
+
+
+# ---------------------------------------------------------------- snapshots, counts, sizes as text
+
+
+def test_a_snapshot_shows_what_changed(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "net.txt"
+    with pytest.raises(AssertionError, match="there is no snapshot"):
+        testing.assert_snapshot(program, path)
+    testing.assert_snapshot(program, path, update=True)
+    testing.assert_snapshot(program, path)
+    assert "backward all_reduce over rows: 1 x y/grad/einsum_1, sends 256 bytes\n" in path.read_text()
+    with mtf.Graph():
+        loss, train = network()
+        other = mtf.lower({"loss": loss}, train, "rows:2;cols:1", "batch:rows;d_in:rows?")
+    with pytest.raises(AssertionError, match=r"-layout batch:rows\n  \+layout batch:rows;d_in:rows\?") as caught:
+        testing.assert_snapshot(other, path)
+    assert "+backward reduce_scatter over rows" in str(caught.value)
+    monkeypatch.setenv("MESHLIB_UPDATE_SNAPSHOTS", "1")
+    testing.assert_snapshot(other, path)
+    monkeypatch.delenv("MESHLIB_UPDATE_SNAPSHOTS")
+    testing.assert_snapshot(other, path)
+    with pytest.raises(mtf.GraphError):
+        testing.assert_snapshot(program, tmp_path / "nowhere" / "net.txt", update=True)
+
+
+def test_collectives_may_be_counted_by_kind(program: Program) -> None:
+    testing.assert_collectives(program, {"all_reduce": 2})
+    testing.assert_collectives(program, {"all_reduce": 2, "all_gather": 0})
+    with pytest.raises(AssertionError, match=r"found \{'all_reduce': 2\}[\s\S]*because"):
+        testing.assert_collectives(program, {"all_reduce": 3})
+    for bad in ({"all_reduced": 2}, {"all_reduce": -1}, {"all_reduce": "2"}):
+        with pytest.raises(mtf.GraphError, match="must be a kind with a number"):
+            testing.assert_collectives(program, bad)
+
+
+def test_bytes_as_text(program: Program) -> None:
+    testing.assert_sent_at_most(program, "1 KiB")
+    with pytest.raises(AssertionError, match="more than 128 B"):
+        testing.assert_sent_at_most(program, "0.125 KiB")
+    for bad in ("1 KB", "KiB", "", "1 2 B", "-1 B", "nan B"):
+        with pytest.raises(mtf.GraphError, match="such as '1 KiB'"):
+            testing.assert_sent_at_most(program, bad)

@@ -95,7 +95,7 @@ def test_layouts_do_not_change_the_loss(text: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--mesh", "data:2;tensor:2"], r"has 4 cores, but slice v3-8 has 8 devices"),
+        (["--mesh", "data:2;tensor:2"], r"has 4 positions, but slice v3-8 has 8 devices"),
         (["--layout", "2e"], r"no layout '2e'"),
         (["--mesh", "data:1;tensor:8"], r"4 % 8 = 4"),
         (["--text", "/nonexistent"], r"no such file or folder"),

@@ -52,6 +52,7 @@ class Session:
 
     def __init__(self, outputs: Outputs = None, updates: Sequence[Operation] = ()) -> None:
         self._outputs, self._graph = fetched_outputs(outputs, updates)
+        self.asked = (dict(self._outputs), list(updates))  # what the program computes and writes
         self._updates = assigned(updates)
         self._known: object = None
 
@@ -84,6 +85,12 @@ class Session:
         """All faults of a layout at once, and notes on what it leaves unused: as `mtf.check`."""
         self._learn()
         return check_layout(self._subjects, Mesh(mesh), LayoutRules(layout))
+
+    @property
+    def subjects(self) -> Subjects:
+        """What a layout of the program is checked over: its tensors with their shapes and scopes."""
+        self._learn()
+        return self._subjects
 
     def _learn(self) -> None:
         """Look at the graph, unless it is as it was."""
@@ -132,6 +139,11 @@ def fetched_outputs(outputs: Outputs, updates: Sequence[Operation]) -> tuple[dic
             raise GraphError(f"the names of outputs are strings, got {type(name).__name__} {name!r:.80}")
         if not isinstance(t, Tensor):
             raise GraphError(f"output {name!r} must be a tensor, got {type(t).__name__} {t!r:.80}")
+    if isinstance(updates, str | Mesh):
+        text = "is it a mesh? Write mtf.lower(y, mesh=..., layout=...)"
+        raise GraphError(
+            f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}; {text}"
+        )
     if isinstance(updates, Operation) or not isinstance(updates, Sequence):
         raise GraphError(f"updates must be a list of what mtf.assign or an optimizer returned, got {updates!r:.80}")
     assigned(updates)  # refuses what is no update, before its graph is looked at

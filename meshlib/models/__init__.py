@@ -42,3 +42,4 @@ from meshlib.models.serving import prefill as prefill
 from meshlib.models.stages import Pipeline as Pipeline
 from meshlib.models.train import OPTIMIZERS as OPTIMIZERS
 from meshlib.models.train import train_step as train_step
+from meshlib.models.usual import usual_layouts as usual_layouts

@@ -55,7 +55,11 @@ def same_dtype(types: Sequence[TensorType]) -> DType:
     dtypes = list(dict.fromkeys(t.dtype for t in types))
     if len(dtypes) > 1:
         names = " and ".join(d.name for d in dtypes)
-        raise ShapeError(f"operands have dtypes {names}; cast one, as in mtf.cast(x, '{dtypes[0].name}')")
+        floats = [d for d in dtypes if d.is_float]
+        whole = "; positions go into mtf.gather or mtf.one_hot" if floats and len(floats) < len(dtypes) else ""
+        raise ShapeError(
+            f"operands have dtypes {names}; cast one, as in mtf.cast(x, '{(floats or dtypes)[0].name}'){whole}"
+        )
     return dtypes[0]
 
 

@@ -52,7 +52,7 @@ class Collective:
         return f"{self.kind} of {self.tensor} over {over}: {bytes_text(self.payload_bytes)} ({self.reason})"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Program:
     """What every core runs, for one mesh and layout.
 
@@ -153,6 +153,10 @@ class Program:
     def _copied(self, to_host: bool) -> int:
         done = [(n, i) for i, _, n in walk(self) if isinstance(i, Compute) and i.operation.kind.kind is Kind.COPY]
         return sum(n * i.outputs[0].local_bytes for n, i in done if i.outputs[0].tensor.on_host == to_host)
+
+    def __repr__(self) -> str:
+        sent = f"{len(self.collectives)} collectives, {bytes_text(self.sent_bytes)} sent by each core"
+        return f"<Program of {self.headline}: {len(self.instructions)} instructions, {sent}>"
 
     def __str__(self) -> str:
         from meshlib.program.listing import listing

@@ -160,7 +160,7 @@ def _load(path: str | Path) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError, ValueError) as fault:
         raise GraphError(f"validate: cannot read {path}: {fault}") from None
     rows = found.get("rows") if isinstance(found, dict) else found
-    if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
+    if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) for r in rows):
         raise GraphError(f"validate: {path} holds no rows; expected {{'rows': [...]}} with an object for each")
     return rows
 

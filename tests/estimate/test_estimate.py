@@ -297,7 +297,7 @@ def test_bad_arguments():
     program = layers(1, "data:8", "batch:data")
     with pytest.raises(mtf.GraphError, match=r"expected what mtf\.lower returned, got int 3"):
         mtf.estimate(3, "v3-8")
-    with pytest.raises(mtf.SliceError, match=r"8 cores, but slice v3-32 has 32 devices"):
+    with pytest.raises(mtf.SliceError, match=r"8 positions, but slice v3-32 has 32 devices"):
         mtf.estimate(program, "v3-32")
     with pytest.raises(mtf.SliceError, match="v3-8"):
         mtf.estimate(program, "v3-9")

@@ -25,8 +25,10 @@ from tests.oracle import Layout, draw_layout, needed
 
 DEVICES = 8
 LAYOUTS = 6
-# Within what a value on JAX may differ from the simulator's, of the largest number of its array.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}
+# Within what a value on JAX may differ from the simulator's, of the largest number of its array. A row in bfloat16, or
+# with operands of eight bits, whose cotangents are in bfloat16, rounds what differs in its last bit to neighbours, and
+# may do so twice.
+TOLERANCE, ROUNDED = 1e-5, 2**-6
 
 
 def test_every_operation_has_a_row() -> None:
@@ -42,6 +44,7 @@ class Together:
         self.outputs: dict[str, mtf.Tensor] = {}
         self.updates: list[Operation] = []
         self.feeds: dict[str, Array] = {}
+        self.narrow: set[str] = set()  # rows that round to fewer bits
         with mtf.Graph():
             for n, case in enumerate(cases):
                 with mtf.scope(f"row_{n}"):
@@ -53,12 +56,14 @@ class Together:
             operands.append(mtf.input(name, spec.shape, spec.dtype or dtype))
             self.feeds[f"{scope}/{name}"] = value
         y = case.build(dtype, *operands)
+        if any(t.dtype.is_rounded for t in needed([y])):
+            self.narrow.add(scope)
         if isinstance(y, Operation):
             self.updates.append(y)
             return
         self.outputs[f"{scope} {case}"] = y
         if case.has_gradient and y.dtype.is_float:
-            cotangent = mtf.input("cotangent", y.shape, y.dtype)
+            cotangent = mtf.input("cotangent", y.shape, y.dtype.of_cotangents)
             self.feeds[f"{scope}/cotangent"] = case.rng(1).uniform(0.4, 1.6, y.shape.sizes)
             floats = {n: x for n, x in zip(case.inputs, operands, strict=True) if x.dtype.is_float}
             found = mtf.gradients([y], list(floats.values()), [cotangent])
@@ -124,7 +129,8 @@ def compared(layout: Layout, cases: list[Case], dtype: str) -> None:
         assert (x.shape, x.dtype) == (y.shape, y.dtype), name
         a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
         error = np.abs(a - b).max(initial=0) / (np.abs(b).max(initial=0) or 1)
-        if not error <= TOLERANCE[dtype]:
+        narrow = dtype == "bfloat16" or name.split(" ")[0] in rows.narrow
+        if not error <= (ROUNDED if narrow else TOLERANCE):
             far.append(f"{name}: {error:.3g}")
     assert not far, f"{layout}: {'; '.join(far)}"
 

@@ -122,3 +122,28 @@ def test_drawings():
     assert "c 0:2" in middle
     assert "b 2:4" in middle
     assert "a 0" not in middle
+
+
+def test_optional_rules_may_name_what_is_not_there():
+    """One layout serves many models and meshes; a typo is seen as a note."""
+    tensors = [("x", "batch:8;hidden:4", "activations")]
+    report = check("batch:rows;hiden:rows?;hidden:cols?", "rows:2", tensors)
+    assert report.ok
+    assert report.notes == (
+        "rule hiden:rows?: no dimension 'hiden' in the program; did you mean 'hidden'?; it splits nothing here, as its "
+        "'?' allows",
+        "rule hidden:cols?: no axis 'cols' in mesh rows:2; it splits nothing here, as its '?' allows",
+    )
+    assert not check("batch:rows;hiden:rows", "rows:2", tensors).ok
+    assert not check("batch:rows;hidden:cols", "rows:2", tensors).ok
+
+
+def test_a_swapped_rule_is_turned_round():
+    (first, second) = check("rows:batch", "rows:2", [("x", "batch:8", "activations")]).faults
+    assert "no axis 'batch'" in first
+    assert second.endswith("rules are dim:axis, so write batch:rows")
+
+
+def test_blanks_around_colons():
+    assert LayoutRules(" batch : rows; d: cols ;e :x f:y") == LayoutRules("batch:rows;d:cols;e:x;f:y")
+    assert str(Mesh("rows : 2; cols: 4")) == "rows:2;cols:4"

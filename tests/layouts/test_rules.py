@@ -52,7 +52,7 @@ def test_text_round_trip(rules):
         ("batch", "'batch' has no ':'", "batch"),
         ("a:b;batch;c:d", "'batch' has no ':'", "batch;c:d"),
         ("a:b:c", "two ':'", ":c"),
-        ("a: b", "'b' has no ':'", "b"),
+        ("a: b c", "'c' has no ':'", "c"),
         ("a:b;9:c", "'9' is not an identifier", "9:c"),
         (":c", "'' is not an identifier", ":c"),
         ("a:b;c:d+", "axis name '' is not an identifier", ""),

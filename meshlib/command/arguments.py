@@ -1,0 +1,113 @@
+"""The arguments of `meshlib`, one parser for each command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from meshlib.command import commands
+from meshlib.command.plan import REMAT
+
+_PROGRAM = (
+    "a model (mtf.models.PRESETS), or FILE.py[:function] that returns (outputs, updates); default function: build"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands."""
+    made = argparse.ArgumentParser(prog="meshlib", description="Plan, prove and price programs on TPU meshes.")
+    made.set_defaults(run=None)
+    under = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _plan(_about(under, "plan", "does it fit, what does it send, how fast is it, and which layout?", commands.plan))
+    _search(_about(under, "search", "the best mesh and layout of a slice, with a certificate", commands.search))
+    for name, text, run in (
+        ("explain", "what one core runs, and the reason of every collective", commands.explain),
+        ("estimate", "where time and memory go, operation by operation", commands.estimated),
+        ("compare", "the first layout against the others", commands.compared),
+        ("check", "all faults of a layout at once", commands.checked),
+        ("verify", "run the layout on simulated cores and compare with one core", commands.verified),
+        ("trace", "write the schedule for ui.perfetto.dev", commands.traced),
+    ):
+        command = _about(under, name, text, run, a_slice=name in ("estimate", "compare", "trace"))
+        _layout(command)
+        if name == "estimate":
+            command.add_argument("--rows", type=int, default=25, help="rows shown (%(default)s); 0: all")
+        if name == "trace":
+            command.add_argument("--out", required=True, help="the file, such as trace.json")
+    _validate(under.add_parser("validate", help="predicted beside published, with the error of each row"))
+    slices = under.add_parser("slices", help="which slices there are")
+    slices.add_argument("kind", nargs="?", help="a chip, such as v5e; all of them unless given")
+    slices.set_defaults(run=commands.slices)
+    return made
+
+
+Under = Any  # what `add_subparsers` returns has no public type
+Run = Callable[[argparse.Namespace], int]
+
+
+def _about(under: Under, name: str, text: str, run: Run, a_slice: bool = True) -> argparse.ArgumentParser:
+    """A command about a program."""
+    made: argparse.ArgumentParser = under.add_parser(name, help=text, description=text)
+    made.set_defaults(run=run)
+    made.add_argument("program", help=_PROGRAM)
+    made.add_argument(
+        "--slice", required=a_slice, help="the slice, such as v5e-256 or 2*v5p-512; meshlib slices lists them"
+    )
+    made.add_argument("--batch", type=_count, help="sequences in a step of a model; default: 4,096 tokens a device")
+    made.add_argument("--length", type=_count, help="tokens in a sequence; default: 8,192, or the model's own limit")
+    made.add_argument("--remat", choices=REMAT, help="what the backward pass of a model computes again")
+    made.add_argument(
+        "--set",
+        action="append",
+        metavar="NAME=VALUE",
+        help="a field of the model's config, or an argument of the function; repeatedly",
+    )
+    return made
+
+
+def _layout(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--layout",
+        action="append",
+        metavar="LAYOUT@MESH",
+        help="fsdp+tensor@fsdp:16;tensor:8 for a model, or rules: batch:data@data:8; repeatedly",
+    )
+    made.add_argument("--mesh", help="the mesh, for layouts without their own")
+
+
+def _plan(made: argparse.ArgumentParser) -> None:
+    _layout(made)
+    made.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
+    made.add_argument("--json", action="store_true", help="for programs")
+    _effort(made)
+
+
+def _search(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--objective", default="step_seconds", help="step_seconds, usd, memory, or another figure")
+    made.add_argument("--fix", default="", help="rules that every layout has, such as batch:data")
+    made.add_argument("--sizes", default="", help="sizes of their axes, such as data:16")
+    made.add_argument("--forbid", default="", help="dims that are not split")
+    made.add_argument("--axes", type=int, default=3, help="axes at most (%(default)s)")
+    made.add_argument("--resume", help="a file that keeps what was found, and goes on with it")
+    made.add_argument("--json", action="store_true", help="for programs")
+    _effort(made)
+
+
+def _effort(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--seconds", type=float, default=60.0, help="to search at most (%(default)s)")
+    made.add_argument("--workers", type=_count, default=1, help="processes (%(default)s)")
+
+
+def _validate(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--file", help="JSON in the format of published results; default: the set in the package")
+    made.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
+    made.add_argument("--talks", action="store_true", help="the figures of the talks, in place of the rows")
+    made.set_defaults(run=commands.validated)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

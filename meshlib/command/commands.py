@@ -1,0 +1,185 @@
+"""What each command does: builds the program, asks the library, prints its answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from hardware.chips import CHIPS
+from hardware.slices import Slice, legal_slices
+from layouts import Mesh
+from meshlib.command.plan import json_of, planned, plans_of, text_of
+from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of
+from meshlib.command.terminal import progress, progress_ends
+from meshlib.errors import GraphError, LayoutError
+from meshlib.estimation import estimate
+from meshlib.lowering import Program
+from meshlib.program.listing import explain as explained
+from meshlib.searching import Found
+from meshlib.searching import search as searched
+from meshlib.text import wrapped
+from meshlib.validation.talks import talks
+from meshlib.validation.validating import validate
+from meshlib.verification import verify
+
+GOOD, FAILED = 0, 1
+
+
+def plan(args: argparse.Namespace) -> int:
+    """The verdict, and the ranking."""
+    where = slice_of(args.slice)
+    subject = subject_of(args, where)
+    subject.session(**_choices(args, subject))  # what is wrong with the program itself is said once
+    searching = args.search or (subject.config is None and not args.layout)
+    if searching:
+        found = _found(args, subject, where)
+        best = found.best.candidate
+        plans = [planned(subject, where, str(best.layout), str(best.mesh), **dict(best.choices))]
+    else:
+        layouts = named_layouts(args.layout, args.mesh) if args.layout else subject.usual(where.devices)
+        plans = plans_of(subject, where, layouts, args.remat)
+    if args.json:
+        print(json.dumps(json_of(subject, where, plans), indent=2))
+    else:
+        print(text_of(subject, where, plans))
+        if searching:
+            print(f"\n{found}")
+    return GOOD if plans[0].est is not None and plans[0].est.fits else FAILED
+
+
+def search(args: argparse.Namespace) -> int:
+    """The best mesh and layout."""
+    where = slice_of(args.slice)
+    found = _found(args, subject_of(args, where), where)
+    if args.json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        print(found)
+    return GOOD if found.fits else FAILED
+
+
+def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
+    choices = {"remat": [args.remat] if args.remat else ["full", "matmuls", "none"]} if subject.config else None
+    further = ("objective", "fix", "sizes", "forbid", "axes", "resume")
+    given = {name: getattr(args, name) for name in further if hasattr(args, name)}
+    try:
+        return searched(
+            subject.built,
+            where,
+            choices=choices,
+            seconds=args.seconds,
+            workers=args.workers,
+            progress=progress,
+            **given,
+        )
+    finally:
+        progress_ends()
+
+
+def explain(args: argparse.Namespace) -> int:
+    """The listing with reasons."""
+    for program in _lowered(args):
+        print(explained(program))
+    return GOOD
+
+
+def estimated(args: argparse.Namespace) -> int:
+    """The whole table."""
+    fits = True
+    for program in _lowered(args):
+        est = estimate(program, slice_of(args.slice))
+        print(est.table(args.rows or None))
+        fits = fits and est.fits
+    return GOOD if fits else FAILED
+
+
+def compared(args: argparse.Namespace) -> int:
+    """The first layout beside each other one."""
+    programs = _lowered(args)
+    if len(programs) < 2:
+        raise GraphError("compare needs at least two --layout")
+    first, *others = (estimate(program, slice_of(args.slice)) for program in programs)
+    print("\n\n".join(first.compare(other) for other in others))
+    return GOOD
+
+
+def checked(args: argparse.Namespace) -> int:
+    """All faults, and notes."""
+    subject, layouts = _laid(args)
+    good = True
+    for name, mesh in layouts:
+        try:
+            report = subject.session(**_choices(args, subject)).check(Mesh(mesh), subject.rules(name, mesh))
+        except LayoutError as fault:  # no layout of that name can be made
+            print(f"{name} on {mesh}: {fault}")
+            good = False
+            continue
+        print(f"{name} on {mesh}: {'good' if report.ok else _faults(len(report.faults))}")
+        for text in (*report.faults, *(f"note: {note}" for note in report.notes)):
+            print("\n".join(f"  {line}" for line in text.splitlines()))
+        good = good and report.ok
+    return GOOD if good else FAILED
+
+
+def _faults(count: int) -> str:
+    return f"{count} fault" + ("s" if count > 1 else "")
+
+
+def verified(args: argparse.Namespace) -> int:
+    """The numbers, against one core."""
+    subject, layouts = _laid(args)
+    if subject.config is not None and subject.config.parameters > 1e7:
+        raise GraphError(
+            f"verify computes every number of {subject.name}: make it small, such as "
+            "--set layers=2 --set d_model=64 --set heads=4 --set head_dim=16 --set d_ff=128 --set vocab=128"
+        )
+    made = verify(*subject.compared(), layouts=[(mesh, subject.rules(name, mesh)) for name, mesh in layouts])
+    print(made.table())
+    return GOOD if made.ok else FAILED
+
+
+def traced(args: argparse.Namespace) -> int:
+    """The schedule as a file."""
+    (program, *others) = _lowered(args)
+    if others:
+        raise GraphError("trace writes one file: give one --layout")
+    estimate(program, slice_of(args.slice)).save_trace(args.out)
+    print(f"{args.out}: open it at ui.perfetto.dev")
+    return GOOD
+
+
+def validated(args: argparse.Namespace) -> int:
+    """Predicted beside published."""
+    if args.talks and (args.file or args.refit):
+        raise GraphError("validate: --talks has facts of its own; leave out --file and --refit")
+    print(talks() if args.talks else validate(args.file, args.refit))
+    return GOOD
+
+
+def slices(args: argparse.Namespace) -> int:
+    """Names of slices."""
+    for kind in [args.kind] if args.kind else sorted(CHIPS):
+        names = legal_slices(kind)
+        print("\n".join(wrapped(" ".join(names), f"{kind:<5} ", " ")))
+    return GOOD
+
+
+def _choices(args: argparse.Namespace, subject: Subject) -> dict[str, object]:
+    return {"remat": args.remat or "full"} if subject.config is not None else {}
+
+
+def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
+    """The subject, and the layouts that are named; of a model on a slice, else, the first usual one."""
+    where = slice_of(args.slice) if args.slice else None
+    subject = subject_of(args, where)
+    if args.layout:
+        return subject, named_layouts(args.layout, args.mesh)
+    if where is None:
+        raise GraphError("say how it is laid out: --layout LAYOUT@MESH; of a model, --slice takes a usual one")
+    usual = subject.usual(where.devices)
+    return subject, usual if args.command == "compare" else usual[:1]
+
+
+def _lowered(args: argparse.Namespace) -> list[Program]:
+    subject, layouts = _laid(args)
+    return [subject.lowered(name, mesh, **_choices(args, subject)) for name, mesh in layouts]

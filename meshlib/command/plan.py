@@ -1,0 +1,186 @@
+"""`meshlib plan`: the verdict first, then what it costs, where the time goes, and the other layouts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hardware.slices import Slice
+from meshlib.command.subject import Subject
+from meshlib.errors import MeshlibError
+from meshlib.estimation import Estimate, estimate
+from meshlib.text import bytes_text, count_text, grid, seconds_text, usd_text, wrapped
+
+REMAT = ("full", "matmuls", "none")
+CAUSES = 4  # collectives that a plan names
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout of the program: its estimate, or why there is none."""
+
+    name: str
+    mesh: str
+    choices: dict[str, object]
+    est: Estimate | None
+    fault: str = ""
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """What fits before what does not, the fastest first."""
+        if self.est is None:
+            return (True, True, 0.0)
+        over = self.est.memory.peak_bytes if not self.est.fits else self.est.step_seconds
+        return (False, not self.est.fits, over)
+
+
+def planned(subject: Subject, where: Slice, name: str, mesh: str, **choices: object) -> Plan:
+    """Lower and estimate one layout."""
+    try:
+        return Plan(name, mesh, choices, estimate(subject.lowered(name, mesh, **choices), where))
+    except MeshlibError as fault:
+        return Plan(name, mesh, choices, None, str(fault))
+
+
+def plans_of(subject: Subject, where: Slice, layouts: Sequence[tuple[str, str]], remat: str | None) -> list[Plan]:
+    """All layouts, the best first; where remat is not given, the best is tried with the others."""
+    first: dict[str, object] = {"remat": remat or REMAT[0]} if subject.config is not None else {}
+    made = sorted((planned(subject, where, name, mesh, **first) for name, mesh in layouts), key=lambda p: p.order)
+    if first and remat is None and made[0].est is not None and made[0].est.fits:
+        best = made[0]
+        made += [planned(subject, where, best.name, best.mesh, remat=other) for other in REMAT[1:]]
+    return sorted(made, key=lambda p: p.order)
+
+
+# ------------------------------------------------------------ text
+
+
+def text_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> str:
+    """What a person reads: verdict, figures, causes, ranking."""
+    best = plans[0]
+    if best.est is None:
+        return "\n".join([f"{subject.name} on {where.name}: NOT POSSIBLE", best.fault])
+    parts = ["\n".join(_verdict(subject, best, best.est)), "\n".join(_causes(best.est))]
+    if len(plans) > 1:
+        parts.append("\n".join(_ranking(subject, plans)))
+    parts.append("* modelled; all others exact")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _verdict(subject: Subject, plan: Plan, est: Estimate) -> list[str]:
+    where, memory = est.slice, est.memory
+    over = memory.peak_bytes - memory.capacity_bytes
+    fits = "fits" if est.fits else f"DOES NOT FIT, {bytes_text(over)} too much"
+    lines = [f"{subject.name} on {where.name}: {fits}"]
+    about = f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.capacity_bytes)} on each of {where.devices} devices"
+    lines.append(f"  memory     {about}")
+    if not est.fits:
+        lines += _remedies(est)
+    lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {_mfu(subject, est):.1%}*{_rates(subject, est)}")
+    shares = sorted(est.bound_seconds.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in shares if seconds)
+    lines.append(f"  bound by   {named}; waits for collectives {seconds_text(est.exposed_comm_seconds)}*")
+    if where.usd_per_hour is not None:
+        of_tokens = f", {usd_text(est.usd() / subject.tokens * 1e9)}* a billion tokens" if subject.tokens else ""
+        lines.append(f"  price      {usd_text(where.usd_per_hour)} an hour{of_tokens}")
+    if subject.tokens:
+        sizes = f"{subject.sizes['batch']:,} sequences of {subject.sizes['length']:,} tokens"
+        lines.append(f"  one step   {sizes}: forward, backward, AdamW")
+    lines.append(f"  mesh       {est.program.mesh}")
+    lines += wrapped(str(est.program.layout) or "(nothing is split)", "  layout     ", ";")
+    lines += [f"  {name:<10} {value}" for name, value in plan.choices.items()]
+    return lines
+
+
+def _remedies(est: Estimate) -> list[str]:
+    found = [str(remedy) for remedy in est.memory.remedies[:3]]
+    return [
+        line for n, text in enumerate(found) for line in wrapped(text, "  do         " if n == 0 else " " * 13, " ")
+    ]
+
+
+def _mfu(subject: Subject, est: Estimate) -> float:
+    if subject.config is None:
+        return est.mfu
+    flops = subject.config.flops_per_token(subject.sizes["length"]) * (subject.tokens or 0)
+    return flops / est.step_seconds / est.slice.peak_flops_per_device / est.slice.devices
+
+
+def _rates(subject: Subject, est: Estimate) -> str:
+    return f", {count_text(subject.tokens / est.step_seconds)} tokens/s*" if subject.tokens else ""
+
+
+def _causes(est: Estimate) -> list[str]:
+    """The collectives that take longest on the wire, those of one cause together."""
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    names: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in est.rows:
+        if row.kind == "collective":
+            key = row.opcode, "+".join(row.axes)
+            seconds[key] += row.total_seconds
+            sent[key] += row.sent_bytes * row.count
+            names[key].append(row.name)
+    if not seconds:
+        return ["sends nothing"]
+    lines = [f"sends {bytes_text(est.sent_bytes)} from each device in a step:"]
+    keys = sorted(seconds, key=lambda key: -seconds[key])[:CAUSES]
+    cells = [
+        (f"  {k} over {axes}", bytes_text(sent[k, axes]), f"{seconds_text(seconds[k, axes])}*") for k, axes in keys
+    ]
+    for key, text in zip(keys, grid(cells, right=(1, 2)), strict=True):
+        lines.append(f"{text}  {_short(names[key][0], WIDTH - len(text) - 2)}")
+    return lines
+
+
+def _short(name: str, room: int) -> str:
+    """The end of a scoped name, which says most."""
+    return name if len(name) <= room else "..." + name[3 - room :]
+
+
+def _ranking(subject: Subject, plans: Sequence[Plan]) -> list[str]:
+    cells = [("", "step*", "MFU*", "peak", *plans[0].choices, "layout", "mesh")]
+    faults = []
+    for n, plan in enumerate(plans, start=1):
+        chosen = [str(value) for value in plan.choices.values()]
+        if plan.est is None:
+            cells.append((str(n), "-", "-", "-", *chosen, plan.name, plan.mesh))
+            faults += ["", f"{plan.name} on {plan.mesh}: {plan.fault}"]
+            continue
+        peak = bytes_text(plan.est.memory.peak_bytes) + ("" if plan.est.fits else " !")
+        figures = (seconds_text(plan.est.step_seconds), f"{_mfu(subject, plan.est):.1%}", peak)
+        cells.append((str(n), *figures, *chosen, plan.name, plan.mesh))
+    note = ["! does not fit"] if any(p.est is not None and not p.est.fits for p in plans) else []
+    return [*grid(cells, right=(1, 2, 3)), *note, *faults]
+
+
+# ------------------------------------------------------------ JSON
+
+
+def json_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> dict[str, Any]:
+    """The same figures for programs."""
+    return {"program": subject.name, "slice": where.name, **subject.sizes, "plans": [_entry(p) for p in plans]}
+
+
+def _entry(plan: Plan) -> dict[str, Any]:
+    head = {"name": plan.name, "mesh": plan.mesh, **plan.choices}
+    if plan.est is None:
+        return {**head, "fault": plan.fault}
+    est = plan.est
+    return {
+        **head,
+        "layout": str(est.program.layout),
+        "fits": est.fits,
+        "peak_bytes": est.memory.peak_bytes,
+        "capacity_bytes": est.memory.capacity_bytes,
+        "sent_bytes": est.sent_bytes,
+        "flops": est.flops,
+        "step_seconds_modelled": est.step_seconds,
+        "mfu_modelled": est.mfu,
+        "exposed_comm_seconds_modelled": est.exposed_comm_seconds,
+        "bound_modelled": est.bound,
+        "usd_per_step_modelled": None if est.slice.usd_per_hour is None else est.usd(),
+    }

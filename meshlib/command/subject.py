@@ -1,0 +1,181 @@
+"""What a command is about: a model by name, or a function in somebody's file; built once, lowered under layouts."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hardware.errors import HardwareError
+from hardware.slices import Slice
+from layouts import LayoutRules
+from meshlib.errors import GraphError, MeshlibError, SliceError
+from meshlib.graph import Graph, Operation
+from meshlib.lowering import Program, Session
+from meshlib.models import TransformerConfig, layout, preset, train_step, transformer, usual_layouts
+
+TOKENS_OF_A_DEVICE = 4096
+LENGTH = 8192
+FUNCTION = "build"
+
+
+@dataclass(eq=False)
+class Subject:
+    """A program to be laid out: how to build it, and the session of each way to do so.
+
+    `config`: of a model; `sizes`: its batch and length. `arguments`: of the function that builds it.
+    """
+
+    name: str
+    build: Callable[..., Any]
+    arguments: Mapping[str, object]
+    config: TransformerConfig | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    _sessions: dict[object, Session] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int | None:
+        """Of one step of a model."""
+        return self.sizes["batch"] * self.sizes["length"] if self.config is not None else None
+
+    def built(self, **choices: object) -> tuple[Any, Sequence[Operation]]:
+        """Outputs and updates."""
+        with _users(self.name):
+            made = self.build(**{**self.arguments, **choices})
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise GraphError(f"{self.name} must return (outputs, updates), as mtf.lower takes them, got {made!r:.80}")
+        return made
+
+    def session(self, **choices: object) -> Session:
+        """The session of the program built with these."""
+        key = tuple(choices.items())
+        if key not in self._sessions:
+            with Graph():
+                self._sessions[key] = Session(*self.built(**choices))
+        return self._sessions[key]
+
+    def compared(self) -> tuple[Any, Sequence[Operation]]:
+        """What `verify` runs: of a model its loss, with whose gradients it compares layouts.
+
+        Adam's first steps follow the signs of gradients, however small: rounding decides them where they are nought.
+        """
+        if self.config is None:
+            return self.session().asked
+        with Graph():
+            model = transformer(self.config, self.sizes["batch"], self.sizes["length"], training=True)
+        return {"loss": model.loss}, []
+
+    def rules(self, name: str, mesh: str) -> LayoutRules:
+        """A layout as text, or of a model by name."""
+        if self.config is None or ":" in name or not name:
+            return LayoutRules(name)
+        return layout(name, self.config, mesh)
+
+    def lowered(self, name: str, mesh: str, **choices: object) -> Program:
+        """The program on a mesh, under a layout."""
+        return self.session(**choices).lower(mesh, self.rules(name, mesh))
+
+    def usual(self, devices: int) -> list[tuple[str, str]]:
+        """Layouts to begin with, where none is named: of a model the usual ones."""
+        if self.config is None:
+            raise GraphError(f"{self.name}: say how it is laid out: --layout RULES@MESH, such as batch:data@data:8")
+        return usual_layouts(self.config, devices, self.sizes["batch"])
+
+
+def slice_of(text: str) -> Slice:
+    """The slice of a name."""
+    try:
+        return Slice(text)
+    except HardwareError as fault:
+        raise SliceError(str(fault)) from None
+
+
+def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
+    """The subject that the arguments name; of a model, the batch follows the slice unless it is given."""
+    given = dict(_setting(text) for text in args.set or ())
+    if ".py" in args.program:
+        return _from_file(args, given)
+    config = preset(args.program)
+    if given:
+        config = config.replace(**given)
+    length = args.length or min(LENGTH, config.max_length or LENGTH)
+    devices = where.devices if where is not None else 1
+    sizes = {"batch": args.batch or max(1, devices * TOKENS_OF_A_DEVICE // length), "length": length}
+
+    def build(remat: Any = "full") -> Any:
+        return train_step(config, sizes["batch"], sizes["length"], remat=remat)
+
+    return Subject(config.name, build, {}, config, sizes)
+
+
+def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject:
+    for flag in ("batch", "length", "remat"):
+        if getattr(args, flag, None):
+            raise GraphError(f"--{flag} is for models; give what a function takes with --set {flag}=...")
+    path, _, name = args.program.partition(".py:")
+    file = Path(path if path.endswith(".py") else f"{path}.py")
+    function = _function(file, name or FUNCTION)
+    return Subject(f"{file.name}:{name or FUNCTION}", function, given)
+
+
+@contextmanager
+def _users(what: str) -> Iterator[None]:
+    """What the user's code raises, as one message with its line; the library's own faults pass."""
+    try:
+        yield
+    except (MeshlibError, HardwareError):
+        raise
+    except Exception as fault:
+        last = traceback.extract_tb(fault.__traceback__)[-1]
+        text = f"{type(fault).__name__}: {fault} ({Path(last.filename).name}:{last.lineno})"
+        raise GraphError(f"{what} raised {text}") from fault
+
+
+def _function(file: Path, name: str) -> Callable[..., Any]:
+    """A function of a file, which is run as a module of its own; what it raises is the user's and passes."""
+    if not file.is_file():
+        raise GraphError(f"no file {file}; name a model (meshlib plan --help) or FILE.py[:function]")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise GraphError(f"{file} can't be read as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    sys.path.insert(0, str(file.resolve().parent))
+    with _users(str(file)):
+        spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        there = [n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == file.stem]
+        raise GraphError(f"{file} has no function {name!r}; it has {', '.join(there) or 'none'}")
+    made: Callable[..., Any] = found
+    return made
+
+
+def _setting(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip().isidentifier():
+        raise GraphError(f"--set is NAME=VALUE, such as layers=4, got {text!r}")
+    try:
+        return name.strip(), ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name.strip(), value
+
+
+def named_layouts(texts: Sequence[str], mesh: str | None) -> list[tuple[str, str]]:
+    """(layout, mesh) of each `LAYOUT@MESH`, or of layouts on one mesh."""
+    made = []
+    for text in texts:
+        name, at, own = text.partition("@")
+        if not at and mesh is None:
+            raise MeshlibError(f"--layout {text}: say on which mesh: LAYOUT@MESH, such as fsdp+tensor@fsdp:16;tensor:8")
+        if at and mesh is not None:
+            raise MeshlibError(f"--layout {text} has a mesh; leave --mesh out")
+        made.append((name.strip(), own.strip() if at else str(mesh)))
+    return made

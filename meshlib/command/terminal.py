@@ -1,0 +1,47 @@
+"""How a command ends: one clear line for a fault; closed pipes and interrupts are quiet."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from hardware.errors import HardwareError
+from layouts.errors import LayoutError
+from meshlib.errors import MeshlibError
+
+INTERRUPTED = 130  # what shells say of ctrl-C
+
+
+def ended(name: str, run: Callable[[], int]) -> int:
+    """The exit status of a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without a letter shows another, and goes on
+    try:
+        status = run()
+        sys.stdout.flush()
+    except (MeshlibError, HardwareError, LayoutError) as fault:
+        print(f"{name}: {fault}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    return status
+
+
+def progress(done: int, total: int, text: str) -> None:
+    """A bar on one line of the terminal; nothing where the output is not one."""
+    if sys.stderr.isatty():
+        filled = 30 * done // max(1, total)
+        line = f"[{'#' * filled}{'.' * (30 - filled)}] {done:,}/{total:,} best: {text}"
+        print(f"\r\033[K{line[:79]}", end="", file=sys.stderr, flush=True)
+
+
+def progress_ends() -> None:
+    """Take the bar away."""
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)

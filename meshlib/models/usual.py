@@ -1,0 +1,47 @@
+"""Layouts that people train Transformers with, and meshes for them."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from meshlib.checks import at, whole
+from meshlib.errors import GraphError
+from meshlib.models.config import TransformerConfig
+
+TENSOR = 8  # devices at most over which heads are split: they talk in every block
+
+
+def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[tuple[str, str]]:
+    """The usual layouts of a model, to begin with: (name, mesh), as `mtf.models.layout` takes them.
+
+    Args:
+      config: the model. devices: of the slice. batch: sequences in a step; where there are fewer of them than devices,
+        several devices share a sequence.
+    Returns: fully sharded with the sequence, the heads, or both split over a second axis; without doubles.
+    Raises: GraphError for sizes below 1.
+    Example:
+      >>> import meshlib as mtf
+      >>> mtf.models.usual_layouts(mtf.models.preset("llama3.1-8b"), 16, 16)
+      [('fsdp', 'fsdp:16'), ('fsdp+tensor', 'fsdp:2;tensor:8'), ('fsdp+sequence', 'fsdp:2;tensor:8')]
+    """
+    devices, batch = whole(devices, "usual_layouts", "devices"), whole(batch, "usual_layouts", "batch")
+    if devices < 1 or batch < 1:
+        raise GraphError(f"{at('usual_layouts')}: devices and batch must be at least 1, got {devices} and {batch}")
+    kv_heads = config.heads if config.memory_heads == 1 else config.memory_heads
+    tensor = _largest_power(devices, kv_heads, config.d_ff, config.vocab, most=TENSOR)
+    context = devices // gcd(devices, batch)  # devices for each sequence, where there are fewer of these
+    made = []
+    for axis, size in (("context", context), ("tensor", tensor), ("sequence", tensor)):
+        rows = devices // size
+        fsdp = _largest_power(rows, config.d_model)
+        axes = {"data": rows // fsdp, "fsdp": fsdp, "tensor" if axis == "sequence" else axis: size}
+        parts = [part for part in ("data", "fsdp", axis) if axes["tensor" if part == "sequence" else part] > 1]
+        made.append(("+".join(parts) or "fsdp", ";".join(f"{a}:{n}" for a, n in axes.items() if n > 1) or "fsdp:1"))
+    return list(dict.fromkeys(made))
+
+
+def _largest_power(number: int, *others: int, most: int | None = None) -> int:
+    """The largest power of two that divides all of the numbers, at most `most`."""
+    common = gcd(number, *others)
+    power = common & -common
+    return power if most is None else min(power, most)

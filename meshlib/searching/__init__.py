@@ -1,0 +1,170 @@
+"""The best mesh and layout of a program on a slice, with the reasons why the others lose and a certificate.
+
+    roles     what an axis may be for, read from the program
+    space     all meshes of axes with roles: the declared space
+    bounds    what no schedule of a candidate can beat
+    problem   the program of each choice, lowered by a session
+    rounds    which candidates are looked at next
+    outcome   what became of each
+    sensitivity  the best candidates under other sizes, slices, rates
+    found     ranking, Pareto front, certificate, as text
+
+Time is modelled: that a layout is the best is proved for the model, and the model's own error stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hardware.errors import HardwareError
+from hardware.slices import Slice
+from layouts import LayoutRules, Mesh
+from meshlib.checks import items, number, whole
+from meshlib.errors import GraphError, SliceError
+from meshlib.models import TransformerConfig
+from meshlib.searching.found import Found
+from meshlib.searching.problem import Build, Objective, problem_of, transformer_builder
+from meshlib.searching.roles import roles_of
+from meshlib.searching.rounds import Search
+from meshlib.searching.space import Candidate, Choices, Fixed, candidates
+
+__all__ = ["Candidate", "Found", "search"]
+
+REMAT = ("full", "matmuls", "none")
+
+
+def search(
+    build: Build | TransformerConfig,
+    slice: Any,
+    *,
+    batch: int | None = None,
+    length: int | None = None,
+    choices: Mapping[str, Iterable[object]] | None = None,
+    fix: Any = "",
+    sizes: Any = "",
+    forbid: str | Sequence[str] = (),
+    axes: int = 3,
+    objective: str | Callable[..., float] = "step_seconds",
+    per: str | Sequence[str] = (),
+    seconds: float | None = 60.0,
+    workers: int = 1,
+    progress: Callable[[int, int, str], object] | None = None,
+    resume: str | Path | None = None,
+) -> Found:
+    """The mesh and layout under which a program is fastest on a slice, or best by another objective.
+
+    Args:
+      build: takes the arguments of `choices` and returns (outputs, updates), as `mtf.lower` takes them; or a model's
+        config, whose training step is meant, with `batch` and `length`. A model is searched over remat too.
+      slice: a slice or its name; several in a list.
+      choices: arguments of `build` with the values to try, such as {"remat": ["full", "matmuls"], "batch": [64, 128]}.
+      fix: rules that every layout has, such as "batch:data"; the sizes of their axes are searched, unless `sizes`
+        gives them, as "data:16".
+      forbid: dims that are not split beyond what `fix` says.
+      axes: axes of the mesh at most, beyond those of `fix`. What each may be for is read from the program.
+      objective: what is to be least: "step_seconds", "usd" (of a step), "memory" (the peak; all else is ignored, as
+        Mesh TensorFlow's auto layout does), the name of another figure of `Estimate`, or a function of it. Candidates
+        that do not fit come last, whatever it says.
+      per: dims by whose sizes the objective is divided, such as ["batch", "length"] for time or cost of a token.
+      seconds: stop after that long with the best so far, and the gap to what can still be there; None: search it all.
+      workers: processes. The result does not depend on them, unless time runs out.
+      progress: called with (done, all, the best so far as text).
+      resume: a file in which the estimates are kept; those that it has are not made again.
+    Returns: `Found`: `.best .ranking .pareto .certificate`; print it.
+    Raises: GraphError for bad arguments, SliceError for a slice that there is not, LayoutError where `fix` can't be.
+    Example:
+      >>> import meshlib as mtf
+      >>> def build():
+      ...     batch, pixels, hidden = (mtf.Dimension(*d) for d in (("batch", 512), ("pixels", 784), ("hidden", 1024)))
+      ...     x, w = mtf.input("x", [batch, pixels]), mtf.variable("w", [pixels, hidden])
+      ...     loss = mtf.reduce_mean(mtf.relu(mtf.einsum([x, w])))
+      ...     return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+      >>> found = mtf.search(build, "v3-8", axes=2, seconds=None)
+      >>> str(found.best.candidate.mesh), str(found.best.candidate.layout), found.gap
+      ('model:8', 'hidden:model', 0.0)
+    """
+    make, options = _builder(build, batch, length, choices)
+    slices = _slices(slice)
+    fixed = _fixed(fix, sizes)
+    per, forbid = _names(per, "per"), _names(forbid, "forbid")
+    axes = whole(axes, "search", "axes")
+    if axes < 0:
+        raise GraphError(f"search: axes must not be negative, got {axes}")
+    if seconds is not None and number(seconds, "search", "seconds") <= 0:
+        raise GraphError(f"search: seconds must be more than 0, or None, got {seconds}")
+    if whole(workers, "search", "workers") < 1:
+        raise GraphError(f"search: workers must be at least 1, got {workers}")
+    measure = Objective.named(objective)
+    made: dict[Choices, Any] = {}
+    space: list[Candidate] = []
+    for values in product(*options.values()):
+        chosen: Choices = tuple(zip(options, values, strict=True))
+        found = made[chosen] = problem_of(make, chosen, per, forbid)
+        free = [d for d in found.dims if d not in fixed.rules.dims or d in _scoped(fixed)]
+        roles = roles_of(found.tensors, free, found.batch)
+        for where in slices:
+            space += candidates(chosen, where, roles, found.tensors.sizes, fixed, axes)
+    if not space:
+        raise GraphError("search: no mesh of these slices divides the program's dims; allow more axes, or fix less")
+    return Search(make, made, space, measure, seconds, workers, progress, resume).run()
+
+
+def _builder(build: object, batch: object, length: object, choices: object) -> tuple[Build, dict[str, list[object]]]:
+    """The builder, and the values of each of its arguments."""
+    if choices is not None and not isinstance(choices, Mapping):
+        raise GraphError(f"search: choices must be a dict of arguments to the values to try, got {choices!r:.80}")
+    options = {str(name): items(values, "search", f"choices[{name!r}]") for name, values in (choices or {}).items()}
+    for name, values in options.items():
+        if not values:
+            raise GraphError(f"search: choices[{name!r}] is empty; give at least one value, or leave it out")
+    if isinstance(build, TransformerConfig):
+        for name, value in (("batch", batch), ("length", length)):
+            if name not in options and (value is None or whole(value, "search", name) < 1):
+                raise GraphError(f"search: a model needs {name}, at least 1, got {value}")
+        options.setdefault("remat", list(REMAT))
+        return transformer_builder(build, batch, length), options  # type: ignore[arg-type]
+    if batch is not None or length is not None:
+        raise GraphError("search: batch and length are for a model's config; a builder takes what it needs by choices")
+    if not callable(build):
+        raise GraphError(
+            "search: build must be a function that returns (outputs, updates), or a model's config "
+            f"(mtf.models.preset), got {build!r:.80}"
+        )
+    return build, options
+
+
+def _slices(given: Any) -> list[Slice]:
+    several = given if isinstance(given, list | tuple) else [given]
+    if not several:
+        raise SliceError("search: slice is empty; name at least one, such as 'v5e-64'")
+    try:
+        return [s if isinstance(s, Slice) else Slice(s) for s in several]
+    except HardwareError as fault:
+        raise SliceError(f"search: {fault}") from None
+
+
+def _fixed(fix: Any, sizes: Any) -> Fixed:
+    rules = LayoutRules(fix)
+    given = dict(Mesh(sizes).sizes_by_axis) if sizes else {}
+    for axis in given:
+        if axis not in rules.axes:
+            raise GraphError(f"search: sizes gives axis {axis!r}, but no rule of fix ({rules or 'none'}) has it")
+    return Fixed(rules, given)
+
+
+def _scoped(fixed: Fixed) -> set[str]:
+    """Dims that the fixed rules lay in one scope only."""
+    return {r.dim for r in fixed.rules.rules} - {r.dim for r in fixed.rules.rules if r.scope is None}
+
+
+def _names(given: object, argument: str) -> tuple[str, ...]:
+    if isinstance(given, str):
+        given = given.replace(",", " ").replace(";", " ").split()
+    found = items(given, "search", argument)
+    for name in found:
+        if not isinstance(name, str):
+            raise GraphError(f"search: {argument} must be names of dims, got {name!r:.80}")
+    return tuple(found)

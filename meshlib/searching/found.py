@@ -1,0 +1,217 @@
+"""What a search found: the ranking, what is not dominated, why the others lose, and how sure that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from meshlib.checks import items, whole
+from meshlib.errors import GraphError
+from meshlib.estimation import Estimate
+from meshlib.program.records import Program
+from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE, Outcome
+from meshlib.searching.problem import Build, Objective, Problem
+from meshlib.searching.sensitivity import Sensitivity, sensitivity
+from meshlib.searching.space import Choices
+from meshlib.text import bytes_text, grid, seconds_text
+
+SHOWN = 8  # lines of the ranking
+MODEL_ERROR = 0.03  # median error of the estimate on published training runs: `python -m meshlib validate`
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Found:
+    """All candidates of a search, each with its verdict. Made by `mtf.search`."""
+
+    outcomes: tuple[Outcome, ...]
+    objective: Objective
+    problems: Mapping[Choices, Problem]
+    build: Build
+    seconds: float
+
+    @cached_property
+    def ranking(self) -> tuple[Outcome, ...]:
+        """What was estimated, the best first; what does not fit comes after all that does."""
+        made = [o for o in self.outcomes if o.figures is not None]
+        return tuple(sorted(made, key=lambda o: (not o.fits, o.value if o.fits else _peak(o), len(o.candidate.mesh))))
+
+    @property
+    def best(self) -> Outcome:
+        """The winner.
+
+        Raises: GraphError where nothing was estimated: everything was refused, or too large.
+        """
+        if not self.ranking:
+            raise GraphError(f"search: no candidate could be estimated: {self._tally}; {self._advice()}")
+        return self.ranking[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any candidate fits."""
+        return bool(self.ranking) and self.ranking[0].fits
+
+    @cached_property
+    def pareto(self) -> tuple[Outcome, ...]:
+        """Of what fits, what no other beats in both the objective and peak memory; by the objective."""
+        front: list[Outcome] = []
+        for o in self.ranking:
+            if o.fits and (not front or _peak(o) < _peak(front[-1])):
+                front.append(o)
+        return tuple(front)
+
+    # ------------------------------------------------------------ the certificate
+
+    @cached_property
+    def _tally(self) -> str:
+        counts = Counter(o.state for o in self.outcomes)
+        order = (ESTIMATED, TOO_LARGE, REFUSED, ALIKE, BOUNDED, OPEN)
+        return ", ".join(f"{counts[state]:,} {state}" for state in order if counts[state])
+
+    @property
+    def gap(self) -> float:
+        """By what share of it the best could still be beaten within the declared space; 0 where it is proved."""
+        left = [o.bound for o in self.outcomes if o.state == OPEN]
+        if not left or not self.fits:
+            return 0.0 if not left else float("inf")
+        best, least = self.best.value, max(0.0, min(left))
+        return max(0.0, 1 - least / best) if best > 0 else 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether every candidate is accounted for."""
+        return not any(o.state == OPEN for o in self.outcomes)
+
+    @property
+    def certificate(self) -> str:
+        """How much is proved, in words."""
+        head = f"{len(self.outcomes):,} candidates: {self._tally}."
+        if self.exact:
+            return f"{head} All are accounted for: within this space nothing is better by the model."
+        return f"{head} Time ran out: what was not reached could be better by at most {self.gap:.1%}."
+
+    # ------------------------------------------------------------ the winner
+
+    def program(self, outcome: Outcome | None = None) -> Program:
+        """The program of a candidate, the best one unless given."""
+        return self.estimate(outcome).program
+
+    def estimate(self, outcome: Outcome | None = None) -> Estimate:
+        """The whole estimate of a candidate, the best one unless given."""
+        candidate = (outcome or self.best).candidate
+        return self.problems[candidate.choices].estimate(candidate)
+
+    def why(self, outcome: Outcome) -> str:
+        """Why a candidate loses, in one line; for the winner, what it is bound by."""
+        return outcome.against(self.best)
+
+    def sensitivity(self, leaders: int = 6, **changes: Iterable[Any]) -> Sensitivity:
+        """How the winner changes when something else does: the best candidates, estimated again.
+
+        Args:
+          leaders: how many of the ranking, those that fit.
+          changes: `links` or `flops`: factors on the rates of the links, or of the MXU; `slice`: names of slices of as
+            many devices; all others: arguments of the builder, such as batch=[64, 256].
+        Returns: a Sensitivity; print it.
+        Raises: GraphError where nothing fits, for a number of leaders below 1, or a change without values.
+        """
+        fitting = [o for o in self.ranking if o.fits][: whole(leaders, "sensitivity", "leaders")]
+        if not fitting or leaders < 1:
+            raise GraphError("sensitivity: there is no candidate that fits; leaders must be at least 1")
+        given = {name: items(values, "sensitivity", name) for name, values in changes.items()}
+        if not given or not all(given.values()):
+            raise GraphError("sensitivity: say what changes, such as links=[0.5, 2] or batch=[64, 256]")
+        return sensitivity(self.build, self.objective, fitting, given)
+
+    # ------------------------------------------------------------ text
+
+    def as_json(self) -> dict[str, Any]:
+        """Figures of the ranking and the certificate, for programs."""
+        return {
+            "objective": self.objective.name,
+            "fits": self.fits,
+            "exact": self.exact,
+            "gap": self.gap if self.gap != float("inf") else None,
+            "certificate": self.certificate,
+            "ranking": [
+                {
+                    **{name: str(value) for name, value in o.candidate.choices},
+                    "slice": o.candidate.slice.name,
+                    "mesh": str(o.candidate.mesh),
+                    "layout": str(o.candidate.layout),
+                    "value": o.value,
+                    "fits": o.fits,
+                    "why": self.why(o),
+                    **(asdict(o.figures) if o.figures is not None else {}),
+                }
+                for o in self.ranking
+            ],
+        }
+
+    def _advice(self) -> str:
+        whys = Counter(o.why for o in self.outcomes if o.why)
+        return whys.most_common(1)[0][0] if whys else "take a larger slice"
+
+    def _verdict(self) -> str:
+        if not self.ranking or not self.fits:
+            least = f"; the least that was found is {bytes_text(_peak(self.ranking[0]))}" if self.ranking else ""
+            return f"nothing fits{least}"
+        best = self.best
+        chosen = "".join(f" {name}={value}" for name, value in best.candidate.choices)
+        lines = [f"best: mesh {best.candidate.mesh}", f"      layout {best.candidate.layout or '(nothing is split)'}"]
+        if chosen or len({o.candidate.slice for o in self.outcomes}) > 1:
+            lines.append(f"      on {best.candidate.slice.name}{',' if chosen else ''}{chosen}")
+        return "\n".join([*lines, *self._second()])
+
+    def _second(self) -> list[str]:
+        others = [o for o in self.ranking[1:] if o.fits]
+        if not others or self.best.value <= 0:
+            return []
+        behind = others[0].value / self.best.value - 1
+        word = "a tie" if behind <= MODEL_ERROR else "more than that"
+        return [f"      the second is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.0%}: {word}"]
+
+    def _row(self, rank: int, o: Outcome) -> tuple[str, ...]:
+        c, f = o.candidate, o.figures
+        assert f is not None
+        own = (f"{o.value:.4g}",) if self._own_column else ()
+        fits = "" if f.fits else " !"
+        chosen = (str(value) for _, value in c.choices)
+        return (f"{rank}", *own, seconds_text(f.step_seconds), f"{f.mfu:.1%}", bytes_text(f.peak_bytes) + fits,
+                *chosen, str(c.mesh))  # fmt: skip
+
+    @property
+    def _own_column(self) -> bool:
+        return self.objective.name not in ("step", "peak memory") or any(p.units != 1 for p in self.problems.values())
+
+    def table(self, rows: int | None = SHOWN) -> str:
+        """The ranking as text, the best `rows` or all: figures and mesh, then the layout, then why it loses."""
+        names = [name for name, _ in self.outcomes[0].candidate.choices]
+        own = (self.objective.name,) if self._own_column else ()
+        shown = self.ranking if rows is None else self.ranking[:rows]
+        head = ("", *own, "step*", "MFU*", "peak", *names, "mesh")
+        right = range(len(own) + 4)
+        lines = grid([head, *(self._row(n, o) for n, o in enumerate(shown, start=1))], right=right)
+        margin = " " * (len(f"{len(shown)}") + 2)
+        text = lines[:1]
+        for line, o in zip(lines[1:], shown, strict=True):
+            text += [line, f"{margin}{o.candidate.layout or '(nothing is split)'}"]
+            text += [f"{margin}{why}"] if (why := self.why(o)) else []
+        return "\n".join(text)
+
+    def __str__(self) -> str:
+        parts = [self._verdict()]
+        if self.ranking:
+            parts += [self.table(), "* modelled; all others exact. ! does not fit"]
+        return "\n\n".join([*parts, f"{self.certificate} ({self.seconds:.0f} s)"])
+
+    def __repr__(self) -> str:
+        best = f"{self.best.candidate}" if self.ranking else "nothing"
+        return f"<Found {best} of {len(self.outcomes):,} candidates>"
+
+
+def _peak(o: Outcome) -> float:
+    assert o.figures is not None
+    return o.figures.peak_bytes

@@ -1,0 +1,164 @@
+"""The programs that are searched: one for each choice of the builder's arguments, lowered by a session of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from layouts import LayoutRules
+from meshlib.checks import number
+from meshlib.errors import GraphError, LayoutError
+from meshlib.estimation import Estimate, estimate
+from meshlib.graph import Graph, Operation, Tensor
+from meshlib.lowering import Session
+from meshlib.lowering.homes import Subjects
+from meshlib.models import TransformerConfig, train_step
+from meshlib.operation import Kind
+from meshlib.replay import all_operations
+from meshlib.searching.bounds import Bounds
+from meshlib.searching.outcome import ESTIMATED, REFUSED, Figures, Outcome
+from meshlib.searching.roles import Tensors
+from meshlib.searching.space import Candidate, Choices
+
+Build = Callable[..., tuple[Any, Sequence[Operation]]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is to be least: a figure of the estimate, over the sizes of some dims of the program."""
+
+    name: str
+    of: Callable[[Estimate], float]
+    bound: Callable[[Bounds, Candidate], float]
+
+    @staticmethod
+    def named(given: object) -> Objective:
+        """From what a user gives: the name of a figure of `Estimate`, "usd", "memory", or a function of it."""
+        if given == "memory":
+            return Objective("peak memory", lambda est: est.memory.peak_bytes, _state)
+        if given == "usd":
+            return Objective("cost of a step", lambda est: est.usd(), _usd)
+        if given == "step_seconds":
+            return Objective("step", lambda est: est.step_seconds, _seconds)
+        if isinstance(given, str) and isinstance(getattr(Estimate, given, None), property):
+            return Objective(given, lambda est: number(getattr(est, given), "search", "objective"), _nothing)
+        if not isinstance(given, str) and callable(given):
+            made: Callable[[Estimate], float] = given
+            return Objective("objective", lambda est: number(made(est), "search", "objective"), _nothing)
+        raise GraphError(
+            "search: objective must be 'step_seconds', 'usd', 'memory', the name of another figure of mtf.Estimate, "
+            f"or a function of an Estimate, got {given!r:.80}"
+        )
+
+
+def _seconds(bounds: Bounds, c: Candidate) -> float:
+    return bounds.seconds(c)
+
+
+def _usd(bounds: Bounds, c: Candidate) -> float:
+    return (c.slice.usd_per_hour or 0.0) / 3600 * _seconds(bounds, c)
+
+
+def _state(bounds: Bounds, c: Candidate) -> float:
+    try:
+        return bounds.state_bytes(c)
+    except LayoutError:  # it is refused when it is looked at
+        return 0.0
+
+
+def _nothing(bounds: Bounds, c: Candidate) -> float:
+    return float("-inf")
+
+
+@dataclass(eq=False)
+class Problem:
+    """The program of one choice, with what the search asks of it."""
+
+    choices: Choices
+    session: Session
+    subjects: Subjects
+    tensors: Tensors
+    dims: tuple[str, ...]
+    batch: str | None
+    units: float
+    _shapes: list[tuple[Any, str]] = field(default_factory=list)
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """What no layout can beat."""
+        return Bounds.of(self.session.lower())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the program: what was found for another one does not serve it."""
+        text = "\n".join(f"{op.kind.name} {[str(y.type) for y in op.outputs]}" for op in self.subjects.operations)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def alike(self, c: Candidate) -> object:
+        """Equal for candidates under which all tensors lie alike, whatever the axes are called."""
+        numbers: dict[str, int] = {}
+        lying: list[object] = []
+        for shape, scope in self._shapes:
+            lies = c.layout.fitting(shape, c.mesh, scope)
+            lying.append(tuple(tuple(numbers.setdefault(a, len(numbers)) for a in lies.of(d.name)) for d in shape))
+        sizes = tuple(c.mesh.axis_size(axis) for axis in numbers)
+        return (c.choices, c.slice, c.mesh.size, sizes, tuple(lying))
+
+    def estimated(self, c: Candidate, objective: Objective, bound: float) -> Outcome:
+        """Lower it and estimate it."""
+        try:
+            est = self.estimate(c)
+        except LayoutError as fault:
+            return Outcome(c, REFUSED, bound, why=str(fault).splitlines()[0])
+        return Outcome(c, ESTIMATED, bound, objective.of(est) / self.units, Figures.of(est))
+
+    def estimate(self, c: Candidate) -> Estimate:
+        """The estimate of a candidate."""
+        return estimate(self.session.lower(c.mesh, c.layout), c.slice)
+
+
+def problem_of(build: Build, choices: Choices, per: Sequence[str], forbid: Sequence[str]) -> Problem:
+    """Build the program of a choice.
+
+    Raises: GraphError where the builder gives no outputs and updates, or a dim is unknown.
+    """
+    with Graph():
+        made = build(**dict(choices))
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise GraphError(f"search: build must return (outputs, updates), as mtf.lower takes them, got {made!r:.80}")
+    outputs, updates = made
+    session = Session(outputs, updates)
+    subjects = session.subjects
+    both = [*subjects.judged(LayoutRules(), False), *subjects.judged(LayoutRules(), True)]
+    tensors = Tensors.of(both)
+    sources = [op for op in subjects.operations if op.kind.kind in (Kind.INPUT, Kind.VARIABLE) and _outside(op)]
+    stacked = {op.loop.dim.name for op in all_operations(subjects.operations) if op.loop is not None}
+    sizes = tensors.sizes
+    for name in (*per, *forbid):
+        if name not in sizes:
+            raise GraphError(f"search: the program has no dim {name!r}; there are {', '.join(sizes)}")
+    named = dict.fromkeys(d.name for op in sources for d in op.output.shape)
+    dims = tuple(n for n in named if sizes.get(n, 1) > 1 and n not in stacked and n not in forbid)
+    units = 1.0
+    for name in per:
+        units *= sizes[name]
+    inputs = [op.output.shape.names for op in sources if op.kind.kind is Kind.INPUT]
+    batch = next((names[0] for names in inputs if names and names[0] in dims), None)
+    return Problem(choices, session, subjects, tensors, dims, batch, units, list(tensors.counts))
+
+
+def _outside(op: Operation) -> bool:
+    return op.graph.parent is None
+
+
+def transformer_builder(config: TransformerConfig, batch: int, length: int) -> Build:
+    """Builds the training step of a model."""
+
+    def build(**choices: Any) -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
+        sizes = {"batch": batch, "length": length} | choices
+        return train_step(config, **sizes)
+
+    return build

@@ -1,0 +1,265 @@
+"""Which candidates are looked at next: the neighbours of the best, and those that could be best by their bounds.
+
+Best first over the bounds alone would look at everything before it is sure: bounds on computation do not tell one way
+to communicate from another. So each round of a fixed size takes half of its candidates from beside the best ones
+(one axis with another role, a factor moved, one argument changed), and half from all others: meshes of one axis first,
+then those of whose axes the roles and arguments have done best so far. What is left at the end is bounded below, or
+named as not reached: the certificate says which.
+
+Rounds do not depend on how many processes work on them, so the same space gives the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from meshlib.errors import GraphError, LayoutError
+from meshlib.files import open_file, replace_file
+from meshlib.searching.found import Found
+from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
+from meshlib.searching.problem import Build, Objective, Problem
+from meshlib.searching.space import Candidate, Choices
+from meshlib.text import bytes_text
+
+ROUND = 8
+LEADERS = 3  # the best so far, whose neighbours are looked at
+Progress = Callable[[int, int, str], object]
+
+
+class Search:
+    """One search, run once."""
+
+    def __init__(
+        self,
+        build: Build,
+        problems: Mapping[Choices, Problem],
+        space: Sequence[Candidate],
+        objective: Objective,
+        seconds: float | None,
+        workers: int,
+        progress: Progress | None,
+        resume: str | Path | None,
+    ) -> None:
+        self.build = build
+        self.problems, self.space, self.objective = problems, space, objective
+        self.seconds, self.workers, self.progress, self.resume = seconds, workers, progress, resume
+        self.bounds = [self._bound(c) for c in space]
+        self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
+        self.ranks = {n: rank for rank, n in enumerate(self.order)}
+        self.values: dict[object, list[float]] = {}
+        self.means: dict[object, float] = {}
+        self.outcomes: dict[int, Outcome] = {}
+        self.seen: dict[object, int] = {}
+        self.known = self._read()
+        self.begun = time.monotonic()
+
+    def run(self) -> Found:
+        """All rounds, until everything is accounted for or time runs out."""
+        with _pool(self) as evaluate:
+            while not self._late():
+                chosen = self._round()
+                if not chosen:
+                    break
+                fresh = [n for n in chosen if self.space[n].key not in self.known]
+                made = dict(zip(fresh, evaluate(fresh), strict=True))
+                for n in chosen:
+                    self.outcomes[n] = made[n] if n in made else self._recalled(n)
+                self._learn(chosen)
+                if fresh:
+                    self._write()
+                if self.progress is not None:
+                    self.progress(len(self.outcomes), len(self.space), self._text())
+        return self._found()
+
+    # ------------------------------------------------------------ rounds
+
+    def _round(self) -> list[int]:
+        """The next candidates: neighbours of the leaders first, then by bound."""
+        chosen: list[int] = []
+        best = self._best_value()
+        left = [n for n in self.order if n not in self.outcomes]
+        for n in self._beside(left):
+            if len(chosen) == ROUND // 2:
+                break
+            if n not in chosen and self.bounds[n] < best and self._open(n):
+                chosen.append(n)
+        for n in sorted(left, key=self._promise):
+            if len(chosen) == ROUND:
+                break
+            if n not in chosen and self.bounds[n] < best and self._open(n):
+                chosen.append(n)
+        return chosen
+
+    def _promise(self, n: int) -> tuple[bool, float, int]:
+        """What is looked at first: few axes, then the mean of what its parts have come to, then the order."""
+        c = self.space[n]
+        known = [self.means[part] for part in _traits(c) if part in self.means]
+        return len(c.parts) > 1, sum(known) / len(known) if known else self.bounds[n], self.ranks[n]
+
+    def _learn(self, fresh: Sequence[int]) -> None:
+        """What candidates came to, for each of their parts; what does not fit counts as much worse."""
+        for n in fresh:
+            o = self.outcomes[n]
+            if o.figures is not None:
+                value = o.value * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
+                for part in _traits(o.candidate):
+                    self.values.setdefault(part, []).append(value)
+                    self.means[part] = sum(self.values[part]) / len(self.values[part])
+
+    def _beside(self, left: Sequence[int]) -> Iterator[int]:
+        leaders = sorted((o for o in self.outcomes.values() if o.fits), key=lambda o: o.value)[:LEADERS]
+        for leader in leaders:
+            yield from (n for n in left if _neighbours(self.space[n], leader.candidate))
+
+    def _open(self, n: int) -> bool:
+        """Whether it has to be estimated; if not, why not is written down."""
+        if n in self.outcomes:
+            return False
+        c, problem, bound = self.space[n], self.problems[self.space[n].choices], self.bounds[n]
+        try:
+            held = problem.bounds.state_bytes(c)
+        except LayoutError as fault:
+            self.outcomes[n] = Outcome(c, REFUSED, bound, why=str(fault).splitlines()[-1].strip())
+            return False
+        if held > c.slice.hbm_bytes_per_device and self.objective.name != "peak memory":
+            over = f"{bytes_text(held)} of variables and slots, HBM has {bytes_text(c.slice.hbm_bytes_per_device)}"
+            self.outcomes[n] = Outcome(c, TOO_LARGE, bound, why=f"does not fit: {over}")
+            return False
+        first = self.seen.setdefault(problem.alike(c), n)
+        if first != n:
+            self.outcomes[n] = Outcome(c, ALIKE, bound, why=f"lies as {self.space[first]}")
+            return False
+        return True
+
+    def _bound(self, c: Candidate) -> float:
+        problem = self.problems[c.choices]
+        return self.objective.bound(problem.bounds, c) / problem.units
+
+    def _best_value(self) -> float:
+        return min((o.value for o in self.outcomes.values() if o.fits), default=float("inf"))
+
+    def _late(self) -> bool:
+        return self.seconds is not None and time.monotonic() - self.begun > self.seconds
+
+    def evaluate(self, n: int) -> Outcome:
+        """Lower and estimate one candidate."""
+        c = self.space[n]
+        return self.problems[c.choices].estimated(c, self.objective, self.bounds[n])
+
+    # ------------------------------------------------------------ the end
+
+    def _found(self) -> Found:
+        best = self._best_value()
+        for n, c in enumerate(self.space):
+            if n not in self.outcomes:
+                state = BOUNDED if self.bounds[n] >= best else OPEN
+                self.outcomes[n] = Outcome(c, state, self.bounds[n], why=_passed_over(state, self.bounds[n], best))
+        made = [self.outcomes[n] for n in range(len(self.space))]
+        return Found(tuple(made), self.objective, self.problems, self.build, time.monotonic() - self.begun)
+
+    def _text(self) -> str:
+        fitting = [o for o in self.outcomes.values() if o.fits]
+        if not fitting:
+            return "nothing fits yet"
+        best = min(fitting, key=lambda o: o.value)
+        return f"{best.candidate.mesh} {best.value:.4g}"
+
+    # ------------------------------------------------------------ resuming
+
+    @property
+    def _fingerprint(self) -> str:
+        """Of all that a kept estimate depends on."""
+        text = self.objective.name + "".join(f"{k}{p.fingerprint}{p.units}" for k, p in self.problems.items())
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _read(self) -> dict[str, dict[str, object]]:
+        if self.resume is None or not Path(self.resume).exists():
+            return {}
+        try:
+            with open_file(self.resume, "search", GraphError) as (file, _):
+                kept = json.loads(file.read())
+            program, found = kept["program"], dict(kept["estimates"])
+        except (ValueError, KeyError, TypeError) as fault:
+            raise GraphError(f"search: {self.resume} holds no search: {fault!r:.80}; name another file") from None
+        if program != self._fingerprint:
+            raise GraphError(f"search: {self.resume} holds the search of another program; name another file")
+        return found
+
+    def _write(self) -> None:
+        if self.resume is None:
+            return
+        for o in self.outcomes.values():
+            if o.state == ESTIMATED and o.figures is not None:
+                self.known[o.candidate.key] = {"value": o.value, "figures": asdict(o.figures)}
+            elif o.state == REFUSED:
+                self.known[o.candidate.key] = {"why": o.why}
+        text = json.dumps({"program": self._fingerprint, "estimates": self.known})
+        replace_file(self.resume, lambda file: file.write(text.encode()), "search", GraphError)
+
+    def _recalled(self, n: int) -> Outcome:
+        c, kept = self.space[n], self.known[self.space[n].key]
+        if "figures" not in kept:
+            return Outcome(c, REFUSED, self.bounds[n], why=str(kept["why"]))
+        figures = dict(kept["figures"])  # type: ignore[call-overload]
+        figures["largest"] = tuple(figures["largest"])
+        return Outcome(c, ESTIMATED, self.bounds[n], float(kept["value"]), Figures(**figures))  # type: ignore[arg-type]
+
+
+def _traits(c: Candidate) -> list[object]:
+    """What candidates have in common: the roles of axes, arguments, the slice."""
+    return [*(part.role for part in c.parts), *c.choices, c.slice]
+
+
+def _neighbours(a: Candidate, b: Candidate) -> bool:
+    """Whether they differ in one thing: an argument, the role of one axis, where a factor is, an axis more."""
+    if a.slice != b.slice:
+        return False
+    differing = sum(x != y for x, y in zip(a.choices, b.choices, strict=True))
+    if differing:
+        return differing == 1 and a.parts == b.parts and a.given == b.given
+    mine, other = ({(part.role, part.size) for part in c.parts} for c in (a, b))
+    if {role for role, _ in mine} == {role for role, _ in other}:
+        return len(mine - other) <= 2
+    if len(mine) == len(other):
+        return len(mine - other) == 1
+    return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
+
+
+def _passed_over(state: str, bound: float, best: float) -> str:
+    if state == BOUNDED:
+        return f"at least {bound / best - 1:.1%} worse by its bound" if best > 0 else "not better by its bound"
+    return "time ran out"
+
+
+# The search whose candidates a process estimates: processes are forked, and find it here.
+_RUNNING: Search | None = None
+
+
+def _evaluate(n: int) -> Outcome:
+    assert _RUNNING is not None
+    return _RUNNING.evaluate(n)
+
+
+@contextmanager
+def _pool(search: Search) -> Iterator[Callable[[Sequence[int]], list[Outcome]]]:
+    """What estimates candidates: this process, or several forked from it."""
+    global _RUNNING
+    if search.workers == 1:
+        yield lambda chosen: [search.evaluate(n) for n in chosen]
+        return
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise GraphError("search: several workers need a system that forks processes; use workers=1")
+    _RUNNING = search
+    try:
+        with ProcessPoolExecutor(search.workers, multiprocessing.get_context("fork")) as pool:
+            yield lambda chosen: list(pool.map(_evaluate, chosen))
+    finally:
+        _RUNNING = None

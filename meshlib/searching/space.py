@@ -1,0 +1,180 @@
+"""The declared space of a search: every way to cut a slice into axes, and what each axis is for.
+
+Meshes have up to `axes` axes with different roles, in all sizes whose product is the slice. Of three axes or more at
+most one splits the model: the others split what variables do not have. A dim that does not divide leaves its role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, permutations
+from math import prod
+
+from hardware.slices import Slice
+from layouts import LayoutRules, Mesh, joined
+from layouts.rules import Rule
+from meshlib.searching.roles import Role
+
+Choices = tuple[tuple[str, object], ...]  # the arguments of the builder, by name
+
+
+@dataclass(frozen=True)
+class Part:
+    """One axis: its role, its size, and the dims of the role's base that divide by it."""
+
+    role: Role
+    size: int
+    base: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the user has decided: rules that every layout has, with the sizes of their axes where he gave them."""
+
+    rules: LayoutRules
+    sizes: Mapping[str, int]
+
+    def factors(self, devices: int) -> Iterator[tuple[dict[str, int], int]]:
+        """Sizes of the fixed axes, and the devices that are left for others."""
+        free = [axis for axis in self.rules.axes if axis not in self.sizes]
+        taken = prod(self.sizes.values())
+        if devices % taken:
+            return
+        for sizes in _ordered(devices // taken, len(free)):
+            made = {**self.sizes, **dict(zip(free, sizes, strict=True))}
+            yield made, devices // prod(made.values())
+
+    def left(self, sizes: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
+        """In how many parts each dim may still be cut."""
+        made = dict(sizes)
+        for rule in self.rules.rules:
+            for axis in rule.axes:
+                if not rule.optional and rule.scope is None and made.get(rule.dim, 0) % given[axis] == 0:
+                    made[rule.dim] //= given[axis]
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One point of the space: arguments of the builder, a slice, and what the axes are for; so a mesh and a layout."""
+
+    choices: Choices
+    slice: Slice
+    fixed: Fixed
+    given: tuple[tuple[str, int], ...]  # the sizes of the fixed axes
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def _laid(self) -> tuple[Mesh, LayoutRules]:
+        sizes, layouts = dict(self.given), [self.fixed.rules]
+        for part in self.parts:
+            axis, n = part.role.name, 2
+            while axis in sizes:
+                axis, n = f"{part.role.name}{n}", n + 1
+            sizes[axis] = part.size
+            layouts.append(part.role.rules(axis, part.base))
+        kept = {axis: size for axis, size in sizes.items() if size > 1} or {"device": 1}
+        return Mesh(kept), _only(joined(*layouts), kept)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh; axes of one device are left out."""
+        return self._laid[0]
+
+    @property
+    def layout(self) -> LayoutRules:
+        """The layout on it."""
+        return self._laid[1]
+
+    @cached_property
+    def splits(self) -> tuple[tuple[frozenset[str], int], ...]:
+        """Each axis as the dims that it may split, and its size."""
+        fixed = [
+            (frozenset(rule.dim for rule in self.fixed.rules.rules if axis in rule.axes), size)
+            for axis, size in self.given
+        ]
+        return (*fixed, *((frozenset(part.role.dims), part.size) for part in self.parts))
+
+    @cached_property
+    def key(self) -> str:
+        """What tells it from all others; as text, since it is written to files."""
+        chosen = ",".join(f"{name}={value}" for name, value in self.choices)
+        return f"{self.slice.name} {self.mesh} {self.layout} {chosen}".rstrip()
+
+    def __str__(self) -> str:
+        return self.key
+
+
+def candidates(
+    choices: Choices, where: Slice, roles: Sequence[Role], sizes: Mapping[str, int], fixed: Fixed, most: int
+) -> Iterator[Candidate]:
+    """All candidates of at most `most` axes beyond the fixed ones; fewer axes first.
+
+    Args:
+      sizes: of each dim, in how many parts it may be cut at most.
+    """
+    for given, devices in fixed.factors(where.devices):
+        left = fixed.left(sizes, given)
+        for count in range(most + 1):
+            orders = sorted({order for f in _factorisations(devices, count) for order in permutations(f)})
+            for chosen in combinations(roles, count) if orders else ():
+                if count > 2 and sum(role.holds for role in chosen) > 1:
+                    continue
+                for order in orders:
+                    parts = _parts(chosen, order, dict(left))
+                    if parts is not None:
+                        yield Candidate(choices, where, fixed, tuple(given.items()), parts)
+
+
+def _parts(roles: Sequence[Role], sizes: Sequence[int], left: dict[str, int]) -> tuple[Part, ...] | None:
+    """The roles with the sizes of their axes; None where something does not divide."""
+    made = []
+    for role, size in zip(roles, sizes, strict=True):
+        base = role.split(size, left)
+        if base is None:
+            return None
+        made.append(Part(role, size, base))
+    return tuple(made)
+
+
+def _only(rules: LayoutRules, mesh: Mapping[str, int]) -> LayoutRules:
+    """The rules on the axes of a mesh."""
+    kept = []
+    for rule in rules.rules:
+        axes = tuple(axis for axis in rule.axes if axis in mesh)
+        if axes or not rule.axes:
+            kept.append(Rule(rule.dim, axes, rule.optional, rule.scope, rule.whole))
+    return LayoutRules(kept)
+
+
+def _factorisations(number: int, count: int, least: int = 2) -> Iterator[tuple[int, ...]]:
+    """The ways to write a number as that many factors of at least two, in rising order.
+
+    >>> list(_factorisations(24, 2))
+    [(2, 12), (3, 8), (4, 6)]
+    """
+    if count == 0:
+        if number == 1:
+            yield ()
+        return
+    for first in range(least, number + 1):
+        if number % first == 0 and ((count == 1 and first == number) or (count > 1 and first**count <= number)):
+            for rest in _factorisations(number // first, count - 1, first):
+                yield (first, *rest)
+
+
+def _ordered(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Factors, ones among them, of all divisors of a number, for that many axes.
+
+    >>> list(_ordered(4, 1))
+    [(1,), (2,), (4,)]
+    """
+    if count == 0:
+        yield ()
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _ordered(number // first, count - 1):
+                yield (first, *rest)

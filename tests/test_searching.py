@@ -1,0 +1,253 @@
+"""`mtf.search`: equal to trying everything, its bounds sound, its certificate true, and its faults clear."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshlib as mtf
+from hardware.slices import Slice
+from layouts import LayoutRules
+from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE
+from meshlib.searching.problem import problem_of
+from meshlib.searching.roles import roles_of
+from meshlib.searching.space import Candidate, Fixed, candidates
+from tests.effort import draws
+
+
+def chain(rng: random.Random) -> Callable[..., tuple[Any, Any]]:
+    """A random network: products one after the other, with and without gradients."""
+    sizes = [rng.choice([6, 16, 96, 256]) for _ in range(rng.randint(2, 3))]
+    batch, training, wide = rng.choice([8, 64, 4096]), rng.random() < 0.6, rng.choice(["float32", "bfloat16"])
+
+    def build(scale: int = 1) -> tuple[Any, Any]:
+        dims = [mtf.Dimension(f"d{n}", size) for n, size in enumerate(sizes)]
+        x = mtf.input("x", [mtf.Dimension("batch", batch * scale), dims[0]], wide)
+        for n, (a, b) in enumerate(pairwise(dims)):
+            x = mtf.relu(mtf.einsum([x, mtf.variable(f"w{n}", [a, b], dtype=wide)], reduced_dims=[a]))
+        loss = mtf.reduce_mean(x)
+        train = mtf.optimize.MomentumOptimizer(0.1, 0.9).minimize(loss) if training else []
+        return {"loss": loss}, train
+
+    return build
+
+
+def everything(build: Callable[..., Any], name: str, axes: int, **choice: Any) -> list[tuple[Candidate, Any, Any]]:
+    """All candidates of the declared space, lowered and estimated one by one; None for a refused one."""
+    found = problem_of(build, tuple(choice.items()), (), ())
+    fixed = Fixed(LayoutRules(""), {})
+    roles = roles_of(found.tensors, found.dims, found.batch)
+    made = []
+    for c in candidates(found.choices, Slice(name), roles, found.tensors.sizes, fixed, axes):
+        with mtf.Graph():
+            outputs, updates = build(**choice)
+            try:
+                est = mtf.estimate(mtf.lower(outputs, updates, mesh=c.mesh, layout=c.layout), name)
+            except mtf.LayoutError:
+                est = None
+        made.append((c, found.bounds, est))
+    return made
+
+
+def test_the_best_is_that_of_trying_everything_and_bounds_are_below_all() -> None:
+    rng, tried = random.Random(11), 0
+    for _ in range(draws(2, 60)):
+        build, name = chain(rng), rng.choice(["v5e-4", "v4-8"])
+        all_of_them = everything(build, name, axes=2)
+        measures: dict[str, Callable[[Any], float]] = {
+            "step_seconds": lambda est: est.step_seconds,
+            "memory": lambda est: est.memory.peak_bytes,
+        }
+        for objective, measure in measures.items():
+            found = mtf.search(build, name, axes=2, objective=objective, seconds=None)
+            fitting = [measure(est) for _, _, est in all_of_them if est is not None and est.fits]
+            assert found.exact
+            assert found.gap == 0
+            assert found.best.value == min(fitting)
+            assert len(found.outcomes) == len(all_of_them)
+        for c, bounds, est in all_of_them:
+            if est is not None:
+                tried += 1
+                assert bounds.seconds(c) <= est.step_seconds, c
+                assert bounds.state_bytes(c) <= est.memory.peak_bytes, c
+    assert tried > 10
+
+
+def network(batch: int = 512) -> tuple[Any, Any]:
+    b, pixels, hidden = mtf.Dimension("batch", batch), mtf.Dimension("pixels", 784), mtf.Dimension("hidden", 1024)
+    h = mtf.relu(mtf.einsum([mtf.input("x", [b, pixels]), mtf.variable("w", [pixels, hidden])], reduced_dims=[pixels]))
+    loss = mtf.reduce_mean(h)
+    return {"loss": loss}, mtf.optimize.AdamOptimizer(0.1).minimize(loss)
+
+
+def test_the_winner_can_be_pasted_back() -> None:
+    found = mtf.search(network, "v3-8", axes=2, seconds=None)
+    with mtf.Graph():
+        outputs, updates = network()
+        best = found.best.candidate
+        program = mtf.lower(outputs, updates, mesh=str(best.mesh), layout=str(best.layout))
+    assert mtf.estimate(program, "v3-8").step_seconds == found.best.value
+    assert str(found).startswith(f"best: mesh {best.mesh}\n      layout {best.layout}\n")
+    assert found.certificate in str(found)
+    states = {o.state for o in found.outcomes}
+    assert states <= {ESTIMATED, ALIKE, BOUNDED, REFUSED, TOO_LARGE}
+    assert all(found.why(o) for o in found.outcomes if o is not found.best)
+    assert found.estimate().step_seconds == found.best.value
+    assert max(map(len, str(found).splitlines())) < 160
+
+
+def test_roles_are_read_from_the_program() -> None:
+    tiny = mtf.models.preset("llama2-7b").reduced()
+    found = problem_of(lambda: mtf.models.train_step(tiny, 8, 16), (), (), ())
+    roles = {str(r) for r in roles_of(found.tensors, found.dims, found.batch)}
+    assert "layers" not in found.dims
+    assert {
+        "batch:data", "batch:fsdp;d_model:fsdp?", "batch:zero1;slots/d_model:zero1?", "length:length",
+        "vocab:model;heads:model;d_ff:model", "vocab:model;heads:model;d_ff:model;length:model?",
+    } <= roles  # fmt: skip
+
+
+def test_sensitivity_names_the_winner_of_each_change() -> None:
+    found = mtf.search(network, "v3-8", axes=1, seconds=None)
+    made = found.sensitivity(links=[0.01, 1, 100], batch=[512, 500], slice=["v2-8"])
+    rows = {c.what: c for c in made.changes}
+    assert rows["links 1"].same
+    assert rows["batch 512"].same
+    for c in made.changes:
+        assert c.mesh is not None
+        assert c.layout is not None
+        with mtf.Graph():
+            name, _, value = c.what.partition(" ")
+            outputs, updates = network(int(value) if name == "batch" else 512)
+            program = mtf.lower(outputs, updates, mesh=c.mesh, layout=c.layout)
+        if name in ("batch", "slice"):
+            assert mtf.estimate(program, value if name == "slice" else "v3-8").step_seconds == c.step_seconds
+    assert rows["links 0.01"].step_seconds > rows["links 100"].step_seconds
+    assert "stays" in str(made)
+    for bad, text in (
+        ({}, "say what changes"),
+        ({"links": ["fast"]}, "must be factors"),
+        ({"slice": ["v3-9"]}, "v3-9"),
+    ):
+        with pytest.raises(mtf.MeshlibError, match=text):
+            found.sensitivity(**bad)
+
+
+def test_what_is_fixed_and_forbidden_is_so() -> None:
+    found = mtf.search(network, "v3-8", fix="batch:rows", sizes="rows:2", forbid="pixels", seconds=None)
+    for o in found.outcomes:
+        assert o.candidate.mesh.axis_size("rows") == 2
+        assert LayoutRules(o.candidate.layout).for_dim("batch")[0].axes == ("rows",)
+        assert not o.candidate.layout.for_dim("pixels")
+    assert mtf.search(network, "v3-8", fix="batch:rows", axes=0, seconds=None).best.candidate.mesh.axes == ("rows",)
+
+
+def test_choices_slices_and_units() -> None:
+    sizes = [256, 512]
+    found = mtf.search(
+        network, ["v3-8", "v5e-8"], choices={"batch": sizes}, per="batch", objective="usd", axes=1, seconds=None
+    )
+    seen = {(dict(o.candidate.choices)["batch"], o.candidate.slice.name) for o in found.ranking}
+    assert seen == {(b, s) for b in sizes for s in ("v3-8", "v5e-8")}
+    best = found.best
+    assert best.value == pytest.approx(found.estimate().usd() / dict(best.candidate.choices)["batch"])
+    assert all(best.value <= o.value for o in found.ranking if o.fits)
+
+
+def test_memory_comes_first() -> None:
+    """Nothing that does not fit is ranked before what fits, and the front has less memory the slower it gets."""
+    config = mtf.models.preset("llama2-7b").replace(layers=4)
+    remat, forbid = {"remat": ["none", "full"]}, "head_dim vocab heads d_model"
+    found = mtf.search(config, "v5e-4", batch=8, length=2048, axes=1, choices=remat, forbid=forbid, seconds=None)
+    assert 0 < sum(o.fits for o in found.ranking) < len(found.ranking)
+    fits = [o.fits for o in found.ranking]
+    assert fits == sorted(fits, reverse=True)
+    peaks = [o.figures.peak_bytes for o in found.pareto if o.figures]
+    assert peaks == sorted(peaks, reverse=True)
+    assert [o.value for o in found.pareto] == sorted(o.value for o in found.pareto)
+
+
+def test_a_model_that_does_not_fit_says_so() -> None:
+    found = mtf.search(
+        mtf.models.preset("llama2-7b"), "v5e-4", batch=4, length=128, axes=1, choices={"remat": ["full"]}, seconds=None
+    )
+    assert not found.fits
+    assert "nothing fits" in str(found)
+    assert TOO_LARGE in {o.state for o in found.outcomes}
+
+
+def test_time_runs_out_with_the_best_so_far_and_the_gap() -> None:
+    seen: list[tuple[int, int, str]] = []
+    found = mtf.search(network, "v3-32", seconds=1e-9, progress=lambda *args: seen.append(args))
+    assert not found.exact
+    assert found.gap == float("inf")
+    assert not found.ranking
+    assert {o.state for o in found.outcomes} <= {OPEN}
+    with pytest.raises(mtf.GraphError, match="no candidate could be estimated"):
+        assert found.best
+
+
+def test_a_kept_search_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    first = mtf.search(network, "v3-8", axes=1, seconds=None, resume=path)
+    kept = json.loads(path.read_text())
+    assert len(kept["estimates"]) == sum(o.state == ESTIMATED for o in first.outcomes)
+    for entry in kept["estimates"].values():  # what the file says is taken, not made again
+        entry["value"] = 2 * entry["value"]
+    path.write_text(json.dumps(kept))
+    again = mtf.search(network, "v3-8", axes=1, seconds=None, resume=path)
+    assert again.best.value == 2 * first.best.value
+    with pytest.raises(mtf.GraphError, match="the search of another program"):
+        mtf.search(lambda: network(1024), "v3-8", axes=1, seconds=None, resume=path)
+    path.write_text("[]")
+    with pytest.raises(mtf.GraphError, match="holds no search"):
+        mtf.search(network, "v3-8", axes=1, seconds=None, resume=path)
+
+
+def test_processes_do_not_change_the_result() -> None:
+    code = (
+        "import meshlib as mtf; from tests.test_searching import network\n"
+        "one, two = (mtf.search(network, 'v3-8', axes=1, seconds=None, workers=n) for n in (1, 2))\n"
+        "assert [(o.candidate.key, o.state, o.value) for o in one.outcomes] == "
+        "[(o.candidate.key, o.state, o.value) for o in two.outcomes]"
+    )
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"build": 3}, "build must be a function"),
+    ({"build": lambda: 3}, "must return"),
+    ({"build": mtf.models.preset("gpt2")}, "needs batch"),
+    ({"batch": 3}, "batch and length are for a model's config"),
+    ({"slice": []}, "slice is empty"),
+    ({"slice": "v3-9"}, "v3-9"),
+    ({"choices": ["batch"]}, "choices must be a dict"),
+    ({"choices": {"batch": []}}, "is empty"),
+    ({"choices": {"batch": 3}}, "choices"),
+    ({"fix": "batch:rows", "sizes": "cols:2"}, "no rule of fix"),
+    ({"forbid": "pixel"}, "no dim 'pixel'"),
+    ({"per": "batches"}, "no dim 'batches'"),
+    ({"per": [3]}, "names of dims"),
+    ({"axes": -1}, "must not be negative"),
+    ({"objective": "speed"}, "objective must be"),
+    ({"objective": 3}, "objective must be"),
+    ({"seconds": 0}, "more than 0"),
+    ({"workers": 0}, "at least 1"),
+    ({"fix": "batch:rows", "sizes": "rows:3", "axes": 0}, "divides"),
+]
+
+
+def test_bad_arguments() -> None:
+    for given, text in BAD:
+        arguments: dict[str, Any] = {"build": network, "slice": "v3-8", **given}
+        with pytest.raises(mtf.MeshlibError, match=text):
+            mtf.search(**arguments)
