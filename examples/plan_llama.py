@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd, inf
+from math import inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
@@ -26,8 +26,6 @@ from examples.terminal import finish
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 
-TENSOR = 8  # devices at most over which heads are split, unless you say otherwise: they talk in every block
-EXPERTS = 32  # devices at most over which experts are split
 TOKENS_OF_A_DEVICE = 4096
 
 
@@ -39,31 +37,6 @@ class Plan:
     mesh: str
     lines: dict[str, str]
     remarks: list[str]
-
-
-def largest_power(number: int, *others: int, most: int | None = None) -> int:
-    """The largest power of two that divides all of the numbers, at most `most`."""
-    common = gcd(number, *others)
-    power = common & -common
-    return power if most is None else min(power, most)
-
-
-def usual_layouts(config: mtf.models.TransformerConfig, devices: int, batch: int) -> list[tuple[str, str]]:
-    """Layouts that people train such models with, and meshes for them: (name, mesh)."""
-    kv_heads = config.heads if config.memory_heads == 1 else config.memory_heads
-    tensor = largest_power(devices, kv_heads, config.d_ff, config.vocab, most=TENSOR)
-    context = devices // gcd(devices, batch)  # devices for each sequence, where there are fewer of these
-    usual = [("fsdp", "context", context), ("fsdp", "tensor", tensor), ("fsdp", "sequence", tensor)]
-    if config.experts is not None:
-        usual[1:] = [("fsdp", "expert", largest_power(devices, config.experts.count, most=EXPERTS))]
-    made = []
-    for name, axis, size in usual:
-        rows = devices // size
-        fsdp = largest_power(rows, config.d_model)
-        axes = {"data": rows // fsdp, "fsdp": fsdp, "tensor" if axis == "sequence" else axis: size}
-        parts = [part for part in ("data", name, axis) if axes["tensor" if part == "sequence" else part] > 1]
-        made.append(("+".join(parts) or name, ";".join(f"{a}:{n}" for a, n in axes.items() if n > 1) or "fsdp:1"))
-    return list(dict.fromkeys(made))
 
 
 def planned(args: argparse.Namespace, config: mtf.models.TransformerConfig, name: str, mesh: str) -> Plan:
@@ -198,7 +171,7 @@ def plan(args: argparse.Namespace) -> None:
     if args.layout:
         wanted = [tuple(text.split("@")) for text in args.layout]
     else:
-        wanted = usual_layouts(config, where.devices, args.batch)
+        wanted = mtf.models.usual_layouts(config, where.devices, args.batch)
     print(table([planned(args, config, name, mesh) for name, mesh in wanted]))
 
 

@@ -9,6 +9,7 @@ from meshlib.errors import GraphError
 from meshlib.models.config import TransformerConfig
 
 TENSOR = 8  # devices at most over which heads are split: they talk in every block
+EXPERTS = 32  # devices at most over which experts are split
 
 
 def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[tuple[str, str]]:
@@ -17,7 +18,8 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
     Args:
       config: the model. devices: of the slice. batch: sequences in a step; where there are fewer of them than devices,
         several devices share a sequence.
-    Returns: fully sharded with the sequence, the heads, or both split over a second axis; without doubles.
+    Returns: fully sharded with the sequence, the heads, or both split over a second axis, or with experts the sequence
+      or these; without doubles.
     Raises: GraphError for sizes below 1.
     Example:
       >>> import meshlib as mtf
@@ -31,7 +33,10 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
     tensor = _largest_power(devices, kv_heads, config.d_ff, config.vocab, most=TENSOR)
     context = devices // gcd(devices, batch)  # devices for each sequence, where there are fewer of these
     made = []
-    for axis, size in (("context", context), ("tensor", tensor), ("sequence", tensor)):
+    usual = [("context", context), ("tensor", tensor), ("sequence", tensor)]
+    if config.experts is not None:
+        usual[1:] = [("expert", _largest_power(devices, config.experts.count, most=EXPERTS))]
+    for axis, size in usual:
         rows = devices // size
         fsdp = _largest_power(rows, config.d_model)
         axes = {"data": rows // fsdp, "fsdp": fsdp, "tensor" if axis == "sequence" else axis: size}

@@ -170,7 +170,7 @@ def examples() -> Iterator[Job]:
 
         yield f"transformer.py {layout} {remat} {precision}", job
     llama = mtf.models.preset("llama3.1-405b")
-    for name, mesh in plan_llama.usual_layouts(llama, 3072, 1536):
+    for name, mesh in mtf.models.usual_layouts(llama, 3072, 1536):
 
         def job(name: str = name, mesh: str = mesh) -> Figures:
             return trained("llama3.1-405b", 1536, 8192, name, mesh, {"remat": "full"}, ("v5p-6144",))

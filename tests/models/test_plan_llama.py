@@ -113,6 +113,6 @@ def test_flags_are_checked(flags, capsys):
 @pytest.mark.parametrize("model", ["llama3.1-405b", "gpt2", "palm-540b"])
 def test_usual_layouts_fill_the_slice(model, devices, batch):
     config = mtf.models.preset(model)
-    for name, mesh in plan_llama.usual_layouts(config, devices, batch):
+    for name, mesh in mtf.models.usual_layouts(config, devices, batch):
         assert mtf.Mesh(mesh).size == devices
         mtf.models.layout(name, config, mesh)
