@@ -27,7 +27,7 @@ def planned(name: str, layout: str, batch: int, length: int, remat: str, slices:
 def test_a_plan_of_llama_405b_is_no_longer_for_a_pod_than_for_eight_chips():
     meshes = {"fsdp:256;tensor:8": "v5p-4096", "fsdp:4;tensor:2": "v5p-16"}
     pod, few = planned("llama3.1-405b", "fsdp+sequence", 1536, 8192, "full", meshes)
-    assert 0.9 < len(pod.rows) / len(few.rows) < 1.1  # tests/benchmarks/planning.py measures how long it takes
+    assert 0.8 < len(pod.rows) / len(few.rows) < 1.25  # tests/benchmarks/planning.py measures how long it takes
     assert pod.fits
     assert not few.fits
 
