@@ -143,10 +143,7 @@ def compare(outputs: Mapping[str, Tensor], updates: Sequence[Operation], mesh: s
     sent = float(program.sent_bytes)
     # Sums that are made of others are made anew for each lowering: operations are the same by name.
     own = {op.name: op for op in ways.simple.operations}
-    work = sum(
-        ways.price(own.get(i.operation.name, i.operation), local_work(program, i), i.outputs[0].sharding)
-        for i in computed
-    )
+    work = sum(ways.price(own.get(i.operation.name, i.operation), local_work(program, i)) for i in computed)
     budget = sent + work - ways.least_work  # all that is not work that has to be done
     try:
         by_cost = subject.best(ways, sent + work, budget=budget)
