@@ -11,7 +11,8 @@ It is A* over states (axes of each dim, pending axes still to be reduced). Three
   leaves the queue is cheapest.
 - Slices cost nothing, so a state from which slices alone lead to the target is an arrival.
 
-Ties go to fewer collectives, then to fewer slices, then to the order in which `_Map` lists the moves.
+Ties go to fewer collectives, then to fewer slices, then to fewer scatters (a sum that is whole on the way serves
+others), then to the order in which `_Map` lists the moves.
 
 The number of states grows like a factorial with the number of axes that take part. Up to three, all are
 searched, and the plan is the cheapest there is. Beyond, the search is directed: axes are cut, ordered and
@@ -74,9 +75,9 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
     prefixes = product(*([entry[:n] for n in range(len(entry) + 1)] for entry in goal))
     arrivals = {known_map.number((splits, ())) for splits in prefixes}  # slices alone lead from there to the target
     begin = known_map.number(start)
-    best = {begin: (0, 0, 0)}
+    best = {begin: (0, 0, 0, 0)}  # cost, collectives, slices, scatters
     came: dict[int, tuple[int, Move]] = {}
-    queue = [(0, 0, 0, 0, begin)]  # bound on bytes, on collectives, slices, order, state
+    queue = [(0, 0, 0, 0, 0, begin)]  # bound on bytes, on collectives, slices, scatters, order, state
     order = 0
     done: set[int] = set()
     known: float = float("inf")  # what the cheapest arrival so far costs: who is bound to cost more is not looked at
@@ -87,7 +88,7 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
         done.add(state)
         if state in arrivals:
             return _merged(_walked(came, state, known_map.states[state][0], goal))
-        cost, collectives, slices = best[state]
+        cost, collectives, slices, scatters = best[state]
         for after, more, block, awaits, local, move in known_map.moves(state):
             if after in done:
                 continue
@@ -96,7 +97,8 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
             bound = sent + (goal_block if awaits else max(goal_block - block, 0 if arrives else least))
             if bound > known:
                 continue
-            reached = (sent, collectives, slices + 1) if local else (sent, collectives + 1, slices)
+            scattered = scatters + (move.kind == "reduce_scatter")
+            reached = (sent, collectives + (not local), slices + local, scattered)
             before = best.get(after)
             if before is not None and before <= reached:
                 continue
@@ -105,7 +107,7 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
             order += 1
             if arrives and sent < known:
                 known = sent
-            heappush(queue, (bound, reached[1] + (not arrives), reached[2], order, after))
+            heappush(queue, (bound, reached[1] + (not arrives), reached[2], scattered, order, after))
     raise AssertionError("unreachable: gathering and slicing lead everywhere")
 
 

@@ -87,7 +87,7 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     n, plan = found
     ends = (*source.lies, wanted)
     between = [t for t in plan.steps[:-1] if not t.after.pending]
-    reached = [t.after for t in between if t.before.pending or t.kind == "collective_permute"]
+    reached = [t.after for t in between if t.before.pending or t.kind in ("collective_permute", "all_to_all")]
     useful = [s for s in reached if s not in source.lies and not parks(s, ends)]
     return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
 

@@ -25,8 +25,8 @@ from meshlib.lowering.states import States, occurring
 from meshlib.lowering.ways import Floats, Ints, Lies, Price, with_room
 
 # How many states are kept, without and with a guide: the fewer operations, the more.
-FIRST_WIDTHS, WIDTHS = (6, 24), (16, 40)  # at least, at most
-EFFORT = 1600  # states times operations
+FIRST_WIDTHS, WIDTHS = (6, 32), (16, 48)  # at least, at most
+EFFORT = 2000  # states times operations
 # Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches in
 # large graphs, of what the way sends that follows the one best state.
 WINDOW, FIRST_WINDOW = 0.15, 0.3

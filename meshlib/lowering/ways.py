@@ -111,7 +111,8 @@ def with_room(table: Table, rows: int, columns: int, blank: float) -> Table:
     *_, have, wide = table.shape
     if rows <= have and columns <= wide:
         return table
-    shape = (*table.shape[:-2], *(n if n >= least else 2 * least for n, least in ((have, rows), (wide, columns))))
+    room = [n if n >= least else 2 * least for n, least in zip((have, wide), (rows, columns), strict=True)]
+    shape = (*table.shape[:-2], *room)
     more = np.full(shape, blank, table.dtype)
     more[..., :have, :wide] = table
     return more

@@ -141,7 +141,9 @@ def compare(outputs: Mapping[str, Tensor], updates: Sequence[Operation], mesh: s
     computed = [i for i in program.instructions if isinstance(i, Compute)]
     ways = subject.ways(shared=any(i.operation.graph is not subject.graph for i in computed))
     sent = float(program.sent_bytes)
-    work = sum(ways.price(i.operation, local_work(program, i), i.outputs[0].sharding) for i in computed)
+    # Sums that are made of others are made anew for each lowering: operations are the same by name.
+    own = {op.name: op for op in ways.simple.operations}
+    work = sum(ways.price(own.get(i.operation.name, i.operation), local_work(program, i)) for i in computed)
     budget = sent + work - ways.least_work  # all that is not work that has to be done
     try:
         by_cost = subject.best(ways, sent + work, budget=budget)

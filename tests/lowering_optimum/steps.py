@@ -214,7 +214,7 @@ class Steps:
         singles = [b[0] for b in blocks if len(b) == 1]
         for way in (w for w in self.ways.of[op] if self._allowed(op, spots, w)):
             wants = [way.wants[i] if i in singles else () for i in range(count)]
-            last = self.ways.price(op, self.ways.adding(op, way.out, len(blocks)), way.out)
+            last = self.ways.price(op, self.ways.adding(op, way.out, len(blocks)))
             for t in totals:
                 total = t.bytes + sum(min(where.move(w.out, s)[0] for s in as_term(way.out)) for w in t.ways)
                 if total < INFINITE:

@@ -111,9 +111,9 @@ class Ways:
             found |= {(name, a) for d, a in self.laid(x, own) if (name := from_dim[d]) is not None}
         return found
 
-    def price(self, op: Operation, work: Work, out: Sharding) -> float:
-        """Of work, in bytes. To make something again counts for nothing."""
-        if op.output in self.again and (not out.pending or is_zero(op)):
+    def price(self, op: Operation, work: Work) -> float:
+        """Of work, in bytes. To make what may be made again counts for nothing, pending or not."""
+        if op.output in self.again:
             return 0.0
         return work.mxu_flops / BALANCE.mxu_flops_per_byte + work.vpu_ops / BALANCE.vpu_ops_per_byte
 
@@ -200,7 +200,7 @@ class Ways:
             work = self.adding(op, made.out, len(some))
         sent = float(busiest_bytes((e, 1) for e in made.exchanges))
         needs = tuple(self.needs(op, axes))
-        return Way(tuple(axes.items()), wants, made.out, sent, self.price(op, work, made.out), needs)
+        return Way(tuple(axes.items()), wants, made.out, sent, self.price(op, work), needs)
 
     def adding(self, op: Operation, out: Sharding, count: int) -> Work:
         """The work of adding so many terms."""
