@@ -60,12 +60,6 @@ def test_at_least_ten_of_twelve_rows_are_expressed():
     assert sum(not check_row(row).why_not for row in asked) >= 10
 
 
-def test_a_run_is_predicted_by_constants_fitted_to_others():
-    """The row whose intervals are stablest, without input or collectives to speak of. A deep run looks at all."""
-    run = image_run_of(BY_NAME["mlp-v0.5-resnet-v2-8"])
-    assert prepare_images(run).seconds(CALIBRATED) == pytest.approx(run.measured_seconds, rel=0.12)
-
-
 @pytest.mark.skipif(not deep(), reason="all rows take a minute: --hypothesis-profile=deep")
 def test_runs_are_within_the_targets():
     runs = [image_run_of(row) for row in RESNETS]
@@ -82,7 +76,7 @@ def test_a_network_that_no_row_has_is_predicted_too():
     assert (found.why_not, found.images.batch, found.images.measured_seconds) == ("", 504, 500 / 20000)
     assert "500 images padded to 504" in found.images.assumed
     seconds = [prepare_images(image_run_of({**row, "id": name})).seconds(CALIBRATED) for name in ("x", "y")]
-    # 504 images of 0.15 G multiply-adds, three times, on eight cores of 61.5 TFLOP/s: at least 0.3 ms.
+    # 504 images of 0.15 G multiply-adds, three times, on eight cores of 61.5 TFLOP/s: at least 0.9 ms.
     assert seconds[0] == seconds[1]
     assert 0.9e-3 < seconds[0] < 20e-3
 
@@ -96,7 +90,10 @@ ROW = BY_NAME["mlp-v0.6-resnet-tpu-v3-32"]
         ({**ROW, "model": {"name": "EfficientNet", "arch": "CNN"}}, "networks such as 'EfficientNet'"),
         ({**ROW, "layout": {"spatial": 4, "data": 8}}, "axis 'spatial' of its layout"),
         ({**ROW, "layout": {"data": 64}}, "does not make 32 devices"),
-        ({**ROW, "batch": {}, "n_chips": 8, "slice": {"topology": "2x4"}}, "its batch is not stated"),
+        (
+            {**ROW, "batch": {}, "n_chips": 8, "slice": {"topology": "2x4"}, "layout": {"data": 16}},
+            "its batch is not stated",
+        ),
         ({**ROW, "batch": {"global_examples": 0.5}}, "no whole number of images"),
         ({**ROW, "measured": {}, "derived": {}}, "no time of steps"),
         ({**ROW, "derived": {}}, "not what a block is"),
@@ -130,10 +127,10 @@ def test_a_host_hides_the_chips_or_is_hidden():
     assert host.step_seconds(0.05, 100) == pytest.approx(0.11)
 
 
+@pytest.mark.skipif(not deep(), reason="seven programs take half a minute: --hypothesis-profile=deep")
 def test_the_curve_of_epochs_has_the_shape_of_the_talk():
-    """1 and 64 devices, and the larger batch there; a deep run has all."""
-    rows = EPOCHS if deep() else [BY_NAME["talk-rn50-1"]]
-    found = epochs(rows)
+    found = epochs(EPOCHS)
+    assert len(found) == 7
     for e in (e for e in found if not e.fixes):
         assert e.minutes == pytest.approx(e.stated_minutes, rel=0.08)
         assert e.step_seconds > e.device_seconds
@@ -178,6 +175,8 @@ def test_image_rows_are_not_fitted_to(tmp_path):
     row = {"id": "x", "chip": "v3", "n_chips": 4, "slice": {"topology": "2x2"}, "layout": {"data": 8},
            "model": {"name": "ResNet-18", "arch": "CNN", "image": 32}, "batch": {"global_examples": 256},
            "measured": {"step_time_ms": 1.0}}  # fmt: skip
+    # The program of the test above.
+    row |= {"batch": {"global_examples": 504}, "model": {"name": "ResNet-18", "arch": "CNN", "image": 64}}
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([row]))
     found = validate(file, refit=True)

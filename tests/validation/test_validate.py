@@ -115,7 +115,7 @@ def test_other_collectives_are_programs_too(op, model):
         ({"id": "a"}, "states no dimensions of a model"),
         ({"id": "a", "model": {"op": "sort"}}, "the operation 'sort'"),
         ({"id": "a", "model": {"arch": "MoE"}}, "mixture-of-experts"),
-        ({"id": "a", "model": {"arch": "CNN"}}, "convolutional"),
+        ({"id": "a", "model": {"arch": "CNN"}}, "training of networks such as"),
         ({"id": "a", "kind": "inference", "model": {}}, "decoding"),
         ({"id": "a", "kind": "inference", "model": {}, "batch": {"phase": "prefill 2048 tokens"}}, "over a prompt"),
         ({**TRAINING[1], "layout": {"note": "not read"}}, "its layout is not stated: not read"),
