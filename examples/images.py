@@ -12,6 +12,7 @@ The learning rate is scaled to the batch, after a warm-up; nothing else changes 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from examples import devices, image_data
 from examples.image_data import ImageData
 from examples.mnist_data import DataError
 from examples.terminal import check_least, finish, line, progress
+from hardware import Slice, legal_slices
 
 PRECISIONS = {"bfloat16": "bfloat16", "float32": "float32"}
 BASE_BATCH = 128  # for which --lr is meant
@@ -141,19 +143,28 @@ def predict(args: argparse.Namespace, data: ImageData) -> None:
 
 
 def table(args: argparse.Namespace, data: ImageData) -> None:
-    """The same epochs at several batches, one core for each `--per-core` examples: predicted time, accuracy."""
+    """The same epochs at several batches, as many more cores as the batch is larger: predicted time, accuracy."""
     rows = []
     for batch in args.batches:
         _, _, right = train(args, data, batch)
+        slice_ = grown(args.slice, batch / min(args.batches))
         config = model(args, data)
-        training, _ = build(args, config, len(data.train_images), batch)
-        est = mtf.estimate(training, args.slice)
+        where = argparse.Namespace(**{**vars(args), "mesh": f"data:{slice_.devices}", "layout": "batch:data"})
+        training, _ = build(where, config, len(data.train_images), batch)
+        est = mtf.estimate(training, slice_)
         steps = args.epochs * (len(data.train_images) // batch)
-        rows.append((batch, args.slice, est.slice.devices, est.step_seconds * 1e3, steps * est.step_seconds, right))
+        rows.append((batch, slice_.name, slice_.devices, est.step_seconds * 1e3, steps * est.step_seconds, right))
     line("\nbatch  slice    devices  step*      training*   test accuracy")
     for batch, name, count, step, total, right in rows:
         line(f"{batch:>5}  {name:<8} {count:>6}  {step:7.3f} ms {total:9.2f} s  {right:>9.2%}")
-    line("* modelled, without input and evaluation")
+    line("* modelled, the batch split over all devices, without input and evaluation")
+
+
+def grown(name: str, times: float) -> Slice:
+    """The slice with about so many times the chips of another, of those on offer."""
+    first = Slice(name)
+    offered = map(Slice, legal_slices(first.chip))
+    return min(offered, key=lambda s: abs(math.log(s.chips / (first.chips * times))))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -47,7 +47,9 @@ class HostInput:
         what = "HostInput"
         given = self.examples_per_second is not None
         if given == (self.decode_seconds is not None) or given == (self.workers is not None):
-            raise GraphError(f"{at(what)}: give examples_per_second, or decode_seconds and workers; got {self}")
+            names = [n for n in ("examples_per_second", "decode_seconds", "workers") if getattr(self, n) is not None]
+            got = ", ".join(names) or "none of them"
+            raise GraphError(f"{at(what)}: give examples_per_second, or decode_seconds and workers; got {got}")
         for name in ("examples_per_second", "decode_seconds"):
             value = getattr(self, name)
             if value is not None and number(value, what, name) <= 0:

@@ -50,8 +50,9 @@ class _Search:
             for n, x in enumerate(i.inputs):
                 self.users.setdefault(x, []).append((i, n))
         self.found: dict[Value, Sources] = {}
+        inside = fused | held
         for i in program.instructions:
-            if len(i.outputs) == 1 and is_elementwise(i) and i.outputs[0] not in fused | held:
+            if len(i.outputs) == 1 and i.outputs[0] not in inside and is_elementwise(i):
                 self._decide(i, i.outputs[0])
 
     def _decide(self, i: Instruction, y: Value) -> None:

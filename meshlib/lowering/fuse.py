@@ -196,7 +196,7 @@ class _RowJoiner:
         return None if whole else last
 
     def _summed_at(self, group: list[Instruction], beside: int | None) -> int | None:
-        """Where sums run: in the kernel of the product that they add up, else `beside` others, else with sums of the same.
+        """Where sums run: in the kernel of the product that they add up, else `beside` others or with sums of the same.
 
         What is made again for each reader anyway, such as the cast to float32 in between, goes with them.
         """

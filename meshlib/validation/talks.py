@@ -21,7 +21,8 @@ from functools import lru_cache
 from typing import Any
 
 from hardware.slices import Slice
-from meshlib.estimation import CALIBRATED, Estimate, HostInput, estimate
+from meshlib.estimation import Estimate, HostInput, estimate
+from meshlib.estimation.physics import CALIBRATED
 from meshlib.graph import Graph
 from meshlib.lowering import lower
 from meshlib.models.images.biggan import BigGANConfig, gan_step
@@ -46,7 +47,7 @@ DETECTION_PIXELS = 640 * 480  # of an image of COCO; the talk's own set is not d
 class Epochs:
     """Training of ResNet-50 on `devices` of four chips each: stated and predicted minutes.
 
-    `device_seconds` is a step on the chips alone, `step_seconds` with what hosts do; `fixes`: the row says what that is.
+    `device_seconds` is a step on the chips alone, `step_seconds` with what hosts do; `fixes`: the row says what.
     """
 
     devices: int

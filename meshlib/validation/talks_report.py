@@ -32,8 +32,8 @@ def _epochs(found: Talks) -> list[str]:
         "ResNet-50 v2 to 90 epochs on devices of four chips v2 (ImageNet is the new MNIST, 2018)",
         *grid(cells, right=tuple(range(8))),
         "* modelled. The stated times are those of whole runs: hosts bound them, not chips. By the two rows that",
-        f"  fix it a host prepares {host.examples_per_second:,.0f} images/s and takes {host.start_seconds * 1e3:.0f} ms "
-        "between two steps",
+        f"  fix it a host prepares {host.examples_per_second:,.0f} images/s and takes "
+        f"{seconds_text(host.start_seconds)} between two steps",
     ]
     if grown is not None:
         first, last = grown["batch"]["grows"]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import meshlib as mtf
-from hardware import CHIPS
+from hardware import CHIPS, Slice
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.times import Times
 
 D = mtf.Dimension
 BATCH = 8
+ONE = Slice("v4-1x1x1", replace(CHIPS["v4"], pod_shape=(1, 1, 1), wrap_cube=None))  # a chip of its own
 
 
 def recurrent(size: int, trips: int, chip: str) -> mtf.Estimate:
@@ -73,3 +76,18 @@ def test_a_table_is_read_again_where_too_much_lies_between() -> None:
 def test_what_the_oldest_chips_have_is_a_kernels_own() -> None:
     held = {name: Times(CHIPS[name], Physics()).held_bytes >> 20 for name in ("v2", "v3", "v4", "v5e")}
     assert held == {"v2": 0, "v3": 0, "v4": 128, "v5e": 64}
+
+
+@pytest.mark.parametrize(("batch", "left_mib"), [(2**13, 0), (2**16, 0), (2**17, 128)])
+def test_what_passes_stays_in_common_memory_as_far_as_it_has_room(batch: int, left_mib: int) -> None:
+    """Two products in a row on v4: of a result of 16 to 256 MiB passes HBM what 128 MiB of CMEM do not hold."""
+    b, d = D("b", batch), D("d", 1024)
+    with mtf.Graph():
+        x, w = mtf.input("x", [b, d], "bfloat16"), mtf.variable("w", [d, D("e", 1024)], dtype="bfloat16")
+        v = mtf.variable("v", [D("e", 1024), D("f", 1024)], dtype="bfloat16")
+        program = mtf.lower({"z": mtf.einsum([mtf.tanh(mtf.einsum([x, w])), v])})
+    est = mtf.estimate(program, ONE, physics=Physics().without_losses())
+    size, weights = 2 * batch * 1024, 2 * 2**20
+    for row in (r for r in est.rows if r.mxu_flops):
+        assert row.hbm_bytes == 2 * size + weights
+        assert size <= row.traffic_bytes - left_mib * 2**20 <= size + weights
