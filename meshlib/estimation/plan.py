@@ -14,7 +14,7 @@ from meshlib.estimation.kernels import forward_names, kernel_of, quantises, resi
 from meshlib.estimation.moves import Network, moves_of
 from meshlib.estimation.reuse import Recent
 from meshlib.estimation.units import Plan, Unit
-from meshlib.graph import UPDATE
+from meshlib.graph import FORWARD, UPDATE
 from meshlib.operation import Kind
 from meshlib.program.buffers import fused_values
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
@@ -26,12 +26,15 @@ _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 def plan_of(program: Program, network: Network) -> Plan:
     """The plan of a program."""
-    return _planned(program, network, forward_names(program), Recent())
+    return _planned(program, network, forward_names(program), Recent(), None)
 
 
-def _planned(program: Program, network: Network, forward: frozenset[str], recent: Recent) -> Plan:
-    """The plan of a program, or of a loop's body with the `forward` names of the program around it."""
-    planner = _Planner(program, network, forward, recent)
+def _planned(program: Program, network: Network, forward: frozenset[str], recent: Recent, region: str | None) -> Plan:
+    """The plan of a program, or of a loop's body with the `forward` names of the program around it.
+
+    `region` is that of the loop, or of one around it, if it is no part of the forward pass.
+    """
+    planner = _Planner(program, network, forward, recent, region)
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
     recent.close(units)
     units = combined(units, network)
@@ -70,8 +73,11 @@ def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
 
 
 class _Planner:
-    def __init__(self, program: Program, network: Network, forward: frozenset[str], recent: Recent) -> None:
+    def __init__(
+        self, program: Program, network: Network, forward: frozenset[str], recent: Recent, region: str | None
+    ) -> None:
         self.program, self.network, self.forward, self.recent = program, network, forward, recent
+        self.region = region
         self.numbers: dict[Value, int] = {}
         self.fused = fused_values(program)
         self.held = resident_values(program)
@@ -87,13 +93,14 @@ class _Planner:
             first.group,
             first.operation.name,
             first.operation.source,
-            first.region,
+            self.region or first.region,
             tuple(self._number(x) for x in operands),
             tuple(self._number(y) for i in members for y in i.outputs),
         )
         if isinstance(first, Loop):
             inside = Recent.of(first)
-            unit.body = _planned(first.body, self.network, self.forward, inside)
+            region = self.region or (None if first.region == FORWARD else first.region)
+            unit.body = _planned(first.body, self.network, self.forward, inside, region)
             unit.trips = first.trips
             unit.active = 1.0 if first.record.active is None else first.record.active.share
             self.recent.moved_bytes += first.trips * inside.moved_bytes
@@ -112,7 +119,7 @@ class _Planner:
             self.recent.moved_bytes += sum(y.local_bytes for i in members for y in i.outputs)
         else:
             unit.kernel = kernel_of(
-                self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered
+                self.program, members, self.fused, self.held, self.forward, self.quantised, self.gathered, self.region
             )
             again = self.recent.touch(place, unit.kernel.touched, unit.kernel.padded_bytes)
             unit.kernel = replace(unit.kernel, again=again) if again else unit.kernel
