@@ -223,25 +223,39 @@ def test_devices_hold_the_weights_gradients_and_slots_of_their_stages() -> None:
 
 @pytest.mark.parametrize(("stages", "microbatches", "repeats"), [(4, 4, 1), (4, 8, 2), (4, 1, 1), (4, 2, 3), (2, 1, 2)])
 def test_the_fast_executor_computes_what_works_alone(stages: int, microbatches: int, repeats: int) -> None:
-    seen: list[int] = []
+    """Forward and, given what was kept, backward."""
+    seen: dict[str, int] = {"forward": 0, "backward": 0}
 
-    def count(x: Array) -> Array:
-        seen.append(x.size)
-        return x
+    def counted(way: str) -> Callable[[Array], Array]:
+        def count(x: Array) -> Array:
+            seen[way] += x.size
+            return x
+
+        return count
+
+    def back(op: mtf.Operation, dys: list[mtf.Tensor]) -> list[mtf.Tensor]:
+        return [mtf.slicewise(counted("backward"), dys, splittable_dims=list(dys[0].shape))]
+
+    def stage(h: mtf.Tensor) -> mtf.Tensor:
+        h = mtf.slicewise(counted("forward"), [h], splittable_dims=list(h.shape), grad_function=back)
+        return h * mtf.variable("w", [WIDTH], 1.0)
 
     with mtf.Graph():
         x = mtf.input("x", [D("batch", 8), WIDTH])
-        y = mtf.layers.pipeline(
-            lambda h: mtf.slicewise(count, [h], splittable_dims=list(h.shape)), x, stages, microbatches, repeats
-        )
-        program = mtf.lower({"y": y})
+        y = mtf.layers.pipeline(stage, x, stages, microbatches, repeats, remat="none")
+        (dx,) = mtf.gradients([mtf.reduce_sum(mtf.square(y)) * 0.5], [x])
+        assert dx is not None
+        program = mtf.lower({"y": y, "dx": dx})
     fed = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    np.testing.assert_array_equal(mtf.simulate(program).step(x=fed)["y"], fed)
-    whole = [n for n in seen if n]
+    found = mtf.simulate(program).step(x=fed)
+    np.testing.assert_array_equal(found["y"], fed)
+    np.testing.assert_array_equal(found["dx"], fed)
+    least = stages * repeats * fed.size
     if microbatches % stages == 0 or repeats == 1 or microbatches == 1:
-        assert sum(whole) == stages * repeats * fed.size
+        assert seen == {"forward": least, "backward": least}
     else:  # what lies between those that work is computed too
-        assert sum(whole) < mtf.layers.schedule(stages, microbatches, repeats).trips * stages * fed.size / microbatches
+        trips = mtf.layers.schedule(stages, microbatches, repeats).trips
+        assert least <= seen["forward"] == seen["backward"] < trips * stages * fed.size / microbatches
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "repeats"), [(4, 8, 1), (4, 8, 2), (2, 1, 1), (8, 16, 1)])

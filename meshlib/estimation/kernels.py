@@ -133,7 +133,8 @@ def kernel_of(
     quantised: set[tuple[Value, Value]],
     gathered: Mapping[Value, Value],
     through: Mapping[Value, tuple[Value, ...]],
-    in_place: frozenset[Value] = frozenset(),
+    in_place: frozenset[Value],
+    region: str | None,
 ) -> Kernel:
     """The work of a fusion group.
 
@@ -141,12 +142,17 @@ def kernel_of(
     forward pass's operations, by which those that a backward pass computes again are known: copies keep their names.
     `quantised` has the operands that are there in eight bits already, each with its scales; those of this group join.
     `gathered` says of operands that came in eight bits from which blocks; `through`, of values that their readers make,
-    of what; `in_place`, which results are there already but for the part that is written.
+    of what; `in_place`, which results are there already but for the part that is written. `region` is that of a loop
+    around which is no part of the forward pass: then nothing inside is, whatever it was written for.
     """
     made = [i for i in reversed(members) if any(y not in fused for y in i.outputs)] or members[::-1]
     large = (i for i in made if any(y.local_size > 1 for y in i.outputs))
     main = next((i for i in members if _is_matmul(i)), None) or next(large, members[-1])
     matmuls, flops, useful, ops, padded_ops, narrow = [], 0, 0.0, 0, 0.0, 0.0
+
+    def again(i: Instruction) -> bool:
+        return i.operation.name in forward and (region or i.operation.region) != FORWARD
+
     attention = attention_of(program, main) if main.operation.kind.scores and isinstance(main, Compute) else None
     for i in members:
         work = local_work(program, i)
@@ -159,9 +165,9 @@ def kernel_of(
         if _is_matmul(i):
             product = matmul_of(program, i)
             matmuls.append((product, _operand_itemsizes(i)))
-            useful += _useful_flops(program, i, forward) / product.passes
+            useful += _useful_flops(program, i, again(i)) / product.passes
     if attention is not None and isinstance(main, Compute):
-        useful += flops / attention.passes * attention.useful * _share_useful(program, main, forward)
+        useful += flops / attention.passes * attention.useful * _share_useful(program, main, again(main))
     passed, spared = _quantised(main, quantised, gathered) if _is_matmul(main) else (0, 0)
     boundary = _boundary(members, fused, held, through, program.sliding_dims, in_place)
     free = all(_is_free(i) for i in members)
@@ -169,7 +175,7 @@ def kernel_of(
         main.operation.name,
         main.opcode,
         main.operation.source,
-        main.region,
+        region or main.region,
         tuple(matmuls),
         flops,
         useful,
@@ -256,19 +262,18 @@ def _quantised(product: Compute, done: set[tuple[Value, Value]], gathered: Mappi
     return moved, spared
 
 
-def _useful_flops(program: Program, i: Compute, forward: frozenset[str]) -> float:
+def _useful_flops(program: Program, i: Compute, again: bool) -> float:
     """Those of an instruction's flops, passes included, that nobody repeats; the mean of devices that differ."""
     op, attrs = i.operation, attributes(program, i.operation)
-    share = _share_useful(program, i, forward)
+    share = _share_useful(program, i, again)
     if op.kind.lower is None:
         return op.kind.work(*local_types(i), attrs).mxu_flops * share
     whole = op.kind.work(tuple(x.tensor.type for x in i.inputs), op.output.type, attrs)
     return whole.mxu_flops / program.mesh.size if share else 0.0
 
 
-def _share_useful(program: Program, i: Compute, forward: frozenset[str]) -> float:
+def _share_useful(program: Program, i: Compute, again: bool) -> float:
     """Of an instruction's flops on one device, those that no other repeats and no earlier pass has made already."""
-    again = i.operation.region != FORWARD and i.operation.name in forward
     return 0.0 if again else 1 / duplication(program, i)
 
 

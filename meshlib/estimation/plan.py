@@ -15,7 +15,7 @@ from meshlib.estimation.moves import Network, moves_of
 from meshlib.estimation.reuse import Recent
 from meshlib.estimation.through import made_by_readers
 from meshlib.estimation.units import Plan, Unit
-from meshlib.graph import UPDATE
+from meshlib.graph import FORWARD, UPDATE
 from meshlib.operation import Kind
 from meshlib.program.buffers import fused_values, written_inside
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
@@ -27,14 +27,22 @@ _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 def plan_of(program: Program, network: Network) -> Plan:
     """The plan of a program."""
-    return _planned(program, network, forward_names(program), Recent(), program.memory_plan.in_place)
+    return _planned(program, network, forward_names(program), Recent(), program.memory_plan.in_place, None)
 
 
 def _planned(
-    program: Program, network: Network, forward: frozenset[str], recent: Recent, in_place: frozenset[Value]
+    program: Program,
+    network: Network,
+    forward: frozenset[str],
+    recent: Recent,
+    in_place: frozenset[Value],
+    region: str | None,
 ) -> Plan:
-    """The plan of a program, or of a loop's body with the `forward` names of the program around it."""
-    planner = _Planner(program, network, forward, recent, in_place)
+    """The plan of a program, or of a loop's body with the `forward` names of the program around it.
+
+    `region` is that of the loop, or of one around it, if it is no part of the forward pass.
+    """
+    planner = _Planner(program, network, forward, recent, in_place, region)
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
     recent.close(units)
     units = combined(units, network)
@@ -80,9 +88,10 @@ class _Planner:
         forward: frozenset[str],
         recent: Recent,
         in_place: frozenset[Value],
+        region: str | None,
     ) -> None:
         self.program, self.network, self.forward, self.recent = program, network, forward, recent
-        self.in_place = in_place
+        self.in_place, self.region = in_place, region
         self.numbers: dict[Value, int] = {}
         self.fused = fused_values(program)
         self.held = resident_values(program)
@@ -99,13 +108,15 @@ class _Planner:
             first.group,
             first.operation.name,
             first.operation.source,
-            first.region,
+            self.region or first.region,
             tuple(self._number(x) for x in operands),
             tuple(self._number(y) for i in members for y in i.outputs),
         )
         if isinstance(first, Loop):
             inside = Recent.of(first)
-            unit.body = _planned(first.body, self.network, self.forward, inside, written_inside(first, self.in_place))
+            region = self.region or (None if first.region == FORWARD else first.region)
+            written = written_inside(first, self.in_place)
+            unit.body = _planned(first.body, self.network, self.forward, inside, written, region)
             unit.trips = first.trips
             unit.active = 1.0 if first.record.active is None else first.record.active.share
             self.recent.moved_bytes += first.trips * inside.moved_bytes
@@ -134,6 +145,7 @@ class _Planner:
                 self.gathered,
                 self.through,
                 self.in_place,
+                self.region,
             )
             self.recent.pass_on(place, unit.kernel.passing, unit.kernel.padded_bytes)
             again = self.recent.touch(place, unit.kernel.touched, unit.kernel.padded_bytes)

@@ -111,6 +111,10 @@ def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension
             _loop_parts(executor, found, i, dim, in_part and bool(known))
         else:
             _compute_parts(found, i, dim, in_part)
+        if not apart and known and all(x in either for x in known):
+            # What is moved along the dim of what is there whole is right wherever it is wanted. What is moved of parts
+            # is for other indices than work now, the next to work, and must stay whole.
+            either.update(y for y in i.outputs if y not in found.partial)
         for y in i.outputs:  # what no factor leads to is known by its name
             if y not in found.dims and dim in y.tensor.shape:
                 found.dims[y] = dim.name

@@ -96,7 +96,9 @@ def exchanges(program: Program) -> Counter[Found]:
         for e in i.exchanges:
             count = mesh.group_size(e.axes)
             groups = frozenset(frozenset(g) for g in mesh.groups(e.axes))
-            if e.kind == "all_reduce":
+            if e.kind == "collective_permute":
+                found[e.kind, frozenset(), e.payload_bytes] += times
+            elif e.kind == "all_reduce":
                 found["all_to_all", groups, e.payload_bytes] += times
                 found["all_gather", groups, e.payload_bytes // count] += times
             else:

@@ -57,3 +57,20 @@ def transformer(
 def transformer_feeds() -> Feeds:
     text = np.random.default_rng(0).integers(0, 32, (STEPS, 8, 17))
     return [{"tokens": rows[:, :-1], "targets": rows[:, 1:]} for rows in text]
+
+
+def pipeline(mesh: str, layout: str, repeats: int = 1) -> mtf.Program:
+    """A decoder of four layers in two stages, microbatches laid over them too."""
+    config = mtf.models.TransformerConfig(
+        name="tiny", layers=4, d_model=16, heads=4, head_dim=4, d_ff=32, vocab=64, position="rotary",
+        numerics=mtf.Numerics(),
+    )  # fmt: skip
+    with mtf.Graph():
+        cut = mtf.models.Pipeline(stages=2, microbatches=4, repeats=repeats)
+        outputs, updates = mtf.models.train_step(config, 16, 8, "sgd", learning_rate=0.5, pipeline=cut)
+    return mtf.lower(outputs, updates, mesh, layout, precision="highest")
+
+
+def pipeline_feeds() -> Feeds:
+    text = np.random.default_rng(0).integers(0, 64, (STEPS, 16, 9))
+    return [{"tokens": rows[:, :-1], "targets": rows[:, 1:]} for rows in text]

@@ -10,7 +10,7 @@ pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 import meshlib as mtf
 from tests.effort import some
 from tests.jax.lowered import exchanges, in_program, in_text
-from tests.jax.models import Feeds, mlp, mlp_feeds, transformer, transformer_feeds
+from tests.jax.models import Feeds, mlp, mlp_feeds, pipeline, pipeline_feeds, transformer, transformer_feeds
 
 WEIGHTS = 1e-6  # of float32 weights after plain gradient steps, of the largest of each array
 
@@ -71,3 +71,14 @@ def test_transformer(mesh: str, layout: str, way: tuple[bool, str, str, float]) 
     program = transformer(mesh, layout, scan, remat, optimizer, dropout)
     # The first steps of Adam follow the signs of gradients, of which tiny ones are rounding.
     compared(program, transformer_feeds(), WEIGHTS if optimizer == "sgd" else 5e-3)
+
+
+PIPELINES = (
+    ("pipe:2;data:2;tensor:2", "stage:pipe;microbatch:pipe;batch:data;heads:tensor;d_ff:tensor", 1),
+    ("pipe:2;fsdp:4", "stage:pipe;batch:fsdp;d_model:fsdp?", 2),
+)
+
+
+@pytest.mark.parametrize(("mesh", "layout", "repeats"), some(PIPELINES, PIPELINES[1:]))
+def test_pipeline(mesh: str, layout: str, repeats: int) -> None:
+    compared(pipeline(mesh, layout, repeats), pipeline_feeds())
