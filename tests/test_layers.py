@@ -172,6 +172,16 @@ def dense_of_another_size(p: dict[str, Array]) -> Array:
     return np.tanh(p["x"] @ p["dense/kernel"])
 
 
+@layer(
+    "dense of experts",
+    {"x": ([H, B, K], float)},
+    lambda w, x: mtf.layers.dense(x, [F], [K], activation=mtf.tanh, expert_dims=[H], **w),
+)
+def dense_of_experts(p: dict[str, Array]) -> Array:
+    each = zip(p["x"], p["dense/kernel"], p["dense/bias"], strict=True)
+    return np.stack([np.tanh(x @ kernel + bias) for x, kernel, bias in each])
+
+
 @layer("dense_relu_dense", X, lambda w, x: mtf.layers.dense_relu_dense(x, F, 0.25, [L], **w))
 def dense_relu_dense(p: dict[str, Array]) -> Array:
     h = np.maximum(p["x"] @ p["dense_relu_dense/wi/kernel"], 0)
@@ -618,6 +628,38 @@ def near_heads(p: dict[str, Array]) -> Array:
     return np.einsum("hle,dhe->ld", made, p["masked_local_attention_1d/o"])
 
 
+def latent(w: Keywords, x: Tensor, q_rank: Dimension | None) -> Tensor:
+    dims = mtf.layers.LatentDims(H, Dimension("rank", 4), K, Dimension("head_dim", 2), F, q_rank)
+    return mtf.layers.latent_attention(x, dims, q_rank is None, 5.0, None if q_rank is None else 0.75, 1e-2, **w)
+
+
+def latent_heads(p: dict[str, Array], causal: bool, scale: float) -> Array:
+    """Keys of [own, shared] and values, made of the latent vector, one head after the other."""
+    w = {n.removeprefix("latent_attention/"): x for n, x in p.items()}
+    out = np.zeros(p["x"].shape)
+    for b, h in np.ndindex(4, 2):
+        x = p["x"][b]
+        narrow = ref.rms_norm(x @ w["latent/kernel"], w["latent_norm/scale"], 1e-2)
+        queries = x
+        if "q_latent/kernel" in w:
+            queries = ref.rms_norm(x @ w["q_latent/kernel"], w["q_latent_norm/scale"], 1e-2)
+        q = [queries @ w["q_nope/kernel"][:, h], ref.rotary(queries @ w["q_rope/kernel"][:, h], 5.0)]
+        k = [narrow @ w["k_nope/kernel"][:, h], ref.rotary(x @ w["k_rope/kernel"], 5.0)]
+        v = narrow @ w["v/kernel"][:, h]
+        out[b] += ref.head(np.hstack(q), np.hstack(k), v, causal, scale=scale) @ w["out/kernel"][h]
+    return out
+
+
+@layer("latent_attention", X, lambda w, x: latent(w, x, None))
+def latent_of_the_input(p: dict[str, Array]) -> Array:
+    return latent_heads(p, True, 6**-0.5)
+
+
+@layer("latent_attention of narrow queries", X, lambda w, x: latent(w, x, Dimension("q_rank", 2)))
+def latent_of_narrow_queries(p: dict[str, Array]) -> Array:
+    return latent_heads(p, False, 0.75)
+
+
 @layer("us_einsum", {"x": ([B, H, K], float), "y": ([K, H, F], float)}, lambda w, x, y: mtf.layers.us_einsum([x, y]))
 def unit_scaled(p: dict[str, Array]) -> Array:
     return np.einsum("bhk,khf->bf", p["x"], p["y"]) / 8**0.5
@@ -634,7 +676,9 @@ def test_every_layer_is_here() -> None:
     names += "learned_positions sinusoidal_positions clip_activation_gradient"
     convolutions = {n for n in public_names(mtf.layers) if n.startswith("conv") or n == "separable_conv"}
     in_images = {*convolutions}  # tests/test_images.py, tests/models/test_images.py
-    assert {n for n in public_names(mtf.layers) if n not in names} == {*pools, *in_images, "Scores"}
+    experts = {"moe", "Mixture", "Routing", "balanced_bias"}  # tests/test_experts.py
+    parts = {"Scores", "LatentDims", "latent_queries", "latent_memory"}  # of the attentions above
+    assert {n for n in public_names(mtf.layers) if n not in names} == {*pools, *in_images, *experts, *parts}
 
 
 @each_layer

@@ -52,8 +52,8 @@ from meshlib.layers.projection import dense as dense
 from meshlib.layers.projection import dense_relu_dense as dense_relu_dense
 from meshlib.layers.projection import feed_forward as feed_forward
 from meshlib.layers.relative import relative_position_bias as relative_position_bias
+from meshlib.layers.router import balanced_bias as balanced_bias
 from meshlib.layers.routing import Routing as Routing
-from meshlib.layers.routing import balanced_bias as balanced_bias
 from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
 from meshlib.layers.scaling import us_einsum as us_einsum
 from meshlib.layers.set_norms import batch_norm as batch_norm

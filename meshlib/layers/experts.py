@@ -19,7 +19,9 @@ from meshlib.graph import Tensor, scope
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import Activation, feed_forward
-from meshlib.layers.routing import Routing, Slots, decide
+from meshlib.layers.router import decide
+from meshlib.layers.routing import Routing
+from meshlib.layers.seating import Slots
 from meshlib.ops.building import as_dim, floats, tensor
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import cast, multiply
@@ -95,7 +97,8 @@ def moe(
     Layout: `batch:data;experts:data` splits both over one axis, and tokens change sides by an all_to_all there and one
       back; `batch:data+expert;experts:expert;batch_unsplit:data` has an axis for experts alone. `batch_unsplit`, the
       groups of what experts compute, keeps the axes of the batch that experts do not take: where they take none,
-      `batch:data;batch_unsplit:data`. `hidden_channels` may be split as of any feed-forward layer.
+      `batch:data;batch_unsplit:data`. Under an axis for experts that splits no tokens every device routes and looks up
+      all, unless `experts_unsplit` lies there too. `hidden_channels` may be split as of any feed-forward layer.
     Raises: ShapeError for dims that clash, sizes that do not divide and a mask that does not fit; GraphError for more
       choices than experts.
     Example:

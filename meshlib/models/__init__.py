@@ -1,6 +1,8 @@
 """Transformers from one frozen config, written in layers alone.
 
 config   TransformerConfig: dimensions, parts and numerics
+experts  which layers have a mixture of experts, and which
+latent   ranks of latent attention
 presets  the published ones by name
 counts   parameters and FLOPs in closed form
 serving  steps that read prompts into caches and add tokens

@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 # One of each architecture, in float32, without dropout.
 FAMILIES = (
     "transformer-base", "bert-large", "mtf-lm-4.9b", "gpt2", "t5-11b", "llama2-7b", "llama3.1-405b", "palm-540b",
-    "maxtext-16b", "gemma3-12b", "gemma4-31b", "switch-base-8", "deepseek-v3", "gpt-oss-120b",
+    "maxtext-16b", "gemma3-12b", "gemma4-31b", "switch-base-8", "deepseek-v3",
 )  # fmt: skip
 BATCH, LENGTH = 2, 6
 

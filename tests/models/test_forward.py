@@ -80,7 +80,7 @@ def test_scanned_layers_are_the_unrolled_ones(name):
     found = run(program, held, fed)
     flat, _, unrolled = built(config, scan=False)
     assert "layer_1/feed_forward_norm/scale" in {n.removeprefix("decoder/") for n in flat.variables}
-    wanted = run(unrolled, unstacked(held, flat.variables, config), fed)
+    wanted = run(unrolled, unstacked(held, [v.name for v in flat.trainable_variables], config), fed)
     assert found.pop("loss") == pytest.approx(wanted.pop("loss"), rel=1e-6)
     for variable, gradient in unstacked(found, wanted, config).items():
         np.testing.assert_allclose(gradient, wanted[variable], rtol=1e-3, atol=1e-5, err_msg=variable)
@@ -104,6 +104,8 @@ def test_what_is_kept_changes_nothing(remat, scan):
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_values_have_the_names_that_policies_keep(name, changes):
+    if changes and small(name).latent is not None:
+        pytest.skip("latent attention has norms of its own")
     config = small(name).replace(**changes)
     names = ["q", "k", "v", "context", "out", "wi", "wo", "residual", *(["wi_gate"] if config.gated else [])]
     with mtf.Graph() as graph:

@@ -199,6 +199,18 @@ def test_collectives_are_of_values_that_listings_name():
     assert all("/" in name or name in program.inputs for name in named), named  # none is only called what it does
 
 
+@pytest.mark.parametrize(("remat", "count"), [("none", 4), ("full", 6)])
+def test_a_layer_with_experts_exchanges_twice_each_way(remat: str, count: int) -> None:
+    """What is computed again is sent again."""
+    config = small("mixtral-8x7b")
+    with mtf.Graph():
+        program = mtf.lower(*train_step(config, 8, 8, "sgd", remat), "data:4", "batch:data;experts:data")
+    exchanges = [c for c in program.collectives if c.kind == "all_to_all"]
+    assert len(exchanges) == count
+    places = 8 * 8 * 4 * config.d_model * 4  # experts, sequences, places in each
+    assert {c.sent_bytes for c in exchanges} == {places // 4 * 3 // 4}  # each trip of the loop
+
+
 def test_a_step_moves_the_biases_that_choose_experts() -> None:
     """By the signs of what each of the stacked layers' experts lack, not by a gradient."""
     config = small("deepseek-v3")

@@ -1,0 +1,134 @@
+"""The router of a mixture of experts: scores, the choice by them, and the losses that keep experts busy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layouts import Dimension, Shape
+from meshlib import initializers
+from meshlib.checks import at, number
+from meshlib.dtypes import FLOAT32
+from meshlib.errors import ShapeError
+from meshlib.graph import Tensor, scope
+from meshlib.layers.norms import widened
+from meshlib.layers.numerics import Numerics
+from meshlib.layers.routing import Routing
+from meshlib.layers.seating import SMALL, Slots, chosen_by_experts, chosen_by_tokens, counts, seated
+from meshlib.ops.building import floats, tensor
+from meshlib.ops.elementwise import (
+    add,
+    cast,
+    divide,
+    maximum,
+    multiply,
+    sigmoid,
+    sign,
+    where,
+)
+from meshlib.ops.index import gather
+from meshlib.ops.reduce import reduce_logsumexp, reduce_mean, reduce_sum, softmax
+from meshlib.ops.sources import random_uniform, variable
+from meshlib.ops.state import stop_gradient
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a router says: `slots`, and of each group the losses and what found no room, see `mtf.layers.moe`."""
+
+    slots: Slots
+    balance_loss: Tensor
+    z_loss: Tensor
+    dropped: Tensor
+    load: Tensor
+
+
+def decide(
+    x: Tensor,
+    tokens: Dimension,
+    experts: Dimension,
+    places: Dimension,
+    routing: Routing,
+    training: bool,
+    nonpadding: Tensor | None,
+    numerics: Numerics,
+) -> Decision:
+    """Route x [groups, tokens, features], by scores in float32 whatever its dtype."""
+    inputs = widened(x)
+    if training and routing.jitter:
+        inputs = multiply(inputs, random_uniform(x.shape, 1 - routing.jitter, 1 + routing.jitter, inputs.dtype))
+    logits, scores, favour = _scores(inputs, experts, routing, numerics)
+    if routing.gating == "expert_choice":
+        slots, dropped, load = chosen_by_experts(scores, tokens, experts, places, routing, nonpadding)
+        counted = load
+    else:
+        chosen = chosen_by_tokens(scores, favour, experts, routing, training, nonpadding)
+        slots, dropped, load = seated(chosen, tokens, experts, places, routing)
+        first = chosen.index.shape.dim("choices")
+        counted = counts(gather(chosen.index, 0, first), experts, load.shape) if routing.gating == "top_2" else load
+    balance = _balance_loss(scores, counted, tokens, experts, routing, nonpadding)
+    return Decision(slots, balance, _z_loss(logits, tokens, experts, nonpadding), dropped, load)
+
+
+def _scores(inputs: Tensor, experts: Dimension, routing: Routing, numerics: Numerics) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, the scores that gates are made of, and what is chosen by: scores with the bias where there is one."""
+    features = inputs.shape[-1]
+    with scope("router"):
+        kernel = variable(
+            "kernel", [features, experts], initializers.scaled_normal([features]), numerics.variable_dtype,
+            numerics.slice_dtype, inputs.dtype,
+        )  # fmt: skip
+        logits = numerics.unquantised.product(inputs, kernel, Shape([*inputs.shape[:-1], experts]), "logits")
+        scores = softmax(logits, experts) if routing.scores == "softmax" else sigmoid(logits)
+        if not routing.bias:
+            return logits, scores, scores
+        start = initializers.zeros()
+        bias = variable("bias", [experts], start, "float32", activation_dtype=scores.dtype, trainable=False)
+    return logits, scores, scores + stop_gradient(bias)
+
+
+def _balance_loss(
+    scores: Tensor,
+    counted: Tensor,
+    tokens: Dimension,
+    experts: Dimension,
+    routing: Routing,
+    nonpadding: Tensor | None,
+) -> Tensor:
+    """experts x sum over them of (share of choices) x (mean score), by group; the shares have no gradient."""
+    share = scores
+    if routing.scores != "softmax":
+        share = divide(scores, reduce_sum(scores, reduced_dim=experts) + SMALL)
+    if nonpadding is not None:
+        share = where(nonpadding, share, 0.0, share.shape)
+    part = stop_gradient(cast(counted, share.dtype))
+    part = divide(part, maximum(reduce_sum(part, reduced_dim=experts), 1.0))
+    return reduce_sum(part * reduce_mean(share, reduced_dim=tokens), reduced_dim=experts) * float(experts.size)
+
+
+def _z_loss(logits: Tensor, tokens: Dimension, experts: Dimension, nonpadding: Tensor | None) -> Tensor:
+    """Mean of the squared logarithm of the sum of exponentiated logits, by group."""
+    log_z = reduce_logsumexp(logits, experts)
+    squared = multiply(log_z, log_z)
+    return reduce_mean(squared if nonpadding is None else where(nonpadding, squared, 0.0), reduced_dim=tokens)
+
+
+def balanced_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
+    """`bias` of the experts, raised by `rate` where fewer tokens than the mean chose one, lowered where more did.
+
+    Args:
+      bias: the variable `router/bias` of a layer, or of stacked ones.
+      load: tokens that chose each expert; of any dims besides those of bias, over which it is summed.
+      rate: step; DeepSeek-V3 takes 0.001.
+    Returns: what to assign to the variable: `mtf.assign(bias, balanced_bias(bias, load))`.
+    Raises: ShapeError if load lacks a dim of bias.
+    Source: Wang et al., arXiv:2408.15664, algorithm 1.
+    """
+    what = "balanced_bias"
+    rate = number(rate, what, "rate")
+    floats(bias, what), tensor(load, what)
+    missing = [str(d) for d in bias.shape if d not in load.shape]
+    if missing or not len(bias.shape):
+        raise ShapeError(f"{at(what)}: load must have the dims of bias, {', '.join(missing)} too\n  {load}\n  {bias}")
+    total = reduce_sum(cast(load, FLOAT32), output_shape=bias.shape)
+    mean = reduce_mean(total, reduced_dim=bias.shape[-1])
+    return add(bias, cast(sign(mean - total) * rate, bias.dtype), bias.shape)
