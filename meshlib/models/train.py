@@ -37,11 +37,12 @@ def train_step(
     max_norm: float | None = None,
     encoder_length: int | None = None,
     predictions: int | None = None,
+    packed: bool = False,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
     """What one training step of a model is lowered from; call it inside a graph.
 
     Args:
-      config, batch, length, remat, scan, encoder_length, predictions: as of `transformer`.
+      config, batch, length, remat, scan, encoder_length, predictions, packed: as of `transformer`.
       optimizer: an `mtf.optimize.Optimizer`, or the name of one: "adamw", "adam", "adafactor", "lion", "sgd".
       learning_rate: of an optimizer given by name: a number, a tensor, or a schedule.
       max_norm: clip all gradients together to this norm.
@@ -59,7 +60,7 @@ def train_step(
       (['targets', 'tokens'], Shape(''))
     """
     made = _optimizer(optimizer, learning_rate)
-    model = transformer(config, batch, length, remat, scan, encoder_length, predictions, training=True)
+    model = transformer(config, batch, length, remat, scan, encoder_length, predictions, training=True, packed=packed)
     updates = made.minimize(model.loss, max_norm=max_norm)
     if model.dropped is None:
         return {"loss": model.loss}, updates
