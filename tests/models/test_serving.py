@@ -124,6 +124,24 @@ def test_narrow_caches_are_near(dtype: str, most: float) -> None:
     assert 1e-5 < max(others) < most
 
 
+def test_the_same_steps_on_jax() -> None:
+    pytest.importorskip("jax")
+    config = decoder("gemma3-12b")
+    held, tokens, _, wanted = forward(config, True)
+    with mtf.Graph():
+        read = mtf.lower(*prefill(config, BATCH, PROMPT, LENGTH), precision="highest")
+    with mtf.Graph():
+        add = mtf.lower(*decode_step(config, BATCH, LENGTH), precision="highest")
+    run, rows = mtf.on_jax(read), np.arange(BATCH)
+    for name, value in held.items():
+        run.state[name] = value
+    found = run.step(tokens=tokens[:, :PROMPT], lengths=PROMPTS)["logits"]
+    np.testing.assert_allclose(found, wanted[rows, PROMPTS - 1], rtol=1e-4, atol=1e-4)
+    for at in (PROMPTS, PROMPTS + 1):
+        found = run.run(add, tokens=tokens[rows, at])["logits"]
+        np.testing.assert_allclose(found, wanted[rows, at], rtol=1e-4, atol=1e-4)
+
+
 # ---------------------------------------------------------------- what a step moves
 
 
