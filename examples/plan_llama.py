@@ -2,6 +2,7 @@
 
     python examples/plan_llama.py                                        # Llama 3.1 405B on v5p-6144, three layouts
     python examples/plan_llama.py --model llama3.1-70b --slice v5e-256 --batch 128 --remat matmuls
+    python examples/plan_llama.py --model deepseek-v3 --slice v5p-2048 --length 4096
     python examples/plan_llama.py --layout "fsdp+sequence@fsdp:384;tensor:8" --layout "fsdp@fsdp:512;data:6"
 
 The step (forward, backward, AdamW) is written once and lowered under each layout; no array is made, so a plan for
@@ -26,6 +27,7 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 
 TENSOR = 8  # devices at most over which heads are split, unless you say otherwise: they talk in every block
+EXPERTS = 32  # devices at most over which experts are split
 TOKENS_OF_A_DEVICE = 4096
 
 
@@ -47,12 +49,15 @@ def largest_power(number: int, *others: int, most: int | None = None) -> int:
 
 
 def usual_layouts(config: mtf.models.TransformerConfig, devices: int, batch: int) -> list[tuple[str, str]]:
-    """Three layouts that people train such models with, and meshes for them: (name, mesh)."""
+    """Layouts that people train such models with, and meshes for them: (name, mesh)."""
     kv_heads = config.heads if config.memory_heads == 1 else config.memory_heads
     tensor = largest_power(devices, kv_heads, config.d_ff, config.vocab, most=TENSOR)
     context = devices // gcd(devices, batch)  # devices for each sequence, where there are fewer of these
+    usual = [("fsdp", "context", context), ("fsdp", "tensor", tensor), ("fsdp", "sequence", tensor)]
+    if config.experts is not None:
+        usual[1:] = [("fsdp", "expert", largest_power(devices, config.experts.count, most=EXPERTS))]
     made = []
-    for name, axis, size in (("fsdp", "context", context), ("fsdp", "tensor", tensor), ("fsdp", "sequence", tensor)):
+    for name, axis, size in usual:
         rows = devices // size
         fsdp = largest_power(rows, config.d_model)
         axes = {"data": rows // fsdp, "fsdp": fsdp, "tensor" if axis == "sequence" else axis: size}
@@ -148,8 +153,9 @@ def heading(args: argparse.Namespace, config: mtf.models.TransformerConfig, wher
     """What is planned, and on what."""
     tokens = args.batch * args.length
     flops = config.flops_per_token(args.length) * tokens
+    active = f", of which a token meets {config.active_parameters:,}" if config.experts is not None else ""
     return (
-        f"{config.name}: {config.parameters:,} parameters\n"
+        f"{config.name}: {config.parameters:,} parameters{active}\n"
         f"one step: {args.batch:,} sequences of {args.length:,} tokens ({rounded(tokens)}), forward, backward and "
         f"AdamW, {rounded(flops)} useful flops; rematerialisation: {args.remat}\n"
         f"on {where}; {gib(where.hbm_bytes_per_device)} of HBM each\n"
@@ -171,8 +177,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--layout",
         action="append",
         metavar="NAME@MESH",
-        help="a layout and its mesh, repeatedly; unless given, three usual ones. Parts: "
-        + ", ".join(mtf.models.LAYOUTS),
+        help="a layout and its mesh, repeatedly; unless given, the usual ones. Parts: " + ", ".join(mtf.models.LAYOUTS),
     )
     args = parser.parse_args(argv)
     for name, least in (("batch", 0), ("length", 1), ("tokens", 1)):

@@ -3,6 +3,7 @@
     python examples/transformer.py                                      # 2x4 cores of a v3-8, batch and heads split
     python examples/transformer.py --mesh fsdp:8 --layout fsdp          # fully sharded instead
     python examples/transformer.py --on jax --mesh data:1 --layout data # on JAX's devices, as many as the mesh has
+    python examples/transformer.py --experts 8                          # a mixture of experts, as dear a token
     python examples/transformer.py --text ~/books --size base --steps 1000 --checkpoint model.safetensors
 
 The model is written once, in named dimensions. Mesh and layout say where the dimensions lie; the numbers stay the same
@@ -33,9 +34,13 @@ SIZES = {  # layers, d_model, heads of 32, d_ff
 }
 
 
-def config(size: str, precision: str) -> mtf.models.TransformerConfig:
-    """A decoder over bytes."""
+def config(size: str, precision: str, experts: int = 0, top_k: int = 2) -> mtf.models.TransformerConfig:
+    """A decoder over bytes; with experts, those that a token goes to are together as wide as its feed-forward block."""
     layers, d_model, heads, d_ff = SIZES[size]
+    mixture = None
+    if experts:
+        routing = mtf.layers.Routing(top_k=min(top_k, experts), renormalise=top_k > 1)
+        mixture = mtf.models.Experts(count=experts, d_ff=d_ff // routing.top_k, routing=routing)
     return mtf.models.TransformerConfig(
         name=size,
         layers=layers,
@@ -46,15 +51,18 @@ def config(size: str, precision: str) -> mtf.models.TransformerConfig:
         vocab=text_data.VOCAB,
         norm="rms",
         position="rotary",
+        experts=mixture,
         numerics=mtf.Numerics(activation_dtype=precision),
     )
 
 
 def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
     """The training program, and one that gives the logits of a single text on one core."""
-    model = config(args.size, args.precision)
+    model = config(args.size, args.precision, args.experts, args.top_k)
     precision = PRECISIONS[args.precision]
     layout = args.layout
+    if layout is None:
+        layout = "data+expert+tensor" if args.experts else "2d"
     if ":" not in layout and layout:
         layout = mtf.models.layout(layout, model, args.mesh)
     warmup = mtf.optimize.linear_warmup(1.0, min(50, args.steps))
@@ -109,19 +117,23 @@ def learn(args: argparse.Namespace, sim: mtf.Simulation, est: mtf.Estimate) -> N
     """The steps that are left, with a line every `args.every` of them."""
     tokens = args.batch * args.length
     there = tokens / est.step_seconds
-    begun, losses = time.perf_counter(), []
+    asked = tokens * args.top_k * SIZES[args.size][0]  # places that bytes ask for in all layers
+    begun, losses, dropped = time.perf_counter(), [], []
     for step, window in enumerate(examples_of(args, sim, args.steps), start=int(sim.state["step"]) + 1):
-        losses.append(float(sim.step(tokens=window[:, :-1], targets=window[:, 1:])["loss"]))
+        found = sim.step(tokens=window[:, :-1], targets=window[:, 1:])
+        losses.append(float(found["loss"]) - float(found.get("auxiliary_loss", 0.0)))
+        dropped.append(int(found.get("dropped", 0)))
         progress(step, args.steps, f"loss {losses[-1]:.4f}")
         if step % args.every == 0 or step == args.steps:
             here = tokens * len(losses) / (time.perf_counter() - begun)
             line(
                 f"step {step:>5}  loss {np.mean(losses):.4f}  {here:,.0f} tokens/s here, "
                 f"{there:,.0f} tokens/s on {est.slice.name} (modelled)"
+                + (f"  {np.mean(dropped) / asked:.1%} dropped" if args.experts else "")
             )
             if args.checkpoint:
                 mtf.save(sim, args.checkpoint)
-            begun, losses = time.perf_counter(), []
+            begun, losses, dropped = time.perf_counter(), [], []
 
 
 def sample(sim: mtf.Simulation, program: mtf.Program, prompt: text_data.Tokens, args: argparse.Namespace) -> str:
@@ -160,8 +172,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--mesh", default="data:2;tensor:4", help="axes and sizes of the logical mesh")
     parser.add_argument(
-        "--layout", default="2d", help="a name, or dim:axis rules; names: " + ", ".join(mtf.models.LAYOUTS)
+        "--layout",
+        default=None,
+        help="a name, parts joined by +, or dim:axis rules; 2d, or data+expert+tensor, unless given; names: "
+        + ", ".join(mtf.models.LAYOUTS),
     )
+    parser.add_argument("--experts", type=int, default=0, help="experts in place of each feed-forward block; 0: none")
+    parser.add_argument("--top-k", type=int, default=2, help="experts that each byte goes to")
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16", help="of activations and of products")
     parser.add_argument("--remat", default="none", help="what the backward computes again: none, matmuls, full")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate of AdamW")
@@ -173,7 +190,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     devices.add_flags(parser)
     args = parser.parse_args(argv)
     devices.check_flags(parser, args)
-    check_least(parser, args, length=2, batch=1, steps=1, every=1, sample=0, seed=0)
+    check_least(parser, args, length=2, batch=1, steps=1, every=1, sample=0, seed=0, experts=0, top_k=1)
     if not args.temperature > 0:
         parser.error(f"--temperature must be positive, got {args.temperature}")
     return args

@@ -14,6 +14,7 @@ from __future__ import annotations
 from tests.minima import (
     data_parallel,
     exchanges,
+    experts,
     factors,
     fields,
     images,
@@ -26,7 +27,19 @@ from tests.minima import (
 from tests.minima.table import ROWS as ROWS
 
 # Each enters its rows when it is imported.
-THEMES = (tensor_parallel, data_parallel, losses, lengths, sums, statistics, factors, fields, exchanges, images)
+THEMES = (
+    tensor_parallel,
+    data_parallel,
+    losses,
+    lengths,
+    sums,
+    statistics,
+    factors,
+    fields,
+    exchanges,
+    experts,
+    images,
+)
 
 _SAME_SIZE = {  # a sum would have to be made of another that is as large and not there
     "instance_norm_of_a_split_length_step",
@@ -57,6 +70,7 @@ SAMPLE = (
     "cosine_similarity_step",
     "decode_with_a_split_cache_fused",
     "dispatch_and_combine_step",
+    "experts_by_biased_groups_over_the_data_step",
     "factor_moved_out_of_a_sum",
     "fewer_memory_heads_than_devices_step",
     "gathered_over_two_dims_and_axes",

@@ -9,9 +9,11 @@ import pytest
 
 import meshlib as mtf
 from layouts.plan import Step, gathered_axes
+from layouts.sharding import laid
 from meshlib.errors import ProgramError
+from meshlib.lowering.passes import join_gathers
 from meshlib.program.checker import check_program
-from meshlib.program.instructions import Move
+from meshlib.program.instructions import Move, Value
 from meshlib.program.records import Program
 
 D = mtf.Dimension
@@ -97,6 +99,28 @@ def test_the_order_of_the_axes_does_not_matter() -> None:
     x = np.random.default_rng(0).normal(size=(8, 8, 4)).astype(np.float32)
     right, same = (mtf.simulate(p, executor="exact").step(x=x)["y"] for p in (program, other))
     np.testing.assert_array_equal(right, same)  # each block goes where its own coordinates say
+
+
+def test_gathers_of_one_dim_axis_by_axis_are_one() -> None:
+    """What is minor-most goes first; together they are what the lowering makes where it wants all at once."""
+    dim = D("d", 8)
+    with mtf.Graph():
+        x = mtf.input("x", [B, dim])
+        program = mtf.lower({"y": mtf.constrain(mtf.sin(x), "") * 2.0}, mesh="a:2;c:2", layout="d:c+a")
+    move, step = gather_of(program)
+    assert (step.dim, step.axes) == ("d", ("c", "a"))
+    (begin,), (end,) = move.inputs, move.outputs
+    half = laid(begin.tensor.shape, step.before.mesh, ((), ("c",)), ())
+    between, own = Value(begin.tensor, half), begin.local_bytes
+    first = Step("all_gather", ("a",), "d", None, step.before, half, own, own)
+    second = Step("all_gather", ("c",), "d", None, half, step.after, 2 * own, 2 * own)
+    moves = [replace(move, outputs=(between,), steps=(first,)), replace(move, inputs=(between,), steps=(second,))]
+    turns = [i for one in program.instructions for i in (moves if one is move else [one])]
+    apart = program.with_instructions(turns)
+    check_program(apart, "by hand")
+    joined = check_program(join_gathers(apart), "join_gathers", before=apart)
+    assert gather_of(joined)[1] == step
+    assert gather_of(joined)[0].outputs == (end,)
 
 
 def test_gathers_in_turns_along_one_dim_are_one() -> None:

@@ -36,6 +36,17 @@ def test_it_learns_and_shows_what_it_did(text: Path, capsys: pytest.CaptureFixtu
         assert shown in out
 
 
+def test_experts_learn_too_and_what_they_drop_is_shown(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TINY, "--text", str(text), "--steps", "8", "--every", "4", "--lr", "0.01", "--experts", "4"]
+    assert transformer.main(flags) == 0
+    out = capsys.readouterr().out
+    first, last = losses(out)
+    assert last < first
+    assert re.search(r"^step +8 .*\d% dropped$", out, flags=re.M)
+    assert "all_to_all" in out
+    assert "note:" not in out
+
+
 def test_a_checkpoint_goes_on_bit_for_bit(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,10 +26,10 @@ from meshlib.layers.experts import moe as moe
 from meshlib.layers.images import conv as conv
 from meshlib.layers.images import image_attention as image_attention
 from meshlib.layers.images import separable_conv as separable_conv
-from meshlib.layers.latent_attention import LatentDims as LatentDims
-from meshlib.layers.latent_attention import latent_attention as latent_attention
-from meshlib.layers.latent_attention import latent_memory as latent_memory
-from meshlib.layers.latent_attention import latent_queries as latent_queries
+from meshlib.layers.latent import LatentDims as LatentDims
+from meshlib.layers.latent import latent_attention as latent_attention
+from meshlib.layers.latent import latent_memory as latent_memory
+from meshlib.layers.latent import latent_queries as latent_queries
 from meshlib.layers.local_attention import local_attention_1d as local_attention_1d
 from meshlib.layers.local_attention import local_attention_2d as local_attention_2d
 from meshlib.layers.local_attention import masked_local_attention_1d as masked_local_attention_1d

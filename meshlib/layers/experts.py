@@ -89,11 +89,13 @@ def moe(
       form: "einsum" moves tokens by products with masks, "gather" looks them up; equal in result. Unless given, a
         product for groups of up to 512 tokens.
       numerics: dtypes of the variables and of what is computed, precision of the products; routing is float32.
-      name: scope of `router/kernel` (and `router/bias`), `wi/kernel`, `wi_gate/kernel`, `wo/kernel`, and `shared/...`.
+      name: scope of `router/kernel` (and `router/bias`), `experts/wi/kernel`, `experts/wi_gate/kernel`,
+        `experts/wo/kernel`, and the same under `shared`.
     Returns: a `Mixture`. Within the scope the values are called dispatched (what experts get), combined and out.
     Layout: `batch:data;experts:data` splits both over one axis, and tokens change sides by an all_to_all there and one
-      back; `batch:data+expert;experts:expert` has an axis for experts alone; `hidden_channels` may be split as of any
-      feed-forward layer.
+      back; `batch:data+expert;experts:expert;batch_unsplit:data` has an axis for experts alone. `batch_unsplit`, the
+      groups of what experts compute, keeps the axes of the batch that experts do not take: where they take none,
+      `batch:data;batch_unsplit:data`. `hidden_channels` may be split as of any feed-forward layer.
     Raises: ShapeError for dims that clash, sizes that do not divide and a mask that does not fit; GraphError for more
       choices than experts.
     Example:
@@ -102,7 +104,7 @@ def moe(
       >>> with mtf.Graph() as graph:
       ...     x = mtf.input("x", [D("batch", 2), D("length", 8), D("d_model", 4)])
       ...     y = mtf.layers.moe(x, D("experts", 4), D("d_ff", 16), mtf.layers.Routing(gating="switch"))
-      >>> print(y.values.shape, y.dropped.shape, graph.variables["moe/wi/kernel"].output.shape)
+      >>> print(y.values.shape, y.dropped.shape, graph.variables["moe/experts/wi/kernel"].output.shape)
       [batch:2, length:8, d_model:4] [batch:2] [experts:4, d_model:4, d_ff:16]
 
     Source: tensorflow/mesh: mesh_tensorflow/transformer/moe.py; Shazeer et al., arXiv:1701.06538; GShard,
@@ -162,9 +164,10 @@ class _Names:
     def leave(self, x: Tensor, name: str) -> Tensor:
         """And back."""
         groups = [d.name for d in x.shape[1:-2]]
-        for group in groups:
-            x = rename_dimension(x, group, group.removesuffix("_unsplit"))
-        return rename_dimension(x, self.experts.name, self.outer.name, name)
+        x = rename_dimension(x, self.experts.name, self.outer.name, None if groups else name)
+        for n, group in enumerate(groups, start=1):
+            x = rename_dimension(x, group, group.removesuffix("_unsplit"), name if n == len(groups) else None)
+        return x
 
 
 def _grouped(x: Tensor, routing: Routing, what: str) -> Tensor:

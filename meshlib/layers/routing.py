@@ -21,6 +21,7 @@ from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import Tensor, scope
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import Numerics
+from meshlib.ops.building import floats, tensor
 from meshlib.ops.cumulative import cumsum
 from meshlib.ops.elementwise import (
     add,
@@ -262,6 +263,7 @@ def balanced_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
     """
     what = "balanced_bias"
     rate = number(rate, what, "rate")
+    floats(bias, what), tensor(load, what)
     missing = [str(d) for d in bias.shape if d not in load.shape]
     if missing or not len(bias.shape):
         raise ShapeError(f"{at(what)}: load must have the dims of bias, {', '.join(missing)} too\n  {load}\n  {bias}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from layouts import Dimension
 from meshlib.checks import at, whole
 from meshlib.errors import GraphError
-from meshlib.layers.latent_attention import LatentDims
+from meshlib.layers.latent import LatentDims
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from layouts import (
     LayoutRules,
     Mesh,
+    Rule,
     context_parallel,
     data_parallel,
     fully_sharded,
@@ -32,6 +33,7 @@ PARTS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "sequence": ("tensor", "model"),
         "context": ("context",),
         "cache": ("cache", "tensor", "model", "context"),
+        "expert": ("expert", "data", "fsdp"),
     }
 )
 LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
@@ -43,9 +45,11 @@ LAYOUTS: MappingProxyType[str, str] = MappingProxyType(
         "sequence": "tensor, and between the blocks the sequence is split over the same axis",
         "context": "the sequence is split throughout, keys and values are gathered",
         "cache": "caches of decoding are split by positions, where the axis does not split their heads",
+        "expert": "experts are split, over an axis that splits the batch too, or over that of the data",
         "2d": "data+tensor",
     }
 )
+_SHARING = ("zero1", "expert", "cache")  # may lie on an axis that another part has
 _JOINED = {"2d": "data+tensor"}
 
 
@@ -55,8 +59,9 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
     Args:
       name: a name of `LAYOUTS`, or several joined by "+", such as "fsdp+tensor", "data+fsdp+tensor", "zero1+sequence".
         Each part lies on the axis of its name; "sequence" on "tensor", and where the mesh has no such axis, "fsdp" on
-        "data", "tensor" and "sequence" on "model". A mesh of one axis serves a single part whatever the axis is called.
-        "cache" is for `prefill` and `decode_step`; it may share the axis of "tensor", and then gives way to heads.
+        "data", "tensor" and "sequence" on "model", "expert" on that of the data, as in "fsdp+expert" on "fsdp:64". A
+        mesh of one axis serves a single part whatever the axis is called. "cache" is for `prefill` and `decode_step`;
+        it may share the axis of "tensor", and then gives way to heads.
       config: the model: which of its dims can be split how often decides about key and value heads, which give way to
         the groups of query heads, and about biases.
       mesh: the mesh.
@@ -71,13 +76,25 @@ def layout(name: str, config: TransformerConfig, mesh: MeshLike) -> LayoutRules:
       group:tensor;d_ff:tensor;vocab:tensor
       >>> print(mtf.models.layout("tensor+cache", llama, "tensor:16"))  # caches are split by positions
       group:tensor;d_ff:tensor;vocab:tensor;cache_length:tensor?
+      >>> print(mtf.models.layout("fsdp+expert", mtf.models.preset("mixtral-8x7b"), "fsdp:32;expert:8"))
+      batch:fsdp+expert;d_model:fsdp+expert?;experts:expert;batch_unsplit:fsdp
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     if not isinstance(config, TransformerConfig):
         raise LayoutError(f"{at('layout')}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
     parts = _parts(name)
-    axes = _axes(name, parts, mesh)
-    return joined(*(_RULES[part](config, axis, mesh.axis_size(axis)) for part, axis in zip(parts, axes, strict=True)))
+    axes = dict(zip(parts, _axes(name, parts, mesh), strict=True))
+    made = [_RULES[part](config, axis, mesh.axis_size(axis)) for part, axis in axes.items() if part != "expert"]
+    rules = joined(*made, *(_expert_rules(config, axes, mesh) if "expert" in axes else ()))
+    return with_unsplit(_over_both(rules, config, axes, mesh), config)
+
+
+def with_unsplit(rules: LayoutRules, config: TransformerConfig) -> LayoutRules:
+    """`rules`, and where there are experts one for the batch as they have it: over its axes that they do not take."""
+    batch = next((r.axes for r in rules.rules if r.dim == "batch"), ())
+    experts = next((r.axes for r in rules.rules if r.dim == "experts"), ())
+    left = tuple(axis for axis in batch if axis not in experts)
+    return rules if config.experts is None or not left else LayoutRules([*rules.rules, Rule("batch_unsplit", left)])
 
 
 def _parts(name: object) -> list[str]:
@@ -101,13 +118,14 @@ def _axes(name: str, parts: list[str], mesh: Mesh) -> list[str]:
     found: list[str] = []
     for part in parts:
         free = [axis for axis in PARTS[part] if axis in mesh and axis not in found]
-        shared = [axis for axis in found if part in ("zero1", "cache") and axis in PARTS[part]]
+        shared = [axis for axis in found if part in _SHARING and axis in PARTS[part]]
         if not free and not shared:
             raise LayoutError(
                 f"{at('layout')} {name!r}: {part!r} needs an axis {' or '.join(map(repr, PARTS[part]))}, "
                 f"but the mesh is {mesh}"
             )
-        found.append((free or shared)[0])
+        own = [axis for axis in free if part != "expert" or axis == part]
+        found.append((own or shared or free)[0])
     return found
 
 
@@ -126,8 +144,8 @@ def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
         counts = [f"{n} % {size} = {n % size}" for n in sorted(memory)]
         counts += [f"groups of {n} queries, {n} % {size} = {n % size}" for n in sorted(groups)]
         faults.append(f"heads: {'; '.join(counts)}; take a size that divides one of them")
-    for dim, held in (("d_ff", config.d_ff), ("vocab", config.vocab)):
-        dims.append(dim)
+    for dim, held in _wide_dims(config):
+        dims += [dim] if dim not in dims else []
         if held % size:
             padded = -(-held // size) * size
             faults.append(f"{dim}: {held} % {size} = {held % size}; take config.replace({dim}={padded})")
@@ -138,15 +156,55 @@ def _tensor_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
     return dims
 
 
+def _wide_dims(config: TransformerConfig) -> list[tuple[str, int]]:
+    """Inner features of feed-forward blocks and of experts, and the vocabulary."""
+    e = config.experts
+    wide = [("d_ff", config.d_ff)] if e is None or not all(kind.experts for kind in config.kinds) else []
+    if e is not None:
+        wide += [("expert_d_ff", e.d_ff), *([("d_ff", e.shared * e.d_ff)] if e.shared else [])]
+    return [*wide, ("vocab", config.vocab)]
+
+
+def _expert_rules(config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh) -> list[LayoutRules]:
+    """Experts over their axis, which splits the batch besides."""
+    axis, e = axes["expert"], config.experts
+    size = mesh.axis_size(axis)
+    if e is None:
+        raise LayoutError(f"{at('layout')}: {config.name} has no experts to lay on axis {axis!r}")
+    if e.count % size:
+        raise LayoutError(
+            f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}\n"
+            f"  experts: {e.count} % {size} = {e.count % size}; take an axis whose size divides {e.count}"
+        )
+    rules = LayoutRules(f"experts:{axis}")
+    shared = axis in (other for part, other in axes.items() if part != "expert")
+    return [rules] if shared else [data_parallel(axis=axis), rules]
+
+
+def _over_both(rules: LayoutRules, config: TransformerConfig, axes: Mapping[str, str], mesh: Mesh) -> LayoutRules:
+    """`rules`, but weights that are fully sharded and have no experts split over the axis of the experts as well."""
+    sharded, axis = axes.get("fsdp"), axes.get("expert")
+    if sharded is None or axis is None or sharded == axis:
+        return rules
+    if config.d_model % (mesh.axis_size(sharded) * mesh.axis_size(axis)):
+        return rules
+    both = Rule("d_model", (sharded, axis), optional=True)
+    return LayoutRules([both if r.dim == "d_model" and r.optional else r for r in rules.rules])
+
+
 def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
-    """d_model, which all matrices have, then what else has biases, where it divides."""
+    """d_model, which most matrices have, then what else biases and latent vectors have, where it divides."""
     if config.d_model % size:
         raise LayoutError(
             f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}\n"
             f"  d_model: {config.d_model} % {size} = {config.d_model % size}; take a smaller axis and a 'data' axis "
             f"beside it"
         )
-    others = {"d_ff": config.d_ff if config.bias else 1, "vocab": config.vocab if config.head == "transform" else 1}
+    biased = {"vocab": config.head == "transform", "d_ff": config.bias, "expert_d_ff": config.bias}
+    others = {dim: held for dim, held in _wide_dims(config) if biased[dim]}
+    if config.latent is not None:
+        others |= {"kv_rank": config.latent.kv_rank}
+        others |= {"q_rank": config.latent.q_rank} if config.latent.q_rank is not None else {}
     return ["d_model", *(dim for dim, held in others.items() if held % size == 0)]
 
 

@@ -46,9 +46,10 @@ def train_step(
       optimizer: an `mtf.optimize.Optimizer`, or the name of one: "adamw", "adam", "adafactor", "lion", "sgd".
       learning_rate: of an optimizer given by name: a number, a tensor, or a schedule.
       max_norm: clip all gradients together to this norm.
-    Returns: the outputs, with the "loss", and of mixtures of experts "dropped", how many choices of tokens found no
-      room; and the updates: what `mtf.lower` takes. Variables are updated in float32 whatever config.numerics keeps
-      them in. Biases that choose experts go by the loads of the step, see `mtf.layers.balanced_bias`.
+    Returns: the outputs, with the "loss", and of mixtures of experts "auxiliary_loss", which is part of it, and
+      "dropped", how many choices of tokens found no room; and the updates: what `mtf.lower` takes. Variables are
+      updated in float32 whatever config.numerics keeps them in. Biases that choose experts go by the loads of the
+      step, see `mtf.layers.balanced_bias`.
     Raises: GraphError for an optimizer that is none, and as `transformer`.
     Example:
       >>> import meshlib as mtf
@@ -62,9 +63,8 @@ def train_step(
     made = _optimizer(optimizer, learning_rate)
     model = transformer(config, batch, length, remat, scan, encoder_length, predictions, training=True, packed=packed)
     updates = made.minimize(model.loss, max_norm=max_norm)
-    if model.dropped is None:
-        return {"loss": model.loss}, updates
-    return {"loss": model.loss, "dropped": model.dropped}, [*updates, *_balanced(model)]
+    outputs = {"loss": model.loss, "auxiliary_loss": model.auxiliary_loss, "dropped": model.dropped}
+    return {name: y for name, y in outputs.items() if y is not None}, [*updates, *_balanced(model)]
 
 
 def _balanced(model: Transformer) -> list[Operation]:

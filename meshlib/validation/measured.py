@@ -19,17 +19,45 @@ _BLOCKS = ("block_s_median", "block_s_mean", "block_s")
 BERT_EVALUATION = 10_000  # sequences: mlcommons/training_policies training_rules.adoc (BERT's evaluation set)
 
 
-def parameters(model: Mapping[str, Any]) -> float:
+def parameters(model: Mapping[str, Any], held: bool = False) -> float:
     """What tokens are multiplied by: attention, feed-forward, and the head. No norms, biases, or table looked up in.
+
+    Of experts those count that a token goes to, or with `held` all.
 
     >>> gpt3 = dict(layers=96, d_model=12288, q_heads=96, head_dim=128, d_ff=49152, mlp_matrices=2, vocab=50304)
     >>> round(parameters(gpt3) / 1e9, 1)
     174.6
+    >>> mixtral = dict(layers=32, d_model=4096, q_heads=32, kv_heads=8, head_dim=128, vocab=32000, d_ff=14336,
+    ...                mlp_matrices=3, experts=8, top_k=2, moe_ff=14336)
+    >>> round(parameters(mixtral) / 1e9, 2), round(parameters(mixtral, held=True) / 1e9, 1)
+    (12.75, 46.6)
     """
+    d, layers, matrices = model["d_model"], model["layers"], model.get("mlp_matrices") or 2
+    total = layers * _attention(model) + d * model["vocab"]
+    mixed = layers_with_experts(model)
+    if mixed:
+        experts = model["experts"] if held else model["top_k"]
+        each = matrices * d * model["moe_ff"]
+        total += mixed * (each * (experts + (model.get("shared_experts") or 0)) + d * model["experts"])
+    return float(total + (layers - mixed) * matrices * d * model["d_ff"])
+
+
+def layers_with_experts(model: Mapping[str, Any]) -> int:
+    """How many layers have a mixture of experts: all but the first dense ones, or every so many of them."""
+    if not model.get("experts"):
+        return 0
+    return int((model["layers"] - (model.get("dense_layers") or 0)) // (model.get("moe_every") or 1))
+
+
+def _attention(model: Mapping[str, Any]) -> float:
+    """Weights of one layer's attention."""
     d, heads = model["d_model"], model["q_heads"]
-    attention = 2 * d * model["head_dim"] * (heads + (model.get("kv_heads") or heads))
-    layer = attention + (model.get("mlp_matrices") or 2) * d * model["d_ff"]
-    return float(model["layers"] * layer + d * model["vocab"])
+    if model.get("kv_lora"):
+        queries = heads * model["head_dim"]
+        made = model["q_lora"] * (d + queries) if model.get("q_lora") else d * queries
+        keys = model["kv_lora"] * heads * (model["qk_nope"] + model["v_head"])
+        return float(made + d * (model["kv_lora"] + model["qk_rope"]) + keys + heads * model["v_head"] * d)
+    return float(2 * d * model["head_dim"] * (heads + (model.get("kv_heads") or heads)))
 
 
 def local_layers(model: Mapping[str, Any]) -> int:
@@ -49,7 +77,8 @@ def flops_per_token(model: Mapping[str, Any], length: int, spans: str = "causal"
     keys = [half]
     if spans == "windows" and model.get("local_window"):
         keys += [min(half, float(model["local_window"]))] * local_layers(model)
-    attention = 12 * model["layers"] * model["q_heads"] * model["head_dim"] * sum(keys) / len(keys)
+    width = (model["head_dim"] + (model.get("v_head") or model["head_dim"])) / 2
+    attention = 12 * model["layers"] * model["q_heads"] * width * sum(keys) / len(keys)
     return float(6 * parameters(model) + attention)
 
 

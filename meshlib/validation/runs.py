@@ -17,7 +17,8 @@ from typing import Any
 from hardware.chips import Chip, get_chip
 from hardware.slices import Slice
 from meshlib.dtypes import as_dtype
-from meshlib.models import PRESETS, TransformerConfig
+from meshlib.models import PRESETS, Experts, TransformerConfig
+from meshlib.validation.experts import experts_of, with_experts
 from meshlib.validation.machine import axes_of, slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
 from meshlib.validation.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
@@ -44,6 +45,7 @@ class Run:
         variables and slots.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: of all of that.
+      experts: the mixtures of experts, or None.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
     """
 
@@ -64,6 +66,7 @@ class Run:
     steps: int
     evaluation: int
     measured_seconds: float
+    experts: Experts | None = None
     apart: str = ""
     assumed: tuple[str, ...] = ()
 
@@ -143,9 +146,11 @@ def run_of(row: Row) -> Run:
         measured_seconds=seconds,
         apart=_apart(row, model),
     )
+    experts, routed = experts_of(row, model, batch * length / slice_.devices)
+    run = replace(run, experts=experts)
     padded = _padded(run)
     policy, why = _policy(row, run)
-    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *why)
+    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why)
     return replace(run, policy=policy, assumed=left_open)
 
 
@@ -166,14 +171,14 @@ def dimensions(row: Row) -> tuple[dict[str, Any], tuple[str, ...]]:
     arch = str(model.get("arch", ""))
     if model.get("op"):
         raise NotExpressed(f"the operation {str(model['op'])[:60]!r} is not expressed as rows yet")
-    if "moe" in arch.lower() or any("expert" in key and size for key, size in model.items()):
-        raise NotExpressed("mixture-of-experts layers are not in the library yet")
     if "cnn" in arch.lower() or "image" in model or "patch" in model:
         raise NotExpressed("training of convolutional networks is not expressed as rows yet")
     if arch.startswith("encoder-decoder"):
         raise NotExpressed("it does not say how long the sequences on either side are")
     if "heads" in model:
         model.setdefault("q_heads", model["heads"])
+    if "moe" in arch.lower() or model.get("experts"):
+        with_experts(model)
     assumed = _completed(model)
     missing = [k for k in _DIMS if not model.get(k)]
     if len(missing) == len(_DIMS):
@@ -258,7 +263,8 @@ def _precision(text: str) -> str:
 
 def _family(row: Row, model: Mapping[str, Any]) -> str:
     kind = str(row.get("kind") or row.get("family") or "run")
-    return f"{kind} {'encoder' if str(model.get('arch', '')).startswith('encoder') else 'decoder'}"
+    side = "encoder" if str(model.get("arch", "")).startswith("encoder") else "decoder"
+    return f"{kind} {side}{' with experts' if model.get('experts') else ''}"
 
 
 def _attention(row: Row, chip: Chip) -> str:
@@ -306,7 +312,7 @@ def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
         scores = ("scores",) if run.attention == "materialised" else ()
         return Policy((*NOTHING_TWICE.save, *scores)), ("no product is computed again",)
     shards = run.axis("fsdp") * run.axis("tensor") * run.axis("context")
-    state = STATE_VALUES * as_dtype(run.state_dtype).itemsize * parameters(run.model) / shards
+    state = STATE_VALUES * as_dtype(run.state_dtype).itemsize * parameters(run.model, held=True) / shards
     tokens = run.batch * run.length / run.slice.devices
     name, found = lightest(run.model, state, tokens, run.slice.hbm_bytes_per_device)
     return found, (f"recomputation: {name}, the least that fits",)

@@ -21,9 +21,11 @@ from meshlib.graph import Graph
 from meshlib.lowering import Balance, lower
 from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
 from meshlib.models.layouts import layout as model_layout
+from meshlib.models.layouts import with_unsplit
 from meshlib.ops.remat import Remat
 from meshlib.optimize import AdamWOptimizer
 from meshlib.program.records import Program
+from meshlib.validation.experts import latent_of
 from meshlib.validation.runs import Run, known_model
 
 # What compilers for TPUs do by default: collectives next to a product are cut in pieces (windowed einsum).
@@ -114,6 +116,8 @@ def config_of(run: Run) -> TransformerConfig:
         ),
         "dropout": 0.0,
     }
+    if run.experts is not None:
+        changes |= {"experts": run.experts, "latent": latent_of(m)}
     if m.get("local_window"):
         changes["windows"] = (*(m["local_window"],) * run.locals, None)
     if base.position == "learned":
@@ -136,7 +140,7 @@ def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
     if "context" in mesh and "fsdp" in mesh:  # weights are split over both
         rules = [r for r in rules if not (r.dim == "d_model" and r.optional)]
         rules.append(Rule("d_model", ("fsdp", "context"), optional=True))
-    return LayoutRules(rules)
+    return with_unsplit(LayoutRules([r for r in rules if r.dim != "batch_unsplit"]), config)
 
 
 def _remat(run: Run, config: TransformerConfig) -> Any:

@@ -1,8 +1,7 @@
 """Predicted beside published: each measurement is written as a program, lowered and estimated.
 
 What a row says decides what is built; nothing depends on its name. Expressed are micro-benchmarks (`micro`), inference
-(`inference`) and training runs of dense Transformers (`runs`, `training`); every other row is listed with the reason
-why not.
+(`inference`) and training runs of Transformers (`runs`, `training`); every other row is listed with the reason why not.
 
     python -m meshlib validate                                  the set in the package
     python -m meshlib validate --file published_results.json    rows of that format

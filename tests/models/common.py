@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,18 @@ Array = np.ndarray[Any, Any]
 # One of each architecture, in float32, without dropout.
 FAMILIES = (
     "transformer-base", "bert-large", "mtf-lm-4.9b", "gpt2", "t5-11b", "llama2-7b", "llama3.1-405b", "palm-540b",
-    "maxtext-16b", "gemma3-12b", "gemma4-31b",
+    "maxtext-16b", "gemma3-12b", "gemma4-31b", "switch-base-8", "deepseek-v3", "gpt-oss-120b",
 )  # fmt: skip
 BATCH, LENGTH = 2, 6
 
 
 def small(name: str, periods: int = 2) -> TransformerConfig:
-    """A reduced preset in float32, without dropout."""
-    return preset(name).reduced(periods).replace(numerics=mtf.Numerics(), dropout=0.0)
+    """A reduced preset in float32, without chance."""
+    config = preset(name).reduced(periods).replace(numerics=mtf.Numerics(), dropout=0.0)
+    if config.experts is None:
+        return config
+    routing = replace(config.experts.routing, jitter=0.0, loss_coef=0.1, z_loss=0.01)
+    return config.replace(experts=replace(config.experts, routing=routing))
 
 
 def feeds(config: TransformerConfig, inputs: Any, seed: int = 0) -> dict[str, Array]:
@@ -51,8 +56,9 @@ def values(graph: mtf.Graph, seed: int = 0) -> dict[str, Array]:
     return {name: value.astype(np.float32) for name, value in made.items()}
 
 
-def unstacked(values: dict[str, Array], names: Any, period: int) -> dict[str, Array]:
+def unstacked(values: dict[str, Array], names: Any, config: TransformerConfig) -> dict[str, Array]:
     """Values of scanned variables under the names of unrolled ones."""
+    period, front = config.period, 0 if config.experts is None else config.experts.first_dense
     made = {}
     for name in names:
         before, found, rest = name.partition("layer_")
@@ -60,7 +66,10 @@ def unstacked(values: dict[str, Array], names: Any, period: int) -> dict[str, Ar
             made[name] = values[name]
             continue
         number, _, rest = rest.partition("/")
-        trip, place = divmod(int(number), period)
+        if name in values:  # one before those that are scanned
+            made[name] = values[name]
+            continue
+        trip, place = divmod(int(number) - front, period)
         one = f"layer_{place}/" if period > 1 else ""
         made[name] = values[f"{before}layers/{one}{rest}"][trip]
     return made

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.experts_reference import mixture
+
 Array = np.ndarray[Any, Any]
 
 
@@ -27,6 +29,11 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         return self.prefix + name in self.values
+
+    def all(self) -> dict[str, Array]:
+        """By the rest of their names."""
+        names = [n.removeprefix(self.prefix) for n in self.values if n.startswith(self.prefix)]
+        return {name: self[name] for name in names}
 
     def under(self, part: str, trip: int | None = None) -> Weights:
         """Those whose names go on with `part`."""
@@ -169,6 +176,32 @@ def attention(
     return y + w["out/bias"] if "out/bias" in w else y
 
 
+def latent_attention(x: Array, w: Weights, config: Any, causal: bool) -> Array:
+    """DeepSeek-V2, equations 1 to 19: keys and values of a head are products of the token's latent vector."""
+    of, queries = config.latent, x
+    if of.q_rank is not None:
+        queries = rms(projected(x, w.under("q_latent")), w["q_latent_norm/scale"], config.norm_epsilon)
+    latent = rms(projected(x, w.under("latent")), w["latent_norm/scale"], config.norm_epsilon)
+    shared = rotated(projected(x, w.under("k_rope")), config.rope_theta)
+    hidden = np.array([[not seen(i, j, causal, None) for j in range(len(x))] for i in range(len(x))])
+    out = np.zeros_like(x)
+    for head in range(config.heads):
+        plain, turned = (queries @ w[f"{name}/kernel"][:, head] for name in ("q_nope", "q_rope"))
+        scores = plain @ (latent @ w["k_nope/kernel"][:, head]).T
+        scores = scores + rotated(turned, config.rope_theta) @ shared.T
+        weights = softmaxed(np.where(hidden, -np.inf, scores / math.sqrt(of.nope_dim + of.rope_dim)))
+        out += weights @ (latent @ w["v/kernel"][:, head]) @ w["out/kernel"][head]
+    return out
+
+
+def experts(x: Array, w: Weights, config: Any, losses: list[float]) -> Array:
+    """A mixture of experts on one sequence, which is a group; its loss is added to `losses`."""
+    routing = config.experts.routing
+    made, (said,) = mixture(x[None], w.all(), routing, config.activation)
+    losses.append(routing.loss_coef * said.balance + routing.z_loss * said.z)
+    return made[0]
+
+
 def feed_forward(x: Array, w: Weights, config: Any) -> Array:
     """Plain or gated."""
     h = projected(x, w.under("wi"))
@@ -181,7 +214,14 @@ def feed_forward(x: Array, w: Weights, config: Any) -> Array:
 
 
 def layer(
-    x: Array, w: Weights, config: Any, causal: bool, window: int | None, bias: Array | None, memory: Array | None
+    x: Array,
+    w: Weights,
+    config: Any,
+    causal: bool,
+    window: int | None,
+    bias: Array | None,
+    memory: Array | None,
+    losses: list[float],
 ) -> Array:
     """One layer on one sequence [length, d_model]."""
     theta = None
@@ -193,7 +233,12 @@ def layer(
     if memory is not None:
         cross = w.under("cross_attention")
         blocks.append(("cross_attention", lambda h: attention(h, memory, cross, config, False)))
-    blocks.append(("feed_forward", lambda h: feed_forward(h, w.under("feed_forward"), config)))
+    if config.latent is not None:
+        blocks = [("attention", lambda h: latent_attention(h, w.under("attention"), config, causal))]
+    if "moe/router/kernel" in w:
+        blocks.append(("feed_forward", lambda h: experts(h, w.under("moe"), config, losses)))
+    else:
+        blocks.append(("feed_forward", lambda h: feed_forward(h, w.under("feed_forward"), config)))
     if config.parallel:
         h = normed(x, w.under("norm"), config)
         return x + sum(block(h) for _, block in blocks)
@@ -209,16 +254,24 @@ def layer(
 
 
 def stack(
-    x: Array, w: Weights, config: Any, count: int, causal: bool, bias: Array | None, memory: Array | None = None
+    x: Array,
+    w: Weights,
+    config: Any,
+    count: int,
+    causal: bool,
+    bias: Array | None,
+    losses: list[float],
+    memory: Array | None = None,
 ) -> Array:
     """All layers, under the names of scanned or of unrolled ones, and the last norm."""
-    period = len(config.windows)
+    every = 1 if config.experts is None else config.experts.every
+    period, front = math.lcm(len(config.windows), every), 0 if config.experts is None else config.experts.first_dense
     for n in range(count):
-        trip, place = divmod(n, period)
+        trip, place = divmod(n - front, period)
         one = f"layers/layer_{place}" if period > 1 else "layers"
         unrolled = any(name.startswith(f"{w.prefix}layer_{n}/") for name in w.values)
         own = w.under(f"layer_{n}") if unrolled else w.under(one, trip)
-        x = layer(x, own, config, causal, config.windows[place], bias, memory)
+        x = layer(x, own, config, causal, config.windows[n % len(config.windows)], bias, memory, losses)
     return normed(x, w.under("final_norm"), config) if config.norm_position == "pre" else x
 
 
@@ -262,7 +315,8 @@ def logits_of(x: Array, w: Weights, config: Any) -> Array:
 def forward(config: Any, values: Mapping[str, Array], feeds: Mapping[str, Array], training: bool = False) -> float:
     """The loss of a batch; dropout must be 0."""
     w = Weights({name: np.asarray(value, np.float64) for name, value in values.items()})
-    rows = []
+    rows: list[Array] = []
+    losses: list[float] = []
     for n, tokens in enumerate(feeds["tokens"]):
         segments = feeds["segments"][n] if "segments" in feeds else None
         own, memory = w, None
@@ -276,12 +330,13 @@ def forward(config: Any, values: Mapping[str, Array], feeds: Mapping[str, Array]
             sources = feeds["sources"][n]
             encoder, own = w.under("encoder"), w.under("decoder")
             x = embedded(sources, w, config, None)
-            memory = stack(x, encoder, config, config.encoder_layers, False, bias(encoder, len(sources), False))
+            memory = stack(x, encoder, config, config.encoder_layers, False, bias(encoder, len(sources), False), losses)
         causal = config.kind != "encoder"
         x = embedded(tokens, w, config, segments)
-        x = stack(x, own, config, config.layers, causal, bias(own, len(tokens), causal), memory)
+        x = stack(x, own, config, config.layers, causal, bias(own, len(tokens), causal), losses, memory)
         if "positions" in feeds:
             x = x[feeds["positions"][n]]
         rows.append(logits_of(x, w, config))
     smoothing = config.label_smoothing if training else 0.0
-    return smoothed_loss(np.stack(rows), np.asarray(feeds["targets"]), smoothing, config.z_loss)
+    beside = sum(losses) / len(rows) if training else 0.0
+    return smoothed_loss(np.stack(rows), np.asarray(feeds["targets"]), smoothing, config.z_loss) + beside

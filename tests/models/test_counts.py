@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 import meshlib as mtf
-from meshlib.models import PRESETS, preset
+from meshlib.models import PRESETS, Experts, LatentAttention, preset
+
+LATENT = LatentAttention(kv_rank=8, rope_dim=4, nope_dim=8, value_dim=8)
 
 # Numbers of values in released checkpoints: what `model.num_parameters()` of Hugging Face transformers returns for
 # GPT2LMHeadModel, BertForMaskedLM, T5ForConditionalGeneration and LlamaForCausalLM.
@@ -30,6 +32,41 @@ RELEASED = {
     "llama3.1-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
     "llama3.1-405b": 405_853_388_800,
+}
+
+# Values in released checkpoints with experts: `model.num_parameters()` of Hugging Face transformers, of
+# SwitchTransformersForConditionalGeneration, MixtralForCausalLM, DeepseekV2ForCausalLM and Qwen3MoeForCausalLM.
+RELEASED |= {
+    "switch-base-8": 619_339_008,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+}
+
+# Released values, and those of them that the presets do not have: biases that choose experts, which are not trained;
+# biases of gpt-oss's routers, and one logit for each of its heads.
+RELEASED_BUT = {
+    "deepseek-v3": (671_026_419_200, 58 * 256),
+    "gpt-oss-20b": (20_914_757_184, 24 * (64 + 32)),
+    "gpt-oss-120b": (116_829_156_672, 36 * (64 + 128)),
+}
+
+# Parameters that a token meets, in billions as printed, and whether the table that is only looked up in counts.
+ACTIVE = {
+    "mixtral-8x7b": (12.9, True),  # Jiang et al. 2024: "13B active"; mistral.ai, December 2023: 12.9B
+    "mixtral-8x22b": (39, True),  # mistral.ai, April 2024: "39B active parameters out of 141B"
+    "deepseek-v2-lite": (2.4, False),  # arXiv:2405.04434, appendix B
+    "deepseek-v2": (21, True),  # arXiv:2405.04434, abstract
+    "deepseek-v3": (37, False),  # arXiv:2412.19437, abstract
+    "qwen3-30b-a3b": (3.3, True),  # model card: "3.3B activated"
+    "qwen3-235b-a22b": (22, True),  # model card: "22B activated"
+    "gpt-oss-20b": (3.6, False),  # model card, table 1: 3.61B, without the embedding
+    "gpt-oss-120b": (5.1, False),  # model card, table 1: 5.13B
+    "llama4-scout": (17, True),  # "17B active parameters"
+    "llama4-maverick": (17, True),
 }
 
 # Without the table of the vocabulary, in millions: Gemma 3 Technical Report, 2025, table 1.
@@ -79,6 +116,24 @@ PRINTED = {
     "palm-540b": (540.35, 1e9, 0.01),
     "maxtext-52b": (52, 1e9, 0.5),  # maxtext: MaxText/configs/v4/52b.sh, "52B parameter model"
     "gemma4-31b": (30.7, 1e9, 0.05),  # model card of Gemma 4, text model
+    # Fedus et al. 2021, table 9, and the model cards of google/switch-*
+    "switch-base-16": (1.07, 1e9, 0.01),
+    "switch-base-32": (1.98, 1e9, 0.01),
+    "switch-base-64": (3.8, 1e9, 0.05),
+    "switch-base-128": (7.4, 1e9, 0.05),
+    "switch-base-256": (14.7, 1e9, 0.05),
+    "switch-large-128": (26.3, 1e9, 0.05),
+    "switch-xxl-128": (395, 1e9, 0.5),
+    "switch-c-2048": (1571, 1e9, 0.5),
+    # Lepikhin et al. 2020, table 1, in round numbers
+    "gshard-12b": (12.5, 1e9, 0.8),
+    "gshard-37b": (37, 1e9, 2.5),
+    "gshard-50b": (50, 1e9, 2.5),
+    "gshard-150b": (150, 1e9, 6),
+    "gshard-200b": (200, 1e9, 7),
+    "gshard-600b": (600, 1e9, 20),
+    "llama4-scout": (107.8, 1e9, 0.05),  # 109 with the vision encoder
+    "llama4-maverick": (400.7, 1e9, 0.05),  # 402 with the vision encoder
 }
 
 
@@ -88,12 +143,43 @@ def matrices(config: mtf.models.TransformerConfig) -> int:
 
 
 def test_every_preset_is_held_against_a_published_count():
-    assert set(PRESETS) == set(RELEASED) | set(MATRICES) | set(PRINTED) | set(WITHOUT_TABLE)
+    assert set(PRESETS) == set(RELEASED) | set(RELEASED_BUT) | set(MATRICES) | set(PRINTED) | set(WITHOUT_TABLE)
 
 
 @pytest.mark.parametrize(("name", "count"), RELEASED.items())
 def test_released_checkpoints_to_the_digit(name, count):
     assert preset(name).parameters == count
+
+
+@pytest.mark.parametrize(("name", "counts"), RELEASED_BUT.items())
+def test_released_checkpoints_but_for_what_is_named(name, counts):
+    count, beside = counts
+    assert preset(name).parameters == count - beside
+
+
+@pytest.mark.parametrize(("name", "printed"), ACTIVE.items())
+def test_active_parameters(name, printed):
+    billions, with_table = printed
+    config = preset(name)
+    active = config.active_parameters - (0 if with_table else config.parameter_counts["embedding"])
+    assert active / 1e9 == pytest.approx(billions, abs=0.06 if isinstance(billions, float) else 0.6)
+
+
+def test_experts_count_as_active_where_tokens_go():
+    """Mixtral's by hand: attention, two of eight experts, the router, head and norms."""
+    config = preset("mixtral-8x7b")
+    attention, expert, router = 4096 * 128 * (2 * 32 + 2 * 8), 3 * 4096 * 14_336, 4096 * 8
+    assert config.matmul_parameters == 32 * (attention + 2 * expert + router) + 32_000 * 4096
+    assert config.active_parameters - config.matmul_parameters == 32_000 * 4096 + (2 * 32 + 1) * 4096
+    assert config.flops_per_token(4096) == 6 * config.matmul_parameters + 6 * 32 * 4096 * 32 * 128
+    dense = preset("llama2-7b")
+    assert dense.active_parameters == dense.parameters
+
+
+def test_latent_attention_counts_keys_and_values_of_their_own_width():
+    config = preset("deepseek-v3")
+    pairs = config.flops_per_token(4096) - 6 * config.matmul_parameters
+    assert pairs == 3 * 61 * 4096 / 2 * 128 * (2 * 192 + 2 * 128)
 
 
 @pytest.mark.parametrize(("name", "count"), MATRICES.items())
@@ -213,6 +299,13 @@ def test_an_encoder_decoder_counts_both_stacks():
         ({"position": "rotary", "local_rope_theta": 1e4}, "local_rope_theta is for windows of both kinds"),
         ({"position": "sinusoidal", "d_model": 31}, "d_model must be even, got 31"),
         ({"post_norms": True, "norm_position": "post"}, "post_norms come on top"),
+        ({"experts": 8}, "experts must be an mtf.models.Experts, got 8"),
+        ({"experts": Experts(count=8, d_ff=64, first_dense=12)}, "none of 12 layers has any"),
+        ({"latent": LATENT}, "(?s)head_dim must be nope_dim . rope_dim = 12, got 64.*must be 'rotary', got 'learned'"),
+        (
+            {"latent": LATENT, "head_dim": 12, "position": "rotary", "qk_norm": True, "kv_heads": 4},
+            "latent attention is not with kv_heads\n  latent attention is not with qk_norm",
+        ),
         ({"post_norms": True, "parallel": True}, "post_norms come on top"),
         (
             {"position": "none", "kind": "encoder-decoder", "encoder_layers": 2, "segments": 2},
@@ -233,3 +326,14 @@ def test_configs_that_make_no_sense_are_refused(changes, words):
 def test_lengths_are_checked(name):
     with pytest.raises(mtf.GraphError, match=f"{name} must be at least 1, got 0"):
         preset("gpt2").flops_per_token(**{"length": 8, name: 0})
+
+
+def test_experts_and_ranks_that_make_no_sense_are_refused():
+    with pytest.raises(mtf.GraphError, match="d_ff must be at least 1, got 0\n  every must be at least 1, got 0"):
+        Experts(count=8, d_ff=0, every=0)
+    with pytest.raises(mtf.GraphError, match="each token chooses 2 experts, but there are only 1 to choose from"):
+        Experts(count=1, d_ff=8)
+    with pytest.raises(mtf.GraphError, match="form must be 'einsum' or 'gather', got 'dense'"):
+        Experts(count=4, d_ff=8, form="dense")
+    with pytest.raises(mtf.GraphError, match=r"kv_rank must be at least 1, got 0\n  .*rope_dim must be even, got 3"):
+        LatentAttention(kv_rank=0, rope_dim=3, nope_dim=8, value_dim=8)

@@ -37,6 +37,38 @@ def test_names_stand_for_rules(name, mesh, rules):
     assert str(layout(name, TINY, mesh)) == rules
 
 
+MIXTRAL, DEEPSEEK, SWITCH = model("mixtral-8x7b"), model("deepseek-v3"), model("switch-base-128")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "mesh", "rules"),
+    [
+        ("data+expert", MIXTRAL, "data:8", "batch:data;experts:data"),
+        ("fsdp+expert", MIXTRAL, "fsdp:8", "batch:fsdp;d_model:fsdp?;experts:fsdp"),
+        ("data+expert", MIXTRAL, "data:4;expert:8", "batch:data+expert;experts:expert;batch_unsplit:data"),
+        (
+            "fsdp+expert", MIXTRAL, "fsdp:16;expert:8",
+            "batch:fsdp+expert;d_model:fsdp+expert?;experts:expert;batch_unsplit:fsdp",
+        ),
+        (
+            "fsdp+expert", MIXTRAL, "fsdp:1024;expert:8",
+            "batch:fsdp+expert;d_model:fsdp?;experts:expert;batch_unsplit:fsdp",
+        ),
+        (
+            "data+expert+tensor", MIXTRAL, "data:2;expert:2;tensor:2",
+            "batch:data+expert;heads:tensor;expert_d_ff:tensor;vocab:tensor;experts:expert;batch_unsplit:data",
+        ),
+        (
+            "fsdp+expert", DEEPSEEK, "fsdp:32;expert:32",
+            "batch:fsdp+expert;d_model:fsdp+expert?;kv_rank:fsdp?;q_rank:fsdp?;experts:expert;batch_unsplit:fsdp",
+        ),
+        ("tensor", SWITCH, "tensor:4", "heads:tensor;d_ff:tensor;expert_d_ff:tensor;vocab:tensor"),
+    ],
+)  # fmt: skip
+def test_experts_lie_on_an_axis_of_their_own_or_with_the_data(name, config, mesh, rules):
+    assert str(layout(name, config, mesh)) == rules
+
+
 def test_blanks_around_parts_do_not_matter():
     mesh = "fsdp:2;tensor:2"
     assert layout(" fsdp + tensor ", TINY, mesh) == layout("fsdp+tensor", TINY, mesh)
@@ -91,6 +123,8 @@ def test_heads_give_way_to_groups_where_there_are_too_few(name, size, dim):
         ("tensor+sequence", TINY, "tensor:2", "exclude each other"),
         ("fsdp", "llama2-7b", "fsdp:2", "expected a TransformerConfig, got str"),
         (3, TINY, "fsdp:2", "expected a name such as"),
+        ("data+expert", TINY, "data:2", "llama2-7b-reduced has no experts to lay on axis 'data'"),
+        ("data+expert", MIXTRAL, "data:16", "experts: 8 % 16 = 8; take an axis whose size divides 8"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(name, config, mesh, words):

@@ -16,7 +16,7 @@ from tests.models.test_serving import decoder
 LENGTH, SOURCE = 12, 8
 TEXTS = [[5, 3], [4, 6, 2]]  # tokens of the texts of each sequence
 SOURCES = [[3, 4], [2, 1, 4]]
-KINDS = [*FAMILIES, "deepseek-v3"]
+KINDS = list(dict.fromkeys([*FAMILIES, "deepseek-v3"]))
 
 
 def built(config: TransformerConfig, batch: int, length: int, source: int, packed: bool, **where: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from functools import cache
 
@@ -14,7 +15,9 @@ from tests.effort import some
 from tests.models.common import FAMILIES, Array, small, values
 
 BATCH, LENGTH, PROMPT, SOURCE = 3, 12, 6, 5
-DECODERS = [name for name in FAMILIES if preset(name).kind != "encoder"] + ["deepseek-v3", "mixtral-8x7b"]
+DECODERS = [name for name in FAMILIES if preset(name).kind != "encoder"]
+DECODERS += [name for name in ("deepseek-v3", "mixtral-8x7b") if name not in DECODERS]
+TRIED = ["gpt2", "t5-11b", "llama3.1-405b", "palm-540b", "gemma3-12b", "deepseek-v3"]
 PROMPTS = np.array([6, 3, 1])  # of sequences of different length
 SOURCES = np.array([5, 2, 4])
 
@@ -24,8 +27,6 @@ def decoder(name: str) -> TransformerConfig:
     config = small(name)
     if config.experts is None:
         return config
-    import dataclasses
-
     routing = dataclasses.replace(config.experts.routing, capacity_factor=None)
     return config.replace(experts=dataclasses.replace(config.experts, routing=routing))
 
@@ -82,9 +83,9 @@ SPLIT = "heads:tensor;d_ff:tensor;vocab:tensor"
 LENGTHS = "cache_length:tensor?"
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", some(DECODERS, TRIED))
 def test_decode_equals_prefill_equals_forward(name: str) -> None:
-    assert max(steps(decoder(name))) < 1e-5
+    assert max(steps(decoder(name))) < 5e-5
 
 
 UNROLLED = ["gemma3-12b", "t5-11b", "deepseek-v3"]
@@ -92,7 +93,7 @@ UNROLLED = ["gemma3-12b", "t5-11b", "deepseek-v3"]
 
 @pytest.mark.parametrize("name", some(UNROLLED, ["gemma3-12b"]))
 def test_without_a_loop_of_layers(name: str) -> None:
-    assert max(steps(decoder(name), scan=False)) < 1e-5
+    assert max(steps(decoder(name), scan=False)) < 5e-5
 
 
 LAYOUTS = [
@@ -114,7 +115,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("row", some(LAYOUTS, [LAYOUTS[2], LAYOUTS[5]]), ids=lambda row: f"{row[0]} {row[2]}")
 def test_no_layout_changes_what_is_decoded(row: tuple[str, str, str], executor: str) -> None:
     name, mesh, layout = row
-    assert max(steps(decoder(name), executor=executor, mesh=mesh, layout=layout)) < 1e-5
+    assert max(steps(decoder(name), executor=executor, mesh=mesh, layout=layout)) < 5e-5
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.05), ("float8_e4m3fn", 0.25), ("bfloat16", 0.04)])

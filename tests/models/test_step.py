@@ -30,18 +30,24 @@ def test_graphs_of_all_presets_have_the_variables_that_were_counted():
     for name, config in PRESETS.items():
         with mtf.Graph() as graph:
             transformer(config, batch=8, length=64)
-        sizes = {variable: op.output.shape.size for variable, op in graph.variables.items()}
+        sizes = {v.name: v.shape.size for v in graph.trainable_variables}
         counts = config.parameter_counts
         assert sum(sizes.values()) == config.parameters == sum(counts.values()), name
-        for part, words in {"attention": "attention/", "feed_forward": "feed_forward/"}.items():
-            found = sum(n for v, n in sizes.items() if words in v and v.endswith("/kernel"))
+        parts = {
+            "attention": ("attention/",),
+            "feed_forward": ("feed_forward/",),
+            "experts": ("/experts/", "/shared/"),
+            "router": ("/router/",),
+        }
+        for part, words in parts.items():
+            found = sum(n for v, n in sizes.items() if any(w in v for w in words) and v.endswith("/kernel"))
             assert found == counts[part], (name, part)
         norms = sum(n for v, n in sizes.items() if v.rpartition("/")[0].endswith("norm"))
         assert norms == counts["norms"], name
         assert len(graph.operations) < 1000, name  # a layer is written once, or once in a pattern
 
 
-@pytest.mark.parametrize("name", ["llama2-70b", "t5-11b", "gemma3-12b"])
+@pytest.mark.parametrize("name", ["llama2-70b", "t5-11b", "gemma3-12b", "switch-base-8", "deepseek-v3"])
 def test_more_layers_are_no_more_operations(name):
     def operations(periods):
         with mtf.Graph() as graph:
@@ -52,10 +58,10 @@ def test_more_layers_are_no_more_operations(name):
 
 
 def test_the_unrolled_graph_has_as_many_variables():
-    for name in ("gemma3-12b", "t5-small", "gpt2"):
+    for name in ("gemma3-12b", "t5-small", "gpt2", "deepseek-v2-lite"):
         with mtf.Graph() as graph:
             transformer(preset(name), batch=8, length=64, scan=False)
-        assert sum(op.output.shape.size for op in graph.variables.values()) == preset(name).parameters
+        assert sum(v.shape.size for v in graph.trainable_variables) == preset(name).parameters
 
 
 # Between them all that presets differ in by an operation: two stacks, sums after norms, windows, parallel blocks, ...
@@ -130,9 +136,9 @@ def test_scanned_and_unrolled_steps_update_alike():
     graph, sim, found = trained(config, 3, held=held, learning_rate=0.01)
     flat, other, wanted = trained(config, 0, scan=False)
     names = list(values(flat))
-    flat, other, wanted = trained(config, 3, scan=False, held=unstacked(held, names, 1), learning_rate=0.01)
+    flat, other, wanted = trained(config, 3, scan=False, held=unstacked(held, names, config), learning_rate=0.01)
     assert found == pytest.approx(wanted, rel=1e-5)
-    for name, value in unstacked(dict(sim.state), names, 1).items():
+    for name, value in unstacked(dict(sim.state), names, config).items():
         np.testing.assert_allclose(value, other.state[name], rtol=2e-3, atol=2e-4, err_msg=name)
 
 
@@ -191,3 +197,21 @@ def test_collectives_are_of_values_that_listings_name():
     # With so many tokens the weights move over fsdp, and the table to the tokens.
     assert {"embedding/cast", "layers/scan/attention/q/kernel/cast", "layers/scan/feed_forward/wo"} <= named, named
     assert all("/" in name or name in program.inputs for name in named), named  # none is only called what it does
+
+
+def test_a_step_moves_the_biases_that_choose_experts() -> None:
+    """By the signs of what each of the stacked layers' experts lack, not by a gradient."""
+    config = small("deepseek-v3")
+    with mtf.Graph():
+        outputs, updates = train_step(config, batch=4, length=8)
+        program = mtf.lower(outputs, updates, mesh="data:2", layout="batch:data;experts:data")
+    sim = mtf.simulate(program)
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 8)).astype(np.int32)
+    found = sim.step(tokens=tokens, targets=tokens)
+    assert set(found) == {"loss", "auxiliary_loss", "dropped"}
+    assert 0 < found["auxiliary_loss"] < found["loss"]
+    bias = sim.state["layers/moe/router/bias"]
+    assert bias.shape == (2, 8)
+    np.testing.assert_allclose(np.abs(bias)[bias != 0], 1e-3, rtol=1e-6)
+    assert (bias > 0).any(1).all()
+    assert (bias < 0).any(1).all()

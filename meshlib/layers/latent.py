@@ -49,9 +49,9 @@ class LatentDims:
 
     def __post_init__(self) -> None:
         what = "LatentDims"
-        for value in vars(self).values():
-            if value is not None:
-                as_dim(value, what)
+        for name, value in vars(self).items():
+            if value is not None or name != "q_rank":
+                as_dim(value, f"{what} {name}")
         if self.nope.name != self.rope.name:
             raise ShapeError(f"{at(what)}: nope and rope need one name, got '{self.nope.name}' and '{self.rope.name}'")
 
@@ -70,6 +70,7 @@ def latent_queries(
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries [..., length, heads, nope] and, turned, [..., length, heads, rope] of x [..., length, d_model]."""
+    x, rotary_base, epsilon = _checked(x, dims, rotary_base, epsilon, numerics, "latent_queries")
     length, features = x.shape[-2:]
     narrow = features
     if dims.q_rank is not None:
@@ -92,6 +93,7 @@ def latent_memory(
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The normed latents [..., length, kv_rank] and the shared key, turned, [..., length, rope]: what a cache holds."""
+    x, rotary_base, epsilon = _checked(x, dims, rotary_base, epsilon, numerics, "latent_memory")
     length, features = x.shape[-2:]
     latent = projection(x, dims.kv_rank, [features], False, None, numerics, "latent", "latent")
     latent = rms_norm(latent, dims.kv_rank, epsilon, numerics, "latent_norm")
@@ -145,12 +147,7 @@ def latent_attention(
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
     what = "latent_attention"
-    x = as_numerics(numerics, what).cast(floats(x, what))
-    if not isinstance(dims, LatentDims):
-        raise ShapeError(f"{at(what)}: dims must be mtf.layers.LatentDims(...), got {dims!r:.80}")
-    if len(x.shape) < 2:
-        raise ShapeError(f"{at(what)}: needs [..., length, channels], got {x}")
-    base, epsilon = number(rotary_base, what, "rotary_base"), number(epsilon, what, "epsilon")
+    x, base, epsilon = _checked(x, dims, rotary_base, epsilon, numerics, what)
     length, features = x.shape[-2:]
     memory = f"memory_{length.name}"
     with scope(name):
@@ -214,3 +211,15 @@ def _absorbed(
     context = attention(q, held.keys, held.values, length, held.length, name, None, False, None, scale, held.mask)
     latent = part_of(context, dims.rope.size, rank.size, name)
     return numerics.unquantised.product(latent, weights[1], Shape([*batch, dims.value]), "context")
+
+
+def _checked(
+    x: object, dims: object, rotary_base: object, epsilon: object, numerics: Numerics, what: str
+) -> tuple[Tensor, float, float]:
+    """x in the dtype of `numerics`, and the numbers."""
+    found = as_numerics(numerics, what).cast(floats(x, what))
+    if not isinstance(dims, LatentDims):
+        raise ShapeError(f"{at(what)}: dims must be mtf.layers.LatentDims(...), got {dims!r:.80}")
+    if len(found.shape) < 2:
+        raise ShapeError(f"{at(what)}: needs [..., length, channels], got {found}")
+    return found, number(rotary_base, what, "rotary_base"), number(epsilon, what, "epsilon")

@@ -1,0 +1,75 @@
+"""Mixtures of experts and latent attention of published runs, as rows describe them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from meshlib.layers import Routing
+from meshlib.models import Experts, LatentAttention
+from meshlib.validation.policies import NotExpressed
+
+Row = Mapping[str, Any]
+
+# Rows of a tile of ragged products on TPUs: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, tile_batch_seq,
+# wi_tile_fwd_batch_seq; the visits of shared tiles: jax.experimental.pallas.ops.tpu.megablox, make_group_metadata.
+TILE_ROWS = 512
+_RANKS = ("kv_lora", "qk_nope", "qk_rope", "v_head")
+
+
+def with_experts(model: dict[str, Any]) -> None:
+    """Fill in what other dimensions of a model with experts follow from; gated, as all that are published since 2023.
+
+    Raises: NotExpressed where the experts themselves are not stated.
+    """
+    missing = [name for name in ("experts", "top_k", "moe_ff") if not model.get(name)]
+    if missing:
+        raise NotExpressed(f"its experts' {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not stated")
+    model.setdefault("d_ff", model.get("dense_ff") or model["moe_ff"])
+    model.setdefault("mlp_matrices", 3)
+    model.setdefault("tied_embedding", False)
+    if model.get("kv_lora"):
+        absent = [name for name in _RANKS if not model.get(name)]
+        if absent:
+            raise NotExpressed(f"its latent attention's {', '.join(absent)} not stated")
+        model.setdefault("head_dim", model["qk_nope"] + model["qk_rope"])
+
+
+def experts_of(row: Row, model: Mapping[str, Any], tokens: float) -> tuple[Experts | None, tuple[str, ...]]:
+    """The experts of a run on devices with that many tokens each, and what of them is assumed.
+
+    With a capacity factor experts have that much room in each sequence. Without one they take all tokens that come, in
+    one ragged product over the tokens sorted by expert. It works in tiles of rows, and a tile in which one expert's
+    tokens end and another's begin is computed for both: each expert but one takes a tile more than its tokens fill.
+    """
+    if not model.get("experts"):
+        return None, ()
+    ragged = 1 + (model["experts"] - 1) * TILE_ROWS / (tokens * model["top_k"])
+    notes = " ".join(str(part or "") for part in (row.get("note"), model.get("note"))).lower()
+    stated = re.search(r"capacity[ _]factor\W*([\d.]*\d)", notes)
+    factor = float(stated[1]) if stated else ragged
+    masks = bool(re.search(r"dense dispatch|dispatch einsum|sparse_matmul (?:off|false)", notes))
+    experts = Experts(
+        count=int(model["experts"]),
+        d_ff=int(model["moe_ff"]),
+        shared=int(model.get("shared_experts") or 0),
+        first_dense=int(model.get("dense_layers") or 0),
+        every=int(model.get("moe_every") or 1),
+        form="einsum" if masks else "gather",
+        routing=Routing(top_k=int(model["top_k"]), capacity_factor=factor, min_expert_capacity=1),
+    )
+    return experts, () if stated else (f"nothing dropped, ragged products in tiles of {TILE_ROWS} rows",)
+
+
+def latent_of(model: Mapping[str, Any]) -> LatentAttention | None:
+    """The latent attention of a model, if it has one."""
+    if not model.get("kv_lora"):
+        return None
+    return LatentAttention(
+        kv_rank=int(model["kv_lora"]),
+        rope_dim=int(model["qk_rope"]),
+        nope_dim=int(model["qk_nope"]),
+        value_dim=int(model["v_head"]),
+        q_rank=int(model["q_lora"]) if model.get("q_lora") else None,
+    )
