@@ -14,12 +14,12 @@ from meshlib.models import TransformerConfig, decode_step, prefill, preset, tran
 from tests.effort import some
 from tests.models.common import FAMILIES, Array, small, values
 
-BATCH, LENGTH, PROMPT, SOURCE = 3, 12, 6, 5
+BATCH, LENGTH, PROMPT, SOURCE = 3, 12, 6, 8
 DECODERS = [name for name in FAMILIES if preset(name).kind != "encoder"]
 DECODERS += [name for name in ("deepseek-v3", "mixtral-8x7b") if name not in DECODERS]
 TRIED = ["gpt2", "t5-11b", "llama3.1-405b", "palm-540b", "gemma3-12b", "deepseek-v3"]
 PROMPTS = np.array([6, 3, 1])  # of sequences of different length
-SOURCES = np.array([5, 2, 4])
+SOURCES = np.array([8, 2, 5])
 
 
 def decoder(name: str) -> TransformerConfig:
