@@ -12,7 +12,7 @@ import numpy as np
 import meshlib as mtf
 from meshlib.graph import Tensor
 from meshlib.ops.rotate import rotate_half
-from tests.cases import Array, dims, flags, row, signed
+from tests.cases import Array, dims, flags, index, row, signed
 
 D, E = dims("d:3;e:5")
 
@@ -70,11 +70,14 @@ def grouped(which: int | None, **options: Any) -> Any:
     """i b g h d, h j b d, b j h d (one name for the elements of keys and values), dims in no order; mask b j."""
 
     def apply(q: Array, k: Array, v: Array, *more: Array) -> Array:
-        dy, mask = more if which is not None else (None, more[0])
+        dy, mask = more[:2] if which is not None else (None, more[0])
         (_, batch, group, heads, _) = q.shape
         total = [np.zeros(x.shape) for x in (q, k, v)]
         for b, g, h in np.ndindex(batch, group, heads):
-            seen = np.broadcast_to(mask[b], (len(q), k.shape[1]))
+            if len(more) > (which is not None) + 1:  # numbers of segments, of queries and keys
+                seen = more[-2][b][:, None] == more[-1][b]
+            else:
+                seen = np.broadcast_to(mask[b], (len(q), k.shape[1]))
             part = None if dy is None else dy[:, b, g, h]
             made = reference(q[:, b, g, h], k[h, :, b], v[b, :, h], part, seen, **options)
             places = (np.s_[:, b, g, h], np.s_[h, :, b], np.s_[b, :, h])
@@ -178,6 +181,34 @@ for _which, _x in enumerate("qkv"):
         grouped(_which, window=3),
         "qkvc" if _x != "v" else "qkc",
     )
+
+row(
+    "attention",
+    "segments",
+    {**GROUPED, "s": index("b:2;i:4", 3), "t": index("b:2;j:6", 3)},
+    lambda f, q, k, v, s, t: mtf.attention(q, k, v, "i", "j", "d", causal=True, segments=(s, t)),
+    grouped(None, causal=True),
+    "qkv",
+)
+for _which, _x in enumerate("qkv"):
+    for _window in (None, 3):
+        _shapes = GROUPED if _window is None else BAND
+        _rows = "i:4" if _window is None else "i:6"
+        row(
+            operation_name(_which, window=_window is not None),
+            f"segments of {_x}",
+            {
+                **_shapes,
+                "c": signed(f"{_rows};b:2;g:2;h:1;d:3"),
+                "s": index(f"b:2;{_rows}", 2),
+                "t": index("b:2;j:6", 2),
+            },
+            lambda f, q, k, v, c, s, t, x=_which, w=_window: gradient(
+                mtf.attention(q, k, v, "i", "j", "d", causal=True, window=w, segments=(s, t)), (q, k, v)[x], c
+            ),
+            grouped(_which, causal=True, window=_window),
+            "qkvc" if _x != "v" else "qkc",
+        )
 
 row(
     "rotate_half",

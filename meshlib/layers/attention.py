@@ -18,7 +18,7 @@ from meshlib.layers.projection import drop, projection
 from meshlib.ops.attention import arguments, attention, attention_type, visible
 from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import cast, where
+from meshlib.ops.elementwise import cast, equal, logical_and, where
 from meshlib.ops.reduce import softmax
 from meshlib.ops.shape import rename_dimension
 from meshlib.ops.state import identity
@@ -99,6 +99,8 @@ class Scores:
       qk_norm: RMS norm of queries and keys over their elements, before they are turned.
       kernel: "flash", one fused operation, or "materialised", see `dot_product_attention`.
       positions: int32, by which queries and keys of one sequence are turned, in place of 0, 1, ...
+      segments: int32 numbers of the queries' tokens and of the memory's, [..., length] each: a query sees what has its
+        own number, see `mtf.attention`.
     Raises: GraphError for a value of the wrong kind, ShapeError for a bias where there are no scores to add it to.
     """
 
@@ -110,6 +112,7 @@ class Scores:
     qk_norm: bool = False
     kernel: str = "flash"
     positions: Tensor | None = None
+    segments: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         what = "Scores"
@@ -247,9 +250,18 @@ def multihead_attention(
             if there is None:
                 there, causal, window = Held(k, v, renamed, mask), scores.causal, scores.window
         dims, seen = (length, there.length, channels), there.mask
+        numbers = None
+        if scores.segments is not None:
+            of_keys = scores.segments[1]
+            numbers = scores.segments[0], of_keys if own == renamed else rename_dimension(of_keys, own, renamed)
         if scores.kernel == "flash":
-            context = attention(q, there.keys, there.values, *dims, None, causal, window, scores.scale, seen, "context")
+            context = attention(
+                q, there.keys, there.values, *dims, None, causal, window, scores.scale, seen, "context", numbers
+            )
         else:
+            if numbers is not None:
+                same = equal(*numbers)
+                seen = same if seen is None else logical_and(seen, same)
             context = dot_product_attention(
                 q, there.keys, there.values, *dims, None, seen, scores.bias, dropout, dropout_broadcast_dims, None,
                 causal, window, scores.scale, numerics.softmax_dtype, "context",

@@ -112,6 +112,7 @@ def latent_attention(
     name: str = "latent_attention",
     positions: Tensor | None = None,
     cache: Cache | None = None,
+    segments: Tensor | None = None,
 ) -> Tensor:
     """Attention of a sequence to itself, with keys and values made of a narrow vector of each token.
 
@@ -127,6 +128,7 @@ def latent_attention(
       cache: what is told of the latent vectors with the shared keys beside them, [..., memory, kv_rank + rope] as keys
         and as values; where it returns a `Held`, queries attend to that in the latents' own space (absorbed: no keys
         and values of heads are made), which is least work for few queries.
+      segments: int32 [..., length]: a token sees those of its own number, see `mtf.attention`.
       name: scope of the variables `q_latent`, `q_nope`, `q_rope`, `latent`, `k_rope`, `k_nope`, `v`, `out`, each with
         a `kernel`, and of the norms.
     Returns: the type of x, in the dtype of `numerics` if it has one. Within the scope the values are called q, k, v (as
@@ -158,24 +160,14 @@ def latent_attention(
             held = cache(together, together)
         by = dims.key.size**-0.5 if scale is None else scale
         if held is None:
-            context = _of_heads(parts, latent, shared, dims, memory, flag(causal, what, "causal"), by, numerics)
+            pair = None if segments is None else (segments, rename_dimension(segments, length.name, memory))
+            seen = flag(causal, what, "causal")
+            context = _of_heads(parts, latent, shared, dims, memory, seen, by, numerics, pair)
         else:
             context = _absorbed(parts, held, dims, length, by, numerics)
         made = [dims.heads, dims.value]
         start = initializers.scaled_normal(made)
         return projection(context, features, made, False, start, numerics, "out", "out")
-
-
-def _checked(
-    x: object, dims: object, rotary_base: object, epsilon: object, numerics: Numerics, what: str
-) -> tuple[Tensor, float, float]:
-    """x in the dtype of `numerics`, and the numbers."""
-    found = as_numerics(numerics, what).cast(floats(x, what))
-    if not isinstance(dims, LatentDims):
-        raise ShapeError(f"{at(what)}: dims must be mtf.layers.LatentDims(...), got {dims!r:.80}")
-    if len(found.shape) < 2:
-        raise ShapeError(f"{at(what)}: needs [..., length, channels], got {found}")
-    return found, number(rotary_base, what, "rotary_base"), number(epsilon, what, "epsilon")
 
 
 def _of_heads(
@@ -187,6 +179,7 @@ def _of_heads(
     causal: bool,
     scale: float,
     numerics: Numerics,
+    segments: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Attention with keys and values of all heads, made of the latents."""
     q = concat(queries, dims.key.name, "q")
@@ -196,7 +189,7 @@ def _of_heads(
     )
     every = Shape([*shared.shape[:-1], dims.heads, dims.rope])
     k = concat([plain, broadcast(shared, every)], dims.key.name, "k")
-    return attention(q, k, v, q.shape[-3], memory, dims.key, dims.value, causal, None, scale, None, "context")
+    return attention(q, k, v, q.shape[-3], memory, dims.key, dims.value, causal, None, scale, None, "context", segments)
 
 
 def _absorbed(
@@ -218,3 +211,15 @@ def _absorbed(
     context = attention(q, held.keys, held.values, length, held.length, name, None, False, None, scale, held.mask)
     latent = part_of(context, dims.rope.size, rank.size, name)
     return numerics.unquantised.product(latent, weights[1], Shape([*batch, dims.value]), "context")
+
+
+def _checked(
+    x: object, dims: object, rotary_base: object, epsilon: object, numerics: Numerics, what: str
+) -> tuple[Tensor, float, float]:
+    """x in the dtype of `numerics`, and the numbers."""
+    found = as_numerics(numerics, what).cast(floats(x, what))
+    if not isinstance(dims, LatentDims):
+        raise ShapeError(f"{at(what)}: dims must be mtf.layers.LatentDims(...), got {dims!r:.80}")
+    if len(found.shape) < 2:
+        raise ShapeError(f"{at(what)}: needs [..., length, channels], got {found}")
+    return found, number(rotary_base, what, "rotary_base"), number(epsilon, what, "epsilon")

@@ -32,6 +32,7 @@ class Blocks:
       bias: added to the scores of self-attention (relative positions).
       memory: what cross-attention attends to; memory_mask: what of it counts.
       positions: of the tokens, in place of 0, 1, ...; mask: which keys of their own sequence they see.
+      segments: which text of those packed into a sequence each token is of, and sees; memory_segments: of the memory.
       caches: where keys and values of the tokens go, and, of a token that is decoded, come from.
       source_length: slots of the cache that holds the encoder's sequence, which is decoded from.
     """
@@ -44,6 +45,8 @@ class Blocks:
     memory_mask: Tensor | None = None
     positions: Tensor | None = None
     mask: Tensor | None = None
+    segments: Tensor | None = None
+    memory_segments: Tensor | None = None
     caches: Caches | None = None
     source_length: int | None = None
 
@@ -96,21 +99,25 @@ class Blocks:
         if c.latent is not None:
             return layers.latent_attention(
                 x, c.latent.dims(c.heads), self.causal, c.rope_theta, c.attention_scale, c.norm_epsilon, c.numerics,
-                "attention", self.positions, None if self.caches is None else self.caches.of(None),
+                "attention", self.positions, None if self.caches is None else self.caches.of(None), self.segments,
             )  # fmt: skip
         base = None
         if c.position == "rotary":
             local = window is not None and c.local_rope_theta is not None
             base = c.local_rope_theta if local else c.rope_theta
         scores = layers.Scores(
-            self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, c.attention, self.positions
-        )
+            self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, c.attention, self.positions,
+            None if self.segments is None else (self.segments, self.segments),
+        )  # fmt: skip
         cache = None if self.caches is None else self.caches.of(window)
         return self._attend(x, None, self.mask, window, scores, cache, "attention")
 
     def _cross_attention(self, x: Tensor) -> Tensor:
         c, name = self.config, "cross_attention"
-        scores = layers.Scores(scale=c.attention_scale, qk_norm=c.qk_norm, kernel=c.attention)
+        pair = None
+        if self.segments is not None and self.memory_segments is not None:
+            pair = self.segments, self.memory_segments
+        scores = layers.Scores(scale=c.attention_scale, qk_norm=c.qk_norm, kernel=c.attention, segments=pair)
         memory: Tensor | layers.Held | None = self.memory
         cache = None if self.caches is None else self.caches.of_sources
         if self.source_length is not None:

@@ -21,7 +21,7 @@ from meshlib.models.blocks import Blocks, head_dims
 from meshlib.models.caches import SLOTS, Caches
 from meshlib.models.config import LayerKind, TransformerConfig
 from meshlib.models.stages import Pipeline
-from meshlib.ops.elementwise import add_n, tanh
+from meshlib.ops.elementwise import add_n, cast, divide, maximum, not_equal, tanh
 from meshlib.ops.index import gather
 from meshlib.ops.loop import scan
 from meshlib.ops.reduce import reduce_mean, reduce_sum
@@ -63,6 +63,7 @@ def transformer(
     predictions: int | None = None,
     training: bool = False,
     pipeline: Pipeline | None = None,
+    packed: bool = False,
 ) -> Transformer:
     """Build a model; call it inside a graph, in an `mtf.scope` of its own if there are several.
 
@@ -71,7 +72,7 @@ def transformer(
 
     Args:
       config: what to build.
-      batch, length: sequences, and tokens in each; all of them count, none is padding.
+      batch, length: sequences, and tokens in each; all of them count, unless `packed`.
       remat: what the backward keeps of each layer and what it computes again: "full" computes all again, "none"
         nothing, "matmuls" keeps the products with weights; or an `mtf.Remat`. Its names are q, k, v, context, out, wi,
         wi_gate, wo, residual.
@@ -83,6 +84,11 @@ def transformer(
       training: whether dropout drops.
       pipeline: an `mtf.models.Pipeline`, which cuts the layers into stages and the batch into microbatches: `logits`
         are then [microbatch, batch, length, vocab].
+      packed: whether a sequence holds several texts, one after the other, and padding. Two more inputs of the dims of
+        "tokens", int32, say which: "segment_ids", equal numbers for the tokens of one text, 0 for padding; and
+        "segment_positions", 0, 1, ... within each. A token sees those of its own text, and `loss` is the mean over
+        targets that are no padding. Of an encoder-decoder "source_segment_ids" and "source_positions", too: a text is
+        decoded from the source of its number.
     Raises: GraphError for arguments that the config has no use for, and sequences longer than its positions.
     Example:
       >>> import meshlib as mtf
@@ -94,10 +100,12 @@ def transformer(
       [layers:32, d_model:4096, heads:32, head_dim:128]
     """
     sizes = {"batch": batch, "length": length, "encoder_length": encoder_length, "predictions": predictions}
-    _check(config, sizes, {"scan": scan, "training": training})
+    _check(config, sizes, {"scan": scan, "training": training, "packed": packed})
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise GraphError(f"{at('transformer')}: pipeline must be an mtf.models.Pipeline, got {pipeline!r:.80}")
-    return Builder(config, Dimension("batch", batch), remat, scan, training, pipeline).build(
+    if pipeline is not None and packed:
+        raise GraphError(f"{at('transformer')}: a pipeline takes no packed texts; leave out packed or pipeline")
+    return Builder(config, Dimension("batch", batch), remat, scan, training, pipeline, packed).build(
         length, encoder_length or length, predictions
     )
 
@@ -152,6 +160,7 @@ class Builder:
     scan: bool
     training: bool
     pipeline: Pipeline | None = None
+    packed: bool = False
     inputs: dict[str, Tensor] = field(default_factory=dict)
     said: dict[str, _Said] = field(default_factory=dict)
     scope_around: tuple[str, ...] = field(default_factory=current_scope)
@@ -164,19 +173,25 @@ class Builder:
         if c.encoder_decoder:
             with scope("encoder"):
                 sources = self._input("sources", Dimension("length", encoder_length))
-                memory = self.stack(sources, c.encoder_layers, causal=False)
+                of_source = self._packing("source_segment_ids", "source_positions", sources)
+                memory = self.stack(sources, c.encoder_layers, causal=False, **of_source)
             with scope("decoder"):
                 tokens = self._input("tokens", Dimension("length", length))
-                x = self.stack(tokens, c.layers, causal=True, memory=memory)
+                packing = self._packing("segment_ids", "segment_positions", tokens)
+                if self.packed:
+                    packing["memory_segments"] = of_source["segments"]
+                x = self.stack(tokens, c.layers, causal=True, memory=memory, **packing)
         else:
             tokens = self._input("tokens", Dimension("length", length))
-            x = self.stack(tokens, c.layers, causal=c.kind == "decoder")
+            packing = self._packing("segment_ids", "segment_positions", tokens)
+            x = self.stack(tokens, c.layers, causal=c.kind == "decoder", **packing)
         targets = tokens.shape.dim("length")
         if predictions is not None:
             targets = Dimension("predictions", predictions)
             x = gather(x, self._input("positions", targets), x.shape.dim("length"))
         logits = self.logits(x)
-        loss = self._loss(logits, self._input("targets", targets))
+        count = packing.get("segments") if predictions is None else None
+        loss = self._loss(logits, self._input("targets", targets), count)
         if not self.said:
             return Transformer(c, MappingProxyType(self.inputs), logits, loss)
         with scope("experts"):
@@ -186,6 +201,13 @@ class Builder:
             total = loss + auxiliary if self.training else loss
         loads = {f"{name}/moe/router": said.load for name, said in self.said.items()}
         return Transformer(c, MappingProxyType(self.inputs), logits, total, auxiliary, dropped, MappingProxyType(loads))
+
+    def _packing(self, segments: str, positions: str, tokens: Tensor) -> dict[str, Tensor]:
+        """Which text each token is of, and where in it, if several are packed into a sequence."""
+        if not self.packed:
+            return {}
+        length = tokens.shape[-1]
+        return {"segments": self._input(segments, length), "positions": self._input(positions, length)}
 
     @cached_property
     def table(self) -> Tensor:
@@ -347,11 +369,14 @@ class Builder:
         x = rename_dimension(ACTIVATIONS[c.activation](x), renamed.name, "d_model")
         return Blocks(c, False, self.training).norm(x, "norm")
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, targets: Tensor, segments: Tensor | None) -> Tensor:
         c = self.config
         smoothing = c.label_smoothing if self.training else 0.0
         with scope("loss"):
             losses = layers.softmax_cross_entropy_with_logits(
                 logits, targets, logits.shape.dim("vocab"), c.z_loss, smoothing
             )
-            return reduce_mean(losses, name="mean")
+            if segments is None:
+                return reduce_mean(losses, name="mean")
+            counted = cast(not_equal(segments, 0), losses.dtype)
+            return divide(reduce_sum(losses * counted), maximum(reduce_sum(counted), 1.0), name="mean")

@@ -39,11 +39,12 @@ def train_step(
     encoder_length: int | None = None,
     predictions: int | None = None,
     pipeline: Pipeline | None = None,
+    packed: bool = False,
 ) -> tuple[dict[str, Tensor], list[Operation]]:
     """What one training step of a model is lowered from; call it inside a graph.
 
     Args:
-      config, batch, length, remat, scan, encoder_length, predictions, pipeline: as of `transformer`.
+      config, batch, length, remat, scan, encoder_length, predictions, pipeline, packed: as of `transformer`.
       optimizer: an `mtf.optimize.Optimizer`, or the name of one: "adamw", "adam", "adafactor", "lion", "sgd".
       learning_rate: of an optimizer given by name: a number, a tensor, or a schedule.
       max_norm: clip all gradients together to this norm.
@@ -62,7 +63,7 @@ def train_step(
       (['targets', 'tokens'], Shape(''))
     """
     made = _optimizer(optimizer, learning_rate)
-    model = transformer(config, batch, length, remat, scan, encoder_length, predictions, True, pipeline)
+    model = transformer(config, batch, length, remat, scan, encoder_length, predictions, True, pipeline, packed)
     updates = made.minimize(model.loss, max_norm=max_norm)
     outputs = {"loss": model.loss, "auxiliary_loss": model.auxiliary_loss, "dropped": model.dropped}
     return {name: y for name, y in outputs.items() if y is not None}, [*updates, *_balanced(model)]

@@ -21,9 +21,9 @@ from math import prod
 from typing import Any
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, flag, number, whole
+from meshlib.checks import at, flag, items, number, whole
 from meshlib.differentiation import composed_gradient
-from meshlib.dtypes import BOOL
+from meshlib.dtypes import BOOL, INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import Factor, Kind, Linear, Role, Scores, Work, operation, variant
@@ -39,7 +39,7 @@ from meshlib.ops.attention_split import (
 )
 from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, exp, greater_equal, less, logical_and, where
+from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, equal, exp, greater_equal, less, logical_and, where
 from meshlib.ops.index import range as positions
 from meshlib.ops.reduce import reduce_max, reduce_sum
 from meshlib.ops.rules import named_factors, same_dtype, union
@@ -103,11 +103,18 @@ def _check(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
 
 
 def _check_mask(mask: TensorType, q: Shape, k: Shape) -> None:
-    if mask.dtype is not BOOL:
+    if mask.dtype is not BOOL and mask.dtype is not INT32:
         raise ShapeError(f"the mask must be bool, got {mask.dtype.name}; compare first, as in mtf.not_equal(x, 0)")
     stray = [str(d) for d in mask.shape if d not in q and d not in k]
     if stray:
         raise ShapeError(f"the mask has {', '.join(stray)}, which q and k lack")
+
+
+def seen_masks(masks: Sequence[Tensor]) -> list[Tensor]:
+    """The masks of a kernel as bool tensors: one as it is, and pairs of numbers of segments that must be equal."""
+    found = [m for m in masks if m.dtype is BOOL]
+    numbers = [m for m in masks if m.dtype is INT32]
+    return [*found, *([equal(numbers[0], numbers[1])] if numbers else [])]
 
 
 def _out_shape(q: Shape, v: Shape, attrs: Mapping[str, Any]) -> Shape:
@@ -206,7 +213,8 @@ def _composed(attrs: Mapping[str, Any], inputs: Sequence[Tensor], mask: Sequence
     pairs = Shape([*(d for d in q.shape if d.name != attrs["key_dim"]), memory])
     scores = einsum([q, k], output_shape=pairs) * attrs["scale"]
     with scores.graph:
-        masks = [m for m in (visible(length, memory, attrs["causal"], attrs["window"]), *mask) if m is not None]
+        seen = visible(length, memory, attrs["causal"], attrs["window"])
+        masks = [m for m in (seen, *seen_masks(mask)) if m is not None]
     for seen in masks:
         scores = where(seen, scores, -1e30)
     weights = exp(scores - stop_gradient(reduce_max(scores, reduced_dim=memory)))
@@ -292,6 +300,7 @@ def attention(
     scale: float | None = None,
     mask: Tensor | None = None,
     name: str | None = None,
+    segments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """softmax over memory_length of (scale q k), times v, as one kernel: the scores never reach HBM.
 
@@ -309,13 +318,17 @@ def attention(
       scale: of the scores; 1 / sqrt(size of key_dim) unless given.
       mask: bool, of dims of q and k: False hides a key. A query that sees none gets zeros.
       name: of the operation, in listings.
+      segments: int32 numbers of queries (of dims of q, with `length`) and of keys (of dims of k, with `memory_length`):
+        a query sees the keys of its own number only, as where several texts are packed into one sequence. The kernel
+        reads one number for each query and key, where a mask has one for each pair of them.
     Returns: [..., length, value_dim] in the order of q, dtype of q.
     Split keys stay where they are if that sends less: of each query and head one number is reduced over the devices
     (two for each gradient), and the result, as a pending sum. Of a sequence on itself through a window, with `length`
     and `memory_length` split alike, the neighbours' keys and values in reach move, unless a mask has both dims.
 
     Cost: 2 matrix products forward, 3 for the queries' gradient, 4 for those of keys and values, each of 2 flops per
-      query, key and element of a head; tiles of 512 x 512 that `causal` or `window` hide are skipped.
+      query, key and element of a head; tiles of 512 x 512 that `causal` or `window` hide are skipped. What masks and
+      segments hide is only known when it runs: tiles of nothing else are computed, and counted.
     Raises: ShapeError for dims that do not fit, GraphError for a dim that an operand lacks.
     Example:
       >>> import meshlib as mtf
@@ -329,13 +342,28 @@ def attention(
     Source: Dao et al., "FlashAttention", arXiv:2205.14135.
     """
     attrs = arguments("attention", q, k, v, (length, memory_length, key_dim, value_dim), causal, window, scale)
-    masks = () if mask is None else (tensor(mask, "attention"),)
+    masks = [] if mask is None else [tensor(mask, "attention")]
+    if segments is not None:
+        masks += checked_segments(segments, q, k, attrs, "attention")
     rows, keys = q.shape.dim(attrs["length"]).size, k.shape.dim(attrs["memory_length"]).size
     # Of a mask with both dims no run of either tells what a block needs.
     both = any({attrs["length"], attrs["memory_length"]} <= {*m.shape.names} for m in masks)
     near = window is not None and rows == keys and not both
     attrs["keys"] = keys if near else None
     return build(WINDOW if near else ATTENTION, [q, k, v, *masks], attrs, name)
+
+
+def checked_segments(
+    segments: object, q: Tensor, k: Tensor, attrs: Mapping[str, Any], what: str
+) -> tuple[Tensor, Tensor]:
+    """The numbers of queries and keys. Raises: ShapeError for what is no such pair."""
+    given = items(segments, what, "segments")
+    if len(given) != 2:
+        raise ShapeError(f"{at(what)}: segments must be a pair, of queries and of keys, got {len(given)} tensors")
+    for x, of, dim in zip(given, (q, k), (attrs["length"], attrs["memory_length"]), strict=True):
+        if tensor(x, what).dtype is not INT32 or dim not in x.shape or any(d not in of.shape for d in x.shape):
+            raise ShapeError(f"{at(what)}: segments must be int32 of dims of {of}, '{dim}' among them, got {x}")
+    return given[0], given[1]
 
 
 def arguments(

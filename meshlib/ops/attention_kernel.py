@@ -88,14 +88,15 @@ class Kernel:
         self.v = align(arrays[2], named[2], (*self.batch, self.memory, self.value))
         self.dy = align(arrays[3], named[3], (*rows, self.value)) if with_cotangent else None
         count = 4 if with_cotangent else 3
-        masks = zip(arrays[count:], named[count:], strict=True)
-        self.mask = next((align(mask, names, (*rows, self.memory)) for mask, names in masks), None)
+        extra = [(align(x, n, (*rows, self.memory)), n) for x, n in zip(arrays[count:], named[count:], strict=True)]
+        self.mask = next((x for x, _ in extra if x.dtype.kind == "b"), None)
+        self.segments = [x for x, _ in extra if x.dtype.kind != "b"]  # of queries and of keys
         # Of runs that a window needs, `starts` says where they begin.
         runs = isinstance(block.operation.kind.lower, Halo)
         self.first_query = block.start(0, self.length) if runs else block.offsets[self.length]
         self.first_key = block.start(1, self.memory) if runs else block.offsets[self.memory]
         whole = block.operation.inputs[1].shape.dim(self.memory).size
-        self.blind = self.mask is not None or self.k.shape[-2] < whole  # whether a query may see no key here
+        self.blind = bool(extra) or self.k.shape[-2] < whole  # whether a query may see no key here
 
     def batches(self) -> Iterator[Memory]:
         """Batches, as many as have about `_CHUNK` scores."""
@@ -141,12 +142,18 @@ class Kernel:
         return hidden if hidden.any() else None
 
     def _masked(self, hidden: Array | None, batch: Cut, queries: slice, keys: slice) -> Array | None:
-        if self.mask is None:
-            return hidden
         part = (*batch, *(slice(None) for _ in self.group), queries, keys)
-        # A dim that the mask lacks has size 1 and broadcasts.
-        seen = self.mask[tuple(c if n > 1 else slice(None) for c, n in zip(part, self.mask.shape, strict=True))]
-        return ~seen if hidden is None else ~seen | hidden
+
+        def of_part(x: Array) -> Array:  # a dim that it lacks has size 1 and broadcasts
+            return x[tuple(c if n > 1 else slice(None) for c, n in zip(part, x.shape, strict=True))]
+
+        if self.mask is not None:
+            unseen = ~of_part(self.mask)
+            hidden = unseen if hidden is None else unseen | hidden
+        if self.segments:
+            q, k = map(of_part, self.segments)
+            hidden = q != k if hidden is None else (q != k) | hidden
+        return hidden
 
     def product(self, a: Array, b: Array) -> Array:
         """a @ b on the MXU, batch by batch; zeros if there is nothing to multiply, as with no key in sight."""

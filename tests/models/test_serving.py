@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from functools import cache
 
@@ -13,10 +14,12 @@ from meshlib.models import TransformerConfig, decode_step, prefill, preset, tran
 from tests.effort import some
 from tests.models.common import FAMILIES, Array, small, values
 
-BATCH, LENGTH, PROMPT, SOURCE = 3, 12, 6, 5
-DECODERS = [name for name in FAMILIES if preset(name).kind != "encoder"] + ["deepseek-v3", "mixtral-8x7b"]
+BATCH, LENGTH, PROMPT, SOURCE = 3, 12, 6, 8
+DECODERS = [name for name in FAMILIES if preset(name).kind != "encoder"]
+DECODERS += [name for name in ("deepseek-v3", "mixtral-8x7b") if name not in DECODERS]
+TRIED = ["gpt2", "t5-11b", "llama3.1-405b", "palm-540b", "gemma3-12b", "deepseek-v3"]
 PROMPTS = np.array([6, 3, 1])  # of sequences of different length
-SOURCES = np.array([5, 2, 4])
+SOURCES = np.array([8, 2, 5])
 
 
 def decoder(name: str) -> TransformerConfig:
@@ -24,8 +27,6 @@ def decoder(name: str) -> TransformerConfig:
     config = small(name)
     if config.experts is None:
         return config
-    import dataclasses
-
     routing = dataclasses.replace(config.experts.routing, capacity_factor=None)
     return config.replace(experts=dataclasses.replace(config.experts, routing=routing))
 
@@ -82,9 +83,9 @@ SPLIT = "heads:tensor;d_ff:tensor;vocab:tensor"
 LENGTHS = "cache_length:tensor?"
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", some(DECODERS, TRIED))
 def test_decode_equals_prefill_equals_forward(name: str) -> None:
-    assert max(steps(decoder(name))) < 1e-5
+    assert max(steps(decoder(name))) < 5e-5
 
 
 UNROLLED = ["gemma3-12b", "t5-11b", "deepseek-v3"]
@@ -92,7 +93,7 @@ UNROLLED = ["gemma3-12b", "t5-11b", "deepseek-v3"]
 
 @pytest.mark.parametrize("name", some(UNROLLED, ["gemma3-12b"]))
 def test_without_a_loop_of_layers(name: str) -> None:
-    assert max(steps(decoder(name), scan=False)) < 1e-5
+    assert max(steps(decoder(name), scan=False)) < 5e-5
 
 
 LAYOUTS = [
@@ -114,7 +115,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("row", some(LAYOUTS, [LAYOUTS[2], LAYOUTS[5]]), ids=lambda row: f"{row[0]} {row[2]}")
 def test_no_layout_changes_what_is_decoded(row: tuple[str, str, str], executor: str) -> None:
     name, mesh, layout = row
-    assert max(steps(decoder(name), executor=executor, mesh=mesh, layout=layout)) < 1e-5
+    assert max(steps(decoder(name), executor=executor, mesh=mesh, layout=layout)) < 5e-5
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.05), ("float8_e4m3fn", 0.25), ("bfloat16", 0.04)])
@@ -122,6 +123,24 @@ def test_narrow_caches_are_near(dtype: str, most: float) -> None:
     first, *others = steps(decoder("llama2-7b"), cache_dtype=dtype)
     assert first < 1e-5  # prompts attend to what is not rounded
     assert 1e-5 < max(others) < most
+
+
+def test_the_same_steps_on_jax() -> None:
+    pytest.importorskip("jax")
+    config = decoder("gemma3-12b")
+    held, tokens, _, wanted = forward(config, True)
+    with mtf.Graph():
+        read = mtf.lower(*prefill(config, BATCH, PROMPT, LENGTH), precision="highest")
+    with mtf.Graph():
+        add = mtf.lower(*decode_step(config, BATCH, LENGTH), precision="highest")
+    run, rows = mtf.on_jax(read), np.arange(BATCH)
+    for name, value in held.items():
+        run.state[name] = value
+    found = run.step(tokens=tokens[:, :PROMPT], lengths=PROMPTS)["logits"]
+    np.testing.assert_allclose(found, wanted[rows, PROMPTS - 1], rtol=1e-4, atol=1e-4)
+    for at in (PROMPTS, PROMPTS + 1):
+        found = run.run(add, tokens=tokens[rows, at])["logits"]
+        np.testing.assert_allclose(found, wanted[rows, at], rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------- what a step moves

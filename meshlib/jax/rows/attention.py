@@ -44,7 +44,12 @@ class Kernel:
         )
         self.dy = self._rows(arrays[3], named[3], self.value) if with_cotangent else None
         masks = list(zip(arrays, named, strict=True))[4 if with_cotangent else 3 :]
-        self.mask = self._mask(*masks[0]) if masks else None
+        shown = [(x, names) for x, names in masks if x.dtype == jnp.bool_]
+        self.mask = self._mask(*shown[0]) if shown else None
+        numbers = [self._mask(x, names) for x, names in masks if x.dtype != jnp.bool_]
+        if numbers:
+            same = numbers[0] == numbers[1]
+            self.mask = same if self.mask is None else self.mask & same
         self.first_query = self._first(0, self.length)
         self.first_key = self._first(1, self.memory)
         self.type = jnp.float64 if self.q.dtype == jnp.float64 else jnp.float32
@@ -59,7 +64,7 @@ class Kernel:
         return rows.reshape(self.count, self.groups, self.queries, -1)
 
     def _mask(self, mask: Array, names: Names) -> Array:
-        """bool [batch, group, length, memory], of size 1 where the mask has none of these dims."""
+        """[batch, group, length, memory], of size 1 where the mask has none of these dims."""
         parts = (self.batch, self.group, (self.length,), (self.memory,))
         shown = aligned(mask, names, tuple(n for part in parts for n in part))
         full, merged = [], []

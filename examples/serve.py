@@ -1,0 +1,162 @@
+"""Complete text with a language model, token by token against a cache, on simulated TPU cores.
+
+    python examples/serve.py                                            # trains a small model first, 300 steps
+    python examples/transformer.py --checkpoint model.safetensors       # or train one by itself, on whatever mesh,
+    python examples/serve.py --checkpoint model.safetensors --mesh tensor:8 --prompt "def main("
+    python examples/serve.py --checkpoint model.safetensors --beams 4   # beam search
+    python examples/serve.py --checkpoint model.safetensors --kernels int8 --cache int8
+    python examples/serve.py --plan llama2-70b --slice v5e-16           # no numbers: what to serve it with
+
+Prompts of any lengths are completed side by side. Beside the tokens a second here stand those that the slice would
+make, modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
+
+import meshlib as mtf
+from examples import text_data, transformer
+from examples.terminal import check_least, finish, line, progress
+
+PROMPTS = ("def ", "import os\n", "class Reader:\n    ")
+
+
+def trained(args: argparse.Namespace) -> str | mtf.Simulation:
+    """The model's parameters: those of the checkpoint if there is one, else trained here, and kept there if asked."""
+    if args.checkpoint and Path(args.checkpoint).exists():
+        print(f"parameters: {args.checkpoint}")
+        return str(args.checkpoint)
+    flags = ["--size", args.size, "--steps", str(args.steps), "--precision", args.precision, "--seed", str(args.seed)]
+    flags += ["--text", args.text] if args.text else []
+    flags += ["--checkpoint", args.checkpoint] if args.checkpoint else []
+    flags += ["--batch", str(args.batch), "--length", str(args.length)]
+    own = transformer.parse(flags)
+    training, _ = transformer.build(own)
+    sim = mtf.simulate(training, own.slice, seed=args.seed)
+    print(f"parameters: trained for {args.steps} steps on mesh {training.mesh}")
+    transformer.learn(own, sim, mtf.estimate(training, sim.slice))
+    return sim
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Complete the prompts, and say how fast."""
+    config = transformer.config(args.size, args.precision)
+    config = config.replace(numerics=replace(config.numerics, kernel_dtype=args.kernels))
+    state = trained(args)
+    prompts = args.prompt or list(PROMPTS)
+    layout = args.layout
+    if ":" not in layout and layout:
+        layout = mtf.models.layout(layout, config, args.mesh)
+    generator = mtf.Generator(
+        config,
+        state,
+        batch=-(-len(prompts) // args.groups) * args.groups,
+        length=max(len(prompt.encode()) for prompt in prompts),
+        max_tokens=args.tokens,
+        mesh=args.mesh,
+        layout=layout,
+        slice=args.slice,
+        temperature=0.0 if args.beams > 1 else args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        beams=args.beams,
+        alpha=args.alpha,
+        stop=stops(args),
+        cache_dtype=args.cache,
+        precision=transformer.PRECISIONS[args.precision],
+        seed=args.seed,
+    )
+    print(f"slice: {generator.sim.slice}; mesh: {generator.decode.mesh}; layout: {generator.decode.layout or '(none)'}")
+    begun = time.perf_counter()
+    made = generator(prompts, lambda done, most: progress(done, most, "tokens"))
+    seconds = time.perf_counter() - begun
+    line("")
+    for prompt, text, score in zip(prompts, made.texts, made.scores, strict=True):
+        print(transformer.indented(f"{prompt}|{text}"))
+        print(f"    (log-probability {score:.1f}{' over the length penalty' if args.beams > 1 else ''})\n")
+    slice_ = generator.sim.slice
+    assert slice_ is not None
+    read, step = (mtf.estimate(program, slice_) for program in (generator.prefill, generator.decode))
+    count = sum(max(1, len(tokens)) for tokens in made.tokens)
+    print(f"{count / seconds:,.0f} tokens/s here, prefill and all")
+    print(
+        f"on {slice_.name} (modelled): {generator.batch / step.step_seconds:,.0f} tokens/s, "
+        f"a token every {1e6 * step.step_seconds:,.0f} us, prefill {1e6 * read.step_seconds:,.0f} us"
+    )
+    print(f"memory of a core: {generator.decode.memory.peak_bytes:,} bytes at the peak of a step (exact)")
+
+
+def stops(args: argparse.Namespace) -> list[str | int]:
+    """What ends a completion: a text, or where it is one byte that token, as beam search takes it."""
+    texts = [stop.encode().decode("unicode_escape") for stop in args.stop]
+    return [text.encode()[0] if len(text.encode()) == 1 else text for text in texts]
+
+
+def plan(args: argparse.Namespace) -> None:
+    """What a published model would be served with on a slice: batches, layouts, latency, throughput, cost."""
+    config = mtf.models.preset(args.plan)
+    numerics = mtf.Numerics("bfloat16", activation_dtype="bfloat16", kernel_dtype=args.kernels)
+    found = mtf.serving(config.replace(numerics=numerics), args.slice, context=args.context, cache_dtype=args.cache)
+    print(found)
+    if args.plot:
+        found.plot(args.plot)
+        print(f"drawn: {args.plot}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--checkpoint", default=None, help="parameters; trained and written there if it does not exist")
+    parser.add_argument("--prompt", action="append", default=None, help="text to complete; may be given several times")
+    parser.add_argument("--tokens", type=int, default=100, help="bytes to write after each prompt, at most")
+    parser.add_argument("--mesh", default="data:1;tensor:8", help="axes and sizes of the logical mesh")
+    parser.add_argument("--layout", default="data+tensor+cache", help="a name of mtf.models.LAYOUTS, or dim:axis rules")
+    parser.add_argument("--slice", default="v3-8", help="the slice of simulated cores; as many as the mesh has")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest byte")
+    parser.add_argument("--top-k", type=int, default=None, help="draw among the so many likeliest")
+    parser.add_argument("--top-p", type=float, default=None, help="draw among the likeliest that make up this much")
+    parser.add_argument("--beams", type=int, default=1, help="beam search with so many hypotheses")
+    parser.add_argument("--alpha", type=float, default=0.6, help="of the length penalty of beam search")
+    parser.add_argument("--stop", action="append", default=[], help="text that ends a completion, as in '\\n\\n'")
+    narrow = ("int8", "float8_e4m3fn", "float8_e5m2")
+    parser.add_argument("--kernels", choices=("int4", *narrow), default=None, help="what weights are stored in")
+    parser.add_argument("--cache", choices=("bfloat16", *narrow), default=None, help="what caches are stored in")
+    parser.add_argument("--size", choices=transformer.SIZES, default="small", help="of the model")
+    parser.add_argument("--precision", choices=transformer.PRECISIONS, default="bfloat16")
+    parser.add_argument("--steps", type=int, default=300, help="of training, where there is no checkpoint")
+    parser.add_argument("--batch", type=int, default=16, help="of training")
+    parser.add_argument("--length", type=int, default=128, help="of training")
+    parser.add_argument("--text", default=None, help="to train on; default: the standard library's sources")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plan", default=None, metavar="PRESET", help="only plan how to serve a published model")
+    parser.add_argument("--context", type=int, default=4096, help="positions of the caches of --plan")
+    parser.add_argument("--plot", default=None, help="file for the picture of --plan")
+    args = parser.parse_args(argv)
+    check_least(parser, args, tokens=1, beams=1, steps=1, batch=1, length=2, seed=0, context=1)
+    args.groups = dict(mtf.Mesh(args.mesh).sizes_by_axis).get("data", 1)  # the batch is a multiple of it
+    return args
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Plan or serve."""
+    args = parse(argv)
+    (plan if args.plan else serve)(args)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the example; 2 and one clear message where the flags or the text are wrong."""
+    return finish("serve.py", lambda: run(argv), (mtf.MeshlibError, text_data.TextError))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The serving example: it trains or loads, completes, says how fast, and answers wrong flags in one line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from examples import serve
+
+TINY = ["--size", "tiny", "--mesh", "data:2;tensor:4", "--steps", "2", "--batch", "8", "--length", "8", "--tokens", "4"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a model that is trained once."""
+    folder = tmp_path_factory.mktemp("serve")
+    text = folder / "text.txt"
+    text.write_bytes(b"to be or not to be, that is the question: " * 200)
+    return [*TINY, "--text", str(text), "--checkpoint", str(folder / "model.safetensors")]
+
+
+def test_it_trains_completes_and_says_how_fast(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main([*model, "--prompt", "to be", "--prompt", "question", "--temperature", "0"]) == 0
+    first = capsys.readouterr().out
+    assert "trained for 2 steps on mesh data:2;tensor:4" in first
+    assert len(re.findall(r"^    (to be|question)\|", first, flags=re.M)) == 2
+    assert re.search(r"tokens/s here.*\non v3-8 \(modelled\): [\d,]+ tokens/s, a token every [\d,]+ us", first)
+    # The same completions of the parameters that it kept, one by one, on another mesh.
+    other = ["--mesh", "data:8", "--layout", "batch:data", "--prompt", "question", "--temperature", "0"]
+    assert serve.main([*model, *other, "--precision", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "model.safetensors" in out
+    assert re.search(r"question\|.*", out)[0] == re.search(r"question\|.*", first)[0]
+
+
+def test_beams_and_narrow_types(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--prompt", "to be", "--beams", "2", "--stop", r"\n", "--kernels", "int8", "--cache", "int8"]
+    assert serve.main([*model, *flags]) == 0
+    assert "over the length penalty" in capsys.readouterr().out
+
+
+def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--plan", "gpt2", "--slice", "v5e-1", "--context", "1024"]) == 0
+    out = capsys.readouterr().out
+    assert "gpt2 on v5e-1: 1024 positions of cache" in out
+    assert "on the frontier of latency and throughput" in out
+
+
+BAD = {
+    "no layout": ([*TINY, "--layout", "tensr"], "no layout 'tensr'"),
+    "a preset": (["--plan", "llama"], "llama"),
+    "a top_p": ([*TINY, "--top-p", "2"], r"top_p must be in \(0, 1\], got 2"),
+}
+
+
+@pytest.mark.parametrize("about", BAD)
+def test_wrong_flags(about: str, model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags, message = BAD[about]
+    assert serve.main([*model, *flags]) == 2
+    assert re.search(rf"^serve.py: .*{message}", capsys.readouterr().err)
