@@ -20,10 +20,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
 
 import meshlib as mtf
-from examples.plan_llama import TENSOR, Plan, figures, largest_power, table
+from examples.plan_llama import Plan, figures, table
 from examples.terminal import check_least, finish
 from hardware.errors import HardwareError
 from hardware.slices import Slice
+from meshlib.models.usual import TENSOR, largest_power
 
 # A dense model of a trillion parameters, in the proportions of Llama 3.
 TRILLION = mtf.models.preset("llama3.1-405b").replace(

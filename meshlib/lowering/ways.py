@@ -108,7 +108,7 @@ def _split(s: Sharding) -> NDArray[np.bool_]:
 
 def with_room(table: Table, rows: int, columns: int, blank: float) -> Table:
     """A table, with more rows and columns where it has too few: twice as many at least."""
-    *_, have, wide = table.shape
+    have, wide = table.shape[-2:]
     if rows <= have and columns <= wide:
         return table
     room = [n if n >= least else 2 * least for n, least in zip((have, wide), (rows, columns), strict=True)]

@@ -30,22 +30,22 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
     if devices < 1 or batch < 1:
         raise GraphError(f"{at('usual_layouts')}: devices and batch must be at least 1, got {devices} and {batch}")
     kv_heads = config.heads if config.memory_heads == 1 else config.memory_heads
-    tensor = _largest_power(devices, kv_heads, config.d_ff, config.vocab, most=TENSOR)
+    tensor = largest_power(devices, kv_heads, config.d_ff, config.vocab, most=TENSOR)
     context = devices // gcd(devices, batch)  # devices for each sequence, where there are fewer of these
     made = []
     usual = [("context", context), ("tensor", tensor), ("sequence", tensor)]
     if config.experts is not None:
-        usual[1:] = [("expert", _largest_power(devices, config.experts.count, most=EXPERTS))]
+        usual[1:] = [("expert", largest_power(devices, config.experts.count, most=EXPERTS))]
     for axis, size in usual:
         rows = devices // size
-        fsdp = _largest_power(rows, config.d_model)
+        fsdp = largest_power(rows, config.d_model)
         axes = {"data": rows // fsdp, "fsdp": fsdp, "tensor" if axis == "sequence" else axis: size}
         parts = [part for part in ("data", "fsdp", axis) if axes["tensor" if part == "sequence" else part] > 1]
         made.append(("+".join(parts) or "fsdp", ";".join(f"{a}:{n}" for a, n in axes.items() if n > 1) or "fsdp:1"))
     return list(dict.fromkeys(made))
 
 
-def _largest_power(number: int, *others: int, most: int | None = None) -> int:
+def largest_power(number: int, *others: int, most: int | None = None) -> int:
     """The largest power of two that divides all of the numbers, at most `most`."""
     common = gcd(number, *others)
     power = common & -common

@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # PYTHONPATH comes first
 import meshlib as mtf
-from examples import mnist, plan_llama, transformer
+from examples import mnist, transformer
 
 Figures = dict[str, Any]
 Job = tuple[str, Callable[[], Figures]]
