@@ -111,8 +111,7 @@ def with_room(table: Table, rows: int, columns: int, blank: float) -> Table:
     have, wide = table.shape[-2:]
     if rows <= have and columns <= wide:
         return table
-    room = [n if n >= least else 2 * least for n, least in zip((have, wide), (rows, columns), strict=True)]
-    shape = (*table.shape[:-2], *room)
-    more = np.full(shape, blank, table.dtype)
+    rows, columns = (have if rows <= have else 2 * rows), (wide if columns <= wide else 2 * columns)
+    more = np.full((*table.shape[:-2], rows, columns), blank, table.dtype)
     more[..., :have, :wide] = table
     return more
