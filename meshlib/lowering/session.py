@@ -96,7 +96,7 @@ class Session:
 
 def _bubble_notes(operations: Sequence[Operation]) -> list[str]:
     """What the pipelines among operations leave idle; their gradients leave the same."""
-    found = {}
+    found: dict[str, None] = {}
     for op in all_operations(operations):
         if op.loop is not None and op.loop.active is not None and op.region == FORWARD:
             found[f"{op}: {op.loop.active.note}"] = None
