@@ -7,9 +7,9 @@ A product [m, k] x [k, n] holds one operand still, in tiles, and streams the oth
 be held, and the MXUs of the device share tiles or rows; the best of these is taken. A tile costs at least as
 many cycles as the array has rows, ragged tiles as many as whole ones.
 
-A convolution is a product for each tap of its window. Assumed: taps lie beside each other where channels leave rows of
-the array free (3 of 128 in the first layer of a network for images: its 49 taps take two tiles); groups of channels
-share it on its diagonal, as XLA makes one dense convolution of a grouped one (convolution_group_converter).
+A convolution is a product for each tap of its window. Assumed: taps of the last dim lie beside each other where
+channels leave rows of the array free (3 of 128 in the first layer of a network for images); groups of channels share
+it on its diagonal, as XLA makes one dense convolution of a grouped one (convolution_group_converter).
 
 Sources: Williams, Waterman and Patterson, "Roofline", CACM 52(4), 2009; `hardware.mxu`.
 """

@@ -71,6 +71,7 @@ METHODS = {
     ("meshlib.estimation.result", "meshlib.estimation.trace"): "Estimate.save_trace",
     ("meshlib.models.config", "meshlib.models.counts"): "TransformerConfig.parameters, .flops_per_token",
     ("meshlib.validation.validating", "meshlib.validation.report"): "str(validation)",
+    ("meshlib.validation.talks", "meshlib.validation.talks_report"): "str(talks)",
 }
 FILES = [path for floor in OWN for path in sorted((ROOT / floor).rglob("*.py"))]
 

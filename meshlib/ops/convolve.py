@@ -107,9 +107,9 @@ def products(ins: Sequence[TensorType], out: TensorType, attrs: Mapping[str, Any
 def _product(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Product:
     """How windows and channels fill the MXU.
 
-    Channels in fill the array's rows, channels out its columns; every tap is a product of its own, and taps lie beside
-    each other where channels leave rows free: a tap is another place in VMEM, in whichever dim. Of the cotangent of the
-    filter the window is part of the rows of the result, and all positions are contracted.
+    Channels in fill the array's rows, channels out its columns; every tap is a product of its own, but for those of the
+    last dim, which lie beside each other. Of the cotangent of the filter the window is part of the rows of the result,
+    and all positions are contracted.
     """
     (first, second), made = (t.shape for t in ins), out.shape
     windows: tuple[Window, ...] = attrs["windows"]
@@ -125,7 +125,7 @@ def _product(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, A
     # Of a slide with spread each tap meets every so many of the outputs only.
     phases = [w.slide.spread // gcd(w.slide.spread, w.slide.stride) for w in windows]
     rows *= prod(-(-n // phase) for n, phase in zip(outputs, phases, strict=True))
-    return Product(group, rows, contracted, columns, prod(taps), prod(taps), packs=True)
+    return Product(group, rows, contracted, columns, prod(taps), taps[-1], packs=True)
 
 
 CONVOLUTION = operation(
