@@ -53,7 +53,7 @@ def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 
 
 def test_plan_says_the_verdict_first_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run("plan", "gpt2", "--slice", "v5e-8", capsys=capsys)
+    status, out, err = run("plan", "gpt2", "--slice", "v5e-8", "--remat", "full", capsys=capsys)
     assert (status, err) == (0, "")
     assert out.splitlines()[0] == "gpt2 on v5e-8: fits"
     assert max(map(len, out.splitlines())) <= 80

@@ -165,8 +165,8 @@ def test_choices_slices_and_units() -> None:
 def test_memory_comes_first() -> None:
     """Nothing that does not fit is ranked before what fits, and the front has less memory the slower it gets."""
     config = mtf.models.preset("llama2-7b").replace(layers=4)
-    remat, forbid = {"remat": ["none", "full"]}, "head_dim vocab heads d_model"
-    found = mtf.search(config, "v5e-4", batch=8, length=2048, axes=1, choices=remat, forbid=forbid, seconds=None)
+    remat, forbid = {"remat": ["none", "full"]}, "head_dim vocab heads d_model length"
+    found = mtf.search(config, "v5e-4", batch=16, length=2048, axes=1, choices=remat, forbid=forbid, seconds=None)
     assert 0 < sum(o.fits for o in found.ranking) < len(found.ranking)
     fits = [o.fits for o in found.ranking]
     assert fits == sorted(fits, reverse=True)
