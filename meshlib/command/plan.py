@@ -51,7 +51,10 @@ def plans_of(subject: Subject, where: Slice, layouts: Sequence[tuple[str, str]],
     made = sorted((planned(subject, where, name, mesh, **first) for name, mesh in layouts), key=lambda p: p.order)
     if first and remat is None and made[0].est is not None and made[0].est.fits:
         best = made[0]
-        made += [planned(subject, where, best.name, best.mesh, remat=other) for other in REMAT[1:]]
+        for other in REMAT[1:]:  # each keeps more than the one before
+            made.append(planned(subject, where, best.name, best.mesh, remat=other))
+            if made[-1].est is None or not made[-1].est.fits:
+                break
     return sorted(made, key=lambda p: p.order)
 
 
