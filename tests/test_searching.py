@@ -162,6 +162,32 @@ def test_choices_slices_and_units() -> None:
     assert all(best.value <= o.value for o in found.ranking if o.fits)
 
 
+def test_the_reason_speaks_of_the_objective_and_each_row_of_its_slice() -> None:
+    found = mtf.search(network, ["v3-8", "v5e-8"], axes=1, objective="usd", seconds=None)
+    losers = [o for o in found.ranking if o.fits][1:]
+    for o in losers:
+        assert found.why(o).startswith(f"{o.value / found.best.value - 1:.1%} worse: "), found.why(o)
+    for line, o in zip(
+        [x for x in found.table(None).splitlines() if x[:3].strip().isdigit()], found.ranking, strict=True
+    ):
+        assert f"  {o.candidate.slice.name}  " in line
+
+
+def test_a_chip_that_cannot_run_a_program_is_refused_and_the_others_are_searched() -> None:
+    def build() -> tuple[Any, Any]:
+        b, k, h = mtf.Dimension("batch", 64), mtf.Dimension("k", 128), mtf.Dimension("h", 128)
+        x, w = mtf.input("x", [b, k], "bfloat16"), mtf.variable("w", [k, h], dtype="bfloat16")
+        return {"y": mtf.quantized_einsum([x, w], output_shape=[b, h])}, []
+
+    found = mtf.search(build, ["v3-8", "v5e-8"], axes=1, seconds=None)
+    assert {o.candidate.slice.name for o in found.ranking} == {"v5e-8"}
+    refused = [o for o in found.outcomes if o.state == REFUSED]
+    assert {o.candidate.slice.name for o in refused} == {"v3-8"}
+    assert all("no published int8 rate" in o.why for o in refused)
+    with pytest.raises(mtf.GraphError, match="no published int8 rate"):
+        assert mtf.search(build, "v3-8", axes=1, seconds=None).best
+
+
 def test_memory_comes_first() -> None:
     """Nothing that does not fit is ranked before what fits, and the front has less memory the slower it gets."""
     config = mtf.models.preset("llama2-7b").replace(layers=4)

@@ -60,6 +60,8 @@ class Bounds:
         total = 0.0
         for (names, dtype), flops in self.flops.items():
             ways = prod(size for dims, size in c.splits if not dims.isdisjoint(names))
+            if c.slice.chip.peak(dtype) is None:  # it can't run there, as its estimate will say
+                return 0.0
             total += flops / ways * c.slice.devices / c.slice.peak_flops(dtype)
         return total / self.rate
 

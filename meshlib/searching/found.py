@@ -19,7 +19,7 @@ from meshlib.searching.space import Choices
 from meshlib.text import bytes_text, grid, seconds_text
 
 SHOWN = 8  # lines of the ranking
-MODEL_ERROR = 0.03  # median error of the estimate on published training runs: `python -m meshlib validate`
+MODEL_ERROR = 0.035  # median error of the estimate on published training runs: `python -m meshlib validate`
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -161,7 +161,7 @@ class Found:
         best = self.best
         chosen = "".join(f" {name}={value}" for name, value in best.candidate.choices)
         lines = [f"best: mesh {best.candidate.mesh}", f"      layout {best.candidate.layout or '(nothing is split)'}"]
-        if chosen or len({o.candidate.slice for o in self.outcomes}) > 1:
+        if chosen or self._several:
             lines.append(f"      on {best.candidate.slice.name}{',' if chosen else ''}{chosen}")
         return "\n".join([*lines, *self._second()])
 
@@ -171,7 +171,7 @@ class Found:
             return []
         behind = others[0].value / self.best.value - 1
         word = "a tie" if behind <= MODEL_ERROR else "more than that"
-        return [f"      the second is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.0%}: {word}"]
+        return [f"      the second is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}: {word}"]
 
     def _row(self, rank: int, o: Outcome) -> tuple[str, ...]:
         c, f = o.candidate, o.figures
@@ -179,8 +179,14 @@ class Found:
         own = (f"{o.value:.4g}",) if self._own_column else ()
         fits = "" if f.fits else " !"
         chosen = (str(value) for _, value in c.choices)
+        where = (c.slice.name,) if self._several else ()
         return (f"{rank}", *own, seconds_text(f.step_seconds), f"{f.mfu:.1%}", bytes_text(f.peak_bytes) + fits,
-                *chosen, str(c.mesh))  # fmt: skip
+                *chosen, *where, str(c.mesh))  # fmt: skip
+
+    @property
+    def _several(self) -> bool:
+        """Whether there is more than one slice."""
+        return len({o.candidate.slice for o in self.outcomes}) > 1
 
     @property
     def _own_column(self) -> bool:
@@ -191,7 +197,8 @@ class Found:
         names = [name for name, _ in self.outcomes[0].candidate.choices]
         own = (self.objective.name,) if self._own_column else ()
         shown = self.ranking if rows is None else self.ranking[:rows]
-        head = ("", *own, "step*", "MFU*", "peak", *names, "mesh")
+        where = ("slice",) if self._several else ()
+        head = ("", *own, "step*", "MFU*", "peak", *names, *where, "mesh")
         right = range(len(own) + 4)
         lines = grid([head, *(self._row(n, o) for n, o in enumerate(shown, start=1))], right=right)
         margin = " " * (len(f"{len(shown)}") + 2)

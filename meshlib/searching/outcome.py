@@ -87,15 +87,19 @@ class Outcome:
             return f"does not fit: {bytes_text(over)} too much{held}"
         if best.figures is None or self is best:
             return ""
-        return _slower(self.figures, best.figures)
+        if self.value <= best.value:
+            return "as good"
+        behind = f"{self.value / best.value - 1:.1%} worse" if best.value > 0 else "worse"
+        return f"{behind}: {_cause(self.figures, best.figures)}"
 
 
-def _slower(own: Figures, best: Figures) -> str:
+def _cause(own: Figures, best: Figures) -> str:
+    """What of a step takes longer than in the best; where nothing does, that the step is no longer."""
     more = {name: s - best.bound_seconds.get(name, 0.0) for name, s in own.bound_seconds.items()}
     name = max(more, key=lambda name: more[name])
-    if own.step_seconds <= best.step_seconds or more[name] <= 0:
-        return "as fast"
-    text = f"{own.step_seconds / best.step_seconds - 1:.1%} slower: {name} +{seconds_text(more[name])}"
+    if more[name] <= 0:
+        return f"a step of {seconds_text(own.step_seconds)} in place of {seconds_text(best.step_seconds)}"
+    text = f"{name} +{seconds_text(more[name])}"
     if name in ("ici", "dcn", "latency") and own.collectives:
         text += f", {next(iter(own.collectives))}"
     return text

@@ -10,7 +10,7 @@ from typing import Any
 
 from layouts import LayoutRules
 from meshlib.checks import number
-from meshlib.errors import GraphError, LayoutError
+from meshlib.errors import GraphError, LayoutError, SliceError
 from meshlib.estimation import Estimate, estimate
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering import Session
@@ -111,9 +111,10 @@ class Problem:
         """Lower it and estimate it."""
         try:
             est = self.estimate(c)
-        except LayoutError as fault:
+            value = objective.of(est) / self.units
+        except (LayoutError, SliceError) as fault:  # a chip without a rate or a price that is needed, too
             return Outcome(c, REFUSED, bound, why=str(fault).splitlines()[0])
-        return Outcome(c, ESTIMATED, bound, objective.of(est) / self.units, Figures.of(est))
+        return Outcome(c, ESTIMATED, bound, value, Figures.of(est))
 
     def estimate(self, c: Candidate) -> Estimate:
         """The estimate of a candidate."""
