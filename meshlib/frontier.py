@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from layouts.mesh import MeshLike
 from meshlib.checks import at, items, whole
+from meshlib.drawing import new_figure, save_figure
 from meshlib.errors import GraphError, LayoutError, SliceError
 from meshlib.estimation import Estimate, estimate
-from meshlib.files import replace_file
 from meshlib.graph import Graph
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, layout, prefill
@@ -131,21 +131,10 @@ class Serving:
 
         Raises: GraphError where matplotlib is not installed, or the file cannot be written.
         """
-
-        def write(file: BinaryIO) -> None:
-            try:
-                self._figure().savefig(file, dpi=150, format=Path(path).suffix[1:] or None)
-            except ValueError as fault:  # an ending that matplotlib does not know
-                raise GraphError(f"Serving.plot: {path} can't be written: {fault}") from None
-
-        replace_file(path, write, "Serving.plot", GraphError)
+        save_figure(self._figure, path, "Serving.plot")
 
     def _figure(self) -> Any:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise GraphError("Serving.plot needs matplotlib: pip install matplotlib") from None
-        figure = Figure(figsize=(8, 5), layout="constrained")
+        figure = new_figure("Serving.plot", 8, 5)
         axes = figure.subplots()
         for name in dict.fromkeys(p.name for p in self.points):
             line = [p for p in self.points if p.name == name]
@@ -161,6 +150,10 @@ class Serving:
             xscale="log",
             yscale="log",
         )
+        for axis in (axes.xaxis, axes.yaxis):  # 20, not 2 x 10^1
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
+        axes.tick_params(which="minor", labelsize=6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=7, frameon=False)
         return figure

@@ -50,7 +50,7 @@ batches detection
 checks
 graph+face+loop_record
 dtypes
-origin
+origin drawing
 files
 arrays names threefry special errors text foreign
 """

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.checks import items
+from meshlib.drawing import new_figure, save_figure
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation import Estimate, HostInput, estimate
 from meshlib.estimation.rows import BOUNDS
-from meshlib.files import replace_file
 from meshlib.program.records import Program
 from meshlib.text import bytes_text, grid, seconds_text, usd_text
 
@@ -63,21 +63,10 @@ class Scaling:
           path: the file; its ending says the format, such as .png, .svg or .pdf.
         Raises: GraphError where matplotlib is not installed, or the file cannot be written.
         """
-
-        def write(file: BinaryIO) -> None:
-            try:
-                self._figure().savefig(file, dpi=150, format=Path(path).suffix[1:] or None)
-            except ValueError as fault:  # an ending that matplotlib does not know
-                raise GraphError(f"Scaling.plot: {path} can't be written: {fault}") from None
-
-        replace_file(path, write, "Scaling.plot", GraphError)
+        save_figure(self._figure, path, "Scaling.plot")
 
     def _figure(self) -> Any:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise GraphError("Scaling.plot needs matplotlib: pip install matplotlib") from None
-        figure = Figure(figsize=(max(13.0, 4 + 2.4 * len(self.estimates)), 4.2), layout="constrained")
+        figure = new_figure("Scaling.plot", max(13.0, 4 + 2.4 * len(self.estimates)), 4.2)
         times, shares, memory = figure.subplots(1, 3)
         self._draw_times(times)
         self._draw_efficiency(shares)

@@ -64,6 +64,11 @@ class Chosen:
 def chosen_by_tokens(
     scores: Tensor, favour: Tensor, experts: Dimension, routing: Routing, training: bool, nonpadding: Tensor | None
 ) -> Chosen:
+    """Each token's experts: those that `favour` ranks first, with the gates that `scores` give them.
+
+    Args:
+      scores: what gates are made of, [groups, tokens, experts]; favour: what is ranked, scores or these with a bias.
+    """
     if routing.expert_groups > 1:
         favour = _within_best_groups(favour, experts, routing)
     asked = routing.ntlb_top_k if routing.gating == "ntlb" else routing.choices
