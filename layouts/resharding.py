@@ -38,11 +38,20 @@ def reshard(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     return _plan(source, target, itemsize)
 
 
-def at_least(source: Sharding, target: Sharding) -> int:
-    """Elements that a device must send from `source` to `target`: a bound that needs no search."""
+@lru_cache(maxsize=1 << 16)
+def at_least(source: Sharding, target: Sharding) -> float:
+    """Elements that a device must send from `source` to `target`, on average: a bound that needs no search.
+
+    What is summed up arrives whole. Else a device lacks of its block what lies outside the block that it has: along
+    each dim the two have at most the smaller in common.
+
+    >>> at_least(Sharding("n:8;m:8", "a:4", [("a",), ()]), Sharding("n:8;m:8", "a:4", [(), ("a",)]))
+    12.0
+    """
     if any(a not in target.pending_axes for a in source.pending_axes):
-        return target.local_size
-    return max(0, target.local_size - source.local_size)
+        return float(target.local_size)
+    counts = zip(source.block_counts, target.block_counts, strict=True)
+    return target.local_size - target.shape.size / prod([max(pair) for pair in counts])
 
 
 _NOTHING = Plan((), 0, 0)
@@ -54,36 +63,52 @@ def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     masked = tuple(a for a in target.pending_axes if a not in source.pending_axes)
     if masked:
         return _masked(source, target, itemsize, masked)
+    # What both ends split alike, major first, may stay as it is: the devices apart along it have nothing that the others
+    # want. The search that leaves it alone is a smaller one; to move it too can only save where there are several steps.
+    alike = tuple([_beginning(*pair) for pair in zip(source.axes, target.axes, strict=True)])
+    if any(alike):
+        plan = _routed(source, target, itemsize, alike)
+        if plan.collectives <= 1:
+            return plan
+    return _routed(source, target, itemsize, ((),) * len(alike))
+
+
+def _routed(source: Sharding, target: Sharding, itemsize: float, fixed: tuple[Axes, ...]) -> Plan:
+    """The cheapest plan that leaves what is fixed, the beginnings of both ends, as it is."""
     kinds = dict(source.pending)
     names = (*source.shape.names, None)  # so that -1 is no dim
+    ends = [[entry[len(own) :] for entry, own in zip(s.axes, fixed, strict=True)] for s in (source, target)]
     left = tuple(a for a in source.pending_axes if a not in target.pending_axes)
-    used = {a for splits in (source.axes, target.axes) for entry in splits for a in entry}.union(left)
+    used = {a for splits in ends for entry in splits for a in entry}.union(left)
     usable = tuple((a, n) for a, n in source.mesh.sizes_by_axis.items() if a in used)
     devices = prod(n for _, n in usable)
     # What of a size the axes can't divide only scales all costs: sizes that divide alike share a search.
-    sizes = tuple(gcd(n, devices) for n in source.shape.sizes)
-    scale = source.shape.size // prod(sizes)
+    group = source.mesh.group_size
+    sizes = tuple(gcd(n // group(own), devices) for n, own in zip(source.shape.sizes, fixed, strict=True))
     # Names do not matter, nor does the order of dims: searches that differ in them alone are one.
-    order = sorted(range(len(sizes)), key=lambda d: (sizes[d], source.axes[d], target.axes[d]))
+    order = [d for d, n in enumerate(sizes) if n > 1]
+    order.sort(key=lambda d: (sizes[d], ends[0][d], ends[1][d]))
     place = {d: n for n, d in enumerate(order)}
-    met = [a for d in order for a in (*source.axes[d], *target.axes[d])]
+    met = [a for d in order for a in (*ends[0][d], *ends[1][d])]
     ranked = sorted(usable, key=lambda axis: (axis[1], met.index(axis[0]) if axis[0] in met else len(met)))
     number = {a: n for n, (a, _) in enumerate(ranked)}
-    ends = [tuple([tuple([number[a] for a in s.axes[d]]) for d in order]) for s in (source, target)]
     scatters = bool(left) and kinds[left[0]] == "sum"
+    from_, to_ = (tuple([tuple([number[a] for a in splits[d]]) for d in order]) for splits in ends)
     found = route(
         tuple([sizes[d] for d in order]),
-        ends[0],
+        from_,
         tuple(sorted(number[a] for a in left)),
         scatters,
-        ends[1],
+        to_,
         tuple([n for _, n in ranked]),
     )
+    scale = source.shape.size // (prod(sizes) * prod(map(group, fixed)))
     steps: list[Step] = []
     before = source
     for kind, numbers, at, to, (entries, awaited), cost in found:
         axes = tuple([ranked[n][0] for n in numbers])
-        splits = tuple([tuple([ranked[n][0] for n in entries[place[d]]]) for d in range(len(sizes))])
+        moved = {d: tuple([ranked[n][0] for n in entries[place[d]]]) for d in order}
+        splits = tuple([own + moved.get(d, ()) for d, own in enumerate(fixed)])
         dim, to_dim = (order[n] if n >= 0 else -1 for n in (at, to))
         if kind == "all_reduce":
             axes = tuple([a for a in source.mesh.axes if a in axes])
@@ -97,6 +122,14 @@ def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
         before = after
     collectives = sum(not step.is_local for step in steps)
     return Plan(tuple(steps), sum(step.sent_bytes for step in steps), collectives)
+
+
+def _beginning(a: Axes, b: Axes) -> Axes:
+    """What both begin with."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return a[:n]
 
 
 def _masked(source: Sharding, target: Sharding, itemsize: float, axes: Axes) -> Plan:

@@ -4,11 +4,12 @@ It is A* over states (axes of each dim, pending axes still to be reduced). Three
 
 - Bytes are counted in elements times the number of devices that take part. Every ring figure is then an integer, sums
   compare exactly, and the item size does not matter to the choice.
-- Of all steps only all_gather enlarges a block, and it sends exactly the elements by which the block grows.
-  So a state whose block is smaller than the target's is at least that growth away. A reduction over k devices
-  sends at least the k-th part that it leaves, k - 1 times, and an all_reduce of a block at least the block: with the
-  growth after it, at least the target's block. Both bounds are consistent, hence the first arrival that
-  leaves the queue is cheapest.
+- A device must be sent what it lacks: of the target's block what lies outside its own. Along each dim the two have
+  at most the smaller in common, so the bound needs only the numbers of blocks. No step sends less than it brings: an
+  all_gather sends what it adds, an all_to_all all of a block but the part that stays, a permute the block. A
+  reduction over k devices sends at least the k-th part that it leaves, k - 1 times, and an all_reduce of a block at
+  least the block: with what is lacking after it, at least the target's block. Both bounds are consistent, hence the
+  first arrival that leaves the queue is cheapest.
 - Slices cost nothing, so a state from which slices alone lead to the target is an arrival.
 
 Ties go to fewer collectives, then to fewer slices, then to fewer scatters (a sum that is whole on the way serves
@@ -46,8 +47,8 @@ class Move(NamedTuple):
     cost: int  # elements sent, times the number of devices that take part
 
 
-# number of the state after it, cost, block there, whether sums wait there, whether nothing is sent, the move
-Step: TypeAlias = tuple[int, int, int, bool, bool, Move]
+# number of the state after it, cost, whether nothing is sent, the move
+Step: TypeAlias = tuple[int, int, bool, Move]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -70,7 +71,8 @@ def route(
 
 
 def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
-    goal_block = known_map.block(goal)
+    goal_counts = known_map.counts(goal)
+    goal_block = known_map.volume // prod(goal_counts)
     least = goal_block - goal_block // min(known_map.axis_sizes, default=1)
     prefixes = product(*([entry[:n] for n in range(len(entry) + 1)] for entry in goal))
     arrivals = {known_map.number((splits, ())) for splits in prefixes}  # slices alone lead from there to the target
@@ -80,6 +82,7 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
     queue = [(0, 0, 0, 0, 0, begin)]  # bound on bytes, on collectives, slices, scatters, order, state
     order = 0
     done: set[int] = set()
+    lacks: dict[int, int] = {}  # what has to be sent from a state on, at least
     known: float = float("inf")  # what the cheapest arrival so far costs: who is bound to cost more is not looked at
     while queue:
         *_, state = heappop(queue)
@@ -89,12 +92,20 @@ def _shortest(known_map: _Map, start: State, goal: Splits) -> list[Move]:
         if state in arrivals:
             return _merged(_walked(came, state, known_map.states[state][0], goal))
         cost, collectives, slices, scatters = best[state]
-        for after, more, block, awaits, local, move in known_map.moves(state):
+        for after, more, local, move in known_map.moves(state):
             if after in done:
                 continue
             sent, arrives = cost + more, after in arrivals
-            # Who does not arrive takes at least one more step that sends: half of a block or more.
-            bound = sent + (goal_block if awaits else max(goal_block - block, 0 if arrives else least))
+            lack = lacks.get(after)
+            if lack is None:
+                splits, awaited = known_map.states[after]
+                # Who does not arrive takes at least one more step that sends: half of a block or more.
+                lack = goal_block if awaited else 0 if arrives else least
+                if not awaited:
+                    common = known_map.volume // prod(map(max, goal_counts, known_map.counts(splits)))
+                    lack = max(lack, goal_block - common)
+                lacks[after] = lack
+            bound = sent + lack
             if bound > known:
                 continue
             scattered = scatters + (move.kind == "reduce_scatter")
@@ -149,7 +160,7 @@ class _Map:
     ) -> None:
         self.sizes, self.axis_sizes, self.scatters, self.goal = sizes, axis_sizes, scatters, goal
         self._spare = dict(spare)
-        self._volume = prod(sizes) * prod(axis_sizes)
+        self.volume = prod(sizes) * prod(axis_sizes)  # elements, times the number of devices that take part
         self._dims = range(len(sizes))
         self.states: list[State] = []
         self._numbers: dict[State, int] = {}
@@ -163,9 +174,10 @@ class _Map:
             self.states.append(state)
         return found
 
-    def block(self, splits: Splits) -> int:
-        """Elements of a block, times the number of devices that take part."""
-        return self._volume // prod([self.axis_sizes[a] for entry in splits for a in entry])
+    def counts(self, splits: Splits) -> list[int]:
+        """Into how many blocks each dim is split."""
+        size_of = self.axis_sizes
+        return [prod([size_of[a] for a in entry]) for entry in splits]
 
     def moves(self, state: int) -> list[Step]:
         """Every step that is possible in a state."""
@@ -173,15 +185,14 @@ class _Map:
         if found is None:
             found = self._moves[state] = []
             for move in self._found(self.states[state]):
-                after, block = move.after, self.block(move.after[0])
-                found.append((self.number(after), move.cost, block, bool(after[1]), move.kind == "slice", move))
+                found.append((self.number(move.after), move.cost, move.kind == "slice", move))
         return found
 
     def _found(self, state: State) -> Iterator[Move]:
         splits, awaited = state
         size_of = self.axis_sizes
-        counts = [prod([size_of[a] for a in entry]) for entry in splits]
-        block = self._volume // prod(counts)
+        counts = self.counts(splits)
+        block = self.volume // prod(counts)
         split = {a for entry in splits for a in entry}
         free = [a for a in range(len(size_of)) if a not in awaited and a not in split]
         places = self._places(splits)
