@@ -108,8 +108,8 @@ def least_cost(source: Source, wanted: Sharding) -> float:
 
 
 def _least_cost(source: Source, s: Sharding, wanted: Sharding) -> float:
-    cheapest = min([1.0, *(price for _, price in source.prices)])
-    return at_least(s, wanted) * source.itemsize * cheapest
+    least = at_least(s, wanted) * source.itemsize
+    return least * min([1.0, *[price for _, price in source.prices]]) if source.prices else least
 
 
 def priced(plan: Plan, prices: Prices) -> float:

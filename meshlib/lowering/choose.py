@@ -8,7 +8,7 @@ worth where it then lies is for what follows to say: `meshlib.lowering.beam` sea
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product
 from math import prod
@@ -101,11 +101,15 @@ class Operand(NamedTuple):
 
     def leaves(self, wanted: Sharding) -> bool:
         """Whether to bring it to `wanted` moves it over an axis over which it is held."""
-        return any(
-            a in own and a not in to
-            for s in self.lies
-            for own, to in zip(s.axes, wanted.axes, strict=True)
-            for a in self.held
+        return (
+            bool(self.held)
+            and wanted not in self.lies
+            and any(
+                a in own and a not in to
+                for s in self.lies
+                for own, to in zip(s.axes, wanted.axes, strict=True)
+                for a in self.held
+            )
         )
 
 
@@ -149,28 +153,34 @@ def options(
     the operands, and their dims, of which another operation brings what this one needs of its neighbours.
     """
     blank = Source((), signature.op.output.dtype.itemsize, balance.axis_prices)
-    moves = _Moves(operands, home, blank)
-    found = []
+    moves = _Moves(operands, home, blank, sum(y.dtype.itemsize for y in signature.op.outputs[1:]))
+    drafts = []
     for c in _candidates(signature, operands, home, balance):
         made = signature.under(home.mesh, c.axes, c.passed)
-        option = made and _option(c, made, moves, binding, near)
-        if option:
-            found.append(option)
+        if made is not None and not any(map(Operand.leaves, operands, made.operands)):
+            drafts.append(_draft(c, made, moves, binding, near))
+    found: dict[int, Option] = {}
+    for n in sorted(range(len(drafts)), key=lambda n: drafts[n].least):  # the most promising first
+        draft = drafts[n]
+        option = None if any(_surpasses(o, draft, moves) for o in found.values()) else _option(draft, moves)
+        if option is not None:
+            found[n] = option
+    made_now = dict.fromkeys(d.made.out for d in drafts if not d.made.out.pending)
+    every = [found[n] for n in sorted(found)]
     if not passes:
-        found = [o for o in found if not any(o.choice.passed) or not _as_well_now(o, found, blank)]
-    found.sort(key=rank)
-    beside = sum(y.dtype.itemsize for y in signature.op.outputs[1:])
+        every = [o for o in every if not any(o.choice.passed) or not _as_well_now(o, every, made_now, blank)]
+    every.sort(key=rank)
     kept: list[Option] = []
-    for option in found:
-        if not any(_covers(k, option, moves, beside) for k in kept):
+    for option in every:
+        if not any(_covers(k, option, moves) for k in kept):
             kept.append(option)
     return tuple(kept)
 
 
-def _as_well_now(passed: Option, found: Sequence[Option], blank: Source) -> bool:
-    """Whether reducing its operands first is no dearer, wherever others would have the result."""
+def _as_well_now(passed: Option, found: Sequence[Option], ends: Iterable[Sharding], blank: Source) -> bool:
+    """Whether reducing its operands first is no dearer, wherever (`ends`) others would have the result."""
     now = [o for o in found if not o.choice.out.pending]
-    for s in dict.fromkeys(o.choice.out for o in now):
+    for s in ends:
         later = passed.cost + obtain(blank._replace(lies=passed.lies), s).cost
         if all(o.cost + obtain(blank._replace(lies=o.lies), s).cost > later + slack(later) for o in now):
             return False
@@ -185,10 +195,12 @@ def rank(x: Option) -> Rank:
 class _Moves:
     """What it costs to bring the operands and the result of one operation elsewhere, each looked up once."""
 
-    def __init__(self, operands: Sequence[Operand], home: Sharding, blank: Source) -> None:
+    def __init__(self, operands: Sequence[Operand], home: Sharding, blank: Source, beside: float) -> None:
         self.operands, self.home, self.blank = operands, home, blank
+        self._beside = beside  # item size of all results but the first, which lie as that was made
         self._brought: dict[tuple[int, Sharding], Way] = {}
         self._home: dict[Sharding, Way] = {}
+        self._leasts: dict[tuple[int, Sharding], float] = {}
         self._least: dict[tuple[Lies, Lies], float] = {}
         self._between: dict[tuple[Lies, Lies], tuple[float, int]] = {}
 
@@ -206,8 +218,20 @@ class _Moves:
             found = self._home[made] = obtain(self.blank._replace(lies=(made,)), self.home)
         return found
 
+    def least(self, n: int, wanted: Sharding) -> float:
+        """What it costs at least to bring an operand there, as far as can be said without a plan."""
+        found = self._leasts.get((n, wanted))
+        if found is None:
+            x = self.operands[n]
+            easy = x.first != n or x.source.made is not None
+            found = self._leasts[n, wanted] = 0.0 if easy else least_cost(x.source, wanted)
+        return found
+
     def between(self, here: Lies, there: Lies, limit: float) -> tuple[float, int] | None:
-        """A result that lies in some places, to others; None where that exceeds the limit, or nobody would do so."""
+        """The results that lie in some places, to others; None where that exceeds the limit, or nobody would do so.
+
+        The first place is where they were made.
+        """
         key = (here, there)
         least = self._least.get(key)
         if least is None:
@@ -220,16 +244,58 @@ class _Moves:
         if found is None:
             result = self.blank._replace(lies=here)
             ways = [obtain(result, s) for s in there]
+            if self._beside:
+                ways.append(obtain(self.blank._replace(lies=here[:1], itemsize=self._beside), there[0]))
             found = self._between[key] = sum([way.cost for way in ways]), sum([way.collectives for way in ways])
         return found
 
 
-def _option(c: _Candidate, made: Assigned, moves: _Moves, binding: Binding, near: Near) -> Option | None:
-    home = moves.home
+class _Draft(NamedTuple):
+    """A candidate before its operands are brought there."""
+
+    candidate: _Candidate
+    made: Assigned
+    cost: float  # of all but the operands
+    collectives: int
+    lies: Lies  # where the result lies then, home included if it is bound there
+    leasts: list[float]  # what each operand costs at least
+    least: float  # what it costs in all, at least
+
+
+def _draft(c: _Candidate, made: Assigned, moves: _Moves, binding: Binding, near: Near) -> _Draft:
     exchanges = [e for e in made.exchanges if (e.operand, e.dim) not in near]
-    cost, collectives = c.work, len(exchanges)
+    cost, collectives, lies = c.work, len(exchanges), (made.out,)
     for over in dict.fromkeys(e.axes for e in exchanges):
         cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, moves.blank.prices)
+    if binding.binds(made.out, moves.home):
+        way = moves.bound(made.out)
+        cost += way.cost
+        collectives += way.collectives
+        lies += tuple([s for _, s in way.new])
+    leasts = [moves.least(n, s) for n, s in enumerate(made.operands)]
+    return _Draft(c, made, cost, collectives, lies, leasts, cost + sum(leasts))
+
+
+def _surpasses(a: Option, draft: _Draft, moves: _Moves) -> bool:
+    """Whether `a` covers whatever comes of a draft: see `_covers`.
+
+    An operand that is used later, and that `a` leaves where it is, is brought there in either case.
+    """
+    if a.cost > draft.least:
+        return False
+    floor = draft.cost
+    for x, least, s, own in zip(moves.operands, draft.leasts, draft.made.operands, a.choice.operands, strict=True):
+        if least and (s == own or not x.again):
+            floor += least
+    if a.cost > floor:
+        return False
+    brought = moves.between(a.lies, draft.lies, floor - a.cost)
+    return brought is not None and a.cost + brought[0] < floor - slack(floor)
+
+
+def _option(draft: _Draft, moves: _Moves) -> Option | None:
+    """A draft, with what it takes to bring its operands there; None if they can't be."""
+    (axes, passed, work), made, cost, collectives, lies, *_ = draft
     sources: dict[int, Source] = {}
     new: list[tuple[Path, Sharding]] = []
     for n, (x, wanted) in enumerate(zip(moves.operands, made.operands, strict=True)):
@@ -237,36 +303,23 @@ def _option(c: _Candidate, made: Assigned, moves: _Moves, binding: Binding, near
         if wanted in (source or x.source).lies:
             continue
         way = obtain(source, wanted) if source else moves.operand(n, wanted)
-        if way is NOWHERE or (x.held and x.leaves(wanted)):
+        if way is NOWHERE:
             return None
         cost += way.cost
         collectives += way.collectives
         new += [((n, *path), s) for path, s in way.new]
         sources[x.first] = (source or x.source).with_lies(way.new)
-    out: tuple[Sharding, ...] = (made.out,)
-    if binding.binds(made.out, home):
-        way = moves.bound(made.out)
-        cost += way.cost
-        collectives += way.collectives
-        out += tuple([s for _, s in way.new])
-    strays = sum(map(len, c.passed)) + (made.out.axes != home.axes)
-    choice = Choice(c.axes, made.operands, made.out, made.exchanges, c.passed)
-    return Option(choice, cost, cost - c.work, collectives, strays, tuple(new), out)
+    strays = sum(map(len, passed)) + (made.out.axes != moves.home.axes)
+    choice = Choice(axes, made.operands, made.out, made.exchanges, passed)
+    return Option(choice, cost, cost - work, collectives, strays, tuple(new), lies)
 
 
-def _covers(a: Option, b: Option, moves: _Moves, beside: float) -> bool:
-    """Whether whatever follows `b` may as well follow `a`, at no more cost.
-
-    `beside` is the item size of all results but the first, which lie as that was made.
-    """
+def _covers(a: Option, b: Option, moves: _Moves) -> bool:
+    """Whether whatever follows `b` may as well follow `a`, at no more cost."""
     brought = moves.between(a.lies, b.lies, b.cost + slack(b.cost) - a.cost)
     if brought is None:
         return False
     cost, collectives = a.cost + brought[0], a.collectives + brought[1]
-    if beside:
-        way = obtain(moves.blank._replace(lies=(a.choice.out,), itemsize=beside), b.choice.out)
-        cost += way.cost
-        collectives += way.collectives
     for n, x in enumerate(moves.operands):
         others = [s for path, s in b.new if path == (n,)] if x.again else ()
         if others:
