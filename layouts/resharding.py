@@ -63,8 +63,8 @@ def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     masked = tuple(a for a in target.pending_axes if a not in source.pending_axes)
     if masked:
         return _masked(source, target, itemsize, masked)
-    # What both ends split alike, major first, may stay as it is: the devices apart along it have nothing that the others
-    # want. The search that leaves it alone is a smaller one; to move it too can only save where there are several steps.
+    # What both ends split alike, major first, may stay as it is: devices that lie apart along it have nothing that the
+    # others want. The search that leaves it alone is smaller; to move it too can only save where there are several steps.
     alike = tuple([_beginning(*pair) for pair in zip(source.axes, target.axes, strict=True)])
     if any(alike):
         plan = _routed(source, target, itemsize, alike)

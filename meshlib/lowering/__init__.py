@@ -7,7 +7,7 @@ from typing import Any
 
 from layouts import Report
 from meshlib.graph import Operation
-from meshlib.lowering.choose import Balance
+from meshlib.lowering.balance import Balance
 from meshlib.lowering.session import Outputs, Session
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.listing import collectives_table, explain

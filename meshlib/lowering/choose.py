@@ -7,69 +7,27 @@ worth where it then lies is for what follows to say: `meshlib.lowering.beam` sea
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product
-from math import prod
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
-from meshlib.lowering.arrivals import (
-    NEARLY,
-    NOWHERE,
-    Path,
-    Prices,
-    Source,
-    Way,
-    axes_price,
-    least_cost,
-    obtain,
-    parks,
-    slack,
-)
-from meshlib.operation import Factor, Linear, Role, Work
-from meshlib.program.exchange import Exchange, busiest_bytes
-from meshlib.program.signature import Assigned, Signature
+from meshlib.lowering.arrivals import NEARLY, NOWHERE, Path, Source, Way, least_cost, obtain, slack
+from meshlib.lowering.endings import Axes, Ending, Endings
+from meshlib.operation import Factor, Linear, Role
+from meshlib.program.exchange import Exchange
+from meshlib.program.signature import Signature
 
-Axes: TypeAlias = tuple[str, ...]
 Rank: TypeAlias = tuple[float, int, int]  # cost, collectives, strays
-Near: TypeAlias = frozenset[tuple[int, str]]  # operands and dims of which others bring what lies elsewhere
-Lies: TypeAlias = tuple[Sharding, ...]  # where something is to be had
 Places: TypeAlias = dict[str, list[Factor | None]]  # per axis the factors that may take it, and None
-
-
-@dataclass(frozen=True)
-class Balance:
-    """How much duplicated work is worth one byte sent per device.
-
-    Nominal: one operation a byte, far below a chip's real balance (TPU v3: about 800 MXU flops per ICI byte). At the
-    real one a step of a small batch would gather its activations and compute whole gradients on every core: cheaper
-    on paper, but not what somebody who splits the batch means. So work that a layout divides stays divided unless
-    duplicating it is next to free.
-
-    `axis_prices` are what a byte sent along an axis is worth, where they differ: (axis, price) pairs, 1 for the others.
-    `mtf.balance` makes all that of a slice.
-
-    `stationary` are mesh axes over which variables never move: activations come to the weights, as in Megatron, even
-    where gathering a weight would send less.
-    """
-
-    mxu_flops_per_byte: float = 1.0
-    vpu_ops_per_byte: float = 32.0
-    stationary: tuple[str, ...] = ()
-    axis_prices: Prices = ()
-
-    def bytes_of(self, work: Work) -> float:
-        """What a device's work is worth."""
-        return work.mxu_flops / self.mxu_flops_per_byte + work.vpu_ops / self.vpu_ops_per_byte
 
 
 @dataclass(frozen=True)
 class Choice:
     """How one operation runs: the axes of each factor, what each operand must be, what comes out."""
 
-    axes: dict[str, Axes]  # factor -> axes, major first
+    axes: Mapping[str, Axes]  # factor -> axes, major first
     operands: tuple[Sharding, ...]
     out: Sharding
     exchanges: tuple[Exchange, ...]  # what moves inside the operation
@@ -113,18 +71,6 @@ class Operand(NamedTuple):
         )
 
 
-class Binding(enum.Enum):
-    """Whether a result is brought home as soon as it is made."""
-
-    ALWAYS = "always"
-    IF_LARGER = "if larger"  # another region needs it: until then it must not take more memory than its home
-    NEVER = "never"
-
-    def binds(self, made: Sharding, home: Sharding) -> bool:
-        """Whether a result that was made so is brought home."""
-        return self is Binding.ALWAYS or (self is Binding.IF_LARGER and made.local_size > home.local_size)
-
-
 class Option(NamedTuple):
     """One way to run an operation where its operands lie as they do."""
 
@@ -137,38 +83,29 @@ class Option(NamedTuple):
     lies: tuple[Sharding, ...]  # where the result lies, home included if it is bound there
 
 
-def options(
-    signature: Signature,
-    operands: Sequence[Operand],
-    home: Sharding,
-    binding: Binding,
-    passes: bool,
-    balance: Balance,
-    near: Near = frozenset(),
-) -> tuple[Option, ...]:
+def options(endings: Endings, operands: Sequence[Operand], passes: bool) -> tuple[Option, ...]:
     """The ways to run an operation that may be part of the best program, the cheapest first.
 
     Left out is what another way and a reshard afterwards would be no dearer than. `passes` says whether any user may
-    take the result as a pending sum: if none does, a sum is passed on only where that is cheaper here and now. `near`:
-    the operands, and their dims, of which another operation brings what this one needs of its neighbours.
+    take the result as a pending sum: if none does, a sum is passed on only where that is cheaper here and now.
     """
-    blank = Source((), signature.op.output.dtype.itemsize, balance.axis_prices)
-    moves = _Moves(operands, home, blank, sum(y.dtype.itemsize for y in signature.op.outputs[1:]))
+    moves = _Moves(operands, endings)
     drafts = []
-    for c in _candidates(signature, operands, home, balance):
-        made = signature.under(home.mesh, c.axes, c.passed)
-        if made is not None and not any(map(Operand.leaves, operands, made.operands)):
-            drafts.append(_draft(c, made, moves, binding, near))
+    for axes, passed in _assignments(endings, operands):
+        ending = endings.of(axes, passed)
+        if ending is not None and not any(map(Operand.leaves, operands, ending.made.operands)):
+            leasts = [moves.least(n, s) for n, s in enumerate(ending.made.operands)]
+            drafts.append(_Draft(ending, leasts, ending.cost + sum(leasts)))
     found: dict[int, Option] = {}
     for n in sorted(range(len(drafts)), key=lambda n: drafts[n].least):  # the most promising first
         draft = drafts[n]
-        option = None if any(_surpasses(o, draft, moves) for o in found.values()) else _option(draft, moves)
+        option = None if any(_surpasses(o, draft, moves) for o in found.values()) else _option(draft.ending, moves)
         if option is not None:
             found[n] = option
-    made_now = dict.fromkeys(d.made.out for d in drafts if not d.made.out.pending)
     every = [found[n] for n in sorted(found)]
-    if not passes:
-        every = [o for o in every if not any(o.choice.passed) or not _as_well_now(o, every, made_now, blank)]
+    if not passes and any(any(o.choice.passed) for o in every):
+        ends = dict.fromkeys(d.ending.made.out for d in drafts if not d.ending.made.out.pending)
+        every = [o for o in every if not any(o.choice.passed) or not _as_well_now(o, every, ends, endings.blank)]
     every.sort(key=rank)
     kept: list[Option] = []
     for option in every:
@@ -193,29 +130,18 @@ def rank(x: Option) -> Rank:
 
 
 class _Moves:
-    """What it costs to bring the operands and the result of one operation elsewhere, each looked up once."""
+    """What it costs to bring the operands of one operation elsewhere, each looked up once."""
 
-    def __init__(self, operands: Sequence[Operand], home: Sharding, blank: Source, beside: float) -> None:
-        self.operands, self.home, self.blank = operands, home, blank
-        self._beside = beside  # item size of all results but the first, which lie as that was made
+    def __init__(self, operands: Sequence[Operand], endings: Endings) -> None:
+        self.operands, self.endings = operands, endings
         self._brought: dict[tuple[int, Sharding], Way] = {}
-        self._home: dict[Sharding, Way] = {}
         self._leasts: dict[tuple[int, Sharding], float] = {}
-        self._least: dict[tuple[Lies, Lies], float] = {}
-        self._between: dict[tuple[Lies, Lies], tuple[float, int]] = {}
 
     def operand(self, n: int, wanted: Sharding) -> Way:
         """An operand, from where it lies."""
         found = self._brought.get((n, wanted))
         if found is None:
             found = self._brought[n, wanted] = obtain(self.operands[n].source, wanted)
-        return found
-
-    def bound(self, made: Sharding) -> Way:
-        """A result, home."""
-        found = self._home.get(made)
-        if found is None:
-            found = self._home[made] = obtain(self.blank._replace(lies=(made,)), self.home)
         return found
 
     def least(self, n: int, wanted: Sharding) -> float:
@@ -227,53 +153,13 @@ class _Moves:
             found = self._leasts[n, wanted] = 0.0 if easy else least_cost(x.source, wanted)
         return found
 
-    def between(self, here: Lies, there: Lies, limit: float) -> tuple[float, int] | None:
-        """The results that lie in some places, to others; None where that exceeds the limit, or nobody would do so.
-
-        The first place is where they were made.
-        """
-        key = (here, there)
-        least = self._least.get(key)
-        if least is None:
-            result = self.blank._replace(lies=here)
-            parked = parks(there[0], (*here, self.home))
-            least = self._least[key] = float("inf") if parked else max([least_cost(result, s) for s in there])
-        if least > limit:
-            return None
-        found = self._between.get(key)
-        if found is None:
-            result = self.blank._replace(lies=here)
-            ways = [obtain(result, s) for s in there]
-            if self._beside:
-                ways.append(obtain(self.blank._replace(lies=here[:1], itemsize=self._beside), there[0]))
-            found = self._between[key] = sum([way.cost for way in ways]), sum([way.collectives for way in ways])
-        return found
-
 
 class _Draft(NamedTuple):
-    """A candidate before its operands are brought there."""
+    """A way to run an operation before its operands are brought there."""
 
-    candidate: _Candidate
-    made: Assigned
-    cost: float  # of all but the operands
-    collectives: int
-    lies: Lies  # where the result lies then, home included if it is bound there
+    ending: Ending
     leasts: list[float]  # what each operand costs at least
     least: float  # what it costs in all, at least
-
-
-def _draft(c: _Candidate, made: Assigned, moves: _Moves, binding: Binding, near: Near) -> _Draft:
-    exchanges = [e for e in made.exchanges if (e.operand, e.dim) not in near]
-    cost, collectives, lies = c.work, len(exchanges), (made.out,)
-    for over in dict.fromkeys(e.axes for e in exchanges):
-        cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, moves.blank.prices)
-    if binding.binds(made.out, moves.home):
-        way = moves.bound(made.out)
-        cost += way.cost
-        collectives += way.collectives
-        lies += tuple([s for _, s in way.new])
-    leasts = [moves.least(n, s) for n, s in enumerate(made.operands)]
-    return _Draft(c, made, cost, collectives, lies, leasts, cost + sum(leasts))
 
 
 def _surpasses(a: Option, draft: _Draft, moves: _Moves) -> bool:
@@ -283,19 +169,19 @@ def _surpasses(a: Option, draft: _Draft, moves: _Moves) -> bool:
     """
     if a.cost > draft.least:
         return False
-    floor = draft.cost
-    for x, least, s, own in zip(moves.operands, draft.leasts, draft.made.operands, a.choice.operands, strict=True):
+    floor, wanted = draft.ending.cost, draft.ending.made.operands
+    for x, least, s, own in zip(moves.operands, draft.leasts, wanted, a.choice.operands, strict=True):
         if least and (s == own or not x.again):
             floor += least
     if a.cost > floor:
         return False
-    brought = moves.between(a.lies, draft.lies, floor - a.cost)
+    brought = moves.endings.between(a.lies, draft.ending.lies, floor - a.cost)
     return brought is not None and a.cost + brought[0] < floor - slack(floor)
 
 
-def _option(draft: _Draft, moves: _Moves) -> Option | None:
-    """A draft, with what it takes to bring its operands there; None if they can't be."""
-    (axes, passed, work), made, cost, collectives, lies, *_ = draft
+def _option(ending: Ending, moves: _Moves) -> Option | None:
+    """An assignment, with what it takes to bring the operands there; None if they can't be."""
+    axes, passed, made, work, cost, collectives, lies = ending
     sources: dict[int, Source] = {}
     new: list[tuple[Path, Sharding]] = []
     for n, (x, wanted) in enumerate(zip(moves.operands, made.operands, strict=True)):
@@ -309,14 +195,14 @@ def _option(draft: _Draft, moves: _Moves) -> Option | None:
         collectives += way.collectives
         new += [((n, *path), s) for path, s in way.new]
         sources[x.first] = (source or x.source).with_lies(way.new)
-    strays = sum(map(len, passed)) + (made.out.axes != moves.home.axes)
+    strays = sum(map(len, passed)) + (made.out.axes != moves.endings.home.axes)
     choice = Choice(axes, made.operands, made.out, made.exchanges, passed)
     return Option(choice, cost, cost - work, collectives, strays, tuple(new), lies)
 
 
 def _covers(a: Option, b: Option, moves: _Moves) -> bool:
     """Whether whatever follows `b` may as well follow `a`, at no more cost."""
-    brought = moves.between(a.lies, b.lies, b.cost + slack(b.cost) - a.cost)
+    brought = moves.endings.between(a.lies, b.lies, b.cost + slack(b.cost) - a.cost)
     if brought is None:
         return False
     cost, collectives = a.cost + brought[0], a.collectives + brought[1]
@@ -357,37 +243,6 @@ def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -
     return Choice({name: split[name] for name in names}, tuple(lie), home, (), ((),) * len(operands))
 
 
-class _Candidate(NamedTuple):
-    axes: dict[str, Axes]
-    passed: tuple[Axes, ...]
-    work: float  # more than what the home means, in bytes
-
-
-def _candidates(
-    signature: Signature, operands: Sequence[Operand], home: Sharding, balance: Balance
-) -> Iterator[_Candidate]:
-    places = _places(signature.factors, operands, home)
-    sizes = home.mesh.sizes_by_axis
-    plain = _plain_work(signature, home, balance)
-    for passed in pass_options(signature.linear, operands):
-        busy = {a for p in passed for a in p}
-        free = {a: places[a] for a in places if a not in busy}
-        for split in _assignments(free, operands, home):
-            counts = [prod([sizes[a] for a in split[n]]) if n in split else 1 for n in signature.names]
-            blocks = signature.cut(tuple(counts))
-            if blocks is None:
-                continue
-            yield _Candidate(split, passed, balance.bytes_of(blocks.work) - plain)
-
-
-def _plain_work(signature: Signature, home: Sharding, balance: Balance) -> float:
-    """The work of a device that makes its block of the home; what others do is counted from there."""
-    counts = dict(zip(home.shape.names, home.block_counts, strict=True))
-    own = (f.outputs[0] if f.shares is None else None for f in signature.factors)
-    plain = signature.cut(tuple(counts.get(name or "", 1) for name in own))
-    return 0 if plain is None else balance.bytes_of(plain.work)
-
-
 def _places(factors: Sequence[Factor], operands: Sequence[Operand], home: Sharding) -> Places:
     """Per axis, in mesh order, the factors it may split: those whose dim it splits in an operand or in a home.
 
@@ -413,21 +268,27 @@ def _axes_of(f: Factor, operands: Sequence[Operand], home: Sharding) -> set[str]
     return axes
 
 
-def _assignments(places: Places, operands: Sequence[Operand], home: Sharding) -> Iterator[dict[str, Axes]]:
-    """Every way to give each axis to one of its factors or to none; sizes divide."""
-    mesh = home.mesh
-    for targets in product(*places.values()):
-        split: dict[str, Axes] = {}
-        used: dict[str, Factor] = {}
-        for axis, f in zip(places, targets, strict=True):
-            if f is not None:
-                split[f.name] = (*split.get(f.name, ()), axis)
-                used[f.name] = f
-        if all(f.size % mesh.group_size(split[n]) == 0 for n, f in used.items()):
-            for n, f in used.items():
-                if len(split[n]) > 1:
-                    split[n] = _ordered(f, split[n], operands, home)
-            yield split
+def _assignments(
+    endings: Endings, operands: Sequence[Operand]
+) -> Iterator[tuple[Mapping[str, Axes], tuple[Axes, ...]]]:
+    """Every way to give each axis to one of its factors or to none, and to pass sums on; sizes divide."""
+    signature, home = endings.signature, endings.home
+    places = _places(signature.factors, operands, home)
+    for passed in pass_options(signature.linear, operands):
+        busy = {a for p in passed for a in p}
+        free = {a: places[a] for a in places if a not in busy}
+        for targets in product(*free.values()):
+            split: dict[str, Axes] = {}
+            used: dict[str, Factor] = {}
+            for axis, f in zip(free, targets, strict=True):
+                if f is not None:
+                    split[f.name] = (*split.get(f.name, ()), axis)
+                    used[f.name] = f
+            if all(f.size % home.mesh.group_size(split[n]) == 0 for n, f in used.items()):
+                for n, f in used.items():
+                    if len(split[n]) > 1:
+                        split[n] = _ordered(f, split[n], operands, home)
+                yield split, passed
 
 
 def _ordered(f: Factor, axes: Axes, operands: Sequence[Operand], home: Sharding) -> Axes:

@@ -12,13 +12,15 @@ from typing import NamedTuple, TypeAlias
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
 from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, between, made_again, obtain
-from meshlib.lowering.choose import Balance, Binding, Choice, Near, Operand, Option, options, settled
+from meshlib.lowering.choose import Choice, Operand, Option, options, settled
+from meshlib.lowering.endings import Binding, Endings, Near
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
+from meshlib.lowering.memos import Found
 from meshlib.lowering.simplification import Simplified
 from meshlib.lowering.ways import Distances, Floats, Ints, Lies, Price, Ways
 from meshlib.operation import Home, Kind
-from meshlib.program.signature import Signature, Signatures
+from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 
 SMALL = 64  # operations; in so small a graph those that leave little to choose have all their options
@@ -41,11 +43,8 @@ class Outcome(NamedTuple):
 class _Facts(NamedTuple):
     """What its options depend on besides where its operands lie."""
 
-    signature: Signature
-    home: Sharding
-    binds: Binding
+    endings: Endings
     passes: bool  # whether some user may take the result as a pending sum
-    near: Near
     operands: list[tuple[int, Sharding, bool, tuple[str, ...]]]  # all of `Operand` but the source
 
 
@@ -55,9 +54,8 @@ class Course:
 
     graph: Simplified
     homes: Homes
-    balance: Balance
+    found: Found
     signatures: Signatures
-    found: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     loops: Loops
     near: Mapping[Operation, Near] = field(default_factory=dict)  # see `near`
@@ -146,29 +144,28 @@ class Course:
             facts = self._facts[op] = self._facts_of(op, n)
         sources = [self.source(where, t, op.region) for t in self.graph.inputs[op]]
         operands = [Operand(x, *rest) for x, rest in zip(sources, facts.operands, strict=True)]
-        settles = settled(facts.signature, operands, facts.home)
+        settles = settled(facts.endings.signature, operands, facts.endings.home)
         plain = settles and Option(settles, 0.0, 0.0, 0, 0, (), (settles.out,))
         if plain and not self.thorough:
             return (plain,)
-        key = (facts.signature, facts.home, facts.binds, (facts.passes, facts.near), *operands)
-        found = self.found.get(key)
+        key = (facts.endings, facts.passes, *operands)
+        found = self.found.options.get(key)
         if found is None:
-            found = options(facts.signature, operands, facts.home, facts.binds, facts.passes, self.balance, facts.near)
+            found = options(facts.endings, operands, facts.passes)
             if plain and all(x.choice != plain.choice for x in found):
                 found = (plain, *found)
-            self.found[key] = found
+            self.found.options[key] = found
         return found
 
     def _facts_of(self, op: Operation, n: int) -> _Facts:
         inputs, users = self.graph.inputs[op], self.graph.uses.get(op.output, ())
-        over = self.balance.stationary
+        over = self.found.balance.stationary
         held = [over if over and self.homes.is_weight(t) else () for t in inputs]
+        binds = binding(op.output, self.graph, self.homes, self.fetched)
+        key = (self.signatures.of(op), self.homes.of(op.output), binds, self.near.get(op, frozenset()))
         return _Facts(
-            self.signatures.of(op),
-            self.homes.of(op.output),
-            binding(op.output, self.graph, self.homes, self.fetched),
+            self.found.endings(*key),
             not users or any(i in self.signatures.of(user).linear.operands for user, i in users),
-            self.near.get(op, frozenset()),
             [(inputs.index(t), self.homes.of(t), self.last[t] > n, h) for t, h in zip(inputs, held, strict=True)],
         )
 
@@ -206,7 +203,7 @@ class Course:
             op = t.operation
             operands = tuple([self.source(where, x, region) for x in self.graph.inputs[op]])
             made = Made(self.signatures.of(op), operands)
-        return Source(known(where[t], region), t.dtype.itemsize, self.balance.axis_prices, made)
+        return Source(known(where[t], region), t.dtype.itemsize, self.found.balance.axis_prices, made)
 
     def _take(self, where: Where, op: Operation, option: Option) -> list[Way]:
         """Run an operation in one of its ways; returns how its second results come home."""
@@ -226,7 +223,7 @@ class Course:
         home, way = self.homes.of(t), STAYS
         at: tuple[Sharding, ...] = (s,)
         if binding(t, self.graph, self.homes, self.fetched).binds(s, home):
-            way = obtain(Source(at, t.dtype.itemsize, self.balance.axis_prices), home)
+            way = obtain(Source(at, t.dtype.itemsize, self.found.balance.axis_prices), home)
             at += tuple([s for _, s in way.new])
         where[t] = laid_out(t, at, self.homes)
         return way
@@ -242,14 +239,14 @@ class Course:
         if found is None:
 
             def price(here: Sharding, there: Sharding) -> Price:
-                return between(here, there, t.dtype.itemsize, self.balance.axis_prices)
+                return between(here, there, t.dtype.itemsize, self.found.balance.axis_prices)
 
             found = self._distances[t, region] = Distances(self.ways[t], self.homes.of(t), region, price)
         return found.table(numbers)
 
     def _bringing(self, t: Tensor, lies: Lies, missing: Iterable[Sharding], region: str) -> tuple[float, int]:
         cost, collectives = 0.0, 0
-        source = Source(known(lies, region), t.dtype.itemsize, self.balance.axis_prices)
+        source = Source(known(lies, region), t.dtype.itemsize, self.found.balance.axis_prices)
         for s in missing:
             way = obtain(source, s)
             cost += way.cost

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from layouts.plan import Step
-from meshlib.lowering.choose import Balance
+from meshlib.lowering.balance import Balance
 from meshlib.lowering.passes import remove_dead_code
 from meshlib.operation import Factor, Work
 from meshlib.program.exchange import RUNS

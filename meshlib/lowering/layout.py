@@ -9,7 +9,8 @@ from typing import TypeAlias
 from layouts import LayoutRules, Mesh, Sharding
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering.arrivals import axes_price
-from meshlib.lowering.choose import Balance, Near
+from meshlib.lowering.balance import Balance
+from meshlib.lowering.endings import Near
 from meshlib.lowering.halos import share_halos
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Makers
@@ -142,9 +143,8 @@ class Lowering:
         self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], near: Nears | None = None
     ) -> Partitioner:
         memos = self.memos
-        options = memos.options.setdefault(self.balance, {})
         body = Body(self.body, self.trial)
-        sweep = Partitioner(simple, homes, self.balance, memos.signatures, options, set(fetched), body, near or {})
+        sweep = Partitioner(simple, homes, memos.found(self.balance), memos.signatures, set(fetched), body, near or {})
         sweep.run()
         return sweep
 

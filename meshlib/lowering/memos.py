@@ -2,7 +2,8 @@
 
     per operation      its signature: what the record says of it      (graph)
     per signature      what an assignment of axes means               (mesh)
-                       its options                                    (mesh, shardings of operands and home, balance)
+                       what an assignment comes to                    (mesh, home, balance)
+                       its options                                    (the same, shardings of operands)
     per graph, body    dead code and common subexpressions            (results)
                        sums that follow from others                   (results, which sums are over split dims)
     per computation    that the checker found it sound                (shardings, assignment)
@@ -16,13 +17,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from layouts import Sharding
 from meshlib.graph import Graph, Tensor
-from meshlib.lowering.choose import Balance, Option
+from meshlib.lowering.balance import Balance
+from meshlib.lowering.choose import Option
+from meshlib.lowering.endings import Binding, Endings, Near
 from meshlib.lowering.shared_sums import Sharing, shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
-from meshlib.program.signature import Signatures
+from meshlib.program.signature import Signature, Signatures
 
 MOST = 1 << 16  # options, and computations found sound: a search meets thousands of layouts
+
+
+@dataclass(eq=False)
+class Found:
+    """What was found out about operations at one balance."""
+
+    balance: Balance
+    options: dict[object, tuple[Option, ...]] = field(default_factory=dict)
+    _endings: dict[object, Endings] = field(default_factory=dict)
+
+    def endings(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Endings:
+        """What operations come to that are alike."""
+        key = (signature, home, binding, near)
+        found = self._endings.get(key)
+        if found is None:
+            found = self._endings[key] = Endings(signature, home, binding, self.balance, near)
+        return found
 
 
 @dataclass(eq=False)
@@ -30,10 +51,14 @@ class Memos:
     """See above."""
 
     signatures: Signatures = field(default_factory=Signatures)
-    options: dict[Balance, dict[object, tuple[Option, ...]]] = field(default_factory=dict)
+    _found: dict[Balance, Found] = field(default_factory=dict)
     computations: set[object] = field(default_factory=set)
     _simplified: dict[object, Simplified] = field(default_factory=dict)
     _sharings: dict[object, Sharing | None] = field(default_factory=dict)
+
+    def found(self, balance: Balance) -> Found:
+        """What was found out at a balance."""
+        return self._found.setdefault(balance, Found(balance))
 
     def simplified(self, graph: Graph, results: Sequence[Tensor], taken: bool) -> Simplified:
         """The body of a loop, simplified; `taken`: its results are needed wherever they lie."""
@@ -54,7 +79,7 @@ class Memos:
 
     def trim(self) -> None:
         """Start anew with what grows from layout to layout, where that has become too much to hold."""
-        if sum(map(len, self.options.values())) > MOST or len(self.computations) > MOST:
-            self.options.clear()
+        if sum(len(found.options) for found in self._found.values()) > MOST or len(self.computations) > MOST:
+            self._found.clear()
             self.computations.clear()
             self.signatures.forget_assignments()

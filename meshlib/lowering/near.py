@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.choose import Near
+from meshlib.lowering.endings import Near
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Factor, Halo, Role

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
 from meshlib.lowering.beam import best_choices
-from meshlib.lowering.choose import Balance, Choice, Near, Option
+from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Course, as_it_lies, binding
+from meshlib.lowering.endings import Near
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Loops
+from meshlib.lowering.memos import Found
 from meshlib.lowering.places import Places, blockwise
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
@@ -32,9 +34,8 @@ class Partitioner:
 
     graph: Simplified
     homes: Homes
-    balance: Balance
+    found: Found
     signatures: Signatures
-    options: dict[object, tuple[Option, ...]]  # at this balance
     fetched: set[Tensor]
     body: Body  # how loops are lowered
     near: Mapping[Operation, Near] = field(default_factory=dict)  # see `near`
@@ -45,14 +46,12 @@ class Partitioner:
     choices: Mapping[Operation, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.places = Places(self.graph, self.homes, self.signatures, self.balance.axis_prices)
+        self.places = Places(self.graph, self.homes, self.signatures, self.found.balance.axis_prices)
         self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
 
     def run(self) -> None:
         """Lower every operation, in order."""
-        course = Course(
-            self.graph, self.homes, self.balance, self.signatures, self.options, self.fetched, self.loops, self.near
-        )
+        course = Course(self.graph, self.homes, self.found, self.signatures, self.fetched, self.loops, self.near)
         self.choices = best_choices(course)
         for op in self.graph.operations:
             match op.kind.kind:

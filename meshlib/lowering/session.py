@@ -10,7 +10,7 @@ from layouts import LayoutRules, Mesh, Report
 from meshlib.checks import choice
 from meshlib.errors import GraphError
 from meshlib.graph import FORWARD, Graph, Operation, Tensor
-from meshlib.lowering.choose import Balance
+from meshlib.lowering.balance import Balance
 from meshlib.lowering.homes import Subjects, check_layout, refuse_faults
 from meshlib.lowering.layout import Lowering
 from meshlib.lowering.memos import Memos

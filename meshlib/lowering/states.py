@@ -157,12 +157,13 @@ class States:
         kept: list[int] = []
         left = np.arange(len(self))  # not looked at yet, and not covered
         while len(left) and len(kept) < most:
-            block, others = left[:BLOCK], left
-            for n, row in zip(block, self._advantages(block, others, between, enough), strict=True):
-                if advantages[n] > 0:
-                    kept.append(int(n))
-                    later = others > n
-                    advantages[others] = np.where(later, np.minimum(advantages[others], row), advantages[others])
+            rows = self._advantages(left[:BLOCK], left, between, enough)
+            rest = advantages[left]
+            for n, row in enumerate(rows):
+                if rest[n] > 0:
+                    kept.append(int(left[n]))
+                    np.minimum(rest[n + 1 :], row[n + 1 :], out=rest[n + 1 :])
+            advantages[left] = rest
             left = left[BLOCK:]
             left = left[advantages[left] > 0]
         return kept[:most], advantages
@@ -190,4 +191,5 @@ class States:
 
 def occurring(numbers: Ints) -> Ints:
     """Each of them once, in order."""
-    return np.flatnonzero(np.bincount(numbers))
+    found: Ints = np.bincount(numbers).nonzero()[0]
+    return found

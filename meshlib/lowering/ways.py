@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -58,9 +59,14 @@ class Distances:
         self._ways, self._home, self._region, self._price = ways, home, region, price
         self._apart: Floats = np.full((2, 4, 4), np.nan)  # bytes and collectives; (from spot, to spot)
         self._table: Floats = np.full((2, 4, 4), np.nan)  # (from way, to way)
+        self._asked: set[bytes] = set()  # what `table` was asked for
 
     def table(self, numbers: Ints) -> Floats:
         """Bytes, and collectives, from way (rows) to way (columns): of these at least, of others maybe NaN."""
+        asked = numbers.tobytes()
+        if asked in self._asked:
+            return self._table
+        self._asked.add(asked)
         ways = len(self._ways.lies)
         self._table = with_room(self._table, ways, ways, np.nan)
         at = np.ix_(_BOTH, numbers, numbers)
@@ -101,6 +107,7 @@ class Distances:
         return np.where(wanted, self._apart[at], FAR)
 
 
+@lru_cache(maxsize=1 << 12)
 def _split(s: Sharding) -> NDArray[np.bool_]:
     """For each dim, which axes split it."""
     return np.array([[a in entry for a in s.mesh.axes] for entry in s.axes], bool).ravel()
