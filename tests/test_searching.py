@@ -77,7 +77,7 @@ def test_the_best_is_that_of_trying_everything_and_bounds_are_below_all() -> Non
             if est is not None:
                 tried += 1
                 assert bounds.seconds(c) <= est.step_seconds, c
-                assert bounds.state_bytes(c) <= est.memory.peak_bytes, c
+                assert bounds.held_bytes(c) <= est.memory.peak_bytes, c
     assert tried > 10
 
 

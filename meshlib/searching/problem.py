@@ -64,7 +64,7 @@ def _usd(bounds: Bounds, c: Candidate) -> float:
 
 def _state(bounds: Bounds, c: Candidate) -> float:
     try:
-        return bounds.state_bytes(c)
+        return bounds.held_bytes(c)
     except LayoutError:  # it is refused when it is looked at
         return 0.0
 
@@ -89,7 +89,7 @@ class Problem:
     @cached_property
     def bounds(self) -> Bounds:
         """What no layout can beat."""
-        return Bounds.of(self.session.lower())
+        return Bounds.of(self.session.lower(), self.subjects.operations)
 
     @property
     def fingerprint(self) -> str:

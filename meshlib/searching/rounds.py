@@ -125,7 +125,7 @@ class Search:
             return False
         c, problem, bound = self.space[n], self.problems[self.space[n].choices], self.bounds[n]
         try:
-            held = problem.bounds.state_bytes(c)
+            held = problem.bounds.held_bytes(c)
         except LayoutError as fault:
             self.outcomes[n] = Outcome(c, REFUSED, bound, why=str(fault).splitlines()[-1].strip())
             return False
