@@ -159,7 +159,7 @@ class Times:
         return sum(min(size, max(0, held - moved)) for moved, size in kernel.kept)
 
     def attention_seconds(self, work: Attention) -> tuple[float, float, float]:
-        """Modelled seconds of fused attention: on the MXU, on the vector unit, and of both what the other can't hide."""
+        """Modelled seconds of fused attention: on the MXU, on the vector unit, and of these what is not hidden."""
         chip, physics = self.chip, self.physics
         peak = chip.peak_flops("bf16") / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
         together = chip.year >= FUSED_BACKWARD_SINCE
