@@ -76,6 +76,7 @@ def test_the_best_is_that_of_trying_everything_and_bounds_are_below_all() -> Non
         for c, bounds, est in all_of_them:
             if est is not None:
                 tried += 1
+                assert bounds.least_bytes(c) <= bounds.held_bytes(c) * (1 + 1e-9), c
                 assert bounds.seconds(c) <= est.step_seconds, c
                 assert bounds.held_bytes(c) <= est.memory.peak_bytes, c
     assert tried > 10
@@ -249,6 +250,32 @@ def test_processes_do_not_change_the_result() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
 
 
+def test_what_is_known_already_is_looked_at_first_and_not_worsened() -> None:
+    known = ("x:4;y:2", "batch:x;hidden:x?;pixels:y")
+    with mtf.Graph():
+        outputs, updates = network()
+        own = mtf.estimate(mtf.lower(outputs, updates, mesh=known[0], layout=known[1]), "v3-8")
+    short = mtf.search(network, "v3-8", also=[known], seconds=1e-9)
+    assert str(short.outcomes[0].candidate) == f"v3-8 {known[0]} {known[1]}"
+    found = mtf.search(network, "v3-8", axes=0, also=[known], seconds=None)
+    assert found.best.value == own.step_seconds
+    assert [o.state for o in found.outcomes] == [ESTIMATED]
+
+
+def test_the_usual_layouts_of_a_model_are_members_of_its_space() -> None:
+    config = mtf.models.preset("llama2-7b").reduced()
+    found = mtf.search(config, "v5e-4", batch=8, length=16, axes=1, choices={"remat": ["full"]}, seconds=None)
+    names = {f"{o.candidate.mesh} {o.candidate.layout}" for o in found.outcomes}
+    usual = mtf.models.usual_layouts(config, 4, 8)
+    assert len(usual) > 1
+    for name, mesh in usual:
+        rules = mtf.models.layout(name, config, mesh)
+        assert f"{mesh} {rules}" in names
+        with mtf.Graph():
+            program = mtf.lower(*mtf.models.train_step(config, 8, 16), mesh=mesh, layout=rules)
+        assert found.best.value <= mtf.estimate(program, "v5e-4").step_seconds
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"build": 3}, "build must be a function"),
     ({"build": lambda: 3}, "must return"),
@@ -263,6 +290,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"forbid": "pixel"}, "no dim 'pixel'"),
     ({"per": "batches"}, "no dim 'batches'"),
     ({"per": [3]}, "names of dims"),
+    ({"also": [("rows:8", "batch:rows", "x")]}, "pairs of a mesh and a layout"),
+    ({"also": [("rows:4", "batch:rows")]}, "has 4 devices; v3-8 has 8"),
+    ({"also": [("rows", "batch:rows")]}, "rows"),
+    ({"also": 3}, "also"),
     ({"axes": -1}, "must not be negative"),
     ({"objective": "speed"}, "objective must be"),
     ({"objective": 3}, "objective must be"),

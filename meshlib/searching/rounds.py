@@ -42,6 +42,7 @@ class Search:
         build: Build,
         problems: Mapping[Choices, Problem],
         space: Sequence[Candidate],
+        first: int,
         objective: Objective,
         seconds: float | None,
         workers: int,
@@ -50,6 +51,7 @@ class Search:
     ) -> None:
         self.build = build
         self.problems, self.space, self.objective = problems, space, objective
+        self.first = first  # so many of the space are known to be good
         self.seconds, self.workers, self.progress, self.resume = seconds, workers, progress, resume
         self.bounds = [self._bound(c) for c in space]
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
@@ -93,13 +95,16 @@ class Search:
         chosen: list[int] = []
         best = self._best_value()
         left = [n for n in self.order if n not in self.outcomes]
+        for n in range(self.first):
+            if len(chosen) < ROUND and self.bounds[n] < best and self._open(n):
+                chosen.append(n)
         for n in self._beside(left):
-            if len(chosen) == ROUND // 2:
+            if len(chosen) >= ROUND // 2:
                 break
             if n not in chosen and self.bounds[n] < best and self._open(n):
                 chosen.append(n)
         for n in sorted(left, key=self._promise):
-            if len(chosen) == ROUND:
+            if len(chosen) >= ROUND:
                 break
             if n not in chosen and self.bounds[n] < best and self._open(n):
                 chosen.append(n)

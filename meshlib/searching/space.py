@@ -107,6 +107,12 @@ class Candidate:
         return self.key
 
 
+def laid(choices: Choices, where: Slice, mesh: Mesh, rules: LayoutRules) -> Candidate:
+    """The candidate of a mesh and layout that somebody names."""
+    sizes = dict(mesh.sizes_by_axis)
+    return Candidate(choices, where, Fixed(rules, sizes), tuple(sizes.items()), ())
+
+
 def candidates(
     choices: Choices, where: Slice, roles: Sequence[Role], sizes: Mapping[str, int], fixed: Fixed, most: int
 ) -> Iterator[Candidate]:
