@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,11 @@ def search(
         found = made[chosen] = problem_of(make, chosen, per, forbid)
         free = [d for d in found.dims if d not in fixed.rules.dims or d in _scoped(fixed)]
         roles = roles_of(found.tensors, free, found.batch)
+        given = replace(fixed, named=found.named)
         for where in slices:
-            space += candidates(chosen, where, roles, found.tensors.sizes, fixed, axes)
+            space += candidates(chosen, where, roles, found.tensors.sizes, given, axes)
             usual = _usual(build, where, found) if not fixed.rules and not forbid and axes else []
-            first += [laid(chosen, where, *pair) for pair in (*known[where], *usual)]
+            first += [laid(chosen, where, *pair, found.named) for pair in (*known[where], *usual)]
     space = [*first, *space]
     if not space:
         raise GraphError("search: no mesh of these slices divides the program's dims; allow more axes, or fix less")
