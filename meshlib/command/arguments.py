@@ -84,6 +84,7 @@ def _plan(made: argparse.ArgumentParser) -> None:
 
 
 def _search(made: argparse.ArgumentParser) -> None:
+    _layout(made)
     made.add_argument("--objective", default="step_seconds", help="step_seconds, usd, memory, or another figure")
     made.add_argument("--fix", default="", help="rules that every layout has, such as batch:data")
     made.add_argument("--sizes", default="", help="sizes of their axes, such as data:16")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 
 from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
-from layouts import Mesh
+from layouts import LayoutRules, Mesh
 from meshlib.command.plan import json_of, planned, plans_of, text_of
 from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of
 from meshlib.command.terminal import progress, progress_ends
@@ -67,6 +68,7 @@ def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
             subject.built,
             where,
             choices=choices,
+            also=_to_beat(args, subject, where),
             seconds=args.seconds,
             workers=args.workers,
             progress=progress,
@@ -74,6 +76,18 @@ def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
         )
     finally:
         progress_ends()
+
+
+def _to_beat(args: argparse.Namespace, subject: Subject, where: Slice) -> list[tuple[str, LayoutRules]]:
+    """The layouts that are named, else of a model the usual ones."""
+    if args.layout:
+        return [(mesh, subject.rules(name, mesh)) for name, mesh in named_layouts(args.layout, args.mesh)]
+    found = []
+    if subject.config is not None and not (getattr(args, "fix", "") or getattr(args, "forbid", "")):
+        for name, mesh in subject.usual(where.devices):
+            with suppress(LayoutError):  # what does not divide
+                found.append((mesh, subject.rules(name, mesh)))
+    return found
 
 
 def explain(args: argparse.Namespace) -> int:

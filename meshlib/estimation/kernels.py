@@ -295,11 +295,11 @@ def matmul_of(program: Program, instruction: Compute) -> Matmul:
     if attributes(program, op).get("precision") == "highest":
         once = op.kind.work(*local_types(instruction), {**op.attrs, "precision": "default"}).mxu_flops
         passes = local_work(program, instruction).mxu_flops // once
-    dtype = _mxu_dtype(instruction)
+    dtype = mxu_dtype(instruction)
     return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
 
 
-def _mxu_dtype(product: Compute) -> str:
+def mxu_dtype(product: Compute) -> str:
     """What the MXU multiplies in: what the precision says, else the wider operand's type if that is narrow."""
     precision = product.operation.attrs.get("precision")
     if precision in EIGHT_BIT:

@@ -158,7 +158,8 @@ class Times:
         held = self.chip.cmem_bytes // self.chip.devices_per_chip
         return sum(min(size, max(0, held - moved)) for moved, size in kernel.kept)
 
-    def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
+    def attention_seconds(self, work: Attention) -> tuple[float, float, float]:
+        """Modelled seconds of fused attention: on the MXU, on the vector unit, and of these what is not hidden."""
         chip, physics = self.chip, self.physics
         peak = chip.peak_flops("bf16") / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
         together = chip.year >= FUSED_BACKWARD_SINCE
@@ -168,7 +169,11 @@ class Times:
         half = physics.score_backward_ops / 2
         factor = 1.0 if not work.of.backward else half if not together else 0.0 if work.of.spared else 2 * half
         vpu = vpu_seconds(chip, work.scores * physics.score_vpu_ops * factor)
-        bare = (1 - physics.attention_overlap) * min(mxu, vpu)
+        return mxu, vpu, (1 - physics.attention_overlap) * min(mxu, vpu)
+
+    def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
+        chip = self.chip
+        mxu, vpu, bare = self.attention_seconds(work)
         found = spared_bytes(kernel, self.held_bytes)
         traffic = kernel.padded_bytes - found
         hbm = hbm_seconds(chip, traffic)

@@ -15,6 +15,8 @@ Time is modelled: that a layout is the best is proved for the model, and the mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,13 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from meshlib.checks import items, number, whole
-from meshlib.errors import GraphError, SliceError
-from meshlib.models import TransformerConfig
+from meshlib.errors import GraphError, LayoutError, SliceError
+from meshlib.models import TransformerConfig, layout, usual_layouts
 from meshlib.searching.found import Found
-from meshlib.searching.problem import Build, Objective, problem_of, transformer_builder
+from meshlib.searching.problem import Build, Objective, Problem, problem_of, transformer_builder
 from meshlib.searching.roles import roles_of
 from meshlib.searching.rounds import Search
-from meshlib.searching.space import Candidate, Choices, Fixed, candidates
+from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid
 
 __all__ = ["Candidate", "Found", "search"]
 
@@ -46,6 +48,7 @@ def search(
     fix: Any = "",
     sizes: Any = "",
     forbid: str | Sequence[str] = (),
+    also: Iterable[tuple[Any, Any]] = (),
     axes: int = 3,
     objective: str | Callable[..., float] = "step_seconds",
     per: str | Sequence[str] = (),
@@ -64,6 +67,8 @@ def search(
       fix: rules that every layout has, such as "batch:data"; the sizes of their axes are searched, unless `sizes`
         gives them, as "data:16".
       forbid: dims that are not split beyond what `fix` says.
+      also: layouts that are known already, as (mesh, layout): they are looked at first, so that the result is at least
+        as good. Of a model the usual ones (`mtf.models.usual_layouts`) are among them.
       axes: axes of the mesh at most, beyond those of `fix`. What each may be for is read from the program.
       objective: what is to be least: "step_seconds", "usd" (of a step), "memory" (the peak; all else is ignored, as
         Mesh TensorFlow's auto layout does), the name of another figure of `Estimate`, or a function of it. Candidates
@@ -89,6 +94,7 @@ def search(
     make, options = _builder(build, batch, length, choices)
     slices = _slices(slice)
     fixed = _fixed(fix, sizes)
+    known = _known(also, slices)
     per, forbid = _names(per, "per"), _names(forbid, "forbid")
     axes = whole(axes, "search", "axes")
     if axes < 0:
@@ -98,18 +104,23 @@ def search(
     if whole(workers, "search", "workers") < 1:
         raise GraphError(f"search: workers must be at least 1, got {workers}")
     measure = Objective.named(objective)
-    made: dict[Choices, Any] = {}
+    made: dict[Choices, Problem] = {}
     space: list[Candidate] = []
+    first: list[Candidate] = []
     for values in product(*options.values()):
         chosen: Choices = tuple(zip(options, values, strict=True))
         found = made[chosen] = problem_of(make, chosen, per, forbid)
         free = [d for d in found.dims if d not in fixed.rules.dims or d in _scoped(fixed)]
         roles = roles_of(found.tensors, free, found.batch)
+        given = replace(fixed, named=found.named)
         for where in slices:
-            space += candidates(chosen, where, roles, found.tensors.sizes, fixed, axes)
+            space += candidates(chosen, where, roles, found.tensors.sizes, given, axes)
+            usual = _usual(build, where, found) if not fixed.rules and not forbid and axes else []
+            first += [laid(chosen, where, *pair, found.named) for pair in (*known[where], *usual)]
+    space = [*first, *space]
     if not space:
         raise GraphError("search: no mesh of these slices divides the program's dims; allow more axes, or fix less")
-    return Search(make, made, space, measure, seconds, workers, progress, resume).run()
+    return Search(make, made, space, len(first), measure, seconds, workers, progress, resume).run()
 
 
 def _builder(build: object, batch: object, length: object, choices: object) -> tuple[Build, dict[str, list[object]]]:
@@ -144,6 +155,32 @@ def _slices(given: Any) -> list[Slice]:
         return [s if isinstance(s, Slice) else Slice(s) for s in several]
     except HardwareError as fault:
         raise SliceError(f"search: {fault}") from None
+
+
+def _known(also: object, slices: Sequence[Slice]) -> dict[Slice, list[tuple[Mesh, LayoutRules]]]:
+    """The layouts that are known already, by the slices whose devices their meshes have."""
+    found: dict[Slice, list[tuple[Mesh, LayoutRules]]] = {where: [] for where in slices}
+    for pair in items(also, "search", "also"):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise GraphError(f"search: also must be pairs of a mesh and a layout, got {pair!r:.80}")
+        mesh, rules = Mesh(pair[0]), LayoutRules(pair[1])
+        fitting = [where for where in slices if where.devices == mesh.size]
+        if not fitting:
+            counts = ", ".join(f"{where.name} has {where.devices}" for where in slices)
+            raise GraphError(f"search: mesh {mesh} of also has {mesh.size} devices; {counts}")
+        for where in fitting:
+            found[where].append((mesh, rules))
+    return found
+
+
+def _usual(build: object, where: Slice, problem: Problem) -> list[tuple[Mesh, LayoutRules]]:
+    """The usual layouts of a model on a slice, those that divide."""
+    made: list[tuple[Mesh, LayoutRules]] = []
+    if isinstance(build, TransformerConfig):
+        for name, mesh in usual_layouts(build, where.devices, problem.tensors.sizes["batch"]):
+            with suppress(LayoutError):
+                made.append((Mesh(mesh), layout(name, build, mesh)))
+    return made
 
 
 def _fixed(fix: Any, sizes: Any) -> Fixed:

@@ -1,9 +1,12 @@
 """What no schedule of a candidate can beat: counted from the program on one device, before it is lowered.
 
-* Time: every product at the peak of the chip, divided by the axes that could split it. An axis may split an operation
-  only along a dim for which the layout has a rule (rule 2 of the lowering), so that an axis with none for any of its
-  dims computes it again on every device. Kernels follow each other, so their times add up.
-* Memory: variables and slots lie where the layout puts them, all the time. Exact.
+* Time: every product and every fused attention at the rate that kernels reach at most, divided by the axes that could
+  split it, with its launch. Kernels follow each other, so their times add up. An axis may split an operation only along
+  a dim for which the layout has a rule (rule 2 of the lowering), under whatever name the dim has got since; an axis
+  with none for any of its dims computes it again on every device.
+* Memory: variables, slots and inputs lie where the layout puts them, all the time: exact. What one loop stacks for
+  another (activations for the backward pass) lies there while the other runs, besides what that stacks itself, each
+  divided by all axes that could split it.
 
 Both are sound: no estimate is below them, which tests try on small spaces against all candidates.
 """
@@ -11,66 +14,215 @@ Both are sound: no estimate is below them, which tests try on small spaces again
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
+import numpy as np
+
+from hardware.chips import Chip
+from hardware.slices import Slice
+from hardware.vpu import vpu_rate
 from layouts import Shape
+from meshlib.estimation import STEP_OVERHEAD_SECONDS
+from meshlib.estimation.kernels import Attention, attention_of, mxu_dtype
 from meshlib.estimation.physics import CALIBRATED
+from meshlib.estimation.times import Times
+from meshlib.graph import Operation
 from meshlib.lowering.homes import scope_of
-from meshlib.ops.einsum import EIGHT_BIT
-from meshlib.program.instructions import Compute
+from meshlib.operation import Home, Kind
+from meshlib.program.buffers import rewritten
+from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 from meshlib.program.work import local_work
 from meshlib.searching.space import Candidate
 
+Names: TypeAlias = frozenset[str]
+Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+
 
 @dataclass(frozen=True)
-class Bounds:
-    """Of one program: flops by the dims of the operations that do them and their dtype, variables by shape and scope.
+class Passages:
+    """The names under which dims go on, through renamings and reshapes; `bound`: those that constraints lay out."""
 
-    `rate`: the share of the peak that products reach at most.
-    """
-
-    flops: Mapping[tuple[frozenset[str], str], int]
-    variables: Mapping[tuple[Shape, str, float], int]
-    rate: float
+    names: Mapping[str, Names]
+    bound: Names
 
     @staticmethod
-    def of(whole: Program) -> Bounds:
-        """From the program lowered for one device."""
-        flops: Counter[tuple[frozenset[str], str]] = Counter()
-        products = set()
+    def of(operations: Iterable[Operation]) -> Passages:
+        """From all operations of a program, those in loops included."""
+        groups: dict[str, set[str]] = {}
+        bound: set[str] = set()
+        for op in operations:
+            for f in op.kind.roles(op):
+                together = {name for name in (*f.operands, *f.outputs) if name is not None}
+                joined = together.union(*(groups.get(name, ()) for name in together))
+                groups.update(dict.fromkeys(joined, joined))
+            if op.kind.home is Home.GIVEN:
+                bound |= {rule.dim for rule in op.attrs["layout"].rules}
+        return Passages({name: frozenset(group) for name, group in groups.items()}, frozenset(bound))
+
+    def reached(self, dims: Iterable[str]) -> Names | None:
+        """The dims by whose rules an axis may get to any of these; None where a constraint may bring any axis."""
+        found: Names = frozenset().union(*(self.names.get(name, frozenset({name})) for name in dims))
+        return found if found.isdisjoint(self.bound) else None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All products of one kind: what they multiply in, or their attention; the dims by which they can be split."""
+
+    dims: Names | None
+    dtype: str
+    attention: Attention | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """Of one program.
+
+    Attributes:
+      kernels: of each kind of products how many run in a step, and their flops.
+      resident: how many variables, slots and inputs there are of each shape, scope and width in bytes.
+      moments: what is stacked, as the dims by which it can be split and bytes, at moments of which one is the peak or
+        below it.
+      alone: whether there is but one product, which is then measured alone and loses nothing.
+    """
+
+    kernels: Mapping[Kernel, tuple[int, int]]
+    resident: Mapping[tuple[Shape, str, float], int]
+    moments: Sequence[Mapping[Names | None, int]]
+    alone: bool
+    _hits: dict[object, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
+    _times: dict[tuple[Chip, int], tuple[Floats, Floats, float] | None] = field(default_factory=dict)
+
+    @staticmethod
+    def of(whole: Program, operations: Iterable[Operation]) -> Bounds:
+        """From the program lowered for one device, and all operations that it is made of."""
+        passages = Passages.of(operations)
+        kernels: dict[Kernel, tuple[int, int]] = {}
+        products = 0
         for i, program, times in walk(whole):
-            work = local_work(program, i)
-            if isinstance(i, Compute) and work.mxu_flops:
-                names = frozenset(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
-                precision = i.operation.attrs.get("precision")
-                flops[names, precision if precision in EIGHT_BIT else "bf16"] += work.mxu_flops * times
-                products.add(i.operation)
+            if not isinstance(i, Compute) or not (i.operation.kind.kind is Kind.CONTRACTION or i.operation.kind.scores):
+                continue
+            products += 1
+            dims = passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
+            attention = attention_of(program, i) if i.operation.kind.scores else None
+            kind = Kernel(dims, mxu_dtype(i) if attention is None else "bf16", attention)
+            count, flops = kernels.get(kind, (0, 0))
+            kernels[kind] = count + times, flops + times * local_work(program, i).mxu_flops
         held: Counter[tuple[Shape, str, float]] = Counter()
-        for v in whole.variables.values():
-            held[v.tensor.shape, scope_of(v.tensor), v.local_bytes / max(1, v.local_size)] += 1
-        # A kernel that is alone in its program is measured alone, and loses nothing.
-        plain = not any(op.kind.scores for op in products)
-        return Bounds(flops, held, CALIBRATED.product_rate if plain and len(products) > 2 else 1.0)
+        for v in (*whole.variables.values(), *whole.inputs.values()):
+            if not v.tensor.on_host:
+                held[v.tensor.shape, scope_of(v.tensor), v.local_bytes / max(1, v.local_size)] += 1
+        moments = []
+        for values in _moments(whole):
+            sizes: Counter[Names | None] = Counter()
+            for v in values:
+                sizes[passages.reached(v.tensor.shape.names)] += v.local_bytes
+            moments.append(sizes)
+        return Bounds(kernels, held, moments, products < 2)
+
+    # ------------------------------------------------------------ time
 
     def seconds(self, c: Candidate) -> float:
         """Of one step, at least."""
-        total = 0.0
-        for (names, dtype), flops in self.flops.items():
-            ways = prod(size for dims, size in c.splits if not dims.isdisjoint(names))
-            if c.slice.chip.peak(dtype) is None:  # it can't run there, as its estimate will say
-                return 0.0
-            total += flops / ways * c.slice.devices / c.slice.peak_flops(dtype)
-        return total / self.rate
+        key = c.slice.chip, c.slice.slices
+        if key not in self._times:
+            self._times[key] = self._timed(c.slice)
+        times = self._times[key]
+        if times is None:
+            return 0.0
+        whole, rounded, launches = times
+        seconds = launches + float(np.maximum(whole / self._ways("kernels", c) - rounded, 0.0).sum())
+        return seconds * (1 + CALIBRATED.jitter(c.slice.slices)) + STEP_OVERHEAD_SECONDS
 
-    def state_bytes(self, c: Candidate) -> float:
-        """What variables and slots take on a device, without padding.
+    def _timed(self, where: Slice) -> tuple[Floats, Floats, float] | None:
+        """Of each kind of kernels the seconds on one device, and by how much scores are rounded down where they are
+        split; of all, their launches. None where the chip can't run one, as its estimate will say.
+        """
+        chip = where.chip
+        physics = CALIBRATED.without_losses() if self.alone else CALIBRATED
+        times = Times(chip, physics)
+        whole, rounded, launches = [], [], 0
+        for kernel, (count, flops) in self.kernels.items():
+            if chip.peak(kernel.dtype) is None:
+                return None
+            launches += count
+            if kernel.attention is not None:
+                mxu, vpu, bare = times.attention_seconds(kernel.attention)
+                seconds = max(mxu, vpu) + bare
+                whole.append(count * seconds)
+                rounded.append(count * seconds / max(1, kernel.attention.scores))
+                continue
+            rate = chip.peak_flops(kernel.dtype) / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
+            whole.append(flops / max(rate, vpu_rate(chip)))  # what is faster on the vector unit runs there
+            rounded.append(0.0)
+        return np.array(whole), np.array(rounded), launches * chip.launch_seconds
+
+    # ------------------------------------------------------------ memory
+
+    def held_bytes(self, c: Candidate) -> float:
+        """What a device holds at some moment, without padding.
 
         Raises: LayoutError where a variable cannot lie so.
         """
         total = 0.0
-        for (shape, scope, width), count in self.variables.items():
+        for (shape, scope, width), count in self.resident.items():
             total += count * width * c.layout.sharding(shape, c.mesh, scope).local_size
-        return total
+        return total + self._stacked(c)
+
+    def least_bytes(self, c: Candidate) -> float:
+        """As `held_bytes`, or less, at a fraction of its cost: as if all that an axis could split were split by it."""
+        sizes = np.array([count * width * shape.size for (shape, _, width), count in self.resident.items()])
+        return float((sizes / self._ways("resident", c)).sum()) + self._stacked(c)
+
+    def _stacked(self, c: Candidate) -> float:
+        most = 0.0
+        for n, sizes in enumerate(self.moments):
+            ways = self._ways(n, c)
+            most = max(most, float((np.array([*sizes.values()]) / ways).sum()))
+        return most
+
+    # ------------------------------------------------------------ what axes may split
+
+    def _ways(self, what: str | int, c: Candidate) -> Floats:
+        """In how many parts each thing may be cut."""
+        ways: Floats = np.ones(len(self._cut(what)))
+        for dims, size in c.splits:
+            key = what, dims
+            hits = self._hits.get(key)
+            if hits is None:
+                cut = self._cut(what)
+                hits = self._hits[key] = np.array([names is None or not names.isdisjoint(dims) for names in cut], bool)
+            ways[hits] *= size
+        return ways
+
+    def _cut(self, what: str | int) -> Sequence[Names | None]:
+        if isinstance(what, int):
+            return [*self.moments[what]]
+        if what == "kernels":
+            return [kernel.dims for kernel in self.kernels]
+        return [frozenset(shape.names) for shape, _, _ in self.resident]
+
+
+def _moments(program: Program) -> Iterator[list[Value]]:
+    """Values in memory at once, each in a place of its own: when a loop ends, what earlier ones stacked for it, and
+    what it stacks. Inside of a loop, what its body has so, besides."""
+    stacks: set[Value] = set()
+    for i in program.instructions:
+        if isinstance(i, Loop):
+            own = _stacked_by(i, program)
+            there = [*dict.fromkeys(x for x in i.inputs if x in stacks), *own]
+            yield there
+            for inner in _moments(i.body):
+                yield [*there, *inner]
+            stacks.update(own)
+
+
+def _stacked_by(loop: Loop, program: Program) -> list[Value]:
+    """What a loop stacks in new memory: not where a slice, a variable or a carry lies."""
+    placed = {*program.updates.values(), *(program.outputs.values() if program.is_body else ())}
+    over = rewritten(loop)
+    made = zip(loop.stacks, loop.outputs[len(loop.carries) :], strict=True)
+    return [y for name, y in made if name not in over and y not in placed and not y.tensor.on_host]

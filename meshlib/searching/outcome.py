@@ -11,7 +11,7 @@ from meshlib.searching.space import Candidate
 from meshlib.text import bytes_text, seconds_text
 
 ESTIMATED, REFUSED, TOO_LARGE, BOUNDED, ALIKE, OPEN = (
-    "estimated", "refused", "state does not fit", "bounded", "alike", "not reached",
+    "estimated", "refused", "cannot fit", "bounded", "alike", "not reached",
 )  # fmt: skip
 CAUSES = 3  # collectives that an outcome names
 

@@ -16,7 +16,7 @@ from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering import Session
 from meshlib.lowering.homes import Subjects
 from meshlib.models import TransformerConfig, train_step
-from meshlib.operation import Kind
+from meshlib.operation import Home, Kind
 from meshlib.replay import all_operations
 from meshlib.searching.bounds import Bounds
 from meshlib.searching.outcome import ESTIMATED, REFUSED, Figures, Outcome
@@ -64,7 +64,7 @@ def _usd(bounds: Bounds, c: Candidate) -> float:
 
 def _state(bounds: Bounds, c: Candidate) -> float:
     try:
-        return bounds.state_bytes(c)
+        return bounds.held_bytes(c)
     except LayoutError:  # it is refused when it is looked at
         return 0.0
 
@@ -87,9 +87,16 @@ class Problem:
     _shapes: list[tuple[Any, str]] = field(default_factory=list)
 
     @cached_property
+    def named(self) -> tuple[str, ...]:
+        """The axes that constraints in the program name."""
+        bound = [op.attrs["layout"] for op in self.subjects.operations if op.kind.home is Home.GIVEN]
+        return tuple(dict.fromkeys(axis for rules in bound for axis in rules.axes))
+
+    @cached_property
     def bounds(self) -> Bounds:
         """What no layout can beat."""
-        return Bounds.of(self.session.lower())
+        mesh = dict.fromkeys(self.named, 1) or {"device": 1}
+        return Bounds.of(self.session.lower(mesh), self.subjects.operations)
 
     @property
     def fingerprint(self) -> str:

@@ -42,6 +42,7 @@ class Search:
         build: Build,
         problems: Mapping[Choices, Problem],
         space: Sequence[Candidate],
+        first: int,
         objective: Objective,
         seconds: float | None,
         workers: int,
@@ -50,13 +51,14 @@ class Search:
     ) -> None:
         self.build = build
         self.problems, self.space, self.objective = problems, space, objective
+        self.first = first  # so many of the space are known to be good
         self.seconds, self.workers, self.progress, self.resume = seconds, workers, progress, resume
         self.bounds = [self._bound(c) for c in space]
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
         self.values: dict[object, list[float]] = {}
         self.means: dict[object, float] = {}
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
         self.known = self._read()
         self.begun = time.monotonic()
@@ -79,6 +81,13 @@ class Search:
                     self.progress(len(self.outcomes), len(self.space), self._text())
         return self._found()
 
+    def _too_large(self) -> Iterator[tuple[int, Outcome]]:
+        """What does not fit whatever the lowering does, told before anything is lowered."""
+        for n, c in enumerate(self.space):
+            held = self.problems[c.choices].bounds.least_bytes(c)
+            if self._exceeds(c, held):
+                yield n, Outcome(c, TOO_LARGE, self.bounds[n], why=_too_large(c, held))
+
     # ------------------------------------------------------------ rounds
 
     def _round(self) -> list[int]:
@@ -86,13 +95,16 @@ class Search:
         chosen: list[int] = []
         best = self._best_value()
         left = [n for n in self.order if n not in self.outcomes]
+        for n in range(self.first):
+            if len(chosen) < ROUND and self.bounds[n] < best and self._open(n):
+                chosen.append(n)
         for n in self._beside(left):
-            if len(chosen) == ROUND // 2:
+            if len(chosen) >= ROUND // 2:
                 break
             if n not in chosen and self.bounds[n] < best and self._open(n):
                 chosen.append(n)
         for n in sorted(left, key=self._promise):
-            if len(chosen) == ROUND:
+            if len(chosen) >= ROUND:
                 break
             if n not in chosen and self.bounds[n] < best and self._open(n):
                 chosen.append(n)
@@ -125,19 +137,22 @@ class Search:
             return False
         c, problem, bound = self.space[n], self.problems[self.space[n].choices], self.bounds[n]
         try:
-            held = problem.bounds.state_bytes(c)
+            held = problem.bounds.held_bytes(c)
         except LayoutError as fault:
             self.outcomes[n] = Outcome(c, REFUSED, bound, why=str(fault).splitlines()[-1].strip())
             return False
-        if held > c.slice.hbm_bytes_per_device and self.objective.name != "peak memory":
-            over = f"{bytes_text(held)} of variables and slots, HBM has {bytes_text(c.slice.hbm_bytes_per_device)}"
-            self.outcomes[n] = Outcome(c, TOO_LARGE, bound, why=f"does not fit: {over}")
+        if self._exceeds(c, held):
+            self.outcomes[n] = Outcome(c, TOO_LARGE, bound, why=_too_large(c, held))
             return False
         first = self.seen.setdefault(problem.alike(c), n)
         if first != n:
             self.outcomes[n] = Outcome(c, ALIKE, bound, why=f"lies as {self.space[first]}")
             return False
         return True
+
+    def _exceeds(self, c: Candidate, held: float) -> bool:
+        """Whether it can't fit, as far as that is asked for."""
+        return held > c.slice.hbm_bytes_per_device and self.objective.name != "peak memory"
 
     def _bound(self, c: Candidate) -> float:
         problem = self.problems[c.choices]
@@ -211,6 +226,13 @@ class Search:
         figures = dict(kept["figures"])  # type: ignore[call-overload]
         figures["largest"] = tuple(figures["largest"])
         return Outcome(c, ESTIMATED, self.bounds[n], float(kept["value"]), Figures(**figures))  # type: ignore[arg-type]
+
+
+def _too_large(c: Candidate, held: float) -> str:
+    return (
+        f"does not fit: at least {bytes_text(held)} of variables, slots and what is kept for the backward pass, "
+        f"HBM has {bytes_text(c.slice.hbm_bytes_per_device)}"
+    )
 
 
 def _traits(c: Candidate) -> list[object]:

@@ -31,10 +31,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the user has decided: rules that every layout has, with the sizes of their axes where he gave them."""
+    """What the user has decided: rules that every layout has, with the sizes of their axes where he gave them.
+
+    `named`: axes that constraints in the program name, which every mesh has, be it with one device.
+    """
 
     rules: LayoutRules
     sizes: Mapping[str, int]
+    named: tuple[str, ...] = ()
 
     def factors(self, devices: int) -> Iterator[tuple[dict[str, int], int]]:
         """Sizes of the fixed axes, and the devices that are left for others."""
@@ -75,8 +79,9 @@ class Candidate:
                 axis, n = f"{part.role.name}{n}", n + 1
             sizes[axis] = part.size
             layouts.append(part.role.rules(axis, part.base))
-        kept = {axis: size for axis, size in sizes.items() if size > 1} or {"device": 1}
-        return Mesh(kept), _only(joined(*layouts), kept)
+        kept = {axis: size for axis, size in sizes.items() if size > 1}
+        mesh = Mesh(kept | {axis: 1 for axis in self.fixed.named if axis not in kept} or {"device": 1})
+        return mesh, _only(joined(*layouts), kept)
 
     @property
     def mesh(self) -> Mesh:
@@ -105,6 +110,12 @@ class Candidate:
 
     def __str__(self) -> str:
         return self.key
+
+
+def laid(choices: Choices, where: Slice, mesh: Mesh, rules: LayoutRules, named: tuple[str, ...]) -> Candidate:
+    """The candidate of a mesh and layout that somebody names; `named` as of `Fixed`."""
+    sizes = dict(mesh.sizes_by_axis)
+    return Candidate(choices, where, Fixed(rules, sizes, named), tuple(sizes.items()), ())
 
 
 def candidates(

@@ -77,7 +77,7 @@ def _lowered(run: Run, training: bool) -> Program:
         if training:
             adamw = AdamWOptimizer(1e-3, slot_dtype=run.state_dtype, master_dtype=run.state_dtype)
             outputs, updates = train_step(
-                config, run.padded_batch, run.length, adamw, _remat(run, config), predictions=run.predictions
+                config, run.padded_batch, run.length, adamw, remat_of(run, config), predictions=run.predictions
             )
             return lower(outputs, updates, mesh, layout_of(run, config, mesh), balance=balance)
         model = transformer(config, run.padded_batch, run.length, predictions=run.predictions)
@@ -143,7 +143,8 @@ def layout_of(run: Run, config: TransformerConfig, mesh: Mesh) -> LayoutRules:
     return with_unsplit(LayoutRules([r for r in rules if r.dim != "batch_unsplit"]), config)
 
 
-def _remat(run: Run, config: TransformerConfig) -> Any:
+def remat_of(run: Run, config: TransformerConfig) -> Any:
+    """What the row computes again, as `train_step` takes it."""
     policy = run.policy
     if not (policy.save or policy.offload or policy.carries):
         return "full"
