@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.estimation.kernels import matmul_of
+from meshlib.estimation.products import matmul_of
 
 D = mtf.Dimension
 B, T, K, H, N = D("batch", 4), D("length", 8), D("k", 16), D("heads", 4), D("n", 8)

@@ -10,14 +10,15 @@ from dataclasses import replace
 from itertools import groupby
 
 from meshlib.estimation.combining import combined
-from meshlib.estimation.kernels import buffer_of, forward_names, kernel_of, quantises, resident_values, stored_bytes
+from meshlib.estimation.kernels import forward_names, kernel_of
 from meshlib.estimation.moves import Network, moves_of
+from meshlib.estimation.products import Quantised, narrow_values
 from meshlib.estimation.reuse import Recent
-from meshlib.estimation.through import made_by_readers
+from meshlib.estimation.stored import Stored
 from meshlib.estimation.units import Plan, Unit
 from meshlib.graph import FORWARD, UPDATE
 from meshlib.operation import Kind
-from meshlib.program.buffers import fused_values, written_inside
+from meshlib.program.buffers import written_inside
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.instructions import Move as Reshard
 from meshlib.program.records import Program
@@ -93,12 +94,9 @@ class _Planner:
         self.program, self.network, self.forward, self.recent = program, network, forward, recent
         self.in_place, self.region = in_place, region
         self.numbers: dict[Value, int] = {}
-        self.fused = fused_values(program)
-        self.held = resident_values(program)
-        self.through = made_by_readers(program, self.fused, self.held, lambda v: stored_bytes(v, program.sliding_dims))
-        self.quantised: set[tuple[Value, Value]] = set()
+        self.stored = Stored(program)
+        self.quantised = Quantised()
         self.narrow = narrow_values(program)
-        self.gathered: dict[Value, Value] = {}  # what is gathered narrow -> what it is gathered from
 
     def unit(self, place: int, members: Sequence[Instruction]) -> Unit:
         first = members[0]
@@ -127,47 +125,25 @@ class _Planner:
         unit.early = isinstance(first, Reshard) and first.early
         moves = [m for i in members for m in moves_of(self.program, i)]
         if first.is_collective and all(y in self.narrow for y in first.outputs):
-            self.gathered.update({y: self.gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
+            gathered = self.quantised.gathered
+            gathered.update({y: gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
             wide = first.inputs[0].tensor.dtype
             moves = [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
         unit.moves = tuple((m, self.network.cost(m)) for m in moves)
         if first.is_collective:
-            self.recent.leave(map(buffer_of, operands))
+            self.recent.leave(map(self.stored.of, operands))
             self.recent.moved_bytes += sum(y.local_bytes for i in members for y in i.outputs)
         else:
             unit.kernel = kernel_of(
-                self.program,
-                members,
-                self.fused,
-                self.held,
-                self.forward,
-                self.quantised,
-                self.gathered,
-                self.through,
-                self.in_place,
-                self.region,
+                self.program, members, self.stored, self.quantised, self.forward, self.in_place, self.region
             )
-            self.recent.pass_on(place, unit.kernel.passing, unit.kernel.padded_bytes)
-            again = self.recent.touch(place, unit.kernel.touched, unit.kernel.padded_bytes)
-            unit.kernel = replace(unit.kernel, again=again) if again else unit.kernel
+            unit.kernel = self.recent.run(place, unit.kernel)
             unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit
 
     def _number(self, value: Value) -> int:
         return self.numbers.setdefault(value, len(self.numbers))
-
-
-def narrow_values(program: Program) -> set[Value]:
-    """What is gathered for products in eight bits only: it is quantised before, and a byte an element is sent."""
-    wide = {*program.outputs.values(), *program.updates.values()}
-    narrow: set[Value] = set()
-    for i in reversed(program.instructions):
-        eight = quantises(i)
-        gather = i.is_collective and i.opcode == "all_gather" and i.outputs[0] in narrow
-        for n, x in enumerate(i.inputs):
-            (narrow if gather or (eight and n < 2) else wide).add(x)
-    return narrow - wide
 
 
 def _note_chains(units: Sequence[Unit]) -> None:

@@ -201,7 +201,7 @@ class Estimate:
     @property
     def hbm_bytes(self) -> int:
         """Bytes that fusion groups of one device read and write at their boundaries, without padding. Exact, given the
-        program's groups: `meshlib.estimation.kernels` says what is stored."""
+        program's groups: `meshlib.estimation.stored` says what is stored."""
         return sum(r.hbm_bytes * r.count for r in self.rows)
 
     @property

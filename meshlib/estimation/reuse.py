@@ -4,9 +4,9 @@ A compiler leaves a buffer in VMEM between two uses if it has the room. Here a u
 since the use before, and the buffer itself, fit what a chip holds: the rule of a cache that forgets what was used least
 recently. A small network, the weights of a recurrent one and the cache of a short decode so cost HBM once.
 
-Of what only passes from kernel to kernel a chip's common memory (CMEM of v4) holds as much as what is moved in between
-leaves room for: a compiler that knows the uses puts a part there where the whole does not fit. Of what all who read it
-find there nothing is written to HBM.
+Of what does not fit whole a chip's common memory (CMEM of v4) holds as much as what is moved in between leaves room
+for: a compiler that knows the uses puts a part there. Of what only passes from kernel to kernel, and all who read it
+find there, nothing is written to HBM.
 
 In a loop the use before may be one of the trip before. What goes from trip to trip without being read or written in HBM
 saves that in all trips but the first.
@@ -21,19 +21,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from layouts import Sharding
+from hardware.chips import Chip
 from meshlib.estimation.kernels import Kernel
 from meshlib.estimation.units import Unit
-from meshlib.graph import Tensor
-from meshlib.program.instructions import Loop
+from meshlib.program.instructions import Loop, Value
 
-Buffer = tuple[Tensor, Sharding]
 MOST_BYTES = 1 << 27  # no chip holds more: CMEM of v4
 
 
 @dataclass(eq=False)
 class Recent:
-    """Bytes that a device has moved when it last touched each buffer, in the order of a program or a loop's body.
+    """Bytes that a device has moved when it last used each buffer, in the order of a program or a loop's body.
 
     Attributes:
       trips: of the loop; 1 of a program.
@@ -42,54 +40,45 @@ class Recent:
     """
 
     trips: int = 1
-    stays: Mapping[Buffer, Buffer] = field(default_factory=dict)
+    stays: Mapping[Value, Value] = field(default_factory=dict)
     moved_bytes: int = 0
-    _last: dict[Buffer, int] = field(default_factory=dict)
-    _first: dict[Buffer, tuple[int, int, int]] = field(default_factory=dict)  # unit, bytes, room before it
-    _passes: dict[Buffer, list[tuple[int, int, int, int]]] = field(
+    _last: dict[Value, int] = field(default_factory=dict)
+    _first: dict[Value, tuple[int, int, int, int]] = field(default_factory=dict)  # unit, all, largest, moved before
+    _passes: dict[Value, list[tuple[int, int, int, int]]] = field(
         default_factory=dict
-    )  # unit, bytes, moved till, with it
+    )  # unit, bytes, moved before, till
 
     @classmethod
     def of(cls, loop: Loop) -> Recent:
         """Of the body of a loop: what it takes whole from outside is the same in each trip, carries are in place."""
-        body, stays = loop.body, {}
-        for name, v in body.inputs.items():
-            if name not in loop.slices:
-                stays[v.tensor, v.sharding] = (v.tensor, v.sharding)
-        for begin, end in loop.carries:
-            old, new = body.inputs[begin], body.outputs[end]
-            stays[new.tensor, new.sharding] = (old.tensor, old.sharding)
+        body = loop.body
+        stays = {v: v for name, v in body.inputs.items() if name not in loop.slices}
+        stays |= {body.outputs[end]: body.inputs[begin] for begin, end in loop.carries}
         return cls(loop.trips, stays)
 
-    def touch(
-        self, unit: int, touched: Iterable[tuple[Buffer, int]], moved_bytes: int
-    ) -> tuple[tuple[int, float], ...]:
-        """What one unit finds again of what it touches: room that takes, in bytes, and bytes that it spares."""
-        known: dict[Buffer, list[int]] = {}  # a carry may be read and written at once
-        for buffer, size in touched:
-            known.setdefault(self.stays.get(buffer, buffer), []).append(size)
+    def run(self, unit: int, kernel: Kernel) -> Kernel:
+        """A kernel with what it finds again of what lies in HBM; what it moves is counted."""
+        known: dict[Value, list[int]] = {}  # a carry may be read and written at once
+        before, after = self.moved_bytes, self.moved_bytes + kernel.padded_bytes
+        for use in kernel.uses:
+            if not use.passes:
+                known.setdefault(self.stays.get(use.buffer, use.buffer), []).append(use.padded_bytes)
+            elif use.written or use.buffer in self._passes:
+                uses = [] if use.written else self._passes[use.buffer]
+                self._passes[use.buffer] = [*uses, (unit, use.padded_bytes, before, after)]
         again = []
         for buffer, sizes in known.items():
             if buffer in self._last:
-                room = self.moved_bytes - self._last[buffer] + max(sizes)
-                if room <= MOST_BYTES:
-                    again.append((room, float(sum(sizes))))
+                between = before - self._last[buffer]
+                if between < MOST_BYTES:
+                    again.append((between, max(sizes), float(sum(sizes))))
             elif buffer in self.stays and self.trips > 1:
-                self._first[buffer] = unit, sum(sizes), self.moved_bytes + max(sizes)
-        self.moved_bytes += moved_bytes
-        self._last.update(dict.fromkeys(known, self.moved_bytes))
-        return tuple(again)
+                self._first[buffer] = unit, sum(sizes), max(sizes), before
+        self.moved_bytes = after
+        self._last.update(dict.fromkeys(known, after))
+        return replace(kernel, again=tuple(again)) if again else kernel
 
-    def pass_on(self, unit: int, passing: Iterable[tuple[Buffer, int, bool]], moved_bytes: int) -> None:
-        """Note what one unit reads and writes of values that only pass, before what it moves is counted."""
-        before = self.moved_bytes
-        for buffer, size, written in passing:
-            if written or buffer in self._passes:
-                uses = [] if written else self._passes[buffer]
-                self._passes[buffer] = [*uses, (unit, size, before, before + moved_bytes)]
-
-    def leave(self, buffers: Iterable[Buffer]) -> None:
+    def leave(self, buffers: Iterable[Value]) -> None:
         """Note that something other than a kernel reads them, and so in HBM."""
         for buffer in buffers:
             self._passes.pop(buffer, None)
@@ -110,14 +99,24 @@ class Recent:
             kernel = units[place].kernel
             if kernel is not None:
                 units[place].kernel = replace(kernel, kept=tuple(sorted(kept)))
-        for buffer, (place, size, before) in self._first.items():
-            room = self.moved_bytes - self._last[buffer] + before
+        for buffer, (place, size, largest, before) in self._first.items():
+            between = self.moved_bytes - self._last[buffer] + before
             kernel = units[place].kernel
-            if room <= MOST_BYTES and kernel is not None:
+            if between < MOST_BYTES and kernel is not None:
                 spared = size * (self.trips - 1) / self.trips
-                units[place].kernel = replace(kernel, again=(*kernel.again, (room, spared)))
+                units[place].kernel = replace(kernel, again=(*kernel.again, (between, largest, spared)))
 
 
-def spared_bytes(kernel: Kernel, held_bytes: int) -> float:
-    """Bytes that a kernel need not move where so much stays in VMEM."""
-    return sum(size for room, size in kernel.again if room <= held_bytes)
+def kept_bytes(kernel: Kernel, chip: Chip) -> float:
+    """Bytes that only pass and stay in the chip's common memory, where it has one (CMEM of v4)."""
+    held = chip.cmem_bytes // chip.devices_per_chip
+    return sum(min(size, max(0, held - between)) for between, size in kernel.kept)
+
+
+def found_bytes(kernel: Kernel, chip: Chip, held_bytes: int) -> float:
+    """Of what a kernel reads in HBM, the bytes that are still on the chip where so much stays there."""
+    total = 0.0
+    for between, size, spared in kernel.again:
+        share = max(0.0, min(1.0, (held_bytes - between) / max(1, size)))
+        total += spared * (share if chip.cmem_bytes else float(share == 1.0))
+    return total

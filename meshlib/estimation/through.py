@@ -1,7 +1,7 @@
 """Values that no kernel writes, because all who read them make them on the way, where that moves fewer bytes.
 
 A compiler copies cheap element-wise work into the kernels that read its result. One that follows from a single value
-no wider is never worth storing (`meshlib.estimation.kernels`). One that follows from several, as the gradient of a norm
+no wider is never worth storing (`meshlib.estimation.stored`). One that follows from several, as the gradient of a norm
 from that of its result and from what it normalised, is stored if reading its sources in each kernel takes more than
 writing it once and reading it. Either all who read it make it, or none.
 

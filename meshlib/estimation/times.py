@@ -31,13 +31,18 @@ from hardware.chips import Chip
 from hardware.core import Matmul, Time, Work, time_of
 from hardware.memory import hbm_seconds, vmem_bytes
 from hardware.vpu import vpu_seconds
-from meshlib.estimation.kernels import Attention, Kernel
+from meshlib.estimation.kernels import Kernel
 from meshlib.estimation.physics import Physics
-from meshlib.estimation.reuse import spared_bytes
+from meshlib.estimation.products import Attention
+from meshlib.estimation.reuse import found_bytes, kept_bytes
+from meshlib.ops.attention import TILE
 
 # From this year's chips on, attention kernels compute both gradients in one pass, so that scores and their cotangents
-# are made once: sa_use_fused_bwd_kernel in AI-Hypercomputer/tpu-recipes @c8cfe2f, training/ironwood.
+# are made once: sa_use_fused_bwd_kernel in AI-Hypercomputer/tpu-recipes, training/ironwood.
 FUSED_BACKWARD_SINCE = 2025
+# Queries and keys of the tiles that such kernels compute or skip: sa_block_q, sa_block_kv and those of dkv there, which
+# are 2048 but for the forward pass over windows (local_sa_block_q of gemma4-31b, sa_block_q of gpt-oss-120b).
+FUSED_TILE, FUSED_WINDOW_TILE = 2048, 1024
 
 
 SCOPED_BYTES = 16 << 20  # the compiler's default: xla_tpu_scoped_vmem_limit_kib (from memory)
@@ -123,8 +128,8 @@ class Times:
             exposed += blocks.exposed_bytes
             pieces = zip(kernel.at_hand, (blocks.rows, blocks.columns), sizes, strict=True)
             first += blocks.depth * sum(size * edge for here, edge, size in pieces if here)
-        found = spared_bytes(kernel, self.held_bytes)
-        elsewhere = self._on_chip(kernel) + kernel.spared_bytes + found
+        found = found_bytes(kernel, chip, self.held_bytes)
+        elsewhere = kept_bytes(kernel, chip) + kernel.spared_bytes + found
         traffic = kernel.padded_bytes + again - elsewhere + kernel.quantised_bytes
         if not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:  # a row and its result, half of VMEM
             traffic += kernel.sweeps * kernel.read_bytes
@@ -153,11 +158,6 @@ class Times:
         wanted = max(0.0, kernel.at_hand_bytes - found)
         return min(most, hbm_seconds(self.chip, min(wanted, vmem_bytes(self.chip) // 2)))
 
-    def _on_chip(self, kernel: Kernel) -> float:
-        """Bytes at the boundary that stay in the chip's common memory, where it has one (CMEM of v4)."""
-        held = self.chip.cmem_bytes // self.chip.devices_per_chip
-        return sum(min(size, max(0, held - moved)) for moved, size in kernel.kept)
-
     def attention_seconds(self, work: Attention) -> tuple[float, float, float]:
         """Modelled seconds of fused attention: on the MXU, on the vector unit, and of these what is not hidden."""
         chip, physics = self.chip, self.physics
@@ -165,16 +165,23 @@ class Times:
         together = chip.year >= FUSED_BACKWARD_SINCE
         contracted, turned = work.products(together)
         padded = sum(-(-size // chip.mxu_rows) * chip.mxu_rows for size in contracted)
-        mxu = work.passes * work.scores * 2 * (padded + sum(turned)) / peak
+        scores = work.scores_in(self._tile(work))
+        mxu = work.passes * scores * 2 * (padded + sum(turned)) / peak
         half = physics.score_backward_ops / 2
         factor = 1.0 if not work.of.backward else half if not together else 0.0 if work.of.spared else 2 * half
-        vpu = vpu_seconds(chip, work.scores * physics.score_vpu_ops * factor)
+        vpu = vpu_seconds(chip, scores * physics.score_vpu_ops * factor)
         return mxu, vpu, (1 - physics.attention_overlap) * min(mxu, vpu)
 
     def _attention(self, kernel: Kernel, work: Attention) -> KernelTime:
         chip = self.chip
         mxu, vpu, bare = self.attention_seconds(work)
-        found = spared_bytes(kernel, self.held_bytes)
+        found = found_bytes(kernel, chip, self.held_bytes)
         traffic = kernel.padded_bytes - found
         hbm = hbm_seconds(chip, traffic)
         return KernelTime(mxu, vpu, hbm, bare, chip.launch_seconds, traffic, self._early(kernel, hbm, found))
+
+    def _tile(self, work: Attention) -> int:
+        """Queries and keys of a tile of scores."""
+        if self.chip.year < FUSED_BACKWARD_SINCE:
+            return TILE
+        return FUSED_WINDOW_TILE if work.window is not None and not work.of.backward else FUSED_TILE

@@ -58,17 +58,17 @@ _GRAD_OPS = TRANSCENDENTAL_OPS + 7
 
 
 @lru_cache(maxsize=4096)
-def executed_share(length: int, memory: int, causal: bool, window: int | None) -> Fraction:
+def executed_share(length: int, memory: int, causal: bool, window: int | None, tile: int = TILE) -> Fraction:
     """Which share of all query-key pairs a kernel computes that skips tiles nobody sees.
 
     >>> executed_share(1024, 1024, True, None), executed_share(4096, 4096, False, None)
     (Fraction(3, 4), Fraction(1, 1))
     """
     pairs = 0
-    for start in range(0, length, TILE):
-        stop = min(start + TILE, length)
+    for start in range(0, length, tile):
+        stop = min(start + tile, length)
         low, high = seen_keys(start, stop, memory, causal, window)
-        first, last = low // TILE * TILE, min(memory, -(-high // TILE) * TILE)
+        first, last = low // tile * tile, min(memory, -(-high // tile) * tile)
         pairs += (stop - start) * (last - first)
     return Fraction(pairs, length * memory)
 

@@ -25,8 +25,8 @@ from hardware.slices import Slice
 from hardware.vpu import vpu_rate
 from layouts import Shape
 from meshlib.estimation import STEP_OVERHEAD_SECONDS
-from meshlib.estimation.kernels import Attention, attention_of, mxu_dtype
 from meshlib.estimation.physics import CALIBRATED
+from meshlib.estimation.products import Attention, attention_of, mxu_dtype
 from meshlib.estimation.times import Times
 from meshlib.graph import Operation
 from meshlib.lowering.homes import scope_of

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from meshlib.estimation.units import Plan, Unit
 from meshlib.layers import Routing
 from meshlib.models import Experts, LatentAttention
 from meshlib.validation.policies import NotExpressed
 
 Row = Mapping[str, Any]
 
-# Rows of a tile of ragged products on TPUs: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, tile_batch_seq,
-# wi_tile_fwd_batch_seq; the visits of shared tiles: jax.experimental.pallas.ops.tpu.megablox, make_group_metadata.
+# Tiles of ragged products on TPUs, unless a run sets others: of so many rows, and of so many inputs and outputs, or as
+# many as there are where that is fewer: AI-Hypercomputer/maxtext src/maxtext/configs/types.py, wi_tile_fwd_batch_seq,
+# wi_tile_fwd_embed_dim, wi_tile_fwd_mlp_dim. The kernel visits tiles that experts share once for each, and multiplies
+# whole tiles where a dim ends in one: jax.experimental.pallas.ops.tpu.megablox, make_group_metadata, gmm.
 TILE_ROWS = 512
+TILE_WIDTH = 1024
 _RANKS = ("kv_lora", "qk_nope", "qk_rope", "v_head")
 
 
@@ -59,7 +64,8 @@ def experts_of(row: Row, model: Mapping[str, Any], tokens: float) -> tuple[Exper
         form="einsum" if masks else "gather",
         routing=Routing(top_k=int(model["top_k"]), capacity_factor=factor, min_expert_capacity=1),
     )
-    return experts, () if stated else (f"nothing dropped, ragged products in tiles of {TILE_ROWS} rows",)
+    tiles = f"nothing dropped, ragged products in tiles of {TILE_ROWS} rows, {TILE_WIDTH} inputs and outputs"
+    return experts, () if stated else (tiles,)
 
 
 def latent_of(model: Mapping[str, Any]) -> LatentAttention | None:
@@ -73,3 +79,21 @@ def latent_of(model: Mapping[str, Any]) -> LatentAttention | None:
         value_dim=int(model["v_head"]),
         q_rank=int(model["q_lora"]) if model.get("q_lora") else None,
     )
+
+
+def in_tiles(plan: Plan, experts: Experts, d_model: int) -> Plan:
+    """A plan whose products of experts are ragged: they multiply whole tiles of weights."""
+    widths = {size: -(-size // TILE_WIDTH) * TILE_WIDTH for size in (d_model, experts.d_ff) if size > TILE_WIDTH}
+
+    def tiled(unit: Unit) -> Unit:
+        if unit.body is not None:
+            return replace(unit, body=in_tiles(unit.body, experts, d_model))
+        kernel = unit.kernel
+        if kernel is None or not any(p.batch == experts.count for p, _ in kernel.matmuls):
+            return unit
+        products = (
+            (replace(p, **{n: widths.get(getattr(p, n), getattr(p, n)) for n in "mkn"}), s) for p, s in kernel.matmuls
+        )
+        return replace(unit, kernel=replace(kernel, matmuls=tuple(products)))
+
+    return Plan(tuple(map(tiled, plan.units)))

@@ -45,7 +45,7 @@ class Run:
         variables and slots.
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: of all of that.
-      experts: the mixtures of experts, or None.
+      experts: the mixtures of experts, or None; ragged: whether each takes as many tokens as come.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
     """
 
@@ -67,6 +67,7 @@ class Run:
     evaluation: int
     measured_seconds: float
     experts: Experts | None = None
+    ragged: bool = False
     apart: str = ""
     assumed: tuple[str, ...] = ()
 
@@ -147,7 +148,7 @@ def run_of(row: Row) -> Run:
         apart=_apart(row, model),
     )
     experts, routed = experts_of(row, model, batch * length / slice_.devices)
-    run = replace(run, experts=experts)
+    run = replace(run, experts=experts, ragged=bool(routed))
     padded = _padded(run)
     policy, why = _policy(row, run)
     left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why)

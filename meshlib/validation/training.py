@@ -25,7 +25,7 @@ from meshlib.models.layouts import with_unsplit
 from meshlib.ops.remat import Remat
 from meshlib.optimize import AdamWOptimizer
 from meshlib.program.records import Program
-from meshlib.validation.experts import latent_of
+from meshlib.validation.experts import in_tiles, latent_of
 from meshlib.validation.runs import Run, known_model
 
 # What compilers for TPUs do by default: collectives next to a product are cut in pieces (windowed einsum).
@@ -66,7 +66,8 @@ def prepare(run: Run) -> Prepared:
 
 def _plan(run: Run, program: Program) -> Plan:
     placement = placed(run.slice, program, whole_axes=True, across=run.across)
-    return plan_of(program, Network(program, run.slice, placement))
+    plan = plan_of(program, Network(program, run.slice, placement))
+    return in_tiles(plan, run.experts, run.model["d_model"]) if run.experts is not None and run.ragged else plan
 
 
 def _lowered(run: Run, training: bool) -> Program:
@@ -93,6 +94,9 @@ def config_of(run: Run) -> TransformerConfig:
     base = known_model(str(m.get("name", ""))) or PRESETS["bert-large" if run.encoder else "maxtext-16b"]
     multiple = math.lcm(VOCAB_MULTIPLE, run.axis("tensor"))
     gated = int(m.get("mlp_matrices") or (3 if base.gated else 2)) == 3
+    # Where the update alone is sharded, weights stay so, and what the passes use is gathered: arXiv:2004.13336, 4.4 (from
+    # memory).
+    activations = "float32" if run.precision == "float32" else "bfloat16"
     changes: dict[str, Any] = {
         "name": str(m.get("name") or "model"),
         "layers": m["layers"],
@@ -109,8 +113,8 @@ def config_of(run: Run) -> TransformerConfig:
         # Published runs of encoders are TensorFlow's, whose softmax is in the policy's dtype (Keras mixed_bfloat16).
         "numerics": replace(
             base.numerics,
-            variable_dtype=run.state_dtype,
-            activation_dtype="float32" if run.precision == "float32" else "bfloat16",
+            variable_dtype=activations if "shard" in dict(run.mesh) else run.state_dtype,
+            activation_dtype=activations,
             precision=run.precision if run.eight_bit else "default",
             softmax_dtype="bfloat16" if run.encoder else base.numerics.softmax_dtype,
         ),
