@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end, and tests make many small records: collect garbage among new ones, rarely."""
+    """Modules and tests stay until the end: garbage is looked for among what is new, and rarely."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
