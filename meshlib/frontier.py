@@ -192,7 +192,7 @@ def serving(
     Raises: SliceError for an unknown slice; GraphError for other bad arguments; LayoutError where no layout is legal.
     Example:
       >>> import meshlib as mtf
-      >>> found = mtf.serving(mtf.models.preset("llama2-7b"), "v5e-8", batches=[8, 64], context=1024)
+      >>> found = mtf.serving(mtf.models.preset("gpt2"), "v5e-1", batches=[8, 64], context=1024)
       >>> fastest, cheapest = found.frontier[0], found.frontier[-1]
       >>> fastest.batch, cheapest.batch, fastest.token_seconds < cheapest.token_seconds
       (8, 64, True)

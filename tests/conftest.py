@@ -1,18 +1,27 @@
 """Profiles of the property tests: repeatable and small in CI, `--hypothesis-profile=deep` by hand. Poisoned buffers."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 
 # One thread for NumPy's products, before NumPy is there: tests run beside each other, on all cores.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 # Eight devices for JAX, where it is installed, before it is imported; a step is compiled to be run once or twice.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+flags = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-)
+]
+try:
+    jaxlib = tuple(int(n) for n in version("jaxlib").split(".")[:2])
+except PackageNotFoundError:
+    jaxlib = (0, 0)
+if (0, 8) <= jaxlib <= (0, 10):  # which know them; an unknown flag ends the process
+    flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
+import gc  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -40,3 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
         here = Path(__file__).parent
         helpers = [str(p) for p in (here / "jax").glob("*.py") if not p.name.startswith("test_")]
         config.option.ignore_glob = [*(config.option.ignore_glob or ()), str(here.parent / "meshlib/jax/*"), *helpers]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: garbage is looked for among what is new, and rarely."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)

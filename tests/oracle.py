@@ -152,16 +152,12 @@ def assert_close(
         assert error <= tolerance, f"{about}: '{name}' is off by {error:.3g} of its scale {scale:.3g}\n{x}\n{y}"
 
 
-def numeric_gradient(
-    function: Callable[..., Array], values: Sequence[Array], which: int, cotangent: Array, step: float = 1e-5
-) -> Array:
-    """d <cotangent, function(values)> / d values[which], by central differences, element by element."""
-    gradient = np.zeros(values[which].shape)
-    for index in np.ndindex(*gradient.shape):
-        direction = np.zeros(gradient.shape)
-        direction[index] = 1
-        gradient[index] = numeric_slope(function, values, which, cotangent, direction, step)
-    return gradient
+def directions(rng: np.random.Generator, shape: Sequence[int], each_element: bool) -> Array:
+    """Of length 1: along every element by itself, or three in which every element counts."""
+    if each_element or prod(shape) <= 3:
+        return np.eye(prod(shape)).reshape(-1, *shape)
+    random = rng.normal(size=(3, *shape))
+    return random / np.sqrt(np.sum(random**2, axis=tuple(range(1, random.ndim)), keepdims=True))
 
 
 def numeric_slope(
@@ -172,7 +168,7 @@ def numeric_slope(
     direction: Array,
     step: float = 1e-5,
 ) -> float:
-    """The product of that gradient and `direction`, of length 1."""
+    """d <cotangent, function(values)> / d values[which], along `direction` of length 1, by central differences."""
     sides = []
     for sign in (1, -1):
         moved = [v + sign * step * direction if n == which else v for n, v in enumerate(values)]

@@ -7,7 +7,6 @@ import importlib
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -77,32 +76,31 @@ FILES = [path for floor in OWN for path in sorted((ROOT / floor).rglob("*.py"))]
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def imported(nodes: Iterator[ast.AST] | list[ast.stmt]) -> Iterator[tuple[str, int]]:
-    """The top-level packages of import statements, with their lines."""
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"line {node.lineno}: imports are absolute, so that floors can be read off them"
-            yield (node.module or "").partition(".")[0], node.lineno
-
-
-def at_module_level(tree: ast.Module) -> Iterator[ast.AST]:
-    """Statements that run when the module is imported; `if TYPE_CHECKING:` does not."""
-    waiting: list[ast.AST] = list(tree.body)
+def imports(path: Path) -> tuple[tuple[ast.Import | ast.ImportFrom, str], ...]:
+    """The import statements of a file, each with when it runs: "at once", "called", or under TYPE_CHECKING "types"."""
+    waiting: list[tuple[ast.AST, str]] = [(ast.parse(path.read_text()), "at once")]
+    found = []
     while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        node, when = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append((node, when))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            when = "called"
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            waiting += [(n, when) for n in node.orelse]
+            waiting += [(n, "types" if when == "at once" else when) for n in node.body]
             continue
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            waiting += node.orelse
-            continue
-        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.stmt | ast.Module | ast.ExceptHandler | ast.match_case):  # expressions hold none
+            waiting += [(n, when) for n in ast.iter_child_nodes(node)]
+    return tuple(found)
+
+
+def packages(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The top-level packages of an import statement."""
+    if isinstance(node, ast.Import):
+        return [alias.name.partition(".")[0] for alias in node.names]
+    assert not node.level, f"line {node.lineno}: imports are absolute, so that floors can be read off them"
+    return [(node.module or "").partition(".")[0]]
 
 
 def test_the_floors_are_there():
@@ -113,15 +111,16 @@ def test_the_floors_are_there():
 @each("path", FILES)
 def test_imports_point_down(path):
     floor = path.relative_to(ROOT).parts[0]
-    tree = parsed(path)
-    for name, line in imported(ast.walk(tree)):
-        if name in OWN and name != floor:
-            assert name in BELOW[floor], f"{path}:{line}: {floor} must not know {name}"
     here = path.relative_to(ROOT).as_posix()
     allowed = {name for name, folder in OPTIONAL.items() if here.startswith(folder) and here != f"{folder}__init__.py"}
-    for name, line in imported(at_module_level(tree)):
-        fine = name in {*sys.stdlib_module_names, *REQUIRED, *OWN, *allowed}
-        assert fine, f"{path}:{line}: {name} is no requirement of the core; import it where it is used"
+    fine = {*sys.stdlib_module_names, *REQUIRED, *OWN, *allowed}
+    for node, when in imports(path):
+        for name in packages(node):
+            at = f"{path}:{node.lineno}"
+            assert name not in OWN or name in (floor, *BELOW[floor]), f"{at}: {floor} must not know {name}"
+            assert when != "at once" or name in fine, (
+                f"{at}: {name} is no requirement of the core; import it where it is used"
+            )
 
 
 @pytest.mark.parametrize("folder", OPTIONAL.values())
@@ -147,22 +146,17 @@ MODULES = {module_of(path): path for path in FILES}
 @cache
 def own_imports(module: str) -> tuple[tuple[str, int, str], ...]:
     """The modules of meshlib that one imports, each with its line and when: "at once", "called", or for "types"."""
-    tree = parsed(MODULES[module])
-    at_once = set(map(id, at_module_level(tree)))
-    called = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
     found = []
-    for node in ast.walk(tree):
-        names: list[str] = []
+    for node, when in imports(MODULES[module]):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             # `from package import x` is the module x where there is one, else it is the package's.
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in MODULES else str(node.module) for name in inside]
         for name in names:
             if name.partition(".")[0] == "meshlib":
-                when = "at once" if id(node) in at_once else "called" if id(node) in called else "types"
-                found.append((name, getattr(node, "lineno", 0), when))
+                found.append((name, node.lineno, when))
     return tuple(found)
 
 
@@ -227,14 +221,18 @@ def test_no_module_is_shadowed_by_a_name_of_its_package(package):
         )
 
 
-def test_the_walk_sees_what_it_should():
-    tree = ast.parse(
+def test_the_walk_sees_what_it_should(tmp_path):
+    file = tmp_path / "some.py"
+    file.write_text(
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    import jax\nelse:\n    import einops\n"
         "try:\n    import numpy\nexcept ImportError:\n    import scipy\n"
         "class A:\n    import json\n    def f(self):\n        import matplotlib\n"
     )
-    assert {name for name, _ in imported(at_module_level(tree))} == {"typing", "einops", "numpy", "scipy", "json"}
+    seen = {name: when for node, when in imports(file) for name in packages(node)}
+    assert {name for name, when in seen.items() if when == "at once"} == {"typing", "einops", "numpy", "scipy", "json"}
+    assert seen["matplotlib"] == "called"
+    assert seen["jax"] == "types"
 
 
 def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:

@@ -186,7 +186,7 @@ def test_random_programs() -> None:
     """Shifts of shifts, element-wise work, sums and running sums between them; never more bytes than without."""
     rng = np.random.default_rng(1)
     saved = corners = 0
-    for _ in range(draws(16, 600)):
+    for _ in range(draws(10, 600)):
         outputs, feeds = drawn(rng)
         (wanted,) = run(mtf.lower(outputs, precision="highest"), feeds, "fast")
         for _ in range(2):

@@ -72,7 +72,7 @@ def assert_nothing_shows(outputs: Any, updates: list[Operation], wanted: Alone, 
 # ---------------------------------------------------------------- programs
 
 
-@settings(max_examples=draws(10, 2500))
+@settings(max_examples=draws(7, 2500))
 @given(programs())
 def test_random_programs(p: Written) -> None:
     of, rng = (p.outputs, p.updates), np.random.default_rng(len(repr(p)))
@@ -112,7 +112,7 @@ STEPS = [("none", True), ("none", False), ("full", True), ("full", False)]
 @pytest.mark.parametrize(("remat", "scan"), some(STEPS, [("full", True)]))
 def test_transformers(remat: str, scan: bool) -> None:
     (outputs, updates), ways = step("llama2-7b", remat=remat, scan=scan)
-    assert_nothing_shows(outputs, updates, alone(outputs, updates, some(ways, ways[2::4])))
+    assert_nothing_shows(outputs, updates, alone(outputs, updates, some(ways, ways[6::4])))
 
 
 def small_step() -> tuple[Any, list[Operation], list[Way]]:

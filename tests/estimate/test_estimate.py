@@ -38,7 +38,7 @@ def free_ops(program: mtf.Program) -> int:
     return inside + sum(local_work(program, i).vpu_ops for i in free)
 
 
-@settings(max_examples=draws(40, 1000))
+@settings(max_examples=draws(25, 1000))
 @given(programs(), st.sampled_from(POLICIES))
 def test_bounds_and_counts_of_random_programs(p: Written, overlap: str) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)

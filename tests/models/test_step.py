@@ -64,8 +64,8 @@ def test_the_unrolled_graph_has_as_many_variables():
         assert sum(v.shape.size for v in graph.trainable_variables) == preset(name).parameters
 
 
-# Between them all that presets differ in by an operation: two stacks, sums after norms, windows, parallel blocks, ...
-FEW = ("transformer-big", "palm-540b", "gemma4-31b")
+# Windows, norms on both sides, scaled embeddings; two stacks and parallel blocks are verified by name below.
+FEW = ("gemma4-31b",)
 
 
 def test_presets_of_every_architecture_lower_at_a_small_scale():

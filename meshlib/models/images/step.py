@@ -51,7 +51,7 @@ def image_step(
     Example:
       >>> import meshlib as mtf
       >>> sizes = {"classes": 10, "height": 8, "width": 8, "features": 8}
-      >>> small = mtf.models.ResNetConfig("small", (1, 1), False, stem="small", **sizes)
+      >>> small = mtf.models.ResNetConfig("small", (1,), False, stem="small", **sizes)
       >>> with mtf.Graph():
       ...     outputs, updates = mtf.models.image_step(small, 16, mtf.optimize.MomentumOptimizer(0.1))
       ...     program = mtf.lower(outputs, updates, mesh="data:4", layout="batch:data")
