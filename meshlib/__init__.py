@@ -42,6 +42,7 @@ from meshlib import jax as _door
 from meshlib import layers as layers
 from meshlib import models as models
 from meshlib import optimize as optimize
+from meshlib import sharing as sharing
 from meshlib import testing as testing
 from meshlib.batches import Batches as Batches
 from meshlib.checkpoint import load as load

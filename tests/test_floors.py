@@ -32,7 +32,7 @@ HOUSE = """
 __main__
 meshlib
 command
-testing
+testing sharing
 snapshots
 jax
 generation frontier
@@ -50,7 +50,7 @@ batches detection
 checks
 graph+face+loop_record
 dtypes
-origin drawing
+origin drawing safetensors
 files
 arrays names threefry special errors text foreign
 """

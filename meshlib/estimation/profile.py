@@ -252,19 +252,21 @@ class Profile:
     def _figure(self) -> Any:
         figure = new_figure("Profile.plot", 9, 6)
         views = figure.subplots(2, 1)
-        for axes, (view, title) in zip(views, (("line", "line of the program"), ("kind", "operation")), strict=True):
-            shown = [p for p in self.by(view)[:10] if p.total_seconds][::-1]
+        first = "line" if len(self.by("line")) > FEW else "operation"
+        for axes, view in zip(views, (first, "kind"), strict=True):
+            shown = [p for p in self.by(view)[:10] if self._percent(p.total_seconds) != "-"][::-1]
             left = [0.0] * len(shown)
             for n, unit in enumerate(UNITS):
                 share = [100 * p.seconds.get(unit, 0.0) / self.step_seconds for p in shown]
                 axes.barh([p.name for p in shown], share, left=left, label=unit, color=f"C{n}", height=0.7)
                 left = [a + b for a, b in zip(left, share, strict=True)]
-            axes.set_title(f"by {title}", fontsize=9, loc="left")
+            axes.set_title(f"by {view}", fontsize=9, loc="left")
             axes.set_xlabel("% of the step (modelled)", fontsize=8)
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
         views[1].legend(fontsize=8, frameon=False, loc="lower right")
-        figure.suptitle(f"{self.title}: {seconds_text(self.step_seconds)}, MXU {self.mxu_share:.0%}", fontsize=10)
+        works = f"{seconds_text(self.step_seconds)} a step, the MXU works {self.mxu_share:.0%} of it"
+        figure.suptitle("\n".join([*wrapped(self.title, "", ";"), works]), fontsize=9)
         return figure
 
 
