@@ -240,6 +240,10 @@ from meshlib.simulation import Simulation as Simulation
 from meshlib.simulation import simulate as simulate
 from meshlib.verification import Verification as Verification
 from meshlib.verification import verify as verify
+from meshlib.vocabulary import BytePairs as BytePairs
+from meshlib.vocabulary import TextExamples as TextExamples
+from meshlib.vocabulary import text_to_text as text_to_text
+from meshlib.vocabulary import texts_in_rows as texts_in_rows
 
 _show(globals(), ["meshlib.ops.", "meshlib.differentiation", "meshlib.optimize."])
 

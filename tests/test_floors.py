@@ -46,7 +46,7 @@ replay
 operation
 engine
 initializers
-batches detection
+batches detection vocabulary
 checks
 graph+face+loop_record
 dtypes

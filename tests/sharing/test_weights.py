@@ -241,7 +241,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         (lambda: mtf.sharing.read_weights(3, config), mtf.CheckpointError, "path must be text"),
         (lambda: mtf.sharing.read_weights(tmp_path, "llama"), mtf.GraphError, "expected a TransformerConfig"),
         (lambda: mtf.sharing.read_weights(tmp_path, mtf.models.preset("mixtral-8x7b")), mtf.GraphError, "has experts"),
-        (lambda: mtf.sharing.read_weights(tmp_path, mtf.models.preset("bert-base")), mtf.GraphError, "norms after blocks"),
+        (
+            lambda: mtf.sharing.read_weights(tmp_path, mtf.models.preset("bert-base")),
+            mtf.GraphError,
+            "norms after blocks",
+        ),
         (lambda: mtf.sharing.write_weights({}, config, tmp_path), mtf.GraphError, "'embedding' .* is missing"),
         (lambda: mtf.sharing.write_weights({}, config, tmp_path, "int8"), mtf.GraphError, "dtype must be 'float32'"),
         (lambda: mtf.sharing.read_config(tmp_path / "empty"), mtf.CheckpointError, "No such file"),
