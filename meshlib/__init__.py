@@ -236,6 +236,9 @@ from meshlib.program.comparison import Comparison as Comparison
 from meshlib.program.comparison import compare as compare
 from meshlib.searching import Found as Found
 from meshlib.searching import search as search
+from meshlib.sharing import ImageInput as ImageInput
+from meshlib.sharing import export as export
+from meshlib.sharing import load_model as load_model
 from meshlib.simulation import Simulation as Simulation
 from meshlib.simulation import simulate as simulate
 from meshlib.verification import Verification as Verification

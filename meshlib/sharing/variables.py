@@ -50,6 +50,7 @@ def values_of(
             f"{at(what)}: trained must be a simulation, arrays by name or the path of a checkpoint, got "
             f"{type(trained).__name__} {trained!r:.80}"
         )
+    given = {**given, **_stacked(given, wanted)}
     faults = []
     for name, shape in wanted.items():
         if name not in given:
@@ -62,3 +63,14 @@ def values_of(
             "\n  ".join([f"{at(what)}: the variables are not those of the model:", *faults[:SHOWN], *more])
         )
     return {name: np.asarray(given[name]) for name in wanted}
+
+
+def _stacked(given: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Variables of stacked layers, from those of layers that were trained one by one."""
+    made = {}
+    for name, shape in wanted.items():
+        before, layers, after = name.rpartition("layers/")
+        parts = [f"{before}layer_{n}/{after}" for n in range(shape[0])] if layers and shape else []
+        if name not in given and parts and all(part in given for part in parts):
+            made[name] = np.stack([given[part] for part in parts])
+    return made
