@@ -34,6 +34,7 @@ UNIT_OF = {
 UNITS = tuple(dict.fromkeys(UNIT_OF.values()))
 VIEWS = ("kind", "line", "operation", "phase")
 AIM = 0.70  # of the MXU: "we try to shoot for about 70 percent", Training with TPUs, Google Cloud Next 2018
+NAME = 40  # letters of a name in a table
 FEW = 4  # lines of a program, up to which its operations are shown, too
 BAR = 30  # characters of a whole step
 OVERHEAD, INPUT, SLOWEST, TRAFFIC = "step overhead", "input", "slowest slice", "memory of collectives"
@@ -219,7 +220,7 @@ class Profile:
         parts = [p for p in self.by(view) if p.total_seconds or p.measured_seconds]
         shown, rest = (parts, []) if rows is None else (parts[:rows], parts[rows:])
         units = [u for u in UNITS if self.seconds[u]]
-        cells = [self._head(title, units), *(self._cells(p.name, [p], units) for p in shown)]
+        cells = [self._head(title, units), *(self._cells(_short(p.name), [p], units) for p in shown)]
         if rest:
             cells.append(self._cells(f"... {len(rest)} more", rest, units))
         return grid(cells, right=range(1, len(cells[0])))
@@ -362,6 +363,11 @@ def _busy(event: Event) -> list[tuple[str, float]]:
         inside = max((s for place, s in event.cost.busy_seconds if place != DCN), default=0.0)
         return [("ICI", inside), ("DCN", sum(s for place, s in event.cost.busy_seconds if place == DCN))]
     return [("host", event.seconds)]
+
+
+def _short(name: str) -> str:
+    """The end of a scoped name, which says most."""
+    return name if len(name) <= NAME else f"...{name[3 - NAME :]}"
 
 
 def _key(part: Part, view: str) -> str:
