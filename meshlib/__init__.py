@@ -42,6 +42,7 @@ from meshlib import jax as _door
 from meshlib import layers as layers
 from meshlib import models as models
 from meshlib import optimize as optimize
+from meshlib import sharing as sharing
 from meshlib import testing as testing
 from meshlib.batches import Batches as Batches
 from meshlib.checkpoint import load as load
@@ -235,10 +236,17 @@ from meshlib.program.comparison import Comparison as Comparison
 from meshlib.program.comparison import compare as compare
 from meshlib.searching import Found as Found
 from meshlib.searching import search as search
+from meshlib.sharing import ImageInput as ImageInput
+from meshlib.sharing import export as export
+from meshlib.sharing import load_model as load_model
 from meshlib.simulation import Simulation as Simulation
 from meshlib.simulation import simulate as simulate
 from meshlib.verification import Verification as Verification
 from meshlib.verification import verify as verify
+from meshlib.vocabulary import BytePairs as BytePairs
+from meshlib.vocabulary import TextExamples as TextExamples
+from meshlib.vocabulary import text_to_text as text_to_text
+from meshlib.vocabulary import texts_in_rows as texts_in_rows
 
 _show(globals(), ["meshlib.ops.", "meshlib.differentiation", "meshlib.optimize."])
 

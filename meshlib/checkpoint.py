@@ -18,12 +18,10 @@ Source of the format: github.com/huggingface/safetensors, README.md and safetens
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, BinaryIO, NoReturn
 
@@ -33,50 +31,16 @@ from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL, INT4, INT32, DType
 from meshlib.errors import CheckpointError, nearest
 from meshlib.files import open_file, replace_file
+from meshlib.safetensors import CODES, METADATA, Entry, Header, header_bytes, read_header
 from meshlib.simulation import Simulation
 
-__all__ = ["CODES", "load", "save"]
+__all__ = ["load", "save"]
 
 Array = np.ndarray[Any, Any]
 Path = str | os.PathLike[str]
 
-# The format's names of our dtypes, and the bits of an element of all of its dtypes.
-CODES = {
-    **{"float64": "F64", "float32": "F32", "bfloat16": "BF16", "int32": "I32", "bool": "BOOL"},
-    **{"int8": "I8", "int4": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
-}
-BITS = {
-    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"), 8),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
-}
-HEADER_LIMIT_BYTES = 100_000_000  # readers refuse longer ones
-ALIGNMENT_BYTES = 8  # of the first tensor; the others follow widest first
 CHUNK = 1 << 18  # elements encoded, summed and written at once: what stays in a processor's cache
-METADATA, SEED, SUM = "__metadata__", "seed", "crc32/"
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor in a file; `begin` and `end` count from the first byte after the header."""
-
-    code: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    def __str__(self) -> str:
-        return f"{self.code} {list(self.shape)}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    entries: dict[str, _Entry]
-    metadata: dict[str, str]
-    data_start: int
+SEED, SUM = "seed", "crc32/"
 
 
 # ---------------------------------------------------------------- writing
@@ -122,12 +86,12 @@ def _save(sim: Simulation, path: object) -> None:
     for name in sorted(names, key=lambda n: (-types[n][1].public.itemsize, n)):
         shape, dtype = types[name]
         end = begin + shape.size * dtype.public.itemsize
-        entries[name] = _Entry(CODES[dtype.name], shape.sizes, begin, end)
+        entries[name] = Entry(CODES[dtype.name], shape.sizes, begin, end)
         begin = end
     # Sums have a fixed length, so that the header can be written before they are known, and then once more.
     seed = str(sim.seed)
     metadata = {"format": "np", "meshlib": "1", SEED: seed, SUM + METADATA: _sum(seed.encode())}
-    header = _header_bytes(entries, {**metadata, **{SUM + name: "00000000" for name in entries}})
+    header = header_bytes("save", entries, {**metadata, **{SUM + name: "00000000" for name in entries}})
 
     places = {name: (len(header) + e.begin, *types[name]) for name, e in entries.items()}
     processes = sim.state.processes
@@ -136,7 +100,7 @@ def _save(sim: Simulation, path: object) -> None:
         file.write(header)
         sums = _write_all(sim, file, places) if processes is None else processes.write(file, places)
         file.seek(0)
-        file.write(_header_bytes(entries, {**metadata, **{SUM + name: _hex(sums[name]) for name in entries}}))
+        file.write(header_bytes("save", entries, {**metadata, **{SUM + name: _hex(sums[name]) for name in entries}}))
 
     if processes is None:
         replace_file(path, write, "save", CheckpointError)
@@ -165,22 +129,6 @@ def _write_all(sim: Simulation, file: BinaryIO, places: Places) -> dict[str, int
             file.write(block)
         sums[name] = total
     return sums
-
-
-def _header_bytes(entries: Mapping[str, _Entry], metadata: Mapping[str, str]) -> bytes:
-    table: dict[str, object] = {METADATA: metadata}
-    for name, e in entries.items():
-        table[name] = {"dtype": e.code, "shape": e.shape, "data_offsets": (e.begin, e.end)}
-    try:
-        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError as fault:
-        raise CheckpointError(f"save: a variable's name can't be written as UTF-8: {fault}") from None
-    text += b" " * (-len(text) % ALIGNMENT_BYTES)
-    if len(text) > HEADER_LIMIT_BYTES:
-        raise CheckpointError(
-            f"save: the header of {len(entries)} tensors has {len(text)} bytes; readers take {HEADER_LIMIT_BYTES}"
-        )
-    return len(text).to_bytes(8, "little") + text
 
 
 def _encoded(array: Array, dtype: DType, name: str) -> Iterator[memoryview]:
@@ -231,7 +179,7 @@ def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str
     _check_simulation(sim, "load", "load(path, sim)")
     patterns = _patterns(only)
     with open_file(path, "load", CheckpointError) as (file, target):
-        header = _read_header(file, target)
+        header = read_header(file, target, "load")
         fitting, skipped = _match(header, sim, patterns)
         seed = _seed(header, target) if patterns is None else None
         if patterns is None and seed is None:
@@ -247,7 +195,7 @@ def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str
     return skipped
 
 
-def _read_all(sim: Simulation, file: BinaryIO, header: _Header, names: list[str], target: str) -> Mapping[str, Array]:
+def _read_all(sim: Simulation, file: BinaryIO, header: Header, names: list[str], target: str) -> Mapping[str, Array]:
     """The tensors. Of several processes each looks through some of them for damage, and then reads its blocks."""
     processes = sim.state.processes
     if processes is None:
@@ -263,7 +211,7 @@ def _read_all(sim: Simulation, file: BinaryIO, header: _Header, names: list[str]
     return processes.blocks(target, places)
 
 
-def _match(header: _Header, sim: Simulation, patterns: list[str] | None) -> tuple[list[str], dict[str, str]]:
+def _match(header: Header, sim: Simulation, patterns: list[str] | None) -> tuple[list[str], dict[str, str]]:
     """The names to load, and for every other one why it can't be."""
     wanted, given = list(sim.state.arrays), list(header.entries)
     if patterns is not None:
@@ -301,94 +249,7 @@ def _refuse(target: str, skipped: Mapping[str, str], strict: bool) -> NoReturn:
     raise CheckpointError("\n  ".join([head, *(f"'{name}': {why}" for name, why in skipped.items()), *rest]))
 
 
-def _read_header(file: BinaryIO, target: str) -> _Header:
-    """The header, with all offsets checked against each other and the size of the file."""
-
-    def fail(what: str) -> NoReturn:
-        raise CheckpointError(f"load: {target} is no whole safetensors file: {what}")
-
-    size = os.fstat(file.fileno()).st_size
-    if size < 8:
-        fail(f"it has {size} bytes, and the length of the header alone takes 8")
-    length = int.from_bytes(file.read(8), "little")
-    if length > HEADER_LIMIT_BYTES:
-        fail(f"the first 8 bytes give a header of {length} bytes, more than the format's {HEADER_LIMIT_BYTES}")
-    if length > size - 8:
-        fail(f"the header should have {length} bytes, but only {size - 8} follow its length: truncated")
-    raw = file.read(length)
-    if raw[:1] != b"{":
-        fail(f"the header should begin with '{{', but begins with {raw[:8]!r}")
-    try:
-        table = json.loads(raw.decode(), object_pairs_hook=lambda pairs: _unique(pairs, fail), parse_constant=fail)
-    except UnicodeDecodeError as fault:
-        fail(f"the header is not UTF-8: byte {fault.start} of {length} is 0x{raw[fault.start]:02x}")
-    except (ValueError, RecursionError) as fault:
-        fail(f"the header is not valid JSON: {str(fault)[:200]}")
-    metadata = table.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        fail(f"{METADATA} should map text to text, but is {metadata!r:.80}")
-    data_bytes = size - 8 - length
-    entries = {name: _entry(name, item, data_bytes, fail) for name, item in table.items()}
-    at, before = 0, ""
-    for name, e in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if e.begin < at:
-            fail(f"tensor '{name}' begins at byte {e.begin} and overlaps tensor '{before}', which ends at {at}")
-        if e.begin > at:
-            fail(f"bytes {at} to {e.begin}, before tensor '{name}', belong to no tensor")
-        at, before = e.end, name
-    if at != data_bytes:
-        fail(f"{data_bytes - at} trailing bytes: the tensors take {at} bytes, and {data_bytes} follow the header")
-    return _Header(entries, metadata, 8 + length)
-
-
-def _unique(pairs: list[tuple[str, Any]], fail: Callable[[str], NoReturn]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        fail(f"the key '{twice}' occurs {names.count(twice)} times in the header")
-    return made
-
-
-def _entry(name: str, item: object, data_bytes: int, fail: Callable[[str], NoReturn]) -> _Entry:
-    if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
-        fail(f"tensor '{name}' should have dtype, shape and data_offsets, but is {item!r:.80}")
-    code, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
-    if not isinstance(code, str) or code not in BITS:
-        fail(f"tensor '{name}' has the unknown dtype {code!r:.40}{nearest(code, BITS)}; known: {', '.join(BITS)}")
-    if not _counts(shape):
-        fail(f"tensor '{name}' has the shape {shape!r:.80}, which is no list of integers >= 0")
-    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        fail(f"tensor '{name}' has data_offsets {offsets!r:.80}, which are no [begin, end] with 0 <= begin <= end")
-    begin, end = offsets
-    if end > data_bytes:
-        fail(f"tensor '{name}' should end at byte {end}, but only {data_bytes} bytes follow the header: truncated")
-    bits = BITS[code] * _product(shape, 8 * data_bytes + 1)
-    if bits != 8 * (end - begin):
-        fail(
-            f"tensor '{name}' {code} {shape!r:.80} does not take the {end - begin} bytes of its offsets "
-            f"[{begin}, {end}]" + (f", but {bits / 8:.10g}" if bits < 8 * data_bytes else "")
-        )
-    return _Entry(code, tuple(shape), begin, end)
-
-
-def _counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
-
-
-def _product(sizes: list[int], limit: int) -> int:
-    """The product, or some number above `limit`: hostile sizes need not be multiplied out."""
-    if 0 in sizes:
-        return 0
-    total = 1
-    for size in sizes:
-        total *= size
-        if total > limit:
-            break
-    return total
-
-
-def _read(file: BinaryIO, header: _Header, name: str, kind: tuple[Shape, DType], target: str) -> Array:
+def _read(file: BinaryIO, header: Header, name: str, kind: tuple[Shape, DType], target: str) -> Array:
     """A tensor as the simulation stores it."""
     shape, dtype = kind
     entry = header.entries[name]
@@ -428,7 +289,7 @@ def _read(file: BinaryIO, header: _Header, name: str, kind: tuple[Shape, DType],
     return out
 
 
-def _seed(header: _Header, target: str) -> int | None:
+def _seed(header: Header, target: str) -> int | None:
     text = header.metadata.get(SEED)
     if text is None:
         return None

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshlib as mtf
-from meshlib import checkpoint, files
+from meshlib import checkpoint, files, safetensors
 from meshlib.dtypes import BY_NAME
 from tests.effort import some
 
@@ -74,9 +74,9 @@ def written(path: Path, table: object, data: bytes) -> Path:
 
 
 def test_every_dtype_has_a_code() -> None:
-    assert set(checkpoint.CODES) == set(BY_NAME)
+    assert set(safetensors.CODES) == set(BY_NAME)
     # int4 takes a byte in a file, as its NumPy array does.
-    assert {name: checkpoint.BITS[checkpoint.CODES[name]] // 8 for name in BY_NAME} == {
+    assert {name: safetensors.BITS[safetensors.CODES[name]] // 8 for name in BY_NAME} == {
         name: dtype.public.itemsize for name, dtype in BY_NAME.items()
     }
 

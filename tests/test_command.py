@@ -98,6 +98,8 @@ def test_the_other_commands(file: str, capsys: pytest.CaptureFixture[str], tmp_p
         (["verify", file, "--set", "batch=8", *layout], 0, "ok"),
         (["verify", "llama2-7b", *SMALL, "--batch", "2", "--length", "8", "--layout", "tensor@tensor:2"], 0, "ok"),
         (["trace", file, "--slice", "v3-8", *layout, "--out", str(trace)], 0, "perfetto"),
+        (["profile", file, "--slice", "v3-8", *two], 0, "the MXU works"),
+        (["profile", file, "--slice", "v3-8", *layout, "--rows", "-1"], 2, "rows must not be negative, got -1"),
         (["slices", "v5e"], 0, "v5e-256"),
         (["search", file, "--slice", "v5e-4", "--axes", "1", "--seconds", "600"], 0, "All are accounted for"),
         (["search", file, "--slice", "v5e-4", "--axes", "1", "--seconds", "600", "--json"], 0, '"exact": true'),

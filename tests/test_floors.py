@@ -31,7 +31,7 @@ HOUSE = """
 __main__
 meshlib
 command
-testing
+testing sharing
 snapshots
 jax
 generation frontier
@@ -45,11 +45,11 @@ replay
 operation
 engine
 initializers
-batches detection
+batches detection vocabulary
 checks
 graph+face+loop_record
 dtypes
-origin drawing
+origin drawing safetensors
 files
 arrays names threefry special errors text foreign
 """

@@ -24,15 +24,19 @@ def parser() -> argparse.ArgumentParser:
     for name, text, run in (
         ("explain", "what one core runs, and the reason of every collective", commands.explain),
         ("estimate", "where time and memory go, operation by operation", commands.estimated),
+        ("profile", "which share of the step each unit works, and for what", commands.profiled),
         ("compare", "the first layout against the others", commands.compared),
         ("check", "all faults of a layout at once", commands.checked),
         ("verify", "run the layout on simulated cores and compare with one core", commands.verified),
         ("trace", "write the schedule for ui.perfetto.dev", commands.traced),
     ):
-        command = _about(under, name, text, run, a_slice=name in ("estimate", "compare", "trace"))
+        command = _about(under, name, text, run, a_slice=name in ("estimate", "profile", "compare", "trace"))
         _layout(command)
         if name == "estimate":
             command.add_argument("--rows", type=int, default=25, help="rows shown (%(default)s); 0: all")
+        if name == "profile":
+            command.add_argument("--rows", type=int, default=12, help="rows of each table (%(default)s); 0: all")
+            command.add_argument("--plot", help="draw the first layout's into this file, such as profile.png")
         if name == "trace":
             command.add_argument("--out", required=True, help="the file, such as trace.json")
     _validate(under.add_parser("validate", help="predicted beside published, with the error of each row"))

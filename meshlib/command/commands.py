@@ -107,6 +107,15 @@ def estimated(args: argparse.Namespace) -> int:
     return GOOD if fits else FAILED
 
 
+def profiled(args: argparse.Namespace) -> int:
+    """Where the time goes, by unit."""
+    found = [estimate(program, slice_of(args.slice)).profile() for program in _lowered(args)]
+    print("\n\n".join(profile.table(args.rows or None) for profile in found))
+    if args.plot:
+        found[0].plot(args.plot)
+    return GOOD
+
+
 def compared(args: argparse.Namespace) -> int:
     """The first layout beside each other one."""
     programs = _lowered(args)

@@ -13,7 +13,9 @@ from meshlib.checks import at, whole
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation.fitting import DeviceMemory, memory_on
 from meshlib.estimation.host_input import InputTime
+from meshlib.estimation.moments import divided
 from meshlib.estimation.physics import Physics
+from meshlib.estimation.profile import Measured, Profile, profile
 from meshlib.estimation.rows import BOUNDS, Row, rows_of
 from meshlib.estimation.scheduling import Schedule
 from meshlib.estimation.table import comparison, table
@@ -129,25 +131,14 @@ class Estimate:
 
     @cached_property
     def bound_seconds(self) -> Mapping[str, float]:
-        """The step divided by what bounds it: computation by each group's bound, exposed communication by that of
-        the collectives, launches and overhead as latency, waiting for the hosts as input. Modelled."""
+        """The step divided by what bounds each moment (`meshlib.estimation.moments`): computation by each group's
+        bound, exposed communication by that of the collective that is waited for, launches and overhead as latency,
+        waiting for the hosts as input. Modelled."""
         totals = dict.fromkeys(BOUNDS, 0.0)
-        sent = dict.fromkeys(BOUNDS, 0.0)
-        for r in self.rows:
-            if r.kind == "compute":
-                totals[r.bound] += r.total_seconds - r.latency_seconds * r.count
-                totals["latency"] += r.latency_seconds * r.count
-            elif r.kind == "collective":
-                for name, seconds in (("ici", r.ici_seconds), ("dcn", r.dcn_seconds), ("latency", r.latency_seconds)):
-                    sent[name] += seconds * r.count
-        whole_comm = sum(sent.values())
-        # When the core computes nothing it waits for what is sent, or shares its memory with it.
-        waits = self.schedule.seconds - self.schedule.host_exposed_seconds - self.compute_seconds
-        for name, seconds in sent.items():
-            totals[name] += waits * seconds / whole_comm if whole_comm else 0.0
+        for _, bound, seconds in divided(self.schedule, self.slice.chip):
+            totals[bound] += seconds
         totals["latency"] += self.step_overhead_seconds
         totals["dcn"] += self.jitter_seconds
-        totals["pcie"] += self.schedule.host_exposed_seconds
         totals["input"] += self.input_wait_seconds
         return totals
 
@@ -267,6 +258,25 @@ class Estimate:
         Every figure says whether it is exact or modelled.
         """
         return table(self, rows)
+
+    def profile(self, measured: Measured | None = None) -> Profile:
+        """Where the time of the step goes: by unit, by kind of operation and by line of the program.
+
+        Args:
+          measured: what `run.profile(feeds)` of an `mtf.on_jax` run returned, to stand beside what is modelled.
+        Returns: a `Profile`: print it, `.seconds`, `.busy_seconds`, `.mxu_share`, `.by("line")`, `.plot(path)`.
+        Raises: GraphError where `measured` is something else.
+        Example:
+          >>> import meshlib as mtf
+          >>> with mtf.Graph():
+          ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
+          ...     w = mtf.variable("w", [mtf.Dimension("inner", 8192), mtf.Dimension("outer", 8192)], dtype="bfloat16")
+          ...     program = mtf.lower({"y": mtf.einsum([x, w])}, mesh="cores:8", layout="batch:cores")
+          >>> found = mtf.estimate(program, "v3-8").profile()
+          >>> found.mxu_share > 0.9, found.by("kind")[0].name
+          (True, 'einsum')
+        """
+        return profile(self, measured)
 
     def compare(self, other: Estimate) -> str:
         """Two estimates side by side as text, and what changed by how much."""

@@ -10,6 +10,7 @@ from hardware.memory import PCIE_EFFICIENCY, hbm_rate
 from hardware.network import Cost
 from hardware.placement import CORES, DCN
 from meshlib.estimation.scheduling import Event, Schedule
+from meshlib.estimation.times import KernelTime
 from meshlib.graph import FORWARD
 
 BOUNDS = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "latency", "input")
@@ -86,13 +87,27 @@ def names_of_forward(made: Schedule) -> frozenset[str]:
     return frozenset(found.union(*(names_of_forward(e.loop) for e in made.events if e.loop is not None)))
 
 
+def kernel_bound(time: KernelTime) -> str:
+    """Which unit a kernel works longest on; "latency" if its launch takes longer than any."""
+    parts = {
+        "mxu": time.mxu_seconds,
+        "vpu": time.vpu_seconds,
+        "hbm": time.hbm_seconds,
+        "latency": time.launch_seconds,
+    }
+    return max(parts, key=lambda name: parts[name])
+
+
+def kernel_latency(time: KernelTime) -> float:
+    """Of its launch, what nothing that was fetched before makes up for."""
+    return max(0.0, time.launch_seconds - time.hidden_seconds)
+
+
 def _compute_row(event: Event, chip: Chip, count: int, active: float) -> Row:
     kernel, time = event.kernel, event.time
     assert kernel is not None
     assert time is not None
-    latency = time.launch_seconds
-    parts = {"mxu": time.mxu_seconds, "vpu": time.vpu_seconds, "hbm": time.hbm_seconds, "latency": latency}
-    bound = max(parts, key=lambda name: parts[name])
+    bound = kernel_bound(time)
     dtype = kernel.matmuls[0][0].dtype if kernel.matmuls else "bf16" if chip.peak_bf16_flops else "int8"
     peak = chip.peak_flops(dtype) / chip.devices_per_chip
     # Engines work on what is there: of the vector unit's time that on padding is none, and HBM moves what leaves VMEM.
@@ -108,7 +123,7 @@ def _compute_row(event: Event, chip: Chip, count: int, active: float) -> Row:
     return Row(
         kernel.name, kernel.opcode, "compute", kernel.region, kernel.source, count, event.first, own, bound, share,
         mxu_seconds=time.mxu_seconds, vpu_seconds=time.vpu_seconds, hbm_seconds=time.hbm_seconds,
-        latency_seconds=max(0.0, latency - time.hidden_seconds), launch_seconds=latency,
+        latency_seconds=kernel_latency(time), launch_seconds=time.launch_seconds,
         hidden_seconds=time.hidden_seconds, mxu_flops=kernel.mxu_flops, useful_flops=active * kernel.useful_flops,
         vpu_ops=kernel.vpu_ops, hbm_bytes=kernel.hbm_bytes, traffic_bytes=time.traffic_bytes, mxu_dtype=dtype,
     )  # fmt: skip

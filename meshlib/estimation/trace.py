@@ -7,6 +7,7 @@
     to_host, from_host   copies over PCIe
     ici ..., dcn     collectives on the places that they cross
     exposed          what is sent while the core computes nothing
+    bound by         what each moment of the step waits for
 
 Times are whole nanoseconds, written in microseconds as the format asks. Slices are "X" events (begin and duration in
 one), sorted by time; on one track none overlaps another. What runs a second time for the backward pass is marked
@@ -19,15 +20,16 @@ Source: "Trace Event Format", the Chromium project, 2016; perfetto.dev docs on J
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardware.placement import places
 from meshlib.errors import GraphError
+from meshlib.estimation.moments import exposed, moments
+from meshlib.estimation.profile import UNIT_OF, UNITS
 from meshlib.estimation.result import engine_name
 from meshlib.estimation.rows import names_of_forward
 from meshlib.estimation.scheduling import Event, Schedule
@@ -37,11 +39,15 @@ from meshlib.graph import FORWARD
 from meshlib.program.memory import KINDS
 
 if TYPE_CHECKING:
-    from meshlib.estimation.result import Estimate
+    from meshlib.estimation.moments import exposed, moments
+from meshlib.estimation.result import Estimate
 
-PHASE, LOOP, CORE, EXPOSED = "phase", "loop", "core", "exposed"
+PHASE, LOOP, CORE, EXPOSED, BOUND = "phase", "loop", "core", "exposed", "bound by"
 COUNTER = "HBM bytes (exact)"
+WORKING = "MXU works, % (modelled)"
+WINDOWS = 100  # of the step, in each of which the share of the MXU's time is counted
 SLICE_LIMIT = 50_000
+TRIPS_SHARE = "share of the time that it works (modelled)"  # of an engine in trips that are not shown one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ def trace_events(est: Estimate) -> list[dict[str, Any]]:
         for s in spans
     ]  # fmt: skip
     timed += _counters(est)
+    timed += _working(est, [s for s in spans if s.track == "mxu"])
     return events + sorted(timed, key=lambda e: (e["ts"], e.get("tid", 0)))
 
 
@@ -78,9 +85,9 @@ def _tracks(est: Estimate, used: set[str]) -> list[str]:
     """The names of the tracks from top to bottom; those of engines also where nothing runs on them."""
     loops = sorted(name for name in used if name.startswith(LOOP))
     network = [engine_name(place) for place, size in places(est.slice) if size > 1]
-    phase, exposed = ([name] if name in used else [] for name in (PHASE, EXPOSED))
+    phase, sent = ([name] if name in used else [] for name in (PHASE, EXPOSED))
     copies = [way for way in HOST_COPIES if way in used]
-    return [*phase, *loops, CORE, "mxu", "vpu", "hbm", *network, *copies, *exposed]
+    return [*phase, *loops, CORE, "mxu", "vpu", "hbm", *network, *copies, *sent, BOUND]
 
 
 def _named(what: str, name: str, thread: int) -> dict[str, Any]:
@@ -100,6 +107,7 @@ class _Writer:
         loops = sum(e.loop is not None for e in made.events)
         room = max(0, SLICE_LIMIT - _size(made, trips=False)) // max(1, loops)
         yield from self._schedule(made, 0.0, room, 1)
+        yield _span(BOUND, "idle", made.seconds, self.est.step_seconds, {})
         rest = {"seconds (assumed)": self.est.step_seconds - made.seconds}
         yield _span(CORE, "step overhead", made.seconds, self.est.step_seconds, rest)
 
@@ -113,8 +121,12 @@ class _Writer:
                 yield self._span(e, engine_name(e.copy[0]), at + e.start, at + e.end, {"bytes (exact)": e.copy[1]})
             else:
                 yield from self._kernel(e, at)
-        for begin, end, e in _exposed(made):
+        for begin, end, e in exposed(made):
             yield self._span(e, EXPOSED, at + begin, at + end)
+        for unit, run in groupby(moments(made, self.est.slice.chip), key=lambda m: UNIT_OF.get(m.bound)):
+            spans = [(m.begin, m.end) for m in run]
+            if unit is not None:  # of a loop, its trips say it
+                yield _span(BOUND, unit, at + spans[0][0], at + spans[-1][1], {})
 
     def _loop(self, e: Event, body: Schedule, at: float, room: int, depth: int) -> Iterator[Span]:
         track = LOOP if depth == 1 else f"{LOOP}, depth {depth}"
@@ -130,7 +142,7 @@ class _Writer:
         name = f"{e.name}: {e.trips - shown} more trips"
         yield _span(track, name, begin, end, {"trips": e.trips - shown, "line": e.source, "phase": e.region})
         for engine, busy in (("core", body.seconds), *body.busy.items()):
-            share = {"share of the time that it works (modelled)": busy / body.seconds if body.seconds else 0.0}
+            share = {TRIPS_SHARE: busy / body.seconds if body.seconds else 0.0}
             yield _span(engine_name(engine), name, begin, end, share)
 
     def _collective(self, e: Event, at: float) -> Iterator[Span]:
@@ -178,9 +190,9 @@ def _size(made: Schedule, trips: bool = True) -> int:
         if e.loop is not None:
             total += e.trips * _size(e.loop) if trips else 0
         elif e.cost is not None:
-            total += len(e.cost.busy_seconds) + 1
+            total += len(e.cost.busy_seconds) + 2
         elif e.time is not None:
-            total += 1 + sum(s > 0 for s in (e.time.mxu_seconds, e.time.vpu_seconds, e.time.hbm_seconds))
+            total += 2 + sum(s > 0 for s in (e.time.mxu_seconds, e.time.vpu_seconds, e.time.hbm_seconds))
     return total
 
 
@@ -193,29 +205,6 @@ def _phases(made: Schedule) -> Iterator[Span]:
         if after is None or after.region != e.region:
             yield _span(PHASE, e.region, core[begin].start, e.end, {})
             begin = n
-
-
-def _exposed(made: Schedule) -> Iterator[tuple[float, float, Event]]:
-    """When something is sent and the core computes nothing, and what: of several that which began first."""
-    gaps = _gaps([(e.end - e.time.seconds if e.time else e.start, e.end) for e in made.events if e.on_core])
-    starts = [begin for begin, _ in gaps]
-    done = 0.0
-    for e in sorted((e for e in made.events if e.move is not None), key=lambda e: e.start):
-        begin = max(done, e.start)
-        for a, b in gaps[max(0, bisect_right(starts, begin) - 1) : bisect_right(starts, e.end)]:
-            if min(b, e.end) > max(a, begin):
-                yield max(a, begin), min(b, e.end), e
-        done = max(done, e.end)
-
-
-def _gaps(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What intervals leave free from 0 on."""
-    found, last = [], 0.0
-    for begin, end in sorted(intervals):
-        if begin > last:
-            found.append((last, begin))
-        last = max(last, end)
-    return [*found, (last, float("inf"))]
 
 
 def _counters(est: Estimate) -> Iterator[dict[str, Any]]:
@@ -237,11 +226,26 @@ def _counted(at: int, held: Sequence[int], shown: Sequence[int]) -> dict[str, An
     return {"ph": "C", "pid": 1, "name": COUNTER, "ts": at / 1000, "args": args}
 
 
+def _working(est: Estimate, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    """In each window of the step, the share of the time for which the MXU works."""
+    width = max(1, -(-round(est.step_seconds * 1e9) // WINDOWS))
+    worked = [0.0] * WINDOWS
+    for s in spans:
+        share = s.args.get(TRIPS_SHARE, 1.0)
+        for n in range(s.begin // width, min(WINDOWS, -(-s.end // width))):
+            worked[n] += share * (min(s.end, (n + 1) * width) - max(s.begin, n * width)) / width
+    for n, share in enumerate(worked):
+        yield {"ph": "C", "pid": 1, "name": WORKING, "ts": n * width / 1000, "args": {"MXU": round(100 * share, 1)}}
+
+
 def save_trace(est: Estimate, path: str | Path) -> None:
     """`Estimate.save_trace`."""
-    about = {
+    found = est.profile()
+    about: dict[str, object] = {
         "slice": str(est.slice), "mesh": str(est.program.mesh), "layout": str(est.program.layout),
         "overlap": est.overlap, "figures": "bytes and counts exact, times modelled",
+        "seconds of the step by what bounds it": {unit: found.seconds[unit] for unit in UNITS},
+        "share of the step for which the MXU works": found.mxu_share,
     }  # fmt: skip
     trace = {"traceEvents": trace_events(est), "displayTimeUnit": "ns", "otherData": about}
     text = json.dumps(trace)

@@ -85,6 +85,7 @@ class Generator:
       start_token: with which the decoder of an encoder-decoder starts.
       cache_dtype: as of `mtf.models.prefill`.
       precision, executor: as of `mtf.lower` and `mtf.simulate`.
+      run: what makes a run of a program in place of `mtf.simulate`, such as `mtf.on_jax` for real devices.
       seed: of what is drawn.
     Raises: GraphError for arguments that do not fit, and for parameters that are missing or of another shape.
     """
@@ -109,6 +110,7 @@ class Generator:
     precision: str = "default"
     executor: str = "fast"
     seed: int = 0
+    run: Callable[[Program], Simulation] | None = None
     prefill: Program = field(init=False)
     decode: Program = field(init=False)
     sim: Simulation = field(init=False)
@@ -135,7 +137,9 @@ class Generator:
         if self.beams > 1 and self.stops.texts:
             raise GraphError(f"{at(WHAT)}: beam search ends at tokens; stop has the text {self.stops.texts[0]!r}")
         self.prefill, self.decode = self._lowered(decoding=False), self._lowered(decoding=True)
-        self.sim = simulate(self.prefill, self.slice, self.seed, self.executor)
+        if self.run is not None and not callable(self.run):
+            raise GraphError(f"{at(WHAT)}: run must make a run of a program, as mtf.on_jax does, got {self.run!r:.80}")
+        self.sim = self.run(self.prefill) if self.run else simulate(self.prefill, self.slice, self.seed, self.executor)
         self._take_state()
 
     # ------------------------------------------------------------ programs and parameters

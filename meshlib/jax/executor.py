@@ -45,7 +45,7 @@ class Executor(Interpreter[Array, Context]):
     ) -> Iterable[Array]:
         if isinstance(i, Resident | Commit):
             return super().results(program, i, inputs, values, context)
-        with jax.named_scope(_scope(i)):
+        with jax.named_scope(i.scope):
             made = list(super().results(program, i, self._repeats.apart(i, inputs), values, context))
         self._repeats.note(i, made)
         return made
@@ -168,12 +168,6 @@ class Executor(Interpreter[Array, Context]):
         if moving:
             return _with_halos(i, part, moving, axes, inputs)
         return run_row(part, row_of(op).local, inputs)
-
-
-def _scope(i: Instruction) -> str:
-    """What JAX's profiler calls an instruction: its name in the listing."""
-    name = i.operation.name
-    return f"{i.opcode}:{name}" if isinstance(i, Move) else name
 
 
 def _offsets(i: Compute, factors: Sequence[Factor], axes: Axes, context: Context) -> dict[str, Index]:

@@ -16,12 +16,15 @@ from jax.sharding import NamedSharding
 import meshlib.jax.rows  # the library's own rows  # noqa: F401
 from hardware.slices import Slice
 from meshlib.checks import at, flag
+from meshlib.checks import whole as whole_number
 from meshlib.engine import Engine
 from meshlib.errors import GraphError, NotFiniteError
 from meshlib.estimation import estimate
+from meshlib.estimation.profile import Measured
 from meshlib.jax.measuring import known_slice
 from meshlib.jax.placing import HostArray, place, whole
 from meshlib.jax.processes import JaxProcesses
+from meshlib.jax.profiling import measure
 from meshlib.jax.step import Made, Prints, Step
 from meshlib.ops.index import index_fault
 from meshlib.ops.sources import STEP
@@ -167,6 +170,31 @@ class OnJax(Simulation):
         while len(self._steps) > READY_PROGRAMS:
             self.seconds.pop(self._steps.popitem(last=False)[0], None)
         return self._steps[id(found)]
+
+    def profile(self, feeds: Mapping[str, Any], steps: int = 3) -> Measured:
+        """What the devices do in a step, instruction by instruction, as JAX's profiler sees it; the state stays.
+
+        Args:
+          feeds: the inputs of a step, by name.
+          steps: to watch, with the same feeds; the figures are their mean.
+        Returns: a `Measured`: print it, or `est.profile(measured)` for what it should take beside it.
+        Raises: GraphError for bad arguments, FeedError as a step, ProgramError where JAX's profiler does not run.
+        Example:
+          >>> import meshlib as mtf
+          >>> with mtf.Graph():
+          ...     x = mtf.input("x", [mtf.Dimension("batch", 4), mtf.Dimension("d", 4)])
+          ...     program = mtf.lower({"y": mtf.exp(x)})
+          >>> mtf.on_jax(program).profile({"x": np.ones((4, 4))}).by("kind").keys()
+          dict_keys(['exp'])
+        """
+        if not isinstance(feeds, Mapping):
+            raise GraphError(f"{at('profile')}: feeds must be arrays by name, got {type(feeds).__name__} {feeds!r:.80}")
+        count = whole_number(steps, "profile", "steps")
+        if count < 1:
+            raise GraphError(f"{at('profile')}: steps must be at least 1, got {count}")
+        twin = copy(self)
+        twin._run(self.program, feeds)
+        return measure(self.compiled(), lambda: twin._run(self.program, feeds), count)
 
     # ------------------------------------------------------------ inside
 

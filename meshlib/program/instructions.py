@@ -102,6 +102,11 @@ class Instruction:
         return self.operation.kind.name
 
     @property
+    def scope(self) -> str:
+        """What a profiler of real devices calls it: its name in the listing."""
+        return self.operation.name
+
+    @property
     def is_collective(self) -> bool:
         """Whether this is nothing but what devices send each other; computations may send something on the way."""
         return False
@@ -182,6 +187,10 @@ class Move(Instruction):
     def opcode(self) -> str:
         """The kind of the steps."""
         return self.steps[0].kind
+
+    @property
+    def scope(self) -> str:
+        return f"{self.opcode}:{self.operation.name}"
 
     @property
     def is_collective(self) -> bool:

@@ -1,0 +1,121 @@
+"""Verses for the poetry example: those beside this file, or any text of the user's; and the simplest models of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+OWN = Path(__file__).with_name("verses.txt")
+HELD_OUT = 10  # one poem of so many is held out
+START = -1  # before the first token of a line
+
+Pair = tuple[str, str]
+Lines = Sequence[Sequence[int]]
+
+
+class VerseError(Exception):
+    """A text is not there, or holds too few lines."""
+
+
+@dataclass(frozen=True)
+class Verses:
+    """Pairs of a line and the next one, of poems to train on and of others that are held out."""
+
+    train: tuple[Pair, ...]
+    held_out: tuple[Pair, ...]
+    source: str
+
+
+def load(path: str | None) -> Verses:
+    """The verses of a file: lines, with an empty line between poems; lines that begin with # are no verses.
+
+    Of a text in fewer than `HELD_OUT` parts its last tenth is held out.
+    Raises: VerseError for a file that can't be read, or has fewer than 20 pairs of lines.
+    """
+    file = OWN if path is None else Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as fault:
+        raise VerseError(f"{file}: {fault.strerror}") from None
+    poems: list[list[str]] = [[]]
+    for raw in text.splitlines():
+        line = raw.strip()
+        if line.startswith("#"):
+            continue
+        if line:
+            poems[-1].append(line)
+        elif poems[-1]:
+            poems.append([])
+    poems = [poem for poem in poems if len(poem) > 1]
+    if 0 < len(poems) < HELD_OUT:
+        lines = [line for poem in poems for line in poem]
+        size = -(-len(lines) // HELD_OUT)
+        poems = [lines[n : n + size] for n in range(0, len(lines), size)]
+    chosen = (
+        range(HELD_OUT // 2 - 1, len(poems), HELD_OUT) if len(poems) >= HELD_OUT else range(len(poems) - 1, len(poems))
+    )
+    train = pairs_of(poem for n, poem in enumerate(poems) if n not in chosen)
+    held_out = pairs_of(poems[n] for n in chosen) if poems else ()
+    if len(train) + len(held_out) < 20 or not held_out:
+        raise VerseError(f"{file}: holds {len(train) + len(held_out)} pairs of lines; it takes 20")
+    return Verses(
+        train, held_out, f"{file.name}: {len(poems)} poems, {len(train)} pairs of lines, {len(held_out)} held out"
+    )
+
+
+def pairs_of(poems: Iterable[Sequence[str]]) -> tuple[Pair, ...]:
+    """Each line of a poem with the next one."""
+    return tuple(pair for poem in poems for pair in pairwise(poem))
+
+
+class Counted:
+    """A unigram and a bigram model of lines of tokens, over the same vocabulary, smoothed.
+
+    Both take a discount d off each count and give what is saved to all tokens, the bigram by how many different tokens
+    each one has been seen after (interpolated Kneser-Ney: Chen and Goodman, "An empirical study of smoothing techniques
+    for language modeling", 1998, section 4.1.6).
+    """
+
+    def __init__(self, lines: Lines, vocab: int, discount: float) -> None:
+        self.vocab, self.discount = vocab, discount
+        self.tokens = Counter(token for line in lines for token in line)
+        self.pairs = Counter(pair for line in lines for pair in pairwise([START, *line]))
+        self.before = Counter(a for a, _ in self.pairs.elements())
+        self.after = Counter(a for a, _ in self.pairs)  # different tokens after each
+        self.kinds = Counter(b for _, b in self.pairs)  # different tokens before each
+        self.total = sum(self.tokens.values())
+
+    def unigram(self, token: int) -> float:
+        """The chance of a token."""
+        saved = self.discount * len(self.tokens) / self.total
+        return max(self.tokens[token] - self.discount, 0) / self.total + saved / self.vocab
+
+    def bigram(self, before: int, token: int) -> float:
+        """The chance of a token after another one, `START` at the beginning of a line."""
+        saved = self.discount * len(self.kinds) / len(self.pairs)
+        lower = max(self.kinds[token] - self.discount, 0) / len(self.pairs) + saved / self.vocab
+        seen = self.before[before]
+        if not seen:
+            return lower
+        kept = max(self.pairs[before, token] - self.discount, 0)
+        return (kept + self.discount * self.after[before] * lower) / seen
+
+    def perplexities(self, lines: Lines) -> tuple[float, float]:
+        """Of other lines, for each token: of the unigram and of the bigram model."""
+        count = sum(map(len, lines))
+        one = sum(math.log(self.unigram(token)) for line in lines for token in line)
+        two = sum(math.log(self.bigram(a, b)) for line in lines for a, b in pairwise([START, *line]))
+        return math.exp(-one / count), math.exp(-two / count)
+
+
+def counted(lines: Lines, vocab: int) -> Counted:
+    """The models of lines, whose discount serves a tenth of them best that is not counted."""
+    part = [line for n, line in enumerate(lines) if n % 10 == 9]
+    rest = [line for n, line in enumerate(lines) if n % 10 != 9]
+    tried = [n / 20 for n in range(1, 20)]
+    best = min(tried, key=lambda d: Counted(rest, vocab, d).perplexities(part)[1]) if part else 0.75
+    return Counted(lines, vocab, best)

@@ -1,0 +1,152 @@
+"""What devices did in a step, instruction by instruction, as JAX's profiler saw it.
+
+The profiler times the operations of the compiled module on each device. A module says of which named scope each comes
+(`meshlib.jax.hlo.scopes`), and the executor names scopes as the program's listing names its instructions. What XLA has
+fused counts for one of them, whose operation is the root of the fusion. A collective's time is that of waiting for the
+others, too.
+
+On a CPU the operations are XLA's thunks, all devices share its cores, and a step that is watched takes longer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from meshlib.errors import ProgramError
+from meshlib.estimation.profile import Measured
+from meshlib.jax.hlo import module_name, scopes
+from meshlib.jax.step import Step
+from meshlib.program.instructions import Commit, Loop, Resident
+from meshlib.program.records import Program, walk
+
+Key = tuple[str, str, str, str]
+
+
+class Timed(NamedTuple):
+    """An operation of the module on one device; nanoseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def measure(step: Step, run: Callable[[], object], steps: int) -> Measured:
+    """Run `steps` steps of a compiled program under the profiler.
+
+    Raises: ProgramError where JAX's profiler runs already, or says nothing of the devices.
+    """
+    text = step.compiled.as_text()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            jax.profiler.start_trace(folder, profiler_options=_options())
+        except RuntimeError as fault:
+            raise ProgramError(f"profile: JAX's profiler does not start: {fault}") from None
+        begun = time.perf_counter()
+        try:
+            for _ in range(steps):
+                run()
+            taken = (time.perf_counter() - begun) / steps
+        finally:
+            jax.profiler.stop_trace()
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        lines = [list(_timed(*line, module_name(text))) for file in files for line in _lines(file)]
+    if not any(lines):
+        raise ProgramError(f"profile: JAX's profiler tells no operations of {step.mesh.devices.flat[0].device_kind}")
+    own = len([d for d in step.mesh.devices.flat if d.process_index == jax.process_index()])
+    paths, keys = scopes(text), _keys(step.program)
+    seconds: dict[Key, float] = defaultdict(float)
+    other = 0.0
+    for line in lines:
+        for name, nanoseconds in alone(line).items():
+            if name not in paths:
+                continue  # a loop around others
+            share = nanoseconds * 1e-9 / own / steps
+            scope = scope_in(paths[name], keys)
+            if scope is None:
+                other += share
+            else:
+                seconds[keys[scope]] += share
+    first = step.mesh.devices.flat[0]
+    return Measured(taken, dict(seconds), other, f"{step.mesh.size} x {first.device_kind}", steps)
+
+
+def _options() -> Any:
+    """Operations alone: Python's own calls would slow the step."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    return options
+
+
+def _lines(file: Path) -> Iterator[tuple[bool, Any]]:
+    """The threads and streams of a trace, and whether each is one of XLA's operations on a TPU."""
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+            yield plane.name.startswith("/device:TPU") and line.name == "XLA Ops", line
+
+
+def _timed(on_tpu: bool, line: Any, module: str) -> Iterator[Timed]:
+    """The module's operations on one thread or stream."""
+    for event in line.events:
+        if event.name.startswith("end: "):
+            continue
+        if on_tpu:
+            yield Timed(event.name.lstrip("%").partition(" = ")[0], event.start_ns, event.end_ns)
+            continue
+        about = dict(event.stats)
+        if about.get("hlo_module") == module and "hlo_op" in about:
+            yield Timed(str(about["hlo_op"]), event.start_ns, event.end_ns)
+
+
+def alone(events: Sequence[Timed]) -> dict[str, float]:
+    """Nanoseconds of each operation of a thread, without those of operations inside it.
+
+    >>> alone([Timed("call", 0, 10), Timed("dot", 2, 8), Timed("add", 10, 11)])
+    {'call': 4.0, 'dot': 6.0, 'add': 1.0}
+    """
+    taken: dict[str, float] = defaultdict(float)
+    around: list[Timed] = []
+    for event in sorted(events, key=lambda e: (e.begin, -e.end)):
+        while around and around[-1].end <= event.begin:
+            around.pop()
+        taken[event.name] += event.end - event.begin
+        if around:
+            taken[around[-1].name] -= min(event.end, around[-1].end) - event.begin
+        around.append(event)
+    return dict(taken)
+
+
+def _keys(program: Program) -> dict[str, Key]:
+    """Name of an instruction's scope -> what it is: name, kind, line, phase."""
+    found: dict[str, Key] = {}
+    for i, _, _ in walk(program):
+        if not isinstance(i, Resident | Commit | Loop):
+            source = i.transfers[0].reason.source if i.is_collective and i.transfers else i.operation.source
+            found.setdefault(i.scope, (i.scope, i.opcode, source, i.region))
+    return found
+
+
+def scope_in(path: str, known: Mapping[str, object]) -> str | None:
+    """The innermost scope in the path that JAX keeps of an operation.
+
+    >>> known = dict.fromkeys(["layers/scan/add", "add", "all_reduce:add"])
+    >>> scope_in("jit(f)/shard_map/layers/scan/add/while/body/all_reduce:add/psum", known)
+    'all_reduce:add'
+    >>> scope_in("jit(f)/shard_map/layers/scan/add/add", known)
+    'layers/scan/add'
+    """
+    parts = path.split("/")[:-1]  # the last is JAX's own primitive
+    found, begin = None, 0
+    while begin < len(parts):
+        fits = (end for end in range(len(parts), begin, -1) if "/".join(parts[begin:end]) in known)
+        end = next(fits, None)
+        if end is not None:
+            found = "/".join(parts[begin:end])
+        begin = end if end is not None else begin + 1
+    return found

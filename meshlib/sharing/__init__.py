@@ -1,0 +1,16 @@
+"""Models that leave the library, and weights that come in.
+
+export   a trained model in one folder, and loaded anywhere to predict on raw input
+weights  files by Hugging Face's names of Llama, GPT-2 and T5
+"""
+
+from meshlib.sharing.export import ImageModel as ImageModel
+from meshlib.sharing.export import Model as Model
+from meshlib.sharing.export import OwnModel as OwnModel
+from meshlib.sharing.export import TextModel as TextModel
+from meshlib.sharing.export import export as export
+from meshlib.sharing.export import load_model as load_model
+from meshlib.sharing.foreign_config import read_config as read_config
+from meshlib.sharing.pictures import ImageInput as ImageInput
+from meshlib.sharing.weights import read_weights as read_weights
+from meshlib.sharing.weights import write_weights as write_weights

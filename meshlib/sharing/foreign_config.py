@@ -1,0 +1,134 @@
+"""The config.json of a Llama, GPT-2 or T5 in Hugging Face's form, as a `TransformerConfig`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from meshlib.checks import at
+from meshlib.errors import CheckpointError, GraphError
+from meshlib.files import open_file
+from meshlib.models.config import TransformerConfig
+
+Fields = Mapping[str, Any]
+WHAT = "read_config"
+ACTIVATIONS = {
+    **{"relu": "relu", "silu": "silu", "swish": "silu"},
+    **{"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
+}
+
+
+def read_config(path: str | os.PathLike[str], name: str | None = None) -> TransformerConfig:
+    """The model that a config.json of Hugging Face's describes, of model_type "llama", "gpt2" or "t5".
+
+    Args:
+      path: the file, or its folder.
+      name: of the model; that of the folder unless given.
+    Raises: CheckpointError for a file that is none; GraphError for another model_type, and for what the library has
+      not, such as scaled rotary positions.
+    """
+    place = Path(path) if isinstance(path, str | os.PathLike) else path
+    if isinstance(place, Path) and place.is_dir():
+        place = place / "config.json"
+    with open_file(place, WHAT, CheckpointError) as (file, target):
+        raw = file.read()
+    try:
+        found = json.loads(raw)
+        kind = found["model_type"]
+    except (ValueError, KeyError, TypeError) as fault:
+        raise CheckpointError(f"{WHAT}: {target} is no config.json with a model_type: {fault!r:.80}") from None
+    if kind not in _KINDS:
+        raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}; known: {', '.join(_KINDS)}")
+    try:
+        return TransformerConfig(name=name or Path(target).parent.name or str(kind), **_KINDS[kind](found))
+    except KeyError as fault:
+        raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
+
+
+def _llama(found: Fields) -> dict[str, Any]:
+    rope = found.get("rope_parameters") or {}
+    scaled = found.get("rope_scaling") or {}
+    kind = {**rope, **scaled}.get("rope_type", scaled.get("type", "default"))
+    if kind != "default":
+        raise GraphError(
+            f"{at(WHAT)}: the rotary positions are scaled ({kind!r:.40}), which the library has not; without it "
+            "logits differ beyond the length that the model was first trained on"
+        )
+    if found.get("mlp_bias"):
+        raise GraphError(f"{at(WHAT)}: mlp_bias: biases of the feed-forward blocks alone are not known here")
+    heads = found["num_attention_heads"]
+    return {
+        "layers": found["num_hidden_layers"],
+        "d_model": found["hidden_size"],
+        "heads": heads,
+        "kv_heads": found.get("num_key_value_heads") or heads,
+        "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
+        "d_ff": found["intermediate_size"],
+        "vocab": found["vocab_size"],
+        "gated": True,
+        "activation": _activation(found.get("hidden_act", "silu")),
+        "norm": "rms",
+        "norm_epsilon": found.get("rms_norm_eps", 1e-6),
+        "position": "rotary",
+        "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
+        "attention_bias": bool(found.get("attention_bias", False)),
+        "tied": bool(found.get("tie_word_embeddings", False)),
+    }
+
+
+def _gpt2(found: Fields) -> dict[str, Any]:
+    d_model, heads = found["n_embd"], found["n_head"]
+    return {
+        "layers": found["n_layer"],
+        "d_model": d_model,
+        "heads": heads,
+        "head_dim": d_model // heads,
+        "d_ff": found.get("n_inner") or 4 * d_model,
+        "vocab": found["vocab_size"],
+        "max_length": found["n_positions"],
+        "activation": _activation(found.get("activation_function", "gelu_new")),
+        "norm_epsilon": found.get("layer_norm_epsilon", 1e-5),
+        "bias": True,
+        "tied": bool(found.get("tie_word_embeddings", True)),
+    }
+
+
+def _t5(found: Fields) -> dict[str, Any]:
+    gate, _, word = found.get("feed_forward_proj", "relu").rpartition("-")
+    tied = bool(found.get("tie_word_embeddings", True))
+    return {
+        "kind": "encoder-decoder",
+        "layers": found.get("num_decoder_layers") or found["num_layers"],
+        "encoder_layers": found["num_layers"],
+        "d_model": found["d_model"],
+        "heads": found["num_heads"],
+        "head_dim": found["d_kv"],
+        "d_ff": found["d_ff"],
+        "vocab": found["vocab_size"],
+        "gated": gate == "gated",
+        "activation": "gelu" if (gate, word) == ("gated", "gelu") else _activation(word),
+        "norm": "rms",
+        "norm_epsilon": found.get("layer_norm_epsilon", 1e-6),
+        "position": "relative",
+        "relative_buckets": found.get("relative_attention_num_buckets", 32),
+        "relative_max_distance": found.get("relative_attention_max_distance", 128),
+        "attention": "materialised",
+        "attention_scale": 1.0,
+        "scale_logits": tied,
+        "tied": tied,
+    }
+
+
+def _activation(word: object) -> str:
+    if word not in ACTIVATIONS:
+        raise GraphError(f"{at(WHAT)}: no activation {word!r:.40}; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[str(word)]
+
+
+_KINDS: MappingProxyType[str, Callable[[Fields], dict[str, Any]]] = MappingProxyType(
+    {"llama": _llama, "gpt2": _gpt2, "t5": _t5}
+)

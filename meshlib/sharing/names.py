@@ -1,0 +1,194 @@
+"""What the tensors of Llama, GPT-2 and T5 are called in Hugging Face's files, and how they lie there.
+
+A row says of one of the library's variables under which name it is stored, and how its axes are ordered, as an einops
+pattern: theirs on the left, ours on the right. PyTorch's `Linear` keeps [out, in], GPT-2's `Conv1D` [in, out], where it
+also keeps queries, keys and values beside each other. Head h of the queries uses head h // group of the keys, which is
+our [heads of keys, group] read in that order. Rotary positions turn halves of a head in both.
+
+Sources of the names: huggingface/transformers, models/llama/modeling_llama.py, models/gpt2/modeling_gpt2.py,
+models/t5/modeling_t5.py; `tests/sharing` has forward passes to their conventions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from meshlib.checks import at
+from meshlib.errors import GraphError
+from meshlib.models.config import TransformerConfig
+
+AS_IT_IS = ""
+LINEAR = "out d_model -> d_model out"
+QUERIES = "(heads group head_dim) d_model -> d_model group heads head_dim"
+KEYS = "(heads head_dim) d_model -> d_model heads head_dim"
+CONTEXT = "d_model (heads group head_dim) -> group heads head_dim d_model"
+QUERY_BIAS = "(heads group head_dim) -> group heads head_dim"
+KEY_BIAS = "(heads head_dim) -> heads head_dim"
+FUSED = "d_model (part heads head_dim) -> part d_model heads head_dim"
+FUSED_BIAS = "(part heads head_dim) -> part heads head_dim"
+SPLIT = "(heads head_dim) d_model -> heads head_dim d_model"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variable.
+
+    Attributes:
+      ours: its name; `{layer}` stands for the scope of a layer.
+      theirs: the name of the tensor; `{n}` stands for the number of the layer.
+      pattern: of einops, from theirs to ours; "" where both are alike. part: which index of the dim `part` is ours.
+    """
+
+    ours: str
+    theirs: str
+    pattern: str = AS_IT_IS
+    part: int | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the models of a family are stored.
+
+    Attributes:
+      rows: of a config, its variables.
+      prefix: that names may have in front in some files.
+      spare: patterns of what a file may hold beside: buffers, and second names of shared tensors.
+      written: second names under which shared tensors are written, too.
+    """
+
+    rows: Callable[[TransformerConfig], Iterator[Row]]
+    prefix: str
+    spare: tuple[str, ...]
+    written: tuple[tuple[str, str], ...] = ()
+
+
+def _llama(c: TransformerConfig) -> Iterator[Row]:
+    yield Row("embedding", "model.embed_tokens.weight")
+    layer = "model.layers.{n}."
+    yield Row("{layer}/attention_norm/scale", f"{layer}input_layernorm.weight")
+    for part, pattern in (("q", QUERIES), ("k", KEYS), ("v", KEYS)):
+        yield Row(f"{{layer}}/attention/{part}/kernel", f"{layer}self_attn.{part}_proj.weight", pattern)
+    yield Row("{layer}/attention/out/kernel", f"{layer}self_attn.o_proj.weight", CONTEXT)
+    if c.has_attention_bias:
+        for part, pattern in (("q", QUERY_BIAS), ("k", KEY_BIAS), ("v", KEY_BIAS)):
+            yield Row(f"{{layer}}/attention/{part}/bias", f"{layer}self_attn.{part}_proj.bias", pattern)
+        yield Row("{layer}/attention/out/bias", f"{layer}self_attn.o_proj.bias")
+    if c.qk_norm:
+        for part in "qk":
+            yield Row(f"{{layer}}/attention/{part}_norm/scale", f"{layer}self_attn.{part}_norm.weight")
+    yield Row("{layer}/feed_forward_norm/scale", f"{layer}post_attention_layernorm.weight")
+    for ours, theirs in (("wi_gate", "gate"), ("wi", "up"), ("wo", "down")):
+        yield Row(f"{{layer}}/feed_forward/{ours}/kernel", f"{layer}mlp.{theirs}_proj.weight", LINEAR)
+    yield Row("final_norm/scale", "model.norm.weight")
+    if not c.tied:
+        yield Row("head/kernel", "lm_head.weight", LINEAR)
+
+
+def _gpt2(c: TransformerConfig) -> Iterator[Row]:
+    yield Row("embedding", "wte.weight")
+    yield Row("positions", "wpe.weight")
+    for ours, theirs in (("attention_norm", "ln_1"), ("feed_forward_norm", "ln_2")):
+        yield Row(f"{{layer}}/{ours}/scale", f"h.{{n}}.{theirs}.weight")
+        yield Row(f"{{layer}}/{ours}/bias", f"h.{{n}}.{theirs}.bias")
+    for number, part in enumerate("qkv"):
+        yield Row(f"{{layer}}/attention/{part}/kernel", "h.{n}.attn.c_attn.weight", FUSED, number)
+        yield Row(f"{{layer}}/attention/{part}/bias", "h.{n}.attn.c_attn.bias", FUSED_BIAS, number)
+    merged = "(heads head_dim) d_model -> heads head_dim d_model"
+    yield Row("{layer}/attention/out/kernel", "h.{n}.attn.c_proj.weight", merged)
+    yield Row("{layer}/attention/out/bias", "h.{n}.attn.c_proj.bias")
+    for ours, theirs in (("wi", "c_fc"), ("wo", "c_proj")):
+        yield Row(f"{{layer}}/feed_forward/{ours}/kernel", f"h.{{n}}.mlp.{theirs}.weight")
+        yield Row(f"{{layer}}/feed_forward/{ours}/bias", f"h.{{n}}.mlp.{theirs}.bias")
+    yield Row("final_norm/scale", "ln_f.weight")
+    yield Row("final_norm/bias", "ln_f.bias")
+    if not c.tied:
+        yield Row("head/kernel", "lm_head.weight", LINEAR)
+
+
+def _t5(c: TransformerConfig) -> Iterator[Row]:
+    yield Row("embedding", "shared.weight")
+    for stack in ("encoder", "decoder"):
+        block = f"{stack}.block.{{n}}.layer."
+        yield Row(
+            f"{stack}/relative_position_bias",
+            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            "buckets heads -> heads buckets",
+        )
+        parts = [("attention", "SelfAttention")]
+        parts += [("cross_attention", "EncDecAttention")] if stack == "decoder" else []
+        for number, (ours, theirs) in enumerate(parts):
+            inside = f"{block}{number}."
+            yield Row(f"{stack}/{{layer}}/{ours}_norm/scale", f"{inside}layer_norm.weight")
+            for part in "qkv":
+                yield Row(f"{stack}/{{layer}}/{ours}/{part}/kernel", f"{inside}{theirs}.{part}.weight", KEYS)
+            yield Row(f"{stack}/{{layer}}/{ours}/out/kernel", f"{inside}{theirs}.o.weight", CONTEXT)
+        last = f"{block}{len(parts)}."
+        yield Row(f"{stack}/{{layer}}/feed_forward_norm/scale", f"{last}layer_norm.weight")
+        into = (("wi_gate", "wi_0"), ("wi", "wi_1")) if c.gated else (("wi", "wi"),)
+        for ours, theirs in (*into, ("wo", "wo")):
+            name = f"{last}DenseReluDense.{theirs}.weight"
+            yield Row(f"{stack}/{{layer}}/feed_forward/{ours}/kernel", name, LINEAR)
+        yield Row(f"{stack}/final_norm/scale", f"{stack}.final_layer_norm.weight")
+    if not c.tied:
+        yield Row("head/kernel", "lm_head.weight", LINEAR)
+
+
+FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
+    {
+        "llama": Family(_llama, "", ("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight")),
+        "gpt2": Family(_gpt2, "transformer.", ("h.*.attn.bias", "h.*.attn.masked_bias", "lm_head.weight")),
+        "t5": Family(
+            _t5,
+            "",
+            (
+                "*coder.embed_tokens.weight",
+                "lm_head.weight",
+                "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+            ),
+        ),
+    }
+)
+
+
+def family_of(config: TransformerConfig, what: str) -> tuple[str, Family]:
+    """The family whose files hold a model of this config.
+
+    Raises: GraphError for a config that is of none, with what it should be.
+    """
+    if not isinstance(config, TransformerConfig):
+        raise GraphError(f"{at(what)}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
+    strange = [
+        name
+        for name, there in (
+            ("experts", config.experts is not None),
+            ("latent attention", config.latent is not None),
+            ("norms after blocks", config.norm_position == "post" or config.post_norms),
+            ("parallel blocks", config.parallel),
+            ("windows", set(config.windows) != {None}),
+            ("kernels in few bits", config.numerics.kernel_dtype is not None),
+            ("a norm of the embeddings", config.embedding_norm),
+        )
+        if there
+    ]
+    found = None
+    if config.kind == "decoder" and config.position == "rotary" and config.norm == "rms" and config.gated:
+        found = "llama"
+    elif config.kind == "decoder" and config.position == "learned" and config.norm == "layer" and config.bias:
+        found = "gpt2"
+    elif config.kind == "encoder-decoder" and config.position == "relative" and config.norm == "rms":
+        found = "t5"
+    if found == "llama" and config.bias:
+        strange.append("biases of feed-forward blocks")
+    if found == "gpt2" and (config.gated or config.memory_heads != config.heads):
+        strange.append("gates, or heads of keys that queries share")
+    if found == "t5" and (config.bias or config.memory_heads != config.heads):
+        strange.append("biases, or heads of keys that queries share")
+    if found is None or strange:
+        has = f"has {' and '.join(strange)}" if strange else "is of another architecture"
+        raise GraphError(
+            f"{at(what)}: {config.name} {has}; weights by Hugging Face's names are those of Llama (rotary, gated, RMS "
+            "norms), GPT-2 (learned positions, biases) and T5 (encoder-decoder, relative positions)"
+        )
+    return found, FAMILIES[found]

@@ -1,0 +1,87 @@
+"""Pictures as a model was trained to see them: facts that travel with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshlib.checks import at, items, number
+from meshlib.errors import FeedError, GraphError, MissingError
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """How pixels become numbers, and numbers classes: (pixel - mean) / deviation for pixels in 0 to 1.
+
+    Args:
+      mean, deviation: a number for each channel.
+      classes: their names, in the order of the logits; their numbers unless given.
+    Raises: GraphError for what is none of these.
+    Example:
+      >>> ImageInput((0.5,), (0.25,)).normalised(np.full((1, 1, 1), 255, np.uint8)).tolist()
+      [[[2.0]]]
+    """
+
+    mean: tuple[float, ...] = (0.0,)
+    deviation: tuple[float, ...] = (1.0,)
+    classes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        what = "ImageInput"
+        for name in ("mean", "deviation"):
+            given = tuple(number(x, what, name) for x in items(getattr(self, name), what, name))
+            if not given or (name == "deviation" and min(given) <= 0):
+                raise GraphError(f"{at(what)}: {name} must be a positive number for each channel, got {given}")
+            object.__setattr__(self, name, given)
+        names = tuple(items(self.classes, what, "classes"))
+        if not all(isinstance(name, str) for name in names):
+            raise GraphError(f"{at(what)}: classes must be names, got {names!r:.80}")
+        object.__setattr__(self, "classes", names)
+
+    def normalised(self, pixels: Array) -> Array:
+        """Pixels [height, width, channels], integers of 0 to 255 or floats of 0 to 1, as float32."""
+        scaled = pixels / np.float32(255) if pixels.dtype.kind in "ui" else pixels
+        made: Array = ((scaled - np.array(self.mean)) / np.array(self.deviation)).astype(np.float32)
+        return made
+
+
+def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
+    """A picture as an array [height, width, channels]: an array of that shape, or a file, brought to it.
+
+    Of a file the middle part of the same form is taken and resized (bilinear, as Pillow does).
+    Raises: FeedError for an array of another shape, and a file that is no picture; MissingError without Pillow.
+    """
+    height, width, channels = sizes
+    if isinstance(picture, np.ndarray):
+        if picture.shape == (height, width) and channels == 1:
+            picture = picture[..., None]
+        if picture.shape != (height, width, channels) or picture.dtype.kind not in "uif":
+            raise FeedError(
+                f"{what}: expected a picture of shape {[height, width, channels]}, integers of 0 to 255 or floats of 0 "
+                f"to 1, got {picture.dtype} {list(picture.shape)}"
+            )
+        return picture
+    if not isinstance(picture, str | os.PathLike):
+        raise FeedError(f"{what}: expected the path of a picture or an array, got {type(picture).__name__}")
+    if channels not in (1, 3):
+        raise FeedError(f"{what}: files of pictures have 1 or 3 channels, the model {channels}; give it an array")
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise MissingError("files of pictures need Pillow: pip install 'meshlib-tpu[images]'") from None
+    try:
+        with Image.open(picture) as opened:
+            mode = opened.convert("RGB" if channels == 3 else "L")
+            scale = min(mode.size[0] / width, mode.size[1] / height)
+            left, top = ((n - scale * m) / 2 for n, m in zip(mode.size, (width, height), strict=True))
+            box = (left, top, left + scale * width, top + scale * height)
+            resized = mode.resize((width, height), Image.Resampling.BILINEAR, box)
+            return np.asarray(resized, np.uint8).reshape(height, width, channels)
+    except (UnidentifiedImageError, OSError, ValueError) as fault:
+        raise FeedError(f"{what}: {os.fspath(picture)!s:.200} is no picture: {fault}") from None

@@ -1,0 +1,76 @@
+"""Which variables a model has, by name, without making an array; and their values, from wherever they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from meshlib.checkpoint import load
+from meshlib.checks import at
+from meshlib.errors import GraphError, nearest
+from meshlib.graph import Graph
+from meshlib.lowering import Program
+from meshlib.models.config import TransformerConfig
+from meshlib.models.model import transformer
+from meshlib.simulation import Simulation, simulate
+
+Array = np.ndarray[Any, Any]
+SHOWN = 8  # faults that a message lists
+
+
+def variables_of(config: TransformerConfig, scan: bool = True) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what is trained; with `scan` layers are stacked."""
+    with Graph() as graph:
+        transformer(config, 1, 1, scan=scan, training=False)
+    return {name: v.output.shape.sizes for name, v in graph.variables.items()}
+
+
+def values_of(
+    trained: object, wanted: Mapping[str, tuple[int, ...]], program: Callable[[], Program], what: str
+) -> dict[str, Array]:
+    """Arrays of all wanted variables: from a simulation, arrays by name, or the path of a checkpoint.
+
+    `program` has them; it is asked for where a file is read.
+    Raises: GraphError with all that is missing or of another shape; CheckpointError for a file that is none.
+    """
+    given: Mapping[str, Any]
+    if isinstance(trained, Simulation):
+        given = trained.state
+    elif isinstance(trained, str | os.PathLike):
+        sim = simulate(program())
+        load(trained, sim, only=list(wanted))
+        given = sim.state
+    elif isinstance(trained, Mapping):
+        given = trained
+    else:
+        raise GraphError(
+            f"{at(what)}: trained must be a simulation, arrays by name or the path of a checkpoint, got "
+            f"{type(trained).__name__} {trained!r:.80}"
+        )
+    given = {**given, **_stacked(given, wanted)}
+    faults = []
+    for name, shape in wanted.items():
+        if name not in given:
+            faults.append(f"'{name}' {list(shape)} is missing{nearest(name, given)}")
+        elif np.shape(given[name]) != shape:
+            faults.append(f"'{name}' has shape {list(np.shape(given[name]))}, the model {list(shape)}")
+    if faults:
+        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        raise GraphError(
+            "\n  ".join([f"{at(what)}: the variables are not those of the model:", *faults[:SHOWN], *more])
+        )
+    return {name: np.asarray(given[name]) for name in wanted}
+
+
+def _stacked(given: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Variables of stacked layers, from those of layers that were trained one by one."""
+    made = {}
+    for name, shape in wanted.items():
+        before, layers, after = name.rpartition("layers/")
+        parts = [f"{before}layer_{n}/{after}" for n in range(shape[0])] if layers and shape else []
+        if name not in given and parts and all(part in given for part in parts):
+            made[name] = np.stack([given[part] for part in parts])
+    return made

@@ -1,0 +1,268 @@
+"""Weights in files by Hugging Face's names: read into a model's variables, and written back.
+
+A model is one file, or several with an index that says which tensor is in which (`model.safetensors.index.json`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import einops
+import ml_dtypes
+import numpy as np
+
+from meshlib.checks import at, choice, whole
+from meshlib.errors import CheckpointError, GraphError, nearest
+from meshlib.files import open_file, replace_file
+from meshlib.models.config import TransformerConfig
+from meshlib.safetensors import Tensors, write_tensors
+from meshlib.sharing.names import Family, Row, family_of
+from meshlib.sharing.variables import variables_of
+
+Array = np.ndarray[Any, Any]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+SHOWN = 8  # faults of a kind that a message lists
+
+
+def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dict[str, Array]:
+    """The variables of a model from a file by Hugging Face's names of Llama, GPT-2 or T5.
+
+    Args:
+      path: a safetensors file, an index of several, or a folder with either.
+      config: of the model: a preset, or what `read_config` made of the folder's config.json.
+    Returns: arrays by the library's names in float32, layers stacked: for `sim.state`, `mtf.generate`, `mtf.export`.
+    Raises: GraphError for a config of another architecture; CheckpointError with all tensors that are missing, of
+      another shape, or nobody's, and for files that are damaged.
+    Example:
+      >>> import meshlib as mtf
+      >>> state = mtf.sharing.read_weights("gpt2", mtf.models.preset("gpt2"))  # doctest: +SKIP
+      >>> mtf.generate(mtf.models.preset("gpt2"), [[464, 3290]], state).tokens  # doctest: +SKIP
+    """
+    what = "read_weights"
+    _, family = family_of(config, what)
+    found = _Files(path, family.prefix, what)
+    wanted = variables_of(config)
+    made = {name: np.empty(shape, np.float32) for name, shape in wanted.items()}
+    faults, used = [], set()
+    for row, name, index, theirs in _places(config, family, wanted):
+        used.add(theirs)
+        if theirs not in found:
+            faults.append(f"'{theirs}' is missing{nearest(theirs, found)}; it is '{name}' here")
+            continue
+        place = made[name] if index is None else made[name][index]
+        fault = _take(row, found.shape(theirs), place.shape, config)
+        if fault:
+            faults.append(f"'{theirs}' {fault}; it is '{name}' here")
+        else:
+            place[...] = _ours(row, found[theirs], place.shape, config)
+    strange = [n for n in found if n not in used and not any(fnmatchcase(n, spare) for spare in family.spare)]
+    faults += [f"'{name}' {list(found.shape(name))} is no variable of {config.name}" for name in strange]
+    if faults:
+        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        head = f"{what}: {found.target} does not fit {config.name}, {len(faults)} faults"
+        raise CheckpointError("\n  ".join([head, *faults[:SHOWN], *more]))
+    return made
+
+
+def write_weights(
+    state: Mapping[str, Any],
+    config: TransformerConfig,
+    folder: str | os.PathLike[str],
+    dtype: str = "float32",
+    shard_bytes: int = 5 * 10**9,
+) -> list[str]:
+    """Write a model's variables by Hugging Face's names: one file, or several with an index.
+
+    Args:
+      state: arrays by the library's names, stacked layers or one by one: `sim.state`, or what `read_weights` returns.
+      config: of the model.
+      folder: in which the files go; it is made where it is not there.
+      dtype: "float32", "bfloat16" or "float16".
+      shard_bytes: of a file at most, of one tensor more if it is larger.
+    Returns: the names of the files of tensors.
+    Raises: GraphError for other arguments, and variables that are missing or of another shape; CheckpointError where
+      a file can't be written.
+    """
+    what = "write_weights"
+    _, family = family_of(config, what)
+    kept = DTYPES[choice(dtype, what, "dtype", tuple(DTYPES))]
+    if whole(shard_bytes, what, "shard_bytes") < 1:
+        raise GraphError(f"{at(what)}: shard_bytes must be at least 1, got {shard_bytes}")
+    if not isinstance(state, Mapping):
+        raise GraphError(f"{at(what)}: state must be arrays by name, got {type(state).__name__} {state!r:.80}")
+    wanted = variables_of(config, scan=any("/layers/" in f"/{name}" for name in state))
+    faults = [
+        f"'{name}' {list(shape)} is missing"
+        if name not in state
+        else f"'{name}' has shape {list(np.shape(state[name]))}, the model {list(shape)}"
+        for name, shape in wanted.items()
+        if name not in state or np.shape(state[name]) != shape
+    ]
+    if faults:
+        raise GraphError("\n  ".join([f"{at(what)}: the state is not that of {config.name}:", *faults[:SHOWN]]))
+    tensors: dict[str, Array] = {}
+    fused: dict[str, list[Array]] = {}
+    for row, name, index, theirs in _places(config, family, wanted):
+        array = np.asarray(state[name] if index is None else state[name][index], np.float32)
+        back = _theirs(row, array, config)
+        if row.part is None:
+            tensors[theirs] = back.astype(kept)
+        else:
+            fused.setdefault(theirs, []).append(back)
+    for theirs, parts in fused.items():  # q, k and v lie beside each other
+        tensors[theirs] = np.concatenate(parts, axis=-1).astype(kept)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except (OSError, TypeError, ValueError) as fault:
+        raise CheckpointError(f"{what}: no folder {folder!r:.80} can be made: {fault}") from None
+    return _written(tensors, Path(folder), shard_bytes, what)
+
+
+def _written(tensors: Mapping[str, Array], folder: Path, shard_bytes: int, what: str) -> list[str]:
+    shards: list[dict[str, Array]] = [{}]
+    for name, array in tensors.items():
+        if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + array.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = array
+    if len(shards) == 1:
+        write_tensors(folder / SINGLE, shards[0], what)
+        return [SINGLE]
+    names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    total = sum(write_tensors(folder / n, s, what) for n, s in zip(names, shards, strict=True))
+    table = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": table}, indent=2)
+    replace_file(folder / INDEX, lambda file: file.write(text.encode()), what, CheckpointError)
+    return names
+
+
+# ---------------------------------------------------------------- between the two
+
+
+def _places(
+    config: TransformerConfig, family: Family, wanted: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[Row, str, int | None, str]]:
+    """(row, our variable, its index if it is of stacked layers, their tensor) of all that is to be read or written."""
+    for row in family.rows(config):
+        if "{layer}" not in row.ours:
+            yield row, row.ours, None, row.theirs
+            continue
+        count = config.encoder_layers if row.ours.startswith("encoder/") else config.layers
+        for n in range(count):
+            stacked = row.ours.format(layer="layers")
+            theirs = row.theirs.format(n=n)
+            if stacked in wanted:
+                yield row, stacked, n, theirs
+            else:
+                yield row, row.ours.format(layer=f"layer_{n}"), None, theirs
+
+
+def _sizes(config: TransformerConfig) -> dict[str, int]:
+    """Of the dims in patterns."""
+    return {
+        "heads": config.memory_heads,
+        "group": config.heads // config.memory_heads,
+        "head_dim": config.head_dim,
+        "part": 3,
+    }
+
+
+def _named(pattern: str, config: TransformerConfig) -> dict[str, int]:
+    return {
+        name: size
+        for name, size in _sizes(config).items()
+        if name in pattern.replace("(", " ").replace(")", " ").split()
+    }
+
+
+def _expected(row: Row, ours: tuple[int, ...], config: TransformerConfig) -> tuple[int, ...]:
+    """The shape of their tensor for one of ours."""
+    if not row.pattern:
+        return ours
+    nothing = np.broadcast_to(np.zeros((), np.int8), ours)
+    back = _theirs(row, nothing, config).shape
+    return back if row.part is None else (*back[:-1], 3 * back[-1])
+
+
+def _take(row: Row, theirs: tuple[int, ...], ours: tuple[int, ...], config: TransformerConfig) -> str:
+    wanted = _expected(row, ours, config)
+    return "" if theirs == wanted else f"has shape {list(theirs)}, the model {list(wanted)}"
+
+
+def _ours(row: Row, array: Array, shape: tuple[int, ...], config: TransformerConfig) -> Array:
+    """Their tensor as our variable, whose dims of size 1 may not be there."""
+    if row.pattern:
+        array = einops.rearrange(array, row.pattern, **_named(row.pattern, config))
+    return (array if row.part is None else array[row.part]).reshape(shape)
+
+
+def _theirs(row: Row, array: Array, config: TransformerConfig) -> Array:
+    """Our variable as their tensor, or as its part."""
+    if not row.pattern:
+        return array
+    left, _, right = row.pattern.partition(" -> ")
+    if row.part is not None:
+        left, right = left.replace("part ", ""), right.replace("part ", "")
+    sizes = _named(row.pattern, config)
+    full = [sizes.get(name, -1) for name in right.split()]
+    if -1 in full and full.count(-1) > 1:
+        return einops.rearrange(array, f"{right} -> {left}")
+    return einops.rearrange(array.reshape(full), f"{right} -> {left}")
+
+
+class _Files(Mapping[str, Array]):
+    """The tensors of one file or of several, by names without a prefix that some files have."""
+
+    def __init__(self, path: object, prefix: str, what: str) -> None:
+        self.target = str(path)
+        self.tensors: dict[str, Tensors] = {}
+        self.names: dict[str, str] = {}
+        for file in _files_of(path, what):
+            tensors = Tensors(file, what)
+            for name in tensors:
+                short = name.removeprefix(prefix) if prefix else name
+                if short in self.names:
+                    raise CheckpointError(f"{what}: {self.target} holds tensor '{short}' twice")
+                self.names[short], self.tensors[short] = name, tensors
+
+    def __getitem__(self, name: str) -> Array:
+        return self.tensors[name][self.names[name]].astype(np.float32)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading it."""
+        return self.tensors[name].header.entries[self.names[name]].shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _files_of(path: object, what: str) -> list[Path | object]:
+    """The files of tensors that a path stands for."""
+    if not isinstance(path, str | os.PathLike):
+        return [path]  # which reading refuses
+    place = Path(path)
+    if place.is_dir():
+        there = [name for name in (INDEX, SINGLE) if (place / name).is_file()]
+        if not there:
+            raise CheckpointError(f"{what}: {place} holds neither {SINGLE} nor {INDEX}")
+        place = place / there[0]
+    if place.suffix != ".json":
+        return [place]
+    with open_file(place, what, CheckpointError) as (file, target):
+        raw = file.read()
+    try:
+        table = json.loads(raw)["weight_map"]
+        names = sorted({str(name) for name in table.values()})
+    except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as fault:
+        raise CheckpointError(f"{what}: {target} is no index of safetensors files: {fault!r:.80}") from None
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{what}: {target} names files outside of its folder: {', '.join(names)[:200]}")
+    return [place.parent / name for name in names]

@@ -1,0 +1,12 @@
+"""Texts as numbers: byte pairs, and problems from one text to another.
+
+words      where pairs may not reach across
+merging    pairs learnt, and applied
+bytepairs  a vocabulary and its file
+problems   pairs of texts as arrays of static lengths
+"""
+
+from meshlib.vocabulary.bytepairs import BytePairs as BytePairs
+from meshlib.vocabulary.problems import TextExamples as TextExamples
+from meshlib.vocabulary.problems import text_to_text as text_to_text
+from meshlib.vocabulary.problems import texts_in_rows as texts_in_rows

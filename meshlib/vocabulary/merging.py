@@ -1,0 +1,106 @@
+"""Byte pairs: learnt from a text, and applied to a word.
+
+Source: Gage, "A new algorithm for data compression", 1994; Sennrich et al., arXiv:1508.07909.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+Pair = tuple[int, int]
+
+
+def learnt(
+    counts: Mapping[bytes, int], merges: int, progress: Callable[[int, int], object] | None = None
+) -> list[Pair]:
+    """Which pairs to join, one after the other: always the most frequent one; of equals that of the lower numbers.
+
+    Bytes are 0 to 255, the first pair becomes 256. It ends early where no pair occurs twice.
+
+    >>> learnt({b"abab": 2, b"abc": 1}, 2)
+    [(97, 98), (256, 256)]
+    """
+    words = [list(word) for word in counts]
+    times = list(counts.values())
+    found: Counter[Pair] = Counter()
+    where: defaultdict[Pair, set[int]] = defaultdict(set)
+    for n, word in enumerate(words):
+        for pair in pairwise(word):
+            found[pair] += times[n]
+            where[pair].add(n)
+    waiting = [(-count, pair) for pair, count in found.items()]
+    heapq.heapify(waiting)
+    made: list[Pair] = []
+    while waiting and len(made) < merges:
+        count, pair = heapq.heappop(waiting)
+        if -count != found[pair]:  # it has become less frequent since
+            if found[pair] > 0:
+                heapq.heappush(waiting, (-found[pair], pair))
+            continue
+        if -count < 2:
+            break
+        new = 256 + len(made)
+        made.append(pair)
+        touched: set[Pair] = set()
+        for n in where.pop(pair):
+            before, after = words[n], _joined(words[n], pair, new)
+            for old in pairwise(before):
+                found[old] -= times[n]
+            for one in pairwise(after):
+                found[one] += times[n]
+                where[one].add(n)
+                touched.add(one)
+            words[n] = after
+        del found[pair]
+        for one in touched:
+            heapq.heappush(waiting, (-found[one], one))
+        if progress is not None:
+            progress(len(made), merges)
+    return made
+
+
+def _joined(word: Sequence[int], pair: Pair, new: int) -> list[int]:
+    """A word with a pair of it replaced, from the left."""
+    made: list[int] = []
+    at, last = 0, len(word) - 1
+    while at <= last:
+        if at < last and word[at] == pair[0] and word[at + 1] == pair[1]:
+            made.append(new)
+            at += 2
+        else:
+            made.append(word[at])
+            at += 1
+    return made
+
+
+def merged(word: Iterable[int], ranks: Mapping[Pair, Pair]) -> list[int]:
+    """A word's tokens: pairs joined by rank, the leftmost first; `ranks` maps a pair to (rank, what it becomes).
+
+    Takes n log n for n bytes.
+
+    >>> merged([1, 2, 1, 2, 3], {(1, 2): (0, 4), (4, 4): (1, 5)})
+    [5, 3]
+    """
+    tokens: list[int | None] = list(word)
+    after = [*range(1, len(tokens)), -1]
+    before = [*range(-1, len(tokens) - 1)]
+    waiting = [(ranks[pair][0], n, pair) for n, pair in enumerate(pairwise(tokens)) if pair in ranks]  # type: ignore[index]
+    heapq.heapify(waiting)  # type: ignore[type-var]
+    while waiting:
+        _, n, pair = heapq.heappop(waiting)  # type: ignore[type-var]
+        second = after[n]
+        if second < 0 or (tokens[n], tokens[second]) != pair:
+            continue  # one of them has been joined with another
+        tokens[n], tokens[second] = ranks[pair][1], None  # type: ignore[index]
+        after[n] = after[second]
+        if after[n] >= 0:
+            before[after[n]] = n
+        for first in (before[n], n):
+            other = after[first] if first >= 0 else -1
+            made = (tokens[first], tokens[other]) if other >= 0 else None
+            if made in ranks:
+                heapq.heappush(waiting, (ranks[made][0], first, made))  # type: ignore[index, type-var]
+    return [t for t in tokens if t is not None]

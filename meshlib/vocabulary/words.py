@@ -1,0 +1,96 @@
+"""Where byte pairs may not reach across: a text cut into words, numbers, marks and blanks by a pattern.
+
+Patterns are those of tokenizer files, in which \\p{L} is any letter, \\p{N} any digit and \\s Unicode's white space.
+Python's `re` has no classes by category, so that they are written out here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator
+from functools import cache
+from itertools import groupby
+
+from meshlib.errors import GraphError
+
+# Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; openai/gpt-2: src/encoder.py.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Python's \s has four more, \x1c to \x1f
+_ESCAPE = re.compile(r"\\(?:p\{\^?(\w+)\}|P\{(\w+)\}|(.))", re.S)
+
+
+@cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern for `re`.
+
+    Raises: GraphError for one that it has no counterpart for.
+    >>> compiled(GPT2).findall("It's 3 cafés,  no?")
+    ['It', "'s", ' 3', ' cafés', ',', ' ', ' no', '?']
+    """
+    try:
+        return re.compile("".join(_translated(pattern)))
+    except (re.error, ValueError) as fault:
+        raise GraphError(f"the pattern {pattern!r:.120} can't be used here: {fault}") from None
+
+
+def words(text: str, pattern: str) -> Iterator[str]:
+    """The parts of a text; together they are the text, whatever the pattern leaves out."""
+    at = 0
+    for found in compiled(pattern).finditer(text):
+        if found.start() > at:
+            yield text[at : found.start()]
+        if found.end() > found.start():
+            yield found[0]
+        at = found.end()
+    if at < len(text):
+        yield text[at:]
+
+
+def _translated(pattern: str) -> Iterator[str]:
+    at, inside = 0, False
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            found = _ESCAPE.match(pattern, at)
+            if found is None:
+                raise ValueError(f"a lone backslash at {at}")
+            yield _class(found, inside)
+            at = found.end()
+            continue
+        if pattern[at] == "[" and not inside:
+            inside = True
+        elif pattern[at] == "[":
+            raise ValueError("classes within classes are not known")
+        elif pattern[at] == "]":
+            inside = False
+        yield pattern[at]
+        at += 1
+
+
+def _class(found: re.Match[str], inside: bool) -> str:
+    """A class written out; others as they are."""
+    negated = found[2] is not None or "{^" in found[0] or found[3] == "S"
+    if found[1] or found[2]:
+        members = _category(found[1] or found[2])
+    elif found[3] in ("s", "S"):
+        members = WHITE
+    else:
+        return found[0]
+    if inside and negated:
+        raise ValueError(f"{found[0]} within a class is not known")
+    return members if inside else f"[{'^' if negated else ''}{members}]"
+
+
+@cache
+def _category(name: str) -> str:
+    """All characters of a category, such as L or Lu, as the inside of a class."""
+    runs = []
+    for member, run in groupby(range(sys.maxunicode + 1), lambda n: unicodedata.category(chr(n)).startswith(name)):
+        if member:
+            first, *rest = run
+            last = rest[-1] if rest else first
+            runs.append(f"\\U{first:08x}-\\U{last:08x}")
+    if not runs:
+        raise ValueError(f"no characters of category {name}")
+    return "".join(runs)

@@ -1,0 +1,268 @@
+"""Weights by Hugging Face's names: made-up tensors of the right names and shapes, against forwards by their rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.safetensors import Tensors, write_tensors
+from tests.sharing import reference
+
+Array = np.ndarray[Any, Any]
+EXACT = mtf.Numerics(precision="highest")
+LENGTH = 11
+
+
+def llama_config(**more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20, "vocab_size": 50, "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0, "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+
+
+def gpt2_config() -> dict[str, Any]:
+    return {
+        "model_type": "gpt2", "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 16, "vocab_size": 50,
+        "layer_norm_epsilon": 1e-5,
+    }  # fmt: skip
+
+
+def t5_config(**more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "t5", "d_model": 24, "num_layers": 2, "num_heads": 3, "d_kv": 8, "d_ff": 20, "vocab_size": 50,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, **more,
+    }  # fmt: skip
+
+
+def llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, f, v = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    q, k = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
+    if not c["tie_word_embeddings"]:
+        found["lm_head.weight"] = (v, d)
+    for n in range(c["num_hidden_layers"]):
+        p = f"model.layers.{n}."
+        found |= {p + "input_layernorm.weight": (d,), p + "post_attention_layernorm.weight": (d,)}
+        found |= {p + f"self_attn.{x}_proj.weight": (size, d) for x, size in (("q", q), ("k", k), ("v", k))}
+        found |= {p + "self_attn.o_proj.weight": (d, q), p + "mlp.down_proj.weight": (d, f)}
+        found |= {p + f"mlp.{x}_proj.weight": (f, d) for x in ("gate", "up")}
+        if c.get("attention_bias"):
+            found |= {p + f"self_attn.{x}_proj.bias": (size,) for x, size in (("q", q), ("k", k), ("v", k), ("o", d))}
+    return found
+
+
+def gpt2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, f = c["n_embd"], 4 * c["n_embd"]
+    found: dict[str, tuple[int, ...]] = {"wte.weight": (c["vocab_size"], d), "wpe.weight": (c["n_positions"], d)}
+    found |= {"ln_f.weight": (d,), "ln_f.bias": (d,)}
+    for n in range(c["n_layer"]):
+        for name, size in (("ln_1", d), ("ln_2", d)):
+            found |= {f"h.{n}.{name}.weight": (size,), f"h.{n}.{name}.bias": (size,)}
+        for name, a, b in (("attn.c_attn", d, 3 * d), ("attn.c_proj", d, d), ("mlp.c_fc", d, f), ("mlp.c_proj", f, d)):
+            found |= {f"h.{n}.{name}.weight": (a, b), f"h.{n}.{name}.bias": (b,)}
+    return found
+
+
+def t5_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, f, v = c["d_model"], c["d_ff"], c["vocab_size"]
+    inner, buckets = c["num_heads"] * c["d_kv"], c["relative_attention_num_buckets"]
+    found: dict[str, tuple[int, ...]] = {"shared.weight": (v, d)}
+    if not c.get("tie_word_embeddings", True):
+        found["lm_head.weight"] = (v, d)
+    for stack in ("encoder", "decoder"):
+        found[f"{stack}.final_layer_norm.weight"] = (d,)
+        found[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = (buckets, c["num_heads"])
+        kinds = ["SelfAttention"] + ["EncDecAttention"] * (stack == "decoder")
+        for n in range(c["num_layers"]):
+            for place, kind in enumerate(kinds):
+                p = f"{stack}.block.{n}.layer.{place}."
+                found |= {p + "layer_norm.weight": (d,), p + f"{kind}.o.weight": (d, inner)}
+                found |= {p + f"{kind}.{x}.weight": (inner, d) for x in "qkv"}
+            p = f"{stack}.block.{n}.layer.{len(kinds)}."
+            into = ("wi_0", "wi_1") if "gated" in c.get("feed_forward_proj", "") else ("wi",)
+            found |= {p + "layer_norm.weight": (d,), p + "DenseReluDense.wo.weight": (d, f)}
+            found |= {p + f"DenseReluDense.{x}.weight": (f, d) for x in into}
+    return found
+
+
+CASES = {
+    "llama": (llama_config(), llama_shapes),
+    "llama, every head its own keys": (llama_config(num_key_value_heads=6), llama_shapes),
+    "llama, one head of keys": (llama_config(num_key_value_heads=1), llama_shapes),
+    "llama, tied, with biases": (llama_config(tie_word_embeddings=True, attention_bias=True), llama_shapes),
+    "gpt2": (gpt2_config(), gpt2_shapes),
+    "t5": (t5_config(), t5_shapes),
+    "t5 v1.1": (t5_config(feed_forward_proj="gated-gelu", tie_word_embeddings=False), t5_shapes),
+}
+
+
+def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+    rng = np.random.default_rng(7)
+    return {
+        n: (rng.normal(size=s) * (0.5 if len(s) == 2 else 1) + (len(s) == 1)).astype("f4") for n, s in shapes.items()
+    }
+
+
+def saved(folder: Path, found: dict[str, Any], arrays: dict[str, Array], name: str = "model.safetensors") -> Path:
+    (folder / "config.json").write_text(json.dumps(found))
+    write_tensors(folder / name, arrays, "test")
+    return folder
+
+
+def theirs(found: dict[str, Any], arrays: dict[str, Array], sources: Array, tokens: Array) -> Array:
+    w = {n: x.astype(np.float64) for n, x in arrays.items()}
+    if found["model_type"] == "llama":
+        sizes = (found["num_hidden_layers"], found["num_attention_heads"], found["num_key_value_heads"])
+        return reference.llama(w, tokens, *sizes, found["rope_theta"], found["rms_norm_eps"])
+    if found["model_type"] == "gpt2":
+        return reference.gpt2(w, tokens, found["n_layer"], found["n_head"])
+    tied = found.get("tie_word_embeddings", True)
+    return reference.t5(w, sources, tokens, found["num_layers"], found["num_heads"], 8, 6, tied)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_their_conventions(case: str, tmp_path: Path) -> None:
+    found, shapes = CASES[case]
+    arrays = tensors(shapes(found))
+    folder = saved(tmp_path, found, arrays)
+    config = mtf.sharing.read_config(folder).replace(numerics=EXACT)
+    state = mtf.sharing.read_weights(folder, config)
+    rng = np.random.default_rng(1)
+    tokens, sources = rng.integers(0, 50, (2, 1, LENGTH))
+    with mtf.Graph():
+        model = mtf.models.transformer(config, 1, LENGTH)
+        program = mtf.lower({"logits": model.logits}, mesh="t:2", layout="d_ff:t", precision="highest")
+    sim = mtf.simulate(program)
+    for name in state:
+        sim.state[name] = state[name]
+    fed = {"tokens": tokens, "sources": sources, "targets": tokens}
+    made = sim.step({n: x.astype(np.int32) for n, x in fed.items() if n in program.inputs})["logits"][0]
+    wanted = theirs(found, arrays, sources[0], tokens[0])
+    assert np.abs(wanted).max() > 0.5
+    assert np.abs(made - wanted).max() < 2e-4 * np.abs(wanted).max()
+    # and back, to the last bit
+    names = mtf.sharing.write_weights(state, config, tmp_path / "back")
+    assert names == ["model.safetensors"]
+    again = Tensors(tmp_path / "back" / names[0], "test")
+    assert dict(again).keys() == arrays.keys()
+    assert all(np.array_equal(again[n], arrays[n]) for n in arrays)
+    # layers one by one are written as stacked ones are
+    flat: dict[str, Array] = {}
+    for name, x in state.items():
+        if "layers/" in name:
+            flat |= {name.replace("layers/", f"layer_{n}/"): x[n] for n in range(len(x))}
+        else:
+            flat[name] = x
+    mtf.sharing.write_weights(flat, config, tmp_path / "flat")
+    assert (tmp_path / "flat/model.safetensors").read_bytes() == (tmp_path / "back/model.safetensors").read_bytes()
+
+
+def test_files_with_prefixes_buffers_and_second_names(tmp_path: Path) -> None:
+    found, shapes = CASES["gpt2"]
+    arrays = tensors(shapes(found))
+    plain = mtf.sharing.read_weights(saved(tmp_path, found, arrays), mtf.sharing.read_config(tmp_path))
+    buffers = {"transformer.h.0.attn.bias": np.ones((1, 1, 16, 16), np.uint8), "lm_head.weight": arrays["wte.weight"]}
+    with_prefix = {f"transformer.{n}": x for n, x in arrays.items()}
+    file = tmp_path / "other.safetensors"
+    write_tensors(file, with_prefix | buffers, "test")
+    again = mtf.sharing.read_weights(file, mtf.sharing.read_config(tmp_path / "config.json"))
+    assert all(np.array_equal(plain[n], again[n]) for n in plain)
+
+
+def test_several_files_in_half_precision(tmp_path: Path) -> None:
+    found, shapes = CASES["llama"]
+    folder = saved(tmp_path, found, tensors(shapes(found)))
+    config = mtf.sharing.read_config(folder)
+    state = mtf.sharing.read_weights(folder, config)
+    names = mtf.sharing.write_weights(state, config, tmp_path / "parts", "bfloat16", shard_bytes=4000)
+    assert len(names) > 3
+    assert all((tmp_path / "parts" / n).stat().st_size < 8000 for n in names)
+    table = json.loads((tmp_path / "parts/model.safetensors.index.json").read_text())
+    assert table["metadata"]["total_size"] == sum(2 * x.size for x in state.values())
+    again = mtf.sharing.read_weights(tmp_path / "parts", config)
+    for name, x in state.items():
+        assert np.array_equal(again[name], x.astype(ml_dtypes.bfloat16).astype(np.float32)), name
+    (tmp_path / "parts" / names[1]).unlink()
+    with pytest.raises(mtf.CheckpointError, match=names[1]):
+        mtf.sharing.read_weights(tmp_path / "parts", config)
+
+
+def test_presets_have_the_shapes_of_their_files() -> None:
+    """Names and shapes of the published files, of which some stand here: nothing is read."""
+    from meshlib.sharing.names import family_of
+    from meshlib.sharing.variables import variables_of
+    from meshlib.sharing.weights import _expected, _places
+
+    published = {
+        ("llama3.1-8b", "model.layers.31.self_attn.k_proj.weight"): (1024, 4096),
+        ("llama3.1-8b", "model.layers.0.mlp.down_proj.weight"): (4096, 14336),
+        ("llama2-7b", "model.layers.31.self_attn.o_proj.weight"): (4096, 4096),
+        ("gpt2", "h.11.attn.c_attn.weight"): (768, 2304),
+        ("gpt2-xl", "h.47.mlp.c_fc.weight"): (1600, 6400),
+        ("t5-small", "decoder.block.5.layer.2.DenseReluDense.wo.weight"): (512, 2048),
+        ("t5-11b", "encoder.block.23.layer.0.SelfAttention.q.weight"): (16384, 1024),
+        ("t5-3b", "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"): (32, 32),
+    }
+    for (name, tensor), shape in published.items():
+        config = mtf.models.preset(name)
+        wanted = variables_of(config)
+        rows = list(_places(config, family_of(config, "test")[1], wanted))
+        assert {row[1] for row in rows} == set(wanted)
+        (row, ours, index, _) = next(r for r in rows if r[3] == tensor)
+        assert _expected(row, wanted[ours] if index is None else wanted[ours][1:], config) == shape
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    found, shapes = CASES["llama"]
+    arrays = tensors(shapes(found))
+    config = mtf.sharing.read_config(saved(tmp_path, found, arrays))
+    arrays["model.layers.1.mlp.up_proj.weight"] = arrays["model.layers.1.mlp.up_proj.weight"].T
+    arrays["stranger"] = arrays.pop("model.norm.weight")
+    write_tensors(tmp_path / "model.safetensors", arrays, "test")
+    with pytest.raises(mtf.CheckpointError) as fault:
+        mtf.sharing.read_weights(tmp_path, config)
+    for text in (
+        "3 faults",
+        "'model.norm.weight' is missing",
+        r"has shape [24, 20], the model [20, 24]",
+        "'stranger' [24]",
+    ):
+        assert text in str(fault.value)
+    (tmp_path / "empty").mkdir()
+    for call, kind, text in (
+        (lambda: mtf.sharing.read_weights(tmp_path / "empty", config), mtf.CheckpointError, "holds neither"),
+        (lambda: mtf.sharing.read_weights(3, config), mtf.CheckpointError, "path must be text"),
+        (lambda: mtf.sharing.read_weights(tmp_path, "llama"), mtf.GraphError, "expected a TransformerConfig"),
+        (lambda: mtf.sharing.read_weights(tmp_path, mtf.models.preset("mixtral-8x7b")), mtf.GraphError, "has experts"),
+        (
+            lambda: mtf.sharing.read_weights(tmp_path, mtf.models.preset("bert-base")),
+            mtf.GraphError,
+            "norms after blocks",
+        ),
+        (lambda: mtf.sharing.write_weights({}, config, tmp_path), mtf.GraphError, "'embedding' .* is missing"),
+        (lambda: mtf.sharing.write_weights({}, config, tmp_path, "int8"), mtf.GraphError, "dtype must be 'float32'"),
+        (lambda: mtf.sharing.read_config(tmp_path / "empty"), mtf.CheckpointError, "No such file"),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+    for wrong, kind, text in (
+        ({"model_type": "bert"}, mtf.GraphError, "model_type 'bert'; known: llama, gpt2, t5"),
+        ({"model_type": "gpt2"}, mtf.CheckpointError, "has no 'n_embd'"),
+        (llama_config(rope_scaling={"rope_type": "llama3"}), mtf.GraphError, "scaled .'llama3'"),
+        (llama_config(hidden_act="mish"), mtf.GraphError, "no activation 'mish'"),
+        ([], mtf.CheckpointError, "no config.json with a model_type"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(wrong))
+        with pytest.raises(kind, match=text):
+            mtf.sharing.read_config(tmp_path)
+    for table in ("{}", '{"weight_map": {"a": "../../b"}}', "nonsense"):
+        (tmp_path / "empty/model.safetensors.index.json").write_text(table)
+        with pytest.raises(mtf.CheckpointError, match=r"no index|outside of its folder"):
+            mtf.sharing.read_weights(tmp_path / "empty", config)
