@@ -46,11 +46,11 @@ replay
 operation
 engine
 initializers
-batches detection
+batches detection data
 checks
 graph+face+loop_record
 dtypes
-origin drawing
+origin drawing records
 files
 arrays names threefry special errors text foreign
 """

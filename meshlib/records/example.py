@@ -260,5 +260,3 @@ def _packed(data: bytes, begin: int, end: int) -> Array:
         raise _fail(begin + int(starts[np.argmax(last - starts >= VARINT_BYTES)]), "a number that does not end")
     places = (np.arange(len(octets)) - np.repeat(starts, last - starts + 1)).astype(np.uint64)
     return np.bitwise_or.reduceat((octets & 127).astype(np.uint64) << (np.uint64(7) * places), starts)
-
-

@@ -77,7 +77,7 @@ def frame(data: bytes) -> bytes:
     """A record as it stands in a file.
 
     >>> frame(b"hi").hex(" ", -4)
-    '02000000 00000000 7827 0b34 6869 13d60856'
+    '02000000 00000000 78270b34 686913d6 0856'
     """
     return HEADER.pack(len(data), length_crc(len(data))) + data + FOOTER.pack(masked(crc32c(data)))
 
