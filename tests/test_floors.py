@@ -45,11 +45,11 @@ replay
 operation
 engine
 initializers
-batches detection vocabulary
+batches detection vocabulary data
 checks
 graph+face+loop_record
 dtypes
-origin drawing safetensors
+origin drawing safetensors records
 files
 arrays names threefry special errors text foreign
 """
