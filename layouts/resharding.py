@@ -64,7 +64,7 @@ def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
     if masked:
         return _masked(source, target, itemsize, masked)
     # What both ends split alike, major first, may stay as it is: devices that lie apart along it have nothing that the
-    # others want. The search that leaves it alone is smaller; to move it too can only save where there are several steps.
+    # others want. The search that leaves it alone is smaller; moving it too saves only where there are several steps.
     alike = tuple([_beginning(*pair) for pair in zip(source.axes, target.axes, strict=True)])
     if any(alike):
         plan = _routed(source, target, itemsize, alike)

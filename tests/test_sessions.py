@@ -16,6 +16,7 @@ import meshlib as mtf
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering import memos
 from meshlib.lowering.choose import Operand
+from meshlib.lowering.endings import Endings
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
@@ -229,13 +230,17 @@ class Forgetful(dict[object, Any]):
 
 
 def lacking(part: str) -> Callable[[tuple[Any, ...]], object]:
-    """The key of `Course.options` without one of its parts."""
-    parts = {name: n for n, name in enumerate(("signature", "home", "binds", "passes"))}
+    """The keys of `Found`, of an operation alone or with its operands, without one of their parts."""
+    alone = ("signature", "home", "binds", "near")
 
     def lost(key: tuple[Any, ...]) -> object:
-        own, operands = key[: len(parts)], key[len(parts) :]
-        if part in parts:
-            return (*(x for n, x in enumerate(own) if n != parts[part]), *operands)
+        if not isinstance(key[0], Endings):
+            return tuple(x for name, x in zip(alone, key, strict=True) if name != part)
+        own, operands = key[:2], key[2:]
+        if part in alone:
+            return key
+        if part == "passes":
+            return (own[0], *operands)
         if part == "operands":
             return own
         field = part.split()[0]
@@ -258,7 +263,7 @@ KEYS = {
 
 
 def test_every_part_of_the_key_is_tried() -> None:
-    """Four of its own (what users and neighbours do is one), and all that an operand says."""
+    """Four of its own (what neighbours do changes no other part), and all that an operand says."""
     # `again` only keeps more options: without it another layout's program is sound, and rarely a little dearer.
     assert [part.split()[0] for part in KEYS][5:] == [f for f in Operand._fields if f != "again"]
 
@@ -271,22 +276,16 @@ def test_a_choice_kept_by_too_little_is_found(part: str, monkeypatch: pytest.Mon
     wanted = alone(outputs, [], ways)
 
     def keep_under(lost: Callable[[tuple[Any, ...]], object]) -> None:
-        balances = {w[3] or mtf.Balance() for w in ways}
-        given = lambda self: self.options.update((b, Forgetful(lost)) for b in balances if not self.options)  # noqa: E731
-        monkeypatch.setattr(memos.Memos, "trim", given)
+        def found(self: memos.Memos, balance: mtf.Balance) -> memos.Found:
+            return self._found.setdefault(balance, memos.Found(balance, Forgetful(lost), Forgetful(lost)))
+
+        monkeypatch.setattr(memos.Memos, "found", found)
 
     keep_under(lambda key: key)
     assert_nothing_shows(outputs, [], wanted)
     keep_under(lacking(part))
     with pytest.raises((AssertionError, StopIteration, LookupError, mtf.MeshlibError)):
         assert_nothing_shows(outputs, [], wanted)
-
-
-class OneForAll(dict[object, Any]):
-    """Options that all balances share."""
-
-    def setdefault(self, key: object, default: Any = None) -> Any:
-        return super().setdefault("any", default)
 
 
 def test_a_balance_must_not_share_choices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +296,8 @@ def test_a_balance_must_not_share_choices(monkeypatch: pytest.MonkeyPatch) -> No
     split, gather = (mtf.Balance(mxu_flops_per_byte=f) for f in (1.0, 1e6))
     wanted = alone(outputs, [], [("p:2", "variables/a:p", "default", balance) for balance in (split, gather)])
     assert_nothing_shows(outputs, [], wanted)
-    monkeypatch.setattr(memos.Memos, "trim", lambda self: setattr(self, "options", OneForAll(self.options)))
+    for_all = lambda self, balance: self._found.setdefault("any", memos.Found(balance))  # noqa: E731
+    monkeypatch.setattr(memos.Memos, "found", for_all)
     with pytest.raises(AssertionError):
         assert_nothing_shows(outputs, [], wanted)
 

@@ -41,8 +41,8 @@ def best_choices(course: Course) -> Mapping[Operation, Choice]:
         window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
     best = _searched(Beam(course, None, HOMESICK[0], window))
     if best.dropped:
-        starts = [best, *(_searched(Beam(course, None, share, window)) for share in HOMESICK[1:])]
-        best = _improved(min(starts, key=lambda beam: beam.cost))
+        others = [_searched(Beam(course, None, share, window, ahead=best)) for share in HOMESICK[1:]]
+        best = _improved(min([best, *(beam for beam in others if not beam.lost)], key=lambda beam: beam.cost))
     return best.chosen
 
 
@@ -70,12 +70,15 @@ class Beam:
     guide: Guide | None
     homesick: float = 1.0  # without a guide: the share of the way home that is expected to be gone
     window: float = float("inf")  # who is expected to cost so much more than the best is dropped
+    ahead: Beam | None = None  # an earlier search: once this one is so far behind that it can't catch up it gives up
     width: int = 0  # how many states are kept; 0: as many as there is time for
     common: dict[Tensor, int] = field(default_factory=dict)  # the ways of what `states` do not tell of
     states: States = field(default_factory=States)
     chosen: dict[Operation, Choice] = field(default_factory=dict)
     cost: float = 0.0
     sent: float = 0.0
+    pace: list[float] = field(default_factory=list)  # what the cheapest state had cost after each operation
+    lost: bool = False  # whether it gave up
     dropped: bool = False  # whether it dropped states that no other covers: another search may find better ones
     _region: str = ""  # that of the operation that is on
     _changed: bool = False  # whether states were added, or changed
@@ -86,7 +89,7 @@ class Beam:
         self.width = self.width or max(least, min(most, EFFORT // len(self.course.graph.operations)))
 
     def run(self) -> None:
-        """Search."""
+        """Search; who costs by then what the one ahead sends in all, and more, than that one did, gives up."""
         operations = self.course.graph.operations
         for n, op in enumerate(operations):
             if self._region != op.region:
@@ -97,6 +100,10 @@ class Beam:
                     self._prices.pop(t, None)
             self._advance(op, n)
             self._forget(n)
+            self.pace.append(self.cost + float(self.states.cost.min()))
+            if self.ahead is not None and self.pace[n] > self.ahead.pace[n] + self.ahead.sent:
+                self.lost = True
+                return
         self._advance(operations[-1], len(operations))
         states = self.states
         best = np.lexsort((states.strays, states.collectives, states.cost))[0]
