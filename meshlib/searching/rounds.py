@@ -95,11 +95,13 @@ class Search:
         chosen: list[int] = []
         best = self._best_value()
         left = [n for n in self.order if n not in self.outcomes]
-        for n in range(self.first):
-            if len(chosen) < ROUND and self.bounds[n] < best and self._open(n):
+        for n in left:
+            if len(chosen) == ROUND // 2:
+                break
+            if n < self.first and self.bounds[n] < best and self._open(n):
                 chosen.append(n)
         for n in self._beside(left):
-            if len(chosen) >= ROUND // 2:
+            if len(chosen) >= ROUND * 3 // 4:
                 break
             if n not in chosen and self.bounds[n] < best and self._open(n):
                 chosen.append(n)
