@@ -14,6 +14,7 @@ Time is modelled: that a layout is the best is proved for the model, and the mod
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -77,7 +78,8 @@ def search(
         Mesh TensorFlow's auto layout does), the name of another figure of `Estimate`, or a function of it. Candidates
         that do not fit come last, whatever it says.
       per: dims by whose sizes the objective is divided, such as ["batch", "length"] for time or cost of a token.
-      seconds: stop after that long with the best so far, and the gap to what can still be there; None: search it all.
+      seconds: stop after that long (and at least one candidate) with the best so far, and the gap to what can still be
+        there; None: search it all.
       workers: processes. The result does not depend on them, unless time runs out.
       progress: called with (done, all, the best so far as text).
       resume: a file in which the estimates are kept; those that it has are not made again.
@@ -94,6 +96,7 @@ def search(
       >>> str(found.best.candidate.mesh), str(found.best.candidate.layout), found.gap
       ('model:8', 'hidden:model', 0.0)
     """
+    begun = time.monotonic()
     make, options = _builder(build, batch, length, choices)
     slices = _slices(slice)
     fixed = _fixed(fix, sizes)
@@ -130,7 +133,7 @@ def search(
     space = [*first, *space]
     if not space:
         raise GraphError("search: no mesh of these slices divides the program's dims; allow more axes, or fix less")
-    run = Search(make, made, space, len(first), measure, seconds, workers, progress, resume)
+    run = Search(make, made, space, len(first), measure, seconds, workers, progress, resume, begun)
     return replace(run.run(), left_out={chosen: _line(fault) for chosen, fault in refused.items()})
 
 

@@ -48,6 +48,7 @@ class Search:
         workers: int,
         progress: Progress | None,
         resume: str | Path | None,
+        begun: float,
     ) -> None:
         self.build = build
         self.problems, self.space, self.objective = problems, space, objective
@@ -61,17 +62,18 @@ class Search:
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
         self.known = self._read()
-        self.begun = time.monotonic()
+        self.begun = begun
 
     def run(self) -> Found:
         """All rounds, until everything is accounted for or time runs out."""
         with _pool(self) as evaluate:
-            while not self._late():
+            while not (self.values and self.late()):  # something is said however little time there is
                 chosen = self._round()
                 if not chosen:
                     break
                 fresh = [n for n in chosen if self.space[n].key not in self.known]
-                made = dict(zip(fresh, evaluate(fresh), strict=True))
+                made = dict(zip(fresh, evaluate(fresh), strict=False))  # fewer where time runs out
+                chosen = [n for n in chosen if n in made or n not in fresh]
                 for n in chosen:
                     self.outcomes[n] = made[n] if n in made else self._recalled(n)
                 self._learn(chosen)
@@ -163,7 +165,8 @@ class Search:
     def _best_value(self) -> float:
         return min((o.value for o in self.outcomes.values() if o.fits), default=float("inf"))
 
-    def _late(self) -> bool:
+    def late(self) -> bool:
+        """Whether time has run out."""
         return self.seconds is not None and time.monotonic() - self.begun > self.seconds
 
     def evaluate(self, n: int) -> Outcome:
@@ -272,12 +275,20 @@ def _evaluate(n: int) -> Outcome:
     return _RUNNING.evaluate(n)
 
 
+def _in_time(search: Search, chosen: Sequence[int]) -> Iterator[Outcome]:
+    """One after the other, as long as there is time; one at least."""
+    for n in chosen:
+        yield search.evaluate(n)
+        if search.late():
+            return
+
+
 @contextmanager
 def _pool(search: Search) -> Iterator[Callable[[Sequence[int]], list[Outcome]]]:
     """What estimates candidates: this process, or several forked from it."""
     global _RUNNING
     if search.workers == 1:
-        yield lambda chosen: [search.evaluate(n) for n in chosen]
+        yield lambda chosen: list(_in_time(search, chosen))
         return
     if "fork" not in multiprocessing.get_all_start_methods():
         raise GraphError("search: several workers need a system that forks processes; use workers=1")
