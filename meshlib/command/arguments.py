@@ -100,6 +100,14 @@ def _search(made: argparse.ArgumentParser) -> None:
 
 
 def _effort(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--try",
+        dest="tried",
+        action="append",
+        metavar="NAME=VALUE,VALUE",
+        help="values to search: batch=64,128 or stages=1,4 and microbatches=1,16 of a model, arguments of a function; "
+        "repeatedly",
+    )
     made.add_argument("--seconds", type=float, default=60.0, help="to search at most (%(default)s)")
     made.add_argument("--workers", type=_count, default=1, help="processes (%(default)s)")
 

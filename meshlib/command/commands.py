@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import suppress
 
 from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
-from layouts import LayoutRules, Mesh
+from layouts import Mesh
 from meshlib.command.plan import json_of, planned, plans_of, text_of
-from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of
+from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
 from meshlib.command.terminal import progress, progress_ends
 from meshlib.errors import GraphError, LayoutError
 from meshlib.estimation import estimate
@@ -35,6 +34,7 @@ def plan(args: argparse.Namespace) -> int:
     if searching:
         found = _found(args, subject, where)
         best = found.best.candidate
+        subject = subject.sized(**dict(best.choices))
         plans = [planned(subject, where, str(best.layout), str(best.mesh), **dict(best.choices))]
     else:
         layouts = named_layouts(args.layout, args.mesh) if args.layout else subject.usual(where.devices)
@@ -60,15 +60,20 @@ def search(args: argparse.Namespace) -> int:
 
 
 def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
-    choices = {"remat": [args.remat] if args.remat else ["full", "matmuls", "none"]} if subject.config else None
+    tried = tried_values(args.tried or ())
+    if args.remat:
+        tried["remat"] = [args.remat]
     further = ("objective", "fix", "sizes", "forbid", "axes", "resume")
     given = {name: getattr(args, name) for name in further if hasattr(args, name)}
+    if subject.config is not None:  # what steps of several sizes take is compared by the token
+        given |= {**subject.sizes, "per": [name for name in subject.sizes if name in tried]}
+    if args.layout:
+        given["also"] = [(mesh, subject.rules(name, mesh)) for name, mesh in named_layouts(args.layout, args.mesh)]
     try:
         return searched(
-            subject.built,
+            subject.config or subject.built,
             where,
-            choices=choices,
-            also=_to_beat(args, subject, where),
+            choices=tried,
             seconds=args.seconds,
             workers=args.workers,
             progress=progress,
@@ -76,18 +81,6 @@ def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
         )
     finally:
         progress_ends()
-
-
-def _to_beat(args: argparse.Namespace, subject: Subject, where: Slice) -> list[tuple[str, LayoutRules]]:
-    """The layouts that are named, else of a model the usual ones."""
-    if args.layout:
-        return [(mesh, subject.rules(name, mesh)) for name, mesh in named_layouts(args.layout, args.mesh)]
-    found = []
-    if subject.config is not None and not (getattr(args, "fix", "") or getattr(args, "forbid", "")):
-        for name, mesh in subject.usual(where.devices):
-            with suppress(LayoutError):  # what does not divide
-                found.append((mesh, subject.rules(name, mesh)))
-    return found
 
 
 def explain(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from layouts import LayoutRules
 from meshlib.errors import GraphError, MeshlibError, SliceError
 from meshlib.graph import Graph, Operation
 from meshlib.lowering import Program, Session
-from meshlib.models import TransformerConfig, layout, preset, train_step, transformer, usual_layouts
+from meshlib.models import TransformerConfig, layout, preset, transformer, usual_layouts
+from meshlib.searching.problem import transformer_builder
 
 TOKENS_OF_A_DEVICE = 4096
 LENGTH = 8192
@@ -60,6 +61,11 @@ class Subject:
             with Graph():
                 self._sessions[key] = Session(*self.built(**choices))
         return self._sessions[key]
+
+    def sized(self, **choices: object) -> Subject:
+        """With the batch and length that a search has chosen, where it has."""
+        sizes = {name: int(str(choices.get(name, size))) for name, size in self.sizes.items()}
+        return replace(self, sizes=sizes)
 
     def compared(self) -> tuple[Any, Sequence[Operation]]:
         """What `verify` runs: of a model its loss, with whose gradients it compares layouts.
@@ -108,11 +114,7 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     length = args.length or min(LENGTH, config.max_length or LENGTH)
     devices = where.devices if where is not None else 1
     sizes = {"batch": args.batch or max(1, devices * TOKENS_OF_A_DEVICE // length), "length": length}
-
-    def build(remat: Any = "full") -> Any:
-        return train_step(config, sizes["batch"], sizes["length"], remat=remat)
-
-    return Subject(config.name, build, {}, config, sizes)
+    return Subject(config.name, transformer_builder(config, **sizes), {}, config, sizes)
 
 
 def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject:
@@ -162,10 +164,26 @@ def _setting(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip().isidentifier():
         raise GraphError(f"--set is NAME=VALUE, such as layers=4, got {text!r}")
+    return name.strip(), _literal(value)
+
+
+def _literal(text: str) -> object:
+    """A Python literal, or the text itself."""
     try:
-        return name.strip(), ast.literal_eval(value)
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return name.strip(), value
+        return text
+
+
+def tried_values(texts: Sequence[str]) -> dict[str, list[object]]:
+    """The values of each `NAME=VALUE,VALUE`."""
+    found = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not equals or not name.strip().isidentifier() or not all(v.strip() for v in values.split(",")):
+            raise GraphError(f"--try is NAME=VALUE,VALUE, such as batch=64,128, got {text!r}")
+        found[name.strip()] = [_literal(value.strip()) for value in values.split(",")]
+    return found
 
 
 def named_layouts(texts: Sequence[str], mesh: str | None) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ Time is modelled: that a layout is the best is proved for the model, and the mod
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,17 +26,18 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from meshlib.checks import items, number, whole
-from meshlib.errors import GraphError, LayoutError, SliceError
+from meshlib.errors import GraphError, LayoutError, MeshlibError, SliceError
 from meshlib.models import TransformerConfig, layout, usual_layouts
 from meshlib.searching.found import Found
-from meshlib.searching.problem import Build, Objective, Problem, problem_of, transformer_builder
+from meshlib.searching.problem import OFFLOAD, Build, Objective, Problem, problem_of, transformer_builder
 from meshlib.searching.roles import roles_of
 from meshlib.searching.rounds import Search
 from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid
 
 __all__ = ["Candidate", "Found", "search"]
 
-REMAT = ("full", "matmuls", "none")
+LINE = 300  # letters of a fault at most, where it is one line among others
+REMAT = ("full", "matmuls", "none", OFFLOAD)
 
 
 def search(
@@ -63,7 +65,9 @@ def search(
       build: takes the arguments of `choices` and returns (outputs, updates), as `mtf.lower` takes them; or a model's
         config, whose training step is meant, with `batch` and `length`. A model is searched over remat too.
       slice: a slice or its name; several in a list.
-      choices: arguments of `build` with the values to try, such as {"remat": ["full", "matmuls"], "batch": [64, 128]}.
+      choices: arguments of `build` with the values to try, such as {"remat": ["full", "matmuls"], "batch": [64, 128]};
+        of a model those of `mtf.models.train_step`, "offload" as remat (what goes into each layer waits on the host),
+        and "stages" and "microbatches" of a pipeline. What `build` refuses is left out, and said.
       fix: rules that every layout has, such as "batch:data"; the sizes of their axes are searched, unless `sizes`
         gives them, as "data:16".
       forbid: dims that are not split beyond what `fix` says.
@@ -74,7 +78,8 @@ def search(
         Mesh TensorFlow's auto layout does), the name of another figure of `Estimate`, or a function of it. Candidates
         that do not fit come last, whatever it says.
       per: dims by whose sizes the objective is divided, such as ["batch", "length"] for time or cost of a token.
-      seconds: stop after that long with the best so far, and the gap to what can still be there; None: search it all.
+      seconds: stop after that long (and at least one candidate) with the best so far, and the gap to what can still be
+        there; None: search it all.
       workers: processes. The result does not depend on them, unless time runs out.
       progress: called with (done, all, the best so far as text).
       resume: a file in which the estimates are kept; those that it has are not made again.
@@ -91,6 +96,7 @@ def search(
       >>> str(found.best.candidate.mesh), str(found.best.candidate.layout), found.gap
       ('model:8', 'hidden:model', 0.0)
     """
+    begun = time.monotonic()
     make, options = _builder(build, batch, length, choices)
     slices = _slices(slice)
     fixed = _fixed(fix, sizes)
@@ -105,11 +111,16 @@ def search(
         raise GraphError(f"search: workers must be at least 1, got {workers}")
     measure = Objective.named(objective)
     made: dict[Choices, Problem] = {}
+    refused: dict[Choices, MeshlibError] = {}
     space: list[Candidate] = []
     first: list[Candidate] = []
     for values in product(*options.values()):
         chosen: Choices = tuple(zip(options, values, strict=True))
-        found = made[chosen] = problem_of(make, chosen, per, forbid)
+        try:
+            found = made[chosen] = problem_of(make, chosen, per, forbid)
+        except MeshlibError as fault:
+            refused[chosen] = fault
+            continue
         free = [d for d in found.dims if d not in fixed.rules.dims or d in _scoped(fixed)]
         roles = roles_of(found.tensors, free, found.batch)
         given = replace(fixed, named=found.named)
@@ -117,10 +128,13 @@ def search(
             space += candidates(chosen, where, roles, found.tensors.sizes, given, axes)
             usual = _usual(build, where, found) if not fixed.rules and not forbid and axes else []
             first += [laid(chosen, where, *pair, found.named) for pair in (*known[where], *usual)]
+    if not made:
+        raise next(iter(refused.values()))
     space = [*first, *space]
     if not space:
         raise GraphError("search: no mesh of these slices divides the program's dims; allow more axes, or fix less")
-    return Search(make, made, space, len(first), measure, seconds, workers, progress, resume).run()
+    run = Search(make, made, space, len(first), measure, seconds, workers, progress, resume, begun)
+    return replace(run.run(), left_out={chosen: _line(fault) for chosen, fault in refused.items()})
 
 
 def _builder(build: object, batch: object, length: object, choices: object) -> tuple[Build, dict[str, list[object]]]:
@@ -174,13 +188,23 @@ def _known(also: object, slices: Sequence[Slice]) -> dict[Slice, list[tuple[Mesh
 
 
 def _usual(build: object, where: Slice, problem: Problem) -> list[tuple[Mesh, LayoutRules]]:
-    """The usual layouts of a model on a slice, those that divide."""
-    made: list[tuple[Mesh, LayoutRules]] = []
-    if isinstance(build, TransformerConfig):
-        for name, mesh in usual_layouts(build, where.devices, problem.tensors.sizes["batch"]):
-            with suppress(LayoutError):
-                made.append((Mesh(mesh), layout(name, build, mesh)))
+    """The usual layouts of a model on a slice, those that divide; of a pipeline those of a stage."""
+    if not isinstance(build, TransformerConfig):
+        return []
+    sizes, made = problem.tensors.sizes, []
+    stages = sizes.get("stage", 1)
+    if where.devices % stages:
+        return []
+    for name, mesh in usual_layouts(build, where.devices // stages, sizes["batch"]):
+        own, axes = (name, mesh) if stages == 1 else (f"pipeline+{name}", f"pipe:{stages};{mesh}")
+        with suppress(LayoutError):
+            made.append((Mesh(axes), layout(own, build, axes)))
     return made
+
+
+def _line(fault: Exception) -> str:
+    """A message on one line."""
+    return " ".join(str(fault).split())[:LINE]
 
 
 def _fixed(fix: Any, sizes: Any) -> Fixed:

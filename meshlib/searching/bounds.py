@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -93,8 +94,9 @@ class Bounds:
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
     alone: bool
-    _hits: dict[object, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
+    _hits: dict[Names, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
     _times: dict[tuple[Chip, int], tuple[Floats, Floats, float] | None] = field(default_factory=dict)
+    _ways_of: dict[object, Floats] = field(default_factory=dict)
 
     @staticmethod
     def of(whole: Program, operations: Iterable[Operation]) -> Bounds:
@@ -134,7 +136,7 @@ class Bounds:
         if times is None:
             return 0.0
         whole, rounded, launches = times
-        seconds = launches + float(np.maximum(whole / self._ways("kernels", c) - rounded, 0.0).sum())
+        seconds = launches + float(np.maximum(whole / self._ways(c)[: len(self.kernels)] - rounded, 0.0).sum())
         return seconds * (1 + CALIBRATED.jitter(c.slice.slices)) + STEP_OVERHEAD_SECONDS
 
     def _timed(self, where: Slice) -> tuple[Floats, Floats, float] | None:
@@ -174,36 +176,47 @@ class Bounds:
 
     def least_bytes(self, c: Candidate) -> float:
         """As `held_bytes`, or less, at a fraction of its cost: as if all that an axis could split were split by it."""
-        sizes = np.array([count * width * shape.size for (shape, _, width), count in self.resident.items()])
-        return float((sizes / self._ways("resident", c)).sum()) + self._stacked(c)
+        begin, end = len(self.kernels), len(self.kernels) + len(self.resident)
+        return float((self._bytes[begin:end] / self._ways(c)[begin:end]).sum()) + self._stacked(c)
 
     def _stacked(self, c: Candidate) -> float:
-        most = 0.0
-        for n, sizes in enumerate(self.moments):
-            ways = self._ways(n, c)
-            most = max(most, float((np.array([*sizes.values()]) / ways).sum()))
-        return most
+        if not self._starts.size:
+            return 0.0
+        return float(np.add.reduceat(self._bytes / self._ways(c), self._starts).max())
 
     # ------------------------------------------------------------ what axes may split
 
-    def _ways(self, what: str | int, c: Candidate) -> Floats:
-        """In how many parts each thing may be cut."""
-        ways: Floats = np.ones(len(self._cut(what)))
-        for dims, size in c.splits:
-            key = what, dims
-            hits = self._hits.get(key)
-            if hits is None:
-                cut = self._cut(what)
-                hits = self._hits[key] = np.array([names is None or not names.isdisjoint(dims) for names in cut], bool)
-            ways[hits] *= size
-        return ways
+    @cached_property
+    def _cut(self) -> list[Names | None]:
+        """The dims by which things can be cut: kernels, what is resident, then moment after moment."""
+        resident = [frozenset(shape.names) for shape, _, _ in self.resident]
+        return [*(k.dims for k in self.kernels), *resident, *(names for sizes in self.moments for names in sizes)]
 
-    def _cut(self, what: str | int) -> Sequence[Names | None]:
-        if isinstance(what, int):
-            return [*self.moments[what]]
-        if what == "kernels":
-            return [kernel.dims for kernel in self.kernels]
-        return [frozenset(shape.names) for shape, _, _ in self.resident]
+    @cached_property
+    def _bytes(self) -> Floats:
+        """Of the same things on one device."""
+        resident = [count * width * shape.size for (shape, _, width), count in self.resident.items()]
+        stacked = [size for sizes in self.moments for size in sizes.values()]
+        return np.array([0.0] * len(self.kernels) + resident + stacked)
+
+    @cached_property
+    def _starts(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Where each moment begins among them."""
+        counts = [len(self.kernels) + len(self.resident), *map(len, self.moments)]
+        return np.cumsum(counts)[:-1]
+
+    def _ways(self, c: Candidate) -> Floats:
+        """In how many parts each thing may be cut."""
+        found = self._ways_of.get(c.splits)
+        if found is None:
+            found = self._ways_of[c.splits] = np.ones(len(self._cut))
+            for dims, size in c.splits:
+                hits = self._hits.get(dims)
+                if hits is None:
+                    can = [names is None or not names.isdisjoint(dims) for names in self._cut]
+                    hits = self._hits[dims] = np.array(can, bool)
+                found[hits] *= size
+        return found
 
 
 def _moments(program: Program) -> Iterator[list[Value]]:
@@ -214,7 +227,8 @@ def _moments(program: Program) -> Iterator[list[Value]]:
         if isinstance(i, Loop):
             own = _stacked_by(i, program)
             there = [*dict.fromkeys(x for x in i.inputs if x in stacks), *own]
-            yield there
+            if there:
+                yield there
             for inner in _moments(i.body):
                 yield [*there, *inner]
             stacks.update(own)

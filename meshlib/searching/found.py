@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ class Found:
     problems: Mapping[Choices, Problem]
     build: Build
     seconds: float
+    left_out: Mapping[Choices, str] = field(default_factory=dict)  # choices that the builder refused, and why
 
     @cached_property
     def ranking(self) -> tuple[Outcome, ...]:
@@ -135,6 +136,7 @@ class Found:
             "exact": self.exact,
             "gap": self.gap if self.gap != float("inf") else None,
             "certificate": self.certificate,
+            "left_out": self._without(),
             "ranking": [
                 {
                     **{name: str(value) for name, value in o.candidate.choices},
@@ -212,7 +214,17 @@ class Found:
         parts = [self._verdict()]
         if self.ranking:
             parts += [self.table(), "* modelled; all others exact. ! does not fit"]
-        return "\n\n".join([*parts, f"{self.certificate} ({self.seconds:.0f} s)"])
+        return "\n\n".join([*parts, "\n".join([f"{self.certificate} ({self.seconds:.0f} s)", *self._without()])])
+
+    def _without(self) -> list[str]:
+        """The choices that are no part of the space, those with one reason together."""
+        reasons: dict[str, list[str]] = {}
+        for chosen, why in self.left_out.items():
+            reasons.setdefault(why, []).append(" ".join(f"{name}={value}" for name, value in chosen))
+        return [
+            f"left out: {chosen[0]}{f' and {len(chosen) - 1} more' if len(chosen) > 1 else ''}: {why}"
+            for why, chosen in reasons.items()
+        ]
 
     def __repr__(self) -> str:
         best = f"{self.best.candidate}" if self.ranking else "nothing"

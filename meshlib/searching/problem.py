@@ -15,8 +15,10 @@ from meshlib.estimation import Estimate, estimate
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering import Session
 from meshlib.lowering.homes import Subjects
-from meshlib.models import TransformerConfig, train_step
+from meshlib.models import Pipeline, TransformerConfig, train_step
+from meshlib.models.stages import MICROBATCH
 from meshlib.operation import Home, Kind
+from meshlib.ops.remat import Remat
 from meshlib.replay import all_operations
 from meshlib.searching.bounds import Bounds
 from meshlib.searching.outcome import ESTIMATED, REFUSED, Figures, Outcome
@@ -149,6 +151,8 @@ def problem_of(build: Build, choices: Choices, per: Sequence[str], forbid: Seque
         if name not in sizes:
             raise GraphError(f"search: the program has no dim {name!r}; there are {', '.join(sizes)}")
     named = dict.fromkeys(d.name for op in sources for d in op.output.shape)
+    if MICROBATCH in sizes:  # what a pipeline cuts the batch into goes where the stages do, before and after them
+        named[MICROBATCH] = None
     dims = tuple(n for n in named if sizes.get(n, 1) > 1 and n not in stacked and n not in forbid)
     units = 1.0
     for name in per:
@@ -162,11 +166,25 @@ def _outside(op: Operation) -> bool:
     return op.graph.parent is None
 
 
-def transformer_builder(config: TransformerConfig, batch: int, length: int) -> Build:
-    """Builds the training step of a model."""
+# What a model may be built with besides the arguments of `train_step`.
+OFFLOAD = "offload"  # of remat: everything is computed again, from what each layer is given, which waits on the host
+
+
+def transformer_builder(config: TransformerConfig, batch: int | None, length: int | None) -> Build:
+    """Builds the training step of a model.
+
+    Its choices are arguments of `train_step`; "offload" as remat; and stages with microbatches of a pipeline.
+    """
 
     def build(**choices: Any) -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
         sizes = {"batch": batch, "length": length} | choices
+        if sizes.get("remat") == OFFLOAD:
+            sizes["remat"] = Remat(offload_carries=True)
+        stages, microbatches = sizes.pop("stages", 1), sizes.pop("microbatches", None)
+        if stages != 1:
+            sizes["pipeline"] = Pipeline(stages=stages, microbatches=microbatches or 4 * stages)
+        elif microbatches not in (None, 1):
+            raise GraphError("microbatches are for a pipeline: with one stage give 1")
         return train_step(config, **sizes)
 
     return build

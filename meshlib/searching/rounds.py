@@ -48,6 +48,7 @@ class Search:
         workers: int,
         progress: Progress | None,
         resume: str | Path | None,
+        begun: float,
     ) -> None:
         self.build = build
         self.problems, self.space, self.objective = problems, space, objective
@@ -61,17 +62,18 @@ class Search:
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
         self.known = self._read()
-        self.begun = time.monotonic()
+        self.begun = begun
 
     def run(self) -> Found:
         """All rounds, until everything is accounted for or time runs out."""
         with _pool(self) as evaluate:
-            while not self._late():
+            while not (self.values and self.late()):  # something is said however little time there is
                 chosen = self._round()
                 if not chosen:
                     break
                 fresh = [n for n in chosen if self.space[n].key not in self.known]
-                made = dict(zip(fresh, evaluate(fresh), strict=True))
+                made = dict(zip(fresh, evaluate(fresh), strict=False))  # fewer where time runs out
+                chosen = [n for n in chosen if n in made or n not in fresh]
                 for n in chosen:
                     self.outcomes[n] = made[n] if n in made else self._recalled(n)
                 self._learn(chosen)
@@ -95,11 +97,13 @@ class Search:
         chosen: list[int] = []
         best = self._best_value()
         left = [n for n in self.order if n not in self.outcomes]
-        for n in range(self.first):
-            if len(chosen) < ROUND and self.bounds[n] < best and self._open(n):
+        for n in left:
+            if len(chosen) == ROUND // 2:
+                break
+            if n < self.first and self.bounds[n] < best and self._open(n):
                 chosen.append(n)
         for n in self._beside(left):
-            if len(chosen) >= ROUND // 2:
+            if len(chosen) >= ROUND * 3 // 4:
                 break
             if n not in chosen and self.bounds[n] < best and self._open(n):
                 chosen.append(n)
@@ -161,7 +165,8 @@ class Search:
     def _best_value(self) -> float:
         return min((o.value for o in self.outcomes.values() if o.fits), default=float("inf"))
 
-    def _late(self) -> bool:
+    def late(self) -> bool:
+        """Whether time has run out."""
         return self.seconds is not None and time.monotonic() - self.begun > self.seconds
 
     def evaluate(self, n: int) -> Outcome:
@@ -270,12 +275,20 @@ def _evaluate(n: int) -> Outcome:
     return _RUNNING.evaluate(n)
 
 
+def _in_time(search: Search, chosen: Sequence[int]) -> Iterator[Outcome]:
+    """One after the other, as long as there is time; one at least."""
+    for n in chosen:
+        yield search.evaluate(n)
+        if search.late():
+            return
+
+
 @contextmanager
 def _pool(search: Search) -> Iterator[Callable[[Sequence[int]], list[Outcome]]]:
     """What estimates candidates: this process, or several forked from it."""
     global _RUNNING
     if search.workers == 1:
-        yield lambda chosen: [search.evaluate(n) for n in chosen]
+        yield lambda chosen: list(_in_time(search, chosen))
         return
     if "fork" not in multiprocessing.get_all_start_methods():
         raise GraphError("search: several workers need a system that forks processes; use workers=1")
