@@ -43,7 +43,7 @@ def test_without_a_capacity_each_expert_but_one_takes_a_tile_more() -> None:
     tokens = 8 * 4096  # of a device
     factor = (tokens * 8 + 255 * TILE_ROWS) / (tokens * 8)
     assert run.experts.routing.capacity_factor == pytest.approx(factor)
-    assert run.assumed == ("nothing dropped, ragged products in tiles of 512 rows",)
+    assert run.assumed == ("nothing dropped, ragged products in tiles of 512 rows, 1024 inputs and outputs",)
     stated = run_of(BY_NAME["rc-v6e-mixtral-8x7b"])
     assert stated.experts is not None
     assert (stated.experts.routing.capacity_factor, stated.experts.form) == (1.25, "einsum")
