@@ -29,13 +29,9 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What a group reads, then what it writes, and which of its values others make again: `made_again`.
-
-    `live`: of its instructions, those that something which is written needs.
-    """
+    """What a group reads, then what it writes."""
 
     uses: tuple[Use, ...]
-    live: frozenset[Instruction]
 
     @property
     def exact_bytes(self) -> int:
@@ -64,7 +60,6 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
     read: dict[Value, tuple[int, int]] = {}
     written: dict[Value, tuple[int, int]] = {}
     needed: set[Value] = set()  # of what members make, what goes into something that is written
-    live: set[Instruction] = set()
     for i in reversed(members):
         if isinstance(i, Resident | Commit):
             continue
@@ -75,7 +70,6 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
         own = {b: stored.sizes(part or y) for y, b in made.items() if b in inside}
         if not own and needed.isdisjoint(i.outputs):
             continue
-        live.add(i)
         written |= own
         for n, x in enumerate(i.inputs):
             needed.add(x)
@@ -87,7 +81,7 @@ def boundary_of(members: Sequence[Instruction], stored: Stored, in_place: frozen
                         read[b] = max(read.get(b, found), found)
     uses = [Use(b, *found, False, b not in stored.held) for b, found in read.items()]
     uses += [Use(b, *found, True, b not in stored.held) for b, found in written.items()]
-    return Boundary(tuple(uses), frozenset(live))
+    return Boundary(tuple(uses))
 
 
 def _buffers_read(i: Instruction, n: int | None, x: Value, stored: Stored) -> Iterator[tuple[Value, tuple[int, int]]]:

@@ -2,13 +2,13 @@
 
 `hardware` knows how fast an engine is when it does one thing. A training step runs hundreds of kernels beside
 collectives, and reaches less. Each constant here is one such loss, with its unit, its cause, and where its value comes
-from: "fitted" to published step times of dense training runs (`python -m meshlib validate` prints the errors with and
-without each chip), or set by hand. None belongs to a chip, a model or a published row.
+from: "fitted" to published step times of training runs (`python -m meshlib validate` prints the errors with and without
+each chip), or set by hand. None belongs to a chip, a model or a published row.
 
 A program of a single kernel is a micro-benchmark: nothing else wants its VMEM, its clocks or its HBM, and what
 `hardware` says of that kernel is what was measured. The losses of kernels apply where a program has several.
 
-How they were found: `meshlib.validation.calibrate`, on the dense training rows of a file of published results
+How they were found: `meshlib.validation.calibrate`, on the training runs of Transformers in a file of published results
 (MaxText's tables and recipes, MLPerf); `python -m meshlib validate --file F --refit` finds them again. More terms were
 tried and dropped because no measurement shows them: a share of chained collectives that pieces cannot hide, traffic of
 element-wise groups beyond that at their boundaries. The prior of `early_exposed` is what a simpler model of the same
@@ -47,28 +47,28 @@ class Physics:
     """
 
     product_rate: float = _constant(
-        0.87, "share of the rate of one product alone",
+        0.869, "share of the rate of one product alone",
         "operands in other layouts, epilogues in the pipeline, clocks under sustained load",
         FITTED, 0.5, 1.1, 0.9, 0.1,
     )  # fmt: skip
     block_edge: float = _constant(
-        895.0, "rows and columns of a product's block in VMEM",
+        891.0, "rows and columns of a product's block in VMEM",
         "VMEM is shared with what is fetched for the next kernel; operands are read again for each block "
         "(0: the best blocks that half of VMEM allows)",
         FITTED, 256.0, 8192.0, 900.0, 200.0,
     )  # fmt: skip
     score_vpu_ops: float = _constant(
-        6.44, "lane operations per score of fused attention, forward",
+        6.52, "lane operations per score of fused attention, forward",
         "scale, mask, maximum, exponential and sum of a softmax computed in pieces",
         FITTED, 1.0, 20.0, 7.0, 2.0,
     )  # fmt: skip
     early_exposed: float = _constant(
-        0.846, "share of the time on the wire of a collective beside the core that the core loses",
+        0.92, "share of the time on the wire of a collective beside the core that the core loses",
         "the core starts transfers and adds what arrives; what they take of HBM is counted apart",
         FITTED, 0.0, 1.0, 0.8, 0.15,
     )  # fmt: skip
     slice_jitter: float = _constant(
-        0.0157, "share of a step per doubling of the slices",
+        0.0153, "share of a step per doubling of the slices",
         "slices joined by DCN wait for the slowest of them",
         FITTED, 0.0, 0.1, 0.015, 0.01,
     )  # fmt: skip

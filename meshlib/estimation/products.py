@@ -1,4 +1,4 @@
-"""What a fusion group asks of the MXU: matrix products and attention on one device, useful work, operands in eight bits."""
+"""What a fusion group asks of the MXU: products and attention on one device, useful work, operands in eight bits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Attention:
     window: int | None = None
 
     def scores_in(self, tile: int) -> float:
-        """Pairs of query and key that a kernel computes which skips tiles of that many of both where nobody sees any."""
+        """Pairs of query and key that a kernel computes whose tiles, skipped where nobody sees any, have that many."""
         seen = self.length, self.memory, self.causal, self.window
         return float(self.scores * executed_share(*seen, tile) / executed_share(*seen))
 

@@ -42,7 +42,7 @@ class Recent:
     trips: int = 1
     stays: Mapping[Value, Value] = field(default_factory=dict)
     moved_bytes: int = 0
-    _last: dict[Value, int] = field(default_factory=dict)
+    _last: dict[Value, tuple[int, int]] = field(default_factory=dict)  # moved till then, bytes used of it
     _first: dict[Value, tuple[int, int, int, int]] = field(default_factory=dict)  # unit, all, largest, moved before
     _passes: dict[Value, list[tuple[int, int, int, int]]] = field(
         default_factory=dict
@@ -69,13 +69,13 @@ class Recent:
         again = []
         for buffer, sizes in known.items():
             if buffer in self._last:
-                between = before - self._last[buffer]
-                if between < MOST_BYTES:
-                    again.append((between, max(sizes), float(sum(sizes))))
+                then, used = self._last[buffer]
+                if before - then < MOST_BYTES:
+                    again.append((before - then, max(sizes), float(sum(min(used, size) for size in sizes))))
             elif buffer in self.stays and self.trips > 1:
                 self._first[buffer] = unit, sum(sizes), max(sizes), before
         self.moved_bytes = after
-        self._last.update(dict.fromkeys(known, after))
+        self._last.update({buffer: (after, max(sizes)) for buffer, sizes in known.items()})
         return replace(kernel, again=tuple(again)) if again else kernel
 
     def leave(self, buffers: Iterable[Value]) -> None:
@@ -100,10 +100,11 @@ class Recent:
             if kernel is not None:
                 units[place].kernel = replace(kernel, kept=tuple(sorted(kept)))
         for buffer, (place, size, largest, before) in self._first.items():
-            between = self.moved_bytes - self._last[buffer] + before
+            then, used = self._last[buffer]
+            between = self.moved_bytes - then + before
             kernel = units[place].kernel
             if between < MOST_BYTES and kernel is not None:
-                spared = size * (self.trips - 1) / self.trips
+                spared = size * min(1.0, used / max(1, largest)) * (self.trips - 1) / self.trips
                 units[place].kernel = replace(kernel, again=(*kernel.again, (between, largest, spared)))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from layouts import LayoutRules, Mesh
 from meshlib.errors import GraphError
 from meshlib.operation import Kind, Work
-from meshlib.program.exchange import RUNS, busiest_bytes
+from meshlib.program.exchange import busiest_bytes
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.text import bytes_text
 
@@ -112,16 +112,6 @@ class Program:
         last = {x: n for n, i in enumerate(self.instructions) for x in i.inputs}
         kept = (*self.outputs.values(), *self.updates.values())
         return last | dict.fromkeys(kept, len(self.instructions))
-
-    @cached_property
-    def sliding_dims(self) -> frozenset[str]:
-        """The dims of images: along which windows of products slide."""
-        found: set[str | None] = set()
-        for op in {i.operation for i in self.instructions if i.operation.kind.kind is Kind.CONTRACTION}:
-            for f in op.kind.roles(op) if op.kind.lower is not None else ():
-                if f.role in RUNS:
-                    found.update((*f.operands, *f.outputs))
-        return frozenset(name for name in found if name is not None)
 
     @cached_property
     def memory_plan(self) -> MemoryPlan:

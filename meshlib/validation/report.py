@@ -122,9 +122,9 @@ def unmodelled(r: Checked) -> str:
     if run.slice.slices > 1 and slow:
         causes.append("what several slices lose beyond their gradients on DCN and the jitter")
     if run.locals:
-        causes.append("windows rounded to the kernel's blocks, VPU work of the additional norms")
+        causes.append("VPU work of the additional norms")
     if run.experts is not None and slow:
-        causes.append("tokens moved to experts and back slower than HBM streams, one row after the other")
+        causes.append("tokens moved to experts and back slower than HBM streams, the host's copies of what is kept")
     if run.eight_bit:
         causes.append("how quantisation fuses with what is around it")
     if run.evaluation:

@@ -94,8 +94,8 @@ def config_of(run: Run) -> TransformerConfig:
     base = known_model(str(m.get("name", ""))) or PRESETS["bert-large" if run.encoder else "maxtext-16b"]
     multiple = math.lcm(VOCAB_MULTIPLE, run.axis("tensor"))
     gated = int(m.get("mlp_matrices") or (3 if base.gated else 2)) == 3
-    # Where the update alone is sharded, weights stay so, and what the passes use is gathered: arXiv:2004.13336, 4.4 (from
-    # memory).
+    # Where the update is sharded, float32 weights stay so between steps, and what the passes use is gathered:
+    # Xu et al., arXiv:2004.13336 (from memory).
     activations = "float32" if run.precision == "float32" else "bfloat16"
     changes: dict[str, Any] = {
         "name": str(m.get("name") or "model"),

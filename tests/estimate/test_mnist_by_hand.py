@@ -149,7 +149,7 @@ def test_time_of_the_first_layer(name, mesh, layout, rows, cols):
     # A value used inside its group only (the product before relu) takes no bytes.
     assert row.hbm_bytes == F32 * (b * P + P * h + b * h)
     # One block column or an operand that stays: nothing is read again, only padding is added.
-    assert row.traffic_bytes == tiles(b, P) + tiles(P, h) + tiles(b, h)
+    assert row.traffic_bytes == stored(b, P) + stored(P, h) + stored(b, h)
     assert row.hbm_seconds == pytest.approx(row.traffic_bytes / rate / 0.9)
     assert row.vpu_seconds == pytest.approx(b * h / ({"v2-8": 700e6, "v3-8": 940e6}[name] * 8 * 128 * 2))
     assert row.seconds + row.hidden_seconds >= 1e-6 + max(row.mxu_seconds, row.hbm_seconds)

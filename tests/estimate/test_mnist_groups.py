@@ -16,7 +16,7 @@ import meshlib as mtf
 from hardware import CHIPS, Matmul
 from hardware.blocking import matmul_blocks
 from meshlib.estimation import Physics
-from tests.estimate.test_mnist_by_hand import DATA, F32, LAYOUTS, MODEL, SLICES, TWO_D, B, C, H, P, program, tiles
+from tests.estimate.test_mnist_by_hand import DATA, F32, LAYOUTS, MODEL, SLICES, TWO_D, B, C, H, P, program, stored
 
 Array = tuple[int, ...]
 # MXUs, rate of rows into one of them (from peak over 2 x 128 x 128), HBM bytes/s, VPU clock; all of one core.
@@ -70,8 +70,8 @@ class Group:
 
 
 def padded(array: Array) -> int:
-    """Bytes in tiles; a vector takes tiles of its length, of 128 elements at least."""
-    return tiles(*array) if len(array) == 2 else F32 * max(128, array[0])
+    """Bytes in tiles, the denser way round; a vector takes tiles of its length, of 128 elements at least."""
+    return stored(*array) if len(array) == 2 else F32 * max(128, array[0])
 
 
 def cycles(m: int, k: int, n: int, mxus: int) -> int:

@@ -11,6 +11,8 @@ import meshlib as mtf
 from hardware import CHIPS, Slice
 from hardware.memory import pcie_seconds
 from meshlib.estimation import Physics, Row
+from meshlib.estimation.products import Attention
+from meshlib.operation import Scores
 
 D = mtf.Dimension
 IDEAL = Physics().without_losses()
@@ -286,3 +288,26 @@ def test_the_sum_of_one_element_each_is_no_work():
         total = mtf.reduce_sum(mtf.input("x", [parts, rows, mtf.Dimension("columns", 128)]), reduced_dim=parts)
     est = mtf.estimate(mtf.lower({"y": total}, mesh="group:4", layout="parts:group"), "v5e-4")
     assert sum(r.seconds for r in est.rows if r.kind == "compute") == 0
+
+
+def test_no_engine_gives_more_than_it_has():
+    """On v7 attention makes both gradients at once, so that one of them finds its scores there."""
+    batch, length, heads, dim = (mtf.Dimension(*d) for d in (("batch", 8), ("length", 4096), ("heads", 8), ("d", 128)))
+    with mtf.Graph():
+        q, k, v = (mtf.input(n, [batch, heads, length, dim], "bfloat16") for n in "qkv")
+        k, v = (mtf.rename_dimension(x, "length", "memory") for x in (k, v))
+        y = mtf.attention(q, k, v, length, "memory", dim, causal=True)
+        gradients = mtf.gradients([mtf.reduce_sum(mtf.cast(y, "float32"))], [q, k, v])
+        program = mtf.lower(dict(zip("qkv", gradients, strict=True)), mesh="chips:8")
+    for slice_ in ("v7-8", "v5e-8"):
+        est = mtf.estimate(program, slice_)
+        assert sum(r.opcode.startswith("attention") for r in est.rows) == 3
+        assert max(r.utilisation for r in est.rows) <= 1
+
+
+def test_attention_computes_whole_tiles():
+    """4,096 queries that see those before them: 36 of 64 tiles of 512, 3 of 4 of 2,048; of near ones 15, and all 3."""
+    causal = Attention(Scores((), ()), 36 * 512**2, 128, 128, 1, 4096, 4096, True)
+    near = Attention(Scores((), ()), 15 * 512**2, 128, 128, 1, 4096, 4096, True, window=512)
+    assert (causal.scores_in(512), causal.scores_in(2048)) == (36 * 512**2, 3 * 2048**2)
+    assert (near.scores_in(512), near.scores_in(2048)) == (15 * 512**2, 3 * 2048**2)

@@ -91,3 +91,30 @@ def test_what_passes_stays_in_common_memory_as_far_as_it_has_room(batch: int, le
     for row in (r for r in est.rows if r.mxu_flops):
         assert row.hbm_bytes == 2 * size + weights
         assert size <= row.traffic_bytes - left_mib * 2**20 <= size + weights
+
+
+@pytest.mark.parametrize(("batch", "spared_mib"), [(2**15, 64), (2**17, 128)])
+def test_what_a_program_returns_is_read_from_common_memory(batch: int, spared_mib: int) -> None:
+    """A result of 64 or 256 MiB goes out and into another product: it is written whole, and read in part."""
+    b, d = D("b", batch), D("d", 1024)
+    with mtf.Graph():
+        x, w = mtf.input("x", [b, d], "bfloat16"), mtf.variable("w", [d, D("e", 1024)], dtype="bfloat16")
+        v = mtf.variable("v", [D("e", 1024), D("f", 1024)], dtype="bfloat16")
+        y = mtf.einsum([x, w])
+        program = mtf.lower({"y": y, "z": mtf.einsum([y, v])})
+    est = mtf.estimate(program, ONE, physics=Physics().without_losses())
+    first, second = (row for row in est.rows if row.mxu_flops)
+    assert first.traffic_bytes == first.hbm_bytes
+    assert second.hbm_bytes - second.traffic_bytes == spared_mib * 2**20
+
+
+def test_a_cache_of_which_a_part_was_written_is_read_from_memory() -> None:
+    """16 KiB of 32 MiB are written in place, all of it is summed: the rest was never in VMEM."""
+    length, d = D("length", 8192), D("d", 1024)
+    with mtf.Graph():
+        cache, x = mtf.variable("cache", [length, d]), mtf.input("x", [D("length", 4), d])
+        new = mtf.update_slice(cache, x, length, mtf.input("at", [], "int32"))
+        y = mtf.reduce_sum(mtf.square(new), reduced_dim=length)
+        program = mtf.lower({"y": y}, [mtf.assign(cache, new)])
+    est = mtf.estimate(program, "v5e-1")
+    assert max(row.traffic_bytes for row in est.rows) >= 4 * (8192 - 4) * 1024

@@ -6,9 +6,13 @@ import statistics
 
 import pytest
 
+import meshlib as mtf
+from hardware.slices import as_slice
+from meshlib.estimation.moves import Network, placed
 from meshlib.estimation.physics import CALIBRATED
-from meshlib.models import preset
-from meshlib.validation.experts import TILE_ROWS
+from meshlib.estimation.plan import plan_of
+from meshlib.models import Experts, preset
+from meshlib.validation.experts import TILE_ROWS, in_tiles
 from meshlib.validation.measured import flops_per_token, parameters
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import run_of
@@ -23,6 +27,20 @@ PRESETS = {
     "iw-gptoss-64": "gpt-oss-120b",
     "iw-qwen235b-bf16": "qwen3-235b-a22b",
 }
+
+
+def test_ragged_products_multiply_whole_tiles_of_weights() -> None:
+    """1,536 of a width are two tiles of 1,024, 640 are a tile of their own; rows stay as many as they are."""
+    e, r, d, f = (mtf.Dimension(name, size) for name, size in (("e", 4), ("r", 1280), ("d", 640), ("f", 1536)))
+    with mtf.Graph():
+        x, w = mtf.input("x", [e, r, d], "bfloat16"), mtf.variable("w", [e, d, f], dtype="bfloat16")
+        program = mtf.lower({"y": mtf.einsum([x, w], output_shape=[e, r, f])})
+    one = as_slice("v5e-1")
+    plan = plan_of(program, Network(program, one, placed(one, program)))
+    tiled = in_tiles(plan, Experts(count=4, d_ff=1536), 640)
+    before, after = (u.kernel.matmuls[0][0] for p in (plan, tiled) for u in p.units if u.kernel and u.product)
+    assert (before.m, before.k, before.n, before.batch) == (1280, 640, 1536, 4)
+    assert (after.m, after.k, after.n, after.batch) == (1280, 640, 2048, 4)
 
 
 @pytest.mark.parametrize(("row", "name"), PRESETS.items())
@@ -43,9 +61,10 @@ def test_without_a_capacity_each_expert_but_one_takes_a_tile_more() -> None:
     tokens = 8 * 4096  # of a device
     factor = (tokens * 8 + 255 * TILE_ROWS) / (tokens * 8)
     assert run.experts.routing.capacity_factor == pytest.approx(factor)
-    assert run.assumed == ("nothing dropped, ragged products in tiles of 512 rows",)
+    assert run.assumed == ("nothing dropped, ragged products in tiles of 512 rows, 1024 inputs and outputs",)
     stated = run_of(BY_NAME["rc-v6e-mixtral-8x7b"])
     assert stated.experts is not None
+    assert (run.ragged, stated.ragged) == (True, False)
     assert (stated.experts.routing.capacity_factor, stated.experts.form) == (1.25, "einsum")
     assert stated.assumed == ()
 
