@@ -307,7 +307,8 @@ def test_every_operation_on_partial_sums(case: Case) -> None:
             (fast,) = run(program, b.feeds, "fast", fold=fold)
             assert_close(fast, exact, tolerance, about)
         check_work(program, about)
-    wait_for_the_total(case, tolerance)
+    if deep() or str(case) in FIRST:  # what else is linear `test_traits` tries on every row
+        wait_for_the_total(case, tolerance)
 
 
 def wait_for_the_total(case: Case, tolerance: float) -> None:

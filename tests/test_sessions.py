@@ -21,6 +21,7 @@ from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
 from tests.effort import draws, some
+from tests.lowering_minima import ROWS
 from tests.oracle import draw_layout, needed
 from tests.test_property_programs import Written, programs
 
@@ -132,6 +133,13 @@ def test_memos_that_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memos, "MOST", 3)
     outputs, updates, ways = small_step()
     assert_nothing_shows(outputs, updates, alone(outputs, updates, ways))
+
+
+def test_sums_follow_from_others_under_one_layout_and_not_another() -> None:
+    with mtf.Graph():
+        case = ROWS["batch_norm_by_division_step"]("float32")
+    ways: list[Way] = [(case.mesh, rules, "default", None) for rules in ("b:m", "c:m", "")]
+    assert_nothing_shows(case.outputs, list(case.updates), alone(case.outputs, list(case.updates), ways))
 
 
 def test_check_is_that_of_a_program_alone() -> None:
