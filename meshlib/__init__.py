@@ -240,6 +240,9 @@ from meshlib.searching import Found as Found
 from meshlib.searching import search as search
 from meshlib.simulation import Simulation as Simulation
 from meshlib.simulation import simulate as simulate
+from meshlib.training import Evaluation as Evaluation
+from meshlib.training import Trained as Trained
+from meshlib.training import train as train
 from meshlib.verification import Verification as Verification
 from meshlib.verification import verify as verify
 

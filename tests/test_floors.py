@@ -35,7 +35,7 @@ command
 testing
 snapshots
 jax
-generation frontier
+generation frontier training
 searching
 verification validation checkpoint
 simulation estimation models
