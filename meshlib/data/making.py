@@ -181,7 +181,8 @@ def arrays(arrays: Mapping[str, Array]) -> Data:
     if not isinstance(arrays, Mapping) or not arrays:
         raise FeedError(f"{what}: expected a dict of names to arrays, got {type(arrays).__name__} {arrays!r:.80}")
     faults, counts = [], {}
-    for name, array in arrays.items():
+    given: Mapping[Any, Any] = arrays
+    for name, array in given.items():
         if not isinstance(name, str):
             faults.append(f"the names of arrays are text, got {name!r:.80}")
         elif not isinstance(array, np.ndarray):

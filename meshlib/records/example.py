@@ -125,7 +125,8 @@ def _varints(values: Array) -> bytes:
     counts[~octets.any(axis=1)] = 1
     places = np.arange(VARINT_BYTES)
     octets |= (places < counts[:, None] - 1).astype(np.uint8) << 7
-    return octets[places < counts[:, None]].tobytes()
+    written: bytes = octets[places < counts[:, None]].tobytes()
+    return written
 
 
 # ---------------------------------------------------------------- reading
