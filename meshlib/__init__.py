@@ -244,6 +244,9 @@ from meshlib.sharing import export as export
 from meshlib.sharing import load_model as load_model
 from meshlib.simulation import Simulation as Simulation
 from meshlib.simulation import simulate as simulate
+from meshlib.training import Evaluation as Evaluation
+from meshlib.training import Trained as Trained
+from meshlib.training import train as train
 from meshlib.verification import Verification as Verification
 from meshlib.verification import verify as verify
 from meshlib.vocabulary import BytePairs as BytePairs

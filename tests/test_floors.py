@@ -34,7 +34,7 @@ command
 testing sharing
 snapshots
 jax
-generation frontier
+generation frontier training
 searching
 verification validation checkpoint
 simulation estimation models

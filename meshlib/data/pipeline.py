@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -435,7 +435,7 @@ class _Maker(Iterator[_Made]):
 
     # ------------------------------------------------------------ inside
 
-    def _from(self, place: _Place) -> Iterator[_Made]:
+    def _from(self, place: _Place) -> Generator[_Made, None, None]:
         data, asked = self.data, self.data.batching
         if asked is None:
             for draw, example in self._drawn(place.next):
@@ -514,7 +514,7 @@ class _Maker(Iterator[_Made]):
             raise DataError(
                 f"data: {self.data.source.where(places[draws.index(lost[0])])} is gone, and was there before"
             )
-        batcher.restore([[[Drawn(d, found[d]) for d in row] for row in group] for group in pending])  # type: ignore[arg-type]
+        batcher.restore([[[Drawn(d, found[d]) for d in row] for row in group] for group in pending])
 
     def _drawn(self, begin: int) -> Iterator[tuple[int, Example | None]]:
         """Draws from one on, in order, with their examples."""

@@ -117,7 +117,7 @@ def _mapped(maps: Array, sums: Array, which: Array | int = 0) -> Array:
 @cache
 def _byte_table() -> Array:
     """The sum of each byte alone: uint32 [256]."""
-    found = np.arange(256, dtype=np.uint32)
+    found: Array = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         found = (found >> 1) ^ np.where(found & 1, np.uint32(POLYNOMIAL), np.uint32(0))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x
 GZIP_MAGIC = b"\x1f\x8b"
 
 
-def read_idx(path: str | Path, dims: int | None = None) -> NDArray[Any]:
+def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[Any]:
     """The array in an IDX file, gzipped or not; which, its first bytes say, not its name.
 
     Layout: 0, 0, element type, number of dimensions; one big-endian uint32 per dimension; the elements.
