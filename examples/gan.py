@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import meshlib as mtf
 from examples import devices, image_data
 from examples.image_data import ImageData
-from examples.mnist_data import DataError
 from examples.pictures import grid, write_png
 from examples.terminal import check_least, finish, line, progress
 
@@ -139,7 +138,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the data are wrong."""
-    return finish("gan.py", lambda: train(parse(argv)), (mtf.MeshlibError, DataError, OSError))
+    return finish("gan.py", lambda: train(parse(argv)), (mtf.MeshlibError, OSError))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from examples import mnist_data
 from examples.drawn_images import CLASSES, draw_shapes
-from examples.mnist_data import DataError
+from meshlib.errors import DataError
+from meshlib.records import images as pictures
 
 Images = NDArray[np.float32]
 Labels = NDArray[np.int32]
 
 DRAWN_TRAIN = 8_000
-KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,9 @@ def load(data: str | Path | None, side: int = 32, seed: int = 0, count: int | No
 def read_image(path: str | Path, side: int, channels: int = 3) -> Images:
     """One picture as float32 [side, side, channels] in 0..1: the middle square, brought to that size.
 
-    Raises: DataError if it is none, or Pillow is not installed.
+    Raises: DataError if it is none, MissingError if Pillow is not installed.
     """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise DataError("pictures need Pillow: pip install 'meshlib-tpu[images]'") from None
-    try:
-        with Image.open(path) as picture:
-            mode = picture.convert("RGB" if channels == 3 else "L")
-            short = min(mode.size)
-            left, top = ((n - short) // 2 for n in mode.size)
-            square = mode.resize((side, side), Image.Resampling.BILINEAR, (left, top, left + short, top + short))
-            pixels = np.asarray(square, np.float32)
-    except (UnidentifiedImageError, OSError) as fault:
-        raise DataError(f"{path}: expected a picture, found: {fault}") from None
-    found: Images = pixels.reshape(side, side, channels) / np.float32(255)
-    return found
+    return pictures.read_image(path, side, channels) / np.float32(255)
 
 
 def _idx(path: Path, seed: int) -> ImageData:
@@ -127,10 +113,11 @@ def _read_classes(path: Path, classes: Sequence[str], side: int) -> tuple[Images
         (name, number)
         for number, kind in enumerate(classes)
         for name in sorted((path / kind).glob("*"))
-        if name.suffix.lower() in KINDS
+        if name.suffix.lower() in pictures.IMAGE_ENDINGS
     ]
     if not files:
-        raise DataError(f"{path}: expected folders of {' '.join(KINDS)} files, one for each class; found {_what(path)}")
+        kinds = " ".join(pictures.IMAGE_ENDINGS)
+        raise DataError(f"{path}: expected folders of {kinds} files, one for each class; found {_what(path)}")
     images = np.stack([read_image(name, side) for name, _ in files])
     return images, np.array([number for _, number in files], np.int32)
 

@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import meshlib as mtf
 from examples import devices, image_data
 from examples.image_data import ImageData
-from examples.mnist_data import DataError
 from examples.terminal import check_least, finish, line, progress
 from hardware import Slice, legal_slices
 
@@ -227,7 +226,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the data are wrong."""
-    return finish("images.py", lambda: run(parse(argv)), (mtf.MeshlibError, DataError))
+    return finish("images.py", lambda: run(parse(argv)), (mtf.MeshlibError,))
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; 2 and one clear message where the flags or the data are wrong."""
-    return finish("mnist.py", lambda: train(parse(argv)), (mtf.MeshlibError, mnist_data.DataError))
+    return finish("mnist.py", lambda: train(parse(argv)), (mtf.MeshlibError,))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from layouts import LayoutRules as LayoutRules
 from layouts import Mesh as Mesh
 from layouts import Shape as Shape
 from layouts import Sharding as Sharding
+from meshlib import data as data
 from meshlib import detection as detection
 from meshlib import generation as generation
 from meshlib import initializers as initializers
@@ -42,6 +43,7 @@ from meshlib import jax as _door
 from meshlib import layers as layers
 from meshlib import models as models
 from meshlib import optimize as optimize
+from meshlib import records as records
 from meshlib import sharing as sharing
 from meshlib import testing as testing
 from meshlib.batches import Batches as Batches
@@ -49,6 +51,7 @@ from meshlib.checkpoint import load as load
 from meshlib.checkpoint import save as save
 from meshlib.differentiation import gradients as gradients
 from meshlib.errors import CheckpointError as CheckpointError
+from meshlib.errors import DataError as DataError
 from meshlib.errors import FeedError as FeedError
 from meshlib.errors import GraphError as GraphError
 from meshlib.errors import LayoutError as LayoutError
@@ -241,6 +244,9 @@ from meshlib.sharing import export as export
 from meshlib.sharing import load_model as load_model
 from meshlib.simulation import Simulation as Simulation
 from meshlib.simulation import simulate as simulate
+from meshlib.training import Evaluation as Evaluation
+from meshlib.training import Trained as Trained
+from meshlib.training import train as train
 from meshlib.verification import Verification as Verification
 from meshlib.verification import verify as verify
 from meshlib.vocabulary import BytePairs as BytePairs

@@ -46,7 +46,7 @@ SEED, SUM = "seed", "crc32/"
 # ---------------------------------------------------------------- writing
 
 
-def save(sim: Simulation, path: Path) -> None:
+def save(sim: Simulation, path: Path, notes: Mapping[str, str] | None = None) -> None:
     """Write all variables, optimizer slots, the step and the seed of `sim` to `path`, in safetensors format.
 
     Whatever happens, `path` holds either what it held before or all of the new state; a process that has the old
@@ -56,6 +56,7 @@ def save(sim: Simulation, path: Path) -> None:
     Args:
       sim: the simulation.
       path: the file; its folder must exist. A link stays a link, and its target is replaced.
+      notes: name -> text that is kept beside the variables, for `read_notes`; names begin with no "crc32/".
     Raises: CheckpointError if the file can't be written.
     Example:
       >>> import tempfile
@@ -73,11 +74,16 @@ def save(sim: Simulation, path: Path) -> None:
       ([2.0, 2.0, 2.0, 2.0], 1, 3)
     """
     _check_simulation(sim, "save", "save(sim, path)")
+    kept = {} if notes is None else dict(notes)
+    taken = {"format", "meshlib", SEED, METADATA}
+    for name, text in kept.items():
+        if not isinstance(name, str) or not isinstance(text, str) or name in taken or name.startswith(SUM):
+            raise CheckpointError(f"save: notes are names and texts of your own, got {name!r:.80}: {text!r:.80}")
     with sim.state.lock:
-        _save(sim, path)
+        _save(sim, path, kept)
 
 
-def _save(sim: Simulation, path: object) -> None:
+def _save(sim: Simulation, path: object, notes: Mapping[str, str]) -> None:
     names = list(sim.state.arrays)
     if METADATA in names:
         raise CheckpointError(f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it")
@@ -90,7 +96,8 @@ def _save(sim: Simulation, path: object) -> None:
         begin = end
     # Sums have a fixed length, so that the header can be written before they are known, and then once more.
     seed = str(sim.seed)
-    metadata = {"format": "np", "meshlib": "1", SEED: seed, SUM + METADATA: _sum(seed.encode())}
+    metadata = {"format": "np", "meshlib": "1", SEED: seed, SUM + METADATA: _sum(seed.encode()), **notes}
+    metadata.update({f"{SUM}{METADATA}/{name}": _sum(text.encode()) for name, text in notes.items()})
     header = header_bytes("save", entries, {**metadata, **{SUM + name: "00000000" for name in entries}})
 
     places = {name: (len(header) + e.begin, *types[name]) for name, e in entries.items()}
@@ -193,6 +200,21 @@ def load(path: Path, sim: Simulation, *, strict: bool = True, only: Iterable[str
         if seed is not None:
             sim.seed = sim.state.seed = seed
     return skipped
+
+
+def read_notes(path: Path) -> dict[str, str]:
+    """What `save` was given as `notes`.
+
+    Raises: CheckpointError for a file that is none, or damaged.
+    """
+    with open_file(path, "load", CheckpointError) as (file, target):
+        metadata = read_header(file, target, "load").metadata
+    mark = f"{SUM}{METADATA}/"
+    found = {name: metadata.get(name.removeprefix(mark)) for name in metadata if name.startswith(mark)}
+    for name, text in found.items():
+        if text is None or _sum(text.encode()) != metadata[name]:
+            raise CheckpointError(f"load: {target} is damaged: the note '{name.removeprefix(mark)}' has another CRC-32")
+    return {name.removeprefix(mark): str(text) for name, text in found.items()}
 
 
 def _read_all(sim: Simulation, file: BinaryIO, header: Header, names: list[str], target: str) -> Mapping[str, Array]:

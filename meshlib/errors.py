@@ -41,3 +41,7 @@ class NotFiniteError(MeshlibError, ArithmeticError):
 
 class MissingError(MeshlibError, ImportError):
     """An optional library is needed and not installed; the message says how to install it."""
+
+
+class DataError(MeshlibError, ValueError):
+    """A file of data is missing, damaged or not what it should be, or a function that is mapped over it failed."""

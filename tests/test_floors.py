@@ -35,7 +35,7 @@ command
 testing sharing
 snapshots
 jax
-generation frontier
+generation frontier training
 searching
 verification validation checkpoint
 simulation estimation models
@@ -46,11 +46,11 @@ replay
 operation
 engine
 initializers
-batches detection vocabulary
+batches detection vocabulary data
 checks
 graph+face+loop_record
 dtypes
-origin drawing safetensors
+origin drawing safetensors records
 files
 arrays names threefry special errors text foreign
 """

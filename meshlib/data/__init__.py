@@ -1,0 +1,22 @@
+"""Input: from files and arrays to the batches that a program is fed, in an order that seed and place alone decide.
+
+    data = mtf.data.records("train@10", {"image": mtf.data.Field("uint8", (28, 28)), "label": mtf.data.Field("int32")})
+    data = data.shuffle(seed=0).map(scaled, workers=2).batch(128).repeat().prefetch(2)
+
+making    what a user begins with: arrays, idx, records, text, folder
+sources   examples by number
+order     which of them when
+batching  batches of static shapes
+pipeline  the chain, and its iterator
+ahead     the thread that makes batches before they are asked for
+"""
+
+from meshlib.data.making import Field as Field
+from meshlib.data.making import arrays as arrays
+from meshlib.data.making import folder as folder
+from meshlib.data.making import idx as idx
+from meshlib.data.making import records as records
+from meshlib.data.making import text as text
+from meshlib.data.pipeline import Data as Data
+from meshlib.data.pipeline import Feed as Feed
+from meshlib.data.pipeline import Stats as Stats

@@ -1,0 +1,317 @@
+"""How examples become batches of static shapes: as they are, padded or packed into rows, or apart by their lengths.
+
+A batcher is given examples with the number of their draw, and keeps some until a batch is full. What it keeps is told
+as these numbers alone: whoever goes on from there reads the examples again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshlib.errors import DataError
+
+Array = np.ndarray[Any, Any]
+Example = dict[str, Any]
+Batch = dict[str, Array]
+TOO_LONG = ("error", "cut", "drop")
+OPEN_ROWS = 16  # into which the next sequence may go, while rows are packed
+TARGETS, SOURCES = ("segment_ids", "segment_positions"), ("source_segment_ids", "source_positions")
+
+
+class Drawn(NamedTuple):
+    """An example and the number of its draw."""
+
+    draw: int
+    example: Example
+
+
+Row = list[Drawn]  # the examples that lie in one row of a batch
+
+
+@dataclass(frozen=True)
+class Batching:
+    """What `Data.batch` was asked for.
+
+    size       rows of a batch
+    remainder  what becomes of the last rows of an epoch: "drop", or "pad", with the array `mask`
+    lengths    of the fields that are sequences: to which they are filled up; several: a batch for each
+    packed     whether several examples share a row
+    """
+
+    size: int
+    remainder: str = "drop"
+    mask: str = "mask"
+    lengths: Mapping[str, tuple[int, ...]] | None = None
+    packed: bool = False
+    too_long: str = "error"
+    segments: Mapping[str, tuple[str, str]] | None = None
+
+    def __str__(self) -> str:
+        told = [str(self.size), self.remainder]
+        if self.lengths:
+            told += [f"{n}:{'|'.join(map(str, sizes))}" for n, sizes in self.lengths.items()]
+            told += ["packed" * self.packed, self.too_long]
+        return f"batch({', '.join(filter(None, told))})"
+
+    def batcher(self) -> Batcher:
+        """One that holds nothing yet."""
+        if self.lengths is None:
+            return Plain(self)
+        return Packed(self) if self.packed else Buckets(self)
+
+    def finished(self, rows: Sequence[Row], full: int) -> Batch:
+        """The batch of `rows`; the last but `full` of them only fill it up."""
+        made = self._stacked([row[0] for row in rows]) if self.lengths is None else self._filled(rows)
+        if self.remainder == "pad":
+            if self.mask in made:
+                raise DataError(
+                    f"batch: '{self.mask}' is a field of the examples and the name of the mask; mask= names another"
+                )
+            made[self.mask] = (np.arange(len(rows)) < full).astype(np.float32)
+        return made
+
+    # ------------------------------------------------------------ inside
+
+    def _stacked(self, rows: Sequence[Drawn]) -> Batch:
+        _check_fields(rows)
+        return {name: _stack(name, rows) for name in rows[0].example}
+
+    def _filled(self, rows: Sequence[Row]) -> Batch:
+        """Sequences in rows of their lengths, other fields of the first example of each row stacked."""
+        assert self.lengths is not None
+        assert self.segments is not None
+        some = [drawn for row in rows for drawn in row]
+        _check_fields(some)
+        lengths = self._length_of(some)
+        made: Batch = {}
+        for name in some[0].example:
+            if name not in self.lengths:
+                if self.packed:
+                    raise DataError(
+                        f"batch: '{name}' is no packed field, and packed rows hold several examples; name its length "
+                        "in pack=, or leave it out with a map"
+                    )
+                filled = [row[0] if row else Drawn(some[0].draw, _zeros(some[0].example)) for row in rows]
+                made[name] = _stack(name, filled)
+                continue
+            first = np.asarray(some[0].example[name])
+            made[name] = np.zeros((len(rows), lengths[name], *first.shape[1:]), first.dtype)
+            ids = np.zeros((len(rows), lengths[name]), np.int32)
+            positions = np.zeros_like(ids)
+            for n, row in enumerate(rows):
+                at = 0
+                for number, (_, example) in enumerate(row, start=1):
+                    sequence = np.asarray(example[name])
+                    end = at + len(sequence)
+                    made[name][n, at:end] = sequence
+                    ids[n, at:end] = number
+                    positions[n, at:end] = np.arange(len(sequence))
+                    at = end
+            if name in self.segments:
+                made.update(zip(self.segments[name], (ids, positions), strict=True))
+        return made
+
+    def _length_of(self, some: Sequence[Drawn]) -> dict[str, int]:
+        """To which each field is filled up: the least of its lengths that they all fit."""
+        assert self.lengths is not None
+        bucket = max(self.bucket(drawn.example) for drawn in some)
+        return {name: sizes[bucket] for name, sizes in self.lengths.items()}
+
+    def bucket(self, example: Example) -> int:
+        """The number of the lengths that an example fits."""
+        assert self.lengths is not None
+        return max(
+            next(n for n, size in enumerate(sizes) if len(example[name]) <= size)
+            for name, sizes in self.lengths.items()
+        )
+
+    def fitting(self, draw: int, example: Example) -> Example | None:
+        """An example whose sequences are no longer than the longest row; None if it is to be left out."""
+        if self.lengths is None:
+            return example
+        for name, sizes in self.lengths.items():
+            if name not in example or np.ndim(example[name]) < 1:
+                there = f"'{name}' is a single value" if name in example else f"no field '{name}'"
+                raise DataError(f"batch: example {draw}: {there}; its fields: {', '.join(example)}")
+            length = len(example[name])
+            if length > sizes[-1]:
+                if self.too_long == "drop":
+                    return None
+                if self.too_long == "error":
+                    raise DataError(
+                        f"batch: example {draw}: '{name}' has {length} elements, a row {sizes[-1]}; too_long='cut' or "
+                        "'drop' cuts it or leaves it out"
+                    )
+                example = {**example, name: example[name][: sizes[-1]]}
+        return example
+
+
+class Batcher(ABC):
+    """Takes examples one after the other, and gives rows when they make a batch."""
+
+    def __init__(self, asked: Batching) -> None:
+        self.asked = asked
+
+    @abstractmethod
+    def add(self, draw: int, example: Example) -> list[Row] | None:
+        """Take an example; the rows of a batch if one is full now."""
+
+    @abstractmethod
+    def flush(self) -> list[Row] | None:
+        """Some of the rows that are left, at most a batch of them, to be dropped or filled up; None if none is left."""
+
+    @abstractmethod
+    def pending(self) -> list[list[list[int]]]:
+        """The draws that it keeps, in groups of rows."""
+
+    @abstractmethod
+    def restore(self, groups: Sequence[Sequence[Row]]) -> None:
+        """Keep these again."""
+
+
+class Plain(Batcher):
+    """Each example is a row."""
+
+    def __init__(self, asked: Batching) -> None:
+        super().__init__(asked)
+        self.rows: list[Row] = []
+
+    def add(self, draw: int, example: Example) -> list[Row] | None:
+        self.rows.append([Drawn(draw, example)])
+        return self.flush() if len(self.rows) == self.asked.size else None
+
+    def flush(self) -> list[Row] | None:
+        rows, self.rows = self.rows, []
+        return rows or None
+
+    def pending(self) -> list[list[list[int]]]:
+        return _draws([self.rows])
+
+    def restore(self, groups: Sequence[Sequence[Row]]) -> None:
+        (self.rows,) = (list(group) for group in groups)
+
+
+class Buckets(Batcher):
+    """Each example is a row, apart by length."""
+
+    def __init__(self, asked: Batching) -> None:
+        super().__init__(asked)
+        assert asked.lengths is not None
+        self.groups: list[list[Row]] = [[] for _ in next(iter(asked.lengths.values()))]
+
+    def add(self, draw: int, example: Example) -> list[Row] | None:
+        group = self.groups[self.asked.bucket(example)]
+        group.append([Drawn(draw, example)])
+        return self._taken(group) if len(group) == self.asked.size else None
+
+    def flush(self) -> list[Row] | None:
+        return next((self._taken(group) for group in self.groups if group), None)
+
+    def _taken(self, group: list[Row]) -> list[Row]:
+        rows = list(group)
+        group.clear()
+        return rows
+
+    def pending(self) -> list[list[list[int]]]:
+        return _draws(self.groups)
+
+    def restore(self, groups: Sequence[Sequence[Row]]) -> None:
+        self.groups = [list(group) for group in groups]
+
+
+class Packed(Batcher):
+    """Each example goes into the first open row that has room; where none has, the fullest makes room for a new one."""
+
+    def __init__(self, asked: Batching) -> None:
+        super().__init__(asked)
+        self.done: list[Row] = []
+        self.open: list[Row] = []
+
+    def add(self, draw: int, example: Example) -> list[Row] | None:
+        new = Drawn(draw, example)
+        row = next((row for row in self.open if self._fits(row, example)), None)
+        if row is not None:
+            row.append(new)
+            return None
+        self.open.append([new])
+        if len(self.open) > OPEN_ROWS:
+            self.done.append(self.open.pop(max(range(OPEN_ROWS), key=lambda n: self._held(self.open[n]))))
+        return self._taken() if len(self.done) == self.asked.size else None
+
+    def _fits(self, row: Row, example: Example) -> bool:
+        assert self.asked.lengths is not None
+        return all(
+            sum(len(drawn.example[name]) for drawn in row) + len(example[name]) <= sizes[-1]
+            for name, sizes in self.asked.lengths.items()
+        )
+
+    def _held(self, row: Row) -> int:
+        assert self.asked.lengths is not None
+        return sum(len(drawn.example[name]) for name in self.asked.lengths for drawn in row)
+
+    def flush(self) -> list[Row] | None:
+        room = self.asked.size - len(self.done)
+        self.done, self.open = self.done + self.open[:room], self.open[room:]
+        return self._taken() or None
+
+    def _taken(self) -> list[Row]:
+        rows, self.done = self.done, []
+        return rows
+
+    def pending(self) -> list[list[list[int]]]:
+        return _draws([self.done, self.open])
+
+    def restore(self, groups: Sequence[Sequence[Row]]) -> None:
+        self.done, self.open = (list(group) for group in groups)
+
+
+def _draws(groups: Sequence[Sequence[Row]]) -> list[list[list[int]]]:
+    return [[[drawn.draw for drawn in row] for row in group] for group in groups]
+
+
+def filled_up(rows: list[Row], asked: Batching) -> list[Row]:
+    """As many rows as a batch has: sequences get empty ones, other examples are repeated from the first on."""
+    short = asked.size - len(rows)
+    return rows + ([[] for _ in range(short)] if asked.lengths else [rows[n % len(rows)] for n in range(short)])
+
+
+def _zeros(example: Example) -> Example:
+    return {name: np.zeros_like(value) for name, value in example.items()}
+
+
+def _check_fields(rows: Iterable[Drawn]) -> None:
+    first: Drawn | None = None
+    for drawn in rows:
+        first = first or drawn
+        if drawn.example.keys() != first.example.keys():
+            raise DataError(
+                f"batch: example {first.draw} has the fields {', '.join(first.example)}, example {drawn.draw} has "
+                f"{', '.join(drawn.example)}; a map brings them to the same"
+            )
+
+
+def _stack(name: str, rows: Sequence[Drawn]) -> Array:
+    """A field of all rows."""
+    values = [drawn.example[name] for drawn in rows]
+    if isinstance(values[0], str | bytes):
+        made = np.empty(len(values), object)
+        made[:] = values
+        return made
+    arrays = [np.asarray(v) for v in values]
+    first = arrays[0]
+    for drawn, array in zip(rows, arrays, strict=True):
+        if array.shape != first.shape or array.dtype != first.dtype:
+            raise DataError(
+                f"batch: '{name}' of example {rows[0].draw} is {_type(first)}, of example {drawn.draw} {_type(array)}; "
+                "batches have one shape: a map brings them to it, pad= fills sequences up"
+            )
+    return np.stack(arrays)
+
+
+def _type(array: Array) -> str:
+    return f"{array.dtype} {list(array.shape)}"

@@ -1,0 +1,256 @@
+"""What data begin with: arrays, IDX files, records, texts, folders of pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshlib.checks import at, is_masked
+from meshlib.data.batching import Array, Example
+from meshlib.data.pipeline import Data
+from meshlib.data.sources import Arrays, Folder, Lines, Records
+from meshlib.errors import DataError, FeedError, nearest
+from meshlib.records.example import Value, decode
+from meshlib.records.idx import read_idx
+from meshlib.records.images import read_image
+from meshlib.records.naming import Paths, files_of
+from meshlib.records.reading import checked_on_fault
+
+KINDS = ("numbers", "image", "bytes", "text")
+
+
+@dataclass(frozen=True)
+class Field:
+    """How a feature of a `tf.train.Example` becomes a field.
+
+    Args:
+      dtype: of the array: numbers of a float or integer list, or the raw bytes of an array of this dtype,
+        little-endian; or "image", a picture in a file format, made uint8; or "text" or "bytes", one of each.
+      shape: of the array; () for a single number. None leaves a list as long as it is. Of an image, (side, side,
+        channels): the middle square is brought to that size.
+      name: of the feature, where it is not that of the field.
+    """
+
+    dtype: str
+    shape: tuple[int, ...] | None = ()
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        what = at("data.Field")
+        if self.dtype in KINDS[1:]:
+            if self.dtype == "image" and self.shape and (
+                len(self.shape) != 3 or self.shape[0] != self.shape[1] or self.shape[2] not in (1, 3)
+            ):  # fmt: skip
+                raise FeedError(f"{what}: the shape of an image is (side, side, 1 or 3), got {self.shape}")
+            return
+        try:
+            known = isinstance(self.dtype, str) and np.dtype(self.dtype).kind in "fiub"
+        except TypeError:
+            known = False
+        if not known:
+            words = [*KINDS[1:], "float32", "int32", "int64", "uint8", "bool"]
+            raise FeedError(
+                f"{what}: dtype must be that of numbers, 'image', 'text' or 'bytes', got {self.dtype!r:.80}"
+                f"{nearest(self.dtype, words)}"
+            )
+        sizes = self.shape
+        if sizes is not None and not (
+            isinstance(sizes, tuple) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes)
+        ):
+            raise FeedError(f"{what}: shape must be a tuple of sizes, or None, got {self.shape!r:.80}")
+
+    def value(self, name: str, given: Value) -> Any:
+        """The value of the field. Raises DataError where the feature is another."""
+        if self.dtype in KINDS[1:]:
+            if not isinstance(given, list) or len(given) != 1:
+                raise DataError(f"'{name}' is {_type(given)}, expected one of bytes for {self.dtype}")
+            if self.dtype == "image":
+                side, channels = (self.shape[0], self.shape[2]) if self.shape else (None, 3)
+                return read_image(given[0], side, channels)
+            if self.dtype == "bytes":
+                return given[0]
+            try:
+                return given[0].decode()
+            except UnicodeDecodeError as fault:
+                raise DataError(f"'{name}' is no UTF-8: byte {fault.start} of {len(given[0])}") from None
+        dtype = np.dtype(self.dtype)
+        if isinstance(given, list):
+            raw = given[0] if len(given) == 1 else b""
+            if len(given) > 1 or len(raw) % dtype.itemsize:
+                raise DataError(f"'{name}' is {_type(given)}, expected bytes of an array of {dtype}")
+            found = np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype)
+        else:
+            found = self._cast(name, given, dtype)
+        if self.shape is None:
+            return found
+        if found.size != prod(self.shape):
+            raise DataError(f"'{name}' has {found.size} elements, expected {prod(self.shape)} of shape {self.shape}")
+        return found.reshape(self.shape) if self.shape else found.reshape(())[()]
+
+    def _cast(self, name: str, given: Array, dtype: np.dtype[Any]) -> Array:
+        if given.dtype.kind == "f" and dtype.kind != "f":
+            raise DataError(f"'{name}' is {_type(given)}, expected integers for {dtype}")
+        found = given.astype(dtype)
+        if dtype.kind in "iub" and not np.array_equal(found.astype(np.int64), given):
+            wrong = given[found.astype(np.int64) != given][0]
+            raise DataError(f"'{name}' holds {wrong}, which does not fit {dtype}")
+        return found
+
+
+def _type(value: Value) -> str:
+    if isinstance(value, list):
+        return f"a list of {len(value)} bytes values"
+    return f"{len(value)} numbers of {value.dtype}"
+
+
+def _decoded(fields: Mapping[str, Field], data: bytes) -> Example:
+    """An example out of a record."""
+    features = decode(data)
+    made = {}
+    for name, field in fields.items():
+        key = field.name or name
+        if key not in features:
+            raise DataError(f"no feature '{key}'{nearest(key, features)}; it has {', '.join(features) or 'none'}")
+        made[name] = field.value(key, features[key])
+    return made
+
+
+def _raw(data: bytes) -> Example:
+    return {"record": data}
+
+
+def records(
+    paths: Paths, fields: Mapping[str, Field] | None = None, *, interleave: int = 1, on_fault: str = "error"
+) -> Data:
+    """The records of files.
+
+    Args:
+      paths: a file, "name@10", a pattern such as "train-*", a folder, or a list of these; gzip and zlib are told by
+        the first bytes. Files are read at any place; compressed ones from their beginning on, once more to count.
+      fields: of each record, a `tf.train.Example`, name -> Field; without them each example is {"record": bytes}.
+      interleave: read so many files in turns, a record of each, in place of one file after the other.
+      on_fault: "error", or "skip": leave out and count (`feed.stats.skipped`) what is damaged.
+    Raises: DataError for files that are not there or damaged, FeedError for wrong arguments.
+    Example:
+      >>> import tempfile
+      >>> import meshlib as mtf
+      >>> made = [mtf.records.encode({"label": n, "pixels": bytes([n, n])}) for n in range(5)]
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     _ = mtf.records.write(f"{folder}/small@2", made)
+      ...     fields = {"label": mtf.data.Field("int32"), "pixels": mtf.data.Field("uint8", (2,))}
+      ...     for batch in mtf.data.records(f"{folder}/small@2", fields, interleave=2).batch(2):
+      ...         print(batch["label"], batch["pixels"].tolist())
+      [0 1] [[0, 0], [1, 1]]
+      [2 3] [[2, 2], [3, 3]]
+    """
+    checked_on_fault(on_fault)
+    if isinstance(interleave, bool) or not isinstance(interleave, int) or interleave < 1:
+        raise FeedError(f"{at('data.records')}: interleave must be an integer >= 1, got {interleave!r:.80}")
+    read: Callable[[bytes], Example] = _raw
+    if fields is not None:
+        wrong = not isinstance(fields, Mapping) or not fields
+        if wrong or not all(isinstance(n, str) and isinstance(f, Field) for n, f in fields.items()):
+            raise FeedError(f"{at('data.records')}: fields are a dict of names to mtf.data.Field, got {fields!r:.80}")
+        read = partial(_decoded, dict(fields))
+    source = Records(files_of(paths), read, interleave, on_fault, _named(paths))
+    return _checked(source.name, Data(source))
+
+
+def arrays(arrays: Mapping[str, Array]) -> Data:
+    """Rows of arrays: name -> array whose first dim counts the examples; in memory, or `np.memmap`.
+
+    Raises: FeedError with all that is wrong with them.
+    Example:
+      >>> import meshlib as mtf
+      >>> data = mtf.data.arrays({"x": np.arange(5)}).batch(2, remainder="pad")
+      >>> [(batch["x"].tolist(), batch["mask"].tolist()) for batch in data]
+      [([0, 1], [1.0, 1.0]), ([2, 3], [1.0, 1.0]), ([4, 4], [1.0, 0.0])]
+      >>> feed = iter(data)
+      >>> _ = next(feed)
+      >>> feed.state()["next"]
+      2
+    """
+    what = at("data.arrays")
+    if not isinstance(arrays, Mapping) or not arrays:
+        raise FeedError(f"{what}: expected a dict of names to arrays, got {type(arrays).__name__} {arrays!r:.80}")
+    faults, counts = [], {}
+    given: Mapping[Any, Any] = arrays
+    for name, array in given.items():
+        if not isinstance(name, str):
+            faults.append(f"the names of arrays are text, got {name!r:.80}")
+        elif not isinstance(array, np.ndarray):
+            faults.append(f"'{name}' must be a NumPy array, got {type(array).__name__}; use np.asarray")
+        elif is_masked(array):
+            faults.append(f"'{name}' is a masked array; give its elements values, as in array.filled(0)")
+        elif not array.ndim:
+            faults.append(f"'{name}' needs a first dim that counts the examples, got a scalar")
+        else:
+            counts[name] = len(array)
+    if len(set(counts.values())) > 1:
+        faults.append(f"unequal numbers of examples: {', '.join(f'{n} {c}' for n, c in counts.items())}")
+    elif counts and not min(counts.values()):
+        faults.append(f"no examples in {', '.join(counts)}")
+    if faults:
+        raise FeedError(f"{what}: {'; '.join(faults)}")
+    return Data(Arrays(dict(arrays)))
+
+
+def idx(paths: Mapping[str, str | os.PathLike[str]]) -> Data:
+    """IDX files as MNIST's, gzipped or not: name -> path, such as {"images": ..., "labels": ...}; in memory, as stored.
+
+    Raises: DataError for a file that is none; FeedError for unequal numbers of examples.
+    """
+    if not isinstance(paths, Mapping) or not paths:
+        raise FeedError(
+            f"{at('data.idx')}: expected a dict of names to paths, got {type(paths).__name__} {paths!r:.80}"
+        )
+    return arrays({name: read_idx(path) for name, path in paths.items()})
+
+
+def text(paths: Paths, field: str = "text") -> Data:
+    """The lines of texts in UTF-8, each {"text": line}; empty ones are left out.
+
+    Raises: DataError for files that can't be read.
+    """
+    if not isinstance(field, str) or not field:
+        raise FeedError(f"{at('data.text')}: field must be a name, got {field!r:.80}")
+    source = Lines(files_of(paths), field, _named(paths))
+    return _checked(source.name, Data(source))
+
+
+def folder(path: str | os.PathLike[str], side: int, channels: int = 3) -> Data:
+    """Pictures in folders named as their classes, class/name.png: `image` uint8 [side, side, channels], `label` int32.
+
+    The middle square of each is brought to that size. Labels number the folders in the order of their names.
+    Raises: DataError for a folder without pictures; MissingError without Pillow.
+    """
+    for name, value, least in (("side", side, 1), ("channels", channels, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise FeedError(f"{at('data.folder')}: {name} must be an integer >= {least}, got {value!r:.80}")
+    if channels not in (1, 3):
+        raise FeedError(f"{at('data.folder')}: channels must be 1 or 3, got {channels}")
+    if not isinstance(path, str | os.PathLike) or not Path(path).is_dir():
+        raise DataError(f"data: expected a folder of classes, found none at {path!r:.80}")
+    source = Folder(Path(path), side, channels)
+    return _checked(f"{source.name} of class/name.png", Data(source))
+
+
+def _named(paths: Paths) -> str:
+    """What the source is called, in messages and in the state of an iterator."""
+    if isinstance(paths, str | os.PathLike):
+        return os.path.basename(os.fspath(paths)) or os.fspath(paths)
+    names = [os.path.basename(os.fspath(p)) for p in paths]
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _checked(name: str, data: Data) -> Data:
+    if not len(data):
+        raise DataError(f"data: {name} has no examples")
+    return data

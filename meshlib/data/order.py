@@ -1,0 +1,60 @@
+"""In which order a source is read: known from seed and epoch alone, so that a place in it is one number.
+
+Draw g is example g % count of epoch g // count. The order of an epoch sorts its examples by the raw words of NumPy's
+Philox generator with key (seed, epoch), as of `mtf.Batches`: word i belongs to example i. With a buffer the examples
+are cut into runs of so many, and each run is sorted by itself: what a run holds is known before it is read, so that
+nothing has to be kept of it to go on from the middle. Runs of odd epochs begin half a buffer earlier, so that examples
+do not meet the same neighbours for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Places = NDArray[np.int64]
+
+
+@dataclass
+class Order:
+    """The order of `count` examples; without a seed that of the source. `buffer`: of all unless given.
+
+    >>> Order(5, seed=1).places(0, 10).tolist()
+    [3, 2, 0, 1, 4, 0, 3, 4, 2, 1]
+    >>> Order(6, seed=1, buffer=2).places(0, 6).tolist()
+    [0, 1, 3, 2, 5, 4]
+    """
+
+    count: int
+    seed: int | None = None
+    buffer: int | None = None
+    _run: tuple[int, int, Places] | None = field(default=None, repr=False)  # epoch, where it begins, its examples
+
+    def places(self, begin: int, end: int) -> Places:
+        """The examples of draws [begin, end)."""
+        if self.seed is None:
+            return np.arange(begin, end) % self.count
+        parts, at = [], begin
+        while at < end:
+            epoch, n = divmod(at, self.count)
+            start, run = self._of(epoch, n)
+            part = run[n - start : n - start + end - at]
+            parts.append(part)
+            at += len(part)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _of(self, epoch: int, n: int) -> tuple[int, Places]:
+        """The run that holds draw n of an epoch: where it begins, and its examples in their order."""
+        start, stop = 0, self.count
+        if self.buffer is not None and self.buffer < self.count:
+            shift = self.buffer // 2 if epoch % 2 else 0
+            first = (n + shift) // self.buffer * self.buffer - shift
+            start, stop = max(first, 0), min(first + self.buffer, self.count)
+        if self._run is None or self._run[:2] != (epoch, start):
+            random = np.random.Philox(key=np.array([self.seed, epoch], np.uint64))
+            random.advance(start // 4)  # a state of the generator makes four words
+            words = random.random_raw(stop - start // 4 * 4)[start % 4 :]
+            self._run = (epoch, start, start + np.argsort(words, kind="stable"))
+        return start, self._run[2]

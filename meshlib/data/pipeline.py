@@ -1,0 +1,584 @@
+"""The chain from a source to batches: `source.shuffle(seed).map(fn).batch(128).repeat().prefetch(2)`.
+
+Each stage returns a new `Data` and leaves the old one as it is. What is asked for is kept as a plan; an iterator
+carries it out. The plan of a batch is known from the number of its first draw alone (`order`), and what a batcher
+still holds is told as numbers of draws: this is all that the state of an iterator has.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshlib.checks import at
+from meshlib.data.ahead import Ahead
+from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Batch, Batcher, Batching, Drawn, Example, filled_up
+from meshlib.data.order import Order
+from meshlib.data.sources import Part, Source
+from meshlib.errors import DataError, FeedError, nearest
+
+__all__ = ["Data", "Feed", "Stats"]
+
+CHUNK = 32  # examples that one worker makes at a time
+REMAINDERS = ("drop", "pad")
+
+
+@dataclass(frozen=True)
+class Map:
+    """A function over examples, or over batches; `filters`: it says which stay."""
+
+    function: Callable[..., Any]
+    seed: int | None = None
+    filters: bool = False
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
+
+    def __str__(self) -> str:
+        seeded = "" if self.seed is None else f", seed={self.seed}"
+        return f"{'filter' if self.filters else 'map'}({self.name}{seeded})"
+
+    def __call__(self, example: Example, draw: int, stage: int, what: Callable[[], str]) -> Example | None:
+        """The example that the function makes of another; None if it is left out."""
+        try:
+            if self.seed is None:
+                made = self.function(example)
+            else:
+                counter = np.array([0, 0, 0, stage], np.uint64)
+                random = np.random.Philox(key=np.array([self.seed, draw], np.uint64), counter=counter)
+                made = self.function(example, np.random.Generator(random))
+        except Exception as fault:
+            raise DataError(f"data: {self} failed at {what()}: {type(fault).__name__}: {fault}") from fault
+        if self.filters:
+            return example if made else None
+        if not isinstance(made, dict):
+            raise DataError(f"data: {self} must return a dict of fields, returned {type(made).__name__} at {what()}")
+        return made
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples and what becomes of them; made by `mtf.data.arrays`, `records`, `idx`, `text` and `folder`.
+
+    Iterate over it, `for batch in data`, or keep the iterator, `feed = iter(data)`: it knows its `state()`.
+    """
+
+    source: Source
+    seed: int | None = None
+    buffer: int | None = None
+    maps: tuple[Map, ...] = ()
+    workers: int = 0
+    batching: Batching | None = None
+    of_batches: tuple[Map, ...] = ()
+    epochs: int | None = 1
+    joined: bool = False  # whether batches go on over the end of an epoch
+    ahead: int = 0
+
+    # ------------------------------------------------------------ stages
+
+    def take(self, count: int) -> Data:
+        """The first `count` examples of the source alone: to hold some out, before they are shuffled."""
+        return self._part("take", 0, _whole("take", "count", count, 1))
+
+    def skip(self, count: int) -> Data:
+        """All but the first `count` examples of the source."""
+        return self._part("skip", _whole("skip", "count", count, 0), len(self.source))
+
+    def shuffle(self, seed: int, buffer: int | None = None) -> Data:
+        """Each epoch in an order of its own, which depends on seed and epoch alone.
+
+        Args:
+          seed: from 0 to 2**64 - 1.
+          buffer: shuffle within so many neighbours, for files that are slow to read at any place, as those on far
+            disks; compressed ones need it. Unless given, all examples of an epoch are shuffled.
+        """
+        _once("shuffle", self.seed is not None)
+        _before("shuffle", self.batching)
+        if _whole("shuffle", "seed", seed, 0) >= 2**64:
+            raise FeedError(f"{at('data.shuffle')}: seed must be less than 2**64, got {seed}")
+        if buffer is not None:
+            _whole("shuffle", "buffer", buffer, 1)
+        elif self.source.sequential:
+            raise FeedError(
+                f"{at('data.shuffle')}: {self.source.name} is compressed, and read from its beginning on; "
+                "say within how many neighbours to shuffle, as in buffer=10_000: so many examples are held in memory"
+            )
+        return replace(self, seed=int(seed), buffer=buffer)
+
+    def map(self, function: Callable[..., Example], *, workers: int | None = None, seed: int | None = None) -> Data:
+        """Another example for each: `function(example)`. Behind `batch` it is given batches.
+
+        Args:
+          function: from a dict of fields to a dict of fields.
+          workers: threads that read and map, in the same order as without; NumPy, zlib and Pillow let them run side by
+            side, Python's own code does not. 0 unless given.
+          seed: the function takes a generator of random numbers as well, `function(example, rng)`, which depends on
+            seed, epoch and place: resumed runs draw the same.
+        """
+        return self._mapped("map", Map(_function("map", function), _seed("map", seed)), workers)
+
+    def filter(self, function: Callable[..., bool], *, workers: int | None = None) -> Data:
+        """Only examples of which `function(example)` is true."""
+        _before("filter", self.batching)
+        return self._mapped("filter", Map(_function("filter", function), filters=True), workers)
+
+    def batch(
+        self,
+        size: int,
+        remainder: str = "drop",
+        *,
+        mask: str = "mask",
+        pad: Mapping[str, int] | None = None,
+        pack: Mapping[str, int] | None = None,
+        buckets: Mapping[str, Sequence[int]] | None = None,
+        too_long: str = "error",
+        segments: Mapping[str, tuple[str, str]] | None = None,
+    ) -> Data:
+        """Batches of one shape: `size` rows, the fields stacked.
+
+        Args:
+          size: rows of a batch, all cores together.
+          remainder: of the last examples of an epoch, "drop", or "pad": fill the batch up, and add to every batch
+            float32 `mask`, 1 for a row that counts.
+          pad: fields that are sequences, and the length to which they are filled up with zeros.
+          pack: the same, and several short examples share a row.
+          buckets: fields, and several lengths, ascending: batches of examples that fit the same. There is a program to
+            lower for each.
+          too_long: what becomes of longer sequences: "error", "cut" or "drop".
+          segments: of a field that is padded or packed the names of two int32 arrays that are added: numbers of the
+            examples in a row from 1 on, 0 for padding, and positions in each. Unless given, "segment_ids" and
+            "segment_positions" of the first field, "source_segment_ids" and "source_positions" of "sources": the names
+            that models take.
+        Raises: FeedError for arguments that make no sense; DataError, when an example comes that does not fit.
+        """
+        _once("batch", self.batching is not None)
+        what = "batch"
+        _whole(what, "size", size, 1)
+        _choice(what, "remainder", remainder, REMAINDERS)
+        _choice(what, "too_long", too_long, TOO_LONG)
+        given = [(n, v) for n, v in (("pad", pad), ("pack", pack), ("buckets", buckets)) if v is not None]
+        if len(given) > 1:
+            raise FeedError(
+                f"{at('data.batch')}: give one of pad, pack and buckets, got {' and '.join(n for n, _ in given)}"
+            )
+        lengths = None
+        if given:
+            name, value = given[0]
+            lengths = {} if not isinstance(value, Mapping) else {
+                str(f): tuple(v) if isinstance(v, Sequence) else (v,) for f, v in value.items()
+            }  # fmt: skip
+            for field_name, sizes in lengths.items():
+                for n in sizes:
+                    _whole(what, f"{name}['{field_name}']", n, 1)
+            wrong = not lengths or len({len(v) for v in lengths.values()}) > 1 or not all(lengths.values())
+            if wrong or any(list(v) != sorted(set(v)) for v in lengths.values()):
+                raise FeedError(
+                    f"{at('data.batch')}: {name} names fields and their lengths, as many ascending ones of each, "
+                    f"got {value!r:.80}"
+                )
+            if segments is None:
+                first = next((n for n in lengths if n != "sources"), None)
+                segments = {first: TARGETS} if first else {}
+                segments = {**segments, **({"sources": SOURCES} if "sources" in lengths else {})}
+        asked = Batching(int(size), remainder, mask, lengths, pack is not None, too_long, segments)
+        if not self.joined and remainder == "drop" and lengths is None and len(self.source) < size:
+            raise FeedError(
+                f"{at('data.batch')}: a batch of {size} is larger than the {len(self.source)} examples of "
+                f"{self.source.name}, and 'drop' would leave nothing; use a smaller size, or remainder='pad'"
+            )
+        return replace(self, batching=asked)
+
+    def repeat(self, epochs: int | None = None) -> Data:
+        """So many epochs, for ever unless given. Before `batch`, batches go on over the end of an epoch."""
+        if epochs is not None:
+            _whole("repeat", "epochs", epochs, 1)
+        return replace(self, epochs=epochs, joined=self.joined or self.batching is None)
+
+    def prefetch(self, count: int = 2) -> Data:
+        """A thread makes so many batches ahead."""
+        return replace(self, ahead=_whole("prefetch", "count", count, 0))
+
+    # ------------------------------------------------------------ what it is
+
+    def __len__(self) -> int:
+        """The number of examples in an epoch, those included that a filter or a fault leaves out."""
+        return len(self.source)
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches of an epoch, where it is known without looking: each example a row, none left out."""
+        asked = self.batching
+        if asked is None or asked.lengths is not None or any(m.filters for m in self.maps):
+            raise FeedError(
+                f"{at('data.per_epoch')}: how many batches {self} makes of an epoch depends on the examples"
+            )
+        return len(self) // asked.size if asked.remainder == "drop" else -(-len(self) // asked.size)
+
+    def __str__(self) -> str:
+        stages = [f"{self.source.name}: {len(self.source)} examples"]
+        if self.seed is not None:
+            stages.append(f"shuffle({self.seed}{'' if self.buffer is None else f', buffer={self.buffer}'})")
+        stages += map(str, self.maps)
+        stages += ["repeat"] * self.joined
+        if self.batching is not None:
+            stages.append(str(self.batching))
+        stages += map(str, self.of_batches)
+        return ", ".join(stages)
+
+    def __iter__(self) -> Feed:
+        return Feed(self)
+
+    # ------------------------------------------------------------ inside
+
+    def _part(self, what: str, begin: int, end: int) -> Data:
+        if self.seed is not None or self.maps:
+            raise FeedError(f"{at(f'data.{what}')}: it is about the source; write it before shuffle and map")
+        _before(what, self.batching)
+        end = min(end, len(self.source))
+        if begin >= end:
+            raise FeedError(f"{at(f'data.{what}')}: leaves none of {len(self.source)} examples of {self.source.name}")
+        return replace(self, source=Part(self.source, begin, end))
+
+    def _mapped(self, what: str, made: Map, workers: int | None) -> Data:
+        if workers is not None:
+            _whole(what, "workers", workers, 0)
+        if self.batching is not None:
+            if workers:
+                raise FeedError(f"{at(f'data.{what}')}: workers map examples; write the map before batch")
+            return replace(self, of_batches=(*self.of_batches, made))
+        return replace(self, maps=(*self.maps, made), workers=max(self.workers, workers or 0))
+
+    def _examples(self, draws: Sequence[int], numbers: Sequence[int]) -> list[Example | None]:
+        """The examples of draws: read, then mapped; None for what is left out."""
+        made = self.source.read(numbers)
+        for k, (draw, number) in enumerate(zip(draws, numbers, strict=True)):
+            example = made[k]
+            for stage, mapped in enumerate(self.maps):
+                if example is None:
+                    break
+                example = mapped(example, draw, stage, lambda number=number: self.source.where(number))  # type: ignore[misc]
+            if example is not None and self.batching is not None:
+                example = self.batching.fitting(draw, example)
+            made[k] = example
+        return made
+
+
+@dataclass
+class Stats:
+    """What an iterator has done so far.
+
+    examples, batches  that were handed out
+    made_seconds       the time in which they were made, whether or not anybody waited
+    waited_seconds     how long the one who asked waited for them
+    skipped            how many records were damaged and left out; `faults` says which
+    """
+
+    examples: int = 0
+    batches: int = 0
+    made_examples: int = 0
+    made_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    faults: list[Any] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> int:
+        return len(self.faults)
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """What this host prepares when nobody holds it up: `mtf.HostInput(examples_per_second=...)` takes it."""
+        return self.made_examples / self.made_seconds if self.made_seconds else None
+
+
+class _Place(NamedTuple):
+    """Where an iterator is: the draws that follow begin with `next`; `pending` are those that a batcher holds."""
+
+    next: int
+    pending: list[Any]
+
+
+class _Made(NamedTuple):
+    """A batch, how many examples it has, and where the iterator is after it."""
+
+    batch: Any
+    examples: int
+    after: _Place
+
+
+class Feed(Iterator[Batch]):
+    """The batches of a `Data`, or its examples where it has no batches."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+        self._place = _Place(0, [])
+        self._stats = Stats()
+        self._maker: _Maker | None = None
+        self._ahead: Ahead[_Made] | None = None
+        self._end: weakref.finalize[..., Feed] | None = None
+        self._closed = False
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed:
+            raise FeedError(f"{at('data')}: closed; iterate over the data again to go on")
+        if self._maker is None:
+            self._begin()
+        begun = time.perf_counter()
+        try:
+            made = next(self._maker) if self._ahead is None else self._ahead.take()  # type: ignore[arg-type]
+        except BaseException:
+            self._stop()  # asked again, this batch is made again
+            raise
+        self._stats.waited_seconds += time.perf_counter() - begun
+        self._stats.examples += made.examples
+        self._stats.batches += 1
+        self._place = made.after
+        found: Batch = made.batch
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Where it is, for `restore`: some numbers, to be written as JSON."""
+        return {"next": self._place.next, "pending": self._place.pending, "of": str(self.data)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the batch that came next when `state()` was asked.
+
+        Raises: FeedError for the state of other data, or none.
+        """
+        try:
+            place, of = _Place(int(state["next"]), list(state["pending"])), state["of"]
+        except (TypeError, KeyError, ValueError):
+            raise FeedError(f"{at('data.restore')}: expected what state() returned, got {state!r:.80}") from None
+        if of != str(self.data):
+            raise FeedError(
+                f"{at('data.restore')}: the state is one of other data\n  state: {of}\n  here:  {self.data}"
+            )
+        self._stop()
+        self._place = place
+
+    @property
+    def stats(self) -> Stats:
+        """What was done so far."""
+        if self._maker is not None:
+            self._stats.made_examples, self._stats.made_seconds = self._maker.examples, self._maker.seconds
+        self._stats.faults = self.data.source.skipped
+        return self._stats
+
+    def close(self) -> None:
+        """End its threads; there are no batches after this."""
+        self._closed = True
+        self._stop()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _begin(self) -> None:
+        before = self.stats
+        self._maker = maker = _Maker(self.data, self._place)
+        maker.examples, maker.seconds = before.made_examples, before.made_seconds
+        # Threads know the maker alone, so that this iterator can be dropped while they run.
+        self._ahead = Ahead(maker, self.data.ahead, "meshlib.data") if self.data.ahead else None
+        self._end = weakref.finalize(self, _ended, maker, self._ahead)
+
+    def _stop(self) -> None:
+        _ = self.stats
+        if self._end is not None:
+            self._end()
+        self._maker = self._ahead = self._end = None
+
+
+def _ended(maker: _Maker, ahead: Ahead[_Made] | None) -> None:
+    if ahead is not None:
+        ahead.stop()
+    maker.close()
+
+
+class _Maker(Iterator[_Made]):
+    """Makes batches from a place on."""
+
+    def __init__(self, data: Data, place: _Place) -> None:
+        self.data = data
+        self.count = len(data.source)
+        self.order = Order(self.count, data.seed, data.buffer)
+        self.last = None if data.epochs is None else data.epochs * self.count
+        self.pool = ThreadPoolExecutor(data.workers, "meshlib.data") if data.workers else None
+        self.examples, self.seconds = 0, 0.0
+        data.source.keep(2 * (data.buffer or 0) + 2 * CHUNK * (data.workers + 1))
+        self.batches = self._from(place)
+
+    def __next__(self) -> _Made:
+        begun = time.perf_counter()
+        made = next(self.batches)
+        self.seconds += time.perf_counter() - begun
+        self.examples += made.examples
+        return made
+
+    def close(self) -> None:
+        self.batches.close()
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
+    # ------------------------------------------------------------ inside
+
+    def _from(self, place: _Place) -> Generator[_Made, None, None]:
+        data, asked = self.data, self.data.batching
+        if asked is None:
+            for draw, example in self._drawn(place.next):
+                if example is not None:
+                    yield _Made(example, 1, _Place(draw + 1, []))
+            return
+        if not data.maps and asked.lengths is None and not place.pending and data.source.columns(np.zeros(0, np.int64)):
+            yield from self._columns(place.next, asked)
+            return
+        yield from self._batched(place, asked)
+
+    def _columns(self, begin: int, asked: Batching) -> Iterator[_Made]:
+        """Batches straight from arrays."""
+        while self.last is None or begin < self.last:
+            stop = begin + asked.size
+            epoch_ends = (begin // self.count + 1) * self.count
+            end = min(stop, self.last or stop) if self.data.joined else min(stop, epoch_ends)
+            if end == stop or asked.remainder == "pad":
+                made = self.data.source.columns(self.order.places(begin, end)[np.arange(asked.size) % (end - begin)])
+                assert made is not None
+                if asked.remainder == "pad":
+                    made = _with_mask(made, asked, end - begin)
+                yield self._finished(made, end - begin, _Place(end, []))
+            begin = end
+
+    def _batched(self, place: _Place, asked: Batching) -> Iterator[_Made]:
+        batcher = asked.batcher()
+        if place.pending:
+            self._refill(batcher, place.pending)
+        fresh = place.next  # where the epoch began from which nothing has come yet
+        ends = place.next if place.next and place.next % self.count == 0 else None
+        drawn = self._drawn(place.next)
+        while True:
+            if ends is not None and (not self.data.joined or ends == self.last):
+                while (rows := batcher.flush()) is not None:
+                    if len(rows) == asked.size or asked.remainder == "pad":
+                        yield self._of_rows(rows, asked, _Place(ends, batcher.pending()))
+                        fresh = ends
+                if ends - fresh >= self.count:
+                    raise DataError(f"data: {self.data} made no batch of {self.count} examples, those of an epoch")
+            elif ends is not None and ends - fresh >= self.count * max(1, asked.size) and self._none_left(batcher):
+                raise DataError(f"data: {self.data} has no example left after filters and faults")
+            found = next(drawn, None)
+            if found is None:
+                return
+            draw, example = found
+            ends = draw + 1 if (draw + 1) % self.count == 0 else None
+            rows = None if example is None else batcher.add(draw, example)
+            if rows is not None:
+                yield self._of_rows(rows, asked, _Place(draw + 1, batcher.pending()))
+                fresh = draw + 1 if ends is None else ends
+
+    def _none_left(self, batcher: Batcher) -> bool:
+        return not any(row for group in batcher.pending() for row in group)
+
+    def _of_rows(self, rows: list[list[Drawn]], asked: Batching, after: _Place) -> _Made:
+        full = len(rows)
+        examples = sum(map(len, rows))
+        made = asked.finished(filled_up(rows, asked), full)
+        return self._finished(made, examples, after)
+
+    def _finished(self, batch: Batch, examples: int, after: _Place) -> _Made:
+        for stage, mapped in enumerate(self.data.of_batches):
+            made = mapped(batch, after.next, -1 - stage, lambda: f"the batch that ends with draw {after.next - 1}")
+            assert made is not None
+            batch = made
+        return _Made(batch, examples, after)
+
+    def _refill(self, batcher: Batcher, pending: list[Any]) -> None:
+        """Give a batcher the examples that it held, read again."""
+        draws = [draw for group in pending for row in group for draw in row]
+        places = [int(self.order.places(draw, draw + 1)[0]) for draw in draws]
+        found = dict(zip(draws, self.data._examples(draws, places), strict=True))
+        lost = [draw for draw, example in found.items() if example is None]
+        if lost:
+            raise DataError(
+                f"data: {self.data.source.where(places[draws.index(lost[0])])} is gone, and was there before"
+            )
+        batcher.restore([[[Drawn(d, found[d]) for d in row] for row in group] for group in pending])
+
+    def _drawn(self, begin: int) -> Iterator[tuple[int, Example | None]]:
+        """Draws from one on, in order, with their examples."""
+        chunks = self._chunks(begin)
+        if self.pool is None:
+            for draws, places in chunks:
+                yield from zip(draws, self.data._examples(draws, places), strict=True)
+            return
+        waiting: deque[tuple[range, Future[list[Example | None]]]] = deque()
+        for draws, places in chunks:
+            waiting.append((draws, self.pool.submit(self.data._examples, draws, places)))
+            if len(waiting) > 2 * self.data.workers:
+                done, future = waiting.popleft()
+                yield from zip(done, future.result(), strict=True)
+        while waiting:
+            done, future = waiting.popleft()
+            yield from zip(done, future.result(), strict=True)
+
+    def _chunks(self, begin: int) -> Iterator[tuple[range, list[int]]]:
+        """Runs of draws, none over the end of an epoch."""
+        while self.last is None or begin < self.last:
+            end = min(begin + CHUNK, (begin // self.count + 1) * self.count)
+            yield range(begin, end), self.order.places(begin, end).tolist()
+            begin = end
+
+
+def _with_mask(batch: Batch, asked: Batching, full: int) -> Batch:
+    if asked.mask in batch:
+        raise DataError(
+            f"batch: '{asked.mask}' is a field of the examples and the name of the mask; mask= names another"
+        )
+    return {**batch, asked.mask: (np.arange(asked.size) < full).astype(np.float32)}
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _whole(what: str, name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or int(value) < least:
+        raise FeedError(f"{at(f'data.{what}')}: {name} must be an integer >= {least}, got {value!r:.80}")
+    return int(value)
+
+
+def _choice(what: str, name: str, value: object, options: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in options:
+        words = " or ".join(map(repr, options))
+        raise FeedError(f"{at(f'data.{what}')}: {name} must be {words}, got {value!r:.80}{nearest(value, options)}")
+
+
+def _once(what: str, there: bool) -> None:
+    if there:
+        raise FeedError(f"{at(f'data.{what}')}: there is a {what} already")
+
+
+def _before(what: str, batching: Batching | None) -> None:
+    if batching is not None:
+        raise FeedError(f"{at(f'data.{what}')}: it is about examples; write it before batch")
+
+
+def _function(what: str, value: object) -> Callable[..., Any]:
+    if not callable(value):
+        raise FeedError(f"{at(f'data.{what}')}: expected a function of an example, got {value!r:.80}")
+    return value
+
+
+def _seed(what: str, value: int | None) -> int | None:
+    return None if value is None else _whole(what, "seed", value, 0)

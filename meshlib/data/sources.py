@@ -1,0 +1,393 @@
+"""Where examples come from. A source knows how many it has, and reads any of them by its number."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshlib.data.batching import Array, Batch, Example
+from meshlib.errors import DataError
+from meshlib.records.frames import FOOTER, Fault, Found, compression_of, index_of, scan, wrong_data
+from meshlib.records.images import IMAGE_ENDINGS, read_image
+
+Numbers = NDArray[np.int64]
+OPEN_FILES = 128  # of one source; files beyond these are opened for each record
+READ_AHEAD = 4096  # records of a compressed file that are kept until they are asked for, unless a buffer needs more
+
+
+class Source(ABC):
+    """Examples by number; several threads may read at once."""
+
+    name: str
+    sequential = False  # whether reading in another order than from the beginning on is slow
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, numbers: Sequence[int]) -> list[Example | None]:
+        """Examples; None for those that are damaged and left out."""
+
+    def columns(self, numbers: Numbers) -> Batch | None:
+        """The same as stacked arrays, where that is quicker."""
+        return None
+
+    def where(self, number: int) -> str:
+        """What an example is called in messages."""
+        return f"example {number} of {self.name}"
+
+    def keep(self, count: int) -> None:  # noqa: B027 (most sources need not)
+        """Expect examples of `count` neighbours in any order."""
+
+    @property
+    def skipped(self) -> list[Fault]:
+        """What was left out so far."""
+        return []
+
+
+@dataclass(frozen=True)
+class Arrays(Source):
+    """Rows of arrays, in memory or mapped from files."""
+
+    arrays: Mapping[str, Array]
+    name: str = "arrays"
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def read(self, numbers: Sequence[int]) -> list[Example | None]:
+        return [{name: array[n] for name, array in self.arrays.items()} for n in numbers]
+
+    def columns(self, numbers: Numbers) -> Batch | None:
+        return {name: np.asarray(array[numbers]) for name, array in self.arrays.items()}
+
+
+@dataclass(frozen=True)
+class Part(Source):
+    """Examples [begin, end) of another source."""
+
+    whole: Source
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"{self.whole.name}[{self.begin}:{self.end}]")
+        object.__setattr__(self, "sequential", self.whole.sequential)
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def read(self, numbers: Sequence[int]) -> list[Example | None]:
+        return self.whole.read([n + self.begin for n in numbers])
+
+    def columns(self, numbers: Numbers) -> Batch | None:
+        return self.whole.columns(numbers + self.begin)
+
+    def where(self, number: int) -> str:
+        return self.whole.where(number + self.begin)
+
+    def keep(self, count: int) -> None:
+        self.whole.keep(count)
+
+    @property
+    def skipped(self) -> list[Fault]:
+        return self.whole.skipped
+
+
+class Files:
+    """Files that are read at any place by several threads."""
+
+    def __init__(self, paths: Sequence[str], error: Callable[[str, OSError], DataError]) -> None:
+        self.paths, self.error = paths, error
+        self.lock = threading.Lock()
+        self.opened: dict[int, BinaryIO] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"paths": self.paths, "error": self.error}
+
+    def read(self, file: int, at: int, count: int) -> bytes:
+        """Bytes of a file; fewer where it ends."""
+        try:
+            with self.lock:  # short: what is read is mostly in the system's cache
+                opened = self.opened.get(file)
+                if opened is None and len(self.opened) < OPEN_FILES:
+                    self.opened[file] = opened = open(self.paths[file], "rb", buffering=0)  # noqa: SIM115
+                if opened is not None and not hasattr(os, "pread"):
+                    opened.seek(at)
+                    return opened.read(count)
+            if opened is not None:
+                return os.pread(opened.fileno(), count, at)
+            with open(self.paths[file], "rb", buffering=0) as once:
+                once.seek(at)
+                return once.read(count)
+        except OSError as fault:
+            raise self.error(self.paths[file], fault) from fault
+
+    def __del__(self) -> None:
+        for file in getattr(self, "opened", {}).values():
+            file.close()
+
+
+def _unreadable(path: str, fault: OSError) -> DataError:
+    return DataError(f"data: {path} can't be read: {fault.strerror or fault}")
+
+
+class Records(Source):
+    """The records of files, each decoded by `decode`. With `interleave` files are read in turns, so many at once."""
+
+    def __init__(
+        self, paths: Sequence[str], decode: Callable[[bytes], Example], interleave: int, on_fault: str, name: str
+    ) -> None:
+        self.paths, self.decode, self.on_fault, self.name = list(paths), decode, on_fault, name
+        self.faults: list[Fault] = []
+        self.lock = threading.Lock()
+        self.files = Files(self.paths, _unreadable)
+        self.streams: dict[int, _Stream] = {}
+        counts, starts, sizes = [], [], []
+        for n, path in enumerate(self.paths):
+            compression = compression_of(path)
+            if compression is None:
+                index = index_of(path)
+                starts.append(index.starts)
+                sizes.append(index.sizes)
+                counts.append(len(index))
+                if index.fault is not None:
+                    self._left_out(index.fault)
+                continue
+            self.streams[n] = _Stream(path, compression)
+            counts.append(self.streams[n].count)
+            starts.append(np.zeros(counts[-1], np.int64))
+            sizes.append(np.zeros(counts[-1], np.int64))
+            for fault in self.streams[n].faults:
+                if not fault[1]:
+                    self._left_out(fault[0])
+        self.sequential = bool(self.streams)
+        self.starts, self.sizes = np.concatenate(starts), np.concatenate(sizes)
+        first = np.cumsum([0, *counts])
+        self.file_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        self.first = first
+        self.order = None if interleave == 1 else _interleaved(counts, interleave)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.Lock())
+
+    @property
+    def skipped(self) -> list[Fault]:
+        return list(self.faults)
+
+    def keep(self, count: int) -> None:
+        for stream in self.streams.values():
+            stream.room = max(READ_AHEAD, count)
+
+    def where(self, number: int) -> str:
+        at = number if self.order is None else int(self.order[number])
+        file = int(self.file_of[at])
+        return f"record {at - int(self.first[file])} of {self.paths[file]}"
+
+    def read(self, numbers: Sequence[int]) -> list[Example | None]:
+        places = np.asarray(numbers, np.int64)
+        places = places if self.order is None else self.order[places]
+        found: list[bytes | None] = [None] * len(places)
+        crcs: list[int] = [0] * len(places)
+        plain: list[int] = []
+        for n, (at, file, start, size) in enumerate(
+            zip(places.tolist(), self.file_of[places].tolist(), self.starts[places].tolist(),
+                self.sizes[places].tolist(), strict=True)
+        ):  # fmt: skip
+            if file in self.streams:
+                there = self.streams[file].record(at - int(self.first[file]))
+                found[n] = there.data
+                if there.fault is not None:
+                    self._left_out(there.fault)
+                continue
+            raw = self.files.read(file, start, size + FOOTER.size)
+            if len(raw) < size + FOOTER.size:
+                self._left_out(Fault(self.paths[file], start, f"the file became shorter: {len(raw)} bytes are left"))
+                continue
+            found[n], crcs[n] = raw[:size], FOOTER.unpack_from(raw, size)[0]
+            plain.append(n)
+        for k, what in wrong_data([found[n] or b"" for n in plain], [crcs[n] for n in plain]):
+            n = plain[k]
+            found[n] = None
+            at = int(places[n])
+            self._left_out(Fault(self.paths[int(self.file_of[at])], int(self.starts[at]), what))
+        return [None if data is None else self._decoded(data, numbers[n]) for n, data in enumerate(found)]
+
+    def _decoded(self, data: bytes, number: int) -> Example | None:
+        try:
+            return self.decode(data)
+        except DataError as fault:
+            raise DataError(f"data: {self.where(number)}: {fault}") from None
+
+    def _left_out(self, fault: Fault) -> None:
+        if self.on_fault == "error":
+            raise fault.error()
+        with self.lock:
+            if fault not in self.faults:  # in every epoch again
+                self.faults.append(fault)
+
+
+class _Stream:
+    """The records of a compressed file, in about their order: those that were passed over are kept for a while."""
+
+    def __init__(self, path: str, compression: str) -> None:
+        self.path, self.compression = path, compression
+        self.count = 0
+        self.faults: list[tuple[Fault, bool]] = []  # and whether it is that of one record, which has a number
+        last: Fault | None = None
+        for found in scan(path, compression):
+            if last is not None:
+                self.faults.append((last, True))
+            last = found.fault
+            self.count += 1
+        if last is not None and not _of_data(last):
+            self.count -= 1
+            self.faults.append((last, False))
+        self.room = READ_AHEAD
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("lock", "records", "kept")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.lock = threading.Lock()
+        self.next, self.kept = 0, OrderedDict[int, Found]()
+        self.records: Iterator[Found] = scan(self.path, self.compression)
+
+    def record(self, number: int) -> Found:
+        """A record; from the beginning again if it has been passed over long ago."""
+        with self.lock:
+            if number in self.kept:
+                return self.kept.pop(number)
+            if number < self.next:
+                self.next, self.records = 0, scan(self.path, self.compression)
+                self.kept.clear()
+            for found in self.records:
+                self.next += 1
+                if self.next > number:
+                    return found
+                self.kept[self.next - 1] = found
+                if len(self.kept) > self.room:
+                    self.kept.popitem(last=False)
+        return Found(None, Fault(self.path, 0, f"the file became shorter: it had {self.count} records"))
+
+
+def _of_data(fault: Fault) -> bool:
+    """Whether it is a fault of one record, behind which others follow."""
+    return "bytes of data have the CRC" in fault.what
+
+
+def _interleaved(counts: Sequence[int], together: int) -> Numbers:
+    """Of files of so many records the order if `together` are open, each gives one in turn, and the next takes the
+    place of one that ends.
+
+    >>> _interleaved([2, 3, 1], 2).tolist()
+    [0, 2, 1, 3, 5, 4]
+    """
+    bounds = np.cumsum([0, *counts]).tolist()
+    waiting = [iter(range(begin, end)) for begin, end in pairwise(bounds)][::-1]
+    turns = deque(waiting.pop() for _ in range(min(together, len(waiting))))
+    found: list[int] = []
+    while turns:
+        turn = turns.popleft()
+        at = next(turn, None)
+        if at is not None:
+            found.append(at)
+            turns.append(turn)
+        elif waiting:
+            turns.appendleft(waiting.pop())
+    return np.array(found, np.int64)
+
+
+class Lines(Source):
+    """The lines of texts, as `field`: str without its end. Empty lines are left out."""
+
+    def __init__(self, paths: Sequence[str], field: str, name: str) -> None:
+        self.paths, self.field, self.name = list(paths), field, name
+        self.files = Files(self.paths, _unreadable)
+        files, starts, ends = [], [], []
+        for n, path in enumerate(self.paths):
+            begins, stops = _lines_of(path)
+            files.append(np.full(len(begins), n, np.int32))
+            starts.append(begins)
+            ends.append(stops)
+        self.file_of, self.starts, self.ends = (np.concatenate(x) for x in (files, starts, ends))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def where(self, number: int) -> str:
+        return f"the line at byte {int(self.starts[number])} of {self.paths[int(self.file_of[number])]}"
+
+    def read(self, numbers: Sequence[int]) -> list[Example | None]:
+        made: list[Example | None] = []
+        for n in numbers:
+            start, end = int(self.starts[n]), int(self.ends[n])
+            raw = self.files.read(int(self.file_of[n]), start, end - start)
+            try:
+                made.append({self.field: raw.decode()})
+            except UnicodeDecodeError as fault:
+                raise DataError(f"data: {self.where(n)} is not UTF-8: {fault.reason}") from None
+        return made
+
+
+def _lines_of(path: str) -> tuple[Numbers, Numbers]:
+    """Where the lines of a file begin and end, of those that hold something."""
+    starts, ends, at = [], [], 0
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                length = len(line.rstrip(b"\r\n"))
+                if line[:length].strip():
+                    starts.append(at)
+                    ends.append(at + length)
+                at += len(line)
+    except OSError as fault:
+        raise _unreadable(path, fault) from fault
+    return np.array(starts, np.int64), np.array(ends, np.int64)
+
+
+class Folder(Source):
+    """Pictures in folders, one for each class: `image`, uint8 [side, side, channels], and `label`, int32."""
+
+    def __init__(self, path: Path, side: int, channels: int) -> None:
+        self.name, self.side, self.channels = str(path), side, channels
+        self.classes = tuple(sorted(p.name for p in path.iterdir() if p.is_dir()))
+        self.files = [
+            (file, label)
+            for label, kind in enumerate(self.classes)
+            for file in sorted((path / kind).iterdir())
+            if file.suffix.lower() in IMAGE_ENDINGS
+        ]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def where(self, number: int) -> str:
+        return str(self.files[number][0])
+
+    def read(self, numbers: Sequence[int]) -> list[Example | None]:
+        return [
+            {"image": read_image(self.files[n][0], self.side, self.channels), "label": np.int32(self.files[n][1])}
+            for n in numbers
+        ]

@@ -1,0 +1,19 @@
+"""Records in files, as TensorFlow writes them: `read`, `write`, and examples in them, `encode` and `decode`.
+
+crc      CRC-32C, many at once
+frames   records in a file, checked
+example  tf.train.Example in a record
+naming   sets of files
+idx      arrays in IDX files, as MNIST's
+making   folders of images, tables, IDX files and texts turned into records
+"""
+
+from meshlib.records.crc import crc32c as crc32c
+from meshlib.records.example import decode as decode
+from meshlib.records.example import encode as encode
+from meshlib.records.frames import Fault as Fault
+from meshlib.records.idx import read_idx as read_idx
+from meshlib.records.naming import files_of as files_of
+from meshlib.records.reading import read as read
+from meshlib.records.writing import Writer as Writer
+from meshlib.records.writing import write as write

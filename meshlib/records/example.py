@@ -1,0 +1,263 @@
+"""Examples as TensorFlow writes them (`tf.train.Example`): named lists of bytes, floats or integers.
+
+    Example   { Features features = 1; }
+    Features  { map<string, Feature> feature = 1; }           an entry is a message {key = 1; value = 2}
+    Feature   { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }
+    BytesList { repeated bytes value = 1; }
+    FloatList { repeated float value = 1; }                   packed or one by one, as readers must take both
+    Int64List { repeated int64 value = 1; }
+
+Of a key that occurs twice the last counts, fields that are not these are passed over, as the format demands.
+
+Source: tensorflow/tensorflow, tensorflow/core/example/{example,feature}.proto; protobuf.dev, "Encoding".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshlib.errors import DataError
+
+Array = np.ndarray[Any, Any]
+Value = Array | list[bytes]  # float32 [n], int64 [n], or bytes
+
+VARINT, FIXED64, BYTES, GROUP, GROUP_ENDS, FIXED32 = range(6)
+BYTES_LIST, FLOAT_LIST, INT64_LIST = 1, 2, 3
+VARINT_BYTES = 10  # at most, of 64 bits
+NESTED = 100  # groups inside each other, at most; so many readers of the format take
+
+
+def decode(data: bytes) -> dict[str, Value]:
+    """The features of an example: lists of bytes, or arrays, float32 [n] or int64 [n].
+
+    A feature without any list is an empty list of bytes.
+    Raises: DataError, with the byte, for what is no example.
+    Example:
+      >>> decode(encode({"label": 7, "name": "seven"}))
+      {'label': array([7]), 'name': [b'seven']}
+    """
+    found: dict[str, Value] = {}
+    for number, features in _messages(data, 0, len(data)):
+        if number != 1:
+            continue
+        for inner, entry in _messages(data, *features):
+            if inner == 1:
+                key, value = "", None
+                for field, span in _messages(data, *entry):
+                    if field == 1:
+                        key = _text(data, span)
+                    elif field == 2:
+                        value = _joined(value, _feature(data, span))
+                found[key] = [] if value is None else value
+    return found
+
+
+def encode(features: Mapping[str, Any]) -> bytes:
+    """An example of these features, in the order of their names.
+
+    Args:
+      features: name -> bytes, text (written as UTF-8), numbers, or lists and arrays of one of these. Floats are kept
+        as float32, integers and bools as int64; of an array all elements, in C order, without its shape.
+    Raises: DataError for anything else, and integers beyond 64 bits.
+    """
+    if not isinstance(features, Mapping):
+        raise DataError(f"records.encode: expected a dict of names to values, got {type(features).__name__}")
+    entries = []
+    for name in sorted(features, key=str):
+        if not isinstance(name, str):
+            raise DataError(f"records.encode: the names of features are text, got {name!r:.80}")
+        entry = _field(1, name.encode()) + _field(2, _encoded(name, features[name]))
+        entries.append(_field(1, entry))
+    return _field(1, b"".join(entries))
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _encoded(name: str, value: Any) -> bytes:
+    """A Feature."""
+    if isinstance(value, str | bytes | bytearray):
+        value = [value]
+    if isinstance(value, Sequence) and value and all(isinstance(v, str | bytes | bytearray) for v in value):
+        held = (_field(1, v.encode() if isinstance(v, str) else bytes(v)) for v in value)
+        return _field(BYTES_LIST, b"".join(held))
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.empty(0, object)
+    kind = array.dtype.kind
+    if isinstance(value, list | tuple) and not value:
+        return _field(BYTES_LIST, b"")
+    if kind == "f":
+        return _field(FLOAT_LIST, _field(1, array.astype("<f4").tobytes()) if array.size else b"")
+    if kind in "iub" and not (kind == "u" and array.size and array.max() >= 1 << 63):
+        return _field(INT64_LIST, _field(1, _varints(array.astype(np.int64).reshape(-1))) if array.size else b"")
+    raise DataError(
+        f"records.encode: feature '{name}' must be bytes, text, numbers of at most 64 bits, or a list of one of these, "
+        f"got {type(value).__name__} {value!r:.80}"
+    )
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _varint(number << 3 | BYTES) + _varint(len(data)) + data
+
+
+def _varint(n: int) -> bytes:
+    made = bytearray()
+    while n > 127:
+        made.append(n & 127 | 128)
+        n >>= 7
+    made.append(n)
+    return bytes(made)
+
+
+def _varints(values: Array) -> bytes:
+    """Of int64, negative ones as their two's complement."""
+    left = values.astype("<i8").view("<u8")
+    octets = np.empty((len(left), VARINT_BYTES), np.uint8)
+    for n in range(VARINT_BYTES):
+        octets[:, n] = left & np.uint64(127)
+        left = left >> np.uint64(7)
+    counts = VARINT_BYTES - np.argmax(octets[:, ::-1] != 0, axis=1)
+    counts[~octets.any(axis=1)] = 1
+    places = np.arange(VARINT_BYTES)
+    octets |= (places < counts[:, None] - 1).astype(np.uint8) << 7
+    written: bytes = octets[places < counts[:, None]].tobytes()
+    return written
+
+
+# ---------------------------------------------------------------- reading
+
+Span = tuple[int, int]
+
+
+def _fail(at: int, what: str) -> DataError:
+    return DataError(f"no tf.train.Example: byte {at}: {what}")
+
+
+def _number(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """A varint, and where it ends."""
+    if at < end and data[at] < 128:
+        return data[at], at + 1
+    found = shift = 0
+    for n in range(at, min(at + VARINT_BYTES, end)):
+        found |= (data[n] & 127) << shift
+        shift += 7
+        if data[n] < 128:
+            return found & (1 << 64) - 1, n + 1
+    raise _fail(at, "a number that does not end")
+
+
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, Span]]:
+    """The fields of a message: number, kind, and where the value lies."""
+    groups: list[int] = []
+    while at < end:
+        begin = at
+        tag, at = _number(data, at, end)
+        number, kind = tag >> 3, tag & 7
+        if not number or number >= 1 << 29:
+            raise _fail(begin, f"a field has the number {number}")
+        start = at
+        if kind == VARINT:
+            _, at = _number(data, at, end)
+        elif kind == BYTES:
+            length, start = _number(data, at, end)
+            at = start + length
+        elif kind in (FIXED64, FIXED32):
+            at += 8 if kind == FIXED64 else 4
+        elif kind == GROUP:
+            groups.append(number)
+            if len(groups) > NESTED:
+                raise _fail(begin, f"more than {NESTED} groups inside each other")
+        elif kind == GROUP_ENDS:
+            if not groups or groups.pop() != number:
+                raise _fail(begin, f"the end of a group {number} that has not begun")
+            continue
+        else:
+            raise _fail(begin, f"field {number} is of the kind {kind}, which is none")
+        if at > end:
+            raise _fail(begin, f"field {number} ends at {at}, its message at {end}")
+        if not groups:
+            yield number, kind, (start, at)
+    if groups:
+        raise _fail(end, f"group {groups[-1]} does not end")
+
+
+def _messages(data: bytes, begin: int, end: int) -> Iterator[tuple[int, Span]]:
+    """The fields of a message that hold bytes."""
+    for number, kind, span in _fields(data, begin, end):
+        if kind == BYTES:
+            yield number, span
+
+
+def _text(data: bytes, span: Span) -> str:
+    try:
+        return data[span[0] : span[1]].decode()
+    except UnicodeDecodeError as fault:
+        raise _fail(span[0] + fault.start, "a feature's name is not UTF-8") from None
+
+
+def _feature(data: bytes, span: Span) -> Value | None:
+    """The value of a feature: of several kinds the last; lists of one kind are joined."""
+    found: Value | None = None
+    for number, inner in _messages(data, *span):
+        if number == BYTES_LIST:
+            found = _joined(found, [data[a:b] for n, (a, b) in _messages(data, *inner) if n == 1])
+        elif number == FLOAT_LIST:
+            found = _joined(found, _floats(data, inner))
+        elif number == INT64_LIST:
+            found = _joined(found, _integers(data, inner))
+    return found
+
+
+def _joined(a: Value | None, b: Value | None) -> Value | None:
+    if isinstance(a, list) and isinstance(b, list):
+        return a + b
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype == b.dtype:
+        return np.concatenate([a, b])
+    return a if b is None else b
+
+
+def _floats(data: bytes, span: Span) -> Array:
+    raw = b""
+    for number, kind, (begin, end) in _fields(data, *span):
+        if number == 1 and kind == FIXED32:
+            raw += data[begin:end]
+        elif number == 1 and kind == BYTES:
+            if (end - begin) % 4:
+                raise _fail(begin, f"packed floats of {end - begin} bytes, which 4 does not divide")
+            raw += data[begin:end]
+    return np.frombuffer(raw, "<f4").astype(np.float32)
+
+
+def _integers(data: bytes, span: Span) -> Array:
+    parts: list[Array] = []
+    for number, kind, (begin, end) in _fields(data, *span):
+        if number == 1 and kind == VARINT:
+            parts.append(np.array([_number(data, begin, end)[0]], np.uint64))
+        elif number == 1 and kind == BYTES:
+            parts.append(_packed(data, begin, end))
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.uint64)
+    return joined.view(np.int64)
+
+
+def _packed(data: bytes, begin: int, end: int) -> Array:
+    """Packed varints: uint64 [n]."""
+    if end - begin < 8:
+        values, at = [], begin
+        while at < end:
+            value, at = _number(data, at, end)
+            values.append(value)
+        return np.array(values, np.uint64)
+    octets = np.frombuffer(data, np.uint8, end - begin, begin)
+    last = np.flatnonzero(octets < 128)
+    starts = np.concatenate([[0], last[:-1] + 1]) if len(last) else np.zeros(1, np.int64)
+    if not len(last) or last[-1] != len(octets) - 1:
+        raise _fail(begin + int(last[-1] + 1 if len(last) else 0), "a number that does not end")
+    if (last - starts >= VARINT_BYTES).any():
+        raise _fail(begin + int(starts[np.argmax(last - starts >= VARINT_BYTES)]), "a number that does not end")
+    places = (np.arange(len(octets)) - np.repeat(starts, last - starts + 1)).astype(np.uint64)
+    return np.bitwise_or.reduceat((octets & 127).astype(np.uint64) << (np.uint64(7) * places), starts)

@@ -1,0 +1,46 @@
+"""Records out of files, in their order: `read`; the data pipeline reads them at any place, and many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshlib.errors import DataError, nearest
+from meshlib.records.frames import Fault, compression_of, scan
+from meshlib.records.naming import Paths, files_of
+
+ON_FAULT = ("error", "skip")
+
+
+def checked_on_fault(value: object) -> str:
+    """What to do about damaged records."""
+    if isinstance(value, str) and value in ON_FAULT:
+        return value
+    raise DataError(f"records: on_fault must be 'error' or 'skip', got {value!r:.80}{nearest(value, ON_FAULT)}")
+
+
+def read(paths: Paths, on_fault: str = "error", faults: list[Fault] | None = None) -> Iterator[bytes]:
+    """The records of files, one file after the other. Memory: a megabyte, and what the largest record takes.
+
+    Args:
+      paths: a file, "name@10", a pattern such as "train-*", a folder, or a list of these. Compressed files are told by
+        their first bytes.
+      on_fault: "error", or "skip": leave out a record whose data are damaged, and what follows a header that is.
+      faults: a list to which what was left out is added.
+    Raises: DataError with file, byte and what is wrong there.
+    """
+    checked_on_fault(on_fault)
+    names = files_of(paths)
+
+    def told() -> Iterator[bytes]:
+        for name in names:
+            for found in scan(name, compression_of(name)):
+                if found.data is not None:
+                    yield found.data
+                    continue
+                assert found.fault is not None
+                if on_fault == "error":
+                    raise found.fault.error()
+                if faults is not None:
+                    faults.append(found.fault)
+
+    return told()

@@ -1,0 +1,16 @@
+"""Training: `mtf.train`, the loop around the steps.
+
+loop        steps, and what is due after them
+feeding     batches of any kind, with a state
+evaluation  a program of its own on the same variables
+history     rows of figures, in files and pictures
+keeping     checkpoints in a folder
+signals     ctrl-C and SIGTERM
+progress    a bar on the terminal
+"""
+
+from meshlib.training.evaluation import Evaluation as Evaluation
+from meshlib.training.history import History as History
+from meshlib.training.history import read_history as read_history
+from meshlib.training.loop import Trained as Trained
+from meshlib.training.loop import train as train

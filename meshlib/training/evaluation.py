@@ -1,0 +1,92 @@
+"""Evaluation: a program of its own on the variables that are being trained, over all of some data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshlib.checks import at
+from meshlib.data import Data
+from meshlib.errors import FeedError, GraphError
+from meshlib.program.records import Program, require_program
+from meshlib.simulation import Simulation
+
+Array = np.ndarray[Any, Any]
+Batch = Mapping[str, Array]
+Measure = Callable[[dict[str, Array], dict[str, Any]], Mapping[str, Any]]
+COUNT = "count"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is evaluated during `mtf.train`, and how often; also by itself: `evaluation(run)`.
+
+    Args:
+      program: of its own, with its own batch, mesh and layout, on variables of the same names.
+      data: `mtf.data` batches of one epoch or some, or another iterable of dicts that begins anew each time. Best with
+        remainder="pad", whose mask leaves out what fills the last batch up.
+      every: after so many steps.
+      measure: from the outputs of a batch and the batch itself to sums, name -> number, and with "count" how many
+        examples they are of. Unless given: the program's single numbers; they are sums if "count" is among them, as
+        those of `mtf.models.image_evaluation`, else means over the batch.
+    Raises: GraphError, FeedError for what are none.
+    """
+
+    program: Program
+    data: Data | Iterable[Batch]
+    every: int
+    measure: Measure | None = None
+
+    def __post_init__(self) -> None:
+        what = at("Evaluation")
+        require_program(self.program, "Evaluation")
+        if isinstance(self.every, bool) or not isinstance(self.every, int | np.integer) or self.every < 1:
+            raise GraphError(f"{what}: every must be an integer >= 1, got {self.every!r:.80}")
+        if not isinstance(self.data, Iterable) or iter(self.data) is self.data:
+            raise FeedError(f"{what}: data must begin anew in each evaluation, as mtf.data does; got {self.data!r:.80}")
+        if isinstance(self.data, Data) and (self.data.epochs is None or self.data.batching is None):
+            fault = "repeat for ever" if self.data.epochs is None else "are no batches"
+            raise FeedError(f"{what}: the data {fault}: {self.data}")
+        if self.measure is not None and not callable(self.measure):
+            raise GraphError(f"{what}: measure must be a function, got {self.measure!r:.80}")
+
+    def __call__(self, run: Simulation) -> dict[str, float]:
+        """The means over all examples. Raises: FeedError if there are none."""
+        totals: dict[str, float] = {}
+        count = 0.0
+        measure = self.measure or _single_numbers
+        for batch in self.data:
+            outputs = run.run(self.program, feeds_of(self.program, batch))
+            found = {name: float(value) for name, value in measure(outputs, dict(batch)).items()}
+            if COUNT not in found:
+                raise GraphError(f"{at('Evaluation')}: measure must return '{COUNT}' as well, got {', '.join(found)}")
+            count += found.pop(COUNT)
+            for name, value in found.items():
+                totals[name] = totals.get(name, 0.0) + value
+        if not count:
+            raise FeedError(f"{at('Evaluation')}: the data have no example that counts")
+        return {name: total / count for name, total in totals.items()}
+
+
+def feeds_of(program: Program, batch: Batch) -> dict[str, Array]:
+    """Of a batch what a program takes."""
+    return {name: batch[name] for name in program.inputs if name in batch}
+
+
+def single_numbers(outputs: Mapping[str, Array]) -> dict[str, float]:
+    """The outputs that are one number each."""
+    return {name: float(y) for name, y in outputs.items() if np.ndim(y) == 0}
+
+
+def _single_numbers(outputs: dict[str, Array], batch: dict[str, Any]) -> Mapping[str, float]:
+    found = single_numbers(outputs)
+    if COUNT in found:
+        return found
+    if not found:
+        raise GraphError(f"{at('Evaluation')}: no output of the program is a single number; give measure=")
+    mask = batch.get("mask")
+    count = float(np.sum(mask)) if mask is not None else float(len(next(iter(batch.values()))))
+    return {**{name: value * count for name, value in found.items()}, COUNT: count}

@@ -1,0 +1,73 @@
+"""Batches for the loop, whatever they come from: each kind says where it is, and goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol
+
+from meshlib.batches import Batches
+from meshlib.checks import at
+from meshlib.data import Data, Feed
+from meshlib.errors import FeedError
+
+
+class Feeding(Protocol):
+    """An iterator of batches with a state that JSON can hold."""
+
+    def __next__(self) -> Mapping[str, Any]: ...
+
+    def state(self) -> dict[str, Any]:
+        """Where it is."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+class _OfBatches:
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __next__(self) -> Mapping[str, Any]:
+        return next(self.batches)
+
+    def state(self) -> dict[str, Any]:
+        return self.batches.state._asdict()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.batches.seek(state["epoch"], state["batch"])
+
+
+class _Counted:
+    """Any other batches: to go on, as many as were taken are passed over."""
+
+    def __init__(self, batches: Iterable[Mapping[str, Any]]) -> None:
+        self.batches: Iterator[Mapping[str, Any]] = iter(batches)
+        self.taken = 0
+
+    def __next__(self) -> Mapping[str, Any]:
+        found = next(self.batches)
+        self.taken += 1
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {"batches": self.taken}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for _ in islice(self.batches, state["batches"] - self.taken):
+            self.taken += 1
+
+
+def feeding_of(data: Any) -> Feeding:
+    """Raises: FeedError for what are no batches."""
+    if isinstance(data, Data) and data.batching is None:
+        raise FeedError(f"{at('train')}: the data are examples, not batches: {data}; write data.batch(size)")
+    if isinstance(data, Data | Feed):
+        return iter(data)
+    if isinstance(data, Batches):
+        return _OfBatches(data)
+    if not isinstance(data, Iterable) or isinstance(data, str | bytes | Mapping):
+        raise FeedError(f"{at('train')}: data must be mtf.data, or an iterable of dicts, got {data!r:.80}")
+    return _Counted(data)

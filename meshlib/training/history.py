@@ -1,0 +1,120 @@
+"""What a run of training was like: a row for each stretch of steps and for each evaluation, kept as JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshlib.drawing import new_figure, save_figure
+from meshlib.errors import CheckpointError, GraphError
+from meshlib.files import replace_file
+
+Row = dict[str, Any]
+TIMES = ("examples_per_second", "waited_seconds")  # what no two runs have in common
+
+
+class History:
+    """Rows in the order of the steps, each with "step"; those of evaluations have names that begin with "eval_".
+
+    path: a file to which rows are added as JSON lines; None keeps them in memory alone.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.rows: list[Row] = []
+
+    def resume(self, step: int) -> None:
+        """Take the rows of the file up to a step, and leave out what came after it."""
+        self.rows = [] if self.path is None else [row for row in read_history(self.path) if row["step"] <= step]
+        if self.path is not None:
+            text = "".join(f"{json.dumps(row)}\n" for row in self.rows)
+            replace_file(self.path, lambda file: file.write(text.encode()), "train", CheckpointError)
+
+    def add(self, row: Row) -> None:
+        """Add a row."""
+        self.rows.append(row)
+        if self.path is not None:
+            try:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(f"{json.dumps(row)}\n")
+            except OSError as fault:
+                raise CheckpointError(f"train: {self.path} can't be written: {fault.strerror or fault}") from fault
+
+    def column(self, name: str) -> tuple[list[int], list[float]]:
+        """The steps and the values of one of the figures, such as "loss" or "eval_loss"."""
+        found = [row for row in self.rows if name in row]
+        return [row["step"] for row in found], [row[name] for row in found]
+
+    @property
+    def names(self) -> list[str]:
+        """All figures that some row has."""
+        return list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
+
+    def save_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as a table with a line of names.
+
+        Raises: CheckpointError if the file can't be written.
+        """
+        made = io.StringIO()
+        writer = csv.DictWriter(made, ["step", *self.names], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        replace_file(path, lambda file: file.write(made.getvalue().encode()), "history", CheckpointError)
+
+    def plot(self, path: str | os.PathLike[str], names: list[str] | None = None) -> None:
+        """Draw figures over the steps, one below the other, each beside that of the evaluation; needs matplotlib.
+
+        Args:
+          path: its ending says the format, such as .png or .svg.
+          names: which figures; all but the times unless given.
+        Raises: GraphError for names that no row has, or a file that can't be written.
+        """
+        shown = [n for n in self.names if not n.startswith("eval_") and n not in TIMES] if names is None else names
+        shown += [n.removeprefix("eval_") for n in self.names if n.startswith("eval_")] if names is None else []
+        shown = [n for n in dict.fromkeys(shown) if self.column(n)[0] or self.column(f"eval_{n}")[0]]
+        if not shown:
+            raise GraphError(
+                f"history.plot: no row has {names or 'a figure'}; there are {', '.join(self.names) or 'none'}"
+            )
+        save_figure(lambda: self._figure(shown), Path(path), "history.plot")
+
+    def _figure(self, names: list[str]) -> Any:
+        figure = new_figure("history.plot", 7, 1 + 2.2 * len(names))
+        for n, name in enumerate(names, start=1):
+            axes = figure.add_subplot(len(names), 1, n)
+            for column, label, style in ((name, "training", "-"), (f"eval_{name}", "evaluation", "o-")):
+                steps, values = self.column(column)
+                if steps:
+                    axes.plot(steps, values, style, label=label, markersize=3)
+            axes.set_ylabel(name)
+            axes.legend()
+        axes.set_xlabel("step")
+        return figure
+
+
+def read_history(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows of a file, without a last line that was cut off; none if it is not there.
+
+    Raises: CheckpointError for a file that is no history.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as fault:
+        raise CheckpointError(f"history: {path} can't be read: {fault}") from None
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):  # behind the last end of a line a writer was killed
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, Mapping) or not isinstance(row.get("step"), int):
+            raise CheckpointError(f"history: line {number} of {path} is no row with a step: {line:.80}")
+        rows.append(dict(row))
+    return rows

@@ -1,0 +1,334 @@
+"""The loop around the steps: evaluation, checkpoints, history, and an end that can be gone on from, bit for bit.
+
+All that the loop knows stands in one file with the variables: the step, where the data are, the sums of the stretch
+of steps that no row of the history has yet, what was best. Whoever is killed goes on from the last of these files and
+does the same again, so that what is written twice is written alike.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshlib.checks import at, choice, flag, whole
+from meshlib.data import Feed, Stats
+from meshlib.errors import GraphError, NotFiniteError
+from meshlib.program.records import Program
+from meshlib.simulation import Simulation, simulate
+from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
+from meshlib.training.feeding import Feeding, feeding_of
+from meshlib.training.history import History, Row
+from meshlib.training.keeping import Keeper
+from meshlib.training.progress import Bar
+from meshlib.training.signals import noted
+
+__all__ = ["Trained", "train"]
+
+ON_NAN = ("stop", "skip")
+BETTER = ("lower", "higher")
+SKIPS_IN_A_ROW = 10  # steps without an update, after which a run is stopped all the same
+
+
+@dataclass
+class Trained:
+    """What a run of training came to.
+
+    run        the simulation or devices, which hold the variables
+    step       how many steps were done in all, those of runs before this one included
+    history    rows of figures; `.plot(path)`, `.save_csv(path)`
+    stopped    why it ended: "steps", "data" (there were no more), or "early"
+    best       {"step", "value"} of the best evaluation; None without evaluations
+    skipped    {"step", "why"} of the steps without an update, under on_nan="skip"
+    stats      what the input took, where the data are `mtf.data`
+    """
+
+    run: Simulation
+    step: int
+    history: History
+    stopped: str
+    best: dict[str, Any] | None
+    skipped: list[dict[str, Any]]
+    stats: Stats | None
+
+
+def train(
+    run: Simulation | Program,
+    data: Any,
+    steps: int,
+    *,
+    evaluation: Evaluation | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    keep: int = 3,
+    best: str = "loss",
+    better: str = "lower",
+    patience: int | None = None,
+    on_nan: str = "stop",
+    log_every: int = 100,
+    steps_per_run: int = 1,
+    report: Callable[[Row], object] | None = None,
+    progress: bool = True,
+) -> Trained:
+    """Train: run steps on batches, evaluate, save, and go on where an earlier run was stopped.
+
+    Args:
+      run: what `mtf.simulate` or `mtf.on_jax` returned; a program is simulated.
+      data: `mtf.data` batches, `mtf.Batches`, or another iterable of dicts, which must be the same each time for a run
+        to be gone on with. Of each batch the program is fed what it takes.
+      steps: how many there are in all, those of earlier runs in `folder` included.
+      evaluation: see `mtf.Evaluation`.
+      folder: for checkpoints (`step_000000100.safetensors`, `best.safetensors`), `history.jsonl` and `history.csv`. If
+        it holds a checkpoint, the run goes on from there, with the very next batch.
+      save_every: steps between checkpoints; one is written at the end in any case. 1,000 unless given.
+      keep: how many checkpoints stay, the best besides.
+      best: the figure of evaluation by which a run is the best; better: "lower" or "higher".
+      patience: stop after so many evaluations without a better one.
+      on_nan: when a step makes a NaN: "stop", with NotFiniteError, which names the operation, while the last checkpoint
+        stays; or "skip": the update is not taken, and a run is stopped after 10 such steps in a row.
+      log_every: steps of which a row of the history has the means of the program's single numbers.
+      steps_per_run: so many steps run without a look at signals, the terminal or what is due in between, which is done
+        when they have ended.
+      report: is called with each row of the history, as {"step": 100, "loss": 0.3, "examples_per_second": ...}.
+      progress: a bar, where standard error is a terminal, with examples/s here and as they are predicted for the slice.
+    Raises: GraphError and FeedError for arguments that make no sense, CheckpointError for a folder that is not of this
+      run, and whatever steps and data raise. Ctrl-C and SIGTERM end the run after a step and a checkpoint, and raise
+      what they always do.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x, w = mtf.input("x", [mtf.Dimension("batch", 4)]), mtf.variable("w", [], 1.0)
+      ...     loss = mtf.reduce_mean(mtf.square(x - w), name="loss")
+      ...     program = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss))
+      >>> data = mtf.data.arrays({"x": np.arange(8, dtype=np.float32)}).shuffle(seed=0).batch(4).repeat()
+      >>> trained = mtf.train(program, data, steps=40, log_every=20)
+      >>> trained.step, trained.stopped, [row["step"] for row in trained.history.rows]
+      (40, 'steps', [20, 40])
+    """
+    what = "train"
+    if isinstance(run, Program):
+        run = simulate(run)
+    if not isinstance(run, Simulation):
+        raise GraphError(f"{at(what)}: run must be what mtf.simulate or mtf.on_jax returned, got {run!r:.80}")
+    if evaluation is not None and not isinstance(evaluation, Evaluation):
+        raise GraphError(f"{at(what)}: evaluation must be an mtf.Evaluation, got {evaluation!r:.80}")
+    asked = Asked(
+        steps=_least(steps, "steps", 1),
+        evaluation=evaluation,
+        save_every=_least(1000 if save_every is None else save_every, "save_every", 1),
+        best=best,
+        better=choice(better, what, "better", BETTER),
+        patience=None if patience is None else _least(patience, "patience", 1),
+        on_nan=choice(on_nan, what, "on_nan", ON_NAN),
+        log_every=_least(log_every, "log_every", 1),
+        steps_per_run=_least(steps_per_run, "steps_per_run", 1),
+        report=report,
+    )
+    _least(keep, "keep", 1)
+    if not isinstance(best, str):
+        raise GraphError(f"{at(what)}: best must be the name of a figure, got {best!r:.80}")
+    if report is not None and not callable(report):
+        raise GraphError(f"{at(what)}: report must be a function of a row, got {report!r:.80}")
+    if patience is not None and evaluation is None:
+        raise GraphError(f"{at(what)}: patience counts evaluations; give evaluation=mtf.Evaluation(...)")
+    if save_every is not None and folder is None:
+        raise GraphError(f"{at(what)}: save_every needs a folder to save in")
+    if on_nan == "skip" and not run.check_nan:
+        raise GraphError(f"{at(what)}: on_nan='skip' needs a run that looks for NaN: check_nan=True, checked=True")
+    bar = flag(progress, what, "progress")
+    keeper = None if folder is None else Keeper(folder, keep)
+    feeding = feeding_of(data)
+    loop = _Loop(run, feeding, asked, keeper, Bar(run, asked.steps) if bar else None)
+    try:
+        stopped = loop.run_all()
+    finally:
+        if isinstance(feeding, Feed) and feeding is not data:
+            feeding.close()
+        if loop.bar is not None:
+            loop.bar.close()
+    stats = feeding.stats if isinstance(feeding, Feed) else None
+    return Trained(run, loop.at.step, loop.history, stopped, loop.at.best, loop.at.skipped, stats)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `train` was asked for."""
+
+    steps: int
+    evaluation: Evaluation | None
+    save_every: int
+    best: str
+    better: str
+    patience: int | None
+    on_nan: str
+    log_every: int
+    steps_per_run: int
+    report: Callable[[Row], object] | None
+
+
+@dataclass
+class Standing:
+    """Where the loop is, besides the variables and the data."""
+
+    step: int = 0
+    sums: dict[str, float] = field(default_factory=dict)  # of the steps that no row has yet
+    counted: int = 0
+    best: dict[str, Any] | None = None
+    since_best: int = 0
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Loop:
+    def __init__(self, run: Simulation, feeding: Feeding, asked: Asked, keeper: Keeper | None, bar: Bar | None) -> None:
+        self.run, self.feeding, self.asked, self.keeper, self.bar = run, feeding, asked, keeper, bar
+        self.at = Standing()
+        self.alone = run.state.processes is None
+        self.writes = self.alone or bool(run.state.processes and run.state.processes.first)
+        self.history = History(None if keeper is None or not self.writes else Path(keeper.folder) / "history.jsonl")
+        self.saved: int | None = None  # the step of the last checkpoint
+        self.begun, self.examples, self.waited = time.perf_counter(), 0, 0.0
+        if keeper is not None:
+            found = keeper.newest(run)
+            if found is not None:
+                feeding.restore(found.pop("data"))
+                self.at = Standing(**found)
+                self.saved = self.at.step
+            self.history.resume(self.at.step)
+
+    def run_all(self) -> str:
+        """Steps until there is a reason to stop: which."""
+        asked = self.asked
+        stopped = None
+        with noted(catch=self.alone) as interruption:
+            while stopped is None:
+                before = self.at.step
+                stopped = self._reason() or self._steps(min(asked.steps_per_run, asked.steps - before))
+                self._after(before)
+                if interruption.number is not None:
+                    self._save()
+                    raise interruption.error()
+        self._log()
+        self._save()
+        if self.writes and self.keeper is not None:
+            self.history.save_csv(self.keeper.folder / "history.csv")
+        return stopped
+
+    # ------------------------------------------------------------ inside
+
+    def _reason(self) -> str | None:
+        """Why no further step is wanted."""
+        if self.at.step >= self.asked.steps:
+            return "steps"
+        patience = self.asked.patience
+        return "early" if patience is not None and self.at.since_best >= patience else None
+
+    def _steps(self, count: int) -> str | None:
+        """Run so many steps; "data" where these end before."""
+        for _ in range(count):
+            try:
+                batch = next(self.feeding)
+            except StopIteration:
+                return "data"
+            self._step(batch)
+        return None
+
+    def _step(self, batch: Any) -> None:
+        where = self.at
+        feeds = feeds_of(self.run.program, batch)
+        try:
+            outputs = self.run.step(feeds)
+        except NotFiniteError as fault:
+            in_a_row = sum(s["step"] > where.step - SKIPS_IN_A_ROW for s in where.skipped)
+            if self.asked.on_nan == "stop" or in_a_row >= SKIPS_IN_A_ROW:
+                self._log()
+                raise
+            where.skipped.append({"step": where.step + 1, "why": str(fault)})
+        else:
+            for name, value in single_numbers(outputs).items():
+                where.sums[name] = where.sums.get(name, 0.0) + value
+            where.counted += 1
+        where.step += 1
+        self.examples += _examples_of(batch)
+
+    def _after(self, before: int) -> None:
+        """What is due after steps."""
+        asked, step = self.asked, self.at.step
+        if _due(asked.log_every, before, step):
+            self._log()
+        if asked.evaluation is not None and _due(asked.evaluation.every, before, step):
+            self._evaluate(asked.evaluation)
+        if _due(asked.save_every, before, step):
+            self._save()
+        if self.bar is not None:
+            self.bar.show(step, self.history.rows)
+
+    def _log(self) -> None:
+        """A row of the steps since the last."""
+        where = self.at
+        if not where.counted:
+            return
+        now, waited = time.perf_counter(), self._waited()
+        row: Row = {"step": where.step, **{name: total / where.counted for name, total in where.sums.items()}}
+        row["examples_per_second"] = round(self.examples / max(now - self.begun, 1e-9), 1)
+        row["waited_seconds"] = round(waited - self.waited, 6)
+        where.sums, where.counted = {}, 0
+        self._add(row)
+        self.begun, self.examples, self.waited = time.perf_counter(), 0, waited
+
+    def _evaluate(self, evaluation: Evaluation) -> None:
+        begun = time.perf_counter()
+        figures = evaluation(self.run)
+        asked, where = self.asked, self.at
+        if asked.best not in figures:
+            names = ", ".join(figures)
+            raise GraphError(
+                f"{at('train')}: evaluation gives {names}, and no '{asked.best}': say which, as best='{names}'"
+            )
+        value = figures[asked.best]
+        old = None if where.best is None else where.best["value"]
+        if old is None or (value < old if asked.better == "lower" else value > old):
+            where.best, where.since_best = {"step": where.step, "value": value}, 0
+            if self.keeper is not None:
+                self.keeper.save_best(self.run, where.best)
+        else:
+            where.since_best += 1
+        self._add({"step": where.step, **{f"eval_{name}": value for name, value in figures.items()}})
+        self.begun += time.perf_counter() - begun  # the rate is that of training
+
+    def _add(self, row: Row) -> None:
+        self.history.add(row)
+        if self.asked.report is not None:
+            self.asked.report(row)
+
+    def _save(self) -> None:
+        if self.keeper is None or self.saved == self.at.step:
+            return
+        self.keeper.save(self.run, self.at.step, {**vars(self.at), "data": self.feeding.state()})
+        self.saved = self.at.step
+
+    def _waited(self) -> float:
+        return self.feeding.stats.waited_seconds if isinstance(self.feeding, Feed) else 0.0
+
+
+def _due(every: int, before: int, step: int) -> bool:
+    return step // every > before // every
+
+
+def _examples_of(batch: Any) -> int:
+    mask = batch.get("mask")
+    if mask is not None:
+        return int(np.sum(mask))
+    first = next((x for x in batch.values() if np.ndim(x)), None)
+    return 1 if first is None else len(first)
+
+
+def _least(value: object, name: str, least: int) -> int:
+    found = whole(value, "train", name)
+    if found < least:
+        raise GraphError(f"{at('train')}: {name} must be at least {least}, got {found}")
+    return found

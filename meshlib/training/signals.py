@@ -1,0 +1,44 @@
+"""Ctrl-C, and the SIGTERM that clouds send before they take a machine away, noted until a step has ended."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+CAUGHT = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """The signal that came, if one did."""
+
+    number: int | None = None
+
+    def error(self) -> BaseException:
+        """What it would have raised."""
+        return KeyboardInterrupt() if self.number == signal.SIGINT else SystemExit(128 + int(self.number or 0))
+
+
+@contextmanager
+def noted(catch: bool) -> Iterator[Interruption]:
+    """Note the first signal; the second does what it always does. Only a process's main thread may ask for signals."""
+    found = Interruption()
+    if not catch or threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+    before = {number: signal.getsignal(number) for number in CAUGHT}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        found.number = number
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+
+    for number in CAUGHT:
+        signal.signal(number, note)
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
