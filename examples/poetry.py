@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import meshlib as mtf
 from examples import devices, verse_data
-from examples.terminal import check_least, finish, line, progress
+from examples.terminal import check_least, finish, line
 from examples.verse_data import Verses
 
 EVALUATED = 16  # lines that are evaluated at once
@@ -104,39 +103,33 @@ def build(args: argparse.Namespace, problem: Problem, model: mtf.models.Transfor
     return [training, evaluation]
 
 
-def perplexity(sim: mtf.Simulation, evaluation: mtf.Program, examples: mtf.TextExamples) -> float:
-    """For each token of lines; those that fill the last batch up do not count."""
-    total = count = 0.0
-    for batch in mtf.Batches(examples.arrays, EVALUATED, remainder="pad", epochs=1):
-        counts = batch.pop("mask").astype(np.int32)[:, None]
-        fed = {**batch, "segment_ids": batch["segment_ids"] * counts}
-        tokens = int((fed["segment_ids"] > 0).sum())
-        total += tokens * float(sim.run(evaluation, fed)["loss"])
-        count += tokens
-    return math.exp(total / count)
+def evaluated(program: mtf.Program, examples: mtf.TextExamples, every: int) -> mtf.Evaluation:
+    """The mean loss of a token of lines; rows that fill the last batch up do not count."""
+
+    def measure(outputs: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> dict[str, float]:
+        tokens = int((batch["segment_ids"] > 0).sum())
+        return {"loss": tokens * float(outputs["loss"]), "count": tokens}
+
+    rows = -(-examples.rows // EVALUATED) * EVALUATED
+    padded = {name: np.pad(x, ((0, rows - len(x)), (0, 0))) for name, x in examples.arrays.items()}
+    return mtf.Evaluation(program=program, data=mtf.data.arrays(padded).batch(EVALUATED), every=every, measure=measure)
 
 
-def train(args: argparse.Namespace, problem: Problem, sim: mtf.Simulation, evaluation: mtf.Program) -> None:
-    """The steps that are left."""
-    size = min(args.batch, problem.train.rows)
-    batches = mtf.Batches(
-        problem.train.arrays, args.batch, shuffle_seed=args.seed, remainder="drop" if size == args.batch else "pad"
-    )
-    done = int(sim.state["step"])
-    batches.seek(*divmod(done, batches.per_epoch))
-    begun, losses = time.perf_counter(), []
-    for step, batch in enumerate(islice(batches, max(0, args.steps - done)), start=done + 1):
-        batch.pop("mask", None)
-        losses.append(float(sim.step(batch)["loss"]))
-        progress(step, args.steps, f"perplexity {math.exp(losses[-1]):.1f}")
-        if step % args.every == 0 or step == args.steps:
-            held = perplexity(sim, evaluation, problem.held_out)
-            seconds = (time.perf_counter() - begun) / len(losses)
-            here = math.exp(np.mean(losses))
-            line(f"step {step:>5}  perplexity {here:8.2f}, held out {held:8.2f}  ({seconds:.2f} s a step)")
-            if args.checkpoint:
-                mtf.save(sim, args.checkpoint)
-            begun, losses = time.perf_counter(), []
+def train(args: argparse.Namespace, problem: Problem, sim: mtf.Simulation, held_out: mtf.Evaluation) -> mtf.Trained:
+    """The steps that are left, with a line for each row of the history."""
+
+    def report(row: dict[str, Any]) -> None:
+        if "eval_loss" in row:
+            line(f"step {row['step']:>5}  perplexity of held-out lines {math.exp(row['eval_loss']):8.2f}")
+        else:
+            rate = row["examples_per_second"]
+            line(f"step {row['step']:>5}  perplexity {math.exp(row['loss']):8.2f}  {rate:,.1f} rows/s here")
+
+    rows = mtf.data.arrays(problem.train.arrays).shuffle(seed=args.seed).repeat().batch(args.batch)
+    return mtf.train(
+        sim, rows, args.steps, evaluation=held_out, folder=args.folder, save_every=args.every if args.folder else None,
+        log_every=args.every, report=report,
+    )  # fmt: skip
 
 
 def complete(
@@ -172,19 +165,27 @@ def run(args: argparse.Namespace) -> None:
     line(f"model: {model.parameters:,} parameters on mesh {training.mesh}, layout {training.layout or '(none)'}")
     for note in training.notes:
         line(f"note: {note}")
-    if args.checkpoint and Path(args.checkpoint).exists():
-        mtf.load(args.checkpoint, sim)
-        line(f"going on from step {int(sim.state['step'])} of {args.checkpoint}")
-    train(args, problem, sim, evaluation)
+    held_out = evaluated(evaluation, problem.held_out, args.every)
+    trained = train(args, problem, sim, held_out)
     one, two = problem.baselines()
-    held = perplexity(sim, evaluation, problem.held_out)
+    held = math.exp(held_out(sim)["loss"])
     line(f"\nperplexity of held-out lines, for each of {problem.words.size} tokens")
     line(f"  unigram {one:8.2f}\n  bigram  {two:8.2f}\n  model   {held:8.2f}")
     complete(args, problem, model, sim)
+    if args.curve:
+        trained.history.plot(args.curve)
     if args.export:
         mtf.export(sim, args.export, model, tokenizer=problem.words)
         line(f"\n{args.export}: mtf.load_model({args.export!r}).predict('a line', beams={args.beams})")
-    line(f"\n{mtf.estimate(training, sim.slice).profile().table(5)}")
+    est = mtf.estimate(training, sim.slice)
+    evaluated_once = mtf.estimate(evaluation, sim.slice)
+    whole = est.run(
+        args.steps,
+        evaluation=evaluated_once,
+        evaluation_examples=problem.held_out.rows,
+        evaluate_every=args.every,
+    )
+    line(f"\n{est.profile().table(5)}\n\n{whole}")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -194,7 +195,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--text", default=None, help="verses, poems separated by empty lines; those that come along")
     parser.add_argument("--vocab", type=int, default=300, help="tokens; 4096 in the talk, for 60,000 lines")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=16, help="rows in one step, all cores together")
     parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate of AdamW")
@@ -202,7 +203,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", default="batch:rows;heads:cols;d_ff:cols;vocab:cols", help="dim:axis rules")
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations")
-    parser.add_argument("--checkpoint", default=None, help="file to go on from, and to write at evaluations")
+    parser.add_argument("--folder", default=None, help="for checkpoints and the history; goes on where one stopped")
+    parser.add_argument("--curve", default=None, metavar="PICTURE", help="draw the losses, such as curve.png")
     parser.add_argument("--export", default=None, metavar="FOLDER", help="write the model for mtf.load_model")
     parser.add_argument("--line", action="append", help="a line to go on from, repeatedly; else some held-out ones")
     parser.add_argument("--beams", type=int, default=4)

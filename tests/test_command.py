@@ -87,6 +87,7 @@ def test_the_other_commands(file: str, capsys: pytest.CaptureFixture[str], tmp_p
     layout = ["--layout", "batch:data@data:8"]
     two = [*layout, "--layout", "hidden:model@model:8"]
     trace = tmp_path / "trace.json"
+    plan = ["plan", file, "--slice", "v3-8", *layout]
     rows: list[tuple[list[str], int, str]] = [
         (["explain", file, *layout], 0, "because"),
         (["explain", "gpt2", "--batch", "8", "--length", "16", "--layout", "data", "--mesh", "data:8"], 0, "data:8"),
@@ -100,6 +101,9 @@ def test_the_other_commands(file: str, capsys: pytest.CaptureFixture[str], tmp_p
         (["trace", file, "--slice", "v3-8", *layout, "--out", str(trace)], 0, "perfetto"),
         (["profile", file, "--slice", "v3-8", *two], 0, "the MXU works"),
         (["profile", file, "--slice", "v3-8", *layout, "--rows", "-1"], 2, "rows must not be negative, got -1"),
+        ([*plan, "--epochs", "2", "--examples", "640"], 0, "20 steps of 64 examples"),
+        ([*plan, "--evaluate-every", "9"], 2, "say how long, by --tokens"),
+        ([*plan, "--steps", "9", "--evaluation-examples", "9"], 1, "those of models"),
         (["slices", "v5e"], 0, "v5e-256"),
         (["search", file, "--slice", "v5e-4", "--axes", "1", "--seconds", "600"], 0, "All are accounted for"),
         (["search", file, "--slice", "v5e-4", "--axes", "1", "--seconds", "600", "--json"], 0, '"exact": true'),

@@ -85,7 +85,19 @@ def _plan(made: argparse.ArgumentParser) -> None:
     _layout(made)
     made.add_argument("--search", action="store_true", help="search meshes and layouts instead of taking usual ones")
     made.add_argument("--json", action="store_true", help="for programs")
+    _run(made)
     _effort(made)
+
+
+def _run(made: argparse.ArgumentParser) -> None:
+    how_long = made.add_mutually_exclusive_group()
+    how_long.add_argument("--tokens", type=float, help="also what a whole run takes, to so many tokens, such as 1e12")
+    how_long.add_argument("--epochs", type=float, help="the same to so many epochs of --examples")
+    how_long.add_argument("--steps", type=_count, help="the same to so many steps")
+    made.add_argument("--examples", type=_count, help="of an epoch")
+    made.add_argument("--evaluate-every", type=_count, help="steps between evaluations; one at the end unless given")
+    made.add_argument("--evaluation-examples", type=_count, help="sequences that an evaluation of a model reads")
+    made.add_argument("--input-rate", type=float, help="examples that one host prepares in a second")
 
 
 def _search(made: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import os
 from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
 from layouts import Mesh
-from meshlib.command.plan import json_of, planned, plans_of, text_of
+from meshlib.command.plan import Asked, json_of, planned, plans_of, text_of
 from meshlib.command.subject import Subject, named_layouts, slice_of, subject_of, tried_values
 from meshlib.command.terminal import progress, progress_ends
 from meshlib.errors import GraphError, LayoutError
@@ -31,16 +31,17 @@ def plan(args: argparse.Namespace) -> int:
     """The verdict, and the ranking."""
     where = slice_of(args.slice)
     subject = subject_of(args, where)
+    asked = Asked.of(args)
     subject.session(**_choices(args, subject))  # what is wrong with the program itself is said once
     searching = args.search or (subject.config is None and not args.layout)
     if searching:
         found = _found(args, subject, where)
         best = found.best.candidate
         subject = subject.sized(**dict(best.choices))
-        plans = [planned(subject, where, str(best.layout), str(best.mesh), **dict(best.choices))]
+        plans = [planned(subject, where, str(best.layout), str(best.mesh), asked, **dict(best.choices))]
     else:
         layouts = named_layouts(args.layout, args.mesh) if args.layout else subject.usual(where.devices)
-        plans = plans_of(subject, where, layouts, args.remat)
+        plans = plans_of(subject, where, layouts, args.remat, asked)
     if args.json:
         print(json.dumps(json_of(subject, where, plans), indent=2))
     else:

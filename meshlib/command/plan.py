@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from typing import Any
 
 from hardware.slices import Slice
 from meshlib.command.subject import Subject
-from meshlib.errors import MeshlibError
-from meshlib.estimation import Estimate, estimate
+from meshlib.errors import GraphError, MeshlibError
+from meshlib.estimation import Estimate, HostInput, estimate
+from meshlib.estimation.whole_run import WholeRun
 from meshlib.text import bytes_text, count_text, grid, seconds_text, usd_text, wrapped
 
 REMAT = ("full", "matmuls", "none")
@@ -27,6 +29,7 @@ class Plan:
     choices: dict[str, object]
     est: Estimate | None
     fault: str = ""
+    run: WholeRun | None = None
 
     @property
     def order(self) -> tuple[bool, bool, float]:
@@ -37,22 +40,65 @@ class Plan:
         return (False, not self.est.fits, over)
 
 
-def planned(subject: Subject, where: Slice, name: str, mesh: str, **choices: object) -> Plan:
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a whole run: its arguments of `Estimate.run`, and how fast a host prepares examples."""
+
+    how_long: dict[str, Any]
+    evaluation_examples: int | None = None
+    evaluate_every: int | None = None
+    input: HostInput | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Asked:
+        """Those of the command.
+
+        Raises: GraphError for what does not go together.
+        """
+        names = ("tokens", "epochs", "steps", "examples")
+        how_long = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        if not how_long and (args.evaluate_every or args.evaluation_examples):
+            raise GraphError("evaluations are those of a whole run: say how long, by --tokens, --epochs or --steps")
+        if args.evaluate_every and not args.evaluation_examples:
+            raise GraphError("--evaluate-every needs --evaluation-examples")
+        fed = None if args.input_rate is None else HostInput(examples_per_second=args.input_rate)
+        return cls(how_long, args.evaluation_examples, args.evaluate_every, fed)
+
+    def run(self, subject: Subject, est: Estimate, name: str, mesh: str) -> WholeRun | None:
+        """Of a layout; None where nothing is asked."""
+        if not self.how_long:
+            return None
+        more: dict[str, Any] = {}
+        if self.evaluation_examples is not None:
+            evaluation = estimate(subject.evaluation(name, mesh), est.slice, input=self.input)
+            more = {"evaluation": evaluation, "evaluation_examples": self.evaluation_examples}
+        return est.run(**self.how_long, **more, evaluate_every=self.evaluate_every)
+
+
+NOTHING = Asked({})
+
+
+def planned(subject: Subject, where: Slice, name: str, mesh: str, asked: Asked = NOTHING, **choices: object) -> Plan:
     """Lower and estimate one layout."""
     try:
-        return Plan(name, mesh, choices, estimate(subject.lowered(name, mesh, **choices), where))
+        est = estimate(subject.lowered(name, mesh, **choices), where, input=asked.input)
+        return Plan(name, mesh, choices, est, run=asked.run(subject, est, name, mesh))
     except MeshlibError as fault:
         return Plan(name, mesh, choices, None, str(fault))
 
 
-def plans_of(subject: Subject, where: Slice, layouts: Sequence[tuple[str, str]], remat: str | None) -> list[Plan]:
+def plans_of(
+    subject: Subject, where: Slice, layouts: Sequence[tuple[str, str]], remat: str | None, asked: Asked = NOTHING
+) -> list[Plan]:
     """All layouts, the best first; where remat is not given, the best is tried with the others."""
     first: dict[str, object] = {"remat": remat or REMAT[0]} if subject.config is not None else {}
-    made = sorted((planned(subject, where, name, mesh, **first) for name, mesh in layouts), key=lambda p: p.order)
+    made = sorted(
+        (planned(subject, where, name, mesh, asked, **first) for name, mesh in layouts), key=lambda p: p.order
+    )
     if first and remat is None and made[0].est is not None and made[0].est.fits:
         best = made[0]
         for other in REMAT[1:]:  # each keeps more than the one before
-            made.append(planned(subject, where, best.name, best.mesh, remat=other))
+            made.append(planned(subject, where, best.name, best.mesh, asked, remat=other))
             if made[-1].est is None or not made[-1].est.fits:
                 break
     return sorted(made, key=lambda p: p.order)
@@ -66,7 +112,7 @@ def text_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> str:
     best = plans[0]
     if best.est is None:
         return "\n".join([f"{subject.name} on {where.name}: NOT POSSIBLE", best.fault])
-    parts = ["\n".join(_verdict(subject, best, best.est)), "\n".join(_causes(best.est))]
+    parts = ["\n".join(_verdict(subject, best, best.est)), str(best.run or ""), "\n".join(_causes(best.est))]
     if len(plans) > 1:
         parts.append("\n".join(_ranking(subject, plans)))
     parts.append("* modelled; all others exact")
@@ -185,5 +231,6 @@ def _entry(plan: Plan) -> dict[str, Any]:
         "mfu_modelled": est.mfu,
         "exposed_comm_seconds_modelled": est.exposed_comm_seconds,
         "bound_modelled": est.bound,
+        **({} if plan.run is None else {"run": plan.run.as_json()}),
         "usd_per_step_modelled": None if est.slice.usd_per_hour is None else est.usd(),
     }

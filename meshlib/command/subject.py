@@ -18,7 +18,7 @@ from hardware.slices import Slice
 from layouts import LayoutRules
 from meshlib.errors import GraphError, MeshlibError, SliceError
 from meshlib.graph import Graph, Operation
-from meshlib.lowering import Program, Session
+from meshlib.lowering import Program, Session, lower
 from meshlib.models import TransformerConfig, layout, preset, transformer, usual_layouts
 from meshlib.searching.problem import transformer_builder
 
@@ -77,6 +77,17 @@ class Subject:
         with Graph():
             model = transformer(self.config, self.sizes["batch"], self.sizes["length"], training=True)
         return {"loss": model.loss}, []
+
+    def evaluation(self, name: str, mesh: str) -> Program:
+        """A step of a model's evaluation: its loss, under a layout.
+
+        Raises: GraphError for a function of the user's, of which nobody knows how it is evaluated.
+        """
+        if self.config is None:
+            raise GraphError(f"{self.name}: evaluations are those of models; leave --evaluation-examples out")
+        with Graph():
+            model = transformer(self.config, self.sizes["batch"], self.sizes["length"])
+            return lower({"loss": model.loss}, mesh=mesh, layout=self.rules(name, mesh))
 
     def rules(self, name: str, mesh: str) -> LayoutRules:
         """A layout as text, or of a model by name."""

@@ -19,6 +19,7 @@ from meshlib.estimation.profile import Measured, Profile, profile
 from meshlib.estimation.rows import BOUNDS, Row, rows_of
 from meshlib.estimation.scheduling import Schedule
 from meshlib.estimation.table import comparison, table
+from meshlib.estimation.whole_run import WholeRun, whole_run
 from meshlib.program.records import Program
 
 
@@ -236,6 +237,55 @@ class Estimate:
         if examples < 1 or batch < 1:
             raise GraphError(f"{at('epoch_usd')}: examples and batch must be at least 1, got {examples} and {batch}")
         return self.usd(-(-examples // batch))
+
+    def run(
+        self,
+        steps: int | None = None,
+        *,
+        epochs: float | None = None,
+        examples: int | None = None,
+        tokens: float | None = None,
+        evaluation: Estimate | None = None,
+        evaluation_examples: int | None = None,
+        evaluate_every: int | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_seconds: float = 0.0,
+        start_seconds: float = 0.0,
+    ) -> WholeRun:
+        """What a whole run takes: hours and dollars to so many steps, epochs or tokens.
+
+        Args:
+          steps, epochs, tokens: how long it is; one of them. The inputs' dims "batch" and "length" say what a step
+            has. Epochs may be a part of one.
+          examples: of one epoch.
+          evaluation: the estimate of one step of the evaluation; evaluation_examples: in each evaluation.
+          evaluate_every: steps between evaluations; one at the end unless given.
+          checkpoint_every, checkpoint_seconds: steps between checkpoints, and what devices wait for one.
+          start_seconds: before the first step.
+        Returns: a `WholeRun`: print it, `.hours`, `.usd`, `.training_seconds`, `.evaluation_seconds`.
+        Raises: GraphError for arguments that do not go together.
+        Example:
+          >>> import meshlib as mtf
+          >>> with mtf.Graph():
+          ...     x = mtf.input("x", [mtf.Dimension("batch", 8192), mtf.Dimension("inner", 8192)], "bfloat16")
+          ...     program = mtf.lower({"y": mtf.reduce_sum(x)}, mesh="cores:8", layout="batch:cores")
+          >>> est = mtf.estimate(program, "v3-8")
+          >>> est.run(epochs=2, examples=1_000_000).steps, est.run(steps=10).usd == est.usd(10)
+          (245, True)
+        """
+        return whole_run(
+            self,
+            steps,
+            epochs,
+            examples,
+            tokens,
+            evaluation,
+            evaluation_examples,
+            evaluate_every,
+            checkpoint_every,
+            checkpoint_seconds,
+            start_seconds,
+        )
 
     # ------------------------------------------------------------ views
 
