@@ -276,15 +276,15 @@ class Builder:
         """The layers behind the first `front` as stages; what their experts say is summed over microbatches."""
         c = self.config
         run = range(front, front + pipeline.layers_of(c, self.batch.size))
-        before, names = self.said, []
+        before, names = self.said, list[str]()
         # What differs from sequence to sequence each stage takes of its own microbatch.
         given = {f.name: getattr(blocks, f.name) for f in fields(blocks)}
         beside = {n: t for n, t in given.items() if isinstance(t, Tensor) and MICROBATCH in t.shape}
 
         def stage(h: Tensor, *own: Tensor) -> Tensor | tuple[Tensor, list[Tensor]]:
             self.said = {}
-            inside = replace(blocks, **dict(zip(beside, own, strict=True)))
-            y = self._layers(inside, h, run, "layers", trips_from=1)
+            changes: dict[str, Any] = dict(zip(beside, own, strict=True))
+            y = self._layers(replace(blocks, **changes), h, run, "layers", trips_from=1)
             names.extend(self.said)
             sums = [t for said in self.said.values() for t in pipeline.sums(said.loss, said.dropped, said.load)]
             return (y, sums) if sums else y
