@@ -325,3 +325,18 @@ def test_dims_and_masks_that_do_not_fit() -> None:
         load = mtf.input("load", [GROUPS, D("e", 4)], "int32")
         with pytest.raises(mtf.ShapeError, match="load must have the dims of bias, e:8 too"):
             mtf.layers.balanced_bias(mtf.variable("bias", [D("e", 8)]), load)
+
+
+def test_what_is_kept_of_an_exchange_is_its_result() -> None:
+    """Computed again a layer exchanges its tokens twice more; not if both results are kept by name."""
+    config = mtf.models.preset("mixtral-8x7b")
+    counts: dict[str | mtf.Remat, dict[str, int]] = {}
+    for remat in ("full", mtf.Remat(save=["dispatched", "combined"])):
+        with mtf.Graph():
+            step = mtf.models.train_step(config, 32, 4096, "sgd", remat=remat)
+            program = mtf.lower(*step, mesh="expert:8", layout=mtf.models.layout("expert", config, "expert:8"))
+        exchanged = [(c.phase, c.count) for c in program.collectives if c.kind == "all_to_all"]
+        counts[remat] = {p: sum(n for phase, n in exchanged if phase == p) for p in ("forward", "backward")}
+    full, kept = counts.values()
+    assert full == {"forward": 2 * config.layers, "backward": 4 * config.layers}
+    assert kept == {"forward": 2 * config.layers, "backward": 2 * config.layers}

@@ -226,19 +226,20 @@ def multihead_attention(
         return projection(source, dims, [source.shape[-1]], use_bias, None, numerics, part, last)
 
     def made(source: Tensor, dims: list[Dimension], part: str, given: Tensor | None = None) -> Tensor:
-        """q, k or v as the kernel takes it; the last operation bears its name."""
+        """q, k or v as the kernel takes it; the last operation that computes bears its name: a policy that keeps it
+        keeps it as it was made, not as the renamed dim may have to lie.
+        """
         before, after = (length, length) if part == "q" else (own, renamed)
         normed, base = (scores.qk_norm, scores.rotary_base) if part != "v" else (False, None)
-        last = part if not normed and base is None and before == after else f"{part}/projected"
+        bare = base is None and (normed or given is not None)  # what made it has another name
+        last = part if not normed and base is None else f"{part}/projected"
         y = projected(source, dims, part, last) if given is None else given
         if normed:
             y = rms_norm(y, channels, numerics=numerics, name=f"{part}_norm")
         if base is not None:
-            turned = part if before == after else f"{part}/turned"
-            y = rotary(y, before, channels, base, scores.positions, turned)
-        if before != after:
-            return rename_dimension(y, before, after, part)
-        return y if base is not None or (given is None and not normed) else identity(y, part)
+            y = rotary(y, before, channels, base, scores.positions, part)
+        y = identity(y, part) if bare else y
+        return y if before == after else rename_dimension(y, before, after, f"{part}/renamed")
 
     with scope(name):
         shared = flag(share_kv, what, "share_kv") and there is None

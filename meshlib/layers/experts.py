@@ -121,7 +121,7 @@ def moe(
     if len(x.shape) < 2:
         raise ShapeError(f"{at(what)}: needs [groups..., tokens, features], got {x}")
     many, hidden = as_dim(experts, what), as_dim(hidden_channels, what)
-    inside = _Names(many, x.shape, what)
+    inside = _Names(many, x, what)
     found.check_experts(many.size, what)
     grouped = _grouped(x, found, what)
     mask = None if nonpadding is None else _mask(nonpadding, x, grouped.shape, what)
@@ -150,8 +150,11 @@ def moe(
 class _Names:
     """The names of dims on either side of the exchange."""
 
-    def __init__(self, experts: Dimension, shape: Shape, what: str) -> None:
+    def __init__(self, experts: Dimension, x: Tensor, what: str) -> None:
+        shape = x.shape
         self.experts = experts
+        # Stages of a pipeline have experts of their own: tokens never leave theirs.
+        self.held = {d.name for g in x.graph.around for d in g.held}
         self.outer = Dimension(f"{experts.name}_unsplit", experts.size)
         taken = [d.name for d in (experts, self.outer) if d.name in shape]
         if taken:
@@ -159,14 +162,14 @@ class _Names:
 
     def enter(self, x: Tensor, name: str) -> Tensor:
         """[experts_unsplit, groups, places, features] as experts know it."""
-        groups = [d.name for d in x.shape[1:-2]]
+        groups = [d.name for d in x.shape[1:-2] if d.name not in self.held]
         for group in groups:
             x = rename_dimension(x, group, f"{group}_unsplit")
         return rename_dimension(x, self.outer.name, self.experts.name, name)
 
     def leave(self, x: Tensor, name: str) -> Tensor:
         """And back."""
-        groups = [d.name for d in x.shape[1:-2]]
+        groups = [d.name for d in x.shape[1:-2] if d.name not in self.held]
         x = rename_dimension(x, self.experts.name, self.outer.name, None if groups else name)
         for n, group in enumerate(groups, start=1):
             x = rename_dimension(x, group, group.removesuffix("_unsplit"), name if n == len(groups) else None)

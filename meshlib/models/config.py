@@ -233,6 +233,11 @@ class TransformerConfig:
         """After how many layers their kinds repeat."""
         return lcm(len(self.windows), self.experts.every if self.experts is not None else 1)
 
+    @property
+    def dense_front(self) -> int:
+        """How many layers at the front are dense, of a model with experts behind them."""
+        return 0 if self.experts is None else min(self.experts.first_dense, self.layers)
+
     def reduced(self, periods: int = 2) -> TransformerConfig:
         """A model of the same architecture that a laptop runs: small dims, few layers.
 

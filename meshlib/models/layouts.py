@@ -215,12 +215,15 @@ def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules
     """Stages of the layers, microbatches of what comes before and after."""
     if config.encoder_decoder:
         raise LayoutError(f"{at('layout')}: 'pipeline' is for models of one stack; {config.name} has an encoder beside")
-    if config.layers % size:
-        fitting = [n for n in range(1, size + 1) if config.layers % n == 0]
+    front = config.dense_front
+    count = config.layers - front
+    if count % size:
+        fitting = [n for n in range(1, size + 1) if count % n == 0]
+        which = f"layers behind {front} dense ones" if front else "layers"
         raise LayoutError(
             f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}\n"
-            f"  layers: {config.layers} % {size} = {config.layers % size}; take {fitting[-1]} stages, or "
-            f"config.replace(layers={-(-config.layers // size) * size})"
+            f"  {which}: {count} % {size} = {count % size}; take {fitting[-1]} stages, or "
+            f"config.replace(layers={front + -(-count // size) * size})"
         )
     return LayoutRules([("stage", axis), ("microbatch", axis)])
 

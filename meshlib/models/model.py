@@ -14,13 +14,13 @@ from layouts import Dimension, Shape
 from meshlib import initializers, layers
 from meshlib.checks import at, flag, whole
 from meshlib.errors import GraphError
-from meshlib.graph import Tensor, absolute_scope, current_scope, scope
+from meshlib.graph import Tensor, absolute_scope, current_scope, scope, scoped_name
 from meshlib.initializers import Initializer
 from meshlib.layers.projection import ACTIVATIONS
 from meshlib.models.blocks import Blocks, head_dims
 from meshlib.models.caches import SLOTS, Caches
 from meshlib.models.config import LayerKind, TransformerConfig
-from meshlib.models.stages import Pipeline
+from meshlib.models.stages import MICROBATCH, STAGE, Pipeline
 from meshlib.ops.elementwise import add_n, cast, divide, maximum, not_equal, tanh
 from meshlib.ops.index import gather
 from meshlib.ops.loop import scan
@@ -103,8 +103,6 @@ def transformer(
     _check(config, sizes, {"scan": scan, "training": training, "packed": packed})
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise GraphError(f"{at('transformer')}: pipeline must be an mtf.models.Pipeline, got {pipeline!r:.80}")
-    if pipeline is not None and packed:
-        raise GraphError(f"{at('transformer')}: a pipeline takes no packed texts; leave out packed or pipeline")
     return Builder(config, Dimension("batch", batch), remat, scan, training, pipeline, packed).build(
         length, encoder_length or length, predictions
     )
@@ -140,8 +138,8 @@ class _Said:
 
 
 def _groups(loss: Tensor) -> list[Dimension]:
-    """The dims of groups of tokens, without those of stacked layers."""
-    return [d for d in loss.shape if d.name not in ("layers", "dense_layers")]
+    """The dims of groups of tokens, without those of stacked layers, and of stages of them."""
+    return [d for d in loss.shape if d.name not in ("layers", "dense_layers", STAGE)]
 
 
 def _layer_of(blocks: Blocks, kind: LayerKind, x: Tensor) -> tuple[Tensor, ...]:
@@ -162,7 +160,7 @@ class Builder:
     pipeline: Pipeline | None = None
     packed: bool = False
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    said: dict[str, _Said] = field(default_factory=dict)
+    said: dict[str, _Said] = field(default_factory=dict)  # by the scope of the router
     scope_around: tuple[str, ...] = field(default_factory=current_scope)
 
     def build(self, length: int, encoder_length: int, predictions: int | None) -> Transformer:
@@ -199,7 +197,7 @@ class Builder:
             auxiliary = add_n([reduce_mean(one) for one in losses])
             dropped = add_n([reduce_sum(said.dropped) for said in self.said.values()])
             total = loss + auxiliary if self.training else loss
-        loads = {f"{name}/moe/router": said.load for name, said in self.said.items()}
+        loads = {name: said.load for name, said in self.said.items()}
         return Transformer(c, MappingProxyType(self.inputs), logits, total, auxiliary, dropped, MappingProxyType(loads))
 
     def _packing(self, segments: str, positions: str, tokens: Tensor) -> dict[str, Tensor]:
@@ -266,14 +264,38 @@ class Builder:
     def _layers_of(self, blocks: Blocks, x: Tensor, count: int) -> Tensor:
         """`count` layers, and the norm after them."""
         c = self.config
-        if self.pipeline is not None:
-            run = range(self.pipeline.layers_of(c, self.batch.size))
-            x = self.pipeline.run(lambda h: self._layers(blocks, h, run, "layers", trips_from=1), x)
-        else:
-            front = 0 if c.experts is None else min(c.experts.first_dense, count)
-            x = self._layers(blocks, x, range(front), "dense_layers", trips_from=2)
+        front = min(c.dense_front, count)
+        x = self._layers(blocks, x, range(front), "dense_layers", trips_from=2)
+        if self.pipeline is None:
             x = self._layers(blocks, x, range(front, count), "layers", trips_from=1)
+        else:
+            x = self._staged(self.pipeline, blocks, x, front)
         return blocks.norm(x, "final_norm") if c.norm_position == "pre" else x
+
+    def _staged(self, pipeline: Pipeline, blocks: Blocks, x: Tensor, front: int) -> Tensor:
+        """The layers behind the first `front` as stages; what their experts say is summed over microbatches."""
+        c = self.config
+        run = range(front, front + pipeline.layers_of(c, self.batch.size))
+        before, names = self.said, list[str]()
+        # What differs from sequence to sequence each stage takes of its own microbatch.
+        given = {f.name: getattr(blocks, f.name) for f in fields(blocks)}
+        beside = {n: t for n, t in given.items() if isinstance(t, Tensor) and MICROBATCH in t.shape}
+
+        def stage(h: Tensor, *own: Tensor) -> Tensor | tuple[Tensor, list[Tensor]]:
+            self.said = {}
+            changes: dict[str, Any] = dict(zip(beside, own, strict=True))
+            y = self._layers(replace(blocks, **changes), h, run, "layers", trips_from=1)
+            names.extend(self.said)
+            sums = [t for said in self.said.values() for t in pipeline.sums(said.loss, said.dropped, said.load)]
+            return (y, sums) if sums else y
+
+        x, sums = pipeline.run(stage, x, list(beside.values()))
+        self.said = before
+        told = iter(sums)
+        for name in names:
+            loss, dropped, load = next(told), next(told), next(told)
+            self.said[name] = _Said(loss * (1 / pipeline.microbatches), cast(dropped, "int32"), cast(load, "int32"))
+        return x
 
     def _layers(self, blocks: Blocks, x: Tensor, numbers: range, name: str, trips_from: int) -> Tensor:
         """Layers with these numbers: whole patterns of them as trips of a loop, the rest one by one."""
@@ -320,7 +342,7 @@ class Builder:
 
     def _heard(self, said: _Said) -> None:
         """Keep what the experts of a layer, or of stacked ones, say, under the scope in which they are."""
-        self.said["/".join(current_scope())] = said
+        self.said[scoped_name("moe/router")] = said
 
     def _embedded(self, tokens: Tensor, blocks: Blocks) -> Tensor:
         c, table = self.config, self.table

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from layouts import Dimension
 from meshlib import layers
 from meshlib.checks import at, whole
+from meshlib.dtypes import FLOAT32
 from meshlib.errors import GraphError
 from meshlib.graph import Tensor
 from meshlib.models.config import TransformerConfig
+from meshlib.ops.elementwise import cast, multiply
+from meshlib.ops.index import one_hot
+from meshlib.ops.reduce import reduce_sum
 from meshlib.ops.remat import Policy, checked_policy
 from meshlib.ops.shape import reshape, transpose
 
-MICROBATCH = "microbatch"
+MICROBATCH, STAGE = "microbatch", "stage"
+STACKED = ("layers",)  # dims of layers that are trips of a loop in a stage
+StageFn = Callable[..., Tensor | tuple[Tensor, list[Tensor]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +63,17 @@ class Pipeline:
         faults = []
         if config.encoder_decoder:
             faults.append("a pipeline is for models of one stack, not an encoder beside a decoder")
-        if config.experts is not None:
-            faults.append("layers with experts have losses of their own, which a pipeline of stages does not collect")
-        if config.layers % (runs * period):
+        front = config.dense_front
+        count = config.layers - front
+        if count % (runs * period) or not count:
             pattern = f" in patterns of {period}" if period > 1 else ""
-            fitting = [n for n in range(1, config.layers // period + 1) if config.layers // period % n == 0]
-            some = "" if config.layers % period else f"; stages * repeats may be {', '.join(map(str, fitting))}"
+            pattern += f" behind {front} dense ones" if front else ""
+            fitting = [n for n in range(1, count // period + 1) if count // period % n == 0]
+            some = "" if count % period else f"; stages * repeats may be {', '.join(map(str, fitting))}"
             faults.append(
-                f"{config.layers} layers{pattern} can't be cut into {self.stages} stages * {self.repeats} repeats: "
-                f"{config.layers} % {runs * period} = {config.layers % (runs * period)}{some}. Or take "
-                f"config.replace(layers={-(-config.layers // (runs * period)) * runs * period})"
+                f"{count} layers{pattern} can't be cut into {self.stages} stages * {self.repeats} repeats: "
+                f"{count} % {runs * period} = {count % (runs * period)}{some}. Or take "
+                f"config.replace(layers={front + max(1, -(-count // (runs * period))) * runs * period})"
             )
         if batch % self.microbatches:
             faults.append(
@@ -74,7 +82,7 @@ class Pipeline:
             )
         if faults:
             raise GraphError("\n  ".join([f"{at('transformer')}: {config.name} as a pipeline", *faults]))
-        return config.layers // runs
+        return count // runs
 
     def cut(self, x: Tensor) -> Tensor:
         """[batch, ...] as [microbatch, batch, ...], the microbatch on the minor part: a split batch moves nothing."""
@@ -83,7 +91,29 @@ class Pipeline:
         small = Dimension(batch.name, batch.size // micro.size)
         return transpose(reshape(x, [small, micro, *rest]), [micro, small, *rest])
 
-    def run(self, stage_fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """All stages, of what has been cut."""
-        y: Tensor = layers.pipeline(stage_fn, x, self.stages, x.shape.dim(MICROBATCH), self.repeats, remat=self.remat)
-        return y
+    def run(self, stage_fn: StageFn, x: Tensor, beside: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """All stages, of what has been cut, `beside` too, and the sums of what they return besides."""
+        micro = x.shape.dim(MICROBATCH)
+        stage = Dimension(STAGE, self.stages)
+        made = layers.pipeline(stage_fn, x, stage, micro, self.repeats, beside, remat=self.remat)
+        return (made, []) if isinstance(made, Tensor) else made
+
+    def sums(self, loss: Tensor, dropped: Tensor, load: Tensor) -> list[Tensor]:
+        """What the experts of a stage say of one microbatch, as floats: by stage the mean loss of a group of tokens,
+        summed over layers, and how many choices found no room; by layer and expert how many tokens chose it.
+
+        Of a stage that goes round, loads are those of the run of layers whose turn it is.
+        """
+        chosen = next((g.chosen for g in loss.graph.around if g.chosen is not None), None)
+        stage = loss.shape.dim(STAGE)
+        groups = prod(d.size for d in loss.shape if d.name not in (STAGE, *STACKED))
+        kept = [d for d in load.shape if d.name in STACKED]
+        count = reduce_sum(cast(load, FLOAT32), output_shape=[stage, *kept, load.shape[-1]])
+        if chosen is not None:
+            repeat, turns = chosen
+            count = multiply(one_hot(turns, repeat, dtype=FLOAT32), count, [repeat, *count.shape])
+        return [
+            reduce_sum(loss, output_shape=[stage]) * (1 / groups),
+            reduce_sum(cast(dropped, FLOAT32), output_shape=[stage]),
+            count,
+        ]

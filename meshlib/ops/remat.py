@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from meshlib.checks import at, choice, flag, items
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
-from meshlib.operation import MOST_OPS, RESIDENT, THROUGH, Home, Kind, Storage
+from meshlib.operation import MOST_OPS, RESIDENT, THROUGH, Home, Kind
 from meshlib.ops.host import to_host
 
 POLICIES = ("full", "none", "matmuls")
@@ -123,15 +123,8 @@ def _by_name(operations: Sequence[Operation], remat: Remat, what: str) -> list[t
     wanted = [
         (how, y) for how, names in both.items() for name in names for op in named[name] for y in op.public_outputs
     ]
-    kept = {_unnamed(settled.of(y)): how for how, y in wanted}
+    kept = {settled.of(y): how for how, y in wanted}
     return [(y, y if how == "save" else to_host(y)) for y, how in kept.items()]
-
-
-def _unnamed(y: Tensor) -> Tensor:
-    """What `y` is only another name of: kept as it lies there, not as its new dims may have to lie."""
-    op = y.operation
-    renamed = op.kind.storage is Storage.ALIAS and op.kind.home is not Home.GIVEN
-    return _unnamed(op.inputs[0]) if renamed and op.inputs[0].operation.kind.kind not in RESIDENT else y
 
 
 class _Settled:

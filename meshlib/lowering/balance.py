@@ -1,0 +1,34 @@
+"""What the choices of the lowering are weighed by: work against bytes, and axes against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshlib.lowering.arrivals import Prices
+from meshlib.operation import Work
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How much duplicated work is worth one byte sent per device.
+
+    Nominal: one operation a byte, far below a chip's real balance (TPU v3: about 800 MXU flops per ICI byte). At the
+    real one a step of a small batch would gather its activations and compute whole gradients on every core: cheaper
+    on paper, but not what somebody who splits the batch means. So work that a layout divides stays divided unless
+    duplicating it is next to free.
+
+    `axis_prices` are what a byte sent along an axis is worth, where they differ: (axis, price) pairs, 1 for the others.
+    `mtf.balance` makes all that of a slice.
+
+    `stationary` are mesh axes over which variables never move: activations come to the weights, as in Megatron, even
+    where gathering a weight would send less.
+    """
+
+    mxu_flops_per_byte: float = 1.0
+    vpu_ops_per_byte: float = 32.0
+    stationary: tuple[str, ...] = ()
+    axis_prices: Prices = ()
+
+    def bytes_of(self, work: Work) -> float:
+        """What a device's work is worth."""
+        return work.mxu_flops / self.mxu_flops_per_byte + work.vpu_ops / self.vpu_ops_per_byte
