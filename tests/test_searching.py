@@ -222,7 +222,7 @@ def test_a_model_that_does_not_fit_says_so() -> None:
         mtf.models.preset("llama2-7b"), "v5e-4", batch=4, length=128, axes=1, choices={"remat": ["full"]}, seconds=None
     )
     assert not found.fits
-    assert "nothing fits" in str(found)
+    assert "nothing fits; every layout takes at least" in str(found)
     assert TOO_LARGE in {o.state for o in found.outcomes}
 
 
@@ -303,6 +303,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"also": [("rows:4", "batch:rows")]}, "has 4 devices; v3-8 has 8"),
     ({"also": [("rows", "batch:rows")]}, "rows"),
     ({"also": 3}, "also"),
+    ({"choices": {"batches": [3]}}, "build has no argument 'batches'; did you mean 'batch'"),
+    (
+        {"build": mtf.models.preset("gpt2"), "batch": 8, "length": 16, "choices": {"stage": [2]}},
+        "did you mean 'stages'",
+    ),
+    ({"build": lambda: ({"y": mtf.square(mtf.input("x", []))}, [])}, "dims .it has none."),
     ({"axes": -1}, "must not be negative"),
     ({"objective": "speed"}, "objective must be"),
     ({"objective": 3}, "objective must be"),

@@ -32,7 +32,7 @@ def dense(
     new_dims: Dimension | Sequence[Dimension],
     reduced_dims: Sequence[Dimension] | None = None,
     use_bias: bool = True,
-    activation: Activation | None = None,
+    activation: str | Activation | None = None,
     numerics: Numerics = DEFAULT,
     kernel_initializer: initializers.Initializer | None = None,
     name: str = "dense",
@@ -46,7 +46,7 @@ def dense(
         `d_model_out` (say) in W, b and the sum, names that layout rules may name, and gets its name in the result.
       reduced_dims: dims of x to contract; its last one unless given.
       use_bias: whether to add b, of dims `new_dims`, zeros at first.
-      activation: applied to the result.
+      activation: applied to the result: a function of a tensor, or a name as of `dense_relu_dense`.
       numerics: dtypes of the variables and of what is computed, precision of the product.
       kernel_initializer: of W; normal with variance 1 / (size of reduced_dims) unless given.
       name: scope of the variables `kernel` and `bias`, and name of x W + b.
@@ -61,12 +61,11 @@ def dense(
       >>> print(y.shape)
       [batch:8, outer:2]
     """
-    if activation is not None and not callable(activation):
-        raise ShapeError(f"{at('dense')}: activation must be a function such as mtf.relu, got {activation!r:.80}")
+    act = None if activation is None else activation_of(activation, "dense")
     y = projection(
         x, new_dims, reduced_dims, use_bias, kernel_initializer, numerics, name, name, expert_dims=expert_dims
     )
-    return y if activation is None else activation(y)
+    return y if act is None else act(y)
 
 
 def projection(
@@ -89,8 +88,8 @@ def projection(
             raise ShapeError(f"{at('dense')}: {x} has no dim to contract")
         reduced: tuple[Dimension, ...] = (x.shape[-1],)
     else:
-        reduced = as_dims(reduced_dims, "dense reduced_dims")
-    apart = as_dims(expert_dims, "dense expert_dims")
+        reduced = as_dims(reduced_dims, "dense reduced_dims", [x])
+    apart = as_dims(expert_dims, "dense expert_dims", [x])
     for argument, dims in (("reduced_dims", reduced), ("expert_dims", apart)):
         missing = [str(d) for d in dims if d not in x.shape]
         if missing:

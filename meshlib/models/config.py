@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from itertools import groupby
 from math import lcm
@@ -214,6 +214,11 @@ class TransformerConfig:
 
         return flops_per_token(self, length, causal, encoder_length, predictions)
 
+    def __new__(cls, **given: object) -> TransformerConfig:
+        """A config; a field that there is not is said with the nearest one."""
+        _known_fields(given)
+        return object.__new__(cls)
+
     def replace(self, **changes: object) -> TransformerConfig:
         """The same with other fields.
 
@@ -222,10 +227,6 @@ class TransformerConfig:
         50304
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in changes:
-            if name not in values:
-                hint = nearest(name, values) or f"; there are {', '.join(values)}"
-                raise GraphError(f"{at('TransformerConfig')}: no field {name!r}{hint}")
         return TransformerConfig(**{**values, **changes})
 
     @property
@@ -399,3 +400,11 @@ class Heads:
     def group(self) -> int:
         """Query heads of each head of keys and values."""
         return self.query // self.memory
+
+
+def _known_fields(given: Iterable[str]) -> None:
+    known = [f.name for f in fields(TransformerConfig)]
+    for name in given:
+        if name not in known:
+            hint = nearest(name, known) or f"; there are {', '.join(known)}"
+            raise GraphError(f"{at('TransformerConfig')}: no field {name!r}{hint}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from layouts import Dimension, Shape
-from meshlib.errors import LayoutError, ShapeError
+from meshlib.errors import LayoutError, ShapeError, nearest
 from meshlib.graph import Graph, Operation, Tensor, checked_op_name, innermost
 from meshlib.operation import OpDef
 from meshlib.origin import source_line
@@ -73,18 +73,21 @@ def floats(x: object, what: str) -> Tensor:
     return found
 
 
-def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
-    """Dims from a Dimension, a Shape, or a list of Dimensions."""
+def as_dims(dims: object, what: str, among: Iterable[Tensor] = ()) -> tuple[Dimension, ...]:
+    """Dims from a Dimension, a Shape, a list of Dimensions, or text: "batch:8;d:4", and names of dims of `among`."""
     if isinstance(dims, Dimension):
         return (dims,)
     if isinstance(dims, Shape):
         return tuple(dims)
-    if isinstance(dims, Sequence | set | frozenset) and not isinstance(dims, str):
-        for d in dims:
+    if isinstance(dims, str):
+        dims = [part for part in dims.replace(",", ";").split(";") if part.strip()]
+    if isinstance(dims, Sequence | set | frozenset):
+        given = [_named_dim(d, what, among) if isinstance(d, str) else d for d in dims]
+        for d in given:
             if not isinstance(d, Dimension):
                 raise ShapeError(f"{what} ({source_line()}): expected Dimensions, got {type(d).__name__} {d!r:.80}")
         # A set has no order of its own that would be the same in the next run.
-        ordered = dims if isinstance(dims, Sequence) else sorted(dims, key=lambda d: d.name)
+        ordered = given if isinstance(dims, Sequence) else sorted(given, key=lambda d: d.name)
         try:
             return tuple(Shape(tuple(ordered)))
         except LayoutError as fault:
@@ -95,7 +98,25 @@ def as_dims(dims: object, what: str) -> tuple[Dimension, ...]:
 
 
 def as_dim(dim: object, what: str) -> Dimension:
-    """`dim`, checked to be one Dimension."""
+    """`dim`, checked to be one Dimension, or text such as "d:4"."""
     if isinstance(dim, Dimension):
         return dim
+    if isinstance(dim, str):
+        return _named_dim(dim, what, ())
     raise ShapeError(f"{what} ({source_line()}): expected a Dimension, got {type(dim).__name__} {dim!r:.80}")
+
+
+def _named_dim(text: str, what: str, among: Iterable[Tensor]) -> Dimension:
+    """A new dim of "name:size", or that of some tensors with a name."""
+    if ":" in text:
+        try:
+            (made,) = Shape(text)
+            return made
+        except (LayoutError, ValueError) as fault:
+            raise ShapeError(f"{what} ({source_line()}): {text!r} is no dim, such as 'batch:8': {fault}") from None
+    there = {d.name: d for x in among for d in x.shape}
+    found = there.get(text.strip())
+    if found is None:
+        hint = nearest(text, there) if there else f"; give its size too, such as '{text}:8'"
+        raise ShapeError(f"{what} ({source_line()}): no dim {text!r}{hint}")
+    return found

@@ -330,13 +330,13 @@ def _output_shape(
     if output_shape is not None and reduced_dims is not None:
         raise ShapeError(f"{at('einsum')}: give output_shape or reduced_dims, not both")
     if output_shape is not None:
-        return Shape(as_dims(output_shape, "einsum output_shape"))
+        return Shape(as_dims(output_shape, "einsum output_shape", xs))
     try:
         everything = union([x.shape for x in xs])
     except ShapeError as fault:
         raise ShapeError(f"{at('einsum')}: {fault}" + "".join(f"\n  {x}" for x in xs)) from None
     if reduced_dims is not None:
-        dims = as_dims(reduced_dims, "einsum reduced_dims")
+        dims = as_dims(reduced_dims, "einsum reduced_dims", xs)
         missing = [str(d) for d in dims if d not in everything]
         if missing:
             raise ShapeError(

@@ -19,7 +19,7 @@ from meshlib.dtypes import BOOL, INT32, as_dtype
 from meshlib.errors import FeedError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, current_graph, find_dim
 from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Work, operation
-from meshlib.ops.building import as_dims, build, build_source, tensor
+from meshlib.ops.building import as_dim, as_dims, build, build_source, tensor
 from meshlib.ops.rules import align, check_adds, named_factors, not_differentiable, union, vector_work
 
 _OUT_OF_RANGE = ("error", "zero")
@@ -64,8 +64,7 @@ RANGE = operation(
 
 def range(dim: Dimension, dtype: object = "int32", name: str | None = None) -> Tensor:
     """0, 1, ..., dim.size - 1 along `dim`."""
-    if not isinstance(dim, Dimension):
-        raise ShapeError(f"{at('range')}: expected a Dimension, got {dim!r:.80}")
+    dim = as_dim(dim, "range")
     return build_source(current_graph("range"), RANGE, {"dim": dim, "dtype": as_dtype(dtype)}, name).output
 
 
@@ -119,8 +118,7 @@ def one_hot(
     Raises: ShapeError while writing; FeedError at run time for an index out of range.
     """
     choice(out_of_range, "one_hot", "out_of_range", _OUT_OF_RANGE)
-    if not isinstance(output_dim, Dimension):
-        raise ShapeError(f"{at('one_hot')}: expected a Dimension, got {output_dim!r:.80}")
+    output_dim = as_dim(output_dim, "one_hot")
     made = as_dtype(dtype)
     on, off = fitting(on_value, made, "one_hot on_value"), fitting(off_value, made, "one_hot off_value")
     attrs = {"dim": output_dim, "on": on, "off": off, "dtype": made, "out_of_range": out_of_range}
@@ -345,8 +343,7 @@ def scatter_add(
     `out_of_range="zero"` what has an index that is none goes nowhere.
     """
     choice(out_of_range, "scatter_add", "out_of_range", _OUT_OF_RANGE)
-    if not isinstance(dim, Dimension):
-        raise ShapeError(f"{at('scatter_add')}: expected a Dimension, got {dim!r:.80}")
+    dim = as_dim(dim, "scatter_add")
     shape = Shape(as_dims(output_shape, "scatter_add output_shape"))
     attrs = {"dim": dim, "shape": shape, "out_of_range": out_of_range}
     return build(SCATTER_ADD, [tensor(updates, "scatter_add"), tensor(indices, "scatter_add")], attrs, name)

@@ -111,7 +111,7 @@ def quantized_einsum(
     operands = [tensor(x, "quantized_einsum") for x in items(inputs, "quantized_einsum", "inputs")]
     if len(operands) != 2:
         raise ShapeError(f"{at('quantized_einsum')}: takes two tensors, got {len(operands)}")
-    out = Shape(as_dims(output_shape, "quantized_einsum output_shape"))
+    out = Shape(as_dims(output_shape, "quantized_einsum output_shape", operands))
     for x in operands:
         if not x.dtype.is_wide_float:
             raise ShapeError(f"{at('quantized_einsum')}: needs float operands, got {x}; cast it with mtf.cast")
@@ -174,7 +174,7 @@ def quantize(
     floats(x, "quantize")
     if made.computes or made is BOOL:
         raise ShapeError(f"{at('quantize')}: dtype must be int8, int4, float8_e4m3fn or float8_e5m2, got {made.name}")
-    dims = as_dims(reduced_dim, "quantize reduced_dim")
+    dims = as_dims(reduced_dim, "quantize reduced_dim", [x])
     missing = [str(d) for d in dims if d not in x.shape]
     if missing:
         raise ShapeError(f"{at('quantize')}: reduced dims {', '.join(missing)} are not in {x}")

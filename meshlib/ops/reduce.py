@@ -105,9 +105,9 @@ def _reduce(
     if output_shape is not None and reduced_dim is not None:
         raise ShapeError(f"{at(kind.name)}: give output_shape or reduced_dim, not both")
     if output_shape is not None:
-        out = Shape(as_dims(output_shape, f"{kind.name} output_shape"))
+        out = Shape(as_dims(output_shape, f"{kind.name} output_shape", [x]))
     elif reduced_dim is not None:
-        gone = as_dims(reduced_dim, f"{kind.name} reduced_dim")
+        gone = as_dims(reduced_dim, f"{kind.name} reduced_dim", [x])
         for d in gone:
             find_dim(x, d, f"{kind.name} reduced_dim")
         out = Shape([d for d in x.shape if d not in gone])

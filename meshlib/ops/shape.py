@@ -55,8 +55,8 @@ TRANSPOSE = _define(
 
 def transpose(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None = None) -> Tensor:
     """`x` with its dims in the order of `new_shape`."""
-    shape = Shape(as_dims(new_shape, "transpose"))
-    return x if tensor(x, "transpose").shape == shape else build(TRANSPOSE, [x], {"shape": shape}, name)
+    shape = Shape(as_dims(new_shape, "transpose", [tensor(x, "transpose")]))
+    return x if x.shape == shape else build(TRANSPOSE, [x], {"shape": shape}, name)
 
 
 # ---------------------------------------------------------------- rename
@@ -157,7 +157,7 @@ def reshape(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None 
 
     The axes of a split or merged dim stay on its major part; where they can't, the value is gathered.
     """
-    shape = Shape(as_dims(new_shape, "reshape"))
+    shape = Shape(as_dims(new_shape, "reshape", [x]))
     return x if tensor(x, "reshape").shape == shape else build(RESHAPE, [x], {"shape": shape}, name)
 
 
@@ -194,7 +194,7 @@ BROADCAST = _define(
 
 def broadcast(x: Tensor, new_shape: Shape | Sequence[Dimension], name: str | None = None) -> Tensor:
     """`x` repeated over the dims of `new_shape` that it lacks."""
-    shape = Shape(as_dims(new_shape, "broadcast"))
+    shape = Shape(as_dims(new_shape, "broadcast", [x]))
     if tensor(x, "broadcast").shape == shape:
         return x
     if len(shape) == len(x.shape):

@@ -417,6 +417,11 @@ def dropout(
     Raises: ShapeError unless exactly one of keep_prob and rate is given, in (0, 1] and [0, 1).
     """
     tensor(x, "dropout")
+    if not isinstance(is_training, bool | np.bool_):
+        raise ShapeError(
+            f"{at('dropout')}: is_training must be True or False, got {is_training!r:.80}; "
+            "write dropout(x, True, rate=0.1) or dropout(x, True, keep_prob=0.9)"
+        )
     if (keep_prob is None) == (rate is None):
         given = "neither" if rate is None else f"keep_prob={keep_prob!r} and rate={rate!r}"
         raise ShapeError(f"{at('dropout')}: give exactly one of keep_prob and rate, got {given}")
@@ -429,7 +434,7 @@ def dropout(
     from meshlib.ops.elementwise import cast, less
 
     floats(x, "dropout")
-    if not flag(is_training, "dropout", "is_training") or keep == 1:
+    if not is_training or keep == 1:
         return x
     noise = Shape(as_dims(noise_shape, "dropout noise_shape")) if noise_shape is not None else x.shape
     strange = [str(d) for d in noise if d not in x.shape]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from inspect import Parameter, signature
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from meshlib.checks import items, number, whole
-from meshlib.errors import GraphError, LayoutError, MeshlibError, SliceError
-from meshlib.models import TransformerConfig, layout, usual_layouts
+from meshlib.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
+from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.searching.found import Found
 from meshlib.searching.problem import OFFLOAD, Build, Objective, Problem, problem_of, transformer_builder
 from meshlib.searching.roles import roles_of
@@ -110,6 +111,7 @@ def search(
     if whole(workers, "search", "workers") < 1:
         raise GraphError(f"search: workers must be at least 1, got {workers}")
     measure = Objective.named(objective)
+    _check_choices(build, options)
     made: dict[Choices, Problem] = {}
     refused: dict[Choices, MeshlibError] = {}
     space: list[Candidate] = []
@@ -132,7 +134,11 @@ def search(
         raise next(iter(refused.values()))
     space = [*first, *space]
     if not space:
-        raise GraphError("search: no mesh of these slices divides the program's dims; allow more axes, or fix less")
+        dims = dict.fromkeys(f"{d}:{p.tensors.sizes[d]}" for p in made.values() for d in p.dims)
+        raise GraphError(
+            f"search: no mesh of {', '.join(where.name for where in slices)} divides the program's dims "
+            f"({', '.join(dims) or 'it has none'}); take a smaller slice, allow more axes, or fix less"
+        )
     run = Search(make, made, space, len(first), measure, seconds, workers, progress, resume, begun)
     return replace(run.run(), left_out={chosen: _line(fault) for chosen, fault in refused.items()})
 
@@ -159,6 +165,24 @@ def _builder(build: object, batch: object, length: object, choices: object) -> t
             f"(mtf.models.preset), got {build!r:.80}"
         )
     return build, options
+
+
+def _check_choices(build: object, options: Iterable[str]) -> None:
+    """Whether the builder has arguments of these names."""
+    model = isinstance(build, TransformerConfig)
+    try:
+        taken = signature(train_step if model else build).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # not every function tells
+        return
+    names = [name for name in taken if not model or name not in ("config", "pipeline")]
+    names += ["stages", "microbatches"] if model else []
+    if any(p.kind is Parameter.VAR_KEYWORD for p in taken.values()):
+        return
+    for name in options:
+        if name not in names:
+            what = "a model's training step" if model else "build"
+            hint = nearest(name, names) or f"; it has {', '.join(names) or 'none'}"
+            raise GraphError(f"search: {what} has no argument {name!r}{hint}")
 
 
 def _slices(given: Any) -> list[Slice]:

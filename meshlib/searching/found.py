@@ -158,14 +158,25 @@ class Found:
 
     def _verdict(self) -> str:
         if not self.ranking or not self.fits:
-            least = f"; the least that was found is {bytes_text(_peak(self.ranking[0]))}" if self.ranking else ""
-            return f"nothing fits{least}"
+            return f"nothing fits{self._least()}"
         best = self.best
         chosen = "".join(f" {name}={value}" for name, value in best.candidate.choices)
         lines = [f"best: mesh {best.candidate.mesh}", f"      layout {best.candidate.layout or '(nothing is split)'}"]
         if chosen or self._several:
             lines.append(f"      on {best.candidate.slice.name}{',' if chosen else ''}{chosen}")
         return "\n".join([*lines, *self._second()])
+
+    def _least(self) -> str:
+        """What the smallest takes."""
+        if self.ranking:
+            return f"; the least that was found is {bytes_text(_peak(self.ranking[0]))}"
+        large = [o.candidate for o in self.outcomes if o.state == TOO_LARGE]
+        if not large:
+            return ""
+        needed, capacity = min(
+            (self.problems[c.choices].bounds.least_bytes(c), c.slice.hbm_bytes_per_device) for c in large
+        )
+        return f"; every layout takes at least {bytes_text(needed)} of each device, which has {bytes_text(capacity)}"
 
     def _second(self) -> list[str]:
         others = [o for o in self.ranking[1:] if o.fits]

@@ -147,4 +147,5 @@ def _cliques(beside: Mapping[str, set[str]]) -> Iterator[set[str]]:
             yield from grown(taken | {name}, free & beside[name], done & beside[name])
             free, done = free - {name}, done | {name}
 
-    yield from grown(set(), set(beside), set())
+    if beside:
+        yield from grown(set(), set(beside), set())
