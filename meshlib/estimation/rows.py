@@ -111,7 +111,7 @@ def _compute_row(event: Event, chip: Chip, count: int, active: float) -> Row:
     dtype = kernel.matmuls[0][0].dtype if kernel.matmuls else "bf16" if chip.peak_bf16_flops else "int8"
     peak = chip.peak_flops(dtype) / chip.devices_per_chip
     # Engines work on what is there: of the vector unit's time that on padding is none, and HBM moves what leaves VMEM.
-    # Where attention computes both gradients at once, one of them finds its scores there: the MXU does less than counted.
+    # Where attention makes both gradients at once, one of them finds its scores there: the MXU does less than counted.
     whole = kernel.vpu_ops / kernel.padded_vpu_ops if kernel.padded_vpu_ops and kernel.attention is None else 1.0
     reached = {
         "mxu": min(kernel.mxu_flops / peak, time.mxu_seconds),
