@@ -50,8 +50,8 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
 
 
 def _llama(found: Fields) -> dict[str, Any]:
-    rope = found.get("rope_parameters") or {}
-    scaled = found.get("rope_scaling") or {}
+    rope: Fields = found.get("rope_parameters") or {}
+    scaled: Fields = found.get("rope_scaling") or {}
     kind = {**rope, **scaled}.get("rope_type", scaled.get("type", "default"))
     if kind != "default":
         raise GraphError(

@@ -84,23 +84,23 @@ def merged(word: Iterable[int], ranks: Mapping[Pair, Pair]) -> list[int]:
     >>> merged([1, 2, 1, 2, 3], {(1, 2): (0, 4), (4, 4): (1, 5)})
     [5, 3]
     """
-    tokens: list[int | None] = list(word)
+    tokens = list(word)  # -1 where one has been joined with that before it
     after = [*range(1, len(tokens)), -1]
     before = [*range(-1, len(tokens) - 1)]
-    waiting = [(ranks[pair][0], n, pair) for n, pair in enumerate(pairwise(tokens)) if pair in ranks]  # type: ignore[index]
-    heapq.heapify(waiting)  # type: ignore[type-var]
+    waiting = [(ranks[pair][0], n, pair) for n, pair in enumerate(pairwise(tokens)) if pair in ranks]
+    heapq.heapify(waiting)
     while waiting:
-        _, n, pair = heapq.heappop(waiting)  # type: ignore[type-var]
+        _, n, pair = heapq.heappop(waiting)
         second = after[n]
         if second < 0 or (tokens[n], tokens[second]) != pair:
             continue  # one of them has been joined with another
-        tokens[n], tokens[second] = ranks[pair][1], None  # type: ignore[index]
+        tokens[n], tokens[second] = ranks[pair][1], -1
         after[n] = after[second]
         if after[n] >= 0:
             before[after[n]] = n
         for first in (before[n], n):
             other = after[first] if first >= 0 else -1
-            made = (tokens[first], tokens[other]) if other >= 0 else None
-            if made in ranks:
-                heapq.heappush(waiting, (ranks[made][0], first, made))  # type: ignore[index, type-var]
-    return [t for t in tokens if t is not None]
+            if other >= 0 and (tokens[first], tokens[other]) in ranks:
+                made = tokens[first], tokens[other]
+                heapq.heappush(waiting, (ranks[made][0], first, made))
+    return [token for token in tokens if token >= 0]

@@ -1,122 +1,34 @@
-"""A trained model in one folder: what it is, its variables, and how raw input becomes what it reads.
-
-    config.json         the config, and facts of its input
-    model.safetensors   its variables, as `mtf.save` writes them; no slots of an optimizer
-    tokenizer.json      of a model of text its vocabulary, as `BytePairs.save` writes it
-
-Nothing in it depends on the mesh, the layout or the devices on which the model was trained. `load_model` needs nothing
-but this library and NumPy to predict on one core; a mesh, a layout and JAX's devices are options.
-"""
+"""An exported model, loaded: ready to predict on raw input, on any mesh, on simulated cores or on real devices."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from layouts import Dimension
 from layouts.mesh import MeshLike
-from meshlib.checkpoint import load, save
+from meshlib.checkpoint import load
 from meshlib.checks import at, whole
 from meshlib.errors import CheckpointError, FeedError, GraphError
-from meshlib.files import open_file, replace_file
+from meshlib.files import open_file
 from meshlib.generation.generator import Generator
 from meshlib.generation.tokens import ByteTokenizer
-from meshlib.graph import Graph
-from meshlib.lowering import Program, lower
-from meshlib.models.config import TransformerConfig
-from meshlib.models.images.resnet import ResNetConfig
-from meshlib.models.images.step import ImageConfig, classifier
-from meshlib.models.images.tower import BATCH, image_dims
-from meshlib.models.images.vit import ViTConfig
-from meshlib.models.model import transformer
-from meshlib.ops.reduce import softmax
-from meshlib.ops.sources import input as given
-from meshlib.sharing.configs import as_json, from_json
+from meshlib.lowering import Program
+from meshlib.sharing.configs import from_json
+from meshlib.sharing.exporting import BYTES, CONFIG, FORMAT, VARIABLES, VERSION, VOCABULARY
 from meshlib.sharing.pictures import ImageInput, pixels_of
-from meshlib.sharing.variables import values_of
+from meshlib.sharing.programs import Build, forward_program, image_program, kind_of
 from meshlib.simulation import Simulation, simulate
 from meshlib.vocabulary import BytePairs
 
 Array = np.ndarray[Any, Any]
-Config = TransformerConfig | ImageConfig | Mapping[str, Any]
-Build = Callable[..., Any]
 Runner = Callable[[Program], Simulation]
-FORMAT, VERSION = "meshlib model", 1
-CONFIG, VARIABLES, VOCABULARY = "config.json", "model.safetensors", "tokenizer.json"
-BYTES = "bytes"
-
-
-def export(
-    trained: object,
-    folder: str | os.PathLike[str],
-    config: Config,
-    *,
-    tokenizer: BytePairs | ByteTokenizer | None = None,
-    images: ImageInput | None = None,
-    build: Build | None = None,
-) -> None:
-    """Write a trained model into a folder, from which `load_model` reads it anywhere.
-
-    Args:
-      trained: a simulation or a run on devices, arrays by name, or the path of a checkpoint.
-      folder: is made where it is not there.
-      config: a `TransformerConfig`, `ResNetConfig` or `ViTConfig`; or, of a program of your own, the arguments of
-        `build`, by name.
-      tokenizer: of a model of text, its vocabulary.
-      images: of a model of images, how its pixels were normalised, and the names of its classes.
-      build: of a program of your own, a function of these arguments that returns its outputs by name.
-    Raises: GraphError for what does not go together, and variables that are missing; CheckpointError where the folder
-      can't be written.
-    Example:
-      >>> import tempfile
-      >>> import meshlib as mtf
-      >>> tiny = mtf.models.preset("gpt2").reduced().replace(vocab=300)
-      >>> with mtf.Graph():
-      ...     program = mtf.lower(*mtf.models.train_step(tiny, batch=4, length=8), mesh="data:2", layout="batch:data")
-      >>> words = mtf.BytePairs.learn("to be or not to be", 300)
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     mtf.export(mtf.simulate(program), folder, tiny, tokenizer=words)
-      ...     model = mtf.load_model(folder)
-      >>> type(model.predict("to be", max_tokens=3))
-      <class 'str'>
-    """
-    what = "export"
-    kind = _kind(config, build, what)
-    _check_extras(kind, tokenizer, images, what)
-    record: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    try:
-        record["model"] = as_json(config)
-    except TypeError as fault:
-        raise GraphError(f"{at(what)}: config: {fault}") from None
-    if images is not None:
-        record["images"] = {n: list(getattr(images, n)) for n in ("mean", "deviation", "classes")}
-    if tokenizer is not None:
-        record["tokenizer"] = VOCABULARY if isinstance(tokenizer, BytePairs) else BYTES
-    program = _program(config, build)
-    wanted = {name: v.tensor.shape.sizes for name, v in program.variables.items()}
-    sim = simulate(program)
-    for name, array in values_of(trained, wanted, lambda: program, what).items():
-        sim.state[name] = array
-    processes = trained.state.processes if isinstance(trained, Simulation) else None
-    if processes is not None and not processes.first:
-        return
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except (OSError, TypeError, ValueError) as fault:
-        raise CheckpointError(f"{what}: no folder {folder!r:.80} can be made: {fault}") from None
-    place = Path(folder)
-    save(sim, place / VARIABLES)
-    if isinstance(tokenizer, BytePairs):
-        tokenizer.save(place / VOCABULARY)
-    text = json.dumps(record, indent=2)
-    replace_file(place / CONFIG, lambda file: file.write(text.encode()), what, CheckpointError)
 
 
 def load_model(
@@ -158,7 +70,7 @@ def load_model(
         )
     where = f"{what}: {target}"
     config = from_json(record.get("model"), where)
-    kind = _kind(config, build, what)
+    kind = kind_of(config, build, what)
     if whole(batch, what, "batch") < 1:
         raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
     vocabulary = record.get("tokenizer")
@@ -167,7 +79,7 @@ def load_model(
         tokenizer = BytePairs.load(place / VOCABULARY)
     seen = record.get("images")
     images = ImageInput(**from_json(seen, where)) if isinstance(seen, dict) else None
-    sim = simulate(_program(config, build))
+    sim = simulate(forward_program(config, build))
     load(place / VARIABLES, sim)
     common = config, {name: sim.state[name] for name in sim.program.variables}, _Where(mesh, layout, run, int(batch))
     if kind == "text":
@@ -299,7 +211,7 @@ class ImageModel(Model):
 
     @cached_property
     def _sim(self) -> Simulation:
-        program = _image_program(self.config, self.where.batch, self.where.mesh, self.where.layout)
+        program = image_program(self.config, self.where.batch, self.where.mesh, self.where.layout)
         return self.where.started(program, self.state)
 
 
@@ -320,63 +232,5 @@ class OwnModel(Model):
 
     @cached_property
     def _sim(self) -> Simulation:
-        program = _program(self.config, self.build, self.where.mesh, self.where.layout)
+        program = forward_program(self.config, self.build, self.where.mesh, self.where.layout)
         return self.where.started(program, self.state)
-
-
-# ------------------------------------------------------------ programs
-
-
-def _kind(config: object, build: object, what: str) -> str:
-    """ "text", "images" or "own"."""
-    if isinstance(config, Mapping):
-        if not callable(build):
-            raise GraphError(
-                f"{at(what)}: a config of your own needs build=, a function of {', '.join(config) or 'no arguments'} "
-                f"that returns outputs by name, got {build!r:.80}"
-            )
-        return "own"
-    if build is not None:
-        raise GraphError(f"{at(what)}: build is for a config of your own; {type(config).__name__} says what it is")
-    if isinstance(config, TransformerConfig):
-        return "text"
-    if isinstance(config, ResNetConfig | ViTConfig):
-        return "images"
-    raise GraphError(
-        f"{at(what)}: config must be a TransformerConfig, ResNetConfig or ViTConfig, or arguments of build by name, "
-        f"got {type(config).__name__} {config!r:.80}"
-    )
-
-
-def _check_extras(kind: str, tokenizer: object, images: object, what: str) -> None:
-    for name, value, wanted, own in (
-        ("tokenizer", tokenizer, BytePairs | ByteTokenizer, "text"),
-        ("images", images, ImageInput, "images"),
-    ):
-        if value is not None and kind != own:
-            raise GraphError(f"{at(what)}: {name} is for models of {own}")
-        if value is not None and not isinstance(value, wanted):
-            raise GraphError(f"{at(what)}: {name} is {type(value).__name__} {value!r:.80}, which can't be written")
-
-
-def _program(config: Any, build: Build | None, mesh: MeshLike = "device:1", layout: object = "") -> Program:
-    """A forward pass, with all that is trained among its variables."""
-    if isinstance(config, TransformerConfig):
-        plain = config.replace(numerics=replace(config.numerics, kernel_dtype=None))
-        with Graph():
-            return lower({"loss": transformer(plain, 1, 1, training=False).loss})
-    if isinstance(config, Mapping):
-        assert build is not None
-        with Graph():
-            outputs = build(**config)
-            if not isinstance(outputs, Mapping):
-                raise GraphError(f"{at('build')}: must return outputs by name, got {outputs!r:.80}")
-            return lower(outputs, mesh=mesh, layout=layout)
-    return _image_program(config, 1, mesh, layout)
-
-
-def _image_program(config: ImageConfig, batch: int, mesh: MeshLike, layout: object) -> Program:
-    with Graph():
-        images = given("images", [Dimension(BATCH, batch), *image_dims(config)])
-        logits, _ = classifier(config, images, False)
-        return lower({"probabilities": softmax(logits, logits.shape.dim("classes"))}, mesh=mesh, layout=layout)

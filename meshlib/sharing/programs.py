@@ -1,0 +1,70 @@
+"""The forward pass of an exported model: which it is, by its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from layouts import Dimension
+from layouts.mesh import MeshLike
+from meshlib.checks import at
+from meshlib.errors import GraphError
+from meshlib.graph import Graph
+from meshlib.lowering import Program, lower
+from meshlib.models.config import TransformerConfig
+from meshlib.models.images.resnet import ResNetConfig
+from meshlib.models.images.step import ImageConfig, classifier
+from meshlib.models.images.tower import BATCH, image_dims
+from meshlib.models.images.vit import ViTConfig
+from meshlib.models.model import transformer
+from meshlib.ops.reduce import softmax
+from meshlib.ops.sources import input as given
+
+Config = TransformerConfig | ImageConfig | Mapping[str, Any]
+Build = Callable[..., Any]
+
+
+def kind_of(config: object, build: object, what: str) -> str:
+    """ "text", "images" or "own"."""
+    if isinstance(config, Mapping):
+        if not callable(build):
+            raise GraphError(
+                f"{at(what)}: a config of your own needs build=, a function of {', '.join(config) or 'no arguments'} "
+                f"that returns outputs by name, got {build!r:.80}"
+            )
+        return "own"
+    if build is not None:
+        raise GraphError(f"{at(what)}: build is for a config of your own; {type(config).__name__} says what it is")
+    if isinstance(config, TransformerConfig):
+        return "text"
+    if isinstance(config, ResNetConfig | ViTConfig):
+        return "images"
+    raise GraphError(
+        f"{at(what)}: config must be a TransformerConfig, ResNetConfig or ViTConfig, or arguments of build by name, "
+        f"got {type(config).__name__} {config!r:.80}"
+    )
+
+
+def forward_program(config: Any, build: Build | None, mesh: MeshLike = "device:1", layout: object = "") -> Program:
+    """A forward pass, with all that is trained among its variables."""
+    if isinstance(config, TransformerConfig):
+        plain = config.replace(numerics=replace(config.numerics, kernel_dtype=None))
+        with Graph():
+            return lower({"loss": transformer(plain, 1, 1, training=False).loss})
+    if isinstance(config, Mapping):
+        assert build is not None
+        with Graph():
+            outputs = build(**config)
+            if not isinstance(outputs, Mapping):
+                raise GraphError(f"{at('build')}: must return outputs by name, got {outputs!r:.80}")
+            return lower(outputs, mesh=mesh, layout=layout)
+    return image_program(config, 1, mesh, layout)
+
+
+def image_program(config: ImageConfig, batch: int, mesh: MeshLike, layout: object) -> Program:
+    """The probabilities of classes, of a batch of images."""
+    with Graph():
+        images = given("images", [Dimension(BATCH, batch), *image_dims(config)])
+        logits, _ = classifier(config, images, False)
+        return lower({"probabilities": softmax(logits, logits.shape.dim("classes"))}, mesh=mesh, layout=layout)
