@@ -25,7 +25,8 @@ class Remat:
     """A policy that keeps values by name: `mtf.Remat(save=["q", "k", "v"], offload=["context"])`.
 
     An operation is meant if the last part of its name in the listing, without the number that tells repetitions
-    apart, is in the list: "q" means "decoder/attention/q" and "decoder/attention/q_1".
+    apart, is in the list: "q" means "decoder/attention/q" and "decoder/attention/q_1". Its result is kept: where
+    a dim changes its name to lie elsewhere, as of tokens dispatched to experts, what has been sent.
 
     Args:
       save: kept in HBM.

@@ -23,8 +23,9 @@ import pytest
 import meshlib as mtf
 from tests.effort import some
 
-beam, choose, course, partition, places = (
-    importlib.import_module(f"meshlib.lowering.{part}") for part in ("beam", "choose", "course", "partition", "places")
+beam, choose, course, endings, partition, places = (
+    importlib.import_module(f"meshlib.lowering.{part}")
+    for part in ("beam", "choose", "course", "endings", "partition", "places")
 )
 pass_options = choose.pass_options
 
@@ -405,7 +406,7 @@ def test_without_whole_terms_that_count_once(sabotage):
 def test_with_everything_brought_home(sabotage):
     """Keys and values come to queries in the backward again, and their cotangents back."""
     for part in (course, partition):
-        sabotage.setattr(part, "binding", lambda *args: choose.Binding.ALWAYS)
+        sabotage.setattr(part, "binding", lambda *args: endings.Binding.ALWAYS)
     assert_sends_more("context", 8, allowed("context", 8))
 
 
