@@ -102,7 +102,7 @@ def _of_table(path: Path, told: Progress) -> Iterator[Features]:
             for row in rows:
                 if None in row or None in row.values():
                     raise DataError(f"records: {path}, line {rows.line_num}: expected {len(names)} values")
-                made = {name: _number(row[name]) for name in names}
+                made: Features = {name: _number(row[name]) for name in names}
                 if isinstance(made.get(IMAGE), str):
                     made[IMAGE] = _picture(path.parent / str(made[IMAGE]))
                 yield made
