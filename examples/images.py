@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import meshlib as mtf
 from examples import devices, image_data
 from examples.image_data import ImageData
-from examples.terminal import check_least, finish, line, progress
+from examples.terminal import Lines, check_least, finish, line
 from hardware import Slice, legal_slices
 
 PRECISIONS = {"bfloat16": "bfloat16", "float32": "float32"}
@@ -75,22 +73,17 @@ def build(args: argparse.Namespace, config: Any, examples: int, batch: int) -> l
     return [training, evaluation]
 
 
-def accuracy(sim: mtf.Simulation, evaluation: mtf.Program, data: ImageData) -> float:
-    """Fraction of the test images that are classified right, on the same cores; the last batch is filled up."""
-    size = evaluation.inputs["images"].tensor.shape.dim("batch").size
-    examples = {"images": data.normalised(data.test_images), "labels": data.test_labels}
-    results = [sim.run(evaluation, batch) for batch in mtf.Batches(examples, size, remainder="pad", epochs=1)]
-    return float(sum(r["right"] for r in results) / sum(r["count"] for r in results))
+def moved(most: int) -> Callable[[dict[str, Any], np.random.Generator], dict[str, Any]]:
+    """What becomes of a training image: moved by up to `most` pixels each way, its border repeated."""
 
+    def made(example: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        image = example["images"]
+        height, width = image.shape[:2]
+        y, x = rng.integers(0, 2 * most + 1, 2)
+        padded = np.pad(image, ((most, most), (most, most), (0, 0)), mode="edge")
+        return {**example, "images": padded[y : y + height, x : x + width]}
 
-def shifted(images: np.ndarray, rng: np.random.Generator, most: int) -> np.ndarray:
-    """Each image moved by up to `most` pixels each way, its border repeated."""
-    if not most:
-        return images
-    height, width = images.shape[1:3]
-    padded = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)), mode="edge")
-    places = rng.integers(0, 2 * most + 1, (len(images), 2))
-    return np.stack([p[y : y + height, x : x + width] for p, (y, x) in zip(padded, places, strict=True)])
+    return made
 
 
 def train(args: argparse.Namespace, data: ImageData, batch: int) -> tuple[mtf.Simulation, mtf.Program, float]:
@@ -104,22 +97,33 @@ def train(args: argparse.Namespace, data: ImageData, batch: int) -> tuple[mtf.Si
         line(f"note: {note}")
     line(f"{config.name}: {config.parameters:,} parameters, batch {batch} on mesh {training.mesh}, "
          f"layout {training.layout or '(none)'}")  # fmt: skip
-    examples = {"images": data.normalised(data.train_images), "labels": data.train_labels}
-    batches = mtf.Batches(examples, batch, shuffle_seed=args.seed)
-    rng = np.random.default_rng(args.seed)
-    right = 0.0
-    for epoch in range(1, args.epochs + 1):
-        begun, losses = time.perf_counter(), []
-        for fed in islice(batches, batches.per_epoch):
-            found = sim.step({**fed, "images": shifted(fed["images"], rng, args.shift)})
-            losses.append(float(found["loss"]))
-            progress(len(losses), batches.per_epoch, f"loss {losses[-1]:.4f}")
-        seconds = time.perf_counter() - begun
-        right = accuracy(sim, evaluation, data)
-        line(f"epoch {epoch:>2}  loss {np.mean(losses):.4f}  test accuracy {right:.2%}  ({seconds:.1f} s)")
-        if args.save:
+    of_training = mtf.data.arrays({"images": data.normalised(data.train_images), "labels": data.train_labels})
+    of_training = of_training.shuffle(args.seed)
+    if args.shift:
+        of_training = of_training.map(moved(args.shift), seed=args.seed)
+    of_training = of_training.batch(batch).repeat().prefetch(2)
+    test = {"images": data.normalised(data.test_images), "labels": data.test_labels}
+    lines = Lines(of_training.per_epoch)
+
+    def report(row: dict[str, Any]) -> None:
+        lines(row)
+        if args.save and "eval_accuracy" in row:
             mtf.save(sim, args.save)
-    return sim, evaluation, right
+
+    trained = mtf.train(
+        sim,
+        of_training,
+        args.epochs * of_training.per_epoch,
+        evaluation=mtf.Evaluation(
+            program=evaluation,
+            data=mtf.data.arrays(test).batch(args.eval_batch, "pad"),
+            every=of_training.per_epoch,
+            measure=lambda found, _: {"accuracy": found["right"], "loss": found["loss"], "count": found["count"]},
+        ),
+        log_every=of_training.per_epoch,
+        report=report,
+    )
+    return sim, evaluation, trained.history.column("eval_accuracy")[1][-1]
 
 
 def predict(args: argparse.Namespace, data: ImageData) -> None:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import meshlib as mtf
 from examples import devices, mnist_data
-from examples.terminal import check_least, finish, line, progress
+from examples.terminal import Lines, check_least, finish
 
 PIXELS, CLASSES = mtf.Dimension("pixels", 784), mtf.Dimension("classes", 10)
 
@@ -53,14 +51,10 @@ def build(args: argparse.Namespace) -> tuple[mtf.Program, mtf.Program]:
     return training, evaluation
 
 
-def accuracy(sim: mtf.Simulation, evaluation: mtf.Program, images: np.ndarray, labels: np.ndarray) -> float:
-    """Fraction of right answers; the mask does not count the images that fill the last batch up."""
-    size = evaluation.inputs["images"].tensor.shape.dim("batch").size
-    right = 0.0
-    for batch in mtf.Batches({"images": images, "labels": labels}, size, remainder="pad", epochs=1):
-        logits = sim.run(evaluation, images=batch["images"])["logits"]
-        right += float(batch["mask"] @ (logits.argmax(axis=1) == batch["labels"]))
-    return right / len(images)
+def right(outputs: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> dict[str, float]:
+    """How many answers are right; the mask does not count the images that fill the last batch up."""
+    found = batch["mask"] @ (outputs["logits"].argmax(axis=1) == batch["labels"])
+    return {"accuracy": float(found), "count": float(batch["mask"].sum())}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -73,16 +67,22 @@ def train(args: argparse.Namespace) -> None:
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; matmul operands: {args.precision}")
     for note in training.notes:
         print(f"note: {note}")
-    examples = {"images": digits.train_images, "labels": digits.train_labels}
-    batches = mtf.Batches(examples, args.batch, shuffle_seed=args.seed)
-    for epoch in range(1, args.epochs + 1):
-        begun, losses = time.perf_counter(), []
-        for batch in islice(batches, batches.per_epoch):
-            losses.append(float(sim.step(batch)["loss"]))
-            progress(len(losses), batches.per_epoch, f"loss {losses[-1]:.4f}")
-        seconds = time.perf_counter() - begun
-        right = accuracy(sim, evaluation, digits.test_images, digits.test_labels)
-        line(f"epoch {epoch:>2}  loss {np.mean(losses):.4f}  test accuracy {right:.2%}  ({seconds:.1f} s)")
+    data = mtf.data.arrays({"images": digits.train_images, "labels": digits.train_labels})
+    data = data.shuffle(args.seed).batch(args.batch).repeat()
+    test = mtf.data.arrays({"images": digits.test_images, "labels": digits.test_labels}).batch(args.batch, "pad")
+    trained = mtf.train(
+        sim,
+        data,
+        args.epochs * data.per_epoch,
+        evaluation=mtf.Evaluation(program=evaluation, data=test, every=data.per_epoch, measure=right),
+        best="accuracy",
+        better="higher",
+        log_every=data.per_epoch,
+        folder=args.folder,
+        report=Lines(data.per_epoch),
+    )
+    if args.plot:
+        trained.history.plot(args.plot)
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
     print(f"\n{training.memory}")
     if args.on == "jax":
@@ -112,6 +112,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     parser.add_argument("--data", default=None, help="folder of IDX files; also $MESHLIB_MNIST")
+    parser.add_argument("--folder", default=None, help="for checkpoints and the history; goes on with what is there")
+    parser.add_argument("--plot", default=None, help="draw the curves into this file, such as curves.png")
     parser.add_argument("--seed", type=int, default=0)
     devices.add_flags(parser)
     args = parser.parse_args(argv)

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
 def progress(done: int, total: int, text: str) -> None:
@@ -18,6 +19,25 @@ def progress(done: int, total: int, text: str) -> None:
 def line(text: str) -> None:
     """A line in place of the bar."""
     print(("\r\033[K" if sys.stdout.isatty() else "") + text, flush=True)
+
+
+class Lines:
+    """A line for each epoch of `mtf.train`: the loss, how quick it was, and what the evaluation at its end found."""
+
+    def __init__(self, per_epoch: int) -> None:
+        self.per_epoch = per_epoch
+        self.row: dict[str, Any] = {}
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        """Take a row of the history."""
+        if "eval_accuracy" not in row:
+            self.row = row
+            return
+        epoch, rate = row["step"] // self.per_epoch, self.row["examples_per_second"]
+        line(
+            f"epoch {epoch:>2}  loss {self.row['loss']:.4f}  test accuracy {row['eval_accuracy']:.2%}  "
+            f"({rate:,.0f} examples/s)"
+        )
 
 
 def check_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:

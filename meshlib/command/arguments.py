@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     slices = under.add_parser("slices", help="which slices there are")
     slices.add_argument("kind", nargs="?", help="a chip, such as v5e; all of them unless given")
     slices.set_defaults(run=commands.slices)
+    _records(under.add_parser("records", help="write records of a folder of pictures, a table, IDX files or a text"))
     return made
 
 
@@ -120,6 +121,14 @@ def _validate(made: argparse.ArgumentParser) -> None:
     made.add_argument("--refit", action="store_true", help="fit the constants to the training runs first")
     made.add_argument("--talks", action="store_true", help="the figures of the talks, in place of the rows")
     made.set_defaults(run=commands.validated)
+
+
+def _records(made: argparse.ArgumentParser) -> None:
+    made.add_argument("source", help="a folder class/name.png, a .csv with a line of names, an IDX file, or a text")
+    made.add_argument("target", help="the file to write, or NAME@COUNT for NAME-00000-of-00010, ...")
+    made.add_argument("--labels", help="of an IDX file of images, that of their labels")
+    made.add_argument("--compression", choices=("gzip", "zlib"), help="of the files; none unless given")
+    made.set_defaults(run=commands.recorded)
 
 
 def _count(text: str) -> int:

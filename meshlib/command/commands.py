@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 
 from hardware.chips import CHIPS
 from hardware.slices import Slice, legal_slices
@@ -15,6 +16,7 @@ from meshlib.errors import GraphError, LayoutError
 from meshlib.estimation import estimate
 from meshlib.lowering import Program
 from meshlib.program.listing import explain as explained
+from meshlib.records import make
 from meshlib.searching import Found
 from meshlib.searching import search as searched
 from meshlib.text import wrapped
@@ -70,7 +72,7 @@ def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
             choices=choices,
             seconds=args.seconds,
             workers=args.workers,
-            progress=progress,
+            progress=lambda done, total, text: progress(done, total, f"best: {text}"),
             **given,
         )
     finally:
@@ -193,3 +195,28 @@ def _laid(args: argparse.Namespace) -> tuple[Subject, list[tuple[str, str]]]:
 def _lowered(args: argparse.Namespace) -> list[Program]:
     subject, layouts = _laid(args)
     return [subject.lowered(name, mesh, **_choices(args, subject)) for name, mesh in layouts]
+
+
+def recorded(args: argparse.Namespace) -> int:
+    """Records of something else."""
+    shown = -1
+
+    def told(done: int, total: int) -> None:
+        nonlocal shown
+        if 1000 * done // total > shown:
+            shown = 1000 * done // total
+            progress(done, total, "written")
+
+    try:
+        count, paths = make(
+            args.source,
+            args.target,
+            labels=args.labels,
+            compression=args.compression,
+            progress=told,
+        )
+    finally:
+        progress_ends()
+    where = paths[0] if len(paths) == 1 else f"{paths[0]} to {os.path.basename(paths[-1])}"
+    print(f"{count:,} records in {where}")
+    return GOOD

@@ -37,7 +37,7 @@ def progress(done: int, total: int, text: str) -> None:
     """A bar on one line of the terminal; nothing where the output is not one."""
     if sys.stderr.isatty():
         filled = 30 * done // max(1, total)
-        line = f"[{'#' * filled}{'.' * (30 - filled)}] {done:,}/{total:,} best: {text}"
+        line = f"[{'#' * filled}{'.' * (30 - filled)}] {done:,}/{total:,} {text}"
         print(f"\r\033[K{line[:79]}", end="", file=sys.stderr, flush=True)
 
 

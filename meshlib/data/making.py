@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from meshlib.data.batching import Array, Example
 from meshlib.data.pipeline import Data
 from meshlib.data.sources import Arrays, Folder, Lines, Records
 from meshlib.errors import DataError, FeedError, nearest
-from meshlib.records.example import Value, decode
+from meshlib.records.example import Decoder, Value
 from meshlib.records.idx import read_idx
 from meshlib.records.images import read_image
 from meshlib.records.naming import Paths, files_of
@@ -80,21 +80,45 @@ class Field:
                 return given[0].decode()
             except UnicodeDecodeError as fault:
                 raise DataError(f"'{name}' is no UTF-8: byte {fault.start} of {len(given[0])}") from None
-        dtype = np.dtype(self.dtype)
+        dtype = self._dtype
         if isinstance(given, list):
             raw = given[0] if len(given) == 1 else b""
             if len(given) > 1 or len(raw) % dtype.itemsize:
                 raise DataError(f"'{name}' is {_type(given)}, expected bytes of an array of {dtype}")
-            found = np.frombuffer(raw, dtype.newbyteorder("<")).astype(dtype)
+            found = np.frombuffer(raw, self._stored)
+            found = found if self._stored == dtype else found.astype(dtype)
+        elif self.shape == () and len(given) == 1 and dtype.kind in "iu" and given.dtype.kind == "i":
+            number = int(given[0])
+            if not self._bounds[0] <= number <= self._bounds[1]:
+                raise DataError(f"'{name}' holds {number}, which does not fit {dtype}")
+            return dtype.type(number)
         else:
             found = self._cast(name, given, dtype)
         if self.shape is None:
             return found
-        if found.size != prod(self.shape):
-            raise DataError(f"'{name}' has {found.size} elements, expected {prod(self.shape)} of shape {self.shape}")
+        if found.size != self._size:
+            raise DataError(f"'{name}' has {found.size} elements, expected {self._size} of shape {self.shape}")
         return found.reshape(self.shape) if self.shape else found.reshape(())[()]
 
+    @cached_property
+    def _dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
+
+    @cached_property
+    def _stored(self) -> np.dtype[Any]:
+        return self._dtype.newbyteorder("<")
+
+    @cached_property
+    def _size(self) -> int:
+        return prod(self.shape or ())
+
+    @cached_property
+    def _bounds(self) -> tuple[int, int]:
+        bounds = np.iinfo(self._dtype)
+        return int(bounds.min), int(bounds.max)
+
     def _cast(self, name: str, given: Array, dtype: np.dtype[Any]) -> Array:
+        """Numbers in another dtype, if it can hold them."""
         if given.dtype.kind == "f" and dtype.kind != "f":
             raise DataError(f"'{name}' is {_type(given)}, expected integers for {dtype}")
         found = given.astype(dtype)
@@ -110,16 +134,21 @@ def _type(value: Value) -> str:
     return f"{len(value)} numbers of {value.dtype}"
 
 
-def _decoded(fields: Mapping[str, Field], data: bytes) -> Example:
-    """An example out of a record."""
-    features = decode(data)
-    made = {}
-    for name, field in fields.items():
-        key = field.name or name
-        if key not in features:
-            raise DataError(f"no feature '{key}'{nearest(key, features)}; it has {', '.join(features) or 'none'}")
-        made[name] = field.value(key, features[key])
-    return made
+class _Decoder:
+    """Examples out of records."""
+
+    def __init__(self, fields: Mapping[str, Field]) -> None:
+        self.fields = [(name, field.name or name, field) for name, field in fields.items()]
+        self.decode = Decoder()
+
+    def __call__(self, data: bytes) -> Example:
+        features = self.decode(data)
+        made = {}
+        for name, key, field in self.fields:
+            if key not in features:
+                raise DataError(f"no feature '{key}'{nearest(key, features)}; it has {', '.join(features) or 'none'}")
+            made[name] = field.value(key, features[key])
+        return made
 
 
 def _raw(data: bytes) -> Example:
@@ -158,7 +187,7 @@ def records(
         wrong = not isinstance(fields, Mapping) or not fields
         if wrong or not all(isinstance(n, str) and isinstance(f, Field) for n, f in fields.items()):
             raise FeedError(f"{at('data.records')}: fields are a dict of names to mtf.data.Field, got {fields!r:.80}")
-        read = partial(_decoded, dict(fields))
+        read = _Decoder(fields)
     source = Records(files_of(paths), read, interleave, on_fault, _named(paths))
     return _checked(source.name, Data(source))
 

@@ -499,7 +499,12 @@ class _Maker(Iterator[_Made]):
 
     def _finished(self, batch: Batch, examples: int, after: _Place) -> _Made:
         for stage, mapped in enumerate(self.data.of_batches):
-            made = mapped(batch, after.next, -1 - stage, lambda: f"the batch that ends with draw {after.next - 1}")
+            made = mapped(
+                batch,
+                after.next,
+                len(self.data.maps) + stage,
+                lambda: f"the batch that ends with draw {after.next - 1}",
+            )
             assert made is not None
             batch = made
         return _Made(batch, examples, after)

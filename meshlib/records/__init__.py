@@ -13,6 +13,7 @@ from meshlib.records.example import decode as decode
 from meshlib.records.example import encode as encode
 from meshlib.records.frames import Fault as Fault
 from meshlib.records.idx import read_idx as read_idx
+from meshlib.records.making import make as make
 from meshlib.records.naming import files_of as files_of
 from meshlib.records.reading import read as read
 from meshlib.records.writing import Writer as Writer

@@ -1,0 +1,336 @@
+"""The input pipeline: what batches hold, whatever the stages; going on from any place; what goes wrong and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import threading
+import tracemalloc
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.data.order import Order
+from tests.effort import draws
+
+EXAMPLES = 41
+SEQUENCES = [np.random.default_rng(n).integers(1, 99, 1 + n * 7 % 19).tolist() for n in range(EXAMPLES)]
+BOTH = {"tokens": mtf.data.Field("int32", None), "n": mtf.data.Field("int32")}
+TOKENS = {"tokens": BOTH["tokens"]}
+Batch = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    made = [mtf.records.encode({"tokens": s, "n": n}) for n, s in enumerate(SEQUENCES)]
+    mtf.records.write(folder / "plain@3", made)
+    mtf.records.write(folder / "packed@3", made, "gzip")
+    return folder
+
+
+def augmented(example: Batch, rng: np.random.Generator) -> Batch:
+    return {**example, "x": rng.random()}
+
+
+def pipelines(files: Path) -> dict[str, mtf.data.Data]:
+    plain, data = files / "plain@3", mtf.data
+    numbers = data.records(plain, {"n": BOTH["n"]}, interleave=2)
+    whole, tokens = data.records(plain, BOTH).shuffle(3), data.records(plain, TOKENS).shuffle(3)
+    zipped = data.records(files / "packed@3", BOTH, interleave=3).shuffle(3, buffer=9)
+    arrays = data.arrays({"n": np.arange(EXAMPLES)}).shuffle(3)
+    return {
+        "maps": numbers.shuffle(3).map(augmented, seed=5).batch(4).repeat(2),
+        "joined": numbers.shuffle(3).repeat(2).batch(4, "pad"),
+        "padded": whole.batch(4, "pad", pad={"tokens": 20}).repeat(2),
+        "packed": tokens.batch(3, "pad", pack={"tokens": 24}).repeat(2),
+        "packed, dropped": tokens.batch(3, pack={"tokens": 24}).repeat(2),
+        "buckets": whole.batch(4, "pad", buckets={"tokens": [5, 10, 20]}).repeat(2),
+        "compressed": zipped.filter(lambda e: e["n"] % 3 > 0).batch(4, "pad", pad={"tokens": 20}).repeat(2),
+        "arrays": arrays.batch(4, "pad").repeat(2),
+        "arrays, joined": arrays.repeat(2).batch(4),
+        "of batches": arrays.batch(4).map(lambda b, rng: {**b, "x": rng.random(4)}, seed=1).repeat(2),
+    }
+
+
+NAMES = (
+    "maps", "joined", "padded", "packed", "packed, dropped", "buckets", "compressed", "arrays", "arrays, joined",
+    "of batches",
+)  # fmt: skip
+
+
+def assert_same(found: list[Batch], wanted: list[Batch]) -> None:
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name], strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_goes_on_with_the_very_next_batch_from_any_place(files: Path, name: str) -> None:
+    made = pipelines(files)
+    assert tuple(made) == NAMES
+    data = made[name]
+    whole = list(data)
+    assert len(whole) > 8
+    for begin in range(0, len(whole) + 1, 1 if draws(0, 1) else 4):
+        for variant in (data, data.prefetch(2)):
+            feed = iter(variant)
+            for _ in islice(feed, begin):
+                pass
+            state = json.loads(json.dumps(feed.state()))
+            feed.close()
+            other = iter(data)
+            other.restore(state)
+            assert_same(list(other), whole[begin:])
+
+
+@pytest.mark.parametrize("name", ["maps", "packed", "compressed"])
+def test_threads_change_nothing(files: Path, name: str) -> None:
+    data = pipelines(files)[name]
+    assert_same(list(dataclasses.replace(data, workers=3, ahead=2)), list(data))
+
+
+def test_every_example_once_in_each_epoch(files: Path) -> None:
+    made = pipelines(files)
+    for name in ("joined", "padded", "buckets", "arrays", "compressed"):
+        found = [n for batch in made[name] for n, m in zip(batch["n"].tolist(), batch["mask"], strict=True) if m]
+        wanted = [n for n in range(EXAMPLES) if name != "compressed" or n % 3]
+        for epoch in (found[: len(wanted)], found[len(wanted) :]):
+            assert sorted(epoch) == wanted, name
+        assert found[: len(wanted)] != found[len(wanted) :]
+
+
+def test_arrays_give_the_same_as_example_by_example() -> None:
+    arrays = mtf.data.arrays({"n": np.arange(EXAMPLES), "x": np.random.default_rng(0).random((EXAMPLES, 3))}).shuffle(1)
+    for remainder in ("drop", "pad"):
+        for joined in (False, True):
+            quick, slow = arrays, arrays.map(lambda e: e)
+            pair = [
+                (d.repeat(2).batch(6, remainder) if joined else d.batch(6, remainder).repeat(2)) for d in (quick, slow)
+            ]
+            assert_same(list(pair[0]), list(pair[1]))
+
+
+def test_the_order_is_that_of_batches() -> None:
+    arrays = {"n": np.arange(EXAMPLES)}
+    old = list(mtf.Batches(arrays, 4, shuffle_seed=9, epochs=3))
+    assert_same(list(mtf.data.arrays(arrays).shuffle(9).batch(4).repeat(3)), old)
+
+
+def test_a_buffer_shuffles_neighbours_alone() -> None:
+    for buffer in (1, 3, 7, 40, 41, 99):
+        order = Order(EXAMPLES, 5, buffer)
+        whole = order.places(0, 4 * EXAMPLES).reshape(4, EXAMPLES)
+        assert all(sorted(epoch) == list(range(EXAMPLES)) for epoch in whole.tolist())
+        assert (abs(whole - np.arange(EXAMPLES)) < buffer).all()
+        for begin in range(0, 3 * EXAMPLES, 5):
+            there = Order(EXAMPLES, 5, buffer).places(begin, begin + 7)
+            np.testing.assert_array_equal(there, whole.reshape(-1)[begin : begin + 7])
+
+
+def test_rows_hold_their_sequences_whole(files: Path) -> None:
+    made = pipelines(files)
+    for name in ("padded", "packed", "buckets"):
+        found = []
+        for batch in made[name]:
+            ids, positions = batch["segment_ids"], batch["segment_positions"]
+            assert not batch["tokens"][ids == 0].any()
+            for row in range(len(ids)):
+                for segment in range(1, ids[row].max() + 1):
+                    here = ids[row] == segment
+                    assert positions[row][here].tolist() == list(range(here.sum()))
+                    if batch["mask"][row]:
+                        found.append(batch["tokens"][row][here].tolist())
+        assert sorted(found) == sorted(2 * SEQUENCES), name
+    rows = sum(batch["mask"].sum() for batch in made["packed"])
+    assert rows < 1.25 * 2 * sum(map(len, SEQUENCES)) / 24  # little of them is padding
+    shapes = {batch["tokens"].shape for batch in made["buckets"]}
+    assert shapes == {(4, 5), (4, 10), (4, 20)}
+
+
+def test_sources_and_targets_share_rows_and_are_named_as_models_name_them() -> None:
+    pairs = [{"sources": np.arange(1, 3 + n % 3), "tokens": np.arange(1, 6 - n % 4)} for n in range(12)]
+    numbered = mtf.data.arrays({"n": np.arange(12)}).map(lambda e: pairs[int(e["n"])])
+    (batch,) = numbered.batch(5, "pad", pack={"sources": 10, "tokens": 12})
+    assert set(batch) == {
+        "sources", "tokens", "segment_ids", "segment_positions", "source_segment_ids", "source_positions", "mask",
+    }  # fmt: skip
+    assert (batch["segment_ids"].max(axis=1) == batch["source_segment_ids"].max(axis=1)).all()
+    assert (batch["sources"] > 0).sum() == sum(len(p["sources"]) for p in pairs)
+
+
+def test_files_in_turns(files: Path) -> None:
+    found = [e["n"] for e in mtf.data.records(files / "plain@3", {"n": BOTH["n"]}, interleave=3)]
+    assert found == list(range(EXAMPLES))  # as they were written, one to each file in turn
+    pairs = [int(e["n"]) for e in mtf.data.records(files / "plain@3", {"n": BOTH["n"]}, interleave=2)]
+    assert pairs[:4] == [0, 1, 3, 4]
+    assert sorted(pairs) == list(range(EXAMPLES))
+
+
+def test_damaged_records_are_left_out_and_counted(files: Path, tmp_path: Path) -> None:
+    raw = bytearray((files / "plain-00000-of-00003").read_bytes())
+    raw[14] ^= 1
+    (tmp_path / "a").write_bytes(raw)
+    (tmp_path / "z").write_bytes(gzip.compress(bytes(raw)))
+    for name in ("a", "z"):
+        with pytest.raises(mtf.DataError, match=rf"{name}: at byte \d+: the \d+ bytes of data have the CRC"):
+            list(mtf.data.records(tmp_path / name, BOTH).batch(1, pad={"tokens": 20}))
+        feed = iter(mtf.data.records(tmp_path / name, {"n": BOTH["n"]}, on_fault="skip").batch(1).repeat(2))
+        assert [b["n"].item() for b in feed] == 2 * list(range(3, EXAMPLES, 3))
+        assert feed.stats.skipped == 1
+
+
+def test_lines_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes("a\r\n\nb ä\nlast".encode())
+    lines = mtf.data.text(tmp_path / "t")
+    assert [e["text"] for e in lines] == ["a", "b ä", "last"]
+    (batch,) = lines.batch(3)
+    assert batch["text"].tolist() == ["a", "b ä", "last"]
+    (tmp_path / "bad").write_bytes(b"ok\n\xff\n")
+    with pytest.raises(mtf.DataError, match=r"the line at byte 3 of .*bad is not UTF-8"):
+        list(mtf.data.text(tmp_path / "bad"))
+
+
+def test_what_it_took_is_told() -> None:
+    data = mtf.data.arrays({"x": np.zeros((64, 4))}).map(lambda e: e).batch(8).repeat(4).prefetch(1)
+    feed = iter(data)
+    list(feed)
+    stats = feed.stats
+    assert (stats.examples, stats.batches, stats.made_examples) == (256, 32, 256)
+    assert stats.made_seconds > 0
+    assert mtf.HostInput(examples_per_second=stats.examples_per_second).rate > 0
+
+
+def test_threads_end_with_the_iterator() -> None:
+    def running() -> int:
+        return sum(t.name.startswith("meshlib.data") for t in threading.enumerate())
+
+    data = mtf.data.arrays({"x": np.arange(64)}).map(lambda e: e, workers=2).batch(8).repeat().prefetch(2)
+    before = running()
+    feed = iter(data)
+    next(feed)
+    assert running() > before
+    del feed
+    assert running() == before
+    with iter(data) as feed:
+        next(feed)
+    assert running() == before
+    with pytest.raises(mtf.FeedError, match="closed"):
+        next(feed)
+
+
+def test_memory_is_flat(files: Path) -> None:
+    data = mtf.data.records(files / "packed@3", BOTH).shuffle(1, buffer=8).batch(8, pad={"tokens": 20}).repeat()
+    feed = iter(data)
+    for _ in islice(feed, 20):
+        pass
+    tracemalloc.start()
+    try:
+        held = []
+        for _ in range(2):
+            for _ in islice(feed, draws(40, 20_000)):
+                pass
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[1] < held[0] + 200_000
+
+
+def x() -> mtf.data.Data:
+    return mtf.data.arrays({"x": np.arange(6)})
+
+
+def of_lengths() -> mtf.data.Data:
+    return x().map(lambda e: {"t": np.ones(int(e["x"]) + 1)})
+
+
+def uneven(example: Batch) -> Batch:
+    return {"x": np.zeros(int(example["x"]) // 3)}
+
+
+def broken(example: Batch) -> Batch:
+    raise ValueError(f"no {example['x']}")
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (lambda: x().batch(0), "size must be an integer >= 1, got 0"),
+        (lambda: x().batch(7), "a batch of 7 is larger than the 6 examples of arrays"),
+        (lambda: x().batch(2, "dorp"), "remainder must be 'drop' or 'pad', got 'dorp'; did you mean 'drop'"),
+        (lambda: x().batch(2).batch(2), "there is a batch already"),
+        (lambda: x().batch(2).shuffle(1), "about examples; write it before batch"),
+        (lambda: x().shuffle(1).shuffle(1), "there is a shuffle already"),
+        (lambda: x().shuffle(-1), "seed must be an integer >= 0, got -1"),
+        (lambda: x().shuffle(1, buffer=0), "buffer must be an integer >= 1"),
+        (lambda: x().shuffle(1).take(2), "write it before shuffle and map"),
+        (lambda: x().skip(6), "leaves none of 6 examples"),
+        (lambda: x().map(3), "expected a function of an example, got 3"),
+        (lambda: x().batch(2).map(len, workers=2), "workers map examples; write the map before batch"),
+        (lambda: x().batch(2, pad={"x": 2}, pack={"x": 2}), "one of pad, pack and buckets, got pad and pack"),
+        (lambda: x().batch(2, buckets={"x": [4, 2]}), "as many ascending ones"),
+        (lambda: x().batch(2, too_long="cutt"), "did you mean 'cut'"),
+        (lambda: list(x().batch(2, pad={"y": 2})), "example 0: no field 'y'; its fields: x"),
+        (lambda: list(x().batch(2, pad={"x": 2})), "example 0: 'x' is a single value"),
+        (lambda: list(of_lengths().batch(2, pad={"t": 3})), "example 3: 't' has 4 elements, a row 3"),
+        (lambda: list(x().map(uneven).batch(2)), r"'x' of example 2 is float64 \[0\], of example 3 float64 \[1\]"),
+        (lambda: list(x().map(lambda e: {str(e["x"]): 1}).batch(2)), "example 0 has the fields 0, example 1 has 1"),
+        (lambda: list(x().map(broken).batch(2)), r"map\(broken\) failed at example 0 of arrays: ValueError: no 0"),
+        (lambda: list(x().map(broken, workers=2).batch(2)), "failed at example 0 of arrays: ValueError: no 0"),
+        (lambda: list(x().map(lambda e: 3).batch(2)), "must return a dict of fields, returned int at example 0"),
+        (lambda: list(x().filter(lambda e: False).batch(2).repeat()), "made no batch of 6 examples"),
+        (lambda: list(x().filter(lambda e: False).repeat().batch(2)), "has no example left"),
+        (lambda: list(x().map(lambda e: {"mask": 1}).batch(2, "pad")), "'mask' is a field of the examples"),
+        (lambda: iter(x()).restore({"next": 1}), "expected what state"),
+        (lambda: iter(x()).restore(iter(x().shuffle(1)).state()), "the state is one of other data"),
+        (lambda: mtf.data.arrays({}), "expected a dict of names to arrays"),
+        (lambda: mtf.data.arrays({"a": np.ones(2), "b": np.ones(3)}), "unequal numbers of examples: a 2, b 3"),
+        (lambda: mtf.data.arrays({"a": [1]}), "'a' must be a NumPy array, got list"),
+        (lambda: mtf.data.records("/nonexistent"), "no file /nonexistent"),
+        (lambda: mtf.data.records(3), "expected the path of a file"),
+        (lambda: mtf.data.records("a", on_fault="drop"), "on_fault must be 'error' or 'skip'"),
+        (lambda: mtf.data.records("a", interleave=0), "interleave must be an integer >= 1"),
+        (lambda: mtf.data.records("a", {"x": "int32"}), "fields are a dict of names to mtf.data.Field"),
+        (lambda: mtf.data.Field("flaot32"), "dtype must be that of numbers.*did you mean 'float32'"),
+        (lambda: mtf.data.Field("image", (3, 4, 3)), r"the shape of an image is \(side, side, 1 or 3\)"),
+        (lambda: mtf.data.folder("/nonexistent", 8), "expected a folder of classes"),
+        (lambda: mtf.data.text(["/a", "/b"]), "no file /a; no file /b"),
+    ],
+)
+def test_one_clear_error(do: Callable[[], object], message: str) -> None:
+    with pytest.raises((mtf.FeedError, mtf.DataError), match=message):
+        do()
+
+
+@pytest.mark.parametrize(
+    ("feature", "field", "message"),
+    [
+        ({"a": 300}, mtf.data.Field("uint8"), "'a' holds 300, which does not fit uint8"),
+        ({"a": [1, 2]}, mtf.data.Field("int32"), r"'a' has 2 elements, expected 1 of shape \(\)"),
+        ({"a": 0.5}, mtf.data.Field("int32"), "'a' is 1 numbers of float32, expected integers"),
+        ({"b": 1}, mtf.data.Field("int32"), "no feature 'a'.*; it has b"),
+        ({"a": b"xyz"}, mtf.data.Field("int16", None), "expected bytes of an array of int16"),
+        ({"a": 1}, mtf.data.Field("text"), "expected one of bytes for text"),
+        ({"a": b"\xff"}, mtf.data.Field("text"), "'a' is no UTF-8"),
+        ({"a": b"xyz"}, mtf.data.Field("image"), "expected a picture"),
+    ],
+)
+def test_a_feature_that_is_another(tmp_path: Path, feature: Any, field: mtf.data.Field, message: str) -> None:
+    if field.dtype == "image":
+        pytest.importorskip("PIL.Image", reason="pictures need Pillow")
+    mtf.records.write(tmp_path / "a", [mtf.records.encode(feature)])
+    with pytest.raises(mtf.DataError, match=rf"record 0 of .*a: .*{message}"):
+        list(mtf.data.records(tmp_path / "a", {"a": field}))
+
+
+def test_compressed_files_ask_for_a_buffer(files: Path) -> None:
+    with pytest.raises(mtf.FeedError, match=r"packed@3 is compressed.*buffer=10_000"):
+        mtf.data.records(files / "packed@3").shuffle(1)
