@@ -28,6 +28,8 @@ Build = Callable[..., Any]
 def kind_of(config: object, build: object, what: str) -> str:
     """ "text", "images" or "own"."""
     if isinstance(config, Mapping):
+        if not all(isinstance(name, str) for name in config):
+            raise GraphError(f"{at(what)}: config must be arguments of build by name, got {config!r:.80}")
         if not callable(build):
             raise GraphError(
                 f"{at(what)}: a config of your own needs build=, a function of {', '.join(config) or 'no arguments'} "

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from meshlib.checks import at, whole
+from meshlib.checks import at, flag, items, whole
 from meshlib.errors import CheckpointError, GraphError
 from meshlib.files import open_file, replace_file
 from meshlib.vocabulary.merging import Pair, learnt, merged
@@ -59,8 +59,12 @@ class BytePairs:
         whole_words: bool = False,
         prefix_space: bool = False,
     ) -> None:
+        _check(pieces, merges, specials, pattern)
         self.pieces, self.specials, self.pattern = tuple(pieces), dict(specials), pattern
-        self.whole_words, self.prefix_space = whole_words, prefix_space
+        self.whole_words, self.prefix_space = (
+            flag(whole_words, WHAT, "whole_words"),
+            flag(prefix_space, WHAT, "prefix_space"),
+        )
         self.merges = tuple(merges)
         special = set(self.specials.values())
         self._numbers = {piece: n for n, piece in enumerate(self.pieces) if n not in special}
@@ -93,7 +97,7 @@ class BytePairs:
         if not all(isinstance(text, str) for text in given):
             strange = next(text for text in given if not isinstance(text, str))
             raise GraphError(f"{at(what)}: texts must be text, got {type(strange).__name__} {strange!r:.80}")
-        names = list(specials)
+        names = items(specials, what, "specials")
         if not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
             raise GraphError(f"{at(what)}: specials must be different names, got {names!r:.80}")
         room = whole(size, what, "size") - len(names) - 256
@@ -266,6 +270,34 @@ class BytePairs:
                 "merges": [[_letters(self.pieces[a]), _letters(self.pieces[b])] for a, b in self.merges],
             },
         }
+
+
+def _check(pieces: object, merges: object, specials: object, pattern: object) -> None:
+    """Raise GraphError for arguments that make no vocabulary."""
+    given = items(pieces, WHAT, "pieces")
+    if not all(isinstance(piece, bytes) for piece in given):
+        raise GraphError(f"{at(WHAT)}: pieces must be bytes, got {pieces!r:.80}")
+    if not isinstance(specials, Mapping) or not all(isinstance(name, str) and name for name in specials):
+        raise GraphError(f"{at(WHAT)}: specials must be numbers by name, got {specials!r:.80}")
+    numbers = [whole(n, WHAT, "each special token") for n in specials.values()]
+    if len(set(numbers)) < len(numbers) or not all(0 <= n < len(given) for n in numbers):
+        raise GraphError(
+            f"{at(WHAT)}: specials must be different numbers from 0 to {len(given) - 1}, got {specials!r:.80}"
+        )
+    known = {piece for n, piece in enumerate(given) if n not in set(numbers)}
+    lost = [b for b in range(256) if bytes([b]) not in known]
+    if lost:
+        raise GraphError(f"{at(WHAT)}: {len(lost)} of the 256 bytes are no pieces, the first is 0x{lost[0]:02x}")
+    for pair in items(merges, WHAT, "merges"):
+        parts = items(pair, WHAT, "each merge")
+        if len(parts) != 2 or not all(0 <= whole(n, WHAT, "each merge") < len(given) for n in parts):
+            raise GraphError(
+                f"{at(WHAT)}: merges must be pairs of numbers from 0 to {len(given) - 1}, got {pair!r:.80}"
+            )
+        if given[parts[0]] + given[parts[1]] not in known:
+            raise GraphError(f"{at(WHAT)}: the merge {pair!r:.80} makes no piece")
+    if not isinstance(pattern, str):
+        raise GraphError(f"{at(WHAT)}: pattern must be text, got {type(pattern).__name__} {pattern!r:.80}")
 
 
 def _bytes(text: str) -> bytes:
