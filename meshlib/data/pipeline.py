@@ -118,8 +118,8 @@ class Data:
 
         Args:
           function: from a dict of fields to a dict of fields.
-          workers: threads that read and map, in the same order as without; NumPy, zlib and Pillow let them run side by
-            side, Python's own code does not. 0 unless given.
+          workers: threads that read and map, in the same order as without; 0 unless given. They gain where functions
+            wait or release Python's lock.
           seed: the function takes a generator of random numbers as well, `function(example, rng)`, which depends on
             seed, epoch and place: resumed runs draw the same.
         """
