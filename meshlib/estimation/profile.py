@@ -19,6 +19,7 @@ from meshlib.errors import GraphError
 from meshlib.estimation.moments import divided
 from meshlib.estimation.plan import kernels_of
 from meshlib.estimation.scheduling import Event, Schedule
+from meshlib.origin import UNKNOWN_LINE
 from meshlib.program.instructions import Loop
 from meshlib.program.records import Program
 from meshlib.text import grid, seconds_text, wrapped
@@ -174,8 +175,9 @@ class Profile:
         """
         if rows is not None and whole(rows, "Profile.table", "rows") < 0:
             raise GraphError(f"{at('Profile.table')}: rows must not be negative, got {rows}")
-        blocks = [self._units()]
-        blocks += [self._view(view, title, rows) for view, title in (("kind", "kind"), ("line", "your line"))]
+        blocks = [self._units(), self._view("kind", "kind", rows)]
+        if any(p.source and p.source[0] != "(" and p.source != UNKNOWN_LINE for p in self.parts):
+            blocks.append(self._view("line", "your line", rows))
         if len(self.by("line")) <= FEW:  # a model of the library is one line of the user's
             blocks.append(self._view("operation", "operation", rows))
         blocks.append(["* modelled: shares of the step, each moment given to what bounds it", *self._beside()])

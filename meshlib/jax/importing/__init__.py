@@ -42,6 +42,7 @@ from meshlib.jax.importing.tracing import Tracing
 from meshlib.jax.importing.writing import Writer
 from meshlib.ops.elementwise import cast
 from meshlib.ops.sources import input, variable
+from meshlib.origin import UNKNOWN_LINE
 from meshlib.replay import all_operations, needed
 
 _ROWS = (control, convolution, draws, elementwise, indexing, passing, shapes, windows)
@@ -100,7 +101,7 @@ def from_jax(
     leaves = _leaves(tracing, own, args, numbers)
     closed, results = _traced(fn, flat, tree, held)
     _refuse_complex(leaves, closed)
-    outs = flat_parts(tracing.inline(closed, [leaf.var for leaf in leaves], Place("unknown line"), inherit=False))
+    outs = flat_parts(tracing.inline(closed, [leaf.var for leaf in leaves], Place(UNKNOWN_LINE), inherit=False))
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
     used = prune(code)
     _check(code, leaves, results)
