@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,14 @@ def test_it_stops_when_nothing_gets_better(tmp_path: Path) -> None:
         program(rate=0.0), data(), 50, evaluation=evaluation(2), patience=3, folder=tmp_path, progress=False
     )
     assert (again.stopped, again.step) == ("early", 8)
+
+
+def test_a_figure_that_is_no_number_is_never_the_best() -> None:
+    values = iter([np.nan, 2.0, np.nan, 1.0])
+    figure = evaluation(2, measure=lambda _, batch: {"loss": next(values) * 6, "count": 6})
+    alone = mtf.data.arrays({name: x[:6] for name, x in EXAMPLES.items()}).batch(6)
+    trained = mtf.train(program(rate=0.0), data(), 8, evaluation=replace(figure, data=alone), progress=False)
+    assert trained.best == {"step": 8, "value": 1.0}
 
 
 def test_it_stops_with_the_data() -> None:

@@ -291,7 +291,8 @@ class _Loop:
             )
         value = figures[asked.best]
         old = None if where.best is None else where.best["value"]
-        if old is None or (value < old if asked.better == "lower" else value > old):
+        improved = not np.isnan(value) and (old is None or (value < old if asked.better == "lower" else value > old))
+        if improved:
             where.best, where.since_best = {"step": where.step, "value": value}, 0
             if self.keeper is not None:
                 self.keeper.save_best(self.run, where.best)
