@@ -191,7 +191,7 @@ def test_a_chip_that_cannot_run_a_program_is_refused_and_the_others_are_searched
 
 def stack(remat: str = "none") -> tuple[Any, Any]:
     """Eight layers in a loop, of so many rows that "none", which is faster, keeps more than four devices hold."""
-    layers, b = mtf.Dimension("layers", 8), mtf.Dimension("batch", 3 * 2**17)
+    layers, b = mtf.Dimension("layers", 8), mtf.Dimension("batch", 11 * 2**15)
     d, f = mtf.Dimension("d", 2048), mtf.Dimension("f", 8192)
     x = mtf.input("x", [b, d], "bfloat16")
     weights = [mtf.variable(n, [layers, *dims], dtype="bfloat16") for n, dims in (("up", (d, f)), ("down", (f, d)))]
