@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import pickle
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -334,3 +335,9 @@ def test_a_feature_that_is_another(tmp_path: Path, feature: Any, field: mtf.data
 def test_compressed_files_ask_for_a_buffer(files: Path) -> None:
     with pytest.raises(mtf.FeedError, match=r"packed@3 is compressed.*buffer=10_000"):
         mtf.data.records(files / "packed@3").shuffle(1)
+
+
+def test_data_of_records_can_be_pickled(files: Path) -> None:
+    data = mtf.data.records(files / "plain@3", {"n": BOTH["n"]}).shuffle(seed=1).batch(4)
+    told = [batch["n"].tolist() for batch in data]  # its files are open now
+    assert [batch["n"].tolist() for batch in pickle.loads(pickle.dumps(data))] == told

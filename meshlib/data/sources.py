@@ -115,6 +115,9 @@ class Files:
     def __getstate__(self) -> dict[str, Any]:
         return {"paths": self.paths, "error": self.error}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     def read(self, file: int, at: int, count: int) -> bytes:
         """Bytes of a file; fewer where it ends."""
         try:
