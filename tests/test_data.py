@@ -341,3 +341,14 @@ def test_data_of_records_can_be_pickled(files: Path) -> None:
     data = mtf.data.records(files / "plain@3", {"n": BOTH["n"]}).shuffle(seed=1).batch(4)
     told = [batch["n"].tolist() for batch in data]  # its files are open now
     assert [batch["n"].tolist() for batch in pickle.loads(pickle.dumps(data))] == told
+
+
+def test_a_map_that_writes_into_an_example_leaves_the_arrays_as_they_are() -> None:
+    def doubled(example: Batch) -> Batch:
+        example["x"] *= 2
+        return example
+
+    x = np.ones((4, 2))
+    seen = [batch["x"] for batch in mtf.data.arrays({"x": x}).map(doubled).batch(2).repeat(3)]
+    np.testing.assert_array_equal(seen, np.full((6, 2, 2), 2.0))
+    np.testing.assert_array_equal(x, np.ones((4, 2)))
