@@ -352,3 +352,12 @@ def test_pictures_become_records(tmp_path: Path) -> None:
     (tmp_path / "cat" / "bad.png").write_bytes(b"no picture")
     with pytest.raises(mtf.DataError, match=r"bad\.png: .*expected a picture"):
         records.make(tmp_path, tmp_path / "made")
+
+
+def test_records_are_not_written_over_what_they_are_made_of(tmp_path: Path) -> None:
+    text = tmp_path / "lines.txt"
+    text.write_bytes(b"one\ntwo\n")
+    with pytest.raises(mtf.DataError, match=r"lines\.txt is what is read"):
+        records.make(text, tmp_path / "." / "lines.txt")
+    assert text.read_bytes() == b"one\ntwo\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["lines.txt"]

@@ -56,7 +56,11 @@ def make(
         made = _of_idx(path, labels, told)
     else:
         made = _of_text(path, told)
+    given = {os.path.realpath(p) for p in (source, labels) if p is not None}
     with Writer(target, compression) as writer:
+        for name in writer.paths:
+            if os.path.realpath(name) in given:
+                raise DataError(f"records: {name} is what is read; give the records another name")
         for features in made:
             writer.write(encode(features))
     return writer.count, writer.paths
