@@ -352,3 +352,9 @@ def test_a_map_that_writes_into_an_example_leaves_the_arrays_as_they_are() -> No
     seen = [batch["x"] for batch in mtf.data.arrays({"x": x}).map(doubled).batch(2).repeat(3)]
     np.testing.assert_array_equal(seen, np.full((6, 2, 2), 2.0))
     np.testing.assert_array_equal(x, np.ones((4, 2)))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), None])
+def test_a_negative_number_fits_no_unsigned_dtype(shape: tuple[int, ...] | None) -> None:
+    with pytest.raises(mtf.DataError, match="'n' holds -1, which does not fit uint64"):
+        mtf.data.Field("uint64", shape).value("n", np.array([-1]))

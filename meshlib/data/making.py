@@ -122,9 +122,10 @@ class Field:
         if given.dtype.kind == "f" and dtype.kind != "f":
             raise DataError(f"'{name}' is {_type(given)}, expected integers for {dtype}")
         found = given.astype(dtype)
-        if dtype.kind in "iub" and not np.array_equal(found.astype(np.int64), given):
-            wrong = given[found.astype(np.int64) != given][0]
-            raise DataError(f"'{name}' holds {wrong}, which does not fit {dtype}")
+        if dtype.kind in "iub":
+            wrong = (found.astype(np.int64) != given) | ((given < 0) & (dtype.kind == "u"))
+            if wrong.any():
+                raise DataError(f"'{name}' holds {given[wrong][0]}, which does not fit {dtype}")
         return found
 
 
