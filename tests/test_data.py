@@ -358,3 +358,12 @@ def test_a_map_that_writes_into_an_example_leaves_the_arrays_as_they_are() -> No
 def test_a_negative_number_fits_no_unsigned_dtype(shape: tuple[int, ...] | None) -> None:
     with pytest.raises(mtf.DataError, match="'n' holds -1, which does not fit uint64"):
         mtf.data.Field("uint64", shape).value("n", np.array([-1]))
+
+
+@pytest.mark.parametrize("other", [np.array([1.5]), np.array([[1]])], ids=["dtype", "shape"])
+@pytest.mark.parametrize("how", ["pad", "pack"])
+def test_sequences_of_a_batch_are_of_one_kind(other: np.ndarray[Any, Any], how: str) -> None:
+    sequences = [np.array([1, 2]), other]
+    data = mtf.data.arrays({"n": np.arange(2)}).map(lambda example: {"t": sequences[int(example["n"])]})
+    with pytest.raises(mtf.DataError, match=r"'t' of example 0 is int64 \[2\], of example 1 (float64|int64) \[1"):
+        list(data.batch(1 + (how == "pad"), **{how: {"t": 4}}))  # type: ignore[arg-type]
