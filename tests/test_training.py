@@ -262,3 +262,18 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'\\"step\\": 2', b'\\"step\\": 3'))
     with pytest.raises(mtf.CheckpointError, match="damaged: the note 'training'"):
         mtf.train(program(), data(), 5, folder=other, progress=False)
+
+
+def test_an_output_is_not_named_as_a_column_of_the_history() -> None:
+    with mtf.Graph():
+        loss = loss_of(8)
+        made = mtf.lower({"step": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss))
+    with pytest.raises(mtf.GraphError, match="the history has its own 'step'"):
+        mtf.train(made, mtf.data.arrays(EXAMPLES).batch(8), 1)
+
+
+def test_a_run_does_not_go_on_with_data_of_another_kind(tmp_path: Path) -> None:
+    data = mtf.data.arrays(EXAMPLES).batch(8).repeat()
+    mtf.train(program(), data, 1, folder=tmp_path)
+    with pytest.raises(mtf.FeedError, match="their state has next, pending, of, that of these batches"):
+        mtf.train(program(), [{name: value[:8] for name, value in EXAMPLES.items()}] * 3, 2, folder=tmp_path)

@@ -37,6 +37,7 @@ class _OfBatches:
         return self.batches.state._asdict()
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        _of_this_kind(state, "epoch", "batch")
         self.batches.seek(state["epoch"], state["batch"])
 
 
@@ -56,8 +57,17 @@ class _Counted:
         return {"batches": self.taken}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        _of_this_kind(state, "batches")
         for _ in islice(self.batches, state["batches"] - self.taken):
             self.taken += 1
+
+
+def _of_this_kind(state: Mapping[str, Any], *names: str) -> None:
+    if set(state) != set(names):
+        raise FeedError(
+            f"{at('train')}: the checkpoint is of a run on data of another kind: their state has {', '.join(state)}, "
+            f"that of these {', '.join(names)}; give the data of that run, or another folder"
+        )
 
 
 def feeding_of(data: Any) -> Feeding:

@@ -23,7 +23,7 @@ from meshlib.program.records import Program
 from meshlib.simulation import Simulation, simulate
 from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
 from meshlib.training.feeding import Feeding, feeding_of
-from meshlib.training.history import History, Row
+from meshlib.training.history import TIMES, History, Row
 from meshlib.training.keeping import Keeper
 from meshlib.training.progress import Bar
 from meshlib.training.signals import noted
@@ -130,6 +130,9 @@ def train(
         report=report,
     )
     _least(keep, "keep", 1)
+    taken = [name for name in ("step", *TIMES) if name in run.program.outputs]
+    if taken:
+        raise GraphError(f"{at(what)}: the history has its own '{taken[0]}'; lower that output under another name")
     if not isinstance(best, str):
         raise GraphError(f"{at(what)}: best must be the name of a figure, got {best!r:.80}")
     if report is not None and not callable(report):
