@@ -277,3 +277,10 @@ def test_a_run_does_not_go_on_with_data_of_another_kind(tmp_path: Path) -> None:
     mtf.train(program(), data, 1, folder=tmp_path)
     with pytest.raises(mtf.FeedError, match="their state has next, pending, of, that of these batches"):
         mtf.train(program(), [{name: value[:8] for name, value in EXAMPLES.items()}] * 3, 2, folder=tmp_path)
+
+
+def test_rows_that_only_fill_a_batch_up_do_not_count() -> None:
+    made = evaluation(1)
+    padded = replace(made, data=mtf.data.arrays(EXAMPLES).take(9).batch(6, remainder="pad"))
+    with pytest.raises(mtf.FeedError, match="3 of 6 rows only fill the batch up"):
+        padded(mtf.simulate(program()))
