@@ -284,3 +284,12 @@ def test_rows_that_only_fill_a_batch_up_do_not_count() -> None:
     padded = replace(made, data=mtf.data.arrays(EXAMPLES).take(9).batch(6, remainder="pad"))
     with pytest.raises(mtf.FeedError, match="3 of 6 rows only fill the batch up"):
         padded(mtf.simulate(program()))
+
+
+def test_the_best_by_one_figure_is_not_compared_with_another(tmp_path: Path) -> None:
+    data = mtf.data.arrays(EXAMPLES).batch(8).repeat()
+    low = mtf.train(program(), data, 2, folder=tmp_path, evaluation=evaluation(1)).best
+    high = mtf.train(program(), data, 3, folder=tmp_path, evaluation=evaluation(1), better="higher").best
+    assert low is not None
+    assert high is not None
+    assert (low["step"], high["step"]) == (2, 3)

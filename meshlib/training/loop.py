@@ -182,6 +182,7 @@ class Standing:
     sums: dict[str, float] = field(default_factory=dict)  # of the steps that no row has yet
     counted: int = 0
     best: dict[str, Any] | None = None
+    best_by: list[str] | None = None  # the figure, and which way is better
     since_best: int = 0
     skipped: list[dict[str, Any]] = field(default_factory=list)
 
@@ -200,6 +201,8 @@ class _Loop:
             if found is not None:
                 feeding.restore(found.pop("data"))
                 self.at = Standing(**found)
+                if self.at.best_by not in (None, [asked.best, asked.better]):  # no measure of this one
+                    self.at.best, self.at.since_best = None, 0
                 self.saved = self.at.step
             self.history.resume(self.at.step)
 
@@ -297,6 +300,7 @@ class _Loop:
         improved = not np.isnan(value) and (old is None or (value < old if asked.better == "lower" else value > old))
         if improved:
             where.best, where.since_best = {"step": where.step, "value": value}, 0
+            where.best_by = [asked.best, asked.better]
             if self.keeper is not None:
                 self.keeper.save_best(self.run, where.best)
         else:
