@@ -361,3 +361,10 @@ def test_records_are_not_written_over_what_they_are_made_of(tmp_path: Path) -> N
         records.make(text, tmp_path / "." / "lines.txt")
     assert text.read_bytes() == b"one\ntwo\n"
     assert [p.name for p in tmp_path.iterdir()] == ["lines.txt"]
+
+
+def test_what_a_killed_writer_left_is_no_part_of_a_folder(tmp_path: Path) -> None:
+    records.write(tmp_path / "set@2", [b"a", b"b"])
+    (tmp_path / "set-00001-of-00004.saving").write_bytes(b"half of a rec")
+    for paths in (tmp_path, tmp_path / "set-*"):
+        assert list(records.read(paths)) == [b"a", b"b"]

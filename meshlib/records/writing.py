@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from meshlib.errors import DataError
 from meshlib.records.frames import WBITS, frames
-from meshlib.records.naming import shard_names
+from meshlib.records.naming import SAVING, shard_names
 
 HELD_BYTES = 1 << 20  # of records that wait for their sums, which cost least many at once
 
@@ -71,7 +71,7 @@ class _Shard:
     """One file; faults of the system are DataErrors."""
 
     def __init__(self, path: str, compression: str | None) -> None:
-        self.path, self.temporary = path, f"{path}.saving"
+        self.path, self.temporary = path, f"{path}{SAVING}"
         self.held: list[bytes] = []
         self.held_bytes = 0
         self.packer = None if compression is None else zlib.compressobj(wbits=WBITS[compression])
