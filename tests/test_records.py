@@ -368,3 +368,18 @@ def test_what_a_killed_writer_left_is_no_part_of_a_folder(tmp_path: Path) -> Non
     (tmp_path / "set-00001-of-00004.saving").write_bytes(b"half of a rec")
     for paths in (tmp_path, tmp_path / "set-*"):
         assert list(records.read(paths)) == [b"a", b"b"]
+
+
+def test_a_column_of_a_table_is_of_one_kind(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("\ufeffn,x,name,big\n1,2,7,1_0\n-3,.5e1,nan,99999999999999999999\n", encoding="utf-8")
+    records.make(table, tmp_path / "made")
+    first, second = map(records.decode, records.read(tmp_path / "made"))
+    assert [first[k] for k in ("n", "x")] == [[1], [2.0]]
+    assert (second["n"], second["x"]) == ([-3], [5.0])
+    assert first["x"].dtype == np.float32  # type: ignore[union-attr]
+    assert (first["big"], second["big"]) == ([b"1_0"], [b"99999999999999999999"])
+    assert np.isnan(second["name"][0])  # a number, as in other tables
+    table.write_text("name\n7\nBob\n", encoding="utf-8")
+    records.make(table, tmp_path / "made")
+    assert [records.decode(r)["name"] for r in records.read(tmp_path / "made")] == [[b"7"], [b"Bob"]]
