@@ -367,3 +367,30 @@ def test_sequences_of_a_batch_are_of_one_kind(other: np.ndarray[Any, Any], how: 
     data = mtf.data.arrays({"n": np.arange(2)}).map(lambda example: {"t": sequences[int(example["n"])]})
     with pytest.raises(mtf.DataError, match=r"'t' of example 0 is int64 \[2\], of example 1 (float64|int64) \[1"):
         list(data.batch(1 + (how == "pad"), **{how: {"t": 4}}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"mask": 5}, "mask must be the name"),
+        ({"segments": {"x": "ab"}}, "names of two arrays"),
+        ({"segments": {"y": ("a", "b")}}, "names of two arrays"),
+        ({"segments": 5}, "names of two arrays"),
+    ],
+)
+def test_names_that_batch_adds_are_checked(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(mtf.FeedError, match=match):
+        mtf.data.arrays({"x": np.ones((2, 2))}).batch(2, pad={"x": 3}, **wrong)
+
+
+def test_segments_replace_no_field() -> None:
+    data = mtf.data.arrays({"x": np.ones((2, 2)), "segment_ids": np.arange(2)}).batch(2, pad={"x": 3})
+    with pytest.raises(mtf.DataError, match="'segment_ids' is a field of the examples"):
+        next(iter(data))
+
+
+@pytest.mark.parametrize("wrong", [{"next": -3}, {"pending": [5]}, {"pending": "ab"}, {"pending": [[[7]]]}])
+def test_a_state_that_none_has_is_an_error(wrong: dict[str, Any]) -> None:
+    feed = iter(mtf.data.arrays({"x": np.ones(4)}).batch(2))
+    with pytest.raises(mtf.FeedError, match="expected what state"):
+        feed.restore({**feed.state(), **wrong})

@@ -120,6 +120,12 @@ class Batching:
                     positions[n, at:end] = np.arange(len(sequence))
                     at = end
             if name in self.segments:
+                taken = [n for n in self.segments[name] if n in some[0].example]
+                if taken:
+                    raise DataError(
+                        f"batch: '{taken[0]}' is a field of the examples and the name of the segments of '{name}'; "
+                        "segments= names others"
+                    )
                 made.update(zip(self.segments[name], (ids, positions), strict=True))
         return made
 
