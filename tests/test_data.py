@@ -394,3 +394,9 @@ def test_a_state_that_none_has_is_an_error(wrong: dict[str, Any]) -> None:
     feed = iter(mtf.data.arrays({"x": np.ones(4)}).batch(2))
     with pytest.raises(mtf.FeedError, match="expected what state"):
         feed.restore({**feed.state(), **wrong})
+
+
+@pytest.mark.parametrize("shape", [5, (0, 0, 3), ("a", "a", 3), (4, 5, 3), (4, 4, 2)])
+def test_a_picture_is_square(shape: Any) -> None:
+    with pytest.raises(mtf.FeedError, match="the shape of an image is"):
+        mtf.data.Field("image", shape)

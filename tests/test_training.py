@@ -293,3 +293,14 @@ def test_the_best_by_one_figure_is_not_compared_with_another(tmp_path: Path) -> 
     assert low is not None
     assert high is not None
     assert (low["step"], high["step"]) == (2, 3)
+
+
+def test_what_is_no_batch_folder_or_list_of_names(tmp_path: Path) -> None:
+    with pytest.raises(mtf.FeedError, match="batch 0 must be a dict"):
+        mtf.train(program(), [(X, Y)], 1)
+    with pytest.raises(mtf.FeedError, match="examples, not batches"):
+        mtf.train(program(), iter(mtf.data.arrays(EXAMPLES)), 1)
+    with pytest.raises(mtf.CheckpointError, match="folder must be the path"):
+        mtf.train(program(), mtf.data.arrays(EXAMPLES).batch(8), 1, folder=5)  # type: ignore[arg-type]
+    with pytest.raises(mtf.GraphError, match="must be a list of names"):
+        mtf.training.History().plot(tmp_path / "x.png", "loss")  # type: ignore[arg-type]

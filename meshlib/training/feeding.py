@@ -50,6 +50,8 @@ class _Counted:
 
     def __next__(self) -> Mapping[str, Any]:
         found = next(self.batches)
+        if not isinstance(found, Mapping):
+            raise FeedError(f"{at('train')}: batch {self.taken} must be a dict of names to arrays, got {found!r:.80}")
         self.taken += 1
         return found
 
@@ -72,8 +74,9 @@ def _of_this_kind(state: Mapping[str, Any], *names: str) -> None:
 
 def feeding_of(data: Any) -> Feeding:
     """Raises: FeedError for what are no batches."""
-    if isinstance(data, Data) and data.batching is None:
-        raise FeedError(f"{at('train')}: the data are examples, not batches: {data}; write data.batch(size)")
+    chain = data.data if isinstance(data, Feed) else data
+    if isinstance(chain, Data) and chain.batching is None:
+        raise FeedError(f"{at('train')}: the data are examples, not batches: {chain}; write data.batch(size)")
     if isinstance(data, Data | Feed):
         return iter(data)
     if isinstance(data, Batches):
