@@ -304,3 +304,10 @@ def test_what_is_no_batch_folder_or_list_of_names(tmp_path: Path) -> None:
         mtf.train(program(), mtf.data.arrays(EXAMPLES).batch(8), 1, folder=5)  # type: ignore[arg-type]
     with pytest.raises(mtf.GraphError, match="must be a list of names"):
         mtf.training.History().plot(tmp_path / "x.png", "loss")  # type: ignore[arg-type]
+
+
+def test_an_evaluation_of_what_is_no_run_or_by_what_measures_nothing() -> None:
+    with pytest.raises(mtf.GraphError, match="run must be what"):
+        evaluation(1)(5)  # type: ignore[arg-type]
+    with pytest.raises(mtf.GraphError, match="measure must return names and sums, got 5"):
+        evaluation(1, measure=lambda found, batch: 5)(mtf.simulate(program()))

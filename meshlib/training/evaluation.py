@@ -54,7 +54,12 @@ class Evaluation:
             raise GraphError(f"{what}: measure must be a function, got {self.measure!r:.80}")
 
     def __call__(self, run: Simulation) -> dict[str, float]:
-        """The means over all examples. Raises: FeedError if there are none."""
+        """The means over all examples. Raises: FeedError if there are none, GraphError for what is no run."""
+        given: object = run
+        if not isinstance(given, Simulation):
+            raise GraphError(
+                f"{at('Evaluation')}: run must be what mtf.simulate or mtf.on_jax returned, got {run!r:.80}"
+            )
         totals: dict[str, float] = {}
         count = 0.0
         measure = self.measure or _single_numbers
@@ -62,7 +67,10 @@ class Evaluation:
             if self.measure is None:
                 self._check_mask(batch)
             outputs = run.run(self.program, feeds_of(self.program, batch))
-            found = {name: float(value) for name, value in measure(outputs, dict(batch)).items()}
+            measured: object = measure(outputs, dict(batch))
+            if not isinstance(measured, Mapping):
+                raise GraphError(f"{at('Evaluation')}: measure must return names and sums, got {measured!r:.80}")
+            found = {name: float(value) for name, value in measured.items()}
             if COUNT not in found:
                 raise GraphError(f"{at('Evaluation')}: measure must return '{COUNT}' as well, got {', '.join(found)}")
             count += found.pop(COUNT)
