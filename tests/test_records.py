@@ -383,3 +383,11 @@ def test_a_column_of_a_table_is_of_one_kind(tmp_path: Path) -> None:
     table.write_text("name\n7\nBob\n", encoding="utf-8")
     records.make(table, tmp_path / "made")
     assert [records.decode(r)["name"] for r in records.read(tmp_path / "made")] == [[b"7"], [b"Bob"]]
+
+
+def test_a_writer_that_has_ended_takes_no_record(tmp_path: Path) -> None:
+    with records.Writer(tmp_path / "one") as writer:
+        writer.write(b"a")
+    with pytest.raises(mtf.DataError, match="takes no more"):
+        writer.write(b"b")
+    assert list(records.read(tmp_path / "one")) == [b"a"]

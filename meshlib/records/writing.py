@@ -34,6 +34,7 @@ class Writer:
             raise DataError(f"records: compression must be None, 'gzip' or 'zlib', got {compression!r:.80}")
         self.paths = shard_names(os.fspath(path))
         self.count = 0
+        self._ended = False
         self._shards: list[_Shard] = []
         try:
             for name in self.paths:
@@ -46,6 +47,8 @@ class Writer:
         """Add a record."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise DataError(f"records: a record is bytes, got {type(data).__name__} {data!r:.80}")
+        if self._ended:
+            raise DataError(f"records: {self.paths[0]} is written, and takes no more; begin another Writer")
         self._shards[self.count % len(self._shards)].add(bytes(data))
         self.count += 1
 
@@ -63,6 +66,7 @@ class Writer:
             self._drop()
 
     def _drop(self) -> None:
+        self._ended = True
         for shard in self._shards:
             shard.drop()
 
