@@ -79,7 +79,7 @@ class Runs:
         self.training, self.evaluated = programs()
         source = mtf.data.records(base / "data@3", FIELDS, interleave=2)
         self.data = source.shuffle(1).map(noisy, workers=2, seed=2).batch(8, "pad").repeat().prefetch(2)
-        self.held_out = source.batch(4, "pad")
+        self.held_out = source.batch(4)
 
     def train(self, name: str) -> None:
         feed = Logged(self.data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import pickle
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -334,3 +335,68 @@ def test_a_feature_that_is_another(tmp_path: Path, feature: Any, field: mtf.data
 def test_compressed_files_ask_for_a_buffer(files: Path) -> None:
     with pytest.raises(mtf.FeedError, match=r"packed@3 is compressed.*buffer=10_000"):
         mtf.data.records(files / "packed@3").shuffle(1)
+
+
+def test_data_of_records_can_be_pickled(files: Path) -> None:
+    data = mtf.data.records(files / "plain@3", {"n": BOTH["n"]}).shuffle(seed=1).batch(4)
+    told = [batch["n"].tolist() for batch in data]  # its files are open now
+    assert [batch["n"].tolist() for batch in pickle.loads(pickle.dumps(data))] == told
+
+
+def test_a_map_that_writes_into_an_example_leaves_the_arrays_as_they_are() -> None:
+    def doubled(example: Batch) -> Batch:
+        example["x"] *= 2
+        return example
+
+    x = np.ones((4, 2))
+    seen = [batch["x"] for batch in mtf.data.arrays({"x": x}).map(doubled).batch(2).repeat(3)]
+    np.testing.assert_array_equal(seen, np.full((6, 2, 2), 2.0))
+    np.testing.assert_array_equal(x, np.ones((4, 2)))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), None])
+def test_a_negative_number_fits_no_unsigned_dtype(shape: tuple[int, ...] | None) -> None:
+    with pytest.raises(mtf.DataError, match="'n' holds -1, which does not fit uint64"):
+        mtf.data.Field("uint64", shape).value("n", np.array([-1]))
+
+
+@pytest.mark.parametrize("other", [np.array([1.5]), np.array([[1]])], ids=["dtype", "shape"])
+@pytest.mark.parametrize("how", ["pad", "pack"])
+def test_sequences_of_a_batch_are_of_one_kind(other: np.ndarray[Any, Any], how: str) -> None:
+    sequences = [np.array([1, 2]), other]
+    data = mtf.data.arrays({"n": np.arange(2)}).map(lambda example: {"t": sequences[int(example["n"])]})
+    with pytest.raises(mtf.DataError, match=r"'t' of example 0 is int64 \[2\], of example 1 (float64|int64) \[1"):
+        list(data.batch(1 + (how == "pad"), **{how: {"t": 4}}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"mask": 5}, "mask must be the name"),
+        ({"segments": {"x": "ab"}}, "names of two arrays"),
+        ({"segments": {"y": ("a", "b")}}, "names of two arrays"),
+        ({"segments": 5}, "names of two arrays"),
+    ],
+)
+def test_names_that_batch_adds_are_checked(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(mtf.FeedError, match=match):
+        mtf.data.arrays({"x": np.ones((2, 2))}).batch(2, pad={"x": 3}, **wrong)
+
+
+def test_segments_replace_no_field() -> None:
+    data = mtf.data.arrays({"x": np.ones((2, 2)), "segment_ids": np.arange(2)}).batch(2, pad={"x": 3})
+    with pytest.raises(mtf.DataError, match="'segment_ids' is a field of the examples"):
+        next(iter(data))
+
+
+@pytest.mark.parametrize("wrong", [{"next": -3}, {"pending": [5]}, {"pending": "ab"}, {"pending": [[[7]]]}])
+def test_a_state_that_none_has_is_an_error(wrong: dict[str, Any]) -> None:
+    feed = iter(mtf.data.arrays({"x": np.ones(4)}).batch(2))
+    with pytest.raises(mtf.FeedError, match="expected what state"):
+        feed.restore({**feed.state(), **wrong})
+
+
+@pytest.mark.parametrize("shape", [5, (0, 0, 3), ("a", "a", 3), (4, 5, 3), (4, 4, 2)])
+def test_a_picture_is_square(shape: Any) -> None:
+    with pytest.raises(mtf.FeedError, match="the shape of an image is"):
+        mtf.data.Field("image", shape)

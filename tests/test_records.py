@@ -352,3 +352,42 @@ def test_pictures_become_records(tmp_path: Path) -> None:
     (tmp_path / "cat" / "bad.png").write_bytes(b"no picture")
     with pytest.raises(mtf.DataError, match=r"bad\.png: .*expected a picture"):
         records.make(tmp_path, tmp_path / "made")
+
+
+def test_records_are_not_written_over_what_they_are_made_of(tmp_path: Path) -> None:
+    text = tmp_path / "lines.txt"
+    text.write_bytes(b"one\ntwo\n")
+    with pytest.raises(mtf.DataError, match=r"lines\.txt is what is read"):
+        records.make(text, tmp_path / "." / "lines.txt")
+    assert text.read_bytes() == b"one\ntwo\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["lines.txt"]
+
+
+def test_what_a_killed_writer_left_is_no_part_of_a_folder(tmp_path: Path) -> None:
+    records.write(tmp_path / "set@2", [b"a", b"b"])
+    (tmp_path / "set-00001-of-00004.saving").write_bytes(b"half of a rec")
+    for paths in (tmp_path, tmp_path / "set-*"):
+        assert list(records.read(paths)) == [b"a", b"b"]
+
+
+def test_a_column_of_a_table_is_of_one_kind(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("\ufeffn,x,name,big\n1,2,7,1_0\n-3,.5e1,nan,99999999999999999999\n", encoding="utf-8")
+    records.make(table, tmp_path / "made")
+    first, second = map(records.decode, records.read(tmp_path / "made"))
+    assert [first[k] for k in ("n", "x")] == [[1], [2.0]]
+    assert (second["n"], second["x"]) == ([-3], [5.0])
+    assert first["x"].dtype == np.float32  # type: ignore[union-attr]
+    assert (first["big"], second["big"]) == ([b"1_0"], [b"99999999999999999999"])
+    assert np.isnan(second["name"][0])  # a number, as in other tables
+    table.write_text("name\n7\nBob\n", encoding="utf-8")
+    records.make(table, tmp_path / "made")
+    assert [records.decode(r)["name"] for r in records.read(tmp_path / "made")] == [[b"7"], [b"Bob"]]
+
+
+def test_a_writer_that_has_ended_takes_no_record(tmp_path: Path) -> None:
+    with records.Writer(tmp_path / "one") as writer:
+        writer.write(b"a")
+    with pytest.raises(mtf.DataError, match="takes no more"):
+        writer.write(b"b")
+    assert list(records.read(tmp_path / "one")) == [b"a"]

@@ -262,3 +262,52 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'\\"step\\": 2', b'\\"step\\": 3'))
     with pytest.raises(mtf.CheckpointError, match="damaged: the note 'training'"):
         mtf.train(program(), data(), 5, folder=other, progress=False)
+
+
+def test_an_output_is_not_named_as_a_column_of_the_history() -> None:
+    with mtf.Graph():
+        loss = loss_of(8)
+        made = mtf.lower({"step": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss))
+    with pytest.raises(mtf.GraphError, match="the history has its own 'step'"):
+        mtf.train(made, mtf.data.arrays(EXAMPLES).batch(8), 1)
+
+
+def test_a_run_does_not_go_on_with_data_of_another_kind(tmp_path: Path) -> None:
+    data = mtf.data.arrays(EXAMPLES).batch(8).repeat()
+    mtf.train(program(), data, 1, folder=tmp_path)
+    with pytest.raises(mtf.FeedError, match="their state has next, pending, of, that of these batches"):
+        mtf.train(program(), [{name: value[:8] for name, value in EXAMPLES.items()}] * 3, 2, folder=tmp_path)
+
+
+def test_rows_that_only_fill_a_batch_up_do_not_count() -> None:
+    made = evaluation(1)
+    padded = replace(made, data=mtf.data.arrays(EXAMPLES).take(9).batch(6, remainder="pad"))
+    with pytest.raises(mtf.FeedError, match="3 of 6 rows only fill the batch up"):
+        padded(mtf.simulate(program()))
+
+
+def test_the_best_by_one_figure_is_not_compared_with_another(tmp_path: Path) -> None:
+    data = mtf.data.arrays(EXAMPLES).batch(8).repeat()
+    low = mtf.train(program(), data, 2, folder=tmp_path, evaluation=evaluation(1)).best
+    high = mtf.train(program(), data, 3, folder=tmp_path, evaluation=evaluation(1), better="higher").best
+    assert low is not None
+    assert high is not None
+    assert (low["step"], high["step"]) == (2, 3)
+
+
+def test_what_is_no_batch_folder_or_list_of_names(tmp_path: Path) -> None:
+    with pytest.raises(mtf.FeedError, match="batch 0 must be a dict"):
+        mtf.train(program(), [(X, Y)], 1)
+    with pytest.raises(mtf.FeedError, match="examples, not batches"):
+        mtf.train(program(), iter(mtf.data.arrays(EXAMPLES)), 1)
+    with pytest.raises(mtf.CheckpointError, match="folder must be the path"):
+        mtf.train(program(), mtf.data.arrays(EXAMPLES).batch(8), 1, folder=5)  # type: ignore[arg-type]
+    with pytest.raises(mtf.GraphError, match="must be a list of names"):
+        mtf.training.History().plot(tmp_path / "x.png", "loss")  # type: ignore[arg-type]
+
+
+def test_an_evaluation_of_what_is_no_run_or_by_what_measures_nothing() -> None:
+    with pytest.raises(mtf.GraphError, match="run must be what"):
+        evaluation(1)(5)  # type: ignore[arg-type]
+    with pytest.raises(mtf.GraphError, match="measure must return names and sums, got 5"):
+        evaluation(1, measure=lambda found, batch: 5)(mtf.simulate(program()))

@@ -100,6 +100,13 @@ class Batching:
                 made[name] = _stack(name, filled)
                 continue
             first = np.asarray(some[0].example[name])
+            for drawn in some:
+                other = np.asarray(drawn.example[name])
+                if other.dtype != first.dtype or other.shape[1:] != first.shape[1:]:
+                    raise DataError(
+                        f"batch: '{name}' of example {some[0].draw} is {_type(first)}, of example {drawn.draw} "
+                        f"{_type(other)}; sequences of a batch differ in length alone; a map makes them alike"
+                    )
             made[name] = np.zeros((len(rows), lengths[name], *first.shape[1:]), first.dtype)
             ids = np.zeros((len(rows), lengths[name]), np.int32)
             positions = np.zeros_like(ids)
@@ -113,6 +120,12 @@ class Batching:
                     positions[n, at:end] = np.arange(len(sequence))
                     at = end
             if name in self.segments:
+                taken = [n for n in self.segments[name] if n in some[0].example]
+                if taken:
+                    raise DataError(
+                        f"batch: '{taken[0]}' is a field of the examples and the name of the segments of '{name}'; "
+                        "segments= names others"
+                    )
                 made.update(zip(self.segments[name], (ids, positions), strict=True))
         return made
 

@@ -45,10 +45,8 @@ class Field:
     def __post_init__(self) -> None:
         what = at("data.Field")
         if self.dtype in KINDS[1:]:
-            if self.dtype == "image" and self.shape and (
-                len(self.shape) != 3 or self.shape[0] != self.shape[1] or self.shape[2] not in (1, 3)
-            ):  # fmt: skip
-                raise FeedError(f"{what}: the shape of an image is (side, side, 1 or 3), got {self.shape}")
+            if self.dtype == "image" and self.shape and not _is_square(self.shape):
+                raise FeedError(f"{what}: the shape of an image is (side, side, 1 or 3), got {self.shape!r:.80}")
             return
         try:
             known = isinstance(self.dtype, str) and np.dtype(self.dtype).kind in "fiub"
@@ -122,10 +120,18 @@ class Field:
         if given.dtype.kind == "f" and dtype.kind != "f":
             raise DataError(f"'{name}' is {_type(given)}, expected integers for {dtype}")
         found = given.astype(dtype)
-        if dtype.kind in "iub" and not np.array_equal(found.astype(np.int64), given):
-            wrong = given[found.astype(np.int64) != given][0]
-            raise DataError(f"'{name}' holds {wrong}, which does not fit {dtype}")
+        if dtype.kind in "iub":
+            wrong = (found.astype(np.int64) != given) | ((given < 0) & (dtype.kind == "u"))
+            if wrong.any():
+                raise DataError(f"'{name}' holds {given[wrong][0]}, which does not fit {dtype}")
         return found
+
+
+def _is_square(shape: object) -> bool:
+    """Whether it is (side, side, 1 or 3)."""
+    if not isinstance(shape, tuple) or len(shape) != 3 or not all(isinstance(n, int) for n in shape):
+        return False
+    return bool(shape[0] >= 1 and shape[0] == shape[1] and shape[2] in (1, 3))
 
 
 def _type(value: Value) -> str:

@@ -188,6 +188,13 @@ class Data:
                 first = next((n for n in lengths if n != "sources"), None)
                 segments = {first: TARGETS} if first else {}
                 segments = {**segments, **({"sources": SOURCES} if "sources" in lengths else {})}
+        if not isinstance(mask, str) or not mask:
+            raise FeedError(f"{at('data.batch')}: mask must be the name of an array, got {mask!r:.80}")
+        if not _names_segments(segments, lengths):
+            raise FeedError(
+                f"{at('data.batch')}: segments are of fields of pad, pack or buckets the names of two arrays, as in "
+                f"{{'tokens': ('segment_ids', 'segment_positions')}}, got {segments!r:.80}"
+            )
         asked = Batching(int(size), remainder, mask, lengths, pack is not None, too_long, segments)
         if not self.joined and remainder == "drop" and lengths is None and len(self.source) < size:
             raise FeedError(
@@ -357,6 +364,9 @@ class Feed(Iterator[Batch]):
         """
         try:
             place, of = _Place(int(state["next"]), list(state["pending"])), state["of"]
+            draws = [int(draw) for group in place.pending for row in group for draw in row]
+            if min(place.next, *draws, 0) < 0 or max(draws, default=-1) >= place.next:
+                raise ValueError
         except (TypeError, KeyError, ValueError):
             raise FeedError(f"{at('data.restore')}: expected what state() returned, got {state!r:.80}") from None
         if of != str(self.data):
@@ -569,6 +579,18 @@ def _choice(what: str, name: str, value: object, options: tuple[str, ...]) -> No
         raise FeedError(f"{at(f'data.{what}')}: {name} must be {words}, got {value!r:.80}{nearest(value, options)}")
 
 
+def _names_segments(segments: object, lengths: Mapping[str, tuple[int, ...]] | None) -> bool:
+    if segments is None:
+        return True
+    return isinstance(segments, Mapping) and all(
+        field_name in (lengths or {})
+        and isinstance(names, tuple | list)
+        and len(names) == 2
+        and all(isinstance(n, str) for n in names)
+        for field_name, names in segments.items()
+    )
+
+
 def _once(what: str, there: bool) -> None:
     if there:
         raise FeedError(f"{at(f'data.{what}')}: there is a {what} already")
@@ -586,4 +608,6 @@ def _function(what: str, value: object) -> Callable[..., Any]:
 
 
 def _seed(what: str, value: int | None) -> int | None:
-    return None if value is None else _whole(what, "seed", value, 0)
+    if value is not None and _whole(what, "seed", value, 0) >= 2**64:
+        raise FeedError(f"{at(f'data.{what}')}: seed must be less than 2**64, got {value}")
+    return None if value is None else int(value)

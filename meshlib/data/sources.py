@@ -66,9 +66,10 @@ class Arrays(Source):
         return len(next(iter(self.arrays.values())))
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
-        return [{name: array[n] for name, array in self.arrays.items()} for n in numbers]
+        copied = self.columns(np.asarray(numbers, np.int64))  # a map may write into what it is given
+        return [{name: rows[k] for name, rows in copied.items()} for k in range(len(numbers))]
 
-    def columns(self, numbers: Numbers) -> Batch | None:
+    def columns(self, numbers: Numbers) -> Batch:
         return {name: np.asarray(array[numbers]) for name, array in self.arrays.items()}
 
 
@@ -114,6 +115,9 @@ class Files:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"paths": self.paths, "error": self.error}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def read(self, file: int, at: int, count: int) -> bytes:
         """Bytes of a file; fewer where it ends."""

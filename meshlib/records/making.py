@@ -1,15 +1,19 @@
 """Folders of pictures, tables, IDX files and texts turned into records of `tf.train.Example`.
 
 pictures  image (the file's own bytes), label, class       class/name.png
-a table   a feature for each column, of numbers or text   .csv with a line of names; of "image", the file it names
+a table   a feature for each column, of one kind          .csv with a line of names; of "image", the file it names
 IDX       image (raw bytes), label                         images and labels, as MNIST's
 a text    text, a line each                                anything else
+
+A column of a table is integers if all its values are, else floats if all are numbers, else text.
 """
 
 from __future__ import annotations
 
 import csv
 import os
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,10 @@ from meshlib.records.writing import Writer
 Features = dict[str, Any]
 Progress = Callable[[int, int], object]
 IMAGE = "image"
+NUMBERS = (  # integers, and floats; text that float() takes besides, as "1_000", is none
+    re.compile(r"\s*[+-]?[0-9]+\s*"),
+    re.compile(r"\s*[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf|nan)\s*", re.IGNORECASE),
+)
 
 
 def make(
@@ -56,7 +64,11 @@ def make(
         made = _of_idx(path, labels, told)
     else:
         made = _of_text(path, told)
+    given = {os.path.realpath(p) for p in (source, labels) if p is not None}
     with Writer(target, compression) as writer:
+        for name in writer.paths:
+            if os.path.realpath(name) in given:
+                raise DataError(f"records: {name} is what is read; give the records another name")
         for features in made:
             writer.write(encode(features))
     return writer.count, writer.paths
@@ -94,7 +106,8 @@ def _picture(file: Path) -> bytes:
 def _of_table(path: Path, told: Progress) -> Iterator[Features]:
     total = path.stat().st_size
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        kinds = _kinds(path)
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(_counted(file, total, told))
             names = rows.fieldnames or []
             if not names or len(set(names)) < len(names):
@@ -102,7 +115,7 @@ def _of_table(path: Path, told: Progress) -> Iterator[Features]:
             for row in rows:
                 if None in row or None in row.values():
                     raise DataError(f"records: {path}, line {rows.line_num}: expected {len(names)} values")
-                made: Features = {name: _number(row[name]) for name in names}
+                made: Features = {name: kinds[name](row[name]) for name in names}
                 if isinstance(made.get(IMAGE), str):
                     made[IMAGE] = _picture(path.parent / str(made[IMAGE]))
                 yield made
@@ -118,13 +131,24 @@ def _counted(lines: Any, total: int, told: Progress) -> Iterator[str]:
         told(done, total)
 
 
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def _kinds(path: Path) -> dict[str, Callable[[str], int | float | str]]:
+    """Of each column the narrowest kind that all its values are of: int64, float or text."""
+    found: dict[str, int] = {}
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        for row in csv.DictReader(file):
+            for name, text in row.items():
+                if isinstance(text, str) and found.get(name, 0) < len(NUMBERS):
+                    found[name] = max(found.get(name, 0), _kind(text))
+    kinds: list[Callable[[str], int | float | str]] = [int, float, str]
+    return defaultdict(lambda: str, {name: kinds[kind] for name, kind in found.items()})
+
+
+def _kind(text: str) -> int:
+    """0 for an integer of 64 bits, 1 for another number, 2 for text."""
+    for kind, number in enumerate(NUMBERS):
+        if number.fullmatch(text):
+            return kind if kind or -(1 << 63) <= int(text) < 1 << 63 else len(NUMBERS)
+    return len(NUMBERS)
 
 
 def _of_idx(path: Path, labels: str | os.PathLike[str] | None, told: Progress) -> Iterator[Features]:

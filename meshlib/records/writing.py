@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from meshlib.errors import DataError
 from meshlib.records.frames import WBITS, frames
-from meshlib.records.naming import shard_names
+from meshlib.records.naming import SAVING, shard_names
 
 HELD_BYTES = 1 << 20  # of records that wait for their sums, which cost least many at once
 
@@ -34,6 +34,7 @@ class Writer:
             raise DataError(f"records: compression must be None, 'gzip' or 'zlib', got {compression!r:.80}")
         self.paths = shard_names(os.fspath(path))
         self.count = 0
+        self._ended = False
         self._shards: list[_Shard] = []
         try:
             for name in self.paths:
@@ -46,6 +47,8 @@ class Writer:
         """Add a record."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise DataError(f"records: a record is bytes, got {type(data).__name__} {data!r:.80}")
+        if self._ended:
+            raise DataError(f"records: {self.paths[0]} is written, and takes no more; begin another Writer")
         self._shards[self.count % len(self._shards)].add(bytes(data))
         self.count += 1
 
@@ -63,6 +66,7 @@ class Writer:
             self._drop()
 
     def _drop(self) -> None:
+        self._ended = True
         for shard in self._shards:
             shard.drop()
 
@@ -71,7 +75,7 @@ class _Shard:
     """One file; faults of the system are DataErrors."""
 
     def __init__(self, path: str, compression: str | None) -> None:
-        self.path, self.temporary = path, f"{path}.saving"
+        self.path, self.temporary = path, f"{path}{SAVING}"
         self.held: list[bytes] = []
         self.held_bytes = 0
         self.packer = None if compression is None else zlib.compressobj(wbits=WBITS[compression])

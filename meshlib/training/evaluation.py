@@ -17,7 +17,7 @@ from meshlib.simulation import Simulation
 Array = np.ndarray[Any, Any]
 Batch = Mapping[str, Array]
 Measure = Callable[[dict[str, Array], dict[str, Any]], Mapping[str, Any]]
-COUNT = "count"
+COUNT, MASK = "count", "mask"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,23 @@ class Evaluation:
             raise GraphError(f"{what}: measure must be a function, got {self.measure!r:.80}")
 
     def __call__(self, run: Simulation) -> dict[str, float]:
-        """The means over all examples. Raises: FeedError if there are none."""
+        """The means over all examples. Raises: FeedError if there are none, GraphError for what is no run."""
+        given: object = run
+        if not isinstance(given, Simulation):
+            raise GraphError(
+                f"{at('Evaluation')}: run must be what mtf.simulate or mtf.on_jax returned, got {run!r:.80}"
+            )
         totals: dict[str, float] = {}
         count = 0.0
         measure = self.measure or _single_numbers
         for batch in self.data:
+            if self.measure is None:
+                self._check_mask(batch)
             outputs = run.run(self.program, feeds_of(self.program, batch))
-            found = {name: float(value) for name, value in measure(outputs, dict(batch)).items()}
+            measured: object = measure(outputs, dict(batch))
+            if not isinstance(measured, Mapping):
+                raise GraphError(f"{at('Evaluation')}: measure must return names and sums, got {measured!r:.80}")
+            found = {name: float(value) for name, value in measured.items()}
             if COUNT not in found:
                 raise GraphError(f"{at('Evaluation')}: measure must return '{COUNT}' as well, got {', '.join(found)}")
             count += found.pop(COUNT)
@@ -69,6 +79,15 @@ class Evaluation:
         if not count:
             raise FeedError(f"{at('Evaluation')}: the data have no example that counts")
         return {name: total / count for name, total in totals.items()}
+
+    def _check_mask(self, batch: Batch) -> None:
+        """Means of a program that takes no mask count the rows that only fill a batch up."""
+        if MASK in batch and MASK not in self.program.inputs and not np.all(batch[MASK]):
+            filling = int(np.sum(np.asarray(batch[MASK]) == 0))
+            raise FeedError(
+                f"{at('Evaluation')}: {filling} of {len(batch[MASK])} rows only fill the batch up, and the program has "
+                f"no input '{MASK}' to leave them out by; give it one, or measure=, or data with remainder='drop'"
+            )
 
 
 def feeds_of(program: Program, batch: Batch) -> dict[str, Array]:
@@ -87,6 +106,6 @@ def _single_numbers(outputs: dict[str, Array], batch: dict[str, Any]) -> Mapping
         return found
     if not found:
         raise GraphError(f"{at('Evaluation')}: no output of the program is a single number; give measure=")
-    mask = batch.get("mask")
+    mask = batch.get(MASK)
     count = float(np.sum(mask)) if mask is not None else float(len(next(iter(batch.values()))))
     return {**{name: value * count for name, value in found.items()}, COUNT: count}

@@ -37,6 +37,7 @@ class _OfBatches:
         return self.batches.state._asdict()
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        _of_this_kind(state, "epoch", "batch")
         self.batches.seek(state["epoch"], state["batch"])
 
 
@@ -49,6 +50,8 @@ class _Counted:
 
     def __next__(self) -> Mapping[str, Any]:
         found = next(self.batches)
+        if not isinstance(found, Mapping):
+            raise FeedError(f"{at('train')}: batch {self.taken} must be a dict of names to arrays, got {found!r:.80}")
         self.taken += 1
         return found
 
@@ -56,14 +59,24 @@ class _Counted:
         return {"batches": self.taken}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        _of_this_kind(state, "batches")
         for _ in islice(self.batches, state["batches"] - self.taken):
             self.taken += 1
 
 
+def _of_this_kind(state: Mapping[str, Any], *names: str) -> None:
+    if set(state) != set(names):
+        raise FeedError(
+            f"{at('train')}: the checkpoint is of a run on data of another kind: their state has {', '.join(state)}, "
+            f"that of these {', '.join(names)}; give the data of that run, or another folder"
+        )
+
+
 def feeding_of(data: Any) -> Feeding:
     """Raises: FeedError for what are no batches."""
-    if isinstance(data, Data) and data.batching is None:
-        raise FeedError(f"{at('train')}: the data are examples, not batches: {data}; write data.batch(size)")
+    chain = data.data if isinstance(data, Feed) else data
+    if isinstance(chain, Data) and chain.batching is None:
+        raise FeedError(f"{at('train')}: the data are examples, not batches: {chain}; write data.batch(size)")
     if isinstance(data, Data | Feed):
         return iter(data)
     if isinstance(data, Batches):

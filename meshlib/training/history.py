@@ -74,6 +74,8 @@ class History:
           names: which figures; all but the times unless given.
         Raises: GraphError for names that no row has, or a file that can't be written.
         """
+        if names is not None and not isinstance(names, list | tuple):
+            raise GraphError(f"history.plot: names must be a list of names, got {names!r:.80}")
         shown = [n for n in self.names if not n.startswith("eval_") and n not in TIMES] if names is None else names
         shown += [n.removeprefix("eval_") for n in self.names if n.startswith("eval_")] if names is None else []
         shown = [n for n in dict.fromkeys(shown) if self.column(n)[0] or self.column(f"eval_{n}")[0]]

@@ -23,7 +23,7 @@ from meshlib.program.records import Program
 from meshlib.simulation import Simulation, simulate
 from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
 from meshlib.training.feeding import Feeding, feeding_of
-from meshlib.training.history import History, Row
+from meshlib.training.history import TIMES, History, Row
 from meshlib.training.keeping import Keeper
 from meshlib.training.progress import Bar
 from meshlib.training.signals import noted
@@ -130,6 +130,9 @@ def train(
         report=report,
     )
     _least(keep, "keep", 1)
+    taken = [name for name in ("step", *TIMES) if name in run.program.outputs]
+    if taken:
+        raise GraphError(f"{at(what)}: the history has its own '{taken[0]}'; lower that output under another name")
     if not isinstance(best, str):
         raise GraphError(f"{at(what)}: best must be the name of a figure, got {best!r:.80}")
     if report is not None and not callable(report):
@@ -179,6 +182,7 @@ class Standing:
     sums: dict[str, float] = field(default_factory=dict)  # of the steps that no row has yet
     counted: int = 0
     best: dict[str, Any] | None = None
+    best_by: list[str] | None = None  # the figure, and which way is better
     since_best: int = 0
     skipped: list[dict[str, Any]] = field(default_factory=list)
 
@@ -197,6 +201,8 @@ class _Loop:
             if found is not None:
                 feeding.restore(found.pop("data"))
                 self.at = Standing(**found)
+                if self.at.best_by not in (None, [asked.best, asked.better]):  # no measure of this one
+                    self.at.best, self.at.since_best = None, 0
                 self.saved = self.at.step
             self.history.resume(self.at.step)
 
@@ -294,6 +300,7 @@ class _Loop:
         improved = not np.isnan(value) and (old is None or (value < old if asked.better == "lower" else value > old))
         if improved:
             where.best, where.since_best = {"step": where.step, "value": value}, 0
+            where.best_by = [asked.best, asked.better]
             if self.keeper is not None:
                 self.keeper.save_best(self.run, where.best)
         else:
