@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections import Counter
 from itertools import pairwise
@@ -114,6 +115,13 @@ def foreign(pattern: str | None = None, **changes: Any) -> dict[str, Any]:
     added = [{"id": len(vocab), "content": "<|end|>", "special": True}]
     made = {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": cut, "model": model}
     return {**made, **changes}
+
+
+def test_it_can_be_sent_elsewhere() -> None:
+    WORDS.encode(TEXT)
+    sent = pickle.loads(pickle.dumps(WORDS))
+    assert sent == WORDS
+    assert (len(sent), sent.encode(TEXT)) == (320, WORDS.encode(TEXT))
 
 
 def test_files_of_others(tmp_path: Path) -> None:

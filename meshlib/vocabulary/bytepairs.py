@@ -174,6 +174,13 @@ class BytePairs:
     def __hash__(self) -> int:
         return hash((self.pieces, self.merges))
 
+    def __len__(self) -> int:
+        return self.size
+
+    def __reduce__(self) -> tuple[Any, ...]:  # what words come to is no part of it
+        parts = self.pieces, self.merges, self.specials, self.pattern, self.whole_words, self.prefix_space
+        return type(self), parts
+
     def __repr__(self) -> str:
         return f"<BytePairs of {self.size} tokens, {len(self.merges)} pairs>"
 
