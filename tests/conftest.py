@@ -22,6 +22,8 @@ if (0, 8) <= jaxlib <= (0, 10):  # which know them; an unknown flag ends the pro
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import gc  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -56,3 +58,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Python processes that tests start compile modules once a run, also where nothing is written beside sources."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.dont_write_bytecode:
+            patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+            # Of all workers of pytest-xdist: each has a folder of its own in that of the run.
+            run = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else None
+            patch.setenv("PYTHONPYCACHEPREFIX", str((run or tmp_path_factory.getbasetemp()) / "compiled"))
+        yield

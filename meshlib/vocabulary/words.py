@@ -11,7 +11,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from functools import cache
-from itertools import groupby
+from itertools import pairwise
 
 from meshlib.errors import GraphError
 
@@ -83,14 +83,17 @@ def _class(found: re.Match[str], inside: bool) -> str:
 
 
 @cache
+def _runs() -> list[tuple[str, int, int]]:
+    """All of Unicode as runs of one category: its name, the first character and the last."""
+    names = [*map(unicodedata.category, map(chr, range(sys.maxunicode + 1))), ""]
+    ends = [n for n, (name, following) in enumerate(pairwise(names)) if name != following]
+    return [(names[last], first + 1, last) for first, last in pairwise([-1, *ends])]
+
+
+@cache
 def _category(name: str) -> str:
     """All characters of a category, such as L or Lu, as the inside of a class."""
-    runs = []
-    for member, run in groupby(range(sys.maxunicode + 1), lambda n: unicodedata.category(chr(n)).startswith(name)):
-        if member:
-            first, *rest = run
-            last = rest[-1] if rest else first
-            runs.append(f"\\U{first:08x}-\\U{last:08x}")
+    runs = [f"\\U{first:08x}-\\U{last:08x}" for category, first, last in _runs() if category.startswith(name)]
     if not runs:
         raise ValueError(f"no characters of category {name}")
     return "".join(runs)
