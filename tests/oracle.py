@@ -12,10 +12,8 @@ import numpy as np
 
 from layouts import Shape
 from meshlib.graph import Operation, Tensor
-from meshlib.program.instructions import Loop
 from meshlib.program.records import Program
 from meshlib.simulation import simulate
-from meshlib.simulation.fast import FastExecutor, unfolded_axes
 
 Array = np.ndarray[Any, Any]
 
@@ -106,15 +104,12 @@ def run(
     program: Program,
     feeds: Mapping[str, Array],
     executor: str = "exact",
-    fold: bool = True,
     steps: int = 1,
     seed: int = 0,
     state: Mapping[str, Array] | None = None,
 ) -> list[dict[str, Array]]:
     """Per step the fetched outputs, and under "new NAME" the updated variables."""
     sim = simulate(program, executor=executor, seed=seed)
-    if not fold:
-        sim._ready[id(program)] = FastExecutor(program, fold=False)
     for name, value in (state or {}).items():
         if name in sim.state:
             sim.state[name] = value
@@ -124,13 +119,6 @@ def run(
         out = sim.step(fed)
         results.append({**out, **{f"new {name}": sim.state[name] for name in program.updates}})
     return results
-
-
-def ways_to_fold(program: Program) -> tuple[bool, ...]:
-    """What the fast executor may do with sums that wait: fold them or not, where that makes a difference."""
-    bodies = [i.body for i in program.instructions if isinstance(i, Loop)]
-    differs = unfolded_axes(program) != unfolded_axes(program, fold=False)
-    return (True, False) if differs or any(len(ways_to_fold(body)) > 1 for body in bodies) else (True,)
 
 
 def assert_close(

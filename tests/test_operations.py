@@ -33,7 +33,6 @@ from tests.oracle import (
     needed,
     numeric_slope,
     run,
-    ways_to_fold,
 )
 
 each_case = each("case", CASES, parts=12)
@@ -252,9 +251,8 @@ def test_every_layout(case: Case) -> None:
         assert not any(v.sharding.pending for v in program.outputs.values()), about
         (exact,) = run(program, b.feeds)
         assert_close(exact, wanted[id(b)], tolerance, about)
-        for fold in ways_to_fold(program):
-            (fast,) = run(program, b.feeds, "fast", fold=fold)
-            assert_close(fast, exact, min(tolerance, 1e-12) if not case.tolerance > 1e-9 else tolerance, about)
+        (fast,) = run(program, b.feeds, "fast")
+        assert_close(fast, exact, min(tolerance, 1e-12) if not case.tolerance > 1e-9 else tolerance, about)
         check_work(program, about)
     for layout in illegal[:count]:
         if mtf.check(fed.outputs, fed.updates, layout.mesh_text, layout.rules_text).ok:
@@ -303,9 +301,8 @@ def test_every_operation_on_partial_sums(case: Case) -> None:
         program = b.lower(layout)
         (exact,) = run(program, b.feeds)
         assert_close(exact, wanted, tolerance, about)
-        for fold in ways_to_fold(program):
-            (fast,) = run(program, b.feeds, "fast", fold=fold)
-            assert_close(fast, exact, tolerance, about)
+        (fast,) = run(program, b.feeds, "fast")
+        assert_close(fast, exact, tolerance, about)
         check_work(program, about)
     if deep() or str(case) in FIRST:  # what else is linear `test_traits` tries on every row
         wait_for_the_total(case, tolerance)
@@ -328,7 +325,7 @@ def wait_for_the_total(case: Case, tolerance: float) -> None:
     for layout in layouts_of_parts(case, b)[:2]:
         program = b.lower(layout)
         about = f"total of {case} of sums under {layout}"
-        for out in (run(program, b.feeds)[0], run(program, b.feeds, "fast", fold=False)[0]):
+        for out in (run(program, b.feeds)[0], run(program, b.feeds, "fast")[0]):
             assert_close(out, wanted, rounding, about)
 
 

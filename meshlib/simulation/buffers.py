@@ -8,7 +8,7 @@ dies there. New values of variables get two arrays that take turns with the stat
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -32,8 +32,7 @@ def _writes(i: Instruction) -> bool:
 class Buffers:
     """The plan, and the arrays it stands for."""
 
-    def __init__(self, program: Program, stored_shape: Callable[[Value], tuple[int, ...]]) -> None:
-        self.shape = stored_shape
+    def __init__(self, program: Program) -> None:
         self.resident = {*program.inputs.values(), *program.variables.values()}
         self.owner: dict[Value, Value] = {v: v for v in self.resident}
         for i in program.instructions:
@@ -46,17 +45,17 @@ class Buffers:
         self.double = self._doubled(program)
         self.fixed = {v: self._view(self.memory[b], v) for v, b in self.places.items() if v not in self.double}
         # Two arrays each, so that a new value never lands on the state it was made from.
-        self.turns = {v: [new_array(self.shape(v), v.tensor.dtype.storage) for _ in range(2)] for v in self.double}
+        self.turns = {
+            v: [new_array(v.tensor.shape.sizes, v.tensor.dtype.storage) for _ in range(2)] for v in self.double
+        }
 
     def _owners(self, i: Instruction) -> Iterator[tuple[Value, Value]]:
         """Per result the value whose memory it shows. Loops, and operations with several results, make their own."""
         fresh = not isinstance(i, Compute) or i.operation.kind.storage is Storage.FRESH
-        view = not fresh and len(i.outputs) == 1
+        view = isinstance(i, Move) or (not fresh and len(i.outputs) == 1)
         for n, y in enumerate(i.outputs):
-            x = i.inputs[n] if i.inputs and (view or isinstance(i, Move)) else y
-            # A move that adds up what stayed apart makes an array of its own.
-            same = view or self.shape(x) == self.shape(y)
-            yield y, self.owner.get(x, x) if same else y
+            x = i.inputs[n] if i.inputs and view else y
+            yield y, self.owner.get(x, x)
 
     def begin(self, taken: Iterable[Array]) -> dict[Value, Array]:
         """The arrays to write into during the next step: none that the state has `taken`."""
@@ -75,7 +74,7 @@ class Buffers:
         return sum(self.sizes) + sum(a.nbytes for pair in self.turns.values() for a in pair)
 
     def _view(self, memory: Array, v: Value) -> Array:
-        shape, dtype = self.shape(v), v.tensor.dtype.storage
+        shape, dtype = v.tensor.shape.sizes, v.tensor.dtype.storage
         return memory[: prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def _last_uses(self, program: Program) -> dict[Value, int]:
@@ -103,7 +102,7 @@ class Buffers:
                 (y,) = i.outputs
                 place = self._over_operand(n, i, y)
                 if place is None:
-                    place = self._take(free, prod(self.shape(y)) * y.tensor.dtype.storage.itemsize)
+                    place = self._take(free, y.tensor.shape.size * y.tensor.dtype.storage.itemsize)
                 self.places[y] = place
                 holders[place] = holders.get(place, 0) + 1
                 ends.setdefault(self.last[y], []).append(y)
@@ -117,7 +116,7 @@ class Buffers:
         candidates = i.inputs[: i.operation.kind.overwrites if isinstance(i, Compute) else EVERY]
         for x in candidates:
             owner = self.owner[x]
-            same = (self.shape(owner), owner.tensor.shape) == (self.shape(y), y.tensor.shape)
+            same = owner.tensor.shape == y.tensor.shape
             same = same and x.tensor.shape == y.tensor.shape and owner.tensor.dtype.storage == y.tensor.dtype.storage
             late = i.inputs[len(candidates) :]
             same = same and all(self.owner[other] is not owner for other in late)

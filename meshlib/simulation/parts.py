@@ -103,15 +103,14 @@ def parts_of(executor: FastExecutor, inputs: Mapping[Value, str], dim: Dimension
             for x, y in zip(i.inputs, i.outputs, strict=False):  # an operand rounded for the MXU
                 _pass(found, either, x, y)
             continue
-        apart = any(executor.apart.get(v) for v in (*i.inputs, *i.outputs))
         some = any(x in found.partial for x in known)
         all_whole = any(x not in found.partial and x not in either for x in known)
-        in_part = not apart and (some or not all_whole)
+        in_part = some or not all_whole
         if isinstance(i, Loop):
             _loop_parts(executor, found, i, dim, in_part and bool(known))
         else:
             _compute_parts(found, i, dim, in_part)
-        if not apart and known and all(x in either for x in known):
+        if known and all(x in either for x in known):
             # What is moved along the dim of what is there whole is right wherever it is wanted. What is moved of parts
             # is for other indices than work now, the next to work, and must stay whole.
             either.update(y for y in i.outputs if y not in found.partial)

@@ -224,3 +224,40 @@ def sum_scattered_for_one_of_two_users(t: str) -> Case:
     outputs = {"y": mtf.constrain(mtf.relu(mtf.constrain(y, "b:m")), "b:m"), "mean": mtf.reduce_mean(y)}
     least = reduce_scatter(N, elements(y) * width(t)) + all_reduce(N, width(t))
     return Case(outputs, [], MESH, "k:m", least, {"reduce_scatter": 1, "all_reduce": 1})
+
+
+TWO = "p:2;q:2"
+A, F = D("a", 4), D("f", 4)
+
+
+def over(t: str, name: str, *dims: mtf.Dimension) -> Tensor:
+    """Summed over a, which is split over p, or over f, over q, or both: [b]."""
+    return mtf.reduce_sum(given(name, [*dims, B], t), output_shape=[B])
+
+
+@row
+def product_of_a_small_sum_over_two_axes_and_a_large_one(t: str) -> Case:
+    """x waits over p and q, the larger v over p. Only one of them may wait over p: v does, x over q alone."""
+    x = over(t, "x", A, F)
+    v = mtf.reduce_sum(given("v", [A, B, J], t), output_shape=[B, J])
+    y = product(x, v)
+    minimum = all_reduce(2, elements(x) * width(t)) + all_reduce(4, width(t))
+    return Case({"y": y}, [], TWO, "a:p;f:q", minimum, {"all_reduce": 2})
+
+
+@row
+def terms_of_which_one_is_wanted_whole(t: str) -> Case:
+    """u is summed over q for its own sake, so the sum of all three waits over p alone."""
+    x, z, u = over(t, "x", A), over(t, "z", A), over(t, "u", F)
+    outputs = {"y": mtf.tanh(mtf.add_n([x, z, u])), "u": mtf.tanh(u)}
+    minimum = sum(all_reduce(2, elements(value) * width(t)) for value in outputs.values())
+    return Case(outputs, [], TWO, "a:p;f:q", minimum, {"all_reduce": 2})
+
+
+@row
+def small_term_over_two_axes_and_a_large_one(t: str) -> Case:
+    """x is small while it is summed over q; over p it waits for the sum with w, which takes its size from w."""
+    x = over(t, "x", A, F)
+    w = mtf.reduce_sum(given("w", [A, B, J], t), output_shape=[B, J])
+    minimum = all_reduce(2, elements(x) * width(t)) + all_reduce(2, elements(w) * width(t))
+    return Case({"y": mtf.tanh(x + w)}, [], TWO, "a:p;f:q", minimum, {"all_reduce": 2})
