@@ -291,7 +291,8 @@ def adds(dtype: str | None) -> bool:
 @each("case", [c for c in CASES if any(adds(x.dtype) for x in c.inputs.values())], parts=12)
 def test_every_operation_on_partial_sums(case: Case) -> None:
     """What is not linear waits for the sum; what is linear takes the parts, and the sum comes out right later."""
-    b = built(case, summed=True, gradients=has_gradients(case))
+    # Of its gradients those of one row of each operation: `test_traits` tries what is linear in theirs on every row.
+    b = built(case, summed=True, gradients=deep() or str(case) in FIRST)
     wanted, (_, plain) = run(b.lower(), b.feeds)[0], unsharded(case)
     tolerance = max(1e-10, case.tolerance if case.tolerance > 1e-9 else 0)
     assert_close({"y": result(wanted)}, {"y": result(plain)}, tolerance, case)
@@ -592,11 +593,5 @@ def test_every_row_of_a_source_or_split_index_is_met_split() -> None:
         for case in sequence_of(op):
             b = built(case)
             legal, _ = drawn_layouts(case, b, layouts_of(case))
-            assigned = {
-                name
-                for layout in legal
-                for i in b.lower(layout).instructions
-                if i.opcode == op
-                for _, name in i.assignment
-            }
-            assert assigned, case
+            programs = (b.lower(layout) for layout in legal)
+            assert any(i.assignment for p in programs for i in p.instructions if i.opcode == op), case

@@ -18,6 +18,9 @@ from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside, derive
 
 
+_WITH_MARGINS = (Compute, Widen)  # which may take them
+
+
 @dataclass(eq=False)
 class Sound:
     """What was found sound, by all that the check depends on: it need not be looked at again.
@@ -68,7 +71,7 @@ def _check_instruction(instruction: Instruction, made: set[Value], program: Prog
     if not made.isdisjoint(instruction.outputs):
         y = next(y for y in instruction.outputs if y in made)
         raise ProgramError(f"result {y.tensor.name} {y} is made twice")
-    if any(x.margins for x in instruction.inputs) and not isinstance(instruction, Compute | Widen):
+    if not isinstance(instruction, _WITH_MARGINS) and any(x.margins for x in instruction.inputs):
         raise ProgramError("takes an operand with margins")
     match instruction:
         case Commit():

@@ -1,6 +1,6 @@
 """One of two processes with four CPU devices each: trains, saves and loads together with the other.
 
-python tests/jax/worker.py INDEX PORT FOLDER
+python tests/jax/worker.py INDEX PORT FOLDER EXAMPLE ...
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def trained(program: mtf.Program, feeds: list[dict[str, np.ndarray]], folder: Pa
         _ = [run.state[n] for n in run.state]  # reading takes both
 
 
-def main(index: int, port: int, folder: Path) -> None:
+def main(index: int, port: int, folder: Path, *names: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 4)
     trained(mlp("rows:2;cols:4", "batch:rows;hidden:cols"), mlp_feeds(), folder, "mlp")
-    for name, example in EXAMPLES.items():
+    for name in names:
         with open(folder / f"{name}.{index}.txt", "w") as out, redirect_stdout(out):
-            assert example(folder, "--on", "jax") == 0
+            assert EXAMPLES[name](folder, "--on", "jax") == 0
     jax.distributed.shutdown()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
