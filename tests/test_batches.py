@@ -23,7 +23,6 @@ def threads() -> int:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Any:
-    gc.freeze()  # garbage is looked for among what the test made
     assert threads() == 0
     yield
     if threads():  # of an iterator that nobody holds
