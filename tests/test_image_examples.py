@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import detect, gan, images
+from examples import detect, gan, image_data, images
 from examples.pictures import frame, grid, write_png
 
 SMALL = ["--side", "16", "--features", "2", "--blocks", "1", "1", "--epochs", "1", "--examples", "128"]
@@ -70,7 +70,8 @@ def test_detection_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert unpacked(tmp_path / "found.png").shape == (4 * 98, 4 * 98, 3)
 
 
-def test_a_gan_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gan_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_data, "DRAWN_TRAIN", 80)
     flags = ["--steps", "2", "--features", "2", "--batch", "8", "--every", "1", "--picture", str(tmp_path / "made.png")]
     assert gan.main(flags) == 0
     assert "discriminator loss" in capsys.readouterr().out

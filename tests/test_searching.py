@@ -46,13 +46,13 @@ def everything(build: Callable[..., Any], name: str, axes: int, **choice: Any) -
     fixed = Fixed(LayoutRules(""), {})
     roles = roles_of(found.tensors, found.dims, found.batch)
     made = []
+    with mtf.Graph():
+        session = mtf.Session(*build(**choice))
     for c in candidates(found.choices, Slice(name), roles, found.tensors.sizes, fixed, axes):
-        with mtf.Graph():
-            outputs, updates = build(**choice)
-            try:
-                est = mtf.estimate(mtf.lower(outputs, updates, mesh=c.mesh, layout=c.layout), name)
-            except mtf.LayoutError:
-                est = None
+        try:
+            est = mtf.estimate(session.lower(c.mesh, c.layout), name)
+        except mtf.LayoutError:
+            est = None
         made.append((c, found.bounds, est))
     return made
 
