@@ -12,7 +12,7 @@ import meshlib as mtf
 from meshlib.lowering import layout
 from meshlib.lowering.halos import share_halos
 from meshlib.program.checker import check_program
-from meshlib.program.instructions import Compute, Instruction, Value, Widen
+from meshlib.program.instructions import Commit, Compute, Instruction, Value, Widen
 from meshlib.program.margins import Margin, needed_margins
 from meshlib.program.records import Program
 from tests.effort import draws
@@ -359,6 +359,17 @@ def test_margins_do_not_leave_a_program() -> None:
     wide = next(v for i in program.instructions if isinstance(i, Compute) for v in i.outputs if v.margins)
     with pytest.raises(mtf.ProgramError, match="is still"):
         check_program(replace(program, outputs={"y": wide}), "sabotage")
+
+
+def test_margins_are_not_committed() -> None:
+    with mtf.Graph():
+        v = mtf.variable("v", [N, C])
+        y = mtf.add_n([mtf.shift(mtf.sin(v) * float(k), k, N, wrap=False) for k in (1, 2)])
+        program = mtf.lower({}, [mtf.assign(v, y)], mesh="p:4", layout="n:p")
+    wide = next(x for i in program.instructions if isinstance(i, Compute) for x in i.outputs if x.margins)
+    n = first(program, lambda i: isinstance(i, Commit))
+    with pytest.raises(mtf.ProgramError, match="takes an operand with margins"):
+        check_program(changed(program, n, inputs=(wide,)), "sabotage")
 
 
 @pytest.mark.parametrize("which", range(4))

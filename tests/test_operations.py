@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+from hardware.numerics import round_to_bfloat16
 from layouts import Dimension, Shape
 from meshlib.dtypes import as_dtype
 from meshlib.errors import LayoutError
@@ -355,6 +356,25 @@ def test_layouts_at_default_precision(case: Case, dtype: str) -> None:
 def round_to(x: Array, dtype: str) -> Array:
     """Floats as the dtype holds them."""
     return np.asarray(x, mtf.dtypes.as_dtype(dtype).public) if x.dtype.kind == "f" else x
+
+
+@pytest.mark.parametrize("executor", ["exact", "fast"])
+def test_operands_of_products_are_rounded(executor: str) -> None:
+    """By 2**-9 at most each: far more than another order of addition makes, and less than the tolerance above."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.uniform(0.5, 1, shape).astype(np.float32) for shape in ((8, 64), (64, 4)))
+    a, b, c = dims("a:8;b:64;c:4")
+    with mtf.Graph():
+        y = mtf.einsum([mtf.input("x", [a, b]), mtf.input("w", [b, c])], output_shape=[a, c])
+    for precision, held in (
+        ("default", [round_to_bfloat16(v).astype(np.float64) for v in (x, w)]),
+        ("highest", [x, w]),
+    ):
+        for mesh, layout in (("p:1", ""), ("p:2;q:2", "a:p;b:q")):
+            (found,) = run(
+                mtf.lower({"y": y}, mesh=mesh, layout=layout, precision=precision), {"x": x, "w": w}, executor
+            )
+            np.testing.assert_allclose(found["y"], np.float64(held[0]) @ np.float64(held[1]), rtol=1e-6)
 
 
 def test_float64_agrees_far_beyond_float32() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import sys
+import unicodedata
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 import meshlib as mtf
 from meshlib.vocabulary.merging import learnt, merged
-from meshlib.vocabulary.words import GPT2, words
+from meshlib.vocabulary.words import GPT2, compiled, words
 
 TEXT = (
     "In the beginning the sea was the sea; it's the sea's own. 12 seas, 345 sands\n\n  and the sand—ü ☃ the end\n" * 3
@@ -56,6 +58,14 @@ def slow_joined(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
             word[n : n + 2] = [new]
         n += 1
     return word
+
+
+@pytest.mark.parametrize("category", ["L", "N", "Lu", "P"])
+def test_classes_hold_what_unicode_says(category: str) -> None:
+    pattern = compiled(rf"\p{{{category}}}")
+    for n in range(0, sys.maxunicode + 1, 53):
+        letter = chr(n)
+        assert bool(pattern.fullmatch(letter)) == unicodedata.category(letter).startswith(category), hex(n)
 
 
 def test_pairs_are_those_of_counting_anew() -> None:

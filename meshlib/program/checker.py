@@ -17,7 +17,6 @@ from meshlib.program.records import Program
 from meshlib.program.signature import Signature, Signatures
 from meshlib.program.split import beside, derive
 
-
 _WITH_MARGINS = (Compute, Widen)  # which may take them
 
 
