@@ -109,6 +109,14 @@ def test_every_example_once_in_each_epoch(files: Path) -> None:
         assert found[: len(wanted)] != found[len(wanted) :]
 
 
+@pytest.mark.parametrize(("size", "remainder"), [(4, "drop"), (4, "pad"), (41, "drop"), (1, "pad")])
+def test_an_epoch_has_as_many_batches_as_it_says(size: int, remainder: str) -> None:
+    made = mtf.data.arrays({"n": np.arange(EXAMPLES)}).batch(size, remainder)
+    assert made.per_epoch == len(list(made.repeat(1))) == (41 // size if remainder == "drop" else -(-41 // size))
+    with pytest.raises(mtf.FeedError, match="depends on the examples"):
+        _ = mtf.data.arrays({"n": np.arange(EXAMPLES)}).filter(lambda e: e["n"] > 3).batch(size, remainder).per_epoch
+
+
 def test_arrays_give_the_same_as_example_by_example() -> None:
     arrays = mtf.data.arrays({"n": np.arange(EXAMPLES), "x": np.random.default_rng(0).random((EXAMPLES, 3))}).shuffle(1)
     for remainder in ("drop", "pad"):

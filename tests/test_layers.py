@@ -6,9 +6,11 @@ Inputs and variables have random values, so that no scale of one or bias of zero
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -98,10 +100,13 @@ class Built:
                 assert dx is not None, name
                 self.outputs[f"d {name}"] = dx
         self.session = mtf.Session(self.outputs)
+        self.programs: dict[tuple[str, str, str], Program] = {}
 
     def lower(self, layout: Layout | None = None, precision: str = "highest") -> Program:
-        mesh, rules = (layout.mesh_text, layout.rules_text) if layout else (UNSHARDED, "")
-        return self.session.lower(mesh, rules, precision)
+        how = (layout.mesh_text, layout.rules_text, precision) if layout else (UNSHARDED, "", precision)
+        if how not in self.programs:
+            self.programs[how] = self.session.lower(*how)
+        return self.programs[how]
 
     def run(self, program: Program, executor: str = "exact") -> dict[str, Array]:
         (out,) = run(program, self.feeds, executor, state=self.state)
@@ -670,6 +675,13 @@ def unit_scaled(p: dict[str, Array]) -> Array:
 
 # ---------------------------------------------------------------- the tests
 
+
+@cache
+def in_float64(name: str) -> Built:
+    """A layer as several tests run it."""
+    return Built(next(one for one in LAYERS if one.name == name), "float64")
+
+
 each_layer = pytest.mark.parametrize("one", LAYERS, ids=str)
 
 
@@ -687,7 +699,7 @@ def test_every_layer_is_here() -> None:
 
 @each_layer
 def test_value_and_gradients(one: Layer) -> None:
-    b = Built(one, "float64")
+    b = in_float64(one.name)
     wanted, program = b.wanted(), b.lower()
     for executor in ("exact", "fast"):
         found = b.run(program, executor)
@@ -700,7 +712,7 @@ def test_value_and_gradients(one: Layer) -> None:
 
 @each_layer
 def test_layouts_change_nothing(one: Layer) -> None:
-    b = Built(one, "float64")
+    b = in_float64(one.name)
     wanted = b.run(b.lower())
     for layout in legal_layouts(b):
         program = b.lower(layout)
@@ -724,7 +736,7 @@ def legal_layouts(b: Built) -> list[Layout]:
 
 @each_layer
 def test_bfloat16_keeps_the_dtype_and_comes_close(one: Layer) -> None:
-    b, wide = Built(one, "bfloat16"), Built(one, "float64")
+    b, wide = Built(one, "bfloat16"), copy.copy(in_float64(one.name))
     for x in (*b.feeds.values(), *b.state.values()):
         if x.dtype.kind == "f":
             x[...] = x.astype(mtf.dtypes.BFLOAT16.public).astype(np.float64)

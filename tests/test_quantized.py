@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -61,15 +62,19 @@ def values(scale: float = 1.0) -> dict[str, Array]:
     return {"x": x, "w": w * scale, "dy": dy}
 
 
-def results(
-    dtype: str, mesh: str, layout: str, executor: str = "exact", float_type: str = "float64"
-) -> dict[str, Array]:
+@cache
+def lowered(dtype: str, mesh: str, layout: str, float_type: str) -> mtf.Program:
     with mtf.Graph():
         given = operands(float_type)
         y = mtf.quantized_einsum([given["x"], given["w"]], [B, T, H, N], dtype)
         dx, dw = mtf.gradients([y], [given["x"], given["w"]], [given["dy"]])
-        program = mtf.lower({"y": y, "dx": dx, "dw": dw}, mesh=mesh, layout=layout)
-    return mtf.simulate(program, executor=executor).step(values())
+        return mtf.lower({"y": y, "dx": dx, "dw": dw}, mesh=mesh, layout=layout)
+
+
+def results(
+    dtype: str, mesh: str, layout: str, executor: str = "exact", float_type: str = "float64"
+) -> dict[str, Array]:
+    return mtf.simulate(lowered(dtype, mesh, layout, float_type), executor=executor).step(values())
 
 
 @pytest.mark.parametrize("dtype", TO_GRID)

@@ -13,6 +13,7 @@ from hardware import CHIPS
 from hardware.memory import hbm_seconds
 from hardware.network import Cost, collective_cost
 from meshlib.estimation import Physics
+from meshlib.estimation.hbm import Hbm
 from meshlib.estimation.links import Links
 from meshlib.estimation.moves import Network
 from meshlib.estimation.plan import plan_of
@@ -28,6 +29,16 @@ LAUNCH = V5E.collective_launch_seconds
 
 def collectives(est: mtf.Estimate) -> list:
     return [e for e in est.schedule.events if e.move is not None]
+
+
+def test_hbm_owes_what_idle_time_has_not_served() -> None:
+    """Of 7 seconds, read and written by way of half of VMEM, 2 are served, then 4; one is left at the end."""
+    hbm = Hbm(most_seconds=1.0)
+    hbm.owe(2.0)  # which VMEM holds
+    assert hbm.left(0.0) == 0.0
+    hbm.owe(3.0)
+    hbm.owe(4.0)
+    assert [hbm.left(seconds) for seconds in (2.0, 4.0, 5.0)] == [5.0, 1.0, 0.0]
 
 
 # ---------------------------------------------------------------- small collectives
