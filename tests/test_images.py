@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+import tests.cases  # noqa: F401 (first: it enters the rows of all its files)
 from hardware import CHIPS, Matmul
 from hardware.core import matmul_seconds
 from hardware.numerics import round_to_bfloat16
