@@ -61,6 +61,7 @@ class Step:
         self.watched: list[str] = []
         self.faults: list[Exception] = []  # of the user's own functions, while a step ran
         self.compile_seconds = 0.0
+        self._lowered: Any = None
         self._compiled: Any = None
         self._check_types()
 
@@ -73,8 +74,10 @@ class Step:
         return np.array([make_key(seed, name) for name in self.drawing], np.uint32).reshape(-1, 2)
 
     def lowered(self) -> Any:
-        """JAX's lowering of the step, whose `as_text()` shows what the compiler is given."""
-        return self._jitted().trace(*self._arguments()).lower()
+        """JAX's lowering of the step, whose `as_text()` shows what the compiler is given. Kept until it is compiled."""
+        if self._lowered is None:
+            self._lowered = self._jitted().trace(*self._arguments()).lower()
+        return self._lowered
 
     @property
     def compiled(self) -> Any:
@@ -82,6 +85,7 @@ class Step:
         if self._compiled is None:
             begun = time.perf_counter()
             self._compiled = self.lowered().compile()
+            self._lowered = None
             self.compile_seconds = time.perf_counter() - begun
         return self._compiled
 
