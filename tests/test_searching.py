@@ -361,6 +361,24 @@ def test_bounds_are_below_estimates_of_models() -> None:
         assert below(build, rng.choice(["v5e-4", "v4-16", "v3-8", "v6e-8"]), draws(2, 10), n)
 
 
+def test_bounds_are_below_estimates_where_attention_takes_nearly_all() -> None:
+    """And not far below: half of it would be no bound worth having."""
+
+    def build() -> tuple[Any, Any]:
+        batch, heads, length, memory, key = (
+            mtf.Dimension(name, size)
+            for name, size in (("batch", 8), ("heads", 8), ("length", 4096), ("memory_length", 4096), ("key", 128))
+        )
+        q = mtf.input("q", [batch, heads, length, key], "bfloat16")
+        k, v = (mtf.input(name, [batch, heads, memory, key], "bfloat16") for name in "kv")
+        return {"y": mtf.attention(q, k, v, length, memory, key)}, []
+
+    assert below(build, "v5e-4", 4, 0) == 4
+    found = mtf.search(build, "v5e-4", axes=1, seconds=None)
+    problem = problem_of(build, (), (), ())
+    assert problem.bounds.seconds(found.best.candidate) > 0.5 * found.best.value
+
+
 def test_a_dim_goes_on_under_another_name_and_a_constraint_brings_any_axis() -> None:
     """So the bound must let the axis of the first name split what has only the second."""
 
