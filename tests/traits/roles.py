@@ -152,7 +152,7 @@ def _idle_ends(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     Data may leave out an element that others like it are needed for, so that one is enough.
     """
     read: dict[tuple[int, str], bool] = {}
-    for s, f in ((s, f) for s in uses for f in record.roles(s.op) if f.role is Role.HALO):
+    for s, f in ((use, f) for use in uses for f in record.roles(use.op) if f.role is Role.HALO):
         assert isinstance(record.lower, Halo)
         length, whole = Halo.length(s.op, f), apply(record, s.op, s.arrays)
         blocks = [(count, index) for count in (2, 3) if length % count == 0 for index in range(count)]
