@@ -113,8 +113,8 @@ def test_pictures_in_classes_out(tmp_path: Path) -> None:
     assert model.predict(tmp_path / "tall.png") == pytest.approx(found, rel=1e-6)
     (tmp_path / "none.png").write_bytes(b"no picture")
     for wrong, text in (
-        (tmp_path / "none.png", "is no picture"),
-        (tmp_path / "nothing.png", "is no picture: .*No such file"),
+        (tmp_path / "none.png", r"none\.png: expected a picture, found: cannot identify"),
+        (tmp_path / "nothing.png", "expected a picture, found: .*No such file"),
         (pixels[1:], r"expected a picture of shape \[8, 12, 3\], .* got uint8 \[7, 12, 3\]"),
         (3, "expected the path of a picture or an array, got int"),
         ([], "got none"),
