@@ -205,8 +205,7 @@ def serving(
         slice_ = slice if isinstance(slice, Slice) else Slice(slice)
     except HardwareError as fault:
         raise SliceError(f"{at(WHAT)}: {fault}") from None
-    if whole(context, WHAT, "context") < 1:
-        raise GraphError(f"{at(WHAT)}: context must be at least 1, got {context}")
+    whole(context, WHAT, "context", low=1)
     read = (1 if config.encoder_decoder else max(1, context // 2)) if prompt is None else whole(prompt, WHAT, "prompt")
     if not 1 <= read <= context:
         raise GraphError(f"{at(WHAT)}: prompt must be in 1 to {context}, the context, got {read}")

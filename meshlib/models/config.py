@@ -234,8 +234,7 @@ class TransformerConfig(Config):
         >>> mtf.models.preset("llama3.1-405b").reduced().parameters
         28832
         """
-        if whole(periods, "reduced", "periods") < 1:
-            raise GraphError(f"{at('reduced')}: periods must be at least 1, got {periods}")
+        periods = whole(periods, "reduced", "periods", low=1)
         windows = tuple(next(run) for _, run in groupby(None if w is None else 4 for w in self.windows))
         few = {self.heads: 8, 1: 1}  # as many as queries, or one for all; else groups of two
         experts = None if self.experts is None else self.experts.reduced()

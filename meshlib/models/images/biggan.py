@@ -306,8 +306,7 @@ def gan_step(
     what = "gan_step"
     if not isinstance(config, BigGANConfig):
         raise GraphError(f"{at(what)}: expected a BigGANConfig, got {type(config).__name__} {config!r:.80}")
-    if whole(batch, what, "batch") < 1:
-        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
+    batch = whole(batch, what, "batch", low=1)
     for one in (generator_optimizer, discriminator_optimizer):
         if not (isinstance(one, Optimizer) or (one is None and one is generator_optimizer)):
             raise GraphError(f"{at(what)}: both optimizers must be of mtf.optimize, got {one!r:.80}")
@@ -345,9 +344,6 @@ def gan_samples(config: BigGANConfig, count: int) -> dict[str, Tensor]:
     Its inputs are z, float32 [count, z] (`config.noise`), and labels, int32 [count]. Returns: "images" in -1..1.
     Raises: GraphError for a count that is none.
     """
-    what = "gan_samples"
-    if whole(count, what, "count") < 1:
-        raise GraphError(f"{at(what)}: count must be at least 1, got {count}")
-    examples = Dimension(BATCH, count)
+    examples = Dimension(BATCH, whole(count, "gan_samples", "count", low=1))
     z, labels = given("z", [examples, Dimension("z", config.z)]), given("labels", [examples], "int32")
     return {"images": generator(config, z, labels, False)[0]}

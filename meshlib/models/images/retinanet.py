@@ -307,6 +307,4 @@ def detection_outputs(config: RetinaNetConfig, batch: int) -> dict[str, Tensor]:
 def _images(config: RetinaNetConfig, batch: int, what: str) -> Tensor:
     if not isinstance(config, RetinaNetConfig):
         raise GraphError(f"{at(what)}: expected a RetinaNetConfig, got {type(config).__name__} {config!r:.80}")
-    if whole(batch, what, "batch") < 1:
-        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
-    return given("images", [Dimension(BATCH, batch), *image_dims(config)])
+    return given("images", [Dimension(BATCH, whole(batch, what, "batch", low=1)), *image_dims(config)])
