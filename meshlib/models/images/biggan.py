@@ -23,11 +23,11 @@ from meshlib.models.record import Config
 from meshlib.ops.elementwise import cast, floor, relu, tanh
 from meshlib.ops.index import gather
 from meshlib.ops.pooling import pool
+from meshlib.ops.random import random_normal, random_uniform
 from meshlib.ops.rearrange import repeat
 from meshlib.ops.reduce import reduce_mean, reduce_sum
 from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import input as given
-from meshlib.ops.sources import random_normal, random_uniform
 from meshlib.ops.stacking import stack, unstack
 from meshlib.ops.window import concat, split
 from meshlib.optimize.averages import moving_averages
