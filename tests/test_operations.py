@@ -426,7 +426,7 @@ def check_work(program: Program, about: str) -> None:
             assert local.mxu_flops == attention_flops(i), text
         else:
             assert (local.mxu_flops > 0) == (op.kind.kind in ON_MXU), text
-            assert local.mxu_flops * mesh.size == whole.mxu_flops * duplicated, text
+            assert local.mxu_flops * prod(mesh.axis_size(a) for a in split) == whole.mxu_flops, text
             assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
         nothing = op.kind.storage is Storage.ALIAS or op.kind.kind in (*RESIDENT, Kind.COPY)
         assert (local == Work(0, 0)) == nothing, text
