@@ -199,8 +199,7 @@ def serving(
 
     Source of the trade: Pope et al., arXiv:2211.05102, figure 1.
     """
-    if not isinstance(config, TransformerConfig):
-        raise GraphError(f"{at(WHAT)}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
+    TransformerConfig.checked(config, WHAT)
     try:
         slice_ = slice if isinstance(slice, Slice) else Slice(slice)
     except HardwareError as fault:

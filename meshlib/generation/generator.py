@@ -116,9 +116,7 @@ class Generator:
     sim: Simulation = field(init=False)
 
     def __post_init__(self) -> None:
-        c = self.config
-        if not isinstance(c, TransformerConfig):
-            raise GraphError(f"{at(WHAT)}: expected a TransformerConfig, got {type(c).__name__} {c!r:.80}")
+        c = TransformerConfig.checked(self.config, WHAT)
         for name in ("batch", "length", "max_tokens", "beams"):
             whole(getattr(self, name), WHAT, name, low=1)
         if number(self.alpha, WHAT, "alpha") < 0:

@@ -22,6 +22,13 @@ class Config:
                 raise GraphError(f"{at(cls.__name__)}: no field {name!r}{hint}")
         return super().__new__(cls)
 
+    @classmethod
+    def checked(cls, value: object, what: str) -> Self:
+        """`value`, which must be such a config. Raises: GraphError for anything else."""
+        if isinstance(value, cls):
+            return value
+        raise GraphError(f"{at(what)}: expected a {cls.__name__}, got {type(value).__name__} {value!r:.80}")
+
     def replace(self, **changes: Any) -> Self:
         """The same with other fields.
 

@@ -110,9 +110,7 @@ class _Serving:
     scan: bool
 
     def __post_init__(self) -> None:
-        what, c = self.what, self.config
-        if not isinstance(c, TransformerConfig):
-            raise GraphError(f"{at(what)}: expected a TransformerConfig, got {type(c).__name__} {c!r:.80}")
+        what, c = self.what, TransformerConfig.checked(self.config, self.what)
         if c.kind == "encoder":
             raise GraphError(f"{at(what)}: {c.name} is an encoder, which predicts no next token")
         for name in ("batch", "cache_length"):

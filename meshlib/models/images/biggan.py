@@ -304,8 +304,7 @@ def gan_step(
     Source: hinge losses: Lim and Ye, arXiv:1705.02894.
     """
     what = "gan_step"
-    if not isinstance(config, BigGANConfig):
-        raise GraphError(f"{at(what)}: expected a BigGANConfig, got {type(config).__name__} {config!r:.80}")
+    BigGANConfig.checked(config, what)
     batch = whole(batch, what, "batch", low=1)
     for one in (generator_optimizer, discriminator_optimizer):
         if not (isinstance(one, Optimizer) or (one is None and one is generator_optimizer)):

@@ -305,6 +305,5 @@ def detection_outputs(config: RetinaNetConfig, batch: int) -> dict[str, Tensor]:
 
 
 def _images(config: RetinaNetConfig, batch: int, what: str) -> Tensor:
-    if not isinstance(config, RetinaNetConfig):
-        raise GraphError(f"{at(what)}: expected a RetinaNetConfig, got {type(config).__name__} {config!r:.80}")
+    RetinaNetConfig.checked(config, what)
     return given("images", [Dimension(BATCH, whole(batch, what, "batch", low=1)), *image_dims(config)])
