@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+from meshlib.records.images import read_image
+from meshlib.sharing.pictures import pixels_of
 
 D = mtf.Dimension
 WORDS = mtf.BytePairs.learn("to be, or not to be: that is the question\n" * 2, 280)
@@ -80,6 +82,16 @@ def test_jax_predicts_the_same(tmp_path: Path) -> None:
     mtf.export(trained(TINY), tmp_path, TINY, tokenizer=WORDS)
     here, there = (mtf.load_model(tmp_path, run=run) for run in (None, mtf.on_jax))
     assert here.predict("to be", max_tokens=4) == there.predict("to be", max_tokens=4)
+
+
+@pytest.mark.parametrize(("size", "kind"), [((21, 33), "png"), ((33, 20), "jpg"), ((200, 137), "jpg")])
+def test_a_served_model_sees_what_it_was_trained_on(tmp_path: Path, size: tuple[int, int], kind: str) -> None:
+    """Odd margins, and JPEGs that are decoded at a part of their size."""
+    image_file = pytest.importorskip("PIL.Image", reason="the extra 'images' is not installed")
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    image_file.fromarray(pixels).save(tmp_path / f"picture.{kind}")
+    served = pixels_of(tmp_path / f"picture.{kind}", (16, 16, 3), "predict")
+    np.testing.assert_array_equal(served, read_image(tmp_path / f"picture.{kind}", 16))
 
 
 def test_pictures_in_classes_out(tmp_path: Path) -> None:
