@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from hardware.checks import amount, whole, wholes
+from hardware.checks import amount, wholes
 from hardware.chips import Chip
 from hardware.errors import HardwareError
 
@@ -144,28 +144,6 @@ def vmem_rate(chip: Chip) -> float:
 def vmem_bytes(chip: Chip) -> int:
     """VMEM of one device, bytes: that of its core or of both fused ones."""
     return chip.vmem_bytes_per_core * chip.cores_per_device
-
-
-def blocked_matmul_bytes(m: int, k: int, n: int, itemsize: int = 2, block: int | None = None) -> int:
-    """HBM traffic of [m, k] x [k, n] computed in output blocks of `block` x `block`.
-
-    Every block of the output reads its rows of the left and its columns of the right operand, so operands are
-    read once per block column and block row; the output is written once.
-
-    Args:
-      m, k, n: sizes, >= 1.
-      itemsize: bytes per element.
-      block: edge of a block; None: all in one, each operand read once.
-    Example:
-      >>> blocked_matmul_bytes(1024, 1024, 1024, block=512) / blocked_matmul_bytes(1024, 1024, 1024)
-      1.6666666666666667
-
-    Source: Hong and Kung, "I/O complexity: the red-blue pebble game", STOC 1981.
-    """
-    for name, size in (("m", m), ("k", k), ("n", n), ("itemsize", itemsize)):
-        whole(name, size, low=1)
-    edge = max(m, n) if block is None else whole("block", block, low=1)
-    return itemsize * (m * k * -(-n // edge) + k * n * -(-m // edge) + m * n)
 
 
 def _power_of_two(size: int) -> int:

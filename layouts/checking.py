@@ -8,7 +8,7 @@ tensors that have it. What is merely wasteful (an unused rule, an unused axis) i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 
 from layouts.dims import Shape, ShapeLike
@@ -68,33 +68,61 @@ def check(
     """  # noqa: E501
     rules = rules if isinstance(rules, LayoutRules) else LayoutRules(rules)
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    faults: dict[Fault, list[str]] = {}  # with the labels of the tensors concerned
-    misfits: dict[Fault, list[str]] = {}  # the same of inner tensors
-    followed: set[Rule] = set()  # by some tensor
-    present: dict[str, None] = {}  # ordered names of dims
-    used_rules: set[Rule] = set()
-    used_axes = set(splitting)
+    met = _met(rules, mesh, tensors, inner, splitting)
+    known = dict.fromkeys([*met.dims, *(known_dims or ())])
+    foreign = _foreign(rules, mesh, known, met.faults)
+    notes = [f"{text}; it splits nothing here, as its '?' allows" for text in dict.fromkeys(foreign)]
+    notes += _notes(rules, mesh, met, known)
+    found = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in met.faults.items())
+    return Report(tuple(_with_tensors(*item) for item in found), tuple(notes), found)
+
+
+@dataclass
+class _Met:
+    """What the tensors of a program meet under a layout: faults with the labels of the tensors concerned, what of the
+    rules, axes and dims is there."""
+
+    faults: dict[Fault, list[str]] = field(default_factory=dict)
+    misfits: dict[Fault, list[str]] = field(default_factory=dict)  # the same of inner tensors
+    rules: set[Rule] = field(default_factory=set)
+    axes: set[str] = field(default_factory=set)
+    dims: dict[str, None] = field(default_factory=dict)  # names, in order
+
+
+def _met(
+    rules: LayoutRules,
+    mesh: Mesh,
+    tensors: Iterable[tuple[str, ShapeLike, str]],
+    inner: Iterable[tuple[str, ShapeLike, str]],
+    splitting: Iterable[str],
+) -> _Met:
+    met = _Met(axes=set(splitting))
     for rule in rules.rules:  # an axis is unknown whether or not a tensor meets the rule
         for axis in rule.axes:
             if axis not in mesh and not rule.optional:
-                faults.setdefault(unknown_axis(rule, axis, mesh), [])
+                met.faults.setdefault(unknown_axis(rule, axis, mesh), [])
+    followed: set[Rule] = set()  # by some tensor
     seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors are laid out like one before
-    for into, (label, given, scope) in chain(zip(repeat(faults), tensors), zip(repeat(misfits), inner)):
+    for into, (label, given, scope) in chain(zip(repeat(met.faults), tensors), zip(repeat(met.misfits), inner)):
         shape = given if isinstance(given, Shape) else Shape(given)
         if (shape, scope) not in seen:
-            present.update(dict.fromkeys(shape.names))
+            met.dims.update(dict.fromkeys(shape.names))
             holding = {rule for name in shape.names for rule in rules.for_dim(name, scope)}
-            used_rules |= holding
+            met.rules |= holding
             axes, wrong = place(rules, shape, mesh, scope)
-            used_axes.update(axis for entry in axes for axis in entry)
+            met.axes.update(axis for entry in axes for axis in entry)
             followed |= holding - {fault.rule for fault in wrong}
             seen[shape, scope] = wrong
         for fault in seen[shape, scope]:
             into.setdefault(fault, []).append(label)
-    for fault in [f for f in misfits if f in faults or f.rule not in followed]:
-        faults.setdefault(fault, []).extend(misfits.pop(fault))
-    used_axes.update(axis for fault in faults if fault.rule for axis in fault.rule.axes)
-    known = dict.fromkeys([*present, *(known_dims or ())])
+    for fault in [f for f in met.misfits if f in met.faults or f.rule not in followed]:
+        met.faults.setdefault(fault, []).extend(met.misfits.pop(fault))
+    met.axes.update(axis for fault in met.faults if fault.rule for axis in fault.rule.axes)
+    return met
+
+
+def _foreign(rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dict[Fault, list[str]]) -> list[str]:
+    """What optional rules name that there is not; where others do, it is added to the faults."""
     foreign: list[str] = []
     for name in rules.dims:
         if name not in known:
@@ -104,30 +132,31 @@ def check(
                 faults[Fault(text + _swapped(rules, name, mesh, known), of_rule=True)] = []
                 continue
             foreign.append(text)
-    foreign += [
+    return foreign + [
         unknown_axis(rule, axis, mesh).what
         for rule in rules.rules
         for axis in rule.axes
         if rule.optional and axis not in mesh
     ]
-    notes = [f"{text}; it splits nothing here, as its '?' allows" for text in dict.fromkeys(foreign)]
-    notes += [
-        f"rule {rule} is not used: {_why_unused(rule, present)}"
+
+
+def _notes(rules: LayoutRules, mesh: Mesh, met: _Met, known: dict[str, None]) -> list[str]:
+    """Of rules and axes that do nothing, and of inner tensors that a rule does not fit."""
+    notes = [
+        f"rule {rule} is not used: {_why_unused(rule, met.dims)}"
         for rule in rules.rules
-        if rule.dim in known and rule not in used_rules and not (rule.optional and set(rule.axes).isdisjoint(mesh.axes))
+        if rule.dim in known and rule not in met.rules and not (rule.optional and set(rule.axes).isdisjoint(mesh.axes))
     ]
     notes += [
         f"axis {axis!r} splits nothing: every tensor is held {size} times over"
         for axis, size in zip(mesh.axes, mesh.sizes, strict=True)
-        if size > 1 and axis not in used_axes
+        if size > 1 and axis not in met.axes
     ]
-    notes += [
+    return notes + [
         f"{fault.what}: {fault.remedy.partition('. ')[0]}. The library made these tensors itself and splits them as "
         f"far as it fits: {some(list(dict.fromkeys(labels)))}"
-        for fault, labels in misfits.items()
+        for fault, labels in met.misfits.items()
     ]
-    found = tuple((fault, tuple(dict.fromkeys(labels))) for fault, labels in faults.items())
-    return Report(tuple(_with_tensors(*item) for item in found), tuple(notes), found)
 
 
 def _swapped(rules: LayoutRules, name: str, mesh: Mesh, known: dict[str, None]) -> str:

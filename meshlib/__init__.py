@@ -176,6 +176,9 @@ from meshlib.ops.pooling import pool as pool
 from meshlib.ops.printing import Print as Print
 from meshlib.ops.quantized import quantize as quantize
 from meshlib.ops.quantized import quantized_einsum as quantized_einsum
+from meshlib.ops.random import dropout as dropout
+from meshlib.ops.random import random_normal as random_normal
+from meshlib.ops.random import random_uniform as random_uniform
 from meshlib.ops.ranking import argmax as argmax
 from meshlib.ops.ranking import argsort as argsort
 from meshlib.ops.ranking import nth_largest_element as nth_largest_element
@@ -206,12 +209,9 @@ from meshlib.ops.shape import reshape as reshape
 from meshlib.ops.shape import transpose as transpose
 from meshlib.ops.slicewise import slicewise as slicewise
 from meshlib.ops.sources import constant as constant
-from meshlib.ops.sources import dropout as dropout
 from meshlib.ops.sources import input as input
 from meshlib.ops.sources import ones as ones
 from meshlib.ops.sources import ones_like as ones_like
-from meshlib.ops.sources import random_normal as random_normal
-from meshlib.ops.sources import random_uniform as random_uniform
 from meshlib.ops.sources import step as step
 from meshlib.ops.sources import variable as variable
 from meshlib.ops.sources import zeros as zeros

@@ -38,14 +38,16 @@ def number(value: object, what: str, argument: str) -> float:
     raise GraphError(f"{at(what)}: {argument} must be a finite number, got {_shown(value)}")
 
 
-def whole(value: object, what: str, argument: str) -> int:
-    """`value` as an int; bools and floats are none.
+def whole(value: object, what: str, argument: str, low: int | None = None) -> int:
+    """`value` as an int, at least `low`; bools and floats are none.
 
     >>> whole(np.int64(3), "slice", "begin")
     3
     """
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return int(value)
+        if low is None or value >= low:
+            return int(value)
+        raise GraphError(f"{at(what)}: {argument} must be at least {low}, got {_text(value)}")
     raise GraphError(f"{at(what)}: {argument} must be an integer, got {_shown(value)}")
 
 

@@ -199,14 +199,12 @@ def serving(
 
     Source of the trade: Pope et al., arXiv:2211.05102, figure 1.
     """
-    if not isinstance(config, TransformerConfig):
-        raise GraphError(f"{at(WHAT)}: expected a TransformerConfig, got {type(config).__name__} {config!r:.80}")
+    TransformerConfig.checked(config, WHAT)
     try:
         slice_ = slice if isinstance(slice, Slice) else Slice(slice)
     except HardwareError as fault:
         raise SliceError(f"{at(WHAT)}: {fault}") from None
-    if whole(context, WHAT, "context") < 1:
-        raise GraphError(f"{at(WHAT)}: context must be at least 1, got {context}")
+    whole(context, WHAT, "context", low=1)
     read = (1 if config.encoder_decoder else max(1, context // 2)) if prompt is None else whole(prompt, WHAT, "prompt")
     if not 1 <= read <= context:
         raise GraphError(f"{at(WHAT)}: prompt must be in 1 to {context}, the context, got {read}")

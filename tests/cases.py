@@ -1417,6 +1417,26 @@ def _shifted(x: Array, offset: Array, wrap: bool) -> Array:
     return out
 
 
+# ---------------------------------------------------------------- work that a split leaves whole
+
+
+def _summed_first(op: Operation) -> set[str]:
+    """Dims of one operand of an einsum alone that the result lacks: summed before the product."""
+    a, b = (x.shape for x in op.inputs)
+    return {d.name for d in (*a, *b) if (d.name in a) != (d.name in b) and d.name not in op.output.shape}
+
+
+# Per operation the factors whose split leaves each device all of the vector work (of einsum: the matrix work); of all
+# others every split divides it.
+IDLE: dict[str, Callable[[Operation], set[str]]] = {
+    "update_slice": lambda op: {op.attrs["dim"].name},  # each device looks at all of the part
+    "gather": lambda op: {op.attrs["dim"].name},  # each runs through all indices, whichever it holds
+    "slice": lambda op: {op.attrs["dim"] + "'"},  # by a mask each writes all of the part, most of them zeros
+    # The same, and updates without a dim of the indices are added for each index.
+    "scatter_add": lambda op: {op.attrs["dim"].name} | ({*op.inputs[1].shape.names} - {*op.inputs[0].shape.names}),
+    "einsum": _summed_first,
+}
+
 # More rows, which use the names above.
 from tests import cases_along_dims, cases_attention, cases_images  # noqa: E402, F401
 

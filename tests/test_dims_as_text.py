@@ -55,6 +55,7 @@ BAD: list[tuple[Callable[[Any], Any], str]] = [
     (lambda x: mtf.layers.dense(x, [N], activation="rel"), "did you mean 'relu'"),
     (lambda x: mtf.dropout(x, 1.5), r"is_training must be True or False, got 1.5; write dropout\(x, True, rate="),
     (lambda x: mtf.dropout(x, True, rate=1.5), "rate must be in"),
+    (lambda x: mtf.models.UNetConfig(level=4), "UNetConfig .*no field 'level'; did you mean 'levels'"),
     (lambda x: mtf.models.TransformerConfig(dff=4), "no field 'dff'; did you mean 'd_ff'"),
     (lambda x: mtf.models.preset("gpt2").replace(dff=4), "no field 'dff'; did you mean 'd_ff'"),
 ]

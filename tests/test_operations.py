@@ -23,7 +23,7 @@ from meshlib.operation import ON_MXU, OPERATIONS, RESIDENT, Kind, OpDef, Storage
 from meshlib.program.instructions import Compute, Instruction, Loop, Value
 from meshlib.program.records import Program
 from meshlib.program.work import local_work
-from tests.cases import CASES, Array, Case, dims
+from tests.cases import CASES, IDLE, Array, Case, dims
 from tests.effort import deep, draws, each, some
 from tests.oracle import (
     UNSHARDED,
@@ -402,24 +402,7 @@ def test_what_leaves_a_pending_value_refuses_bool(name: str) -> None:
 
 def idle_factors(i: Instruction) -> set[str]:
     """Factors whose split does not divide an operation's vector work (of einsum: its matrix work)."""
-    op = i.operation
-    if op.kind.name == "update_slice":  # each device looks at all of the part
-        return {op.attrs["dim"].name}
-    if op.kind.name == "gather":  # each device runs through all indices, whichever it holds
-        return {op.attrs["dim"].name}
-    if op.kind.name == "slice":  # by a mask each writes all of the part, most of them zeros
-        return {op.attrs["dim"] + "'"}
-    if op.kind.name == "scatter_add":  # the same, and updates without a dim of the indices are added for each index
-        dim = op.attrs["dim"].name
-        return {dim} | {d.name for d in op.inputs[1].shape if d.name not in op.inputs[0].shape}
-    if op.kind.name == "einsum":  # summed before the product
-        a, b = op.inputs
-        return {d.name for d in (*a.shape, *b.shape) if d.name not in op.output.shape and not _both(d.name, a, b)}
-    return set()
-
-
-def _both(name: str, a: Tensor, b: Tensor) -> bool:
-    return name in a.shape and name in b.shape
+    return IDLE[i.operation.kind.name](i.operation) if i.operation.kind.name in IDLE else set()
 
 
 def check_work(program: Program, about: str) -> None:
@@ -460,7 +443,8 @@ def check_work(program: Program, about: str) -> None:
             assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
             assert local.mxu_flops == attention_flops(i), text
         else:
-            assert local.mxu_flops == 0, text
+            assert (local.mxu_flops > 0) == (op.kind.kind in ON_MXU), text
+            assert local.mxu_flops * prod(mesh.axis_size(a) for a in split) == whole.mxu_flops, text
             assert local.vpu_ops * mesh.size == whole.vpu_ops * duplicated, text
         nothing = op.kind.storage is Storage.ALIAS or op.kind.kind in (*RESIDENT, Kind.COPY)
         assert (local == Work(0, 0)) == nothing, text

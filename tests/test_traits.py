@@ -83,6 +83,7 @@ def scores_of(name: str, **changes: Any) -> Any:
 masked = OPERATIONS["slice"].roles
 windowed = OPERATIONS["convolution"].roles
 WINDOWS: Any = OPERATIONS["convolution"].lower
+POOLED: Any = OPERATIONS["reduce_window"].lower
 
 
 def weighed(combine: Any, gradient: str = "") -> Any:
@@ -93,6 +94,7 @@ def weighed(combine: Any, gradient: str = "") -> Any:
 
 
 PRODUCT: Any = OPERATIONS["einsum"].product
+SHIFT: Any
 SLICE, SHIFT = (OPERATIONS[name].lower for name in ("slice", "shift"))
 WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     # linear: forgotten, or said without cause
@@ -116,6 +118,9 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("linear", "window_spread", {"linear": lambda op: NONLINEAR}),
     ("linear", "reduce_max", {"linear": linear(0)}),
     ("linear", "to_host", {"linear": lambda op: NONLINEAR}),
+    ("linear", "gather", {"linear": linear(1)}),
+    ("linear", "update_slice", {"linear": linear(0, 1, 2, together=True)}),
+    ("linear", "where", {"linear": lambda op: NONLINEAR, "local": lambda block, c, x, y: np.where(c, x * y, y)}),
     # form
     ("form", "divide", {"form": lambda op: PowerProduct((1, 1))}),
     ("form", "negative", {"form": lambda op: PowerProduct((1,))}),
@@ -126,6 +131,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("form", "einsum", {"form": lambda op: PowerProduct((1, 1))}),
     ("form", "constant", {"form": lambda op: PowerProduct((), 2 * op.attrs["value"] + 1)}),
     ("form", "relu", {"form": lambda op: PowerProduct((1,))}),
+    ("form", "gather", {"form": lambda op: Total()}),
     # kind
     ("kind", "relu", {"kind": Kind.VIEW}),
     ("kind", "exp", {"kind": Kind.INDEXED}),
@@ -168,6 +174,8 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("overwrites", "add_n", {"overwrites": 0}),
     ("overwrites", "multiply", {"overwrites": 0}),
     ("overwrites", "shift", {"overwrites": 1}),
+    ("overwrites", "slice", {"overwrites": 1}),
+    ("overwrites", "reduce_sum", {"overwrites": 1}),
     ("overwrites", "rotate_half", {"overwrites": 1}),
     ("home", "cast", {"home": Home.RULES}),
     ("home", "relu", {"home": Home.OPERAND}),
@@ -198,6 +206,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("unique", "exp", {"unique": True}),
     ("reads_part", "slice", {"reads_part": False}),
     ("writes_part", "update_slice", {"writes_part": False}),
+    ("writes_part", "update_slice", {"overwrites": 0}),
     ("writes_part", "add", {"writes_part": True}),
     ("reads_part", "gather", {"reads_part": False}),
     ("reads_part", "reduce_max", {"reads_part": True}),
@@ -248,6 +257,11 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("roles", "reduce_window", {"roles": named_factors, "lower": None}),
     ("roles", "window_spread", {"roles": named_factors, "lower": None}),
     ("roles", "random", {"roles": lambda op: named_factors(op, dict.fromkeys(op.output.shape.names, Role.WHOLE))}),
+    ("roles", "slice", {"lower": Halo(lambda op, f, i, start, stop: (0, op.inputs[i].shape.dim(f.name).size))}),
+    ("roles", "shift", {"lower": Halo(lambda op, f, i, start, stop: (0, op.inputs[i].shape.dim(f.name).size))}),
+    ("roles", "shift", {"lower": Halo(lambda *of: (SHIFT.needs(*of)[0] - 1, SHIFT.needs(*of)[1]), SHIFT.wrap)}),
+    ("roles", "convolution", {"lower": Halo(lambda *of: (WINDOWS.needs(*of)[0], WINDOWS.needs(*of)[1] + 1))}),
+    ("roles", "reduce_window", {"lower": Halo(lambda *of: (POOLED.needs(*of)[0], POOLED.needs(*of)[1] + 1))}),
     ("split", "slice", {"lower": SHIFT}),
     ("split", "slice", {"lower": Halo(lambda op, f, i, start, stop: (start, stop))}),
     ("split", "shift", {"lower": SLICE}),

@@ -116,12 +116,9 @@ class Generator:
     sim: Simulation = field(init=False)
 
     def __post_init__(self) -> None:
-        c = self.config
-        if not isinstance(c, TransformerConfig):
-            raise GraphError(f"{at(WHAT)}: expected a TransformerConfig, got {type(c).__name__} {c!r:.80}")
+        c = TransformerConfig.checked(self.config, WHAT)
         for name in ("batch", "length", "max_tokens", "beams"):
-            if whole(getattr(self, name), WHAT, name) < 1:
-                raise GraphError(f"{at(WHAT)}: {name} must be at least 1, got {getattr(self, name)}")
+            whole(getattr(self, name), WHAT, name, low=1)
         if number(self.alpha, WHAT, "alpha") < 0:
             raise GraphError(f"{at(WHAT)}: alpha must not be negative, got {self.alpha}")
         if not 0 <= whole(self.start_token, WHAT, "start_token") < c.vocab:

@@ -189,9 +189,7 @@ class OnJax(Simulation):
         """
         if not isinstance(feeds, Mapping):
             raise GraphError(f"{at('profile')}: feeds must be arrays by name, got {type(feeds).__name__} {feeds!r:.80}")
-        count = whole_number(steps, "profile", "steps")
-        if count < 1:
-            raise GraphError(f"{at('profile')}: steps must be at least 1, got {count}")
+        count = whole_number(steps, "profile", "steps", low=1)
         twin = copy(self)
         twin._run(self.program, feeds)
         return measure(self.compiled(), lambda: twin._run(self.program, feeds), count)

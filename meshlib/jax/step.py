@@ -18,7 +18,8 @@ from meshlib.jax.context import Array, Context, Found
 from meshlib.jax.executor import Executor
 from meshlib.jax.placing import between_steps, device_mesh, spec_of
 from meshlib.jax.table import row_of, storage
-from meshlib.ops.sources import RANDOM, STEP
+from meshlib.ops.random import RANDOM
+from meshlib.ops.sources import STEP
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 

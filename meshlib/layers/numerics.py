@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from layouts import Dimension, Shape
 from meshlib.checks import at, choice
-from meshlib.dtypes import as_dtype
+from meshlib.dtypes import FLOAT64, as_dtype
 from meshlib.errors import GraphError
 from meshlib.graph import Tensor
 from meshlib.initializers import Initializer
@@ -75,6 +75,10 @@ class Numerics:
     def unquantised(self) -> Numerics:
         """The same, with products that are not rounded to eight bits."""
         return replace(self, precision="default") if self.precision in (*EIGHT_BIT, _FULL) else self
+
+    def wide(self, x: Tensor) -> Numerics:
+        """The same, computed in the dtype of statistics of `x`: float32, or float64 as it is."""
+        return replace(self, activation_dtype="float64" if x.dtype is FLOAT64 else "float32")
 
     def cast(self, x: Tensor) -> Tensor:
         """`x` in `activation_dtype`; as it is where there is none, and where it is no float."""

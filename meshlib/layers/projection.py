@@ -13,8 +13,8 @@ from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.activations import gelu, silu
 from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.elementwise import add, multiply, relu
+from meshlib.ops.random import dropout as dropped
 from meshlib.ops.shape import rename_dimension
-from meshlib.ops.sources import dropout as dropped
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -26,8 +26,9 @@ from meshlib.ops.elementwise import (
     where,
 )
 from meshlib.ops.index import gather
+from meshlib.ops.random import random_uniform
 from meshlib.ops.reduce import reduce_logsumexp, reduce_mean, reduce_sum, softmax
-from meshlib.ops.sources import random_uniform, variable
+from meshlib.ops.sources import variable
 from meshlib.ops.state import stop_gradient
 
 

@@ -30,10 +30,11 @@ from meshlib.ops.elementwise import (
 )
 from meshlib.ops.index import gather, scatter_add
 from meshlib.ops.index import range as positions
+from meshlib.ops.random import random_uniform
 from meshlib.ops.ranking import argsort, top_k
 from meshlib.ops.reduce import reduce_sum
 from meshlib.ops.shape import broadcast, rename_dimension, reshape, transpose
-from meshlib.ops.sources import constant_like, ones_like, random_uniform, zeros_like
+from meshlib.ops.sources import constant_like, ones_like, zeros_like
 from meshlib.ops.state import stop_gradient
 
 SMALL = 1e-20  # keeps a sum of gates that all underflow from being divided by

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from meshlib.checks import at, whole
-from meshlib.errors import GraphError
+from meshlib.checks import whole
 from meshlib.loop_record import Active
 from meshlib.text import grid
 
@@ -122,7 +121,5 @@ def schedule(stages: int, microbatches: int, repeats: int = 1) -> Schedule:
       stage 1  .  0  1  2  3  .
       stage 2  .  .  0  1  2  3
     """
-    for name, count in (("stages", stages), ("microbatches", microbatches), ("repeats", repeats)):
-        if whole(count, "schedule", name) < 1:
-            raise GraphError(f"{at('schedule')}: {name} must be at least 1, got {count}")
-    return Schedule(int(stages), int(microbatches), int(repeats))
+    given = {"stages": stages, "microbatches": microbatches, "repeats": repeats}
+    return Schedule(*(whole(count, "schedule", name, low=1) for name, count in given.items()))

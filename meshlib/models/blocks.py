@@ -13,7 +13,7 @@ from meshlib.layers.experts import Mixture
 from meshlib.models.caches import Caches
 from meshlib.models.config import Heads, LayerKind, TransformerConfig
 from meshlib.ops.elementwise import add
-from meshlib.ops.sources import dropout
+from meshlib.ops.random import dropout
 
 
 def head_dims(heads: Heads) -> tuple[list[Dimension], list[Dimension]]:

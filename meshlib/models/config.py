@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import groupby
 from math import lcm
 
 from meshlib.checks import at, choice, flag, number, whole
-from meshlib.errors import GraphError, nearest
+from meshlib.errors import GraphError
 from meshlib.layers.numerics import MIXED, Numerics, as_numerics
 from meshlib.models.experts import Experts
 from meshlib.models.latent import LatentAttention
+from meshlib.models.record import Config
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
@@ -29,7 +30,7 @@ _COUNTS = ("encoder_layers", "segments")  # may be 0, unlike other integers
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(Config):
     """What a Transformer is; `mtf.models.preset(name)` has the published ones.
 
     Dimensions:
@@ -214,21 +215,6 @@ class TransformerConfig:
 
         return flops_per_token(self, length, causal, encoder_length, predictions)
 
-    def __new__(cls, **given: object) -> TransformerConfig:
-        """A config; a field that there is not is said with the nearest one."""
-        _known_fields(given)
-        return object.__new__(cls)
-
-    def replace(self, **changes: object) -> TransformerConfig:
-        """The same with other fields.
-
-        >>> import meshlib as mtf
-        >>> mtf.models.preset("gpt2").replace(vocab=50304).vocab
-        50304
-        """
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TransformerConfig(**{**values, **changes})
-
     @property
     def period(self) -> int:
         """After how many layers their kinds repeat."""
@@ -248,8 +234,7 @@ class TransformerConfig:
         >>> mtf.models.preset("llama3.1-405b").reduced().parameters
         28832
         """
-        if whole(periods, "reduced", "periods") < 1:
-            raise GraphError(f"{at('reduced')}: periods must be at least 1, got {periods}")
+        periods = whole(periods, "reduced", "periods", low=1)
         windows = tuple(next(run) for _, run in groupby(None if w is None else 4 for w in self.windows))
         few = {self.heads: 8, 1: 1}  # as many as queries, or one for all; else groups of two
         experts = None if self.experts is None else self.experts.reduced()
@@ -400,11 +385,3 @@ class Heads:
     def group(self) -> int:
         """Query heads of each head of keys and values."""
         return self.query // self.memory
-
-
-def _known_fields(given: Iterable[str]) -> None:
-    known = [f.name for f in fields(TransformerConfig)]
-    for name in given:
-        if name not in known:
-            hint = nearest(name, known) or f"; there are {', '.join(known)}"
-            raise GraphError(f"{at('TransformerConfig')}: no field {name!r}{hint}")

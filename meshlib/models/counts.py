@@ -7,8 +7,7 @@ training step. Norms, activations, softmax and recomputation do not count.
 
 from __future__ import annotations
 
-from meshlib.checks import at, flag, whole
-from meshlib.errors import GraphError
+from meshlib.checks import flag, whole
 from meshlib.models.config import Heads, TransformerConfig
 
 PASSES = 3  # forward, and backward with respect to activations and to weights
@@ -78,8 +77,7 @@ def flops_per_token(
     beside = length if encoder_length is None else encoder_length
     predicted = length if predictions is None else predictions
     for name, size in (("length", length), ("encoder_length", beside), ("predictions", predicted)):
-        if whole(size, "flops_per_token", name) < 1:
-            raise GraphError(f"{at('flops_per_token')}: {name} must be at least 1, got {size}")
+        whole(size, "flops_per_token", name, low=1)
     encoder_weights, weights = matmul_parameters(config)
     halved = flag(causal, "flops_per_token", "causal") and config.kind != "encoder"
     pairs = 0.0

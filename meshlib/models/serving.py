@@ -70,7 +70,7 @@ def prefill(
       ((2, 64), [5, 3])
     """
     serving = _Serving("prefill", config, batch, cache_length, encoder_length, beams, cache_dtype, scan)
-    return serving.prefill(_size(length, "prefill", "length"))
+    return serving.prefill(whole(length, "prefill", "length", low=1))
 
 
 def decode_step(
@@ -96,13 +96,6 @@ def decode_step(
     return _Serving("decode_step", config, batch, cache_length, encoder_length, beams, cache_dtype, scan).decode()
 
 
-def _size(value: object, what: str, name: str) -> int:
-    size = whole(value, what, name)
-    if size < 1:
-        raise GraphError(f"{at(what)}: {name} must be at least 1, got {size}")
-    return size
-
-
 @dataclass
 class _Serving:
     """One of the two steps."""
@@ -117,16 +110,14 @@ class _Serving:
     scan: bool
 
     def __post_init__(self) -> None:
-        what, c = self.what, self.config
-        if not isinstance(c, TransformerConfig):
-            raise GraphError(f"{at(what)}: expected a TransformerConfig, got {type(c).__name__} {c!r:.80}")
+        what, c = self.what, TransformerConfig.checked(self.config, self.what)
         if c.kind == "encoder":
             raise GraphError(f"{at(what)}: {c.name} is an encoder, which predicts no next token")
         for name in ("batch", "cache_length"):
-            _size(getattr(self, name), what, name)
+            whole(getattr(self, name), what, name, low=1)
         for name in ("encoder_length", "beams"):
             if getattr(self, name) is not None:
-                _size(getattr(self, name), what, name)
+                whole(getattr(self, name), what, name, low=1)
         flag(self.scan, what, "scan")
         if self.cache_dtype is not None:
             choice(self.cache_dtype, what, "cache_dtype", CACHE_DTYPES)

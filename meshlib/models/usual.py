@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from meshlib.checks import at, whole
-from meshlib.errors import GraphError
+from meshlib.checks import whole
 from meshlib.models.config import TransformerConfig
 
 TENSOR = 8  # devices at most over which heads are split: they talk in every block
@@ -26,9 +25,7 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
       >>> mtf.models.usual_layouts(mtf.models.preset("llama3.1-8b"), 16, 16)
       [('fsdp', 'fsdp:16'), ('fsdp+tensor', 'fsdp:2;tensor:8'), ('fsdp+sequence', 'fsdp:2;tensor:8')]
     """
-    devices, batch = whole(devices, "usual_layouts", "devices"), whole(batch, "usual_layouts", "batch")
-    if devices < 1 or batch < 1:
-        raise GraphError(f"{at('usual_layouts')}: devices and batch must be at least 1, got {devices} and {batch}")
+    devices, batch = whole(devices, "usual_layouts", "devices", 1), whole(batch, "usual_layouts", "batch", 1)
     kv_heads = config.heads if config.memory_heads == 1 else config.memory_heads
     tensor = largest_power(devices, kv_heads, config.d_ff, config.vocab, most=TENSOR)
     context = devices // gcd(devices, batch)  # devices for each sequence, where there are fewer of these

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from layouts import Dimension, Shape
 from meshlib.checks import at, choice, whole
@@ -39,39 +39,57 @@ class _Dims:
     made: tuple[Dimension, ...]
 
 
-def conv1d(
-    x: Tensor,
-    filters: Tensor,
-    stride: PerDim = 1,
-    padding: Padding = "SAME",
-    dilation: PerDim = 1,
-    groups: int = 1,
-    *,
-    spatial: Spatial | None = None,
-    group_dims: Sequence[Dimension] = (),
-    precision: str = "default",
-    name: str | None = None,
-) -> Tensor:
+class Convolution(Protocol):
+    """A public convolution."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        filters: Tensor,
+        stride: PerDim = 1,
+        padding: Padding = "SAME",
+        dilation: PerDim = 1,
+        groups: int = 1,
+        *,
+        spatial: Spatial | None = None,
+        group_dims: Sequence[Dimension] = (),
+        precision: str = "default",
+        name: str | None = None,
+    ) -> Tensor: ...
+
+
+def _public(what: str, count: int, doc: str) -> Convolution:
+    def function(
+        x: Tensor,
+        filters: Tensor,
+        stride: PerDim = 1,
+        padding: Padding = "SAME",
+        dilation: PerDim = 1,
+        groups: int = 1,
+        *,
+        spatial: Spatial | None = None,
+        group_dims: Sequence[Dimension] = (),
+        precision: str = "default",
+        name: str | None = None,
+    ) -> Tensor:
+        return _conv(what, count, x, filters, stride, padding, dilation, groups, spatial, group_dims, precision, name)
+
+    function.__name__ = function.__qualname__ = what
+    function.__doc__ = doc
+    return function
+
+
+conv1d = _public(
+    "conv1d",
+    1,
     """A convolution along one dim: see `conv2d`, of which it has the arguments.
 
     x[..., length, channels], filters[k, channels, out]  ->  y[..., length, out]
-    """
-    return _conv("conv1d", 1, x, filters, stride, padding, dilation, groups, spatial, group_dims, precision, name)
-
-
-def conv2d(
-    x: Tensor,
-    filters: Tensor,
-    stride: PerDim = 1,
-    padding: Padding = "SAME",
-    dilation: PerDim = 1,
-    groups: int = 1,
-    *,
-    spatial: Spatial | None = None,
-    group_dims: Sequence[Dimension] = (),
-    precision: str = "default",
-    name: str | None = None,
-) -> Tensor:
+    """,
+)
+conv2d = _public(
+    "conv2d",
+    2,
     """A convolution along two dims: every output is the sum of a window of the input times the filters.
 
     x[..., height, width, channels], filters[kh, kw, channels, out]  ->  y[..., height, width, out]
@@ -101,28 +119,40 @@ def conv2d(
       [batch:8, height:112, width:112, channels:64]
 
     Source: tf.nn.convolution; Mesh TensorFlow's Conv2dOperation.
-    """
-    return _conv("conv2d", 2, x, filters, stride, padding, dilation, groups, spatial, group_dims, precision, name)
-
-
-def conv3d(
-    x: Tensor,
-    filters: Tensor,
-    stride: PerDim = 1,
-    padding: Padding = "SAME",
-    dilation: PerDim = 1,
-    groups: int = 1,
-    *,
-    spatial: Spatial | None = None,
-    group_dims: Sequence[Dimension] = (),
-    precision: str = "default",
-    name: str | None = None,
-) -> Tensor:
+    """,
+)
+conv3d = _public(
+    "conv3d",
+    3,
     """A convolution along three dims: see `conv2d`, of which it has the arguments.
 
     x[..., depth, height, width, channels], filters[kd, kh, kw, channels, out]  ->  y[..., depth, height, width, out]
-    """
-    return _conv("conv3d", 3, x, filters, stride, padding, dilation, groups, spatial, group_dims, precision, name)
+    """,
+)
+conv1d_transpose = _public("conv1d_transpose", 1, "A transposed convolution along one dim: see `conv2d_transpose`.")
+conv2d_transpose = _public(
+    "conv2d_transpose",
+    2,
+    """A transposed convolution along two dims: what `conv2d` with these arguments gives its input as a gradient.
+
+    x[..., height, width, channels], filters[kh, kw, out, channels]  ->  y[..., height * stride, width * stride, out]
+
+    Args: as of `conv2d`; padding is that of the convolution of which this is the transposed one. A dim of n elements
+      becomes n * stride long if padding is "SAME", (n - 1) * stride + max(window, stride) if it is "VALID", and
+      (n - 1) * stride + window less its padding if that is given in numbers.
+    Raises: as `conv2d`.
+    Example:
+      >>> import meshlib as mtf
+      >>> with mtf.Graph():
+      ...     x = mtf.input("x", mtf.Shape("batch:8;height:4;width:4;channels:512").dims)
+      ...     filters = mtf.variable("filters", mtf.Shape("kh:4;kw:4;out:256;channels:512").dims)
+      ...     print(mtf.conv2d_transpose(x, filters, stride=2).shape)
+      [batch:8, height:8, width:8, out:256]
+
+    Source: tf.nn.conv2d_transpose.
+    """,
+)
+conv3d_transpose = _public("conv3d_transpose", 3, "A transposed convolution along three dims: see `conv2d_transpose`.")
 
 
 def depthwise_conv2d(
@@ -147,77 +177,6 @@ def depthwise_conv2d(
     return _conv("depthwise_conv2d", 2, x, filters, stride, padding, dilation, 1, spatial, kept, precision, name)
 
 
-def conv1d_transpose(
-    x: Tensor,
-    filters: Tensor,
-    stride: PerDim = 1,
-    padding: Padding = "SAME",
-    dilation: PerDim = 1,
-    groups: int = 1,
-    *,
-    spatial: Spatial | None = None,
-    group_dims: Sequence[Dimension] = (),
-    precision: str = "default",
-    name: str | None = None,
-) -> Tensor:
-    """A transposed convolution along one dim: see `conv2d_transpose`."""
-    what = "conv1d_transpose"
-    return _conv(what, 1, x, filters, stride, padding, dilation, groups, spatial, group_dims, precision, name, True)
-
-
-def conv2d_transpose(
-    x: Tensor,
-    filters: Tensor,
-    stride: PerDim = 1,
-    padding: Padding = "SAME",
-    dilation: PerDim = 1,
-    groups: int = 1,
-    *,
-    spatial: Spatial | None = None,
-    group_dims: Sequence[Dimension] = (),
-    precision: str = "default",
-    name: str | None = None,
-) -> Tensor:
-    """A transposed convolution along two dims: what `conv2d` with these arguments gives its input as a gradient.
-
-    x[..., height, width, channels], filters[kh, kw, out, channels]  ->  y[..., height * stride, width * stride, out]
-
-    Args: as of `conv2d`; padding is that of the convolution of which this is the transposed one. A dim of n elements
-      becomes n * stride long if padding is "SAME", (n - 1) * stride + max(window, stride) if it is "VALID", and
-      (n - 1) * stride + window less its padding if that is given in numbers.
-    Raises: as `conv2d`.
-    Example:
-      >>> import meshlib as mtf
-      >>> with mtf.Graph():
-      ...     x = mtf.input("x", mtf.Shape("batch:8;height:4;width:4;channels:512").dims)
-      ...     filters = mtf.variable("filters", mtf.Shape("kh:4;kw:4;out:256;channels:512").dims)
-      ...     print(mtf.conv2d_transpose(x, filters, stride=2).shape)
-      [batch:8, height:8, width:8, out:256]
-
-    Source: tf.nn.conv2d_transpose.
-    """
-    what = "conv2d_transpose"
-    return _conv(what, 2, x, filters, stride, padding, dilation, groups, spatial, group_dims, precision, name, True)
-
-
-def conv3d_transpose(
-    x: Tensor,
-    filters: Tensor,
-    stride: PerDim = 1,
-    padding: Padding = "SAME",
-    dilation: PerDim = 1,
-    groups: int = 1,
-    *,
-    spatial: Spatial | None = None,
-    group_dims: Sequence[Dimension] = (),
-    precision: str = "default",
-    name: str | None = None,
-) -> Tensor:
-    """A transposed convolution along three dims: see `conv2d_transpose`."""
-    what = "conv3d_transpose"
-    return _conv(what, 3, x, filters, stride, padding, dilation, groups, spatial, group_dims, precision, name, True)
-
-
 def _conv(
     what: str,
     count: int,
@@ -231,7 +190,6 @@ def _conv(
     group_dims: Sequence[Dimension],
     precision: str,
     name: str | None,
-    transposed: bool = False,
 ) -> Tensor:
     x, filters = floats(x, what), floats(filters, what)
     precision = choice(precision, what, "precision", PRECISIONS)
@@ -243,7 +201,7 @@ def _conv(
         numbers_per_dim(stride, dims.spatial, what, "stride"),
         numbers_per_dim(dilation, dims.spatial, what, "dilation"),
         paddings_per_dim(padding, dims.spatial, what),
-        transposed,
+        what.endswith("_transpose"),
     )
     empty = [f"'{d.name}' ({d.size} long, window {f.size})"
              for d, f, s in zip(dims.spatial, dims.windows, slides, strict=True) if s.out < 1]  # fmt: skip

@@ -20,19 +20,17 @@ from meshlib.operation import (
     NONLINEAR,
     Array,
     Block,
-    Factor,
     Form,
     Kind,
     Linear,
     PowerProduct,
     Product,
-    Role,
     Total,
     Work,
     operation,
 )
 from meshlib.ops.building import as_dims, build, tensor
-from meshlib.ops.rules import named_factors, same_dtype, union
+from meshlib.ops.rules import reducing_factors, same_dtype, union
 
 Names = tuple[str, ...]
 
@@ -164,11 +162,6 @@ def _check_dims(types: Sequence[TensorType], out: Shape) -> None:
             )
 
 
-def _roles(op: Operation) -> tuple[Factor, ...]:
-    out = op.output.shape
-    return named_factors(op, {d.name: Role.SUM for x in op.inputs for d in x.shape if d.name not in out})
-
-
 def _form(op: Operation) -> Form | None:
     if op.attrs["precision"] in EIGHT_BIT:
         return None
@@ -229,7 +222,7 @@ EINSUM = operation(
     "einsum",
     kind=Kind.CONTRACTION,
     shape=_shape,
-    roles=_roles,
+    roles=reducing_factors,
     local=_local,
     grad=_grad,
     linear=lambda op: NONLINEAR if op.attrs["precision"] in EIGHT_BIT else Linear((0, 1)),  # parts lie on no grid

@@ -20,7 +20,7 @@ from meshlib.errors import FeedError, ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, current_graph, find_dim
 from meshlib.operation import NONLINEAR, Array, Block, Factor, Kind, Linear, Role, Work, operation
 from meshlib.ops.building import as_dim, as_dims, build, build_source, tensor
-from meshlib.ops.rules import align, check_adds, named_factors, not_differentiable, union, vector_work
+from meshlib.ops.rules import align, check_adds, named_factors, not_differentiable, reducing_factors, union, vector_work
 
 _OUT_OF_RANGE = ("error", "zero")
 
@@ -294,11 +294,6 @@ def _add_rows(table: Array, place: Array, rows: Array, once: bool) -> None:
         table[place[starts]] = np.add.reduceat(rows[order], starts, axis=0, dtype=rows.dtype)
 
 
-def _scatter_roles(op: Operation) -> tuple[Factor, ...]:
-    out = op.output.shape
-    return named_factors(op, {d.name: Role.SUM for x in op.inputs for d in x.shape if d.name not in out})
-
-
 def _scatter_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
     return Work(0, ins[0].shape.size)
 
@@ -307,7 +302,7 @@ SCATTER_ADD = operation(
     "scatter_add",
     kind=Kind.INDEXED,
     shape=_scatter_shape,
-    roles=_scatter_roles,
+    roles=reducing_factors,
     local=_scatter_local,
     grad=lambda op, dy: [_gather_back(op, dy), None],
     linear=lambda op: Linear((0,)),

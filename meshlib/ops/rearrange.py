@@ -17,7 +17,7 @@ from einops.parsing import ParsedExpression
 
 from layouts import Dimension, Shape
 from meshlib.checks import at, choice, whole
-from meshlib.errors import GraphError, LayoutError, ShapeError, nearest
+from meshlib.errors import LayoutError, ShapeError, nearest
 from meshlib.graph import Tensor
 from meshlib.names import free_name
 from meshlib.ops.building import tensor
@@ -159,8 +159,7 @@ def _plan(what: str, x: Tensor, pattern: object, sizes: Mapping[str, int], names
     """The plan, or one error that holds the fault, the pattern and the operand."""
     shape = tensor(x, what).shape
     for axis, size in sizes.items():
-        if whole(size, what, f"the size of axis '{axis}'") < 1:
-            raise GraphError(f"{at(what)}: the size of axis '{axis}' must be at least 1, got {size}")
+        whole(size, what, f"the size of axis '{axis}'", low=1)
     if not isinstance(pattern, str):
         raise ShapeError(f"{at(what)}: the pattern must be a text, as in 'a b -> b a', got {pattern!r:.80}")
     try:

@@ -15,7 +15,7 @@ from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import Array, Block, Kind, Linear, OpDef, Role, ShapeRule, Total, Work, operation
 from meshlib.ops.building import as_dims, build, floats, tensor
 from meshlib.ops.elementwise import add, cast, equal, exp, log, multiply, subtract
-from meshlib.ops.rules import check_adds, named_factors, not_differentiable, size_of
+from meshlib.ops.rules import check_adds, not_differentiable, reducing_factors, size_of
 from meshlib.ops.state import stop_gradient
 
 
@@ -65,7 +65,7 @@ def _define(
         name,
         kind=Kind.REDUCTION,
         shape=shape,
-        roles=lambda op: named_factors(op, {d.name: role for d in op.inputs[0].shape if d not in op.output.shape}),
+        roles=lambda op: reducing_factors(op, role),
         local=local,
         grad=grad,
         work=lambda ins, out, attrs: Work(0, ins[0].shape.size),

@@ -77,6 +77,12 @@ def named_factors(op: Operation, special: Mapping[str, Role] | None = None) -> t
     return _named_factors(inputs, outputs, tuple(special.items()) if special else ())
 
 
+def reducing_factors(op: Operation, role: Role = Role.SUM) -> tuple[Factor, ...]:
+    """Factors by name, of which those that the result lacks are reduced."""
+    out = op.output.shape
+    return named_factors(op, {d.name: role for x in op.inputs for d in x.shape if d.name not in out})
+
+
 @lru_cache(maxsize=65536)
 def _named_factors(
     inputs: tuple[Shape, ...], outputs: tuple[Shape, ...], special: tuple[tuple[str, Role], ...]

@@ -9,9 +9,9 @@ from meshlib.graph import Tensor, find_dim
 from meshlib.ops.building import floats, tensor
 from meshlib.ops.cumulative import cumsum
 from meshlib.ops.elementwise import cast, greater_equal, less, log, negative, where
+from meshlib.ops.random import random_uniform
 from meshlib.ops.ranking import argmax, nth_largest_element, sort
 from meshlib.ops.reduce import reduce_min, softmax
-from meshlib.ops.sources import random_uniform
 
 
 def sample_with_temperature(

@@ -1,4 +1,4 @@
-"""Sources: constants, inputs, variables, the step counter, random numbers, dropout."""
+"""Sources: constants, inputs, variables, the step counter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from layouts import Dimension, Shape
 from meshlib import initializers
-from meshlib.checks import at, fitting, flag, number
+from meshlib.checks import at, fitting, flag
 from meshlib.dtypes import DType, as_dtype
 from meshlib.errors import GraphError, ShapeError, nearest
 from meshlib.graph import (
@@ -25,7 +25,7 @@ from meshlib.graph import (
 )
 from meshlib.names import relative_name
 from meshlib.operation import Array, Block, Kind, OpDef, PowerProduct, Storage, Work, operation
-from meshlib.ops.building import as_dims, build_source, floats, tensor
+from meshlib.ops.building import as_dims, build_source, tensor
 from meshlib.ops.rules import named_factors, no_work, vector_work
 from meshlib.ops.table import TABLE, table
 from meshlib.origin import source_line
@@ -41,7 +41,8 @@ def _no_local(block: Block) -> Array:
     raise AssertionError(f"{block.operation.kind.name} values come from the state or the feeds")
 
 
-def _define(name: str, kind: Kind, local: Callable[..., Array], work: Callable[..., Work], **traits: Any) -> OpDef:
+def source(name: str, kind: Kind, local: Callable[..., Array], work: Callable[..., Work], **traits: Any) -> OpDef:
+    """Define an operation without operands, of attributes `shape` and `dtype`."""
     return operation(
         name,
         kind=kind,
@@ -61,7 +62,7 @@ def _constant_local(block: Block) -> Array:
     return np.broadcast_to(np.asarray(block.attrs["value"], block.out.dtype.storage), block.out.shape.sizes)
 
 
-CONSTANT = _define(
+CONSTANT = source(
     "constant",
     Kind.SOURCE,
     _constant_local,
@@ -76,7 +77,7 @@ def _constant(graph: Graph, value: float, shape: Shape, dtype: DType, name: str 
     return build_source(graph, CONSTANT, {"value": value, "shape": shape, "dtype": dtype}, name).output
 
 
-def _beside(x: Tensor) -> Graph:
+def beside(x: Tensor) -> Graph:
     """The graph in which `x` is used here: a source does not come into a loop from outside where it need not."""
     return innermost([x], "constant")
 
@@ -90,22 +91,22 @@ def is_zero(op: Operation) -> bool:
 
 def scalar(value: object, like: Tensor) -> Tensor:
     """A number as a tensor without dims, of the graph and dtype of its neighbour."""
-    return _constant(_beside(like), fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
+    return _constant(beside(like), fitting(value, like.dtype, f"beside {like}"), Shape([]), like.dtype, None)
 
 
 def constant_full(value: float, like: Tensor, dtype: DType | None = None) -> Tensor:
     """A tensor of the neighbour's graph and type, or dtype given, that holds the same number everywhere."""
-    return _constant(_beside(like), value, like.shape, dtype or like.dtype, None)
+    return _constant(beside(like), value, like.shape, dtype or like.dtype, None)
 
 
 def constant_shaped(value: float, shape: Shape, like: Tensor) -> Tensor:
     """A tensor of the neighbour's graph and dtype and a given shape, that holds the same number everywhere."""
-    return _constant(_beside(like), value, shape, like.dtype, None)
+    return _constant(beside(like), value, shape, like.dtype, None)
 
 
 def constant_like(value: float, like: Tensor, dtype: object) -> Tensor:
     """A number as a tensor without dims, of the neighbour's graph and a given dtype."""
-    return _constant(_beside(like), value, Shape([]), as_dtype(dtype), None)
+    return _constant(beside(like), value, Shape([]), as_dtype(dtype), None)
 
 
 def constant(
@@ -154,13 +155,13 @@ def ones_like(t: Tensor, name: str | None = None) -> Tensor:
 
 def _like(t: Tensor, value: int, what: str, name: str | None) -> Tensor:
     held = fitting(value, tensor(t, f"{what}_like").dtype, f"{what}_like")
-    return _constant(_beside(t), held, t.shape, t.dtype, what if name is None else name)
+    return _constant(beside(t), held, t.shape, t.dtype, what if name is None else name)
 
 
 # ---------------------------------------------------------------- inputs and variables
 
-INPUT = _define("input", Kind.INPUT, _no_local, no_work, unique=True)
-VARIABLE = _define("variable", Kind.VARIABLE, _no_local, no_work, unique=True)
+INPUT = source("input", Kind.INPUT, _no_local, no_work, unique=True)
+VARIABLE = source("variable", Kind.VARIABLE, _no_local, no_work, unique=True)
 
 
 def _check_name(name: object, what: str) -> str:
@@ -341,105 +342,3 @@ def step() -> Tensor:
         }
         graph.variables[STEP] = build_source(graph, VARIABLE, attrs, exact_name=STEP)
     return graph.variables[STEP].output
-
-
-# ---------------------------------------------------------------- random numbers
-
-
-def _random_local(block: Block) -> Array:
-    names, out = block.out.shape.names, block.out
-    whole = block.operation.output.shape.sizes
-    offsets = [block.offsets[n] for n in names]
-    return initializers.draw(
-        block.attrs["law"], block.engine.key(block.operation.name), whole, offsets, out.shape.sizes, out.dtype
-    )
-
-
-# Threefry-2x32 takes 20 rounds of 4 lane operations; half of them per value, since a block yields two words.
-def _random_work(ins: tuple[TensorType, ...], out: TensorType, attrs: Mapping[str, Any]) -> Work:
-    return Work(0, 80 * out.shape.size)
-
-
-RANDOM = _define("random", Kind.SOURCE, _random_local, _random_work, exact=True, unique=True)
-
-
-def _random(shape: object, law: tuple[str, float, float], dtype: object, name: str | None, what: str) -> Tensor:
-    drawn = as_dtype(dtype)
-    if not drawn.is_wide_float:
-        raise ShapeError(f"{at(what)}: needs a float dtype to compute in, got {drawn.name}; cast the result")
-    for bound in law[1:]:
-        fitting(bound, drawn, what)
-    attrs = {"shape": Shape(as_dims(shape, what)), "dtype": drawn, "law": law}
-    return build_source(current_graph(what), RANDOM, attrs, what if name is None else name).output
-
-
-def random_uniform(
-    shape: Shape | Sequence[Dimension],
-    minval: float = 0.0,
-    maxval: float = 1.0,
-    dtype: object = "float32",
-    name: str | None = None,
-) -> Tensor:
-    """Uniform in [minval, maxval), new at every step; the same numbers under every layout.
-
-    Threefry-2x32 keyed by (seed, scoped name of the operation, step), counted by global position.
-    """
-    what = "random_uniform"
-    return _random(
-        shape, ("uniform", number(minval, what, "minval"), number(maxval, what, "maxval")), dtype, name, what
-    )
-
-
-def random_normal(
-    shape: Shape | Sequence[Dimension],
-    mean: float = 0.0,
-    stddev: float = 1.0,
-    dtype: object = "float32",
-    name: str | None = None,
-) -> Tensor:
-    """Normal with `mean` and `stddev`, new at every step; the same numbers under every layout."""
-    what = "random_normal"
-    return _random(shape, ("normal", number(mean, what, "mean"), number(stddev, what, "stddev")), dtype, name, what)
-
-
-def dropout(
-    x: Tensor,
-    is_training: bool,
-    keep_prob: float | None = None,
-    rate: float | None = None,
-    noise_shape: Shape | Sequence[Dimension] | None = None,
-    name: str | None = None,
-) -> Tensor:
-    """Keep each element with probability `keep_prob` (= 1 - `rate`) and scale it by 1 / keep_prob, else 0.
-
-    One draw serves all elements along dims that are not in `noise_shape` (default: the shape of `x`). Without
-    `is_training` it returns `x`. The mask does not depend on the layout.
-    Raises: ShapeError unless exactly one of keep_prob and rate is given, in (0, 1] and [0, 1).
-    """
-    tensor(x, "dropout")
-    if not isinstance(is_training, bool | np.bool_):
-        raise ShapeError(
-            f"{at('dropout')}: is_training must be True or False, got {is_training!r:.80}; "
-            "write dropout(x, True, rate=0.1) or dropout(x, True, keep_prob=0.9)"
-        )
-    if (keep_prob is None) == (rate is None):
-        given = "neither" if rate is None else f"keep_prob={keep_prob!r} and rate={rate!r}"
-        raise ShapeError(f"{at('dropout')}: give exactly one of keep_prob and rate, got {given}")
-    keep = 1 - number(rate, "dropout", "rate") if keep_prob is None else number(keep_prob, "dropout", "keep_prob")
-    if not 0 < keep <= 1:
-        wanted = (
-            f"rate must be in [0, 1), got {rate}" if keep_prob is None else f"keep_prob must be in (0, 1], got {keep}"
-        )
-        raise ShapeError(f"{at('dropout')}: {wanted}")
-    from meshlib.ops.elementwise import cast, less
-
-    floats(x, "dropout")
-    if not is_training or keep == 1:
-        return x
-    noise = Shape(as_dims(noise_shape, "dropout noise_shape")) if noise_shape is not None else x.shape
-    strange = [str(d) for d in noise if d not in x.shape]
-    if strange:
-        raise ShapeError(f"{at('dropout')}: noise_shape dims {', '.join(strange)} are not in {x}")
-    attrs = {"shape": noise, "dtype": as_dtype("float32"), "law": ("uniform", 0.0, 1.0)}
-    drawn = build_source(_beside(x), RANDOM, attrs, "dropout" if name is None else name).output
-    return x * (cast(less(drawn, keep), x.dtype) * (1 / keep))

@@ -54,9 +54,7 @@ class DynamicLossScale:
     ) -> None:
         what = "DynamicLossScale"
         self.initial, self.maximum = number(initial, what, "initial"), number(maximum, what, "maximum")
-        self.factor, self.growth_steps = number(factor, what, "factor"), whole(growth_steps, what, "growth_steps")
-        if self.growth_steps < 1:
-            raise GraphError(f"{at(what)}: growth_steps must be at least 1, got {growth_steps}")
+        self.factor, self.growth_steps = number(factor, what, "factor"), whole(growth_steps, what, "growth_steps", 1)
         if not 1 <= self.initial <= self.maximum <= 2.0**127:
             raise GraphError(
                 f"{at(what)}: needs 1 <= initial <= maximum <= 2**127, got initial {self.initial:g}, "

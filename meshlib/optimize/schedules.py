@@ -31,7 +31,7 @@ def linear_warmup(peak: float, warmup_steps: int) -> Schedule:
     Raises: GraphError unless warmup_steps >= 1.
     """
     what = "linear_warmup"
-    peak, steps = number(peak, what, "peak"), _steps(warmup_steps, what, "warmup_steps")
+    peak, steps = number(peak, what, "peak"), whole(warmup_steps, what, "warmup_steps", low=1)
     return lambda t: minimum(_float(t + 1) / steps, 1.0) * peak
 
 
@@ -58,7 +58,7 @@ def polynomial_decay(lr: float, total_steps: int, power: float = 2.0, end: float
     Source: with power 2 and LARS for ResNet-50: Ying et al., arXiv:1811.06992; Kumar et al., arXiv:1909.09756.
     """
     what = "polynomial_decay"
-    lr, steps, last = number(lr, what, "lr"), _steps(total_steps, what, "total_steps"), number(end, what, "end")
+    lr, steps, last = number(lr, what, "lr"), whole(total_steps, what, "total_steps", low=1), number(end, what, "end")
     exponent = number(power, what, "power")
     if exponent <= 0:
         raise GraphError(f"{at(what)}: power must be positive, got {power}")
@@ -134,7 +134,7 @@ def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase:
     Raises: GraphError unless decay_steps >= 1 and decay_rate > 0.
     """
     what = "exponential_decay"
-    lr, steps = number(lr, what, "lr"), _steps(decay_steps, what, "decay_steps")
+    lr, steps = number(lr, what, "lr"), whole(decay_steps, what, "decay_steps", low=1)
     rate = number(decay_rate, what, "decay_rate")
     if rate <= 0:
         raise GraphError(f"{at(what)}: decay_rate must be positive, got {decay_rate}")
@@ -154,7 +154,7 @@ def cosine_decay(lr: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
     Source: Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", 2017, without restarts.
     """
     what = "cosine_decay"
-    lr, steps = number(lr, what, "lr"), _steps(decay_steps, what, "decay_steps")
+    lr, steps = number(lr, what, "lr"), whole(decay_steps, what, "decay_steps", low=1)
     alpha = number(alpha, what, "alpha")
     half = (1 - alpha) / 2
     return lambda t: (cos(minimum(_float(t) / steps, 1.0) * math.pi) * half + (alpha + half)) * lr
@@ -167,7 +167,7 @@ def inverse_square_root(peak: float, warmup_steps: int) -> Schedule:
     Raises: GraphError unless warmup_steps >= 1.
     """
     what = "inverse_square_root"
-    peak, steps = number(peak, what, "peak"), _steps(warmup_steps, what, "warmup_steps")
+    peak, steps = number(peak, what, "peak"), whole(warmup_steps, what, "warmup_steps", low=1)
     return lambda t: rsqrt(maximum(_float(t + 1), float(steps))) * (math.sqrt(steps) * peak)
 
 
@@ -179,7 +179,7 @@ def warmup_then_decay(peak: float, warmup_steps: int, decay: float = 0.5) -> Sch
     """
     what = "warmup_then_decay"
     peak, decay = number(peak, what, "peak"), number(decay, what, "decay")
-    steps = _steps(warmup_steps, what, "warmup_steps")
+    steps = whole(warmup_steps, what, "warmup_steps", low=1)
 
     def rate(t: Tensor) -> Tensor:
         done = _float(t) + 1
@@ -240,13 +240,6 @@ def product(*factors: float | Schedule) -> Schedule:
         return result
 
     return schedule
-
-
-def _steps(value: object, what: str, argument: str) -> int:
-    steps = whole(value, what, argument)
-    if steps < 1:
-        raise GraphError(f"{at(what)}: {argument} must be at least 1, got {steps}")
-    return steps
 
 
 def _float(t: Tensor) -> Tensor:

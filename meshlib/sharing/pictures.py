@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from meshlib.checks import at, items, number
-from meshlib.errors import FeedError, GraphError, MissingError
+from meshlib.errors import DataError, FeedError, GraphError
+from meshlib.records.images import read_image
 
 Array = np.ndarray[Any, Any]
 
@@ -54,7 +55,7 @@ class ImageInput:
 def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
     """A picture as an array [height, width, channels]: an array of that shape, or a file, brought to it.
 
-    Of a file the middle part of the same form is taken and resized (bilinear, as Pillow does).
+    Of a file the middle part of the same form is taken, as in training: see `mtf.records.read_image`.
     Raises: FeedError for an array of another shape, and a file that is no picture; MissingError without Pillow.
     """
     height, width, channels = sizes
@@ -72,16 +73,6 @@ def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
     if channels not in (1, 3):
         raise FeedError(f"{what}: files of pictures have 1 or 3 channels, the model {channels}; give it an array")
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise MissingError("files of pictures need Pillow: pip install 'meshlib-tpu[images]'") from None
-    try:
-        with Image.open(picture) as opened:
-            mode = opened.convert("RGB" if channels == 3 else "L")
-            scale = min(mode.size[0] / width, mode.size[1] / height)
-            left, top = ((n - scale * m) / 2 for n, m in zip(mode.size, (width, height), strict=True))
-            box = (left, top, left + scale * width, top + scale * height)
-            resized = mode.resize((width, height), Image.Resampling.BILINEAR, box)
-            return np.asarray(resized, np.uint8).reshape(height, width, channels)
-    except (UnidentifiedImageError, OSError, ValueError) as fault:
-        raise FeedError(f"{what}: {os.fspath(picture)!s:.200} is no picture: {fault}") from None
+        return read_image(picture, (height, width), channels)
+    except DataError as fault:
+        raise FeedError(f"{what}: {fault}") from None

@@ -53,14 +53,6 @@ def test_padding_only_grows_and_is_idempotent(shape, itemsize):
     assert memory.padded_bytes(shape, itemsize) >= math.prod(shape) * itemsize
 
 
-@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 4000))
-def test_blocked_traffic_falls_to_each_array_once(m, k, n, block):
-    whole = memory.blocked_matmul_bytes(m, k, n)
-    assert whole == 2 * (m * k + k * n + m * n)
-    assert memory.blocked_matmul_bytes(m, k, n, block=block) >= whole
-    assert memory.blocked_matmul_bytes(m, k, n, block=2 * block) <= memory.blocked_matmul_bytes(m, k, n, block=block)
-
-
 def test_rates_are_per_device():
     assert memory.hbm_rate(CHIPS["v3"]) == 450e9
     assert memory.hbm_rate(CHIPS["v4"]) == 1200e9
@@ -145,7 +137,6 @@ def test_bounds():
         (lambda: memory.tile_of((3, 1), 3), "itemsize must be 0.5, 1, 2, 4 or 8 bytes, not 3"),
         (lambda: memory.padded_shape((3,), 4, (8, 128)), "tile (8, 128) has more dims than the array (3,)"),
         (lambda: memory.hbm_seconds(CHIPS["v4"], -1), "size_bytes must be a finite number >= 0"),
-        (lambda: memory.blocked_matmul_bytes(1, 0, 1), "k must be an integer >= 1, not 0"),
         (lambda: vpu.vpu_rate(CHIPS["v4"], "int8"), "dtype of the vector unit 'int8'; use one of float32"),
         (lambda: vpu.vpu_seconds(CHIPS["v4"], float("inf")), "not inf"),
         (lambda: Matmul(1, 0, 1), "Matmul k must be an integer >= 1, not 0"),

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+from meshlib.records.images import read_image
+from meshlib.sharing.pictures import pixels_of
 
 D = mtf.Dimension
 WORDS = mtf.BytePairs.learn("to be, or not to be: that is the question\n" * 2, 280)
@@ -82,6 +84,16 @@ def test_jax_predicts_the_same(tmp_path: Path) -> None:
     assert here.predict("to be", max_tokens=4) == there.predict("to be", max_tokens=4)
 
 
+@pytest.mark.parametrize(("size", "kind"), [((21, 33), "png"), ((33, 20), "jpg"), ((200, 137), "jpg")])
+def test_a_served_model_sees_what_it_was_trained_on(tmp_path: Path, size: tuple[int, int], kind: str) -> None:
+    """Odd margins, and JPEGs that are decoded at a part of their size."""
+    image_file = pytest.importorskip("PIL.Image", reason="the extra 'images' is not installed")
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    image_file.fromarray(pixels).save(tmp_path / f"picture.{kind}")
+    served = pixels_of(tmp_path / f"picture.{kind}", (16, 16, 3), "predict")
+    np.testing.assert_array_equal(served, read_image(tmp_path / f"picture.{kind}", 16))
+
+
 def test_pictures_in_classes_out(tmp_path: Path) -> None:
     with mtf.Graph():
         outputs, updates = mtf.models.image_step(SMALL, 4, mtf.optimize.MomentumOptimizer(0.1))
@@ -113,8 +125,8 @@ def test_pictures_in_classes_out(tmp_path: Path) -> None:
     assert model.predict(tmp_path / "tall.png") == pytest.approx(found, rel=1e-6)
     (tmp_path / "none.png").write_bytes(b"no picture")
     for wrong, text in (
-        (tmp_path / "none.png", "is no picture"),
-        (tmp_path / "nothing.png", "is no picture: .*No such file"),
+        (tmp_path / "none.png", r"none\.png: expected a picture, found: cannot identify"),
+        (tmp_path / "nothing.png", "expected a picture, found: .*No such file"),
         (pixels[1:], r"expected a picture of shape \[8, 12, 3\], .* got uint8 \[7, 12, 3\]"),
         (3, "expected the path of a picture or an array, got int"),
         ([], "got none"),

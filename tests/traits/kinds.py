@@ -94,7 +94,8 @@ def check_kind(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     if kind is Kind.ELEMENTWISE and not all(placed):
         yield f"{record.name}: {kind}, but an element depends on others"
     shapes = any(x.shape == s.op.output.shape for s in uses for x in s.op.inputs)
-    forgotten = record.storage is Storage.FRESH and kind not in (Kind.ELEMENTWISE, Kind.COPY)
+    fresh = record.storage is Storage.FRESH and not record.writes_part
+    forgotten = fresh and kind not in (Kind.ELEMENTWISE, Kind.COPY)
     if forgotten and shapes and all(placed):
         yield f"{record.name}: {kind}, but each element depends on those at its position only"
 
@@ -131,7 +132,8 @@ def check_storage(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
 
 def check_overwrites(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     """Writing the result over an operand changes no number."""
-    tried, least = False, EVERY
+    tried: set[int] = set()
+    least = EVERY
     for s in uses if record.kind not in STRUCTURE else ():
         if len(s.op.outputs) > 1 or record.storage is not Storage.FRESH:
             continue
@@ -140,11 +142,14 @@ def check_overwrites(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
             if x.shape != s.op.output.shape or x.dtype.storage != s.op.output.dtype.storage:
                 continue
             arrays = [a.copy() for a in s.arrays]
-            tried = True
+            tried.add(n)
             if not same(wanted, apply(record, s.op, arrays, buffer=arrays[n])):
                 least = min(least, n)
     if record.overwrites > least:
         yield f"{record.name}: writing over operand {least} gives other numbers"
+    untried = {*range(min(record.overwrites, max(len(s.op.inputs) for s in uses) if uses else 0))} - tried
+    if untried and record.kind is not Kind.ELEMENTWISE:
+        yield f"{record.name}: no row has operands {untried} of the result's type, to be written over"
     if record.kind is Kind.ELEMENTWISE and tried and record.overwrites < least:
         yield f"{record.name}: could be written over {'every operand' if least == EVERY else f'the first {least}'}"
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 
@@ -26,6 +26,8 @@ def check_linear(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
         said, floats = record.linear(s.op), s.floats()
         if any(x.dtype is s.op.output.dtype is BFLOAT16 for x in s.op.inputs):
             continue  # its rounding hides it
+        if s.op.output.dtype.is_float and not set(said.operands) <= set(floats):
+            yield f"{s}: linear in {said.operands}, of which some are no floats"
         together = [list(said.operands)] if said.together else [[n] for n in said.operands]
         for operands in together:
             if set(operands) <= set(floats) and operands and not _is_linear(record, s, operands, said=True):
@@ -33,7 +35,8 @@ def check_linear(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
         if (record.name, "linear") in EXCUSED:
             continue  # what is not whole is not found out
         forgotten = [[n] for n in floats if n not in said.operands]
-        forgotten += [floats] if len(floats) > 1 and not said.operands else []
+        if not said.operands:
+            forgotten += [list(some) for size in range(2, len(floats) + 1) for some in combinations(floats, size)]
         for operands in forgotten:
             if _is_linear(record, s, operands):
                 yield f"{s}: linear in {operands}, and does not say so"
@@ -59,6 +62,8 @@ def check_form(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     for s in uses:
         form = record.form(s.op)
         arithmetic = s.op.output.dtype.is_float and len(s.floats()) == len(s.op.inputs)
+        if form is not None and s.op.output.dtype.is_float and not arithmetic:
+            yield f"{s}: is no {form} of operands that are no floats"
         if record.kind in STRUCTURE or not arithmetic:
             continue
         if form is not None and not _is_form(record, s, form):
@@ -71,6 +76,9 @@ def check_form(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
 
 
 def _is_form(record: OpDef, s: Sample, form: Form) -> bool:
+    numbers = {PowerProduct: "powers", Combination: "numbers"}.get(type(form))
+    if numbers is not None and len(getattr(form, numbers)) != len(s.arrays):
+        return False
     rng = s.rng
     arrays = [rng.uniform(0.5, 2.0, x.shape) * rng.choice([-1.0, 1.0], x.shape) for x in s.arrays]
     made = apply(record, s.op, [np.asarray(x, y.dtype) for x, y in zip(arrays, s.arrays, strict=True)])[0]
@@ -189,6 +197,8 @@ def check_writes_part(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     wanted = bool(tried) and all(np.count_nonzero(other) <= most for other, most in differing)
     if record.writes_part != wanted:
         yield f"{record.name}: writes_part is {record.writes_part}, should be {wanted}"
+    if record.writes_part and not record.overwrites:
+        yield f"{record.name}: writes_part, but not over operand 0"
 
 
 def check_indices(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
@@ -208,7 +218,9 @@ def check_indices(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
                 refused = True
             if refused != (record.indices == n):
                 yield f"{s}: indices is {record.indices}, and operand {n} is {'looked up' if refused else 'a number'}"
-    if record.indices is not None and not all(s.op.inputs[record.indices].dtype.name == "int32" for s in uses):
+    if record.indices is not None and not all(
+        s.op.inputs[record.indices : record.indices + 1] and s.op.inputs[record.indices].dtype is INT32 for s in uses
+    ):
         yield f"{record.name}: operand {record.indices} holds no indices"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -52,6 +52,8 @@ def check_roles(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
     for what, needed_at in kept.items():
         if not any(needed_at):
             yield f"{record.name}: {what} is never necessary"
+    if isinstance(record.lower, Halo):
+        yield from _idle_ends(record, uses)
     found = {TOGETHER[f.role] for s in uses for f in record.roles(s.op) if f.role in TOGETHER}
     if uses and found != ({type(record.lower)} if record.lower else set()):
         yield f"{record.name}: its roles {found} do not go with how it runs along a split dim"
@@ -140,6 +142,48 @@ def _needs_a_run(record: OpDef, s: Sample, f: Factor) -> bool:
         for n, y in enumerate(s.op.outputs):
             pairs = [[_block(z, y.shape, f.outputs[n], i, count) for z in (whole[n], changed[n])] for i in blocks]
             if any(same([a], [b]) for a, b in pairs):
+                return True
+    return False
+
+
+def _idle_ends(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
+    """Runs of an operand that blocks ask for, whose first or last element, inside the operand, none of them reads.
+
+    Data may leave out an element that others like it are needed for, so that one is enough.
+    """
+    read: dict[tuple[int, str], bool] = {}
+    for s, f in ((use, f) for use in uses for f in record.roles(use.op) if f.role is Role.HALO):
+        assert isinstance(record.lower, Halo)
+        length, whole = Halo.length(s.op, f), apply(record, s.op, s.arrays)
+        blocks = [(count, index) for count in (2, 3) if length % count == 0 for index in range(count)]
+        for (n, dim), (count, index) in product(enumerate(f.operands), blocks):
+            if dim is None:
+                continue
+            size = s.op.inputs[n].shape.dim(dim).size
+            begin, end = record.lower.needs(s.op, f, n, index * length // count, (index + 1) * length // count)
+            wrap = record.lower.wrap(s.op)
+            for end_of, at, edge in (("begins", begin, 0), ("ends", end - 1, size - 1)):
+                inside = begin < end and (wrap or (0 <= at < size and at != edge))
+                if not read.setdefault((n, end_of), False) and inside:
+                    read[n, end_of] = _reads(record, s, whole, f, n, at % size, index, count)
+    for (n, end_of), found in read.items():
+        if not found:
+            yield f"{record.name}: no run of operand {n} {end_of} at an element that its block reads"
+
+
+def _reads(
+    record: OpDef, s: Sample, whole: tuple[Array, ...], f: Factor, n: int, at: int, index: int, count: int
+) -> bool:
+    """Whether a block of the results depends on what operand `n` holds at `at` along the factor's dim."""
+    axis = s.op.inputs[n].shape.index(f.operands[n] or "")
+    for by in (-30, 30):
+        x = s.arrays[n].copy()
+        row = np.moveaxis(x, axis, 0)[at : at + 1]
+        row[...] = ~row if x.dtype == bool else row + np.asarray(by, x.dtype)
+        changed = apply(record, s.op, [*s.arrays[:n], x, *s.arrays[n + 1 :]])
+        for k, y in enumerate(s.op.outputs):
+            a, b = (_block(z[k], y.shape, f.outputs[k], index, count) for z in (whole, changed))
+            if not same([a], [b]):
                 return True
     return False
 

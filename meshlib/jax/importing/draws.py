@@ -13,7 +13,7 @@ from meshlib.jax.importing.code import DTYPES, Step
 from meshlib.jax.importing.table import fresh, rule
 from meshlib.jax.importing.writing import Writer
 from meshlib.ops.elementwise import cast, floor, less, minimum
-from meshlib.ops.sources import random_normal, random_uniform
+from meshlib.ops.random import random_normal, random_uniform
 
 KEYS = "random_seed random_split random_fold_in random_wrap random_unwrap random_clone key_reuse_check threefry2x32"
 

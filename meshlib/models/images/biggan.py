@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +19,15 @@ from meshlib.layers.norms import widened
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import BATCH, CHANNELS, COLOURS, HEIGHT, WIDTH, Tower, image_dims, spatial
+from meshlib.models.record import Config
 from meshlib.ops.elementwise import cast, floor, relu, tanh
 from meshlib.ops.index import gather
 from meshlib.ops.pooling import pool
+from meshlib.ops.random import random_normal, random_uniform
 from meshlib.ops.rearrange import repeat
 from meshlib.ops.reduce import reduce_mean, reduce_sum
 from meshlib.ops.shape import rename_dimension
 from meshlib.ops.sources import input as given
-from meshlib.ops.sources import random_normal, random_uniform
 from meshlib.ops.stacking import stack, unstack
 from meshlib.ops.window import concat, split
 from meshlib.optimize.averages import moving_averages
@@ -49,7 +49,7 @@ WIDTHS: MappingProxyType[int, tuple[int, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class BigGANConfig:
+class BigGANConfig(Config):
     """What a BigGAN is: residual blocks with spectral norm, conditional batch norm, a block of attention, a projection
     of the class in the discriminator.
 
@@ -89,8 +89,7 @@ class BigGANConfig:
         faults = (
             [f"side={self.side}, which is none of {', '.join(map(str, WIDTHS))}"] if self.side not in WIDTHS else []
         )
-        sizes = ("channels", "classes", "features", "z", "shared")
-        faults += [f"{n}={getattr(self, n)}" for n in sizes if whole(getattr(self, n), what, n) < 1]
+        faults += self.not_positive("channels", "classes", "features", "z", "shared")
         parts = len(WIDTHS.get(self.side, (1,)))
         if not faults and self.z % parts:
             faults.append(f"z={self.z}, which its {parts} parts do not divide: {self.z} % {parts} = {self.z % parts}")
@@ -101,10 +100,6 @@ class BigGANConfig:
             )
         if faults:
             raise GraphError(f"{at(what)}: {'; '.join(faults)}")
-
-    def replace(self, **changes: Any) -> BigGANConfig:
-        """The same with some fields changed."""
-        return replace(self, **changes)
 
     @property
     def height(self) -> int:
@@ -260,7 +255,7 @@ def discriminator(
                 x = tower.attention(x) if side == config.attention and halves else x
         x = relu(x)
         summed = reduce_sum(widened(x), reduced_dim=spatial(x))
-        wide = replace(tower, numerics=replace(config.numerics, activation_dtype=summed.dtype.name))
+        wide = replace(tower, numerics=config.numerics.wide(summed))
         depth = summed.shape.dim(CHANNELS)
         plain = wide.dense(summed, [Dimension("logit", 1)], name="last")
         classes = Dimension("classes", config.classes)
@@ -309,10 +304,8 @@ def gan_step(
     Source: hinge losses: Lim and Ye, arXiv:1705.02894.
     """
     what = "gan_step"
-    if not isinstance(config, BigGANConfig):
-        raise GraphError(f"{at(what)}: expected a BigGANConfig, got {type(config).__name__} {config!r:.80}")
-    if whole(batch, what, "batch") < 1:
-        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
+    BigGANConfig.checked(config, what)
+    batch = whole(batch, what, "batch", low=1)
     for one in (generator_optimizer, discriminator_optimizer):
         if not (isinstance(one, Optimizer) or (one is None and one is generator_optimizer)):
             raise GraphError(f"{at(what)}: both optimizers must be of mtf.optimize, got {one!r:.80}")
@@ -350,9 +343,6 @@ def gan_samples(config: BigGANConfig, count: int) -> dict[str, Tensor]:
     Its inputs are z, float32 [count, z] (`config.noise`), and labels, int32 [count]. Returns: "images" in -1..1.
     Raises: GraphError for a count that is none.
     """
-    what = "gan_samples"
-    if whole(count, what, "count") < 1:
-        raise GraphError(f"{at(what)}: count must be at least 1, got {count}")
-    examples = Dimension(BATCH, count)
+    examples = Dimension(BATCH, whole(count, "gan_samples", "count", low=1))
     z, labels = given("z", [examples, Dimension("z", config.z)]), given("labels", [examples], "int32")
     return {"images": generator(config, z, labels, False)[0]}

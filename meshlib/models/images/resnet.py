@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from layouts import Dimension
 from meshlib import layers
@@ -14,6 +13,7 @@ from meshlib.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, late, spatial
+from meshlib.models.record import Config
 from meshlib.ops.elementwise import relu
 from meshlib.ops.pooling import max_pool
 from meshlib.ops.reduce import reduce_mean
@@ -69,7 +69,7 @@ VERSIONS, STEMS = ("1", "1.5", "2"), ("imagenet", "small")
 
 
 @dataclass(frozen=True)
-class ResNetConfig:
+class ResNetConfig(Config):
     """What a ResNet is; `mtf.models.image_preset("resnet-50")` and others have the published ones.
 
     Args:
@@ -117,18 +117,13 @@ class ResNetConfig:
         what = "ResNetConfig"
         choice(self.version, what, "version", VERSIONS)
         choice(self.stem, what, "stem", STEMS)
-        sizes = ("classes", "height", "width", "channels", "features", "spatial_split")
-        faults = [f"{n}={getattr(self, n)}" for n in sizes if whole(getattr(self, n), what, n) < 1]
+        faults = self.not_positive("classes", "height", "width", "channels", "features", "spatial_split")
         if not self.blocks or min(whole(n, what, "each of blocks") for n in self.blocks) < 1:
             faults.append(f"blocks={self.blocks}")
         if not 0 <= number(self.label_smoothing, what, "label_smoothing") < 1:
             faults.append(f"label_smoothing={self.label_smoothing}")
         if faults:
             raise GraphError(f"{at(what)}: sizes must be positive, label_smoothing in [0, 1), got {', '.join(faults)}")
-
-    def replace(self, **changes: Any) -> ResNetConfig:
-        """The same with some fields changed."""
-        return replace(self, **changes)
 
     @property
     def split_dims(self) -> dict[str, int]:
@@ -189,8 +184,7 @@ def resnet(config: ResNetConfig, images: Tensor, is_training: bool) -> tuple[Ten
     x = features(tower, config, images)[-1]
     pooled = reduce_mean(x, reduced_dim=spatial(x))
     classes = Dimension("classes", config.classes)
-    numerics = replace(config.numerics, activation_dtype="float64" if pooled.dtype.name == "float64" else "float32")
-    return layers.dense(pooled, classes, numerics=numerics, name="head"), tower.updates
+    return layers.dense(pooled, classes, numerics=config.numerics.wide(pooled), name="head"), tower.updates
 
 
 def features(tower: Tower, config: ResNetConfig, images: Tensor) -> list[Tensor]:

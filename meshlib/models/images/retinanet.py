@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from meshlib.graph import Operation, Tensor, scope
 from meshlib.layers.norms import widened
 from meshlib.models.images.resnet import ResNetConfig, features
 from meshlib.models.images.tower import BATCH, CHANNELS, Tower, check_images, image_dims, late, spatial
+from meshlib.models.record import Config
 from meshlib.ops.elementwise import cast, greater_equal, maximum, not_equal, relu, sigmoid
 from meshlib.ops.index import one_hot
 from meshlib.ops.rearrange import rearrange, repeat
@@ -35,7 +36,7 @@ SMALL = initializers.random_normal(0.0, 0.01)  # of the heads, ibidem
 
 
 @dataclass(frozen=True)
-class RetinaNetConfig:
+class RetinaNetConfig(Config):
     """What a RetinaNet is.
 
     Args:
@@ -76,7 +77,7 @@ class RetinaNetConfig:
         if not isinstance(self.backbone, ResNetConfig):
             raise GraphError(f"{at(what)}: backbone must be a ResNetConfig, got {self.backbone!r:.80}")
         choice(self.coarse_from, what, "coarse_from", ("features", "pyramid"))
-        faults = [f"{n}={getattr(self, n)}" for n in ("classes", "features") if whole(getattr(self, n), what, n) < 1]
+        faults = self.not_positive("classes", "features")
         if whole(self.depth, what, "depth") < 0:
             faults.append(f"depth={self.depth}")
         faults += [f"{n}={getattr(self, n)}" for n in ("beta", "box_weight") if number(getattr(self, n), what, n) <= 0]
@@ -91,10 +92,6 @@ class RetinaNetConfig:
                 faults.append(f"{n}={getattr(self.backbone, n)}, which {2**top} does not divide")
         if faults:
             raise GraphError(f"{at(what)}: {', '.join(faults)}")
-
-    def replace(self, **changes: Any) -> RetinaNetConfig:
-        """The same with some fields changed."""
-        return replace(self, **changes)
 
     @property
     def height(self) -> int:
@@ -308,8 +305,5 @@ def detection_outputs(config: RetinaNetConfig, batch: int) -> dict[str, Tensor]:
 
 
 def _images(config: RetinaNetConfig, batch: int, what: str) -> Tensor:
-    if not isinstance(config, RetinaNetConfig):
-        raise GraphError(f"{at(what)}: expected a RetinaNetConfig, got {type(config).__name__} {config!r:.80}")
-    if whole(batch, what, "batch") < 1:
-        raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
-    return given("images", [Dimension(BATCH, batch), *image_dims(config)])
+    RetinaNetConfig.checked(config, what)
+    return given("images", [Dimension(BATCH, whole(batch, what, "batch", low=1)), *image_dims(config)])

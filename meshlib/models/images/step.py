@@ -103,8 +103,6 @@ def _inputs(config: ImageConfig, batch: int | Sequence[Dimension], what: str) ->
         if not examples or examples[-1].name != BATCH:
             raise GraphError(f"{at(what)}: the last dim of batch must be called '{BATCH}', got {Shape(examples)}")
     else:
-        if whole(batch, what, "batch") < 1:
-            raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
-        examples = (Dimension(BATCH, batch),)
+        examples = (Dimension(BATCH, whole(batch, what, "batch", low=1)),)
     images = given("images", [*examples, *image_dims(config)])
     return images, given("labels", examples, "int32")

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from layouts import Dimension
 from meshlib import layers
-from meshlib.checks import at, whole
+from meshlib.checks import at
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.layers.set_norms import Groups
 from meshlib.models.images.tower import CHANNELS, Tower, check_images, spatial
+from meshlib.models.record import Config
 from meshlib.ops.pooling import pool
 from meshlib.ops.rearrange import repeat
 from meshlib.ops.window import concat
 
 
 @dataclass(frozen=True)
-class UNetConfig:
+class UNetConfig(Config):
     """What a U-Net is: `levels` sizes of two convolutions each down, and up again beside the features of that size.
 
     Args:
@@ -50,8 +50,7 @@ class UNetConfig:
 
     def __post_init__(self) -> None:
         what = "UNetConfig"
-        sizes = ("levels", "features", "classes", "height", "width", "channels")
-        faults = [f"{n}={getattr(self, n)}" for n in sizes if whole(getattr(self, n), what, n) < 1]
+        faults = self.not_positive("levels", "features", "classes", "height", "width", "channels")
         if faults:
             raise GraphError(f"{at(what)}: sizes must be positive, got {', '.join(faults)}")
         shrunk = 2**self.levels
@@ -60,10 +59,6 @@ class UNetConfig:
                 faults.append(f"{n}: {getattr(self, n)} % {shrunk} = {getattr(self, n) % shrunk}")
         if faults:
             raise GraphError(f"{at(what)}: 2^levels = {shrunk} must divide height and width: {'; '.join(faults)}")
-
-    def replace(self, **changes: Any) -> UNetConfig:
-        """The same with some fields changed."""
-        return replace(self, **changes)
 
     @property
     def split_dims(self) -> dict[str, int]:
@@ -123,6 +118,5 @@ def unet(config: UNetConfig, images: Tensor, is_training: bool) -> tuple[Tensor,
             x = repeat(x, "batch height width channels -> batch (height 2) (width 2) channels", names=names)
             x = tower.active(tower.conv(x, channels, name="grown"), "grown_norm")
             x = twice(concat([past[level], x], CHANNELS), channels)
-    wide = "float64" if x.dtype.name == "float64" else "float32"
-    head = replace(config.numerics, activation_dtype=wide)
-    return layers.conv(x, Dimension("classes", config.classes), 1, numerics=head, name="head"), tower.updates
+    classes = Dimension("classes", config.classes)
+    return layers.conv(x, classes, 1, numerics=config.numerics.wide(x), name="head"), tower.updates

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from layouts import Dimension
 from meshlib import initializers, layers
-from meshlib.checks import at, number, whole
+from meshlib.checks import at, number
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor, scope
 from meshlib.layers.numerics import MIXED, Numerics
 from meshlib.models.blocks import Blocks
 from meshlib.models.config import LayerKind, TransformerConfig
 from meshlib.models.images.tower import BATCH, COLOURS, check_images
+from meshlib.models.record import Config
 from meshlib.ops.loop import scan
 from meshlib.ops.rearrange import rearrange
 from meshlib.ops.reduce import reduce_sum
@@ -24,7 +24,7 @@ from meshlib.ops.window import concat, slice
 
 
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(Config):
     """What a ViT is; `mtf.models.image_preset("vit-b-16")` and others have the published ones.
 
     Args:
@@ -62,7 +62,7 @@ class ViTConfig:
     def __post_init__(self) -> None:
         what = "ViTConfig"
         sizes = ("layers", "d_model", "heads", "d_ff", "patch", "classes", "height", "width", "channels")
-        faults = [f"{n}={getattr(self, n)}" for n in sizes if whole(getattr(self, n), what, n) < 1]
+        faults = self.not_positive(*sizes)
         if faults:
             raise GraphError(f"{at(what)}: sizes must be positive, got {', '.join(faults)}")
         for n, divisor in (("height", self.patch), ("width", self.patch), ("d_model", self.heads)):
@@ -75,10 +75,6 @@ class ViTConfig:
             raise GraphError(
                 f"{at(what)}: the patch must divide height and width, the heads d_model: {'; '.join(faults)}"
             )
-
-    def replace(self, **changes: Any) -> ViTConfig:
-        """The same with some fields changed."""
-        return replace(self, **changes)
 
     @property
     def encoder(self) -> TransformerConfig:
@@ -159,10 +155,9 @@ def vit(config: ViTConfig, images: Tensor, is_training: bool) -> tuple[Tensor, l
             with scope(f"layer{n}"):
                 x, _ = blocks.layer(x, kind)
     first = reduce_sum(slice(blocks.norm(x, "final_norm"), 0, 1, "length"), reduced_dim=Dimension("length", 1))
-    head = replace(numerics, activation_dtype="float64" if first.dtype.name == "float64" else "float32")
     classes = Dimension("classes", config.classes)
     start = initializers.zeros()  # arXiv:2010.11929, section 3.2
-    return layers.dense(first, classes, numerics=head, kernel_initializer=start, name="head"), []
+    return layers.dense(first, classes, numerics=numerics.wide(first), kernel_initializer=start, name="head"), []
 
 
 def _presets() -> dict[str, ViTConfig]:
