@@ -301,6 +301,9 @@ def broken(example: Batch) -> Batch:
         (lambda: mtf.data.records("a", interleave=0), "interleave must be an integer >= 1"),
         (lambda: mtf.data.records("a", {"x": "int32"}), "fields are a dict of names to mtf.data.Field"),
         (lambda: mtf.data.Field("flaot32"), "dtype must be that of numbers.*did you mean 'float32'"),
+        (lambda: mtf.data.Field("text", (-1,)), r"shape must be a tuple of sizes, or None, got \(-1,\)"),
+        (lambda: mtf.data.Field("bytes", 3), "shape must be a tuple of sizes, or None, got 3"),
+        (lambda: mtf.data.Field("int32", name=3), "name must be that of a feature, got 3"),
         (lambda: mtf.data.Field("image", (3, 4, 3)), r"the shape of an image is \(side, side, 1 or 3\)"),
         (lambda: mtf.data.folder("/nonexistent", 8), "expected a folder of classes"),
         (lambda: mtf.data.text(["/a", "/b"]), "no file /a; no file /b"),
@@ -319,7 +322,9 @@ def test_one_clear_error(do: Callable[[], object], message: str) -> None:
         ({"a": 0.5}, mtf.data.Field("int32"), "'a' is 1 numbers of float32, expected integers"),
         ({"b": 1}, mtf.data.Field("int32"), "no feature 'a'.*; it has b"),
         ({"a": b"xyz"}, mtf.data.Field("int16", None), "expected bytes of an array of int16"),
-        ({"a": 1}, mtf.data.Field("text"), "expected one of bytes for text"),
+        ({"a": 1}, mtf.data.Field("text"), "'a' is 1 numbers of int64, expected bytes for text"),
+        ({"a": ["x", "y"]}, mtf.data.Field("text"), "'a' is a list of 2 bytes values, expected 1 for text"),
+        ({"a": ["x", "y"]}, mtf.data.Field("bytes", (3,)), "'a' is a list of 2 bytes values, expected 3 for bytes"),
         ({"a": b"\xff"}, mtf.data.Field("text"), "'a' is no UTF-8"),
         ({"a": b"xyz"}, mtf.data.Field("image"), "expected a picture"),
     ],
@@ -330,6 +335,24 @@ def test_a_feature_that_is_another(tmp_path: Path, feature: Any, field: mtf.data
     mtf.records.write(tmp_path / "a", [mtf.records.encode(feature)])
     with pytest.raises(mtf.DataError, match=rf"record 0 of .*a: .*{message}"):
         list(mtf.data.records(tmp_path / "a", {"a": field}))
+
+
+def test_several_texts_have_a_shape(tmp_path: Path) -> None:
+    made = [mtf.records.encode({"t": [f"{n}ä", "", "c", "d"], "any": ["x"] * n}) for n in range(3)]
+    mtf.records.write(tmp_path / "a", made)
+    fields = {"t": mtf.data.Field("text", (2, 2)), "b": mtf.data.Field("bytes", (4,), "t")}
+    (batch,) = mtf.data.records(tmp_path / "a", fields).batch(3)
+    assert batch["t"].tolist() == [[[f"{n}ä", ""], ["c", "d"]] for n in range(3)]
+    assert batch["b"].tolist() == [[f"{n}ä".encode(), b"", b"c", b"d"] for n in range(3)]
+    found = [e["any"].tolist() for e in mtf.data.records(tmp_path / "a", {"any": mtf.data.Field("text", None)})]
+    assert found == [[], ["x"], ["x", "x"]]
+
+
+def test_data_can_be_compared_and_counted() -> None:
+    data = x()
+    assert data == data
+    assert data != x()
+    assert len({data, data.batch(2), data.take(2)}) == 3
 
 
 def test_compressed_files_ask_for_a_buffer(files: Path) -> None:

@@ -23,7 +23,7 @@ from meshlib.records.images import read_image
 from meshlib.records.naming import Paths, files_of
 from meshlib.records.reading import checked_on_fault
 
-KINDS = ("numbers", "image", "bytes", "text")
+KINDS = ("image", "bytes", "text")
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Field:
 
     Args:
       dtype: of the array: numbers of a float or integer list, or the raw bytes of an array of this dtype,
-        little-endian; or "image", a picture in a file format, made uint8; or "text" or "bytes", one of each.
-      shape: of the array; () for a single number. None leaves a list as long as it is. Of an image, (side, side,
-        channels): the middle square is brought to that size.
+        little-endian; or "image", a picture in a file format, made uint8; or "text" or "bytes".
+      shape: of the array; () for a single number, text or run of bytes. None leaves a list as long as it is. Several
+        texts or runs of bytes are an array of objects. Of an image, (side, side, channels): the middle square is
+        brought to that size; as it is unless given, with three channels.
       name: of the feature, where it is not that of the field.
     """
 
@@ -44,16 +45,18 @@ class Field:
 
     def __post_init__(self) -> None:
         what = at("data.Field")
-        if self.dtype in KINDS[1:]:
-            if self.dtype == "image" and self.shape and not _is_square(self.shape):
+        if self.name is not None and not isinstance(self.name, str):
+            raise FeedError(f"{what}: name must be that of a feature, got {self.name!r:.80}")
+        if self.dtype == "image":
+            if self.shape not in ((), None) and not _is_square(self.shape):
                 raise FeedError(f"{what}: the shape of an image is (side, side, 1 or 3), got {self.shape!r:.80}")
             return
         try:
-            known = isinstance(self.dtype, str) and np.dtype(self.dtype).kind in "fiub"
+            known = isinstance(self.dtype, str) and (self.dtype in KINDS or np.dtype(self.dtype).kind in "fiub")
         except TypeError:
             known = False
         if not known:
-            words = [*KINDS[1:], "float32", "int32", "int64", "uint8", "bool"]
+            words = [*KINDS, "float32", "int32", "int64", "uint8", "bool"]
             raise FeedError(
                 f"{what}: dtype must be that of numbers, 'image', 'text' or 'bytes', got {self.dtype!r:.80}"
                 f"{nearest(self.dtype, words)}"
@@ -66,18 +69,8 @@ class Field:
 
     def value(self, name: str, given: Value) -> Any:
         """The value of the field. Raises DataError where the feature is another."""
-        if self.dtype in KINDS[1:]:
-            if not isinstance(given, list) or len(given) != 1:
-                raise DataError(f"'{name}' is {_type(given)}, expected one of bytes for {self.dtype}")
-            if self.dtype == "image":
-                side, channels = (self.shape[0], self.shape[2]) if self.shape else (None, 3)
-                return read_image(given[0], side, channels)
-            if self.dtype == "bytes":
-                return given[0]
-            try:
-                return given[0].decode()
-            except UnicodeDecodeError as fault:
-                raise DataError(f"'{name}' is no UTF-8: byte {fault.start} of {len(given[0])}") from None
+        if self.dtype in KINDS:
+            return self._of_bytes(name, given)
         dtype = self._dtype
         if isinstance(given, list):
             raw = given[0] if len(given) == 1 else b""
@@ -97,6 +90,28 @@ class Field:
         if found.size != self._size:
             raise DataError(f"'{name}' has {found.size} elements, expected {self._size} of shape {self.shape}")
         return found.reshape(self.shape) if self.shape else found.reshape(())[()]
+
+    def _of_bytes(self, name: str, given: Value) -> Any:
+        """A picture, or text, or bytes, one or several."""
+        if not isinstance(given, list):
+            raise DataError(f"'{name}' is {_type(given)}, expected bytes for {self.dtype}")
+        wanted = None if self.shape is None and self.dtype != "image" else 1 if self.dtype == "image" else self._size
+        if wanted not in (None, len(given)):
+            raise DataError(f"'{name}' is {_type(given)}, expected {wanted} for {self.dtype}")
+        if self.dtype == "image":
+            side, channels = (self.shape[0], self.shape[2]) if self.shape else (None, 3)
+            return read_image(given[0], side, channels)
+        found: list[Any] = given
+        if self.dtype == "text":
+            try:
+                found = [one.decode() for one in given]
+            except UnicodeDecodeError as fault:
+                raise DataError(f"'{name}' is no UTF-8: byte {fault.start} of {len(fault.object)}") from None
+        if self.shape == ():
+            return found[0]
+        made = np.empty(len(found), object)
+        made[:] = found
+        return made if self.shape is None else made.reshape(self.shape)
 
     @cached_property
     def _dtype(self) -> np.dtype[Any]:

@@ -64,7 +64,7 @@ class Map:
         return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Data:
     """Examples and what becomes of them; made by `mtf.data.arrays`, `records`, `idx`, `text` and `folder`.
 
@@ -218,6 +218,11 @@ class Data:
     def __len__(self) -> int:
         """The number of examples in an epoch, those included that a filter or a fault leaves out."""
         return len(self.source)
+
+    @property
+    def mask(self) -> str | None:
+        """The name of the array that is 1 for rows that count; None where batches are not filled up."""
+        return self.batching.mask if self.batching is not None and self.batching.remainder == "pad" else None
 
     @property
     def per_epoch(self) -> int:

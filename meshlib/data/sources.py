@@ -55,7 +55,7 @@ class Source(ABC):
         return []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arrays(Source):
     """Rows of arrays, in memory or mapped from files."""
 
@@ -73,7 +73,7 @@ class Arrays(Source):
         return {name: np.asarray(array[numbers]) for name, array in self.arrays.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part(Source):
     """Examples [begin, end) of another source."""
 

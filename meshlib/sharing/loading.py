@@ -109,7 +109,7 @@ class _Where:
         return sim
 
 
-@dataclass
+@dataclass(eq=False)
 class Model:
     """A model that was loaded: its config, its variables by name and `predict`. Made by `mtf.load_model`."""
 
@@ -123,7 +123,7 @@ class Model:
         raise NotImplementedError
 
 
-@dataclass
+@dataclass(eq=False)
 class TextModel(Model):
     """A Transformer: `predict` completes a text, or of an encoder-decoder gives the text that follows it."""
 
@@ -173,7 +173,7 @@ class TextModel(Model):
         return self._ready[key]
 
 
-@dataclass
+@dataclass(eq=False)
 class ImageModel(Model):
     """A classifier of images: `predict` gives the probability of each class."""
 
@@ -215,7 +215,7 @@ class ImageModel(Model):
         return self.where.started(program, self.state)
 
 
-@dataclass
+@dataclass(eq=False)
 class OwnModel(Model):
     """A program of the user's: `predict` takes its inputs by name and gives its outputs."""
 

@@ -22,7 +22,7 @@ from meshlib.errors import GraphError, NotFiniteError
 from meshlib.program.records import Program
 from meshlib.simulation import Simulation, simulate
 from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
-from meshlib.training.feeding import Feeding, feeding_of
+from meshlib.training.feeding import Feeding, examples_of, feeding_of
 from meshlib.training.history import TIMES, History, Row
 from meshlib.training.keeping import Keeper
 from meshlib.training.progress import Bar
@@ -35,7 +35,7 @@ BETTER = ("lower", "higher")
 SKIPS_IN_A_ROW = 10  # steps without an update, after which a run is stopped all the same
 
 
-@dataclass
+@dataclass(eq=False)
 class Trained:
     """What a run of training came to.
 
@@ -130,6 +130,11 @@ def train(
         report=report,
     )
     _least(keep, "keep", 1)
+    if not run.program.updates:
+        raise GraphError(
+            f"{at(what)}: the program updates no variable, so that there is nothing to train; lower it with updates, "
+            "as in mtf.lower(outputs, optimizer.minimize(loss))"
+        )
     taken = [name for name in ("step", *TIMES) if name in run.program.outputs]
     if taken:
         raise GraphError(f"{at(what)}: the history has its own '{taken[0]}'; lower that output under another name")
@@ -259,7 +264,7 @@ class _Loop:
                 where.sums[name] = where.sums.get(name, 0.0) + value
             where.counted += 1
         where.step += 1
-        self.examples += _examples_of(batch)
+        self.examples += int(examples_of(self.feeding, batch))
 
     def _after(self, before: int) -> None:
         """What is due after steps."""
@@ -325,14 +330,6 @@ class _Loop:
 
 def _due(every: int, before: int, step: int) -> bool:
     return step // every > before // every
-
-
-def _examples_of(batch: Any) -> int:
-    mask = batch.get("mask")
-    if mask is not None:
-        return int(np.sum(mask))
-    first = next((x for x in batch.values() if np.ndim(x)), None)
-    return 1 if first is None else len(first)
 
 
 def _least(value: object, name: str, least: int) -> int:
