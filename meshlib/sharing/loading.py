@@ -17,18 +17,19 @@ from meshlib.checkpoint import load
 from meshlib.checks import at, whole
 from meshlib.errors import CheckpointError, FeedError, GraphError
 from meshlib.files import open_file
-from meshlib.generation.generator import Generator
+from meshlib.generation.generator import Generator, check_options
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.lowering import Program
 from meshlib.sharing.configs import from_json
 from meshlib.sharing.exporting import BYTES, CONFIG, FORMAT, VARIABLES, VERSION, VOCABULARY
 from meshlib.sharing.pictures import ImageInput, pixels_of
-from meshlib.sharing.programs import Build, forward_program, image_program, kind_of
+from meshlib.sharing.programs import Build, check_layout, forward_program, image_program, kind_of
 from meshlib.simulation import Simulation, simulate
 from meshlib.vocabulary import BytePairs
 
 Array = np.ndarray[Any, Any]
 Runner = Callable[[Program], Simulation]
+FIXED = ("config", "state", "batch", "length", "mesh", "layout", "run", "tokenizer")  # when a model was loaded
 
 
 def load_model(
@@ -82,11 +83,15 @@ def load_model(
     sim = simulate(forward_program(config, build))
     load(place / VARIABLES, sim)
     common = config, {name: sim.state[name] for name in sim.program.variables}, _Where(mesh, layout, run, int(batch))
+    made: Model
     if kind == "text":
-        return TextModel(*common, build, tokenizer)
-    if kind == "images":
-        return ImageModel(*common, build, images or ImageInput())
-    return OwnModel(*common, build)
+        made = TextModel(*common, build, tokenizer)
+    elif kind == "images":
+        made = ImageModel(*common, build, images or ImageInput())
+    else:
+        made = OwnModel(*common, build)
+    made.prepare()
+    return made
 
 
 # ------------------------------------------------------------ models
@@ -122,6 +127,10 @@ class Model:
         """What the model makes of raw input."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Find out whether it can run where it shall. Raises: LayoutError."""
+        raise NotImplementedError
+
 
 @dataclass(eq=False)
 class TextModel(Model):
@@ -135,8 +144,8 @@ class TextModel(Model):
 
         Args:
           raw: a text, or a list of texts.
-          options: max_tokens (64), temperature, top_k, top_p, beams, alpha, stop, seed: as of `mtf.generate`. The end
-            of the vocabulary stops a text unless `stop` says otherwise.
+          options: max_tokens (64), temperature, top_k, top_p, beams, alpha, stop, seed and others of `mtf.generate`.
+            The end of the vocabulary stops a text unless `stop` says otherwise.
         Raises: GraphError for other input, options that do not fit, and a model without a vocabulary.
         """
         what = "predict"
@@ -145,6 +154,7 @@ class TextModel(Model):
             raise GraphError(f"{at(what)}: expected a text or a list of texts, got {type(raw).__name__} {raw!r:.80}")
         if self.tokenizer is None:
             raise GraphError(f"{at(what)}: the model was exported without a tokenizer")
+        check_options(options, FIXED, what)
         found: list[str] = []
         size = self.where.batch
         lengths = [len(self.tokenizer.encode(text)) for text in texts]
@@ -152,6 +162,10 @@ class TextModel(Model):
         for first in range(0, len(texts), size):
             found += generator([*texts[first : first + size]]).texts
         return found[0] if isinstance(raw, str) else found
+
+    def prepare(self) -> None:
+        """As of `Model`."""
+        check_layout(self.config, self.where.batch, self.where.mesh, self.where.layout)
 
     def _generator(self, length: int, options: Mapping[str, Any]) -> Generator:
         """Programs for texts of up to `length` tokens, made once."""
@@ -209,6 +223,10 @@ class ImageModel(Model):
         names = self.images.classes or tuple(map(str, range(len(row))))
         return {names[n]: float(row[n]) for n in np.argsort(-row, kind="stable")}
 
+    def prepare(self) -> None:
+        """As of `Model`."""
+        _ = self._sim
+
     @cached_property
     def _sim(self) -> Simulation:
         program = image_program(self.config, self.where.batch, self.where.mesh, self.where.layout)
@@ -229,6 +247,10 @@ class OwnModel(Model):
         if options:
             raise GraphError(f"{at('predict')}: a program of your own has no option {next(iter(options))!r}")
         return self._sim.step(raw)
+
+    def prepare(self) -> None:
+        """As of `Model`."""
+        _ = self._sim
 
     @cached_property
     def _sim(self) -> Simulation:

@@ -14,6 +14,7 @@ import meshlib as mtf
 
 D = mtf.Dimension
 WORDS = mtf.BytePairs.learn("to be, or not to be: that is the question\n" * 2, 280)
+MANY = "".join(map(str, range(99))) * 2
 EXACT = mtf.Numerics(precision="highest")
 TINY = mtf.models.preset("gpt2").reduced(1).replace(vocab=280, max_length=32, numerics=EXACT)
 PAIRS = mtf.models.preset("t5-small").reduced(1).replace(vocab=280, numerics=EXACT)
@@ -57,6 +58,18 @@ def test_text_in_text_out_wherever_it_is_loaded(config: Any, tmp_path: Path) -> 
     assert other.predict(["to be", "that", "to be"], max_tokens=5) == [*wanted.texts, wanted.texts[0]]
     searched = mtf.generate(config, ["to be"], sim, max_tokens=5, tokenizer=WORDS, stop=[WORDS.end], beams=2)
     assert one.predict("to be", max_tokens=5, beams=2) == searched.text
+
+
+@pytest.mark.parametrize("options", [{"temperature": 2.0}, {"beams": 3}])
+def test_of_a_padded_vocabulary_no_token_is_chosen_that_has_no_text(options: dict[str, Any]) -> None:
+    few = mtf.BytePairs.learn("", 258)
+    sim = trained(TINY)
+    state = {name: sim.state[name] for name in mtf.sharing.variables.variables_of(TINY)}
+    state["embedding"] = np.concatenate([state["embedding"][:258], 9 * state["embedding"][258:]])
+    made = mtf.generate(TINY, ["to be"] * 4, state, 5, tokenizer=few, mesh="x:2", layout="vocab:x", **options)
+    assert max(t for tokens in made.tokens for t in tokens) < 258
+    unknown = mtf.generate(TINY, ["to be"] * 4, state, 5, tokenizer=WORDS, **options)
+    assert max(t for tokens in unknown.tokens for t in tokens) >= 258
 
 
 def test_from_checkpoints_arrays_and_layers_one_by_one(tmp_path: Path) -> None:
@@ -172,6 +185,32 @@ def test_faults_are_named(tmp_path: Path) -> None:
         (lambda: mtf.export({}, tmp_path, {"a": own}, build=own), mtf.GraphError, "can't be written as JSON"),
         (lambda: mtf.load_model(tmp_path), mtf.CheckpointError, "No such file"),
         (lambda: mtf.load_model(3), mtf.CheckpointError, "folder must be text"),
+        (
+            lambda: mtf.export(sim, tmp_path, TINY, tokenizer=mtf.BytePairs.learn(MANY, 281)),
+            mtf.GraphError,
+            "the tokenizer has 281 tokens, the model 280",
+        ),
+        (
+            lambda: mtf.load_model(tmp_path / "good", mesh="x:3", layout="heads:x"),
+            mtf.LayoutError,
+            "'heads' does not divide over axis 'x'",
+        ),
+        (
+            lambda: mtf.load_model(tmp_path / "good", mesh="x:2", layout="haeds:x"),
+            mtf.LayoutError,
+            "haeds.*did you mean 'heads'",
+        ),
+        (
+            lambda: mtf.load_model(tmp_path / "good").predict("a", temprature=1),
+            mtf.GraphError,
+            "there is no option 'temprature'; did you mean 'temperature'",
+        ),
+        (
+            lambda: mtf.load_model(tmp_path / "good").predict("a", tokenizer=WORDS),
+            mtf.GraphError,
+            "there is no option 'tokenizer'",
+        ),
+        (lambda: mtf.generate(TINY, "a", sim, max_token=1), mtf.GraphError, "did you mean 'max_tokens'"),
         (lambda: mtf.load_model(tmp_path / "good", batch=0), mtf.GraphError, "batch must be at least 1"),
         (lambda: mtf.load_model(tmp_path / "good").predict(3), mtf.GraphError, "expected a text or a list of texts"),
         (lambda: mtf.ImageInput(deviation=(0,)), mtf.GraphError, "positive number for each channel"),
