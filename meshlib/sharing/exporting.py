@@ -84,6 +84,7 @@ def export(
         record["images"] = {n: list(getattr(images, n)) for n in ("mean", "deviation", "classes")}
     if tokenizer is not None:
         record["tokenizer"] = VOCABULARY if isinstance(tokenizer, BytePairs) else BYTES
+        record["end"] = tokenizer.end_name if isinstance(tokenizer, BytePairs) else None
     program = forward_program(config, build)
     wanted = {name: v.tensor.shape.sizes for name, v in program.variables.items()}
     sim = simulate(program)

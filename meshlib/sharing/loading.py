@@ -77,7 +77,7 @@ def load_model(
     vocabulary = record.get("tokenizer")
     tokenizer: BytePairs | ByteTokenizer | None = ByteTokenizer() if vocabulary == BYTES else None
     if vocabulary == VOCABULARY:
-        tokenizer = BytePairs.load(place / VOCABULARY)
+        tokenizer = BytePairs.load(place / VOCABULARY, record.get("end"))
     seen = record.get("images")
     images = ImageInput(**from_json(seen, where)) if isinstance(seen, dict) else None
     sim = simulate(forward_program(config, build))
@@ -171,8 +171,8 @@ class TextModel(Model):
         """Programs for texts of up to `length` tokens, made once."""
         key = (length, *sorted((name, repr(value)) for name, value in options.items()))
         if key not in self._ready:
-            end = self.tokenizer.specials.get("<end>") if isinstance(self.tokenizer, BytePairs) else None
-            stop = {} if end is None or "stop" in options else {"stop": [end]}
+            ends = isinstance(self.tokenizer, BytePairs) and self.tokenizer.end_name is not None
+            stop = {"stop": [self.tokenizer.end]} if ends and "stop" not in options else {}
             self._ready[key] = Generator(
                 self.config,
                 self.state,
