@@ -99,8 +99,10 @@ class Field:
         if wanted not in (None, len(given)):
             raise DataError(f"'{name}' is {_type(given)}, expected {wanted} for {self.dtype}")
         if self.dtype == "image":
-            side, channels = (self.shape[0], self.shape[2]) if self.shape else (None, 3)
-            return read_image(given[0], side, channels)
+            if not self.shape:
+                return read_image(given[0])
+            height, width, channels = self.shape
+            return read_image(given[0], (height, width), channels)
         found: list[Any] = given
         if self.dtype == "text":
             try:

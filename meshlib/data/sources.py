@@ -392,6 +392,9 @@ class Folder(Source):
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         return [
-            {"image": read_image(self.files[n][0], self.side, self.channels), "label": np.int32(self.files[n][1])}
+            {
+                "image": read_image(self.files[n][0], (self.side, self.side), self.channels),
+                "label": np.int32(self.files[n][1]),
+            }
             for n in numbers
         ]

@@ -23,28 +23,31 @@ def _pillow() -> Any:
     return PIL.Image
 
 
-def read_image(file: str | os.PathLike[str] | bytes, side: int | None = None, channels: int = 3) -> Image:
+def read_image(file: str | os.PathLike[str] | bytes, size: tuple[int, int] | None = None, channels: int = 3) -> Image:
     """A picture as uint8 [height, width, channels], channels 3 (red, green, blue) or 1.
 
     Args:
       file: a path, or the bytes of a file.
-      side: the middle square, brought to so many pixels along each side; as it is unless given.
+      size: (height, width) to which its middle part of that form is brought (bilinear); as it is unless given.
       channels: 1 or 3.
-    Raises: DataError if it is none; MissingError without Pillow.
+    Raises: DataError if it is none, or has more than 8 bits a channel; MissingError without Pillow.
     """
     pillow = _pillow()
     what = "the image" if isinstance(file, bytes) else os.fspath(file)
     try:
         with pillow.open(io.BytesIO(file) if isinstance(file, bytes) else file) as picture:
+            if picture.mode[0] in "IF":  # which would be cut off
+                raise ValueError(f"one of the mode {picture.mode}, with more than 8 bits a channel")
             mode = "RGB" if channels == 3 else "L"
-            if side is not None:
-                picture.draft(mode, (side, side))  # a JPEG is decoded at an eighth to the whole of its size
-            made = picture.convert(mode)
-            if side is not None and made.size != (side, side):
-                short = min(made.size)
-                left, top = ((n - short) // 2 for n in made.size)
-                box = (left, top, left + short, top + short)
-                made = made.resize((side, side), pillow.Resampling.BILINEAR, box)
+            if size is not None:
+                picture.draft(mode, size[::-1])  # a JPEG is decoded at an eighth to the whole of its size
+            made = picture if picture.mode == mode else picture.convert(mode)
+            if size is not None and made.size != size[::-1]:
+                height, width = size
+                scale = min(made.width / width, made.height / height)
+                left, top = ((n - scale * m) / 2 for n, m in zip(made.size, (width, height), strict=True))
+                box = (left, top, left + scale * width, top + scale * height)
+                made = made.resize((width, height), pillow.Resampling.BILINEAR, box)
             pixels = np.asarray(made)
     except (pillow.UnidentifiedImageError, OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as fault:
         raise DataError(f"{what}: expected a picture, found: {fault}") from None

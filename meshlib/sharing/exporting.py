@@ -21,6 +21,8 @@ from meshlib.errors import CheckpointError, GraphError
 from meshlib.files import replace_file
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.models.config import TransformerConfig
+from meshlib.models.images.resnet import ResNetConfig
+from meshlib.models.images.vit import ViTConfig
 from meshlib.sharing.configs import as_json
 from meshlib.sharing.pictures import ImageInput
 from meshlib.sharing.programs import Build, Config, forward_program, kind_of
@@ -75,6 +77,8 @@ def export(
         raise GraphError(
             f"{at(what)}: the tokenizer has {tokenizer.size} tokens, the model {config.vocab}; it is another model's"
         )
+    if isinstance(config, ResNetConfig | ViTConfig) and images is not None:
+        images.check(config.channels, config.classes, what)
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     try:
         record["model"] = as_json(config)

@@ -28,6 +28,7 @@ from meshlib.simulation import Simulation, simulate
 from meshlib.vocabulary import BytePairs
 
 Array = np.ndarray[Any, Any]
+MAX_TOKENS = 64
 Runner = Callable[[Program], Simulation]
 FIXED = ("config", "state", "batch", "length", "mesh", "layout", "run", "tokenizer")  # when a model was loaded
 
@@ -72,6 +73,8 @@ def load_model(
     where = f"{what}: {target}"
     config = from_json(record.get("model"), where)
     kind = kind_of(config, build, what)
+    if run is not None and not callable(run):
+        raise GraphError(f"{at(what)}: run must make a run of a program, as mtf.on_jax does, got {run!r:.80}")
     if whole(batch, what, "batch") < 1:
         raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
     vocabulary = record.get("tokenizer")
@@ -144,8 +147,8 @@ class TextModel(Model):
 
         Args:
           raw: a text, or a list of texts.
-          options: max_tokens (64), temperature, top_k, top_p, beams, alpha, stop, seed and others of `mtf.generate`.
-            The end of the vocabulary stops a text unless `stop` says otherwise.
+          options: max_tokens (64, or what the model has positions for), temperature, top_k, top_p, beams, alpha, stop,
+            seed and others of `mtf.generate`. The end of the vocabulary stops a text unless `stop` says otherwise.
         Raises: GraphError for other input, options that do not fit, and a model without a vocabulary.
         """
         what = "predict"
@@ -158,7 +161,10 @@ class TextModel(Model):
         found: list[str] = []
         size = self.where.batch
         lengths = [len(self.tokenizer.encode(text)) for text in texts]
-        generator = self._generator(1 << max(3, (max(lengths) - 1).bit_length()), options)
+        if not min(lengths):
+            raise GraphError(f"{at(what)}: text {lengths.index(0)} is empty; a completion needs a beginning")
+        longest = max(lengths)
+        generator = self._generator(*self._rooms(longest, options, what))
         for first in range(0, len(texts), size):
             found += generator([*texts[first : first + size]]).texts
         return found[0] if isinstance(raw, str) else found
@@ -167,12 +173,25 @@ class TextModel(Model):
         """As of `Model`."""
         check_layout(self.config, self.where.batch, self.where.mesh, self.where.layout)
 
+    def _rooms(self, tokens: int, options: Mapping[str, Any], what: str) -> tuple[int, dict[str, Any]]:
+        """The length for texts of so many tokens, and the options: the model may have no positions beyond some."""
+        length, limit = 1 << max(3, (tokens - 1).bit_length()), self.config.max_length
+        if limit is None or self.config.encoder_decoder:
+            return length, dict(options)
+        room = limit - tokens
+        wanted = whole(options.get("max_tokens", max(1, min(MAX_TOKENS, room))), what, "max_tokens")
+        if wanted > room:
+            raise GraphError(
+                f"{at(what)}: a text of {tokens} tokens and {wanted} more, but {self.config.name} has {limit} positions"
+            )
+        return min(length, limit - max(wanted, 1)), {**options, "max_tokens": wanted}
+
     def _generator(self, length: int, options: Mapping[str, Any]) -> Generator:
         """Programs for texts of up to `length` tokens, made once."""
         key = (length, *sorted((name, repr(value)) for name, value in options.items()))
         if key not in self._ready:
-            ends = isinstance(self.tokenizer, BytePairs) and self.tokenizer.end_name is not None
-            stop = {"stop": [self.tokenizer.end]} if ends and "stop" not in options else {}
+            words = self.tokenizer if isinstance(self.tokenizer, BytePairs) else None
+            stop = {} if words is None or words.end_name is None or "stop" in options else {"stop": [words.end]}
             self._ready[key] = Generator(
                 self.config,
                 self.state,
@@ -197,8 +216,8 @@ class ImageModel(Model):
         """The probabilities of a picture's classes, the likeliest first; or of each of several pictures.
 
         Args:
-          raw: the path of a file, or an array [height, width, channels] of integers 0 to 255 or floats 0 to 1; or a
-            list of these.
+          raw: the path of a file, its bytes, or an array [height, width, channels] of integers 0 to 255 or floats 0 to
+            1; or a list of these.
         Returns: a dict of class to probability, or a list of them.
         Raises: FeedError for what is no picture; GraphError for options, of which there are none.
         """

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from meshlib.checks import at, items, number
-from meshlib.errors import FeedError, GraphError, MissingError
+from meshlib.errors import DataError, FeedError, GraphError
+from meshlib.records.images import read_image
 
 Array = np.ndarray[Any, Any]
 
@@ -44,6 +45,15 @@ class ImageInput:
             raise GraphError(f"{at(what)}: classes must be names, got {names!r:.80}")
         object.__setattr__(self, "classes", names)
 
+    def check(self, channels: int, classes: int, what: str) -> None:
+        """Raise GraphError where these are not facts about a model of so many channels and classes."""
+        for name in ("mean", "deviation"):
+            count = len(getattr(self, name))
+            if count not in (1, channels):
+                raise GraphError(f"{at(what)}: images has {count} numbers of {name}, the model {channels} channels")
+        if self.classes and len(self.classes) != classes:
+            raise GraphError(f"{at(what)}: images names {len(self.classes)} classes, the model has {classes}")
+
     def normalised(self, pixels: Array) -> Array:
         """Pixels [height, width, channels], integers of 0 to 255 or floats of 0 to 1, as float32."""
         scaled = pixels / np.float32(255) if pixels.dtype.kind in "ui" else pixels
@@ -54,8 +64,7 @@ class ImageInput:
 def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
     """A picture as an array [height, width, channels]: an array of that shape, or a file, brought to it.
 
-    Of a file the middle part of the same form is taken and resized (bilinear, as Pillow does).
-    Raises: FeedError for an array of another shape, and a file that is no picture; MissingError without Pillow.
+    Raises: FeedError for an array of another shape or range, a file that is no picture; MissingError without Pillow.
     """
     height, width, channels = sizes
     if isinstance(picture, np.ndarray):
@@ -66,22 +75,21 @@ def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
                 f"{what}: expected a picture of shape {[height, width, channels]}, integers of 0 to 255 or floats of 0 "
                 f"to 1, got {picture.dtype} {list(picture.shape)}"
             )
+        low, high = (picture.min(), picture.max()) if picture.size else (0, 0)
+        most = 1 if picture.dtype.kind == "f" else 255
+        if not (low >= 0 and high <= most):
+            raise FeedError(
+                f"{what}: the picture holds {low} to {high}; {picture.dtype} must be 0 to {most}, see mtf.ImageInput"
+            )
         return picture
-    if not isinstance(picture, str | os.PathLike):
-        raise FeedError(f"{what}: expected the path of a picture or an array, got {type(picture).__name__}")
+    if not isinstance(picture, str | os.PathLike | bytes):
+        raise FeedError(
+            f"{what}: expected the path of a picture, its bytes or an array, got {type(picture).__name__} "
+            f"{picture!r:.80}"
+        )
     if channels not in (1, 3):
         raise FeedError(f"{what}: files of pictures have 1 or 3 channels, the model {channels}; give it an array")
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise MissingError("files of pictures need Pillow: pip install 'meshlib-tpu[images]'") from None
-    try:
-        with Image.open(picture) as opened:
-            mode = opened.convert("RGB" if channels == 3 else "L")
-            scale = min(mode.size[0] / width, mode.size[1] / height)
-            left, top = ((n - scale * m) / 2 for n, m in zip(mode.size, (width, height), strict=True))
-            box = (left, top, left + scale * width, top + scale * height)
-            resized = mode.resize((width, height), Image.Resampling.BILINEAR, box)
-            return np.asarray(resized, np.uint8).reshape(height, width, channels)
-    except (UnidentifiedImageError, OSError, ValueError) as fault:
-        raise FeedError(f"{what}: {os.fspath(picture)!s:.200} is no picture: {fault}") from None
+        return read_image(picture, (height, width), channels)
+    except DataError as fault:
+        raise FeedError(f"{what}: {fault}") from None
