@@ -12,6 +12,7 @@ from typing import Any
 from meshlib.checks import at
 from meshlib.errors import CheckpointError, GraphError
 from meshlib.files import open_file
+from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
 
 Fields = Mapping[str, Any]
@@ -29,7 +30,7 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
       path: the file, or its folder.
       name: of the model; that of the folder unless given.
     Raises: CheckpointError for a file that is none; GraphError for another model_type, and for what the library has
-      not, such as scaled rotary positions.
+      not, such as other ways to scale rotary positions than "linear" and "llama3".
     """
     place = Path(path) if isinstance(path, str | os.PathLike) else path
     if isinstance(place, Path) and place.is_dir():
@@ -50,14 +51,7 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
 
 
 def _llama(found: Fields) -> dict[str, Any]:
-    rope: Fields = found.get("rope_parameters") or {}
-    scaled: Fields = found.get("rope_scaling") or {}
-    kind = {**rope, **scaled}.get("rope_type", scaled.get("type", "default"))
-    if kind != "default":
-        raise GraphError(
-            f"{at(WHAT)}: the rotary positions are scaled ({kind!r:.40}), which the library has not; without it "
-            "logits differ beyond the length that the model was first trained on"
-        )
+    rope: Fields = {**(found.get("rope_parameters") or {}), **(found.get("rope_scaling") or {})}
     if found.get("mlp_bias"):
         raise GraphError(f"{at(WHAT)}: mlp_bias: biases of the feed-forward blocks alone are not known here")
     heads = found["num_attention_heads"]
@@ -75,9 +69,25 @@ def _llama(found: Fields) -> dict[str, Any]:
         "norm_epsilon": found.get("rms_norm_eps", 1e-6),
         "position": "rotary",
         "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
+        "rope_scaling": _scaling(rope),
         "attention_bias": bool(found.get("attention_bias", False)),
         "tied": bool(found.get("tie_word_embeddings", False)),
     }
+
+
+def _scaling(rope: Fields) -> RotaryScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RotaryScaling(rope["factor"])
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        return RotaryScaling(*(rope[name] for name in names))
+    raise GraphError(
+        f"{at(WHAT)}: the rotary positions are scaled ({kind!r:.40}) in a way that the library has not; known: "
+        "default, linear, llama3. Without it logits differ beyond the length that the model was first trained on"
+    )
 
 
 def _gpt2(found: Fields) -> dict[str, Any]:
