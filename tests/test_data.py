@@ -99,6 +99,91 @@ def test_threads_change_nothing(files: Path, name: str) -> None:
     assert_same(list(dataclasses.replace(data, workers=3, ahead=2)), list(data))
 
 
+def odd(example: Batch) -> bool:
+    return bool(example["n"] % 2)
+
+
+def test_processes_change_nothing(files: Path, tmp_path: Path) -> None:
+    """What they leave out is counted as well."""
+    raw = bytearray((files / "plain-00000-of-00003").read_bytes())
+    raw[14] ^= 1
+    (tmp_path / "a").write_bytes(raw)
+    data = mtf.data.records(tmp_path / "a", BOTH, on_fault="skip").shuffle(3).map(augmented, seed=5).filter(odd)
+    data = data.batch(3, "pad", pad={"tokens": 20}).repeat(2)
+    whole = list(data)
+    assert len(whole) == 6
+    with iter(data.parallel(draws(1, 3), "processes").prefetch(2)) as feed:
+        assert_same([*islice(feed, 2)], whole[:2])
+        state = feed.state()
+        assert_same([*feed], whole[2:])
+        assert feed.stats.skipped == 1
+    other = iter(data)
+    other.restore(state)  # the same data, whoever makes them
+    assert_same([*other], whole[2:])
+    with pytest.raises(mtf.FeedError, match=r"can't be sent to another process.*at the top of a module"):
+        x().map(lambda e: e).parallel(1, "processes")
+    if draws(0, 1):
+        with pytest.raises(mtf.DataError, match=r"map\(broken\) failed at example 0 of arrays: ValueError: no 0"):
+            list(x().map(broken).parallel(1, "processes").batch(2))
+
+
+def test_records_are_decoded_many_at_once_as_one_by_one(tmp_path: Path) -> None:
+    """Lengths, layouts and widths of numbers that differ, and records that are laid out as no other."""
+    rng = np.random.default_rng(0)
+    fields = {
+        "label": mtf.data.Field("int64"),
+        "small": mtf.data.Field("uint8", (2,)),
+        "x": mtf.data.Field("float32", (3,)),
+        "half": mtf.data.Field("float16", (), "one"),
+        "pixels": mtf.data.Field("int16", (2, 2)),
+        "is": mtf.data.Field("bool"),
+        "empty": mtf.data.Field("int32", (0,), "x2"),
+    }
+    made = []
+    for n in range(200):
+        features: dict[str, Any] = {
+            "label": int(rng.integers(-(2**62), 2**62) >> rng.integers(0, 62)),
+            "small": rng.integers(0, 256, 2),
+            "x": rng.random(3, np.float32),
+            "one": float(n),
+            "pixels": rng.integers(-9, 9, 4).astype("<i2").tobytes(),
+            "is": bool(n % 2),
+            "x2": [],
+        }
+        if n % 7 == 0:
+            features["more"] = "x" * (n % 3)
+        made.append(mtf.records.encode(features))
+    mtf.records.write(tmp_path / "a", made)
+    data = mtf.data.records(tmp_path / "a", fields).shuffle(0)
+    singly = [{name: field.value(name, mtf.records.decode(r)[field.name or name]) for name, field in fields.items()}
+              for r in made]  # fmt: skip
+    order = Order(200, 0).places(0, 200)
+    for batch_size in (1, 50):
+        for variant in (data.batch(batch_size), data.map(lambda e: e).batch(batch_size)):
+            found = list(variant)
+            for name in fields:
+                wanted = np.stack([singly[n][name] for n in order])
+                np.testing.assert_array_equal(np.concatenate([b[name] for b in found]), wanted, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("odd_one", "message"),
+    [
+        ({"a": 300}, "'a' holds 300, which does not fit uint8"),
+        ({"a": -1}, "'a' holds -1, which does not fit uint8"),
+        ({"a": [1, 2]}, "'a' has 2 elements, expected 1"),
+        ({"a": 0.5}, "'a' is 1 numbers of float32, expected integers"),
+        ({"b": 1}, "no feature 'a'"),
+    ],
+)
+def test_the_one_record_that_does_not_fit_is_named(tmp_path: Path, odd_one: Any, message: str) -> None:
+    made = [mtf.records.encode({"a": n}) for n in range(20)]
+    made[13] = mtf.records.encode(odd_one)
+    mtf.records.write(tmp_path / "a", made)
+    with pytest.raises(mtf.DataError, match=rf"record 13 of .*a: .*{message}"):
+        list(mtf.data.records(tmp_path / "a", {"a": mtf.data.Field("uint8")}).batch(10))
+
+
 def test_every_example_once_in_each_epoch(files: Path) -> None:
     made = pipelines(files)
     for name in ("joined", "padded", "buckets", "arrays", "compressed"):
@@ -274,6 +359,8 @@ def broken(example: Batch) -> Batch:
         (lambda: x().shuffle(1, buffer=0), "buffer must be an integer >= 1"),
         (lambda: x().shuffle(1).take(2), "write it before shuffle and map"),
         (lambda: x().skip(6), "leaves none of 6 examples"),
+        (lambda: x().parallel(-1), "workers must be an integer >= 0, got -1"),
+        (lambda: x().parallel(1, "process"), "did you mean 'processes'"),
         (lambda: x().map(3), "expected a function of an example, got 3"),
         (lambda: x().batch(2).map(len, workers=2), "workers map examples; write the map before batch"),
         (lambda: x().batch(2, pad={"x": 2}, pack={"x": 2}), "one of pad, pack and buckets, got pad and pack"),

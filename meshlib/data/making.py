@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from meshlib.checks import at, is_masked
-from meshlib.data.batching import Array, Example
+from meshlib.data.batching import Array, Batch, Example
 from meshlib.data.pipeline import Data
-from meshlib.data.sources import Arrays, Folder, Lines, Records
+from meshlib.data.sources import Arrays, Decode, Folder, Lines, Records
 from meshlib.errors import DataError, FeedError, nearest
-from meshlib.records.example import Decoder, Value
+from meshlib.records.example import BYTES_LIST, FLOAT_LIST, Decoder, Value, packed_rows
 from meshlib.records.idx import read_idx
 from meshlib.records.images import read_image
 from meshlib.records.naming import Paths, files_of
@@ -115,6 +115,35 @@ class Field:
         made[:] = found
         return made if self.shape is None else made.reshape(self.shape)
 
+    def column(self, kind: int, rows: Array) -> Array | None:
+        """The values of many examples, from the bytes of each, uint8 [n, width], in a list of a kind: [n, ...].
+
+        None where one does not fit, or is laid out otherwise: `value` says how it is read, or why it can't be.
+        """
+        dtype = self._dtype
+        found: Array | None
+        if kind == BYTES_LIST:
+            if rows.shape[1] != self._size * dtype.itemsize:
+                return None
+            found = np.ascontiguousarray(rows).view(self._stored)
+        elif kind == FLOAT_LIST:
+            if rows.shape[1] != 4 * self._size or dtype.kind != "f":
+                return None
+            found = np.ascontiguousarray(rows).view("<f4")
+        else:
+            found = packed_rows(rows, self._size)
+            if found is None:
+                return None
+            if (
+                dtype.kind in "iu"
+                and found.size
+                and not (self._bounds[0] <= found.min() and found.max() <= self._bounds[1])
+            ):
+                return None
+            if dtype.kind == "b" and (found & ~1).any():
+                return None
+        return found.astype(dtype, copy=False).reshape(len(rows), *(self.shape or ()))
+
     @cached_property
     def _dtype(self) -> np.dtype[Any]:
         return np.dtype(self.dtype)
@@ -158,11 +187,44 @@ def _type(value: Value) -> str:
 
 
 class _Decoder:
-    """Examples out of records."""
+    """Examples out of records, many at once where all fields have a shape and a dtype of numbers."""
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         self.fields = [(name, field.name or name, field) for name, field in fields.items()]
         self.decode = Decoder()
+        self.stacks = all(field.dtype not in KINDS and field.shape is not None for field in fields.values())
+
+    def columns(self, records: Sequence[bytes]) -> Batch | None:
+        """The fields of many, stacked; None where they are not all laid out alike, or one does not fit its field."""
+        by_length: dict[int, list[int]] = {}
+        for n, data in enumerate(records):
+            by_length.setdefault(len(data), []).append(n)
+        parts = []
+        for length, rows in by_length.items():
+            layout = self.decode.layout(records[rows[0]])
+            if layout is None:
+                return None
+            table = np.frombuffer(b"".join([records[n] for n in rows]), np.uint8).reshape(len(rows), length)
+            if not layout.fits(table):
+                return None
+            places = {name: (kind, span) for name, kind, span in layout.values}
+            if any(key not in places for _, key, _ in self.fields):
+                return None
+            part = {}
+            for name, key, field in self.fields:
+                kind, (begin, end) = places[key]
+                column = field.column(kind, table[:, begin:end])
+                if column is None:
+                    return None
+                part[name] = column
+            parts.append((rows, part))
+        if len(parts) == 1:
+            return parts[0][1]
+        made = {name: np.empty((len(records), *x.shape[1:]), x.dtype) for name, x in parts[0][1].items()}
+        for rows, part in parts:
+            for name, column in part.items():
+                made[name][rows] = column
+        return made
 
     def __call__(self, data: bytes) -> Example:
         features = self.decode(data)
@@ -174,8 +236,17 @@ class _Decoder:
         return made
 
 
-def _raw(data: bytes) -> Example:
-    return {"record": data}
+class _Raw:
+    """Records as they are."""
+
+    stacks = False
+
+    def __call__(self, data: bytes) -> Example:
+        return {"record": data}
+
+    def columns(self, records: Sequence[bytes]) -> Batch | None:
+        """Of bytes there are none."""
+        return None
 
 
 def records(
@@ -205,7 +276,7 @@ def records(
     checked_on_fault(on_fault)
     if isinstance(interleave, bool) or not isinstance(interleave, int) or interleave < 1:
         raise FeedError(f"{at('data.records')}: interleave must be an integer >= 1, got {interleave!r:.80}")
-    read: Callable[[bytes], Example] = _raw
+    read: Decode = _Raw()
     if fields is not None:
         wrong = not isinstance(fields, Mapping) or not fields
         if wrong or not all(isinstance(n, str) and isinstance(f, Field) for n, f in fields.items()):

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from meshlib.checks import at
 from meshlib.data.ahead import Ahead
 from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Batch, Batcher, Batching, Drawn, Example, filled_up
 from meshlib.data.order import Order
+from meshlib.data.pool import KINDS, Pool, pickled
 from meshlib.data.sources import Part, Source
 from meshlib.errors import DataError, FeedError, nearest
 
@@ -76,6 +77,7 @@ class Data:
     buffer: int | None = None
     maps: tuple[Map, ...] = ()
     workers: int = 0
+    kind: str = "threads"  # of workers
     batching: Batching | None = None
     of_batches: tuple[Map, ...] = ()
     epochs: int | None = 1
@@ -118,8 +120,7 @@ class Data:
 
         Args:
           function: from a dict of fields to a dict of fields.
-          workers: threads that read and map, in the same order as without; 0 unless given. They gain where functions
-            wait or release Python's lock.
+          workers: that read and map, in the same order as without; 0 unless given. See `parallel`.
           seed: the function takes a generator of random numbers as well, `function(example, rng)`, which depends on
             seed, epoch and place: resumed runs draw the same.
         """
@@ -209,6 +210,21 @@ class Data:
             _whole("repeat", "epochs", epochs, 1)
         return replace(self, epochs=epochs, joined=self.joined or self.batching is None)
 
+    def parallel(self, workers: int, kind: str = "threads") -> Data:
+        """Workers that read, decode and map examples; the same batches as without.
+
+        Args:
+          workers: how many.
+          kind: "threads" gain where functions wait or release Python's lock; "processes" always, but each reads the
+            library and the data anew when it starts, functions must be defined at the top of a module, and a script
+            needs its lines under `if __name__ == "__main__":`.
+        """
+        _choice("parallel", "kind", kind, KINDS)
+        made = replace(self, workers=_whole("parallel", "workers", workers, 0), kind=kind)
+        if kind == "processes":
+            pickled(made)
+        return made
+
     def prefetch(self, count: int = 2) -> Data:
         """A thread makes so many batches ahead."""
         return replace(self, ahead=_whole("prefetch", "count", count, 0))
@@ -268,7 +284,7 @@ class Data:
             return replace(self, of_batches=(*self.of_batches, made))
         return replace(self, maps=(*self.maps, made), workers=max(self.workers, workers or 0))
 
-    def _examples(self, draws: Sequence[int], numbers: Sequence[int]) -> list[Example | None]:
+    def examples(self, draws: Sequence[int], numbers: Sequence[int]) -> list[Example | None]:
         """The examples of draws: read, then mapped; None for what is left out."""
         made = self.source.read(numbers)
         for k, (draw, number) in enumerate(zip(draws, numbers, strict=True)):
@@ -431,7 +447,7 @@ class _Maker(Iterator[_Made]):
         self.count = len(data.source)
         self.order = Order(self.count, data.seed, data.buffer)
         self.last = None if data.epochs is None else data.epochs * self.count
-        self.pool = ThreadPoolExecutor(data.workers, "meshlib.data") if data.workers else None
+        self.pool = Pool(data) if data.workers else None
         self.examples, self.seconds = 0, 0.0
         data.source.keep(2 * (data.buffer or 0) + 2 * CHUNK * (data.workers + 1))
         self.batches = self._from(place)
@@ -446,7 +462,7 @@ class _Maker(Iterator[_Made]):
     def close(self) -> None:
         self.batches.close()
         if self.pool is not None:
-            self.pool.shutdown(wait=True, cancel_futures=True)
+            self.pool.close()
 
     # ------------------------------------------------------------ inside
 
@@ -457,20 +473,19 @@ class _Maker(Iterator[_Made]):
                 if example is not None:
                     yield _Made(example, 1, _Place(draw + 1, []))
             return
-        if not data.maps and asked.lengths is None and not place.pending and data.source.columns(np.zeros(0, np.int64)):
+        if not data.maps and asked.lengths is None and not place.pending and data.source.stacks:
             yield from self._columns(place.next, asked)
             return
         yield from self._batched(place, asked)
 
     def _columns(self, begin: int, asked: Batching) -> Iterator[_Made]:
-        """Batches straight from arrays."""
+        """Batches straight from columns."""
         while self.last is None or begin < self.last:
             stop = begin + asked.size
             epoch_ends = (begin // self.count + 1) * self.count
             end = min(stop, self.last or stop) if self.data.joined else min(stop, epoch_ends)
             if end == stop or asked.remainder == "pad":
                 made = self.data.source.columns(self.order.places(begin, end)[np.arange(asked.size) % (end - begin)])
-                assert made is not None
                 if asked.remainder == "pad":
                     made = _with_mask(made, asked, end - begin)
                 yield self._finished(made, end - begin, _Place(end, []))
@@ -528,7 +543,7 @@ class _Maker(Iterator[_Made]):
         """Give a batcher the examples that it held, read again."""
         draws = [draw for group in pending for row in group for draw in row]
         places = [int(self.order.places(draw, draw + 1)[0]) for draw in draws]
-        found = dict(zip(draws, self.data._examples(draws, places), strict=True))
+        found = dict(zip(draws, self.data.examples(draws, places), strict=True))
         lost = [draw for draw, example in found.items() if example is None]
         if lost:
             raise DataError(
@@ -541,17 +556,17 @@ class _Maker(Iterator[_Made]):
         chunks = self._chunks(begin)
         if self.pool is None:
             for draws, places in chunks:
-                yield from zip(draws, self.data._examples(draws, places), strict=True)
+                yield from zip(draws, self.data.examples(draws, places), strict=True)
             return
-        waiting: deque[tuple[range, Future[list[Example | None]]]] = deque()
+        waiting: deque[tuple[range, Future[Any]]] = deque()
         for draws, places in chunks:
-            waiting.append((draws, self.pool.submit(self.data._examples, draws, places)))
+            waiting.append((draws, self.pool.ask(draws, places)))
             if len(waiting) > 2 * self.data.workers:
                 done, future = waiting.popleft()
-                yield from zip(done, future.result(), strict=True)
+                yield from zip(done, self.pool.answer(future), strict=True)
         while waiting:
             done, future = waiting.popleft()
-            yield from zip(done, future.result(), strict=True)
+            yield from zip(done, self.pool.answer(future), strict=True)
 
     def _chunks(self, begin: int) -> Iterator[tuple[range, list[int]]]:
         """Runs of draws, none over the end of an epoch."""
