@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import multiprocessing
 import os
 import tempfile
 import time
@@ -77,16 +78,22 @@ def _row(name: str, data: mtf.data.Data, seconds: float) -> None:
         while time.perf_counter() - begun < seconds:
             next(feed)
         taken = time.perf_counter() - begun
+        used = _used_seconds() - used
         count, waited = feed.stats.examples - before, feed.stats.waited_seconds - waited
-    used = _used_seconds() - used  # of processes only when they have ended
     busy = used / taken
     bound = "its threads and processes" if busy > 0.9 * min(2, os.cpu_count() or 1) else f"{busy:.1f} cores at work"
     print(f"{name:34}{count / taken:12,.0f}{1e6 * used / count:14.1f}{waited / taken:8.0%}  {bound}", flush=True)
 
 
 def _used_seconds() -> float:
-    """Of processors, by this process and those that it started and that have ended."""
-    return sum(os.times()[:4])
+    """Of processors, by this process and, where the system says it in /proc, by those that it started."""
+    used = time.process_time()
+    for child in multiprocessing.active_children():
+        stat = Path(f"/proc/{child.pid}/stat")
+        if stat.exists():
+            user, system = stat.read_text().rpartition(")")[2].split()[11:13]
+            used += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return used
 
 
 if __name__ == "__main__":
