@@ -169,16 +169,21 @@ def with_nan(at: tuple[int, ...]) -> list[dict[str, np.ndarray]]:
     return made
 
 
-@pytest.mark.parametrize("on", ["simulation", "jax"])
-def test_a_step_that_makes_a_nan_is_skipped_or_ends_the_run(on: str) -> None:
-    if on == "jax":
-        pytest.importorskip("jax", reason="the extra 'jax'")
+def fragile() -> mtf.Program:
+    """Of large x it makes a NaN."""
     with mtf.Graph():
         batch, inner = mtf.Dimension("batch", 8), mtf.Dimension("inner", 3)
         x, y, w = mtf.input("x", [batch, inner]), mtf.input("y", [batch]), mtf.variable("w", [inner], 0.5)
         p = mtf.einsum([mtf.square(x, name="squared"), w], output_shape=[batch])
         loss = mtf.reduce_mean(mtf.square(p - p * 0.5 - y), name="loss")
-        made = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.01).minimize(loss), precision="highest")
+        return mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.01).minimize(loss), precision="highest")
+
+
+@pytest.mark.parametrize("on", ["simulation", "jax"])
+def test_a_step_that_makes_a_nan_is_skipped_or_ends_the_run(on: str) -> None:
+    if on == "jax":
+        pytest.importorskip("jax", reason="the extra 'jax'")
+    made = fragile()
     start = mtf.simulate if on == "simulation" else mtf.on_jax
     sim, other = start(made), start(made)
     trained = mtf.train(sim, with_nan((2, 5)), 9, on_nan="skip", progress=False)
@@ -192,6 +197,40 @@ def test_a_step_that_makes_a_nan_is_skipped_or_ends_the_run(on: str) -> None:
         mtf.train(start(made), with_nan((2,)), 9, progress=False)
     with pytest.raises(mtf.NotFiniteError):
         mtf.train(start(made), with_nan(tuple(range(20))), 20, on_nan="skip", progress=False)
+
+
+def test_steps_that_devices_run_at_once_are_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax", reason="the extra 'jax'")
+    lowered = program(mesh="rows:2", layout="batch:rows")
+    singly, together = mtf.on_jax(lowered, seed=1), mtf.on_jax(lowered, seed=1)
+    options: dict[str, Any] = {"log_every": 4, "progress": False, "evaluation": evaluation(8)}
+    one = mtf.train(singly, data(), 18, **options)
+    called: list[int] = []
+    several = together.several
+    monkeypatch.setattr(together, "several", lambda feeds: called.append(len(feeds)) or several(feeds))
+    part = mtf.train(together, data(), 18, steps_per_run=4, folder=tmp_path, **options)
+    assert called == [4, 4, 4, 4, 2]
+    assert part.step == int(together.state["step"]) == 18
+    for name in ("w", "w/momentum"):
+        np.testing.assert_allclose(together.state[name], singly.state[name], rtol=1e-6)
+    for a, b in zip(without_times(part.history.rows), without_times(one.history.rows), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    monkeypatch.setattr("meshlib.training.loop.TOGETHER_BYTES", 2 * (8 * 3 * 4 + 8 * 4))
+    called.clear()
+    mtf.train(together, data(), 24, steps_per_run=6, folder=tmp_path, **options)
+    assert called == [2, 2, 2]
+    ending = mtf.train(together, mtf.data.arrays(EXAMPLES).batch(8), 24, steps_per_run=9, progress=False)
+    assert (ending.stopped, ending.step) == ("data", 3)
+
+
+def test_of_steps_at_once_the_one_with_a_nan_is_found() -> None:
+    pytest.importorskip("jax", reason="the extra 'jax'")
+    lowered = fragile()
+    singly, together = mtf.on_jax(lowered), mtf.on_jax(lowered)
+    for run, at_once in ((singly, 1), (together, 4)):
+        trained = mtf.train(run, with_nan((2, 5)), 8, on_nan="skip", steps_per_run=at_once, progress=False)
+        assert [s["step"] for s in trained.skipped] == [3, 6]
+    np.testing.assert_allclose(together.state["w"], singly.state["w"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])

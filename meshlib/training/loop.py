@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = ["Trained", "train"]
 
 ON_NAN = ("stop", "skip")
 BETTER = ("lower", "higher")
+TOGETHER_BYTES = 256 * 2**20  # of feeds that lie on the devices at once
 SKIPS_IN_A_ROW = 10  # steps without an update, after which a run is stopped all the same
 
 
@@ -93,7 +95,7 @@ def train(
         stays; or "skip": the update is not taken, and a run is stopped after 10 such steps in a row.
       log_every: steps of which a row of the history has the means of the program's single numbers.
       steps_per_run: so many steps run without a look at signals, the terminal or what is due in between, which is done
-        when they have ended.
+        when they have ended; on JAX's devices without a return to the host, if no step finds anything wrong.
       report: is called with each row of the history, as {"step": 100, "loss": 0.3, "examples_per_second": ...}.
       progress: a bar, where standard error is a terminal, with examples/s here and as they are predicted for the slice.
     Raises: GraphError and FeedError for arguments that make no sense, CheckpointError for a folder that is not of this
@@ -240,19 +242,32 @@ class _Loop:
 
     def _steps(self, count: int) -> str | None:
         """Run so many steps; "data" where these end before."""
-        for _ in range(count):
-            try:
-                batch = next(self.feeding)
-            except StopIteration:
+        done = 0
+        while done < count:
+            batches = self._taken(count - done)
+            if not batches:
                 return "data"
-            self._step(batch)
+            given = [feeds_of(self.run.program, batch) for batch in batches]
+            made = self.run.several(given) if len(given) > 1 else None
+            for n, batch in enumerate(batches):
+                self._step(batch, given[n], None if made is None else made[n])
+            done += len(batches)
         return None
 
-    def _step(self, batch: Any) -> None:
+    def _taken(self, most: int) -> list[Any]:
+        """The next batches: one, or as many as the devices run at once, of which they hold all."""
+        first = next(self.feeding, None)
+        if first is None or not self.run.runs_several:
+            return [] if first is None else [first]
+        size = sum(np.asarray(x).nbytes for x in feeds_of(self.run.program, first).values())
+        room = min(most, max(1, TOGETHER_BYTES // max(1, size)))
+        return [first, *islice(iter(self.feeding.__next__, None), room - 1)]
+
+    def _step(self, batch: Any, feeds: Any, made: dict[str, Any] | None) -> None:
+        """A step, or what was made of it."""
         where = self.at
-        feeds = feeds_of(self.run.program, batch)
         try:
-            outputs = self.run.step(feeds)
+            outputs = self.run.step(feeds) if made is None else made
         except NotFiniteError as fault:
             in_a_row = sum(s["step"] > where.step - SKIPS_IN_A_ROW for s in where.skipped)
             if self.asked.on_nan == "stop" or in_a_row >= SKIPS_IN_A_ROW:

@@ -43,11 +43,25 @@ def trained(program: mtf.Program, feeds: list[dict[str, np.ndarray]], folder: Pa
         _ = [run.state[n] for n in run.state]  # reading takes both
 
 
+def looped(folder: Path) -> None:
+    """`mtf.train` with a folder that both see: stopped after five steps, gone on with by runs of their own."""
+    program, fed = mlp("rows:2;cols:4", "batch:rows;hidden:cols"), mlp_feeds()
+    options = {"folder": folder / "run", "save_every": 2, "keep": 2, "log_every": 2, "progress": False}
+    for steps in (5, 8):
+        run = mtf.on_jax(program, seed=3)
+        part = mtf.train(run, [fed[n % 3] for n in range(9)], steps, steps_per_run=2, **options)
+        assert (part.step, part.stopped) == (steps, "steps")
+    rows = [row["loss"] for row in part.history.rows]
+    arrays = {n.replace("/", "|"): run.state[n] for n in run.state}
+    np.savez(folder / f"looped.{jax.process_index()}.npz", rows=rows, **arrays)
+
+
 def main(index: int, port: int, folder: Path) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 4)
     trained(mlp("rows:2;cols:4", "batch:rows;hidden:cols"), mlp_feeds(), folder, "mlp")
+    looped(folder)
     for name, example in EXAMPLES.items():
         with open(folder / f"{name}.{index}.txt", "w") as out, redirect_stdout(out):
             assert example(folder, "--on", "jax") == 0
