@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from meshlib.checks import at
-from meshlib.errors import CheckpointError, GraphError
+from meshlib.errors import CheckpointError, GraphError, MeshlibError
 from meshlib.files import open_file
 from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
@@ -42,18 +42,22 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
         kind = found["model_type"]
     except (ValueError, KeyError, TypeError) as fault:
         raise CheckpointError(f"{WHAT}: {target} is no config.json with a model_type: {fault!r:.80}") from None
+    _refuse(found, {"quantization_config": None})
     if kind not in _KINDS:
         raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}; known: {', '.join(_KINDS)}")
     try:
         return TransformerConfig(name=name or Path(target).parent.name or str(kind), **_KINDS[kind](found))
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
+    except (TypeError, ValueError, ArithmeticError) as fault:
+        if isinstance(fault, MeshlibError):
+            raise
+        raise CheckpointError(f"{WHAT}: {target} holds what makes no model: {fault}") from None
 
 
 def _llama(found: Fields) -> dict[str, Any]:
     rope: Fields = {**(found.get("rope_parameters") or {}), **(found.get("rope_scaling") or {})}
-    if found.get("mlp_bias"):
-        raise GraphError(f"{at(WHAT)}: mlp_bias: biases of the feed-forward blocks alone are not known here")
+    _refuse({**found, **rope}, {"mlp_bias": False, "partial_rotary_factor": 1.0})
     heads = found["num_attention_heads"]
     return {
         "layers": found["num_hidden_layers"],
@@ -90,7 +94,15 @@ def _scaling(rope: Fields) -> RotaryScaling | None:
     )
 
 
+def _refuse(found: Fields, usual: Fields) -> None:
+    """Raise GraphError for what the library has only the usual value of."""
+    for name, value in usual.items():
+        if found.get(name, value) not in (value, None):
+            raise GraphError(f"{at(WHAT)}: {name} is {found[name]!r:.80}; only {value} is known here")
+
+
 def _gpt2(found: Fields) -> dict[str, Any]:
+    _refuse(found, {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False})
     d_model, heads = found["n_embd"], found["n_head"]
     return {
         "layers": found["n_layer"],
@@ -100,6 +112,7 @@ def _gpt2(found: Fields) -> dict[str, Any]:
         "d_ff": found.get("n_inner") or 4 * d_model,
         "vocab": found["vocab_size"],
         "max_length": found["n_positions"],
+        "attention_scale": None if found.get("scale_attn_weights", True) else 1.0,
         "activation": _activation(found.get("activation_function", "gelu_new")),
         "norm_epsilon": found.get("layer_norm_epsilon", 1e-5),
         "bias": True,

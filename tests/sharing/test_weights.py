@@ -254,11 +254,13 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     config = mtf.sharing.read_config(saved(tmp_path, found, arrays))
     arrays["model.layers.1.mlp.up_proj.weight"] = arrays["model.layers.1.mlp.up_proj.weight"].T
     arrays["stranger"] = arrays.pop("model.norm.weight")
+    arrays["model.layers.0.mlp.up_proj.weight"] = np.ones((20, 24), np.int8)
     write_tensors(tmp_path / "model.safetensors", arrays, "test")
     with pytest.raises(mtf.CheckpointError) as fault:
         mtf.sharing.read_weights(tmp_path, config)
     for text in (
-        "3 faults",
+        "4 faults",
+        "'model.layers.0.mlp.up_proj.weight' is I8; weights are F64, F32, F16, BF16",
         "'model.norm.weight' is missing",
         r"has shape [24, 20], the model [20, 24]",
         "'stranger' [24]",
@@ -288,6 +290,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         (llama_config(rope_scaling={"rope_type": "llama3"}), mtf.CheckpointError, "has no 'factor'"),
         (llama_config(rope_scaling={**SLOWED, "factor": 0.5}), mtf.GraphError, "factor must be at least 1 .* 0.5"),
         (llama_config(rope_scaling={**SLOWED, "high_freq_factor": 1}), mtf.GraphError, "low < high, got .* high 1"),
+        (llama_config(rope_scaling="x"), mtf.CheckpointError, "makes no model: 'str' object is not a mapping"),
+        (llama_config(rope_theta=None), mtf.CheckpointError, "makes no model"),
+        (llama_config(head_dim=None, num_attention_heads=0), mtf.CheckpointError, "makes no model"),
+        (llama_config(partial_rotary_factor=0.5), mtf.GraphError, "partial_rotary_factor is 0.5; only 1.0 is known"),
+        (llama_config(mlp_bias=True), mtf.GraphError, "mlp_bias is True"),
+        (llama_config(quantization_config={"bits": 4}), mtf.GraphError, "quantization_config is {'bits': 4}"),
+        ({**gpt2_config(), "add_cross_attention": True}, mtf.GraphError, "add_cross_attention is True"),
+        ({**gpt2_config(), "scale_attn_by_inverse_layer_idx": True}, mtf.GraphError, "only False is known"),
         (llama_config(hidden_act="mish"), mtf.GraphError, "no activation 'mish'"),
         ([], mtf.CheckpointError, "no config.json with a model_type"),
     ):
