@@ -184,6 +184,38 @@ def test_the_one_record_that_does_not_fit_is_named(tmp_path: Path, odd_one: Any,
         list(mtf.data.records(tmp_path / "a", {"a": mtf.data.Field("uint8")}).batch(10))
 
 
+@pytest.mark.parametrize("name", ["maps", "joined", "arrays", "arrays, joined"])
+def test_some_rows_alone_are_the_same_rows(files: Path, name: str) -> None:
+    data = pipelines(files)[name]
+    assert data.batching is not None
+    rows = np.arange(data.batching.size) % 2 == 0
+    whole = list(data)
+    read: list[int] = []
+    reading, columns = data.source.read, data.source.columns
+    object.__setattr__(data.source, "read", lambda numbers: read.extend(numbers) or reading(numbers))
+    object.__setattr__(data.source, "columns", lambda numbers: read.extend(numbers) or columns(numbers))
+    for variant in (data, dataclasses.replace(data, workers=2, ahead=2)):
+        read.clear()
+        feed = iter(variant)
+        assert feed.only(rows)
+        found = list(feed)
+        assert len(found) == len(whole)
+        for a, b in zip(found, whole, strict=True):
+            assert a.keys() == b.keys()
+            for field, array in b.items():
+                np.testing.assert_array_equal(a[field][rows], array[rows], strict=True)
+                assert field == "mask" or not a[field][~rows].any()
+        assert len(read) == rows.sum() * len(whole)
+    feed = iter(data)
+    assert feed.only(rows)
+    next(feed)
+    other = iter(data)
+    other.restore(feed.state())
+    assert_same([next(other)], whole[1:2])
+    for left in ("padded", "packed", "compressed", "of batches"):
+        assert not iter(pipelines(files)[left]).only(np.ones(4, bool))
+
+
 def test_every_example_once_in_each_epoch(files: Path) -> None:
     made = pipelines(files)
     for name in ("joined", "padded", "buckets", "arrays", "compressed"):

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshlib.checks import at
 from meshlib.data.ahead import Ahead
-from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Batch, Batcher, Batching, Drawn, Example, filled_up
+from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Array, Batch, Batcher, Batching, Drawn, Example, filled_up
 from meshlib.data.order import Order
 from meshlib.data.pool import KINDS, Pool, pickled
 from meshlib.data.sources import Part, Source
@@ -352,6 +353,7 @@ class Feed(Iterator[Batch]):
         self._ahead: Ahead[_Made] | None = None
         self._end: weakref.finalize[..., Feed] | None = None
         self._closed = False
+        self._rows: NDArray[np.int64] | None = None
 
     def __iter__(self) -> Feed:
         return self
@@ -373,6 +375,20 @@ class Feed(Iterator[Batch]):
         self._place = made.after
         found: Batch = made.batch
         return found
+
+    def only(self, rows: NDArray[np.bool_]) -> bool:
+        """Prepare of each batch those rows alone, as one of several processes needs; the others hold zeros.
+
+        Returns: whether it does: whose rows are can't be known before they are made where examples are left out, share
+          rows or lie apart by lengths, and functions of batches may look at all rows.
+        """
+        data, asked = self.data, self.data.batching
+        left_out = any(m.filters for m in data.maps) or not data.source.complete
+        if asked is None or asked.lengths is not None or asked.size != len(rows) or left_out or data.of_batches:
+            return False
+        self._stop()
+        self._rows = np.flatnonzero(rows)
+        return True
 
     def state(self) -> dict[str, Any]:
         """Where it is, for `restore`: some numbers, to be written as JSON."""
@@ -420,7 +436,7 @@ class Feed(Iterator[Batch]):
 
     def _begin(self) -> None:
         before = self.stats
-        self._maker = maker = _Maker(self.data, self._place)
+        self._maker = maker = _Maker(self.data, self._place, self._rows)
         maker.examples, maker.seconds = before.made_examples, before.made_seconds
         # Threads know the maker alone, so that this iterator can be dropped while they run.
         self._ahead = Ahead(maker, self.data.ahead, "meshlib.data") if self.data.ahead else None
@@ -442,8 +458,8 @@ def _ended(maker: _Maker, ahead: Ahead[_Made] | None) -> None:
 class _Maker(Iterator[_Made]):
     """Makes batches from a place on."""
 
-    def __init__(self, data: Data, place: _Place) -> None:
-        self.data = data
+    def __init__(self, data: Data, place: _Place, rows: NDArray[np.int64] | None) -> None:
+        self.data, self.rows = data, rows
         self.count = len(data.source)
         self.order = Order(self.count, data.seed, data.buffer)
         self.last = None if data.epochs is None else data.epochs * self.count
@@ -473,23 +489,40 @@ class _Maker(Iterator[_Made]):
                 if example is not None:
                     yield _Made(example, 1, _Place(draw + 1, []))
             return
-        if not data.maps and asked.lengths is None and not place.pending and data.source.stacks:
-            yield from self._columns(place.next, asked)
+        plain = not data.maps and asked.lengths is None and data.source.stacks
+        if (plain or self.rows is not None) and not place.pending:
+            yield from self._by_place(place.next, asked, plain)
             return
         yield from self._batched(place, asked)
 
-    def _columns(self, begin: int, asked: Batching) -> Iterator[_Made]:
-        """Batches straight from columns."""
+    def _by_place(self, begin: int, asked: Batching, plain: bool) -> Iterator[_Made]:
+        """Batches whose examples are known from their places: straight from columns, or some rows alone."""
         while self.last is None or begin < self.last:
             stop = begin + asked.size
             epoch_ends = (begin // self.count + 1) * self.count
             end = min(stop, self.last or stop) if self.data.joined else min(stop, epoch_ends)
             if end == stop or asked.remainder == "pad":
-                made = self.data.source.columns(self.order.places(begin, end)[np.arange(asked.size) % (end - begin)])
+                draws = begin + np.arange(asked.size) % (end - begin)
+                draws = draws if self.rows is None else draws[self.rows]
+                places = self.order.places(begin, end)[draws - begin]
+                made = self.data.source.columns(places) if plain else self._mapped(draws, places, asked)
+                if self.rows is not None:
+                    made = {name: _spread(x, self.rows, asked.size) for name, x in made.items()}
                 if asked.remainder == "pad":
                     made = _with_mask(made, asked, end - begin)
                 yield self._finished(made, end - begin, _Place(end, []))
             begin = end
+
+    def _mapped(self, draws: NDArray[np.int64], places: NDArray[np.int64], asked: Batching) -> Batch:
+        """Examples of some draws, mapped and stacked."""
+        parts = [slice(n, n + CHUNK) for n in range(0, len(draws), CHUNK)]
+        asks = [(draws[part].tolist(), places[part].tolist()) for part in parts]
+        if self.pool is None:
+            found = [self.data.examples(*ask) for ask in asks]
+        else:
+            found = [self.pool.answer(future) for future in [self.pool.ask(*ask) for ask in asks]]
+        examples = [example for part in found for example in part if example is not None]
+        return asked.stacked([Drawn(int(draw), example) for draw, example in zip(draws, examples, strict=True)])
 
     def _batched(self, place: _Place, asked: Batching) -> Iterator[_Made]:
         batcher = asked.batcher()
@@ -574,6 +607,13 @@ class _Maker(Iterator[_Made]):
             end = min(begin + CHUNK, (begin // self.count + 1) * self.count)
             yield range(begin, end), self.order.places(begin, end).tolist()
             begin = end
+
+
+def _spread(rows: Array, places: NDArray[np.int64], size: int) -> Array:
+    """Rows where they belong in a batch, between zeros."""
+    made = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    made[places] = rows
+    return made
 
 
 def _with_mask(batch: Batch, asked: Batching, full: int) -> Batch:

@@ -30,6 +30,7 @@ class Source(ABC):
 
     name: str
     stacks = False  # whether `columns` has the same examples as `read`
+    complete = True  # whether nothing is left out
     sequential = False  # whether reading in another order than from the beginning on is slow
 
     @abstractmethod
@@ -94,6 +95,7 @@ class Part(Source):
         object.__setattr__(self, "name", f"{self.whole.name}[{self.begin}:{self.end}]")
         object.__setattr__(self, "sequential", self.whole.sequential)
         object.__setattr__(self, "stacks", self.whole.stacks)
+        object.__setattr__(self, "complete", self.whole.complete)
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -183,7 +185,8 @@ class Records(Source):
 
     def __init__(self, paths: Sequence[str], decode: Decode, interleave: int, on_fault: str, name: str) -> None:
         self.paths, self.decode, self.on_fault, self.name = list(paths), decode, on_fault, name
-        self.stacks = decode.stacks and on_fault == "error"  # else some may be left out
+        self.complete = on_fault == "error"
+        self.stacks = decode.stacks and self.complete
         self.faults: list[Fault] = []
         self.lock = threading.Lock()
         self.files = Files(self.paths, _unreadable)

@@ -198,6 +198,19 @@ class OnJax(Simulation):
         twin._run(self.program, feeds)
         return measure(self.compiled(), lambda: twin._run(self.program, feeds), count)
 
+    def rows_here(self) -> HostArray | None:
+        """As of `Simulation`."""
+        here: HostArray | None = None
+        for name, sharding in self.compiled().inputs.items():
+            sizes = self.program.inputs[name].tensor.shape.sizes
+            if not sizes or (here is not None and len(here) != sizes[0]):
+                return None
+            here = np.zeros(sizes[0], bool) if here is None else here
+            for index in sharding.addressable_devices_indices_map(sizes).values():
+                if index is not None:
+                    here[index[0]] = True
+        return None if here is None or here.all() else here
+
     def several(self, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, HostArray]] | None:
         """As of `Simulation`: the steps are a `lax.scan`."""
         with self.state.lock:

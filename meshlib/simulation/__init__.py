@@ -93,6 +93,13 @@ class Simulation:
         """
         return self.run(self.program, feeds, **named)
 
+    def rows_here(self) -> Array | None:
+        """Which rows of its inputs the program reads in this process, bool [rows]; None where it may be all.
+
+        An input's rows are its first dim: of several processes each needs those that its devices hold.
+        """
+        return None
+
     def several(self, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Array]] | None:
         """Run several steps with one call of the devices, where `runs_several`.
 

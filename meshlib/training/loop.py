@@ -82,7 +82,8 @@ def train(
     Args:
       run: what `mtf.simulate` or `mtf.on_jax` returned; a program is simulated.
       data: `mtf.data` batches, `mtf.Batches`, or another iterable of dicts, which must be the same each time for a run
-        to be gone on with. Of each batch the program is fed what it takes.
+        to be gone on with. Of each batch the program is fed what it takes; of `mtf.data` batches each of several
+        processes prepares the rows alone that its devices hold, where these are known before (see `Feed.only`).
       steps: how many there are in all, those of earlier runs in `folder` included.
       evaluation: see `mtf.Evaluation`.
       folder: for checkpoints (`step_000000100.safetensors`, `best.safetensors`), `history.jsonl` and `history.csv`. If
@@ -153,6 +154,8 @@ def train(
     bar = flag(progress, what, "progress")
     keeper = None if folder is None else Keeper(folder, keep)
     feeding = feeding_of(data)
+    if isinstance(feeding, Feed) and feeding is not data and (rows := run.rows_here()) is not None:
+        feeding.only(rows)
     loop = _Loop(run, feeding, asked, keeper, Bar(run, asked.steps) if bar else None)
     try:
         stopped = loop.run_all()

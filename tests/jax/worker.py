@@ -51,6 +51,16 @@ def looped(folder: Path) -> None:
         run = mtf.on_jax(program, seed=3)
         part = mtf.train(run, [fed[n % 3] for n in range(9)], steps, steps_per_run=2, **options)
         assert (part.step, part.stopped) == (steps, "steps")
+    data = mtf.data.arrays({n: np.concatenate([f[n] for f in fed]) for n in fed[0]})
+    read: list[int] = []
+    columns = data.source.columns
+    object.__setattr__(data.source, "columns", lambda numbers: read.extend(numbers) or columns(numbers))
+    size = len(fed[0]["x"])
+    other = mtf.on_jax(program, seed=3)
+    mtf.train(other, data.batch(size).repeat(), 8, progress=False)  # each prepares the rows that its devices hold
+    assert len(read) == 8 * size // 2, len(read)
+    for variable in run.state:
+        np.testing.assert_allclose(other.state[variable], run.state[variable], rtol=1e-4, atol=1e-6)
     rows = [row["loss"] for row in part.history.rows]
     arrays = {n.replace("/", "|"): run.state[n] for n in run.state}
     np.savez(folder / f"looped.{jax.process_index()}.npz", rows=rows, **arrays)
