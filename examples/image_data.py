@@ -76,7 +76,7 @@ def read_image(path: str | Path, side: int, channels: int = 3) -> Images:
 
     Raises: DataError if it is none, MissingError if Pillow is not installed.
     """
-    return pictures.read_image(path, side, channels).astype(np.float32) / np.float32(255)
+    return pictures.read_image(path, (side, side), channels).astype(np.float32) / np.float32(255)
 
 
 def _idx(path: Path, seed: int) -> ImageData:

@@ -1,8 +1,8 @@
 """Complete text with a language model, token by token against a cache, on simulated TPU cores.
 
     python examples/serve.py                                            # trains a small model first, 300 steps
-    python examples/transformer.py --checkpoint model.safetensors       # or train one by itself, on whatever mesh,
-    python examples/serve.py --checkpoint model.safetensors --mesh tensor:8 --prompt "def main("
+    python examples/transformer.py --folder run                         # or train one by itself, on whatever mesh,
+    python examples/serve.py --checkpoint run/step_000000300.safetensors --mesh tensor:8 --prompt "def main("
     python examples/serve.py --checkpoint model.safetensors --beams 4   # beam search
     python examples/serve.py --checkpoint model.safetensors --kernels int8 --cache int8
     python examples/serve.py --plan llama2-70b --slice v5e-16           # no numbers: what to serve it with
@@ -36,13 +36,14 @@ def trained(args: argparse.Namespace) -> str | mtf.Simulation:
         return str(args.checkpoint)
     flags = ["--size", args.size, "--steps", str(args.steps), "--precision", args.precision, "--seed", str(args.seed)]
     flags += ["--text", args.text] if args.text else []
-    flags += ["--checkpoint", args.checkpoint] if args.checkpoint else []
     flags += ["--batch", str(args.batch), "--length", str(args.length)]
     own = transformer.parse(flags)
     training, _ = transformer.build(own)
     sim = mtf.simulate(training, own.slice, seed=args.seed)
     print(f"parameters: trained for {args.steps} steps on mesh {training.mesh}")
     transformer.learn(own, sim, mtf.estimate(training, sim.slice))
+    if args.checkpoint:
+        mtf.save(sim, args.checkpoint)
     return sim
 
 

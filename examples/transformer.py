@@ -4,7 +4,7 @@
     python examples/transformer.py --mesh fsdp:8 --layout fsdp          # fully sharded instead
     python examples/transformer.py --on jax --mesh data:1 --layout data # on JAX's devices, as many as the mesh has
     python examples/transformer.py --experts 8                          # a mixture of experts, as dear a token
-    python examples/transformer.py --text ~/books --size base --steps 1000 --checkpoint model.safetensors
+    python examples/transformer.py --text ~/books --size base --steps 1000 --folder run
 
 The model is written once, in named dimensions. Mesh and layout say where the dimensions lie; the numbers stay the same
 up to rounding. The text is by default what every Python installation holds: the sources of its standard library.
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import meshlib as mtf
 from examples import devices, text_data
-from examples.terminal import check_least, finish, line, progress
+from examples.terminal import check_least, finish, line
 
 SIZES = {  # layers, d_model, heads of 32, d_ff
     "tiny": (2, 128, 4, 512),
@@ -90,12 +88,6 @@ def train(args: argparse.Namespace) -> None:
     print(f"mesh: {training.mesh}; layout: {training.layout or '(none)'}; activations: {args.precision}")
     for note in training.notes:
         print(f"note: {note}")
-    if args.checkpoint and Path(args.checkpoint).exists():
-        mtf.load(args.checkpoint, sim)
-        done = int(sim.state["step"])
-        print(f"going on from step {done} of {args.checkpoint}")
-        if done >= args.steps:
-            print(f"note: --steps {args.steps} counts from the first step; none is left")
     learn(args, sim, est)
     print(f"\nsample\n{indented(sample(sim, sampling, text.held_out, args))}")
     print("\ncollectives of one training step\n" + mtf.collectives_table(training.collectives))
@@ -104,36 +96,35 @@ def train(args: argparse.Namespace) -> None:
         print(f"\n{sim}")
 
 
-def examples_of(args: argparse.Namespace, sim: mtf.Simulation, stop: int) -> Iterator[text_data.Windows]:
-    """The batches of the steps that `sim` has still to do, up to number `stop`."""
+def examples(args: argparse.Namespace) -> mtf.data.Data:
+    """Batches of windows of the text, each byte with the one that follows it."""
     windows = text_data.windows(text_data.load(args.text).train, args.length)
-    batches = mtf.Batches({"windows": windows}, args.batch, shuffle_seed=args.seed)
-    done = int(sim.state["step"])
-    batches.seek(*divmod(done, batches.per_epoch))
-    return (batch["windows"] for batch in islice(batches, max(0, stop - done)))
+    return mtf.data.arrays({"windows": windows}).shuffle(args.seed).batch(args.batch).map(shifted).repeat()
+
+
+def shifted(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"tokens": batch["windows"][:, :-1], "targets": batch["windows"][:, 1:]}
 
 
 def learn(args: argparse.Namespace, sim: mtf.Simulation, est: mtf.Estimate) -> None:
     """The steps that are left, with a line every `args.every` of them."""
-    tokens = args.batch * args.length
-    there = tokens / est.step_seconds
-    asked = tokens * args.top_k * SIZES[args.size][0]  # places that bytes ask for in all layers
-    begun, losses, dropped = time.perf_counter(), [], []
-    for step, window in enumerate(examples_of(args, sim, args.steps), start=int(sim.state["step"]) + 1):
-        found = sim.step(tokens=window[:, :-1], targets=window[:, 1:])
-        losses.append(float(found["loss"]) - float(found.get("auxiliary_loss", 0.0)))
-        dropped.append(int(found.get("dropped", 0)))
-        progress(step, args.steps, f"loss {losses[-1]:.4f}")
-        if step % args.every == 0 or step == args.steps:
-            here = tokens * len(losses) / (time.perf_counter() - begun)
-            line(
-                f"step {step:>5}  loss {np.mean(losses):.4f}  {here:,.0f} tokens/s here, "
-                f"{there:,.0f} tokens/s on {est.slice.name} (modelled)"
-                + (f"  {np.mean(dropped) / asked:.1%} dropped" if args.experts else "")
-            )
-            if args.checkpoint:
-                mtf.save(sim, args.checkpoint)
-            begun, losses, dropped = time.perf_counter(), [], []
+    there = args.batch * args.length / est.step_seconds
+    asked = args.batch * args.length * args.top_k * SIZES[args.size][0]  # places that bytes ask for in all layers
+
+    def report(row: dict[str, float]) -> None:
+        line(
+            f"step {row['step']:>5}  loss {row['loss'] - row.get('auxiliary_loss', 0.0):.4f}  "
+            f"{row['examples_per_second'] * args.length:,.0f} tokens/s here, "
+            f"{there:,.0f} tokens/s on {est.slice.name} (modelled)"
+            + (f"  {row['dropped'] / asked:.1%} dropped" if args.experts else "")
+        )
+
+    data, kept = examples(args), None if args.folder is None else args.every
+    trained = mtf.train(
+        sim, data, args.steps, folder=args.folder, save_every=kept, keep=1, log_every=args.every, report=report
+    )
+    if trained.stats is not None and not trained.stats.batches:
+        print(f"note: --steps {args.steps} counts from the first step; {args.folder} has done {trained.step}")
 
 
 def sample(sim: mtf.Simulation, program: mtf.Program, prompt: text_data.Tokens, args: argparse.Namespace) -> str:
@@ -182,7 +173,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16", help="of activations and of products")
     parser.add_argument("--remat", default="none", help="what the backward computes again: none, matmuls, full")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate of AdamW")
-    parser.add_argument("--checkpoint", default=None, help="file to go on from, and to write every --every steps")
+    parser.add_argument("--folder", default=None, help="for checkpoints and the history; goes on with what is there")
     parser.add_argument("--every", type=int, default=20, help="steps between lines and checkpoints")
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sample: lower is more certain")

@@ -90,6 +90,11 @@ class Batches(Iterator[Batch]):
         return self._source.per_epoch
 
     @property
+    def mask(self) -> str | None:
+        """The name of the array that is 1 for rows that count; None where batches are not filled up."""
+        return self._source.mask
+
+    @property
     def state(self) -> Position:
         """The position of the next batch, for `seek`; batches that are only prefetched don't count."""
         return self._state

@@ -34,30 +34,65 @@ def replace_file(path: object, write: Callable[[BinaryIO], object], what: str, e
     Raises: `error` if the path is none, names something else than a regular file, or can't be written; whatever `write`
       raises but OSError. A killed writer leaves a file beside the target, which the next call removes.
     """
-    with _faults(path, what, "written", error) as target:
-        folder, name = os.path.split(target)
-        _remove_stale(folder, name)
-        file, temporary = _temporary(folder, name)
-        try:
-            with file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-                if os.name == "nt":
-                    file.close()  # Windows renames no open file
-                os.replace(temporary, target)  # else before the lock goes
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-        if os.name != "nt":
+    made = Replacement(path, what, error)
+    try:
+        with made.faults():
+            write(made.file)
+        made.finish()
+    finally:
+        made.close()
+    return made.target
+
+
+class Replacement:
+    """New content of a file, that is written under a temporary name until `finish`: arguments and faults as above.
+
+    Several may be written for one target at once; each has a file of its own, and the last to finish stays. `finish`
+    gives the file its name, `close` ends it, and drops what was not finished.
+    """
+
+    def __init__(self, path: object, what: str, error: type[Exception]) -> None:
+        self.path, self.what, self.error = path, what, error
+        with self.faults() as self.target:
+            folder, name = os.path.split(self.target)
+            _remove_stale(folder, name)
+            self.file, self.temporary = _temporary(folder, name)
+        self.finished = False
+
+    def faults(self) -> contextlib.AbstractContextManager[str]:
+        """In it a fault of the system is one of `error`."""
+        return _faults(self.path, self.what, "written", self.error)
+
+    def flush(self) -> None:
+        """Bring what was written to the disk."""
+        with self.faults():
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def finish(self) -> None:
+        """Give the file its name."""
+        self.flush()
+        with self.faults():
+            if os.name == "nt":
+                self.file.close()  # Windows renames no open file
+            os.replace(self.temporary, self.target)  # else before the lock goes
+            self.finished = True
+            if os.name == "nt":
+                return
             with suppress(PermissionError):  # a folder that may be written, not read
-                descriptor = os.open(folder, os.O_RDONLY)
+                descriptor = os.open(os.path.dirname(self.target), os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-    return target
+
+    def close(self) -> None:
+        """End it; what has no name yet is gone."""
+        if not self.finished:
+            with suppress(OSError):
+                os.unlink(self.temporary)
+        with suppress(OSError):
+            self.file.close()
 
 
 @contextlib.contextmanager

@@ -99,6 +99,123 @@ def test_threads_change_nothing(files: Path, name: str) -> None:
     assert_same(list(dataclasses.replace(data, workers=3, ahead=2)), list(data))
 
 
+def odd(example: Batch) -> bool:
+    return bool(example["n"] % 2)
+
+
+def test_processes_change_nothing(files: Path, tmp_path: Path) -> None:
+    """What they leave out is counted as well."""
+    raw = bytearray((files / "plain-00000-of-00003").read_bytes())
+    raw[14] ^= 1
+    (tmp_path / "a").write_bytes(raw)
+    data = mtf.data.records(tmp_path / "a", BOTH, on_fault="skip").shuffle(3).map(augmented, seed=5).filter(odd)
+    data = data.batch(3, "pad", pad={"tokens": 20}).repeat(2)
+    whole = list(data)
+    assert len(whole) == 6
+    with iter(data.parallel(draws(1, 3), "processes").prefetch(2)) as feed:
+        assert_same([*islice(feed, 2)], whole[:2])
+        state = feed.state()
+        assert_same([*feed], whole[2:])
+        assert feed.stats.skipped == 1
+    other = iter(data)
+    other.restore(state)  # the same data, whoever makes them
+    assert_same([*other], whole[2:])
+    with pytest.raises(mtf.FeedError, match=r"can't be sent to another process.*at the top of a module"):
+        x().map(lambda e: e).parallel(1, "processes")
+    if draws(0, 1):
+        with pytest.raises(mtf.DataError, match=r"map\(broken\) failed at example 0 of arrays: ValueError: no 0"):
+            list(x().map(broken).parallel(1, "processes").batch(2))
+
+
+def test_records_are_decoded_many_at_once_as_one_by_one(tmp_path: Path) -> None:
+    """Lengths, layouts and widths of numbers that differ, and records that are laid out as no other."""
+    rng = np.random.default_rng(0)
+    fields = {
+        "label": mtf.data.Field("int64"),
+        "small": mtf.data.Field("uint8", (2,)),
+        "x": mtf.data.Field("float32", (3,)),
+        "half": mtf.data.Field("float16", (), "one"),
+        "pixels": mtf.data.Field("int16", (2, 2)),
+        "is": mtf.data.Field("bool"),
+        "empty": mtf.data.Field("int32", (0,), "x2"),
+    }
+    made = []
+    for n in range(200):
+        features: dict[str, Any] = {
+            "label": int(rng.integers(-(2**62), 2**62) >> rng.integers(0, 62)),
+            "small": rng.integers(0, 256, 2),
+            "x": rng.random(3, np.float32),
+            "one": float(n),
+            "pixels": rng.integers(-9, 9, 4).astype("<i2").tobytes(),
+            "is": bool(n % 2),
+            "x2": [],
+        }
+        if n % 7 == 0:
+            features["more"] = "x" * (n % 3)
+        made.append(mtf.records.encode(features))
+    mtf.records.write(tmp_path / "a", made)
+    data = mtf.data.records(tmp_path / "a", fields).shuffle(0)
+    singly = [{name: field.value(name, mtf.records.decode(r)[field.name or name]) for name, field in fields.items()}
+              for r in made]  # fmt: skip
+    order = Order(200, 0).places(0, 200)
+    for batch_size in (1, 50):
+        for variant in (data.batch(batch_size), data.map(lambda e: e).batch(batch_size)):
+            found = list(variant)
+            for name in fields:
+                wanted = np.stack([singly[n][name] for n in order])
+                np.testing.assert_array_equal(np.concatenate([b[name] for b in found]), wanted, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("odd_one", "message"),
+    [
+        ({"a": 300}, "'a' holds 300, which does not fit uint8"),
+        ({"a": -1}, "'a' holds -1, which does not fit uint8"),
+        ({"a": [1, 2]}, "'a' has 2 elements, expected 1"),
+        ({"a": 0.5}, "'a' is 1 numbers of float32, expected integers"),
+        ({"b": 1}, "no feature 'a'"),
+    ],
+)
+def test_the_one_record_that_does_not_fit_is_named(tmp_path: Path, odd_one: Any, message: str) -> None:
+    made = [mtf.records.encode({"a": n}) for n in range(20)]
+    made[13] = mtf.records.encode(odd_one)
+    mtf.records.write(tmp_path / "a", made)
+    with pytest.raises(mtf.DataError, match=rf"record 13 of .*a: .*{message}"):
+        list(mtf.data.records(tmp_path / "a", {"a": mtf.data.Field("uint8")}).batch(10))
+
+
+@pytest.mark.parametrize("name", ["maps", "joined", "arrays", "arrays, joined"])
+def test_some_rows_alone_are_the_same_rows(files: Path, name: str) -> None:
+    data = pipelines(files)[name]
+    assert data.batching is not None
+    rows = np.arange(data.batching.size) % 2 == 0
+    whole = list(data)
+    read: list[int] = []
+    reading, columns = data.source.read, data.source.columns
+    object.__setattr__(data.source, "read", lambda numbers: read.extend(numbers) or reading(numbers))
+    object.__setattr__(data.source, "columns", lambda numbers: read.extend(numbers) or columns(numbers))
+    for variant in (data, dataclasses.replace(data, workers=2, ahead=2)):
+        read.clear()
+        feed = iter(variant)
+        assert feed.only(rows)
+        found = list(feed)
+        assert len(found) == len(whole)
+        for a, b in zip(found, whole, strict=True):
+            assert a.keys() == b.keys()
+            for field, array in b.items():
+                np.testing.assert_array_equal(a[field][rows], array[rows], strict=True)
+                assert field == "mask" or not a[field][~rows].any()
+        assert len(read) == rows.sum() * len(whole)
+    feed = iter(data)
+    assert feed.only(rows)
+    next(feed)
+    other = iter(data)
+    other.restore(feed.state())
+    assert_same([next(other)], whole[1:2])
+    for left in ("padded", "packed", "compressed", "of batches"):
+        assert not iter(pipelines(files)[left]).only(np.ones(4, bool))
+
+
 def test_every_example_once_in_each_epoch(files: Path) -> None:
     made = pipelines(files)
     for name in ("joined", "padded", "buckets", "arrays", "compressed"):
@@ -282,6 +399,8 @@ def broken(example: Batch) -> Batch:
         (lambda: x().shuffle(1, buffer=0), "buffer must be an integer >= 1"),
         (lambda: x().shuffle(1).take(2), "write it before shuffle and map"),
         (lambda: x().skip(6), "leaves none of 6 examples"),
+        (lambda: x().parallel(-1), "workers must be an integer >= 0, got -1"),
+        (lambda: x().parallel(1, "process"), "did you mean 'processes'"),
         (lambda: x().map(3), "expected a function of an example, got 3"),
         (lambda: x().batch(2).map(len, workers=2), "workers map examples; write the map before batch"),
         (lambda: x().batch(2, pad={"x": 2}, pack={"x": 2}), "one of pad, pack and buckets, got pad and pack"),
@@ -309,6 +428,9 @@ def broken(example: Batch) -> Batch:
         (lambda: mtf.data.records("a", interleave=0), "interleave must be an integer >= 1"),
         (lambda: mtf.data.records("a", {"x": "int32"}), "fields are a dict of names to mtf.data.Field"),
         (lambda: mtf.data.Field("flaot32"), "dtype must be that of numbers.*did you mean 'float32'"),
+        (lambda: mtf.data.Field("text", (-1,)), r"shape must be a tuple of sizes, or None, got \(-1,\)"),
+        (lambda: mtf.data.Field("bytes", 3), "shape must be a tuple of sizes, or None, got 3"),
+        (lambda: mtf.data.Field("int32", name=3), "name must be that of a feature, got 3"),
         (lambda: mtf.data.Field("image", (3, 4, 3)), r"the shape of an image is \(side, side, 1 or 3\)"),
         (lambda: mtf.data.folder("/nonexistent", 8), "expected a folder of classes"),
         (lambda: mtf.data.text(["/a", "/b"]), "no file /a; no file /b"),
@@ -327,7 +449,9 @@ def test_one_clear_error(do: Callable[[], object], message: str) -> None:
         ({"a": 0.5}, mtf.data.Field("int32"), "'a' is 1 numbers of float32, expected integers"),
         ({"b": 1}, mtf.data.Field("int32"), "no feature 'a'.*; it has b"),
         ({"a": b"xyz"}, mtf.data.Field("int16", None), "expected bytes of an array of int16"),
-        ({"a": 1}, mtf.data.Field("text"), "expected one of bytes for text"),
+        ({"a": 1}, mtf.data.Field("text"), "'a' is 1 numbers of int64, expected bytes for text"),
+        ({"a": ["x", "y"]}, mtf.data.Field("text"), "'a' is a list of 2 bytes values, expected 1 for text"),
+        ({"a": ["x", "y"]}, mtf.data.Field("bytes", (3,)), "'a' is a list of 2 bytes values, expected 3 for bytes"),
         ({"a": b"\xff"}, mtf.data.Field("text"), "'a' is no UTF-8"),
         ({"a": b"xyz"}, mtf.data.Field("image"), "expected a picture"),
     ],
@@ -338,6 +462,24 @@ def test_a_feature_that_is_another(tmp_path: Path, feature: Any, field: mtf.data
     mtf.records.write(tmp_path / "a", [mtf.records.encode(feature)])
     with pytest.raises(mtf.DataError, match=rf"record 0 of .*a: .*{message}"):
         list(mtf.data.records(tmp_path / "a", {"a": field}))
+
+
+def test_several_texts_have_a_shape(tmp_path: Path) -> None:
+    made = [mtf.records.encode({"t": [f"{n}ä", "", "c", "d"], "any": ["x"] * n}) for n in range(3)]
+    mtf.records.write(tmp_path / "a", made)
+    fields = {"t": mtf.data.Field("text", (2, 2)), "b": mtf.data.Field("bytes", (4,), "t")}
+    (batch,) = mtf.data.records(tmp_path / "a", fields).batch(3)
+    assert batch["t"].tolist() == [[[f"{n}ä", ""], ["c", "d"]] for n in range(3)]
+    assert batch["b"].tolist() == [[f"{n}ä".encode(), b"", b"c", b"d"] for n in range(3)]
+    found = [e["any"].tolist() for e in mtf.data.records(tmp_path / "a", {"any": mtf.data.Field("text", None)})]
+    assert found == [[], ["x"], ["x", "x"]]
+
+
+def test_data_can_be_compared_and_counted() -> None:
+    data = x()
+    assert data == data
+    assert data != x()
+    assert len({data, data.batch(2), data.take(2)}) == 3
 
 
 def test_compressed_files_ask_for_a_buffer(files: Path) -> None:

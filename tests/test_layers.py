@@ -20,7 +20,7 @@ import meshlib as mtf
 import tests.layers_reference as ref
 from layouts import Dimension, Shape
 from meshlib.graph import Tensor
-from meshlib.layers import Scores
+from meshlib.layers import RotaryScaling, Scores
 from meshlib.program.records import Program
 from tests.effort import deep, draws, some
 from tests.oracle import (
@@ -346,6 +346,28 @@ def embedding(p: dict[str, Array]) -> Array:
 @layer("rotary", {"x": ([L, B, K], float)}, lambda w, x: mtf.layers.rotary(x, L, K, 7.0))
 def rotary(p: dict[str, Array]) -> Array:
     return np.stack([ref.rotary(p["x"][:, b], 7.0) for b in range(4)], axis=1)
+
+
+@layer(
+    "rotary with a RotaryScaling",
+    {"x": ([L, B, K], float)},
+    lambda w, x: mtf.layers.rotary(x, L, K, 7.0, scaling=RotaryScaling(4.0, 1.0, 3.0, 12)),
+)
+def rotary_slowed(p: dict[str, Array]) -> Array:
+    """A pair that turns t times in 12 tokens is slowed down by 4 below one turn, not at all from three on."""
+    length, _, dim = p["x"].shape
+    out = np.empty_like(p["x"])
+    for n in range(dim // 2):
+        frequency = 7.0 ** (-2 * n / dim)
+        turns = 12 * frequency / (2 * np.pi)
+        kept = 0.0 if turns < 1 else 1.0 if turns > 3 else (turns - 1) / 2
+        angle = (np.arange(length) * frequency * (kept + (1 - kept) / 4))[:, None]
+        a, b = p["x"][..., n], p["x"][..., n + dim // 2]
+        out[..., n], out[..., n + dim // 2] = (
+            a * np.cos(angle) - b * np.sin(angle),
+            a * np.sin(angle) + b * np.cos(angle),
+        )
+    return out
 
 
 @layer(

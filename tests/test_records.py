@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -365,24 +366,94 @@ def test_records_are_not_written_over_what_they_are_made_of(tmp_path: Path) -> N
 
 def test_what_a_killed_writer_left_is_no_part_of_a_folder(tmp_path: Path) -> None:
     records.write(tmp_path / "set@2", [b"a", b"b"])
-    (tmp_path / "set-00001-of-00004.saving").write_bytes(b"half of a rec")
+    killed = records.Writer(tmp_path / "set@4")
+    killed.write(b"half")
     for paths in (tmp_path, tmp_path / "set-*"):
         assert list(records.read(paths)) == [b"a", b"b"]
+    killed.__exit__(KeyboardInterrupt, None, None)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_column_of_a_table_is_of_one_kind(tmp_path: Path) -> None:
+def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
+    first, second = records.Writer(tmp_path / "one"), records.Writer(tmp_path / "one")
+    with first:
+        first.write(b"first")
+        with second:
+            second.write(b"second, longer")
+        assert list(records.read(tmp_path / "one")) == [b"second, longer"]
+    assert list(records.read(tmp_path / "one")) == [b"first"]
+    assert [p.name for p in tmp_path.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda at: records.write(at / "x", None), "expected several records, got NoneType"),
+        (lambda at: records.write(at / "x", b"ab"), "expected several records, got bytes"),
+        (lambda at: records.write(5, [b"a"]), "expected the path of a file to write, got 5"),
+        (lambda at: records.make(5, at / "x"), "source must be a path, got int 5"),
+        (lambda at: records.make(at / "text", at / "x", labels=5), "labels must be a path, got int 5"),
+        (lambda at: records.make(at / "text", at / "x", progress=5), "progress must be a function"),
+        (lambda at: records.make(at / "empty", at / "x"), "empty is a text without a record"),
+        (lambda at: records.make(at / "names.csv", at / "x"), r"names\.csv is a table without a record"),
+        (lambda at: records.make(at / "t.csv", at / "x", labels=at / "text"), "labels is for IDX; .* is a table"),
+        (lambda at: records.make(at / "folder", at / "x", labels=at / "text"), "labels is for IDX; .* is a folder of"),
+        (lambda at: records.make(at / "text", at / "x", columns={"a": "text"}), "columns is for a table; .* is a text"),
+        (lambda at: records.make(at / "t.csv", at / "x", columns={"b": "text"}), "no column 'b'"),
+        (lambda at: records.make(at / "t.csv", at / "x", columns={"a": "int"}), "column 'a' must be integer, float"),
+        (
+            lambda at: records.make(at / "t.csv", at / "x", columns={"a": "integer"}),
+            "line 2: column 'a' is int",
+        ),
+        (lambda at: records.make(at / "t.csv", at / "x", columns=["a"]), "columns must be kinds by name, got list"),
+    ],
+)
+def test_one_clear_error(call: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for name, text in (("text", "a\n"), ("empty", "\n \n"), ("names.csv", "a,b\n"), ("t.csv", "a\nx\n")):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(mtf.DataError, match=message):
+        call(tmp_path)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        (["1", "-3"], [1, -3]),
+        (["2", ".5e1"], [2.0, 5.0]),
+        (["7", "nan", "-inf"], [7.0, np.nan, -np.inf]),  # numbers, as in other tables
+        (["7", "Bob"], [b"7", b"Bob"]),
+        (["1_0", "2"], [b"1_0", b"2"]),
+        (["7", "99999999999999999999"], [b"7", b"99999999999999999999"]),
+        (["01234", "80331"], [b"01234", b"80331"]),  # of places, not numbers
+        (["+4930", "4989"], [b"+4930", b"4989"]),
+        (["00.5", "1"], [b"00.5", b"1"]),
+        (["-0", "1"], [-0.0, 1.0]),
+        (["nan", "Inf"], [b"nan", b"Inf"]),
+        (["123456789", "0.5"], [b"123456789", b"0.5"]),  # float32 has 123456792
+        (["123456789", "nan"], [b"123456789", b"nan"]),
+        (["16777216", "0.5"], [16777216.0, 0.5]),
+        (["1e300", "0.5"], [b"1e300", b"0.5"]),
+        (["9" * 5000, "1"], [b"9" * 5000, b"1"]),
+    ],
+)
+def test_a_column_of_a_table_is_of_one_kind(tmp_path: Path, values: list[str], wanted: list[object]) -> None:
     table = tmp_path / "table.csv"
-    table.write_text("\ufeffn,x,name,big\n1,2,7,1_0\n-3,.5e1,nan,99999999999999999999\n", encoding="utf-8")
+    table.write_text("\ufeffname,other\n" + "".join(f"{value},x\n" for value in values), encoding="utf-8")
     records.make(table, tmp_path / "made")
-    first, second = map(records.decode, records.read(tmp_path / "made"))
-    assert [first[k] for k in ("n", "x")] == [[1], [2.0]]
-    assert (second["n"], second["x"]) == ([-3], [5.0])
-    assert first["x"].dtype == np.float32  # type: ignore[union-attr]
-    assert (first["big"], second["big"]) == ([b"1_0"], [b"99999999999999999999"])
-    assert np.isnan(second["name"][0])  # a number, as in other tables
-    table.write_text("name\n7\nBob\n", encoding="utf-8")
-    records.make(table, tmp_path / "made")
-    assert [records.decode(r)["name"] for r in records.read(tmp_path / "made")] == [[b"7"], [b"Bob"]]
+    found = [records.decode(r)["name"] for r in records.read(tmp_path / "made")]
+    assert [type(x[0]) for x in found] == [{int: np.int64, float: np.float32}.get(type(x), bytes) for x in wanted]
+    np.testing.assert_array_equal([x[0] for x in found], wanted)
+
+
+def test_a_column_is_what_was_asked_for(tmp_path: Path) -> None:
+    table, target = tmp_path / "table.csv", str(tmp_path / "made")
+    table.write_text("zip,x,n\n1,007,3\n2,8,4\n")
+    assert main(["records", str(table), target, "--column", "zip:text", "--column", "x:float"]) == 0
+    found = records.decode(next(records.read(target)))
+    assert (found["zip"], found["n"]) == ([b"1"], [3])
+    assert found["x"] == np.array([7.0], np.float32)
 
 
 def test_a_writer_that_has_ended_takes_no_record(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
+from meshlib.training.feeding import examples_of, feeding_of
 from meshlib.training.history import TIMES
 from tests.effort import draws
 
@@ -168,16 +169,21 @@ def with_nan(at: tuple[int, ...]) -> list[dict[str, np.ndarray]]:
     return made
 
 
-@pytest.mark.parametrize("on", ["simulation", "jax"])
-def test_a_step_that_makes_a_nan_is_skipped_or_ends_the_run(on: str) -> None:
-    if on == "jax":
-        pytest.importorskip("jax", reason="the extra 'jax'")
+def fragile() -> mtf.Program:
+    """Of large x it makes a NaN."""
     with mtf.Graph():
         batch, inner = mtf.Dimension("batch", 8), mtf.Dimension("inner", 3)
         x, y, w = mtf.input("x", [batch, inner]), mtf.input("y", [batch]), mtf.variable("w", [inner], 0.5)
         p = mtf.einsum([mtf.square(x, name="squared"), w], output_shape=[batch])
         loss = mtf.reduce_mean(mtf.square(p - p * 0.5 - y), name="loss")
-        made = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.01).minimize(loss), precision="highest")
+        return mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.01).minimize(loss), precision="highest")
+
+
+@pytest.mark.parametrize("on", ["simulation", "jax"])
+def test_a_step_that_makes_a_nan_is_skipped_or_ends_the_run(on: str) -> None:
+    if on == "jax":
+        pytest.importorskip("jax", reason="the extra 'jax'")
+    made = fragile()
     start = mtf.simulate if on == "simulation" else mtf.on_jax
     sim, other = start(made), start(made)
     trained = mtf.train(sim, with_nan((2, 5)), 9, on_nan="skip", progress=False)
@@ -191,6 +197,40 @@ def test_a_step_that_makes_a_nan_is_skipped_or_ends_the_run(on: str) -> None:
         mtf.train(start(made), with_nan((2,)), 9, progress=False)
     with pytest.raises(mtf.NotFiniteError):
         mtf.train(start(made), with_nan(tuple(range(20))), 20, on_nan="skip", progress=False)
+
+
+def test_steps_that_devices_run_at_once_are_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax", reason="the extra 'jax'")
+    lowered = program(mesh="rows:2", layout="batch:rows")
+    singly, together = mtf.on_jax(lowered, seed=1), mtf.on_jax(lowered, seed=1)
+    options: dict[str, Any] = {"log_every": 4, "progress": False, "evaluation": evaluation(8)}
+    one = mtf.train(singly, data(), 18, **options)
+    called: list[int] = []
+    several = together.several
+    monkeypatch.setattr(together, "several", lambda feeds: called.append(len(feeds)) or several(feeds))
+    part = mtf.train(together, data(), 18, steps_per_run=4, folder=tmp_path, **options)
+    assert called == [4, 4, 4, 4, 2]
+    assert part.step == int(together.state["step"]) == 18
+    for name in ("w", "w/momentum"):
+        np.testing.assert_allclose(together.state[name], singly.state[name], rtol=1e-6)
+    for a, b in zip(without_times(part.history.rows), without_times(one.history.rows), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    monkeypatch.setattr("meshlib.training.loop.TOGETHER_BYTES", 2 * (8 * 3 * 4 + 8 * 4))
+    called.clear()
+    mtf.train(together, data(), 24, steps_per_run=6, folder=tmp_path, **options)
+    assert called == [2, 2, 2]
+    ending = mtf.train(together, mtf.data.arrays(EXAMPLES).batch(8), 24, steps_per_run=9, progress=False)
+    assert (ending.stopped, ending.step) == ("data", 3)
+
+
+def test_of_steps_at_once_the_one_with_a_nan_is_found() -> None:
+    pytest.importorskip("jax", reason="the extra 'jax'")
+    lowered = fragile()
+    singly, together = mtf.on_jax(lowered), mtf.on_jax(lowered)
+    for run, at_once in ((singly, 1), (together, 4)):
+        trained = mtf.train(run, with_nan((2, 5)), 8, on_nan="skip", steps_per_run=at_once, progress=False)
+        assert [s["step"] for s in trained.skipped] == [3, 6]
+    np.testing.assert_allclose(together.state["w"], singly.state["w"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
@@ -223,6 +263,7 @@ def test_a_picture_of_it(tmp_path: Path) -> None:
     ("call", "message"),
     [
         (lambda: mtf.train(3, data(), 1), "run must be what mtf.simulate or mtf.on_jax returned, got 3"),
+        (lambda: mtf.train(evaluation(1).program, data(), 1), "updates no variable, so that there is nothing to train"),
         (lambda: mtf.train(program(), data(), 0), "steps must be at least 1, got 0"),
         (lambda: mtf.train(program(), data(), 1.5), "steps must be an integer"),
         (lambda: mtf.train(program(), 3, 1), "data must be mtf.data, or an iterable of dicts, got 3"),
@@ -284,6 +325,48 @@ def test_rows_that_only_fill_a_batch_up_do_not_count() -> None:
     padded = replace(made, data=mtf.data.arrays(EXAMPLES).take(9).batch(6, remainder="pad"))
     with pytest.raises(mtf.FeedError, match="3 of 6 rows only fill the batch up"):
         padded(mtf.simulate(program()))
+
+
+def masked_evaluation(name: str, **options: Any) -> mtf.Evaluation:
+    """Means over the rows that count, by a program that takes the mask."""
+    batch, inner = mtf.Dimension("batch", 6), mtf.Dimension("inner", 3)
+    with mtf.Graph():
+        x, y, w = mtf.input("x", [batch, inner]), mtf.input("y", [batch]), mtf.variable("w", [inner], 0.0)
+        counts = mtf.input(name, [batch])
+        squares = mtf.square(mtf.einsum([x, w], output_shape=[batch]) - y) * counts
+        loss = mtf.reduce_sum(squares) / mtf.reduce_sum(counts)
+        made = mtf.lower({"loss": loss}, precision="highest")
+    return mtf.Evaluation(program=made, every=1, **options)
+
+
+@pytest.mark.parametrize("kind", ["data", "iterable"])
+def test_the_mask_may_have_any_name(kind: str) -> None:
+    name = "mask" if kind == "iterable" else "counts"
+    part = {n: x[:9] for n, x in EXAMPLES.items()}
+    padded = mtf.data.arrays(part).batch(6, remainder="pad", mask=name)
+    batches: Any = padded if kind == "data" else list(padded)
+    run = mtf.simulate(program())
+    assert masked_evaluation(name, data=batches)(run)["loss"] == pytest.approx(np.mean(Y[:9] ** 2), rel=1e-5)
+    with pytest.raises(mtf.FeedError, match=rf"3 of 6 rows only fill the batch up, .* no input '{name}'"):
+        replace(evaluation(1), data=batches)(run)
+
+
+def test_rows_that_count_are_counted_whoever_makes_the_batches() -> None:
+    part = {n: x[:9] for n, x in EXAMPLES.items()}
+    padded = mtf.data.arrays(part).batch(6, remainder="pad", mask="counts")
+    for made in (padded, iter(padded), mtf.Batches(part, 6, remainder="pad", mask="counts", epochs=1)):
+        feeding = feeding_of(made)
+        assert [examples_of(feeding, next(feeding)) for _ in range(2)] == [6, 3]
+    feeding = feeding_of([{**part, "mask": np.array([1.0] * 4 + [0.0] * 5)}])
+    assert examples_of(feeding, next(feeding)) == 4
+
+
+def test_a_field_called_mask_is_none_of_rows() -> None:
+    examples = {**EXAMPLES, "mask": np.zeros((24, 2, 2), np.float32)}  # of a picture, say
+    trained = mtf.train(program(), mtf.data.arrays(examples).batch(8), 3, log_every=3, progress=False)
+    assert trained.history.rows[0]["examples_per_second"] > 0
+    figures = replace(evaluation(1), data=mtf.data.arrays(examples).batch(6))(mtf.simulate(program()))
+    assert figures["loss"] == pytest.approx(np.mean(Y**2), rel=1e-5)
 
 
 def test_the_best_by_one_figure_is_not_compared_with_another(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -53,29 +54,30 @@ def test_a_checkpoint_goes_on_bit_for_bit(
     flags = [*TINY, "--text", str(text), "--steps", "4"]
     programs = transformer.build(transformer.parse(flags))
     monkeypatch.setattr(transformer, "build", lambda args: programs)  # which do not depend on the checkpoint
-    whole, halves = tmp_path / "whole.safetensors", tmp_path / "halves.safetensors"
-    assert transformer.main([*flags, "--checkpoint", str(whole)]) == 0
+    names = ("step_000000002.safetensors", "step_000000004.safetensors")
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert transformer.main([*flags, "--folder", str(whole)]) == 0
+    assert transformer.main([*flags[:-1], "2", "--folder", str(halves)]) == 0
+    assert (halves / names[0]).exists()
     capsys.readouterr()
-    args = transformer.parse([*flags, "--checkpoint", str(halves)])
-    training, _ = transformer.build(args)
-    sim = mtf.simulate(training, args.slice, seed=args.seed)
-    for window in transformer.examples_of(args, sim, stop=2):
-        sim.step(tokens=window[:, :-1], targets=window[:, 1:])
-    mtf.save(sim, halves)
-    assert transformer.main([*flags, "--checkpoint", str(halves)]) == 0
-    assert "going on from step 2" in capsys.readouterr().out
-    assert whole.read_bytes() == halves.read_bytes()
-    assert transformer.main([*flags, "--checkpoint", str(halves)]) == 0
-    assert "--steps 4 counts from the first step; none is left" in capsys.readouterr().out
-    assert whole.read_bytes() == halves.read_bytes()
+    assert transformer.main([*flags, "--folder", str(halves)]) == 0
+    assert re.findall(r"^step +(\d+)", capsys.readouterr().out, flags=re.M) == ["4"]
+    assert sorted(p.name for p in halves.iterdir()) == ["history.csv", "history.jsonl", names[1]]
+    states = []
+    for folder in (whole, halves):
+        sim = mtf.simulate(programs[0])
+        mtf.load(folder / names[1], sim)
+        states.append({name: sim.state[name].tobytes() for name in sim.state})
+    assert states[0] == states[1]
+    assert transformer.main([*flags, "--folder", str(halves)]) == 0
+    assert "note: --steps 4 counts from the first step" in capsys.readouterr().out
 
 
 def curve(mesh: str, layout: str, text: Path) -> np.ndarray:
     flags = ["--text", str(text), "--mesh", mesh, "--layout", layout, "--precision", "float32", "--steps", "2"]
     args = transformer.parse([*TINY, *flags])
     sim = mtf.simulate(transformer.build(args)[0], seed=0)
-    windows = transformer.examples_of(args, sim, stop=2)
-    return np.array([float(sim.step(tokens=w[:, :-1], targets=w[:, 1:])["loss"]) for w in windows])
+    return np.array([float(sim.step(batch)["loss"]) for batch in islice(transformer.examples(args), 2)])
 
 
 def test_layouts_do_not_change_the_loss(text: Path) -> None:

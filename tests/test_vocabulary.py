@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import meshlib as mtf
 from meshlib.vocabulary.merging import learnt, merged
 from meshlib.vocabulary.words import GPT2, compiled, words
+from tests.effort import draws
 
 TEXT = (
     "In the beginning the sea was the sea; it's the sea's own. 12 seas, 345 sands\n\n  and the sand—ü ☃ the end\n" * 3
@@ -108,7 +109,7 @@ def test_it_is_deterministic_and_its_file_says_all(tmp_path: Path) -> None:
 
 def foreign(pattern: str | None = None, **changes: Any) -> dict[str, Any]:
     """A tokenizer.json in its published form, bytes and a few pairs, its numbers in an order of their own."""
-    from meshlib.vocabulary.bytepairs import LETTERS
+    from meshlib.vocabulary.tokenizer_file import LETTERS
 
     letters = [LETTERS[b] for b in range(255, -1, -1)]
     pairs = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("3", "4"), ("34", "5")]
@@ -122,9 +123,116 @@ def foreign(pattern: str | None = None, **changes: Any) -> dict[str, Any]:
         "merges": [" ".join(p) for p in pairs],
         "ignore_merges": pattern is not None,
     }
-    added = [{"id": len(vocab), "content": "<|end|>", "special": True}]
-    made = {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": cut, "model": model}
+    ends = [added("<|end|>", len(vocab), special=True)]
+    made = {"version": "1.0", "added_tokens": ends, "normalizer": None, "pre_tokenizer": cut, "model": model}
     return {**made, **changes}
+
+
+def steps(*splits: dict[str, Any], prefix: bool = False) -> dict[str, Any]:
+    """A pre_tokenizer of several steps."""
+    level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [*splits, level]}
+
+
+def split(**pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
+def added(name: str, number: int, **more: bool) -> dict[str, Any]:
+    flags = ("special", "single_word", "lstrip", "rstrip", "normalized")
+    return {"id": number, "content": name, **dict.fromkeys(flags, False), **more}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a normal form": {"normalizer": {"type": "NFC"}},
+    "forms in a sequence": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKD"}]}},
+    "a blank before": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
+    "several patterns": {
+        "pre_tokenizer": steps(split(Regex=r"\p{N}{1,3}"), split(Regex="[一-龥]+"), split(Regex=LLAMA3))
+    },
+    "digits": {"pre_tokenizer": steps({"type": "Digits", "individual_digits": True}, split(Regex=GPT2))},
+    "runs of digits": {"pre_tokenizer": steps({"type": "Digits", "individual_digits": False}, split(Regex=GPT2))},
+    "a text that cuts": {"pre_tokenizer": steps(split(String="e."), split(Regex=LLAMA3))},
+    "added tokens": {
+        "added_tokens": [
+            added("<|end|>", 262, special=True),
+            added("sea sea", 263),
+            added("sea", 264),
+            added("<mask>", 265, special=True, lstrip=True),
+            added("<right>", 266, special=True, rstrip=True),
+        ]
+    },
+}
+
+
+def some_texts(count: int) -> list[str]:
+    rng = random.Random(0)
+    parts = [
+        *TEXT[:80],
+        "\r\n",
+        "\u3000",
+        "\x1c",
+        "²",
+        "'LL",
+        "e\u0301",
+        "ﬁ",
+        "漢字",
+        "the",
+        " <mask> ",
+        " <right>  ",
+        "123",
+    ]
+    return ["".join(rng.choice(parts) for _ in range(30)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_original_agrees_on_its_own_files(name: str, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="compares with Hugging Face's tokenizers, which are not here")
+    record = {**foreign(), **VARIANTS[name], "decoder": steps()["pretokenizers"][-1], "post_processor": None}
+    (tmp_path / "theirs.json").write_text(json.dumps({"truncation": None, "padding": None, **record}))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "theirs.json"))
+    ours = mtf.BytePairs.load(tmp_path / "theirs.json")
+    ours.save(tmp_path / "ours.json")
+    assert mtf.BytePairs.load(tmp_path / "ours.json") == ours
+    again = tokenizers.Tokenizer.from_file(str(tmp_path / "ours.json"))
+    for text in ["", " ", "sea sea sea", *some_texts(draws(100, 5000))]:
+        wanted = theirs.encode(text).ids
+        assert ours.encode(text, specials=True) == wanted, text
+        assert again.encode(text).ids == wanted, text
+        assert ours.decode(wanted) == theirs.decode(wanted), text
+
+
+def test_added_tokens_are_their_text(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(foreign(**VARIANTS["added tokens"])))
+    vocabulary = mtf.BytePairs.load(tmp_path, end="<|end|>")
+    v = vocabulary._numbers
+    assert vocabulary.end == 262
+    assert vocabulary.encode("i<sea seasea>") == [v[b"i"], v[b"<"], 263, 264, v[b">"]]
+    assert vocabulary.decode([v[b"i"], 263, 262, 264]) == "isea seasea"
+    for text in some_texts(20):
+        assert vocabulary.decode(vocabulary.encode(text)) == text
+    with pytest.raises(mtf.GraphError, match="no <stop>; its special tokens"):
+        mtf.BytePairs.load(file, end="<stop>")
+
+
+def test_each_pattern_cuts_further(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    for name, text, wanted in (
+        ("digits", "34 the", [b"3", b"4", b" the"]),
+        ("runs of digits", "34 the", [b"34", b" the"]),
+        ("a text that cuts", "the. the", [b"th", b"e", b".", b" the"]),
+    ):
+        file.write_text(json.dumps(foreign(**VARIANTS[name])))
+        vocabulary = mtf.BytePairs.load(file)
+        assert [vocabulary.pieces[n] for n in vocabulary.encode(text)] == wanted
+
+
+def test_normal_forms_and_blanks_come_back_as_they_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(foreign(normalizer={"type": "NFC"})))
+    assert mtf.BytePairs.load(file).decode(mtf.BytePairs.load(file).encode("e\u0301")) == "\u00e9"
 
 
 def test_it_can_be_sent_elsewhere() -> None:
@@ -149,6 +257,9 @@ def test_files_of_others(tmp_path: Path) -> None:
     assert llama.specials == {"<|end|>": 262}
     with pytest.raises(mtf.GraphError, match=r"no <end>; its special tokens: <\|end\|>"):
         _ = llama.end
+    names = [{"id": 262, "content": "<|endoftext|>", "special": True}]
+    file.write_text(json.dumps(foreign(added_tokens=names)))
+    assert mtf.BytePairs.load(file).end == 262
 
 
 def test_the_original_agrees(tmp_path: Path) -> None:
@@ -167,11 +278,17 @@ def test_the_original_agrees(tmp_path: Path) -> None:
         ({"model": None}, "it has no model"),
         ({"model": {"type": "Unigram"}}, "its model is 'Unigram', not BPE"),
         ({"model": {"type": "BPE", "byte_fallback": True}}, "has byte_fallback True"),
-        ({"normalizer": {"type": "NFC"}}, "has a normalizer"),
+        ({"normalizer": {"type": "Lowercase"}}, "has a normalizer, {'type': 'Lowercase'}; known are NFC"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "NFD"}]}}, "has 2 normalizers"),
+        ({"added_tokens": [{"id": 262, "content": "x", "single_word": True}]}, "the added token 'x' is a single_word"),
+        ({"pre_tokenizer": steps({"type": "Metaspace"})}, "has {'type': 'Metaspace'}, not a Split by a pattern"),
+        ({"pre_tokenizer": steps({"type": "Split", "pattern": {"Regex": "a"}, "behavior": "Removed"})}, "'Removed'"),
+        ({"pre_tokenizer": steps({"type": "Digits"}, prefix=True)}, "a blank before each word"),
+        ({"pre_tokenizer": steps({"type": "Split", "pattern": {"Regex": "[[a]]"}})}, "classes within classes"),
         ({"pre_tokenizer": None}, "no pre_tokenizer, which has to be ByteLevel"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "ends with 'Whitespace'"),
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}}, "its pre_tokenizer is"),
-        ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "cuts words 0 times"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "does not cut words"),
         ({"added_tokens": [{"id": "1"}]}, "has no content and id"),
         ({"added_tokens": [{"id": 900, "content": "x"}]}, "do not have the numbers 0 to"),
         ({"model": {"vocab": {"a": 0}, "merges": []}}, "do not have the numbers"),
@@ -199,6 +316,11 @@ def test_faults_are_named(tmp_path: Path) -> None:
         (lambda: WORDS.encode(3), mtf.GraphError, "text must be text, got int 3"),
         (lambda: WORDS.decode([10**6]), mtf.GraphError, r"numbers from 0 to \d+, got 1000000"),
         (lambda: WORDS.decode([True]), mtf.GraphError, "got True"),
+        (lambda: WORDS.decode(5), mtf.GraphError, "tokens must be a list of numbers, got int 5"),
+        (lambda: mtf.BytePairs.learn("a a", 300, progress=5), mtf.GraphError, "progress must be a function"),
+        (lambda: mtf.BytePairs.learn("aaa aaa", 300, ["a"]), mtf.GraphError, "'a' is written as one of the pieces"),
+        (lambda: mtf.texts_in_rows(["a"], WORDS, 8, start_token="x"), mtf.GraphError, "start_token must be an integer"),
+        (lambda: mtf.texts_in_rows(["a"], WORDS, 8, start_token=1 << 40), mtf.GraphError, "must be a token"),
     ):
         with pytest.raises(kind, match=text):
             call()

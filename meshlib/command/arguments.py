@@ -136,8 +136,22 @@ def _records(made: argparse.ArgumentParser) -> None:
     made.add_argument("source", help="a folder class/name.png, a .csv with a line of names, an IDX file, or a text")
     made.add_argument("target", help="the file to write, or NAME@COUNT for NAME-00000-of-00010, ...")
     made.add_argument("--labels", help="of an IDX file of images, that of their labels")
+    made.add_argument(
+        "--column",
+        action="append",
+        type=_column,
+        metavar="NAME:KIND",
+        help="of a table: integer, float or text, for a column that is not what it looks; may be repeated",
+    )
     made.add_argument("--compression", choices=("gzip", "zlib"), help="of the files; none unless given")
     made.set_defaults(run=commands.recorded)
+
+
+def _column(text: str) -> tuple[str, str]:
+    name, _, kind = text.rpartition(":")
+    if not name:
+        raise argparse.ArgumentTypeError(f"must be NAME:KIND, got {text}")
+    return name, kind
 
 
 def _count(text: str) -> int:

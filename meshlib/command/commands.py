@@ -219,6 +219,7 @@ def recorded(args: argparse.Namespace) -> int:
             args.source,
             args.target,
             labels=args.labels,
+            columns=dict(args.column) if args.column else None,
             compression=args.compression,
             progress=told,
         )

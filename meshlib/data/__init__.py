@@ -8,6 +8,7 @@ sources   examples by number
 order     which of them when
 batching  batches of static shapes
 pipeline  the chain, and its iterator
+pool      workers: threads or processes
 ahead     the thread that makes batches before they are asked for
 """
 

@@ -66,7 +66,7 @@ class Batching:
 
     def finished(self, rows: Sequence[Row], full: int) -> Batch:
         """The batch of `rows`; the last but `full` of them only fill it up."""
-        made = self._stacked([row[0] for row in rows]) if self.lengths is None else self._filled(rows)
+        made = self.stacked([row[0] for row in rows]) if self.lengths is None else self._filled(rows)
         if self.remainder == "pad":
             if self.mask in made:
                 raise DataError(
@@ -77,7 +77,8 @@ class Batching:
 
     # ------------------------------------------------------------ inside
 
-    def _stacked(self, rows: Sequence[Drawn]) -> Batch:
+    def stacked(self, rows: Sequence[Drawn]) -> Batch:
+        """Examples as rows."""
         _check_fields(rows)
         return {name: _stack(name, rows) for name in rows[0].example}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from meshlib.checks import at, is_masked
-from meshlib.data.batching import Array, Example
+from meshlib.data.batching import Array, Batch, Example
 from meshlib.data.pipeline import Data
-from meshlib.data.sources import Arrays, Folder, Lines, Records
+from meshlib.data.sources import Arrays, Decode, Folder, Lines, Records
 from meshlib.errors import DataError, FeedError, nearest
-from meshlib.records.example import Decoder, Value
+from meshlib.records.example import BYTES_LIST, FLOAT_LIST, Decoder, Value, packed_rows
 from meshlib.records.idx import read_idx
 from meshlib.records.images import read_image
 from meshlib.records.naming import Paths, files_of
 from meshlib.records.reading import checked_on_fault
 
-KINDS = ("numbers", "image", "bytes", "text")
+KINDS = ("image", "bytes", "text")
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Field:
 
     Args:
       dtype: of the array: numbers of a float or integer list, or the raw bytes of an array of this dtype,
-        little-endian; or "image", a picture in a file format, made uint8; or "text" or "bytes", one of each.
-      shape: of the array; () for a single number. None leaves a list as long as it is. Of an image, (side, side,
-        channels): the middle square is brought to that size.
+        little-endian; or "image", a picture in a file format, made uint8; or "text" or "bytes".
+      shape: of the array; () for a single number, text or run of bytes. None leaves a list as long as it is. Several
+        texts or runs of bytes are an array of objects. Of an image, (side, side, channels): the middle square is
+        brought to that size; as it is unless given, with three channels.
       name: of the feature, where it is not that of the field.
     """
 
@@ -44,16 +45,18 @@ class Field:
 
     def __post_init__(self) -> None:
         what = at("data.Field")
-        if self.dtype in KINDS[1:]:
-            if self.dtype == "image" and self.shape and not _is_square(self.shape):
+        if self.name is not None and not isinstance(self.name, str):
+            raise FeedError(f"{what}: name must be that of a feature, got {self.name!r:.80}")
+        if self.dtype == "image":
+            if self.shape not in ((), None) and not _is_square(self.shape):
                 raise FeedError(f"{what}: the shape of an image is (side, side, 1 or 3), got {self.shape!r:.80}")
             return
         try:
-            known = isinstance(self.dtype, str) and np.dtype(self.dtype).kind in "fiub"
+            known = isinstance(self.dtype, str) and (self.dtype in KINDS or np.dtype(self.dtype).kind in "fiub")
         except TypeError:
             known = False
         if not known:
-            words = [*KINDS[1:], "float32", "int32", "int64", "uint8", "bool"]
+            words = [*KINDS, "float32", "int32", "int64", "uint8", "bool"]
             raise FeedError(
                 f"{what}: dtype must be that of numbers, 'image', 'text' or 'bytes', got {self.dtype!r:.80}"
                 f"{nearest(self.dtype, words)}"
@@ -66,18 +69,8 @@ class Field:
 
     def value(self, name: str, given: Value) -> Any:
         """The value of the field. Raises DataError where the feature is another."""
-        if self.dtype in KINDS[1:]:
-            if not isinstance(given, list) or len(given) != 1:
-                raise DataError(f"'{name}' is {_type(given)}, expected one of bytes for {self.dtype}")
-            if self.dtype == "image":
-                side, channels = (self.shape[0], self.shape[2]) if self.shape else (None, 3)
-                return read_image(given[0], side, channels)
-            if self.dtype == "bytes":
-                return given[0]
-            try:
-                return given[0].decode()
-            except UnicodeDecodeError as fault:
-                raise DataError(f"'{name}' is no UTF-8: byte {fault.start} of {len(given[0])}") from None
+        if self.dtype in KINDS:
+            return self._of_bytes(name, given)
         dtype = self._dtype
         if isinstance(given, list):
             raw = given[0] if len(given) == 1 else b""
@@ -97,6 +90,59 @@ class Field:
         if found.size != self._size:
             raise DataError(f"'{name}' has {found.size} elements, expected {self._size} of shape {self.shape}")
         return found.reshape(self.shape) if self.shape else found.reshape(())[()]
+
+    def _of_bytes(self, name: str, given: Value) -> Any:
+        """A picture, or text, or bytes, one or several."""
+        if not isinstance(given, list):
+            raise DataError(f"'{name}' is {_type(given)}, expected bytes for {self.dtype}")
+        wanted = None if self.shape is None and self.dtype != "image" else 1 if self.dtype == "image" else self._size
+        if wanted not in (None, len(given)):
+            raise DataError(f"'{name}' is {_type(given)}, expected {wanted} for {self.dtype}")
+        if self.dtype == "image":
+            if not self.shape:
+                return read_image(given[0])
+            height, width, channels = self.shape
+            return read_image(given[0], (height, width), channels)
+        found: list[Any] = given
+        if self.dtype == "text":
+            try:
+                found = [one.decode() for one in given]
+            except UnicodeDecodeError as fault:
+                raise DataError(f"'{name}' is no UTF-8: byte {fault.start} of {len(fault.object)}") from None
+        if self.shape == ():
+            return found[0]
+        made = np.empty(len(found), object)
+        made[:] = found
+        return made if self.shape is None else made.reshape(self.shape)
+
+    def column(self, kind: int, rows: Array) -> Array | None:
+        """The values of many examples, from the bytes of each, uint8 [n, width], in a list of a kind: [n, ...].
+
+        None where one does not fit, or is laid out otherwise: `value` says how it is read, or why it can't be.
+        """
+        dtype = self._dtype
+        found: Array | None
+        if kind == BYTES_LIST:
+            if rows.shape[1] != self._size * dtype.itemsize:
+                return None
+            found = np.ascontiguousarray(rows).view(self._stored)
+        elif kind == FLOAT_LIST:
+            if rows.shape[1] != 4 * self._size or dtype.kind != "f":
+                return None
+            found = np.ascontiguousarray(rows).view("<f4")
+        else:
+            found = packed_rows(rows, self._size)
+            if found is None:
+                return None
+            if (
+                dtype.kind in "iu"
+                and found.size
+                and not (self._bounds[0] <= found.min() and found.max() <= self._bounds[1])
+            ):
+                return None
+            if dtype.kind == "b" and (found & ~1).any():
+                return None
+        return found.astype(dtype, copy=False).reshape(len(rows), *(self.shape or ()))
 
     @cached_property
     def _dtype(self) -> np.dtype[Any]:
@@ -141,11 +187,44 @@ def _type(value: Value) -> str:
 
 
 class _Decoder:
-    """Examples out of records."""
+    """Examples out of records, many at once where all fields have a shape and a dtype of numbers."""
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         self.fields = [(name, field.name or name, field) for name, field in fields.items()]
         self.decode = Decoder()
+        self.stacks = all(field.dtype not in KINDS and field.shape is not None for field in fields.values())
+
+    def columns(self, records: Sequence[bytes]) -> Batch | None:
+        """The fields of many, stacked; None where they are not all laid out alike, or one does not fit its field."""
+        by_length: dict[int, list[int]] = {}
+        for n, data in enumerate(records):
+            by_length.setdefault(len(data), []).append(n)
+        parts = []
+        for length, rows in by_length.items():
+            layout = self.decode.layout(records[rows[0]])
+            if layout is None:
+                return None
+            table = np.frombuffer(b"".join([records[n] for n in rows]), np.uint8).reshape(len(rows), length)
+            if not layout.fits(table):
+                return None
+            places = {name: (kind, span) for name, kind, span in layout.values}
+            if any(key not in places for _, key, _ in self.fields):
+                return None
+            part = {}
+            for name, key, field in self.fields:
+                kind, (begin, end) = places[key]
+                column = field.column(kind, table[:, begin:end])
+                if column is None:
+                    return None
+                part[name] = column
+            parts.append((rows, part))
+        if len(parts) == 1:
+            return parts[0][1]
+        made = {name: np.empty((len(records), *x.shape[1:]), x.dtype) for name, x in parts[0][1].items()}
+        for rows, part in parts:
+            for name, column in part.items():
+                made[name][rows] = column
+        return made
 
     def __call__(self, data: bytes) -> Example:
         features = self.decode(data)
@@ -157,8 +236,17 @@ class _Decoder:
         return made
 
 
-def _raw(data: bytes) -> Example:
-    return {"record": data}
+class _Raw:
+    """Records as they are."""
+
+    stacks = False
+
+    def __call__(self, data: bytes) -> Example:
+        return {"record": data}
+
+    def columns(self, records: Sequence[bytes]) -> Batch | None:
+        """Of bytes there are none."""
+        return None
 
 
 def records(
@@ -188,7 +276,7 @@ def records(
     checked_on_fault(on_fault)
     if isinstance(interleave, bool) or not isinstance(interleave, int) or interleave < 1:
         raise FeedError(f"{at('data.records')}: interleave must be an integer >= 1, got {interleave!r:.80}")
-    read: Callable[[bytes], Example] = _raw
+    read: Decode = _Raw()
     if fields is not None:
         wrong = not isinstance(fields, Mapping) or not fields
         if wrong or not all(isinstance(n, str) and isinstance(f, Field) for n, f in fields.items()):

@@ -11,16 +11,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshlib.checks import at
 from meshlib.data.ahead import Ahead
-from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Batch, Batcher, Batching, Drawn, Example, filled_up
+from meshlib.data.batching import SOURCES, TARGETS, TOO_LONG, Array, Batch, Batcher, Batching, Drawn, Example, filled_up
 from meshlib.data.order import Order
+from meshlib.data.pool import KINDS, Pool, pickled
 from meshlib.data.sources import Part, Source
 from meshlib.errors import DataError, FeedError, nearest
 
@@ -64,7 +66,7 @@ class Map:
         return made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Data:
     """Examples and what becomes of them; made by `mtf.data.arrays`, `records`, `idx`, `text` and `folder`.
 
@@ -76,6 +78,7 @@ class Data:
     buffer: int | None = None
     maps: tuple[Map, ...] = ()
     workers: int = 0
+    kind: str = "threads"  # of workers
     batching: Batching | None = None
     of_batches: tuple[Map, ...] = ()
     epochs: int | None = 1
@@ -118,8 +121,7 @@ class Data:
 
         Args:
           function: from a dict of fields to a dict of fields.
-          workers: threads that read and map, in the same order as without; 0 unless given. They gain where functions
-            wait or release Python's lock.
+          workers: that read and map, in the same order as without; 0 unless given. See `parallel`.
           seed: the function takes a generator of random numbers as well, `function(example, rng)`, which depends on
             seed, epoch and place: resumed runs draw the same.
         """
@@ -209,6 +211,21 @@ class Data:
             _whole("repeat", "epochs", epochs, 1)
         return replace(self, epochs=epochs, joined=self.joined or self.batching is None)
 
+    def parallel(self, workers: int, kind: str = "threads") -> Data:
+        """Workers that read, decode and map examples; the same batches as without.
+
+        Args:
+          workers: how many.
+          kind: "threads" gain where functions wait or release Python's lock; "processes" always, but each reads the
+            library and the data anew when it starts, functions must be defined at the top of a module, and a script
+            needs its lines under `if __name__ == "__main__":`.
+        """
+        _choice("parallel", "kind", kind, KINDS)
+        made = replace(self, workers=_whole("parallel", "workers", workers, 0), kind=kind)
+        if kind == "processes":
+            pickled(made)
+        return made
+
     def prefetch(self, count: int = 2) -> Data:
         """A thread makes so many batches ahead."""
         return replace(self, ahead=_whole("prefetch", "count", count, 0))
@@ -218,6 +235,11 @@ class Data:
     def __len__(self) -> int:
         """The number of examples in an epoch, those included that a filter or a fault leaves out."""
         return len(self.source)
+
+    @property
+    def mask(self) -> str | None:
+        """The name of the array that is 1 for rows that count; None where batches are not filled up."""
+        return self.batching.mask if self.batching is not None and self.batching.remainder == "pad" else None
 
     @property
     def per_epoch(self) -> int:
@@ -263,7 +285,7 @@ class Data:
             return replace(self, of_batches=(*self.of_batches, made))
         return replace(self, maps=(*self.maps, made), workers=max(self.workers, workers or 0))
 
-    def _examples(self, draws: Sequence[int], numbers: Sequence[int]) -> list[Example | None]:
+    def examples(self, draws: Sequence[int], numbers: Sequence[int]) -> list[Example | None]:
         """The examples of draws: read, then mapped; None for what is left out."""
         made = self.source.read(numbers)
         for k, (draw, number) in enumerate(zip(draws, numbers, strict=True)):
@@ -331,6 +353,7 @@ class Feed(Iterator[Batch]):
         self._ahead: Ahead[_Made] | None = None
         self._end: weakref.finalize[..., Feed] | None = None
         self._closed = False
+        self._rows: NDArray[np.int64] | None = None
 
     def __iter__(self) -> Feed:
         return self
@@ -352,6 +375,20 @@ class Feed(Iterator[Batch]):
         self._place = made.after
         found: Batch = made.batch
         return found
+
+    def only(self, rows: NDArray[np.bool_]) -> bool:
+        """Prepare of each batch those rows alone, as one of several processes needs; the others hold zeros.
+
+        Returns: whether it does: whose rows are can't be known before they are made where examples are left out, share
+          rows or lie apart by lengths, and functions of batches may look at all rows.
+        """
+        data, asked = self.data, self.data.batching
+        left_out = any(m.filters for m in data.maps) or not data.source.complete
+        if asked is None or asked.lengths is not None or asked.size != len(rows) or left_out or data.of_batches:
+            return False
+        self._stop()
+        self._rows = np.flatnonzero(rows)
+        return True
 
     def state(self) -> dict[str, Any]:
         """Where it is, for `restore`: some numbers, to be written as JSON."""
@@ -399,7 +436,7 @@ class Feed(Iterator[Batch]):
 
     def _begin(self) -> None:
         before = self.stats
-        self._maker = maker = _Maker(self.data, self._place)
+        self._maker = maker = _Maker(self.data, self._place, self._rows)
         maker.examples, maker.seconds = before.made_examples, before.made_seconds
         # Threads know the maker alone, so that this iterator can be dropped while they run.
         self._ahead = Ahead(maker, self.data.ahead, "meshlib.data") if self.data.ahead else None
@@ -421,12 +458,12 @@ def _ended(maker: _Maker, ahead: Ahead[_Made] | None) -> None:
 class _Maker(Iterator[_Made]):
     """Makes batches from a place on."""
 
-    def __init__(self, data: Data, place: _Place) -> None:
-        self.data = data
+    def __init__(self, data: Data, place: _Place, rows: NDArray[np.int64] | None) -> None:
+        self.data, self.rows = data, rows
         self.count = len(data.source)
         self.order = Order(self.count, data.seed, data.buffer)
         self.last = None if data.epochs is None else data.epochs * self.count
-        self.pool = ThreadPoolExecutor(data.workers, "meshlib.data") if data.workers else None
+        self.pool = Pool(data) if data.workers else None
         self.examples, self.seconds = 0, 0.0
         data.source.keep(2 * (data.buffer or 0) + 2 * CHUNK * (data.workers + 1))
         self.batches = self._from(place)
@@ -441,7 +478,7 @@ class _Maker(Iterator[_Made]):
     def close(self) -> None:
         self.batches.close()
         if self.pool is not None:
-            self.pool.shutdown(wait=True, cancel_futures=True)
+            self.pool.close()
 
     # ------------------------------------------------------------ inside
 
@@ -452,24 +489,40 @@ class _Maker(Iterator[_Made]):
                 if example is not None:
                     yield _Made(example, 1, _Place(draw + 1, []))
             return
-        if not data.maps and asked.lengths is None and not place.pending and data.source.columns(np.zeros(0, np.int64)):
-            yield from self._columns(place.next, asked)
+        plain = not data.maps and asked.lengths is None and data.source.stacks
+        if (plain or self.rows is not None) and not place.pending:
+            yield from self._by_place(place.next, asked, plain)
             return
         yield from self._batched(place, asked)
 
-    def _columns(self, begin: int, asked: Batching) -> Iterator[_Made]:
-        """Batches straight from arrays."""
+    def _by_place(self, begin: int, asked: Batching, plain: bool) -> Iterator[_Made]:
+        """Batches whose examples are known from their places: straight from columns, or some rows alone."""
         while self.last is None or begin < self.last:
             stop = begin + asked.size
             epoch_ends = (begin // self.count + 1) * self.count
             end = min(stop, self.last or stop) if self.data.joined else min(stop, epoch_ends)
             if end == stop or asked.remainder == "pad":
-                made = self.data.source.columns(self.order.places(begin, end)[np.arange(asked.size) % (end - begin)])
-                assert made is not None
+                draws = begin + np.arange(asked.size) % (end - begin)
+                draws = draws if self.rows is None else draws[self.rows]
+                places = self.order.places(begin, end)[draws - begin]
+                made = self.data.source.columns(places) if plain else self._mapped(draws, places, asked)
+                if self.rows is not None:
+                    made = {name: _spread(x, self.rows, asked.size) for name, x in made.items()}
                 if asked.remainder == "pad":
                     made = _with_mask(made, asked, end - begin)
                 yield self._finished(made, end - begin, _Place(end, []))
             begin = end
+
+    def _mapped(self, draws: NDArray[np.int64], places: NDArray[np.int64], asked: Batching) -> Batch:
+        """Examples of some draws, mapped and stacked."""
+        parts = [slice(n, n + CHUNK) for n in range(0, len(draws), CHUNK)]
+        asks = [(draws[part].tolist(), places[part].tolist()) for part in parts]
+        if self.pool is None:
+            found = [self.data.examples(*ask) for ask in asks]
+        else:
+            found = [self.pool.answer(future) for future in [self.pool.ask(*ask) for ask in asks]]
+        examples = [example for part in found for example in part if example is not None]
+        return asked.stacked([Drawn(int(draw), example) for draw, example in zip(draws, examples, strict=True)])
 
     def _batched(self, place: _Place, asked: Batching) -> Iterator[_Made]:
         batcher = asked.batcher()
@@ -523,7 +576,7 @@ class _Maker(Iterator[_Made]):
         """Give a batcher the examples that it held, read again."""
         draws = [draw for group in pending for row in group for draw in row]
         places = [int(self.order.places(draw, draw + 1)[0]) for draw in draws]
-        found = dict(zip(draws, self.data._examples(draws, places), strict=True))
+        found = dict(zip(draws, self.data.examples(draws, places), strict=True))
         lost = [draw for draw, example in found.items() if example is None]
         if lost:
             raise DataError(
@@ -536,17 +589,17 @@ class _Maker(Iterator[_Made]):
         chunks = self._chunks(begin)
         if self.pool is None:
             for draws, places in chunks:
-                yield from zip(draws, self.data._examples(draws, places), strict=True)
+                yield from zip(draws, self.data.examples(draws, places), strict=True)
             return
-        waiting: deque[tuple[range, Future[list[Example | None]]]] = deque()
+        waiting: deque[tuple[range, Future[Any]]] = deque()
         for draws, places in chunks:
-            waiting.append((draws, self.pool.submit(self.data._examples, draws, places)))
+            waiting.append((draws, self.pool.ask(draws, places)))
             if len(waiting) > 2 * self.data.workers:
                 done, future = waiting.popleft()
-                yield from zip(done, future.result(), strict=True)
+                yield from zip(done, self.pool.answer(future), strict=True)
         while waiting:
             done, future = waiting.popleft()
-            yield from zip(done, future.result(), strict=True)
+            yield from zip(done, self.pool.answer(future), strict=True)
 
     def _chunks(self, begin: int) -> Iterator[tuple[range, list[int]]]:
         """Runs of draws, none over the end of an epoch."""
@@ -554,6 +607,13 @@ class _Maker(Iterator[_Made]):
             end = min(begin + CHUNK, (begin // self.count + 1) * self.count)
             yield range(begin, end), self.order.places(begin, end).tolist()
             begin = end
+
+
+def _spread(rows: Array, places: NDArray[np.int64], size: int) -> Array:
+    """Rows where they belong in a batch, between zeros."""
+    made = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    made[places] = rows
+    return made
 
 
 def _with_mask(batch: Batch, asked: Batching, full: int) -> Batch:

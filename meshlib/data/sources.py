@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ class Source(ABC):
     """Examples by number; several threads may read at once."""
 
     name: str
+    stacks = False  # whether `columns` has the same examples as `read`
+    complete = True  # whether nothing is left out
     sequential = False  # whether reading in another order than from the beginning on is slow
 
     @abstractmethod
@@ -38,9 +40,9 @@ class Source(ABC):
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         """Examples; None for those that are damaged and left out."""
 
-    def columns(self, numbers: Numbers) -> Batch | None:
-        """The same as stacked arrays, where that is quicker."""
-        return None
+    def columns(self, numbers: Numbers) -> Batch:
+        """The same as stacked arrays, where it `stacks`."""
+        raise NotImplementedError
 
     def where(self, number: int) -> str:
         """What an example is called in messages."""
@@ -54,26 +56,34 @@ class Source(ABC):
         """What was left out so far."""
         return []
 
+    def leave_out(self, fault: Fault) -> None:  # noqa: B027 (most sources leave nothing out)
+        """Count what was left out, by another process too, or raise it."""
 
-@dataclass(frozen=True)
+
+def _rows_of(columns: Batch, count: int) -> list[Example]:
+    return [{name: column[k] for name, column in columns.items()} for k in range(count)]
+
+
+@dataclass(frozen=True, eq=False)
 class Arrays(Source):
     """Rows of arrays, in memory or mapped from files."""
 
     arrays: Mapping[str, Array]
     name: str = "arrays"
+    stacks = True
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         copied = self.columns(np.asarray(numbers, np.int64))  # a map may write into what it is given
-        return [{name: rows[k] for name, rows in copied.items()} for k in range(len(numbers))]
+        return [*_rows_of(copied, len(numbers))]
 
     def columns(self, numbers: Numbers) -> Batch:
         return {name: np.asarray(array[numbers]) for name, array in self.arrays.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part(Source):
     """Examples [begin, end) of another source."""
 
@@ -84,6 +94,8 @@ class Part(Source):
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", f"{self.whole.name}[{self.begin}:{self.end}]")
         object.__setattr__(self, "sequential", self.whole.sequential)
+        object.__setattr__(self, "stacks", self.whole.stacks)
+        object.__setattr__(self, "complete", self.whole.complete)
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -91,7 +103,7 @@ class Part(Source):
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         return self.whole.read([n + self.begin for n in numbers])
 
-    def columns(self, numbers: Numbers) -> Batch | None:
+    def columns(self, numbers: Numbers) -> Batch:
         return self.whole.columns(numbers + self.begin)
 
     def where(self, number: int) -> str:
@@ -103,6 +115,9 @@ class Part(Source):
     @property
     def skipped(self) -> list[Fault]:
         return self.whole.skipped
+
+    def leave_out(self, fault: Fault) -> None:
+        self.whole.leave_out(fault)
 
 
 class Files:
@@ -122,20 +137,25 @@ class Files:
     def read(self, file: int, at: int, count: int) -> bytes:
         """Bytes of a file; fewer where it ends."""
         try:
-            with self.lock:  # short: what is read is mostly in the system's cache
-                opened = self.opened.get(file)
-                if opened is None and len(self.opened) < OPEN_FILES:
-                    self.opened[file] = opened = open(self.paths[file], "rb", buffering=0)  # noqa: SIM115
-                if opened is not None and not hasattr(os, "pread"):
+            opened = self.opened.get(file) or self._opened(file)
+            if opened is not None and hasattr(os, "pread"):
+                return os.pread(opened.fileno(), count, at)
+            if opened is not None:
+                with self.lock:
                     opened.seek(at)
                     return opened.read(count)
-            if opened is not None:
-                return os.pread(opened.fileno(), count, at)
             with open(self.paths[file], "rb", buffering=0) as once:
                 once.seek(at)
                 return once.read(count)
         except OSError as fault:
             raise self.error(self.paths[file], fault) from fault
+
+    def _opened(self, file: int) -> BinaryIO | None:
+        """A file that stays open, if there is room for one more."""
+        with self.lock:
+            if file not in self.opened and len(self.opened) < OPEN_FILES:
+                self.opened[file] = open(self.paths[file], "rb", buffering=0)  # noqa: SIM115
+            return self.opened.get(file)
 
     def __del__(self) -> None:
         for file in getattr(self, "opened", {}).values():
@@ -146,13 +166,27 @@ def _unreadable(path: str, fault: OSError) -> DataError:
     return DataError(f"data: {path} can't be read: {fault.strerror or fault}")
 
 
+class Decode(Protocol):
+    """Makes examples of records."""
+
+    stacks: bool
+
+    def __call__(self, data: bytes) -> Example:
+        """Of one."""
+        ...
+
+    def columns(self, records: Sequence[bytes]) -> Batch | None:
+        """Of many, stacked; None where they have to be read one by one."""
+        ...
+
+
 class Records(Source):
     """The records of files, each decoded by `decode`. With `interleave` files are read in turns, so many at once."""
 
-    def __init__(
-        self, paths: Sequence[str], decode: Callable[[bytes], Example], interleave: int, on_fault: str, name: str
-    ) -> None:
+    def __init__(self, paths: Sequence[str], decode: Decode, interleave: int, on_fault: str, name: str) -> None:
         self.paths, self.decode, self.on_fault, self.name = list(paths), decode, on_fault, name
+        self.complete = on_fault == "error"
+        self.stacks = decode.stacks and self.complete
         self.faults: list[Fault] = []
         self.lock = threading.Lock()
         self.files = Files(self.paths, _unreadable)
@@ -166,7 +200,7 @@ class Records(Source):
                 sizes.append(index.sizes)
                 counts.append(len(index))
                 if index.fault is not None:
-                    self._left_out(index.fault)
+                    self.leave_out(index.fault)
                 continue
             self.streams[n] = _Stream(path, compression)
             counts.append(self.streams[n].count)
@@ -174,7 +208,7 @@ class Records(Source):
             sizes.append(np.zeros(counts[-1], np.int64))
             for fault in self.streams[n].faults:
                 if not fault[1]:
-                    self._left_out(fault[0])
+                    self.leave_out(fault[0])
         self.sequential = bool(self.streams)
         self.starts, self.sizes = np.concatenate(starts), np.concatenate(sizes)
         first = np.cumsum([0, *counts])
@@ -205,6 +239,24 @@ class Records(Source):
         return f"record {at - int(self.first[file])} of {self.paths[file]}"
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
+        found = self._data_of(numbers)
+        there = [data for data in found if data is not None]
+        columns = self.decode.columns(there) if self.decode.stacks and there else None
+        if columns is None:
+            return [None if data is None else self._decoded(data, numbers[n]) for n, data in enumerate(found)]
+        rows = iter(_rows_of(columns, len(there)))
+        return [None if data is None else next(rows) for data in found]
+
+    def columns(self, numbers: Numbers) -> Batch:
+        found = [data for data in self._data_of(numbers) if data is not None]
+        made = self.decode.columns(found)
+        if made is not None:
+            return made
+        singly = [self._decoded(data, int(n)) for data, n in zip(found, numbers, strict=True)]
+        return {name: np.stack([example[name] for example in singly]) for name in singly[0]}
+
+    def _data_of(self, numbers: Sequence[int] | Numbers) -> list[bytes | None]:
+        """The bytes of records, checked; None for those that are damaged and left out."""
         places = np.asarray(numbers, np.int64)
         places = places if self.order is None else self.order[places]
         found: list[bytes | None] = [None] * len(places)
@@ -218,11 +270,11 @@ class Records(Source):
                 there = self.streams[file].record(at - int(self.first[file]))
                 found[n] = there.data
                 if there.fault is not None:
-                    self._left_out(there.fault)
+                    self.leave_out(there.fault)
                 continue
             raw = self.files.read(file, start, size + FOOTER.size)
             if len(raw) < size + FOOTER.size:
-                self._left_out(Fault(self.paths[file], start, f"the file became shorter: {len(raw)} bytes are left"))
+                self.leave_out(Fault(self.paths[file], start, f"the file became shorter: {len(raw)} bytes are left"))
                 continue
             found[n], crcs[n] = raw[:size], FOOTER.unpack_from(raw, size)[0]
             plain.append(n)
@@ -230,16 +282,16 @@ class Records(Source):
             n = plain[k]
             found[n] = None
             at = int(places[n])
-            self._left_out(Fault(self.paths[int(self.file_of[at])], int(self.starts[at]), what))
-        return [None if data is None else self._decoded(data, numbers[n]) for n, data in enumerate(found)]
+            self.leave_out(Fault(self.paths[int(self.file_of[at])], int(self.starts[at]), what))
+        return found
 
-    def _decoded(self, data: bytes, number: int) -> Example | None:
+    def _decoded(self, data: bytes, number: int) -> Example:
         try:
             return self.decode(data)
         except DataError as fault:
             raise DataError(f"data: {self.where(number)}: {fault}") from None
 
-    def _left_out(self, fault: Fault) -> None:
+    def leave_out(self, fault: Fault) -> None:
         if self.on_fault == "error":
             raise fault.error()
         with self.lock:
@@ -392,6 +444,9 @@ class Folder(Source):
 
     def read(self, numbers: Sequence[int]) -> list[Example | None]:
         return [
-            {"image": read_image(self.files[n][0], self.side, self.channels), "label": np.int32(self.files[n][1])}
+            {
+                "image": read_image(self.files[n][0], (self.side, self.side), self.channels),
+                "label": np.int32(self.files[n][1]),
+            }
             for n in numbers
         ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from layouts import Dimension
 from layouts.mesh import MeshLike
 from meshlib.checkpoint import load
 from meshlib.checks import at, number, whole
-from meshlib.errors import GraphError
+from meshlib.errors import GraphError, nearest
 from meshlib.generation.beams import Beams
 from meshlib.generation.tokens import WHAT, ByteTokenizer, Stops, Tokenizer, encoded
 from meshlib.graph import Graph, Tensor, scope
@@ -30,7 +30,9 @@ from meshlib.lowering import Program, lower
 from meshlib.models.config import TransformerConfig
 from meshlib.models.narrow import quantized_kernels
 from meshlib.models.serving import decode_step, prefill
+from meshlib.ops.elementwise import less, where
 from meshlib.ops.index import gather
+from meshlib.ops.index import range as positions_of
 from meshlib.ops.ranking import top_k as largest
 from meshlib.ops.reduce import log_softmax
 from meshlib.ops.sampling import sample_with_temperature
@@ -38,6 +40,7 @@ from meshlib.simulation import Simulation, simulate
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int], object]
+NEVER = -1e30  # a logit whose probability is zero
 State = Mapping[str, Any] | Simulation | str | os.PathLike[str]
 
 
@@ -81,7 +84,8 @@ class Generator:
       temperature, top_k, top_p: how tokens are drawn, see `mtf.sample_with_temperature`; 0 takes the likeliest.
       beams, alpha: beam search with so many hypotheses, see `meshlib.generation.beams`; 1: none.
       stop: tokens, or texts, that end a completion.
-      tokenizer: what makes tokens of text; of bytes where the vocabulary has as many, unless given.
+      tokenizer: what makes tokens of text; of bytes where the vocabulary has as many, unless given. Of one with a
+        `size`, as `mtf.BytePairs`, no token is chosen that it does not have: vocabularies of models are often padded.
       start_token: with which the decoder of an encoder-decoder starts.
       cache_dtype: as of `mtf.models.prefill`.
       precision, executor: as of `mtf.lower` and `mtf.simulate`.
@@ -130,6 +134,14 @@ class Generator:
             self.tokenizer = ByteTokenizer()
         if self.tokenizer is not None and not isinstance(self.tokenizer, Tokenizer):
             raise GraphError(f"{at(WHAT)}: tokenizer must have encode and decode, got {self.tokenizer!r:.80}")
+        self.known = c.vocab  # tokens that may be chosen
+        size = getattr(self.tokenizer, "size", None)
+        if isinstance(size, int | np.integer) and not isinstance(size, bool):
+            self.known = int(size)
+            if not 0 < self.known <= c.vocab:
+                raise GraphError(
+                    f"{at(WHAT)}: the tokenizer has {size} tokens, the model {c.vocab}; it is that of another model"
+                )
         self.stops = Stops.of(self.stop, self.tokenizer, c.vocab)
         if self.beams > 1 and self.stops.texts:
             raise GraphError(f"{at(WHAT)}: beam search ends at tokens; stop has the text {self.stops.texts[0]!r}")
@@ -160,9 +172,11 @@ class Generator:
 
     def _chosen(self, logits: Tensor) -> dict[str, Tensor]:
         vocab = logits.shape.dim("vocab")
+        if self.known < vocab.size:
+            logits = where(less(positions_of(vocab), self.known), logits, NEVER)
         log_probs = log_softmax(logits, vocab)
         if self.beams > 1:
-            best = Dimension("candidates", min(2 * self.beams, vocab.size))
+            best = Dimension("candidates", min(2 * self.beams, self.known))
             found, tokens = largest(log_probs, vocab, best)
             return {"tokens": tokens, "log_probs": found}
         tokens = sample_with_temperature(logits, vocab, self.temperature, None, self.top_k, self.top_p)
@@ -272,6 +286,16 @@ class Generator:
         return Generated(kept, texts, tuple(scores), tuple(ended for *_, ended in cut), steps)
 
 
+def check_options(options: Mapping[str, Any], own: tuple[str, ...], what: str) -> None:
+    """Raise GraphError for what is none of a `Generator`'s arguments, or one of `own`, which the caller gives."""
+    known = [f.name for f in fields(Generator) if f.init and f.name not in own]
+    for name in options:
+        if name not in known:
+            raise GraphError(
+                f"{at(what)}: there is no option '{name}'{nearest(name, known)}; known: {', '.join(known)}"
+            )
+
+
 def is_own(name: str) -> bool:
     """Whether a variable is one of serving: a cache, a position, the step."""
     return name == "step" or name.startswith("serving/") or "/cache/" in name
@@ -317,6 +341,7 @@ def generate(
       >>> [len(tokens) for tokens in made.tokens]
       [4, 4]
     """
+    check_options(options, ("config", "state", "batch", "length"), WHAT)
     tokenizer = options.get("tokenizer")
     if isinstance(config, TransformerConfig) and tokenizer is None and config.vocab >= 256:
         tokenizer = ByteTokenizer()

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 import meshlib.jax.rows  # the library's own rows  # noqa: F401
 from hardware.slices import Slice
@@ -100,6 +100,8 @@ class DeviceState(State):
 
 class OnJax(Simulation):
     """The variables of a program on JAX devices; see `on_jax`. `print(run)` says how long a step takes, and should."""
+
+    runs_several = True
 
     def __init__(
         self, program: Program, devices: Sequence[Any] | None, seed: int, checked: bool, slice: Slice | None
@@ -194,6 +196,24 @@ class OnJax(Simulation):
         twin._run(self.program, feeds)
         return measure(self.compiled(), lambda: twin._run(self.program, feeds), count)
 
+    def rows_here(self) -> HostArray | None:
+        """As of `Simulation`."""
+        here: HostArray | None = None
+        for name, sharding in self.compiled().inputs.items():
+            sizes = self.program.inputs[name].tensor.shape.sizes
+            if not sizes or (here is not None and len(here) != sizes[0]):
+                return None
+            here = np.zeros(sizes[0], bool) if here is None else here
+            for index in sharding.addressable_devices_indices_map(sizes).values():
+                if index is not None:
+                    here[index[0]] = True
+        return None if here is None or here.all() else here
+
+    def several(self, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, HostArray]] | None:
+        """As of `Simulation`: the steps are a `lax.scan`."""
+        with self.state.lock:
+            return self._scanned(feeds)
+
     # ------------------------------------------------------------ inside
 
     def _declare(self, program: Program) -> None:
@@ -221,8 +241,36 @@ class OnJax(Simulation):
         back = {n: _moved(y, self.state.places[n]) for n, y in made.updates.items()}
         arrays.update({**back, **counted})
         if warm:
-            self.seconds.setdefault(id(program), deque(maxlen=TIMED_STEPS)).append(time.perf_counter() - begun)
+            self._timed(program, time.perf_counter() - begun)
         return results
+
+    def _timed(self, program: Program, seconds: float) -> None:
+        self.seconds.setdefault(id(program), deque(maxlen=TIMED_STEPS)).append(seconds)
+
+    def _scanned(self, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, HostArray]] | None:
+        program, step, arrays = self.program, self.compiled(), self.state.arrays
+        if step.prints:
+            return None
+        fed = [fed_arrays(program, {n: whole(x) if _has_numbers(x) else x for n, x in one.items()}) for one in feeds]
+        stacked = {}
+        for n, v in program.inputs.items():
+            sharding = NamedSharding(step.mesh, PartitionSpec(None, *step.inputs[n].spec))
+            stacked[n] = place(np.stack([one[n] for one in fed]), v.tensor.dtype, sharding)
+        number = int(arrays[STEP])
+        warm, begun = step.has_several(len(fed)), time.perf_counter()
+        made = step.several(self._lying(step), stacked, number, step.keys(self.seed), len(fed))
+        made = jax.block_until_ready(made)
+        wrong = (step.checks or step.watched) and whole(made.checks)[..., 0].any()
+        if step.faults or wrong:
+            step.faults.clear()
+            return None
+        outputs = {n: whole(made.outputs[n]).astype(v.tensor.dtype.public) for n, v in program.outputs.items()}
+        counted = {STEP: np.asarray(number + len(fed), np.int32)} if program.counts_steps else {}
+        arrays.update({n: _moved(y, self.state.places[n]) for n, y in made.updates.items()})
+        arrays.update(counted)
+        if warm:
+            self._timed(program, (time.perf_counter() - begun) / len(fed))
+        return [{n: y[k] for n, y in outputs.items()} for k in range(len(fed))]
 
     def _lying(self, step: Step) -> dict[str, Any]:
         """The state where a step wants it."""

@@ -64,6 +64,7 @@ class Step:
         self.compile_seconds = 0.0
         self._lowered: Any = None
         self._compiled: Any = None
+        self._several: dict[int, Any] = {}
         self._check_types()
 
     def sharding(self, v: Value) -> NamedSharding:
@@ -99,6 +100,38 @@ class Step:
         outputs, updates, prints, checks = self.compiled(changed, kept, dict(feeds), np.int32(number), keys)
         return Made(outputs, updates, prints, checks)
 
+    def has_several(self, count: int) -> bool:
+        """Whether so many steps at once are compiled."""
+        return count in self._several
+
+    def several(
+        self,
+        state: Mapping[str, Array],
+        feeds: Mapping[str, Array],
+        number: int,
+        keys: np.ndarray[Any, Any],
+        count: int,
+    ) -> Made:
+        """So many steps without a return to the host; feeds, outputs and checks are stacked."""
+        changed = {n: state[n] for n in self.program.updates if n != STEP}
+        kept = {n: state[n] for n in self.variables if n not in changed}
+        if count not in self._several:
+            mapped = self._mapped()
+
+            def run(
+                changed: dict[str, Array], kept: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array
+            ) -> tuple[Any, ...]:
+                def one(carry: tuple[dict[str, Array], Array], fed: dict[str, Array]) -> tuple[Any, Any]:
+                    before, at = carry
+                    outputs, updates, _, checks = mapped(before, kept, fed, at, keys)
+                    return (updates, at + self.program.counts_steps), (outputs, checks)
+
+                (updates, _), (outputs, checks) = jax.lax.scan(one, (changed, number), feeds, length=count)
+                return outputs, updates, [], checks
+
+            self._several[count] = jax.jit(run, donate_argnums=() if self.checked else (0,))
+        return Made(*self._several[count](changed, kept, dict(feeds), np.int32(number), keys))
+
     def raise_faults(self) -> None:
         """Raise what a function of the user's raised in the step that has ended, if one did."""
         if self.faults:
@@ -120,6 +153,9 @@ class Step:
         return changed, kept, feeds, np.int32(0), self.keys(0)
 
     def _jitted(self) -> Any:
+        return jax.jit(self._mapped(), donate_argnums=() if self.checked else (0,))
+
+    def _mapped(self) -> Any:
         p = self.program
         nowhere = PartitionSpec()
         changed = {n: spec_of(p.variables[n].sharding) for n in p.updates if n != STEP}
@@ -127,14 +163,13 @@ class Step:
         feeds = {n: spec_of(v.sharding) for n, v in p.inputs.items()}
         outputs = {n: spec_of(v.sharding) for n, v in p.outputs.items()}
         made = (outputs, changed, _print_specs(self.prints, 0), PartitionSpec(tuple(p.mesh.axes)))
-        mapped = jax.shard_map(
+        return jax.shard_map(
             self._local,
             mesh=self.mesh,
             in_specs=(changed, kept, feeds, nowhere, nowhere),
             out_specs=made,
             check_vma=False,
         )
-        return jax.jit(mapped, donate_argnums=() if self.checked else (0,))
 
     def _local(
         self, changed: dict[str, Array], kept: dict[str, Array], feeds: dict[str, Array], number: Array, keys: Array

@@ -45,6 +45,7 @@ from meshlib.layers.pooling import avg_pool2d as avg_pool2d
 from meshlib.layers.pooling import avg_pool3d as avg_pool3d
 from meshlib.layers.pooling import max_pool2d as max_pool2d
 from meshlib.layers.pooling import max_pool3d as max_pool3d
+from meshlib.layers.positions import RotaryScaling as RotaryScaling
 from meshlib.layers.positions import learned_positions as learned_positions
 from meshlib.layers.positions import rotary as rotary
 from meshlib.layers.positions import sinusoidal_positions as sinusoidal_positions

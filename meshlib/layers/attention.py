@@ -13,7 +13,7 @@ from meshlib.errors import GraphError, LayoutError, ShapeError
 from meshlib.graph import Tensor, scope
 from meshlib.layers.norms import rms_norm, widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
-from meshlib.layers.positions import rotary
+from meshlib.layers.positions import RotaryScaling, check_scaling, rotary
 from meshlib.layers.projection import drop, projection
 from meshlib.ops.attention import arguments, attention, attention_type, visible
 from meshlib.ops.building import as_dim, as_dims, tensor
@@ -96,6 +96,7 @@ class Scores:
       causal, window, scale: as of `mtf.attention`.
       bias: added to the scores, as `relative_position_bias` makes it; the materialised kernel alone takes it.
       rotary_base: turns queries and keys by their positions, see `rotary`; None: does not.
+      rotary_scaling: turns some pairs more slowly, see `RotaryScaling`.
       qk_norm: RMS norm of queries and keys over their elements, before they are turned.
       kernel: "flash", one fused operation, or "materialised", see `dot_product_attention`.
       positions: int32, by which queries and keys of one sequence are turned, in place of 0, 1, ...
@@ -113,9 +114,11 @@ class Scores:
     kernel: str = "flash"
     positions: Tensor | None = None
     segments: tuple[Tensor, Tensor] | None = None
+    rotary_scaling: RotaryScaling | None = None
 
     def __post_init__(self) -> None:
         what = "Scores"
+        check_scaling(self.rotary_scaling, what, "rotary_scaling")
         flag(self.causal, what, "causal"), flag(self.qk_norm, what, "qk_norm")
         choice(self.kernel, what, "kernel", ("flash", "materialised"))
         if self.window is not None:
@@ -237,7 +240,7 @@ def multihead_attention(
         if normed:
             y = rms_norm(y, channels, numerics=numerics, name=f"{part}_norm")
         if base is not None:
-            y = rotary(y, before, channels, base, scores.positions, part)
+            y = rotary(y, before, channels, base, scores.positions, part, scores.rotary_scaling)
         y = identity(y, part) if bare else y
         return y if before == after else rename_dimension(y, before, after, f"{part}/renamed")
 

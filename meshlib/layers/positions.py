@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from math import log
+from dataclasses import dataclass
+from math import log, pi
 
 from layouts import Dimension
 from meshlib import initializers
-from meshlib.checks import at, number
+from meshlib.checks import at, number, whole
 from meshlib.dtypes import INT32, as_dtype
-from meshlib.errors import ShapeError
+from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import Tensor, find_dim, innermost
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.building import as_dim, tensor
-from meshlib.ops.elementwise import add, cast, cos, exp, less, mod, multiply, sin, where
+from meshlib.ops.elementwise import add, cast, clip_by_value, cos, exp, less, mod, multiply, sin, where
 from meshlib.ops.index import gather
 from meshlib.ops.index import range as positions_of
 from meshlib.ops.rotate import rotate_half
@@ -21,11 +22,64 @@ from meshlib.ops.shape import rename_dimension
 from meshlib.ops.window import slice as part_of
 
 
-def _angles(positions: Tensor, dim: Dimension, base: float, dtype: object) -> Tensor:
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Rotary positions that turn more slowly, so that a model reads longer texts than it was first trained on.
+
+    A pair that turns t times within `original_length` is slowed down by `factor` where t <= low, not at all where
+    t >= high, and in between the more of it, the closer t is to low. Without an original length all are slowed alike.
+
+    Args:
+      factor: at least 1.
+      low, high: turns, low < high.
+      original_length: tokens.
+    Raises: GraphError for other numbers.
+
+    Source: the "llama3" and "linear" of huggingface/transformers, modeling_rope_utils.py; Llama 3.1 has factor 8,
+    Llama 3.2's small models 32, both of 8,192 tokens. Chen et al., arXiv:2306.15595 (linear).
+    """
+
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    original_length: int | None = None
+
+    def __post_init__(self) -> None:
+        what = "RotaryScaling"
+        factor, low, high = (number(getattr(self, n), what, n) for n in ("factor", "low", "high"))
+        if factor < 1 or not 0 <= low < high:
+            raise GraphError(
+                f"{at(what)}: factor must be at least 1 and 0 <= low < high, got factor {factor:g}, low {low:g}, high "
+                f"{high:g}"
+            )
+        if self.original_length is not None and whole(self.original_length, what, "original_length") < 1:
+            raise GraphError(f"{at(what)}: original_length must be at least 1, got {self.original_length}")
+
+    def slowed(self, frequency: Tensor) -> Tensor:
+        """Angles per token, of each pair."""
+        if self.original_length is None:
+            return frequency * (1 / self.factor)
+        turns = frequency * (self.original_length / (2 * pi))
+        kept = clip_by_value((turns - self.low) * (1 / (self.high - self.low)), 0.0, 1.0)
+        return frequency * (kept * (1 - 1 / self.factor) + 1 / self.factor)
+
+
+def _angles(
+    positions: Tensor, dim: Dimension, base: float, dtype: object, scaling: RotaryScaling | None = None
+) -> Tensor:
     """position * base^(-2 i / n) for the elements i and i + n / 2 of a dim of n: [dims of positions, dim]."""
     half = dim.size // 2
     pair = cast(mod(positions_of(dim), half), dtype)
-    return multiply(cast(positions, dtype), exp(pair * (-log(base) / half)), [*positions.shape, dim])
+    frequency = exp(pair * (-log(base) / half))
+    if scaling is not None:
+        frequency = scaling.slowed(frequency)
+    return multiply(cast(positions, dtype), frequency, [*positions.shape, dim])
+
+
+def check_scaling(scaling: object, what: str, argument: str) -> None:
+    """Raise GraphError for what is none."""
+    if not isinstance(scaling, RotaryScaling | None):
+        raise GraphError(f"{at(what)}: {argument} must be an mtf.layers.RotaryScaling, got {scaling!r:.80}")
 
 
 def _checked_base(base: float, dim: Dimension, what: str) -> float:
@@ -49,6 +103,7 @@ def rotary(
     base: float = 10000.0,
     positions: Tensor | None = None,
     name: str | None = None,
+    scaling: RotaryScaling | None = None,
 ) -> Tensor:
     """Queries or keys turned by their positions: the pair (x[i], x[i + n/2]) of `dim` by position * base^(-2i/n).
 
@@ -59,6 +114,7 @@ def rotary(
       base: 10000 in most models; larger for longer contexts.
       positions: int32, in place of 0, 1, ...; its dims are dims of x.
       name: of the result.
+      scaling: turns some pairs more slowly.
     Returns: the type of x; all arithmetic is float32.
     Raises: GraphError if x lacks a dim, ShapeError for an odd `dim`.
     Example:
@@ -74,10 +130,11 @@ def rotary(
     what = "rotary"
     rows, d = find_dim(tensor(x, what), length, what), find_dim(x, dim, what)
     base = _checked_base(base, d, what)
+    check_scaling(scaling, what, "scaling")
     wide = widened(x)
     with innermost([x], what):
         at_rows = positions_of(rows) if positions is None else tensor(positions, what)
-        angles = _angles(at_rows, d, base, wide.dtype)
+        angles = _angles(at_rows, d, base, wide.dtype, scaling)
     straight, turned = wide * cos(angles), rotate_half(wide, d) * sin(angles)
     if wide is x:
         return add(straight, turned, name=name)

@@ -101,13 +101,14 @@ class Blocks:
                 x, c.latent.dims(c.heads), self.causal, c.rope_theta, c.attention_scale, c.norm_epsilon, c.numerics,
                 "attention", self.positions, None if self.caches is None else self.caches.of(None), self.segments,
             )  # fmt: skip
-        base = None
+        base = scaling = None
         if c.position == "rotary":
             local = window is not None and c.local_rope_theta is not None
             base = c.local_rope_theta if local else c.rope_theta
+            scaling = None if local else c.rope_scaling
         scores = layers.Scores(
             self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, c.attention, self.positions,
-            None if self.segments is None else (self.segments, self.segments),
+            None if self.segments is None else (self.segments, self.segments), scaling,
         )  # fmt: skip
         cache = None if self.caches is None else self.caches.of(window)
         return self._attend(x, None, self.mask, window, scores, cache, "attention")

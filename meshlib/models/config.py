@@ -10,6 +10,7 @@ from math import lcm
 from meshlib.checks import at, choice, flag, number, whole
 from meshlib.errors import GraphError
 from meshlib.layers.numerics import MIXED, Numerics, as_numerics
+from meshlib.layers.positions import RotaryScaling, check_scaling
 from meshlib.models.experts import Experts
 from meshlib.models.latent import LatentAttention
 from meshlib.models.record import Config
@@ -53,8 +54,9 @@ class TransformerConfig(Config):
       share_kv: their values are their keys before norm and rotation (Gemma 4).
       latent: keys and values made of one narrow vector of each token, see `LatentAttention` (DeepSeek).
     Experts: experts: which layers have a mixture of experts in place of their feed-forward block, see `Experts`.
-    Positions: "learned", "sinusoidal", "rotary" (rope_theta; local_rope_theta in layers with a window), "relative"
-      (T5's relative_buckets up to relative_max_distance) or "none".
+    Positions: "learned", "sinusoidal", "rotary" (rope_theta; local_rope_theta in layers with a window; rope_scaling in
+      the others, see `mtf.layers.RotaryScaling`), "relative" (T5's relative_buckets up to
+      relative_max_distance) or "none".
     Head: tied: logits by the embedding table. head: "transform" puts dense, activation, norm and a bias around them
       (BERT). scale_embedding, scale_logits: by d_model ** 0.5 and d_model ** -0.5. logit_cap: cap * tanh(x / cap).
     Training: dropout (of the weights of attention only where they are materialised), label_smoothing, z_loss.
@@ -105,6 +107,7 @@ class TransformerConfig(Config):
     position: str = "learned"
     rope_theta: float = 10_000.0
     local_rope_theta: float | None = None
+    rope_scaling: RotaryScaling | None = None
     relative_buckets: int = 32
     relative_max_distance: int = 128
     tied: bool = True
@@ -282,6 +285,7 @@ class TransformerConfig(Config):
                 raise GraphError(
                     f"{at(what)}: {name} must be an mtf.models.{record.__name__}, got {getattr(self, name)!r:.80}"
                 )
+        check_scaling(self.rope_scaling, what, "rope_scaling")
         as_numerics(self.numerics, what)
 
     def _size_faults(self) -> list[str]:
@@ -358,6 +362,8 @@ class TransformerConfig(Config):
                     faults.append(
                         f"rotary positions turn pairs of features: {name} must be even, got {getattr(self, name)}"
                     )
+        if self.rope_scaling is not None and (self.position != "rotary" or self.latent is not None):
+            faults.append("rope_scaling is of rotary positions, without latent attention")
         for name in ("rope_theta", "local_rope_theta"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 faults.append(f"{name} must be positive, got {getattr(self, name)}")

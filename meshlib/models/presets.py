@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from meshlib.checks import at
 from meshlib.errors import GraphError, nearest
+from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
 from meshlib.models.expert_presets import FAMILIES as WITH_EXPERTS
 
@@ -86,7 +87,7 @@ def _t5() -> Iterator[TransformerConfig]:
 
 
 def _llama() -> Iterator[TransformerConfig]:
-    """Touvron et al., "Llama 2", 2023; "The Llama 3 Herd of Models", 2024, table 3."""
+    """Touvron et al., "Llama 2", 2023; "The Llama 3 Herd of Models", 2024, table 3; meta-llama/llama-models."""
     rows = (
         (("llama2-7b",), 32, 4096, 32, 32, 11_008),
         (("llama2-13b",), 40, 5120, 40, 40, 13_824),
@@ -102,6 +103,7 @@ def _llama() -> Iterator[TransformerConfig]:
                 name=name, layers=layers, d_model=d_model, heads=heads, kv_heads=kv_heads, head_dim=128, d_ff=d_ff,
                 vocab=128_256 if third else 32_000, gated=True, activation="silu", norm="rms", norm_epsilon=1e-5,
                 position="rotary", rope_theta=500_000.0 if third else 10_000.0, tied=False,
+                rope_scaling=RotaryScaling(8.0, original_length=8192) if name.startswith("llama3.1") else None,
             )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class Decoder:
     """
 
     def __init__(self) -> None:
-        self._layouts: dict[int, _Layout | None] = {}
+        self._layouts: dict[int, Layout | None] = {}
 
     def __call__(self, data: bytes) -> dict[str, Value]:
         """As `decode`."""
@@ -73,16 +73,28 @@ class Decoder:
         if layout is not None and all(data[a:b] == same for a, b, same in layout.around):
             return {name: _value_at(data, kind, span) for name, kind, span in layout.values}
         found = decode(data)
-        if len(self._layouts) < LAYOUTS:
-            self._layouts[len(data)] = _layout(data)
+        self.layout(data)
         return found
 
+    def layout(self, data: bytes) -> Layout | None:
+        """That of examples of this length, which is learnt from the first; None where they have none.
 
-class _Layout(NamedTuple):
+        Raises: DataError, with the byte, for what is no example.
+        """
+        if len(data) not in self._layouts and len(self._layouts) < LAYOUTS:
+            self._layouts[len(data)] = _layout(data)
+        return self._layouts.get(len(data))
+
+
+class Layout(NamedTuple):
     """Where the values of an example lie: name, kind of list and place; and the bytes around them."""
 
     values: list[tuple[str, int, Span]]
     around: list[tuple[int, int, bytes]]
+
+    def fits(self, table: Array) -> bool:
+        """Whether examples, uint8 [n, length], are all laid out so."""
+        return all((table[:, a:b] == np.frombuffer(same, np.uint8)).all() for a, b, same in self.around)
 
 
 def _value_at(data: bytes, kind: int, span: Span) -> Value:
@@ -94,7 +106,7 @@ def _value_at(data: bytes, kind: int, span: Span) -> Value:
     return _packed(data, begin, end).view(np.int64)
 
 
-def _layout(data: bytes) -> _Layout | None:
+def _layout(data: bytes) -> Layout | None:
     """The layout of an example whose features hold one value of bytes, or one run of packed numbers, each."""
     values: dict[str, tuple[str, int, Span]] = {}
     for number, features in _messages(data, 0, len(data)):
@@ -119,7 +131,7 @@ def _layout(data: bytes) -> _Layout | None:
     for begin, end in (*(span for _, _, span in values.values()), (len(data), len(data))):
         around.append((at, begin, data[at:begin]))
         at = end
-    return _Layout(list(values.values()), around)
+    return Layout(list(values.values()), around)
 
 
 def encode(features: Mapping[str, Any]) -> bytes:
@@ -326,5 +338,31 @@ def _packed(data: bytes, begin: int, end: int) -> Array:
         raise _fail(begin + int(last[-1] + 1 if len(last) else 0), "a number that does not end")
     if (last - starts >= VARINT_BYTES).any():
         raise _fail(begin + int(starts[np.argmax(last - starts >= VARINT_BYTES)]), "a number that does not end")
+    return _joined_digits(octets, starts, last)
+
+
+def _joined_digits(octets: Array, starts: Array, last: Array) -> Array:
+    """The numbers, uint64, whose bytes run from `starts` to `last`, the least digits in base 128 first."""
     places = (np.arange(len(octets)) - np.repeat(starts, last - starts + 1)).astype(np.uint64)
-    return np.bitwise_or.reduceat((octets & 127).astype(np.uint64) << (np.uint64(7) * places), starts)
+    made: Array = np.bitwise_or.reduceat((octets & 127).astype(np.uint64) << (np.uint64(7) * places), starts)
+    return made
+
+
+def packed_rows(rows: Array, count: int) -> Array | None:
+    """Packed varints in rows of bytes, uint8 [n, width]: int64 [n, count]; None unless each row holds so many.
+
+    >>> packed_rows(np.array([[1, 2, 3], [0x80, 1, 5]], np.uint8), 2) is None
+    True
+    >>> packed_rows(np.array([[1, 0x80, 1], [0x80, 1, 5]], np.uint8), 2).tolist()
+    [[1, 128], [128, 5]]
+    """
+    ends = rows < 128
+    if not rows.size or not ends[:, -1].all() or (ends.sum(axis=1) != count).any():
+        return None
+    if rows.shape[1] == count:
+        return rows.astype(np.int64)
+    last = np.flatnonzero(ends)
+    starts = np.concatenate([[0], last[:-1] + 1])
+    if (last - starts >= VARINT_BYTES).any():
+        return None
+    return _joined_digits(rows.reshape(-1), starts, last).view(np.int64).reshape(len(rows), count)

@@ -5,7 +5,9 @@ a table   a feature for each column, of one kind          .csv with a line of na
 IDX       image (raw bytes), label                         images and labels, as MNIST's
 a text    text, a line each                                anything else
 
-A column of a table is integers if all its values are, else floats if all are numbers, else text.
+A column of a table is integers if all its values are, else floats if all are numbers, else text; `columns` says it for
+those where that is wrong. Nothing that was written is lost by it: integers with zeros or a plus before them are text,
+as are the words nan and inf without a number among them; so is a column with an integer that float32 does not hold.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshlib.errors import DataError
+import numpy as np
+
+from meshlib.errors import DataError, nearest
 from meshlib.records.example import encode
 from meshlib.records.idx import read_idx
 from meshlib.records.images import IMAGE_ENDINGS, read_image
@@ -27,10 +31,11 @@ from meshlib.records.writing import Writer
 Features = dict[str, Any]
 Progress = Callable[[int, int], object]
 IMAGE = "image"
-NUMBERS = (  # integers, and floats; text that float() takes besides, as "1_000", is none
-    re.compile(r"\s*[+-]?[0-9]+\s*"),
-    re.compile(r"\s*[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf|nan)\s*", re.IGNORECASE),
-)
+INTEGER = re.compile(r"\s*(0|-?[1-9][0-9]*)\s*")
+NUMBER = re.compile(r"\s*-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?\s*", re.IGNORECASE)
+NO_NUMBER = re.compile(r"\s*([+-]?inf|nan)\s*", re.IGNORECASE)
+LONGEST_NUMBER = 60  # characters
+KINDS: dict[str, Callable[[str], int | float | str]] = {"integer": int, "float": float, "text": str}
 
 
 def make(
@@ -38,6 +43,7 @@ def make(
     target: str | os.PathLike[str],
     *,
     labels: str | os.PathLike[str] | None = None,
+    columns: Mapping[str, str] | None = None,
     compression: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[int, list[str]]:
@@ -47,23 +53,33 @@ def make(
       source: the folder or file; which kind it is, it says itself.
       target: a file, or "name@count" for several.
       labels: of IDX files of images, the IDX file of their labels.
+      columns: of a table, name -> "integer", "float" (kept as float32) or "text", of those that are not what they look.
       compression: None, "gzip" or "zlib".
       progress: is told how many are done, and of how many (of a text and a table, of bytes).
     Returns: how many records there are, and the paths of the files.
-    Raises: DataError for a source that is none of these, or files that can't be read or written.
+    Raises: DataError for a source that is none of these or has no record in it, options of another kind of source, and
+      files that can't be read or written.
     """
+    for name, value in (("source", source), *([("labels", labels)] if labels is not None else [])):
+        if not isinstance(value, str | os.PathLike):
+            raise DataError(f"records: {name} must be a path, got {type(value).__name__} {value!r:.80}")
+    if progress is not None and not callable(progress):
+        raise DataError(f"records: progress must be a function, got {progress!r:.80}")
     path = Path(source)
     told = progress or (lambda done, total: None)
     if path.is_dir():
-        made = _of_pictures(path, told)
+        kind, made = "a folder of pictures", _of_pictures(path, told)
     elif not path.is_file():
         raise DataError(f"records: expected a folder or a file, found none at {os.fspath(source)!r:.80}")
     elif path.suffix.lower() == ".csv":
-        made = _of_table(path, told)
+        kind, made = "a table", _of_table(path, columns or {}, told)
     elif labels is not None or "idx" in path.name:
-        made = _of_idx(path, labels, told)
+        kind, made = "IDX", _of_idx(path, labels, told)
     else:
-        made = _of_text(path, told)
+        kind, made = "a text", _of_text(path, told)
+    for option, given_one, of in (("labels", labels is not None, "IDX"), ("columns", columns is not None, "a table")):
+        if given_one and kind != of:
+            raise DataError(f"records: {option} is for {of}; {path} is {kind}")
     given = {os.path.realpath(p) for p in (source, labels) if p is not None}
     with Writer(target, compression) as writer:
         for name in writer.paths:
@@ -71,6 +87,8 @@ def make(
                 raise DataError(f"records: {name} is what is read; give the records another name")
         for features in made:
             writer.write(encode(features))
+        if not writer.count:
+            raise DataError(f"records: {path} is {kind} without a record")
     return writer.count, writer.paths
 
 
@@ -103,10 +121,10 @@ def _picture(file: Path) -> bytes:
     return data
 
 
-def _of_table(path: Path, told: Progress) -> Iterator[Features]:
+def _of_table(path: Path, columns: Mapping[str, str], told: Progress) -> Iterator[Features]:
     total = path.stat().st_size
     try:
-        kinds = _kinds(path)
+        kinds = _kinds(path, columns)
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(_counted(file, total, told))
             names = rows.fieldnames or []
@@ -115,7 +133,7 @@ def _of_table(path: Path, told: Progress) -> Iterator[Features]:
             for row in rows:
                 if None in row or None in row.values():
                     raise DataError(f"records: {path}, line {rows.line_num}: expected {len(names)} values")
-                made: Features = {name: kinds[name](row[name]) for name in names}
+                made: Features = {name: _value(kinds[name], name, row[name], path, rows.line_num) for name in names}
                 if isinstance(made.get(IMAGE), str):
                     made[IMAGE] = _picture(path.parent / str(made[IMAGE]))
                 yield made
@@ -131,24 +149,71 @@ def _counted(lines: Any, total: int, told: Progress) -> Iterator[str]:
         told(done, total)
 
 
-def _kinds(path: Path) -> dict[str, Callable[[str], int | float | str]]:
-    """Of each column the narrowest kind that all its values are of: int64, float or text."""
-    found: dict[str, int] = {}
+def _kinds(path: Path, columns: Mapping[str, str]) -> dict[str, str]:
+    """Of each column its kind: what was asked for, else the narrowest that keeps all its values."""
+    found: dict[str, _Column] = {}
     with path.open(encoding="utf-8-sig", newline="") as file:
-        for row in csv.DictReader(file):
-            for name, text in row.items():
-                if isinstance(text, str) and found.get(name, 0) < len(NUMBERS):
-                    found[name] = max(found.get(name, 0), _kind(text))
-    kinds: list[Callable[[str], int | float | str]] = [int, float, str]
-    return defaultdict(lambda: str, {name: kinds[kind] for name, kind in found.items()})
+        table = csv.DictReader(file)
+        found = {name: _Column() for name in table.fieldnames or []}
+        if not isinstance(columns, Mapping):
+            raise DataError(f"records: columns must be kinds by name, got {type(columns).__name__} {columns!r:.80}")
+        for name, kind in columns.items():
+            if name not in found:
+                raise DataError(f"records: {path} has no column {name!r:.40}{nearest(name, found)}")
+            if kind not in KINDS:
+                raise DataError(f"records: column '{name}' must be {', '.join(KINDS)}, got {kind!r:.40}")
+        asked = set(found) - set(columns)
+        for row in table:
+            for name in asked:
+                if isinstance(text := row[name], str):
+                    found[name].add(text)
+    return {name: columns.get(name, column.kind) for name, column in found.items()}
 
 
-def _kind(text: str) -> int:
-    """0 for an integer of 64 bits, 1 for another number, 2 for text."""
-    for kind, number in enumerate(NUMBERS):
-        if number.fullmatch(text):
-            return kind if kind or -(1 << 63) <= int(text) < 1 << 63 else len(NUMBERS)
-    return len(NUMBERS)
+@dataclass
+class _Column:
+    """What the values of a column are so far."""
+
+    integers: bool = True
+    floats: bool = True
+    numbers: bool = False
+    exact: bool = True  # whether float32 holds its integers
+
+    def add(self, text: str) -> None:
+        if not self.floats:
+            return
+        if len(text) > LONGEST_NUMBER:
+            self.floats = False
+        elif INTEGER.fullmatch(text):
+            value = int(text)
+            self.integers &= -(1 << 63) <= value < 1 << 63
+            self.exact &= abs(value) <= 1 << 24 or (abs(value) < 1 << 128 and int(np.float32(value)) == value)
+            self.numbers = True
+        elif NUMBER.fullmatch(text):
+            with np.errstate(over="ignore"):
+                self.exact &= bool(np.isfinite(np.float32(text)))
+            self.integers, self.numbers = False, True
+        else:
+            self.integers = False
+            self.floats = NO_NUMBER.fullmatch(text) is not None
+
+    @property
+    def kind(self) -> str:
+        if self.numbers and self.integers:
+            return "integer"
+        return "float" if self.numbers and self.floats and self.exact else "text"
+
+
+def _value(kind: str, name: str, text: str, path: Path, line: int) -> int | float | str:
+    try:
+        if kind != "text" and "_" in text:  # which Python takes
+            raise ValueError
+        value = KINDS[kind](text)
+    except ValueError:
+        raise DataError(f"records: {path}, line {line}: column '{name}' is {kind}, and has {text!r:.40}") from None
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise DataError(f"records: {path}, line {line}: column '{name}' has {text:.40}, beyond 64 bits")
+    return value
 
 
 def _of_idx(path: Path, labels: str | os.PathLike[str] | None, told: Progress) -> Iterator[Features]:

@@ -12,7 +12,6 @@ from meshlib.errors import DataError
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 MOST_SHARDS = 99_999  # of five digits
-SAVING = ".saving"  # ends the names of files that are being written, or were when their writer was killed
 
 _SET = re.compile(r"(.*)@([0-9]+)")
 _SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(.*)", re.DOTALL)
@@ -49,18 +48,15 @@ def files_of(paths: Paths) -> list[str]:
     for path in given:
         name = os.fspath(path)
         if os.path.isdir(name):
-            inside = sorted(
-                str(p)
-                for p in Path(name).iterdir()
-                if p.is_file() and not p.name.startswith(".") and p.suffix != SAVING
-            )
+            # Names of files that are being written, or were when their writer was killed, begin with a dot.
+            inside = sorted(str(p) for p in Path(name).iterdir() if p.is_file() and not p.name.startswith("."))
             if not inside:
                 raise DataError(f"records: the folder {name} has no files in it")
             found += inside
         elif os.path.exists(name):
             found.append(name)
         elif any(c in name for c in "*?["):
-            matching = sorted(n for n in glob.glob(name) if os.path.isfile(n) and not n.endswith(SAVING))
+            matching = sorted(n for n in glob.glob(name) if os.path.isfile(n))
             if not matching:
                 raise DataError(f"records: no file matches '{name}'")
             found += matching

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable
-from contextlib import suppress
 from types import TracebackType
-from typing import BinaryIO
 
 from meshlib.errors import DataError
+from meshlib.files import Replacement
 from meshlib.records.frames import WBITS, frames
-from meshlib.records.naming import SAVING, shard_names
+from meshlib.records.naming import shard_names
 
 HELD_BYTES = 1 << 20  # of records that wait for their sums, which cost least many at once
 
@@ -24,7 +23,8 @@ class Writer:
       compression: None, "gzip" or "zlib".
     Raises: DataError if a file can't be written.
 
-    The files have temporary names, that end in ".saving", until the block ends without a fault.
+    The files have temporary names until the block ends without a fault. Of several writers of one path the last to end
+    stays.
     """
 
     def __init__(self, path: str | os.PathLike[str], compression: str | None = None) -> None:
@@ -59,65 +59,48 @@ class Writer:
         try:
             if kind is None:
                 for shard in self._shards:
-                    shard.finish()
+                    shard.flush()
                 for shard in self._shards:
-                    shard.rename()
+                    shard.made.finish()
         finally:
             self._drop()
 
     def _drop(self) -> None:
         self._ended = True
         for shard in self._shards:
-            shard.drop()
+            shard.made.close()
 
 
 class _Shard:
     """One file; faults of the system are DataErrors."""
 
     def __init__(self, path: str, compression: str | None) -> None:
-        self.path, self.temporary = path, f"{path}{SAVING}"
+        self.made = Replacement(path, "records", DataError)
         self.held: list[bytes] = []
         self.held_bytes = 0
         self.packer = None if compression is None else zlib.compressobj(wbits=WBITS[compression])
-        self.file: BinaryIO = self._tried(lambda: open(self.temporary, "wb"))  # noqa: SIM115 (closed by finish or drop)
 
     def add(self, data: bytes) -> None:
         self.held.append(data)
         self.held_bytes += len(data)
         if self.held_bytes >= HELD_BYTES:
-            self._flush()
+            self._pack()
 
-    def finish(self) -> None:
-        self._flush()
+    def flush(self) -> None:
+        self._pack()
         if self.packer is not None:
             self._put(self.packer.flush())
-        self._tried(self.file.flush)
-        self._tried(lambda: os.fsync(self.file.fileno()))
-        self.file.close()
+        self.made.flush()
 
-    def rename(self) -> None:
-        self._tried(lambda: os.replace(self.temporary, self.path))
-
-    def drop(self) -> None:
-        with suppress(OSError):
-            self.file.close()
-        with suppress(OSError):
-            os.unlink(self.temporary)
-
-    def _flush(self) -> None:
+    def _pack(self) -> None:
         if self.held:
             made = frames(self.held)
             self._put(made if self.packer is None else self.packer.compress(made))
         self.held, self.held_bytes = [], 0
 
     def _put(self, data: bytes) -> None:
-        self._tried(lambda: self.file.write(data))
-
-    def _tried(self, do: object) -> BinaryIO:
-        try:
-            return do()  # type: ignore[operator, no-any-return]
-        except OSError as fault:
-            raise DataError(f"records: {self.path} can't be written: {fault.strerror or fault}") from fault
+        with self.made.faults():
+            self.made.file.write(data)
 
 
 def write(path: str | os.PathLike[str], records: Iterable[bytes], compression: str | None = None) -> list[str]:
@@ -131,7 +114,11 @@ def write(path: str | os.PathLike[str], records: Iterable[bytes], compression: s
       ...     _ = records.write(f"{folder}/small@2", [b"a", b"b", b"c"])
       ...     list(records.read(f"{folder}/small@2"))
       [b'a', b'c', b'b']
+
+    Raises: DataError, too, for records that are not several bytes.
     """
+    if isinstance(records, bytes | bytearray | memoryview | str) or not isinstance(records, Iterable):
+        raise DataError(f"records: expected several records, got {type(records).__name__} {records!r:.80}")
     with Writer(path, compression) as writer:
         for data in records:
             writer.write(data)

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshlib.errors import CheckpointError, nearest
 from meshlib.layers.numerics import Numerics
+from meshlib.layers.positions import RotaryScaling
 from meshlib.layers.routing import Routing
 from meshlib.models.config import TransformerConfig
 from meshlib.models.experts import Experts
@@ -21,7 +22,10 @@ TYPE = "type"
 RECORDS: MappingProxyType[str, type[Any]] = MappingProxyType(
     {
         record.__name__: record
-        for record in (TransformerConfig, ResNetConfig, ViTConfig, Numerics, Experts, Routing, LatentAttention, Remat)
+        for record in (
+            *(TransformerConfig, ResNetConfig, ViTConfig, Numerics, Experts, Routing, LatentAttention, Remat),
+            RotaryScaling,
+        )
     }
 )
 

@@ -20,6 +20,9 @@ from meshlib.checks import at
 from meshlib.errors import CheckpointError, GraphError
 from meshlib.files import replace_file
 from meshlib.generation.tokens import ByteTokenizer
+from meshlib.models.config import TransformerConfig
+from meshlib.models.images.resnet import ResNetConfig
+from meshlib.models.images.vit import ViTConfig
 from meshlib.sharing.configs import as_json
 from meshlib.sharing.pictures import ImageInput
 from meshlib.sharing.programs import Build, Config, forward_program, kind_of
@@ -48,7 +51,8 @@ def export(
       folder: is made where it is not there.
       config: a `TransformerConfig`, `ResNetConfig` or `ViTConfig`; or, of a program of your own, the arguments of
         `build`, by name.
-      tokenizer: of a model of text, its vocabulary.
+      tokenizer: of a model of text, its vocabulary: at most as many tokens as the model has. Of fewer, as where the
+        model's are padded, the rest is never chosen.
       images: of a model of images, how its pixels were normalised, and the names of its classes.
       build: of a program of your own, a function of these arguments that returns its outputs by name.
     Raises: GraphError for what does not go together, and variables that are missing; CheckpointError where the folder
@@ -69,6 +73,12 @@ def export(
     what = "export"
     kind = kind_of(config, build, what)
     _check_extras(kind, tokenizer, images, what)
+    if isinstance(config, TransformerConfig) and isinstance(tokenizer, BytePairs) and tokenizer.size > config.vocab:
+        raise GraphError(
+            f"{at(what)}: the tokenizer has {tokenizer.size} tokens, the model {config.vocab}; it is another model's"
+        )
+    if isinstance(config, ResNetConfig | ViTConfig) and images is not None:
+        images.check(config.channels, config.classes, what)
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     try:
         record["model"] = as_json(config)
@@ -78,6 +88,7 @@ def export(
         record["images"] = {n: list(getattr(images, n)) for n in ("mean", "deviation", "classes")}
     if tokenizer is not None:
         record["tokenizer"] = VOCABULARY if isinstance(tokenizer, BytePairs) else BYTES
+        record["end"] = tokenizer.end_name if isinstance(tokenizer, BytePairs) else None
     program = forward_program(config, build)
     wanted = {name: v.tensor.shape.sizes for name, v in program.variables.items()}
     sim = simulate(program)

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from meshlib.checks import at
-from meshlib.errors import CheckpointError, GraphError
+from meshlib.errors import CheckpointError, GraphError, MeshlibError
 from meshlib.files import open_file
+from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
 
 Fields = Mapping[str, Any]
@@ -29,7 +30,7 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
       path: the file, or its folder.
       name: of the model; that of the folder unless given.
     Raises: CheckpointError for a file that is none; GraphError for another model_type, and for what the library has
-      not, such as scaled rotary positions.
+      not, such as other ways to scale rotary positions than "linear" and "llama3".
     """
     place = Path(path) if isinstance(path, str | os.PathLike) else path
     if isinstance(place, Path) and place.is_dir():
@@ -41,25 +42,22 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
         kind = found["model_type"]
     except (ValueError, KeyError, TypeError) as fault:
         raise CheckpointError(f"{WHAT}: {target} is no config.json with a model_type: {fault!r:.80}") from None
+    _refuse(found, {"quantization_config": None})
     if kind not in _KINDS:
         raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}; known: {', '.join(_KINDS)}")
     try:
         return TransformerConfig(name=name or Path(target).parent.name or str(kind), **_KINDS[kind](found))
     except KeyError as fault:
         raise CheckpointError(f"{WHAT}: {target} has no {fault}") from None
+    except (TypeError, ValueError, ArithmeticError) as fault:
+        if isinstance(fault, MeshlibError):
+            raise
+        raise CheckpointError(f"{WHAT}: {target} holds what makes no model: {fault}") from None
 
 
 def _llama(found: Fields) -> dict[str, Any]:
-    rope: Fields = found.get("rope_parameters") or {}
-    scaled: Fields = found.get("rope_scaling") or {}
-    kind = {**rope, **scaled}.get("rope_type", scaled.get("type", "default"))
-    if kind != "default":
-        raise GraphError(
-            f"{at(WHAT)}: the rotary positions are scaled ({kind!r:.40}), which the library has not; without it "
-            "logits differ beyond the length that the model was first trained on"
-        )
-    if found.get("mlp_bias"):
-        raise GraphError(f"{at(WHAT)}: mlp_bias: biases of the feed-forward blocks alone are not known here")
+    rope: Fields = {**(found.get("rope_parameters") or {}), **(found.get("rope_scaling") or {})}
+    _refuse({**found, **rope}, {"mlp_bias": False, "partial_rotary_factor": 1.0})
     heads = found["num_attention_heads"]
     return {
         "layers": found["num_hidden_layers"],
@@ -75,12 +73,36 @@ def _llama(found: Fields) -> dict[str, Any]:
         "norm_epsilon": found.get("rms_norm_eps", 1e-6),
         "position": "rotary",
         "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
+        "rope_scaling": _scaling(rope),
         "attention_bias": bool(found.get("attention_bias", False)),
         "tied": bool(found.get("tie_word_embeddings", False)),
     }
 
 
+def _scaling(rope: Fields) -> RotaryScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RotaryScaling(rope["factor"])
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        return RotaryScaling(*(rope[name] for name in names))
+    raise GraphError(
+        f"{at(WHAT)}: the rotary positions are scaled ({kind!r:.40}) in a way that the library has not; known: "
+        "default, linear, llama3. Without it logits differ beyond the length that the model was first trained on"
+    )
+
+
+def _refuse(found: Fields, usual: Fields) -> None:
+    """Raise GraphError for what the library has only the usual value of."""
+    for name, value in usual.items():
+        if found.get(name, value) not in (value, None):
+            raise GraphError(f"{at(WHAT)}: {name} is {found[name]!r:.80}; only {value} is known here")
+
+
 def _gpt2(found: Fields) -> dict[str, Any]:
+    _refuse(found, {"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False})
     d_model, heads = found["n_embd"], found["n_head"]
     return {
         "layers": found["n_layer"],
@@ -90,6 +112,7 @@ def _gpt2(found: Fields) -> dict[str, Any]:
         "d_ff": found.get("n_inner") or 4 * d_model,
         "vocab": found["vocab_size"],
         "max_length": found["n_positions"],
+        "attention_scale": None if found.get("scale_attn_weights", True) else 1.0,
         "activation": _activation(found.get("activation_function", "gelu_new")),
         "norm_epsilon": found.get("layer_norm_epsilon", 1e-5),
         "bias": True,

@@ -17,18 +17,20 @@ from meshlib.checkpoint import load
 from meshlib.checks import at, whole
 from meshlib.errors import CheckpointError, FeedError, GraphError
 from meshlib.files import open_file
-from meshlib.generation.generator import Generator
+from meshlib.generation.generator import Generator, check_options
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.lowering import Program
 from meshlib.sharing.configs import from_json
 from meshlib.sharing.exporting import BYTES, CONFIG, FORMAT, VARIABLES, VERSION, VOCABULARY
 from meshlib.sharing.pictures import ImageInput, pixels_of
-from meshlib.sharing.programs import Build, forward_program, image_program, kind_of
+from meshlib.sharing.programs import Build, check_layout, forward_program, image_program, kind_of
 from meshlib.simulation import Simulation, simulate
 from meshlib.vocabulary import BytePairs
 
 Array = np.ndarray[Any, Any]
+MAX_TOKENS = 64
 Runner = Callable[[Program], Simulation]
+FIXED = ("config", "state", "batch", "length", "mesh", "layout", "run", "tokenizer")  # when a model was loaded
 
 
 def load_model(
@@ -71,22 +73,28 @@ def load_model(
     where = f"{what}: {target}"
     config = from_json(record.get("model"), where)
     kind = kind_of(config, build, what)
+    if run is not None and not callable(run):
+        raise GraphError(f"{at(what)}: run must make a run of a program, as mtf.on_jax does, got {run!r:.80}")
     if whole(batch, what, "batch") < 1:
         raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
     vocabulary = record.get("tokenizer")
     tokenizer: BytePairs | ByteTokenizer | None = ByteTokenizer() if vocabulary == BYTES else None
     if vocabulary == VOCABULARY:
-        tokenizer = BytePairs.load(place / VOCABULARY)
+        tokenizer = BytePairs.load(place / VOCABULARY, record.get("end"))
     seen = record.get("images")
     images = ImageInput(**from_json(seen, where)) if isinstance(seen, dict) else None
     sim = simulate(forward_program(config, build))
     load(place / VARIABLES, sim)
     common = config, {name: sim.state[name] for name in sim.program.variables}, _Where(mesh, layout, run, int(batch))
+    made: Model
     if kind == "text":
-        return TextModel(*common, build, tokenizer)
-    if kind == "images":
-        return ImageModel(*common, build, images or ImageInput())
-    return OwnModel(*common, build)
+        made = TextModel(*common, build, tokenizer)
+    elif kind == "images":
+        made = ImageModel(*common, build, images or ImageInput())
+    else:
+        made = OwnModel(*common, build)
+    made.prepare()
+    return made
 
 
 # ------------------------------------------------------------ models
@@ -109,7 +117,7 @@ class _Where:
         return sim
 
 
-@dataclass
+@dataclass(eq=False)
 class Model:
     """A model that was loaded: its config, its variables by name and `predict`. Made by `mtf.load_model`."""
 
@@ -122,8 +130,12 @@ class Model:
         """What the model makes of raw input."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Find out whether it can run where it shall. Raises: LayoutError."""
+        raise NotImplementedError
 
-@dataclass
+
+@dataclass(eq=False)
 class TextModel(Model):
     """A Transformer: `predict` completes a text, or of an encoder-decoder gives the text that follows it."""
 
@@ -135,8 +147,8 @@ class TextModel(Model):
 
         Args:
           raw: a text, or a list of texts.
-          options: max_tokens (64), temperature, top_k, top_p, beams, alpha, stop, seed: as of `mtf.generate`. The end
-            of the vocabulary stops a text unless `stop` says otherwise.
+          options: max_tokens (64, or what the model has positions for), temperature, top_k, top_p, beams, alpha, stop,
+            seed and others of `mtf.generate`. The end of the vocabulary stops a text unless `stop` says otherwise.
         Raises: GraphError for other input, options that do not fit, and a model without a vocabulary.
         """
         what = "predict"
@@ -145,20 +157,41 @@ class TextModel(Model):
             raise GraphError(f"{at(what)}: expected a text or a list of texts, got {type(raw).__name__} {raw!r:.80}")
         if self.tokenizer is None:
             raise GraphError(f"{at(what)}: the model was exported without a tokenizer")
+        check_options(options, FIXED, what)
         found: list[str] = []
         size = self.where.batch
         lengths = [len(self.tokenizer.encode(text)) for text in texts]
-        generator = self._generator(1 << max(3, (max(lengths) - 1).bit_length()), options)
+        if not min(lengths):
+            raise GraphError(f"{at(what)}: text {lengths.index(0)} is empty; a completion needs a beginning")
+        longest = max(lengths)
+        generator = self._generator(*self._rooms(longest, options, what))
         for first in range(0, len(texts), size):
             found += generator([*texts[first : first + size]]).texts
         return found[0] if isinstance(raw, str) else found
+
+    def prepare(self) -> None:
+        """As of `Model`."""
+        check_layout(self.config, self.where.batch, self.where.mesh, self.where.layout)
+
+    def _rooms(self, tokens: int, options: Mapping[str, Any], what: str) -> tuple[int, dict[str, Any]]:
+        """The length for texts of so many tokens, and the options: the model may have no positions beyond some."""
+        length, limit = 1 << max(3, (tokens - 1).bit_length()), self.config.max_length
+        if limit is None or self.config.encoder_decoder:
+            return length, dict(options)
+        room = limit - tokens
+        wanted = whole(options.get("max_tokens", max(1, min(MAX_TOKENS, room))), what, "max_tokens")
+        if wanted > room:
+            raise GraphError(
+                f"{at(what)}: a text of {tokens} tokens and {wanted} more, but {self.config.name} has {limit} positions"
+            )
+        return min(length, limit - max(wanted, 1)), {**options, "max_tokens": wanted}
 
     def _generator(self, length: int, options: Mapping[str, Any]) -> Generator:
         """Programs for texts of up to `length` tokens, made once."""
         key = (length, *sorted((name, repr(value)) for name, value in options.items()))
         if key not in self._ready:
-            end = self.tokenizer.specials.get("<end>") if isinstance(self.tokenizer, BytePairs) else None
-            stop = {} if end is None or "stop" in options else {"stop": [end]}
+            words = self.tokenizer if isinstance(self.tokenizer, BytePairs) else None
+            stop = {} if words is None or words.end_name is None or "stop" in options else {"stop": [words.end]}
             self._ready[key] = Generator(
                 self.config,
                 self.state,
@@ -173,7 +206,7 @@ class TextModel(Model):
         return self._ready[key]
 
 
-@dataclass
+@dataclass(eq=False)
 class ImageModel(Model):
     """A classifier of images: `predict` gives the probability of each class."""
 
@@ -183,8 +216,8 @@ class ImageModel(Model):
         """The probabilities of a picture's classes, the likeliest first; or of each of several pictures.
 
         Args:
-          raw: the path of a file, or an array [height, width, channels] of integers 0 to 255 or floats 0 to 1; or a
-            list of these.
+          raw: the path of a file, its bytes, or an array [height, width, channels] of integers 0 to 255 or floats 0 to
+            1; or a list of these.
         Returns: a dict of class to probability, or a list of them.
         Raises: FeedError for what is no picture; GraphError for options, of which there are none.
         """
@@ -209,13 +242,17 @@ class ImageModel(Model):
         names = self.images.classes or tuple(map(str, range(len(row))))
         return {names[n]: float(row[n]) for n in np.argsort(-row, kind="stable")}
 
+    def prepare(self) -> None:
+        """As of `Model`."""
+        _ = self._sim
+
     @cached_property
     def _sim(self) -> Simulation:
         program = image_program(self.config, self.where.batch, self.where.mesh, self.where.layout)
         return self.where.started(program, self.state)
 
 
-@dataclass
+@dataclass(eq=False)
 class OwnModel(Model):
     """A program of the user's: `predict` takes its inputs by name and gives its outputs."""
 
@@ -229,6 +266,10 @@ class OwnModel(Model):
         if options:
             raise GraphError(f"{at('predict')}: a program of your own has no option {next(iter(options))!r}")
         return self._sim.step(raw)
+
+    def prepare(self) -> None:
+        """As of `Model`."""
+        _ = self._sim
 
     @cached_property
     def _sim(self) -> Simulation:

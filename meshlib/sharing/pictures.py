@@ -45,6 +45,15 @@ class ImageInput:
             raise GraphError(f"{at(what)}: classes must be names, got {names!r:.80}")
         object.__setattr__(self, "classes", names)
 
+    def check(self, channels: int, classes: int, what: str) -> None:
+        """Raise GraphError where these are not facts about a model of so many channels and classes."""
+        for name in ("mean", "deviation"):
+            count = len(getattr(self, name))
+            if count not in (1, channels):
+                raise GraphError(f"{at(what)}: images has {count} numbers of {name}, the model {channels} channels")
+        if self.classes and len(self.classes) != classes:
+            raise GraphError(f"{at(what)}: images names {len(self.classes)} classes, the model has {classes}")
+
     def normalised(self, pixels: Array) -> Array:
         """Pixels [height, width, channels], integers of 0 to 255 or floats of 0 to 1, as float32."""
         scaled = pixels / np.float32(255) if pixels.dtype.kind in "ui" else pixels
@@ -56,7 +65,7 @@ def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
     """A picture as an array [height, width, channels]: an array of that shape, or a file, brought to it.
 
     Of a file the middle part of the same form is taken, as in training: see `mtf.records.read_image`.
-    Raises: FeedError for an array of another shape, and a file that is no picture; MissingError without Pillow.
+    Raises: FeedError for an array of another shape or range, a file that is no picture; MissingError without Pillow.
     """
     height, width, channels = sizes
     if isinstance(picture, np.ndarray):
@@ -67,9 +76,18 @@ def pixels_of(picture: object, sizes: Sequence[int], what: str) -> Array:
                 f"{what}: expected a picture of shape {[height, width, channels]}, integers of 0 to 255 or floats of 0 "
                 f"to 1, got {picture.dtype} {list(picture.shape)}"
             )
+        low, high = (picture.min(), picture.max()) if picture.size else (0, 0)
+        most = 1 if picture.dtype.kind == "f" else 255
+        if not (low >= 0 and high <= most):
+            raise FeedError(
+                f"{what}: the picture holds {low} to {high}; {picture.dtype} must be 0 to {most}, see mtf.ImageInput"
+            )
         return picture
-    if not isinstance(picture, str | os.PathLike):
-        raise FeedError(f"{what}: expected the path of a picture or an array, got {type(picture).__name__}")
+    if not isinstance(picture, str | os.PathLike | bytes):
+        raise FeedError(
+            f"{what}: expected the path of a picture, its bytes or an array, got {type(picture).__name__} "
+            f"{picture!r:.80}"
+        )
     if channels not in (1, 3):
         raise FeedError(f"{what}: files of pictures have 1 or 3 channels, the model {channels}; give it an array")
     try:

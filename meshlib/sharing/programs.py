@@ -6,18 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from layouts import Dimension
+from layouts import Dimension, LayoutRules, Mesh
 from layouts.mesh import MeshLike
 from meshlib.checks import at
 from meshlib.errors import GraphError
 from meshlib.graph import Graph
-from meshlib.lowering import Program, lower
+from meshlib.lowering import Program, Session, lower
+from meshlib.lowering.homes import refuse_faults
 from meshlib.models.config import TransformerConfig
 from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.step import ImageConfig, classifier
 from meshlib.models.images.tower import BATCH, image_dims
 from meshlib.models.images.vit import ViTConfig
 from meshlib.models.model import transformer
+from meshlib.models.serving import prefill
 from meshlib.ops.reduce import softmax
 from meshlib.ops.sources import input as given
 
@@ -62,6 +64,19 @@ def forward_program(config: Any, build: Build | None, mesh: MeshLike = "device:1
                 raise GraphError(f"{at('build')}: must return outputs by name, got {outputs!r:.80}")
             return lower(outputs, mesh=mesh, layout=layout)
     return image_program(config, 1, mesh, layout)
+
+
+def check_layout(config: TransformerConfig, batch: int, mesh: MeshLike, layout: Any) -> None:
+    """Raise LayoutError, as `mtf.lower`, if the model can't be laid out so; lengths of texts are taken to divide."""
+    length = Mesh(mesh).size
+    if config.max_length is not None:
+        config = config.replace(max_length=max(config.max_length, 2 * length))
+    with Graph():
+        if config.kind == "encoder":
+            session = Session({"loss": transformer(config, batch, length, training=False).loss})
+        else:
+            session = Session(*prefill(config, batch, length, 2 * length, length if config.encoder_decoder else None))
+    refuse_faults(session.check(mesh, layout), session.subjects, Mesh(mesh), LayoutRules(layout))
 
 
 def image_program(config: ImageConfig, batch: int, mesh: MeshLike, layout: object) -> Program:

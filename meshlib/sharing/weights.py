@@ -27,6 +27,7 @@ from meshlib.sharing.variables import variables_of
 Array = np.ndarray[Any, Any]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+FLOATS = ("F64", "F32", "F16", "BF16")  # float8 has scales beside it
 SHOWN = 8  # faults of a kind that a message lists
 
 
@@ -56,7 +57,7 @@ def read_weights(path: str | os.PathLike[str], config: TransformerConfig) -> dic
             faults.append(f"'{theirs}' is missing{nearest(theirs, found)}; it is '{name}' here")
             continue
         place = made[name] if index is None else made[name][index]
-        fault = _take(row, found.shape(theirs), place.shape, config)
+        fault = _take(row, found.shape(theirs), place.shape, config) or found.wrong_kind(theirs)
         if fault:
             faults.append(f"'{theirs}' {fault}; it is '{name}' here")
         else:
@@ -236,6 +237,11 @@ class _Files(Mapping[str, Array]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Without reading it."""
         return self.tensors[name].header.entries[self.names[name]].shape
+
+    def wrong_kind(self, name: str) -> str:
+        """What is wrong with a tensor that holds no floats, as where kernels were made of few bits; "" for others."""
+        code = self.tensors[name].header.entries[self.names[name]].code
+        return "" if code in FLOATS else f"is {code}; weights are {', '.join(FLOATS)}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

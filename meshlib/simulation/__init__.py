@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -68,6 +68,8 @@ class Simulation:
     simulation of its own that goes on from the same state, bit for bit.
     """
 
+    runs_several = False  # whether `several` gains something
+
     def __init__(self, program: Program, slice: Slice | None, seed: int, executor: str, check_nan: bool) -> None:
         self.program = program
         self.slice = slice
@@ -90,6 +92,22 @@ class Simulation:
         what it was before the step.
         """
         return self.run(self.program, feeds, **named)
+
+    def rows_here(self) -> Array | None:
+        """Which rows of its inputs the program reads in this process, bool [rows]; None where it may be all.
+
+        An input's rows are its first dim: of several processes each needs those that its devices hold.
+        """
+        return None
+
+    def several(self, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Array]] | None:
+        """Run several steps with one call of the devices, where `runs_several`.
+
+        Returns: their outputs; None, and the state as it was, where they have to be run one by one: a program that
+          prints, and steps that find something wrong, which they say when they are run by themselves.
+        Raises: FeedError as `step`.
+        """
+        return None
 
     def run(self, program: Program, feeds: Mapping[str, Any] | None = None, /, **named: Any) -> dict[str, Array]:
         """Run another program once on the same variables: it may have its own batch size, mesh and layout.

@@ -13,14 +13,15 @@ from meshlib.data import Data
 from meshlib.errors import FeedError, GraphError
 from meshlib.program.records import Program, require_program
 from meshlib.simulation import Simulation
+from meshlib.training.feeding import examples_of, mask_of
 
 Array = np.ndarray[Any, Any]
 Batch = Mapping[str, Array]
 Measure = Callable[[dict[str, Array], dict[str, Any]], Mapping[str, Any]]
-COUNT, MASK = "count", "mask"
+COUNT = "count"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
     """What is evaluated during `mtf.train`, and how often; also by itself: `evaluation(run)`.
 
@@ -62,7 +63,7 @@ class Evaluation:
             )
         totals: dict[str, float] = {}
         count = 0.0
-        measure = self.measure or _single_numbers
+        measure = self.measure or self._single_numbers
         for batch in self.data:
             if self.measure is None:
                 self._check_mask(batch)
@@ -81,13 +82,24 @@ class Evaluation:
         return {name: total / count for name, total in totals.items()}
 
     def _check_mask(self, batch: Batch) -> None:
-        """Means of a program that takes no mask count the rows that only fill a batch up."""
-        if MASK in batch and MASK not in self.program.inputs and not np.all(batch[MASK]):
-            filling = int(np.sum(np.asarray(batch[MASK]) == 0))
+        """Means of a program that does not take the mask count the rows that only fill a batch up."""
+        mask = mask_of(self.data, batch)
+        name = next((name for name, array in batch.items() if array is mask), None)
+        if mask is not None and name not in self.program.inputs and not np.all(mask):
             raise FeedError(
-                f"{at('Evaluation')}: {filling} of {len(batch[MASK])} rows only fill the batch up, and the program has "
-                f"no input '{MASK}' to leave them out by; give it one, or measure=, or data with remainder='drop'"
+                f"{at('Evaluation')}: {int(np.sum(np.asarray(mask) == 0))} of {len(mask)} rows only fill the batch up, "
+                f"and the program has no input '{name}' to leave them out by; give it one, or measure=, or data with "
+                "remainder='drop'"
             )
+
+    def _single_numbers(self, outputs: dict[str, Array], batch: dict[str, Any]) -> Mapping[str, float]:
+        found = single_numbers(outputs)
+        if COUNT in found:
+            return found
+        if not found:
+            raise GraphError(f"{at('Evaluation')}: no output of the program is a single number; give measure=")
+        count = examples_of(self.data, batch)
+        return {**{name: value * count for name, value in found.items()}, COUNT: count}
 
 
 def feeds_of(program: Program, batch: Batch) -> dict[str, Array]:
@@ -98,14 +110,3 @@ def feeds_of(program: Program, batch: Batch) -> dict[str, Array]:
 def single_numbers(outputs: Mapping[str, Array]) -> dict[str, float]:
     """The outputs that are one number each."""
     return {name: float(y) for name, y in outputs.items() if np.ndim(y) == 0}
-
-
-def _single_numbers(outputs: dict[str, Array], batch: dict[str, Any]) -> Mapping[str, float]:
-    found = single_numbers(outputs)
-    if COUNT in found:
-        return found
-    if not found:
-        raise GraphError(f"{at('Evaluation')}: no output of the program is a single number; give measure=")
-    mask = batch.get(MASK)
-    count = float(np.sum(mask)) if mask is not None else float(len(next(iter(batch.values()))))
-    return {**{name: value * count for name, value in found.items()}, COUNT: count}

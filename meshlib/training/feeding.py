@@ -6,10 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
+
 from meshlib.batches import Batches
 from meshlib.checks import at
 from meshlib.data import Data, Feed
 from meshlib.errors import FeedError
+
+MASK = "mask"
 
 
 class Feeding(Protocol):
@@ -70,6 +74,24 @@ def _of_this_kind(state: Mapping[str, Any], *names: str) -> None:
             f"{at('train')}: the checkpoint is of a run on data of another kind: their state has {', '.join(state)}, "
             f"that of these {', '.join(names)}; give the data of that run, or another folder"
         )
+
+
+def mask_of(data: object, batch: Mapping[str, Any]) -> Any:
+    """Of a batch of these data the array that is 1 for rows that count; None where all do."""
+    chain = data.data if isinstance(data, Feed) else data.batches if isinstance(data, _OfBatches) else data
+    if isinstance(chain, Data | Batches):
+        return None if chain.mask is None else batch.get(chain.mask)
+    found = batch.get(MASK)  # of whoever makes batches otherwise
+    return None if found is None or np.ndim(found) != 1 else found
+
+
+def examples_of(data: object, batch: Mapping[str, Any]) -> float:
+    """How many rows of a batch count."""
+    mask = mask_of(data, batch)
+    if mask is not None:
+        return float(np.sum(mask))
+    first = next((x for x in batch.values() if np.ndim(x)), None)
+    return 1.0 if first is None else float(len(first))
 
 
 def feeding_of(data: Any) -> Feeding:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshlib.errors import GraphError, NotFiniteError
 from meshlib.program.records import Program
 from meshlib.simulation import Simulation, simulate
 from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
-from meshlib.training.feeding import Feeding, feeding_of
+from meshlib.training.feeding import Feeding, examples_of, feeding_of
 from meshlib.training.history import TIMES, History, Row
 from meshlib.training.keeping import Keeper
 from meshlib.training.progress import Bar
@@ -32,10 +33,11 @@ __all__ = ["Trained", "train"]
 
 ON_NAN = ("stop", "skip")
 BETTER = ("lower", "higher")
+TOGETHER_BYTES = 256 * 2**20  # of feeds that lie on the devices at once
 SKIPS_IN_A_ROW = 10  # steps without an update, after which a run is stopped all the same
 
 
-@dataclass
+@dataclass(eq=False)
 class Trained:
     """What a run of training came to.
 
@@ -80,7 +82,8 @@ def train(
     Args:
       run: what `mtf.simulate` or `mtf.on_jax` returned; a program is simulated.
       data: `mtf.data` batches, `mtf.Batches`, or another iterable of dicts, which must be the same each time for a run
-        to be gone on with. Of each batch the program is fed what it takes.
+        to be gone on with. Of each batch the program is fed what it takes; of `mtf.data` batches each of several
+        processes prepares the rows alone that its devices hold, where these are known before (see `Feed.only`).
       steps: how many there are in all, those of earlier runs in `folder` included.
       evaluation: see `mtf.Evaluation`.
       folder: for checkpoints (`step_000000100.safetensors`, `best.safetensors`), `history.jsonl` and `history.csv`. If
@@ -93,7 +96,7 @@ def train(
         stays; or "skip": the update is not taken, and a run is stopped after 10 such steps in a row.
       log_every: steps of which a row of the history has the means of the program's single numbers.
       steps_per_run: so many steps run without a look at signals, the terminal or what is due in between, which is done
-        when they have ended.
+        when they have ended; on JAX's devices without a return to the host, if no step finds anything wrong.
       report: is called with each row of the history, as {"step": 100, "loss": 0.3, "examples_per_second": ...}.
       progress: a bar, where standard error is a terminal, with examples/s here and as they are predicted for the slice.
     Raises: GraphError and FeedError for arguments that make no sense, CheckpointError for a folder that is not of this
@@ -130,6 +133,11 @@ def train(
         report=report,
     )
     _least(keep, "keep", 1)
+    if not run.program.updates:
+        raise GraphError(
+            f"{at(what)}: the program updates no variable, so that there is nothing to train; lower it with updates, "
+            "as in mtf.lower(outputs, optimizer.minimize(loss))"
+        )
     taken = [name for name in ("step", *TIMES) if name in run.program.outputs]
     if taken:
         raise GraphError(f"{at(what)}: the history has its own '{taken[0]}'; lower that output under another name")
@@ -146,6 +154,8 @@ def train(
     bar = flag(progress, what, "progress")
     keeper = None if folder is None else Keeper(folder, keep)
     feeding = feeding_of(data)
+    if isinstance(feeding, Feed) and feeding is not data and (rows := run.rows_here()) is not None:
+        feeding.only(rows)
     loop = _Loop(run, feeding, asked, keeper, Bar(run, asked.steps) if bar else None)
     try:
         stopped = loop.run_all()
@@ -235,19 +245,32 @@ class _Loop:
 
     def _steps(self, count: int) -> str | None:
         """Run so many steps; "data" where these end before."""
-        for _ in range(count):
-            try:
-                batch = next(self.feeding)
-            except StopIteration:
+        done = 0
+        while done < count:
+            batches = self._taken(count - done)
+            if not batches:
                 return "data"
-            self._step(batch)
+            given = [feeds_of(self.run.program, batch) for batch in batches]
+            made = self.run.several(given) if len(given) > 1 else None
+            for n, batch in enumerate(batches):
+                self._step(batch, given[n], None if made is None else made[n])
+            done += len(batches)
         return None
 
-    def _step(self, batch: Any) -> None:
+    def _taken(self, most: int) -> list[Any]:
+        """The next batches: one, or as many as the devices run at once, of which they hold all."""
+        first = next(self.feeding, None)
+        if first is None or not self.run.runs_several:
+            return [] if first is None else [first]
+        size = sum(np.asarray(x).nbytes for x in feeds_of(self.run.program, first).values())
+        room = min(most, max(1, TOGETHER_BYTES // max(1, size)))
+        return [first, *islice(iter(self.feeding.__next__, None), room - 1)]
+
+    def _step(self, batch: Any, feeds: Any, made: dict[str, Any] | None) -> None:
+        """A step, or what was made of it."""
         where = self.at
-        feeds = feeds_of(self.run.program, batch)
         try:
-            outputs = self.run.step(feeds)
+            outputs = self.run.step(feeds) if made is None else made
         except NotFiniteError as fault:
             in_a_row = sum(s["step"] > where.step - SKIPS_IN_A_ROW for s in where.skipped)
             if self.asked.on_nan == "stop" or in_a_row >= SKIPS_IN_A_ROW:
@@ -259,7 +282,7 @@ class _Loop:
                 where.sums[name] = where.sums.get(name, 0.0) + value
             where.counted += 1
         where.step += 1
-        self.examples += _examples_of(batch)
+        self.examples += int(examples_of(self.feeding, batch))
 
     def _after(self, before: int) -> None:
         """What is due after steps."""
@@ -325,14 +348,6 @@ class _Loop:
 
 def _due(every: int, before: int, step: int) -> bool:
     return step // every > before // every
-
-
-def _examples_of(batch: Any) -> int:
-    mask = batch.get("mask")
-    if mask is not None:
-        return int(np.sum(mask))
-    first = next((x for x in batch.values() if np.ndim(x)), None)
-    return 1 if first is None else len(first)
 
 
 def _least(value: object, name: str, least: int) -> int:

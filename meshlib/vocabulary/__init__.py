@@ -2,7 +2,8 @@
 
 words      where pairs may not reach across
 merging    pairs learnt, and applied
-bytepairs  a vocabulary and its file
+bytepairs  a vocabulary
+tokenizer_file  its file
 problems   pairs of texts as arrays of static lengths
 """
 

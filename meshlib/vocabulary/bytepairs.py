@@ -3,47 +3,48 @@
 A text is cut into words by a pattern (`meshlib.vocabulary.words`), each word's bytes are joined by what was learnt
 (`meshlib.vocabulary.merging`). Each byte is a token of its own, so that there is no text without tokens.
 
-Files are those of Hugging Face's tokenizers (tokenizer.json) for byte-level byte pairs, which other programs read, and
-of which this reads those of GPT-2, Llama 3 and the like. In them a byte stands as a letter: itself where it can be
-seen, else one from 256 on.
+Its file is a tokenizer.json (`meshlib.vocabulary.tokenizer_file`), as of GPT-2, Llama 3 and the like.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
 
-from meshlib.checks import at, flag, items, whole
+from layouts.parsing import is_iterable
+from meshlib.checks import at, choice, flag, items, whole
 from meshlib.errors import CheckpointError, GraphError
 from meshlib.files import open_file, replace_file
 from meshlib.vocabulary.merging import Pair, learnt, merged
-from meshlib.vocabulary.words import GPT2, compiled, words
+from meshlib.vocabulary.tokenizer_file import BYTES, FORMS, STRIPS, arguments_in, record_of
+from meshlib.vocabulary.words import GPT2, WHITE, compiled, words
 
 WHAT = "BytePairs"
 PAD, END = "<pad>", "<end>"
-_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that are letters or marks in Latin-1
-LETTERS = {byte: chr(byte) for byte in _SEEN} | {
-    b: chr(256 + n) for n, b in enumerate(sorted({*range(256)} - {*_SEEN}))
-}
-BYTES = {letter: byte for byte, letter in LETTERS.items()}
+ENDS = (END, "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")  # what others call it
 CACHED_WORDS = 1 << 16
 
 
 class BytePairs:
     """Texts as tokens and back, exactly: `decode(encode(text)) == text` for every text.
 
-    Make one with `BytePairs.learn`, or read one with `BytePairs.load`. It is a tokenizer for `mtf.generate`.
+    Make one with `BytePairs.learn`, or read one with `BytePairs.load`. It is a tokenizer for `mtf.generate`. One that
+    was read may ask for a normal form, or a blank before each text: then that is what comes back.
 
     Attributes:
       pieces: the bytes of each token; of a special one none.
       specials: the numbers of tokens that stand for no text, by name.
-      pattern: of the words across which nothing is joined.
+      patterns: of the words across which nothing is joined; each cuts further what the one before left.
+      added: the numbers of tokens that are their text wherever it occurs, whatever is around it.
+      normal_form: of Unicode, to which texts are brought; None leaves them as they are.
     Example:
       >>> found = BytePairs.learn(["the cat, the hat", "the bat"], size=264)
       >>> found.encode("the rat"), found.decode(found.encode("the rat ☃"))
@@ -55,25 +56,40 @@ class BytePairs:
         pieces: Sequence[bytes],
         merges: Sequence[Pair],
         specials: Mapping[str, int],
-        pattern: str = GPT2,
+        patterns: str | Sequence[str] = GPT2,
         whole_words: bool = False,
         prefix_space: bool = False,
+        added: Mapping[str, int] | None = None,
+        normal_form: str | None = None,
+        blanks: Mapping[str, Sequence[str]] | None = None,
+        end_name: str | None = None,
     ) -> None:
-        _check(pieces, merges, specials, pattern)
-        self.pieces, self.specials, self.pattern = tuple(pieces), dict(specials), pattern
+        self.patterns = (patterns,) if isinstance(patterns, str) else tuple(items(patterns, WHAT, "patterns"))
+        _check(
+            pieces, merges, {**specials, **(added or {})} if isinstance(specials, Mapping) else specials, self.patterns
+        )
+        self.pieces, self.specials, self.added = tuple(pieces), dict(specials), dict(added or {})
+        self.normal_form = None if normal_form is None else choice(normal_form, WHAT, "normal_form", FORMS)
+        self.blanks = {name: tuple(sides) for name, sides in (blanks or {}).items()}
+        if any(side not in STRIPS for sides in self.blanks.values() for side in sides):
+            raise GraphError(f"{at(WHAT)}: blanks are taken {' or '.join(STRIPS)} a token, got {blanks!r:.80}")
+        self.end_name = next((name for name in ENDS if name in self.specials), None) if end_name is None else end_name
+        if self.end_name is not None and self.end_name not in self.specials:
+            self._special(self.end_name)
         self.whole_words, self.prefix_space = (
             flag(whole_words, WHAT, "whole_words"),
             flag(prefix_space, WHAT, "prefix_space"),
         )
         self.merges = tuple(merges)
-        special = set(self.specials.values())
+        special = {*self.specials.values(), *self.added.values()}
         self._numbers = {piece: n for n, piece in enumerate(self.pieces) if n not in special}
         self._bytes = [self._numbers[bytes([b])] for b in range(256)]
         self._ranks: dict[Pair, Pair] = {}
         for rank, (a, b) in enumerate(self.merges):
             self._ranks.setdefault((a, b), (rank, self._numbers[self.pieces[a] + self.pieces[b]]))
         self._word = lru_cache(CACHED_WORDS)(self._tokens)
-        compiled(pattern)
+        for pattern in self.patterns:
+            compiled(pattern)
 
     @classmethod
     def learn(
@@ -93,6 +109,8 @@ class BytePairs:
         Raises: GraphError for bad arguments.
         """
         what = f"{WHAT}.learn"
+        if progress is not None and not callable(progress):
+            raise GraphError(f"{at(what)}: progress must be a function, got {progress!r:.80}")
         given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
         if not all(isinstance(text, str) for text in given):
             strange = next(text for text in given if not isinstance(text, str))
@@ -127,8 +145,8 @@ class BytePairs:
 
     @property
     def end(self) -> int:
-        """The number of <end>. Raises: GraphError where there is none."""
-        return self._special(END)
+        """The number of the token that ends a text: <end>, or what others call it. Raises: GraphError without one."""
+        return self._special(self.end_name or END)
 
     @property
     def pad(self) -> int:
@@ -145,23 +163,35 @@ class BytePairs:
         """
         if not isinstance(text, str):
             raise GraphError(f"{at(WHAT)}: text must be text, got {type(text).__name__} {text!r:.80}")
-        if self.prefix_space and text and not text.startswith(" "):
-            text = f" {text}"
-        if not specials or not self.specials:
-            return [token for word in words(text, self.pattern) for token in self._word(word)]
         made: list[int] = []
         at_ = 0
-        for found in self._named.finditer(text):
-            made += self.encode(text[at_ : found.start()])
-            made.append(self.specials[found[0]])
+        names = {**self.added, **(self.specials if specials else {})}
+        for found in self._named(specials).finditer(text) if names else ():
+            made += self._of_text(text[at_ : found.start()])
+            made.append(names[found[found.lastindex or 0]])
             at_ = found.end()
-        return made + self.encode(text[at_:])
+        return made + self._of_text(text[at_:])
+
+    def _of_text(self, text: str) -> list[int]:
+        """The tokens of a text, or of a part of one, without added ones."""
+        if self.normal_form is not None:
+            text = unicodedata.normalize(self.normal_form, text)  # type: ignore[arg-type]
+        if self.prefix_space and text and not text.startswith(" "):
+            text = f" {text}"
+        parts = [text]
+        for pattern in self.patterns:
+            parts = [word for part in parts for word in words(part, pattern)]
+        return [token for word in parts for token in self._word(word)]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special ones have none. Bytes that are no UTF-8 show as a replacement character.
 
         Raises: GraphError for numbers that are no tokens.
         """
+        if not is_iterable(tokens):
+            raise GraphError(
+                f"{at(WHAT)}: tokens must be a list of numbers, got {type(tokens).__name__} {tokens!r:.80}"
+            )
         raw = b"".join(self.pieces[self._checked(token)] for token in tokens)
         try:
             return raw.decode("utf-8", "surrogatepass")
@@ -169,7 +199,7 @@ class BytePairs:
             return raw.decode("utf-8", "replace")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BytePairs) and self._record() == other._record()
+        return isinstance(other, BytePairs) and self.__reduce__() == other.__reduce__()
 
     def __hash__(self) -> int:
         return hash((self.pieces, self.merges))
@@ -178,8 +208,8 @@ class BytePairs:
         return self.size
 
     def __reduce__(self) -> tuple[Any, ...]:  # what words come to is no part of it
-        parts = self.pieces, self.merges, self.specials, self.pattern, self.whole_words, self.prefix_space
-        return type(self), parts
+        parts = self.pieces, self.merges, self.specials, self.patterns, self.whole_words, self.prefix_space
+        return type(self), (*parts, self.added, self.normal_form, self.blanks, self.end_name)
 
     def __repr__(self) -> str:
         return f"<BytePairs of {self.size} tokens, {len(self.merges)} pairs>"
@@ -191,19 +221,27 @@ class BytePairs:
 
         Raises: CheckpointError where the file can't be written.
         """
-        text = json.dumps(self._record(), ensure_ascii=False, indent=1)
+        text = json.dumps(record_of(self), ensure_ascii=False, indent=1)
         replace_file(path, lambda file: file.write(text.encode()), f"{WHAT}.save", CheckpointError)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> BytePairs:
+    def load(cls, path: str | os.PathLike[str], end: str | None = None) -> BytePairs:
         """Read a tokenizer.json of byte-level byte pairs.
 
         What a file asks for beyond that is refused: other models (Unigram, WordPiece), bytes as a fall-back
-        (SentencePiece's, as of Llama 2), normalisers, words that are cut otherwise than by patterns. What a template
-        puts around a text, such as a token for its beginning, is not put there by `encode`.
-        Raises: CheckpointError where the file is none, or asks for what is not here.
+        (SentencePiece's, as of Llama 2), texts that are changed otherwise than to a normal form of Unicode, words that
+        are cut otherwise than by patterns. What a template puts around a text, such as a token for its beginning, is
+        not put there by `encode`.
+
+        Args:
+          path: the file, or its folder.
+          end: the name of the special token that ends texts; the first of the usual names unless given.
+        Raises: CheckpointError where the file is none, or asks for what is not here; GraphError for an end that it has
+          not.
         """
         what = f"{WHAT}.load"
+        if isinstance(path, str | os.PathLike) and os.path.isdir(path):
+            path = os.path.join(path, "tokenizer.json")
         with open_file(path, what, CheckpointError) as (file, target):
             raw = file.read()
         try:
@@ -214,7 +252,13 @@ class BytePairs:
         def fail(fault: str) -> NoReturn:
             raise CheckpointError(f"{what}: {target} is no tokenizer of byte-level byte pairs: {fault}")
 
-        return cls(**_read(record, fail))
+        read = arguments_in(record, fail)
+        try:
+            return cls(**read, end_name=end)
+        except GraphError as fault:
+            if end is not None and end not in read["specials"]:
+                raise
+            fail(str(fault))
 
     # ------------------------------------------------------------ inside
 
@@ -235,51 +279,18 @@ class BytePairs:
             raise GraphError(f"{at(WHAT)}: the vocabulary has no {name}; its special tokens: {there}")
         return self.specials[name]
 
-    @cached_property
-    def _named(self) -> Any:
-        import re
-
-        return re.compile("|".join(re.escape(name) for name in sorted(self.specials, key=len, reverse=True)))
-
-    def _record(self) -> dict[str, Any]:
-        names = {n: name for name, n in self.specials.items()}
-        vocab = {_letters(piece): n for n, piece in enumerate(self.pieces) if n not in names}
-        byte_level = {"type": "ByteLevel", "add_prefix_space": self.prefix_space, "trim_offsets": True}
-        split = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}
-        before: dict[str, Any] = {**byte_level, "use_regex": True}
-        if self.pattern != GPT2:
-            before = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
-        return {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [
-                {
-                    **{"id": n, "content": name, "special": True, "normalized": False},
-                    **{"single_word": False, "lstrip": False, "rstrip": False},
-                }
-                for name, n in self.specials.items()
-            ],
-            "normalizer": None,
-            "pre_tokenizer": before,
-            "post_processor": None,
-            "decoder": {**byte_level, "use_regex": True},
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": self.whole_words,
-                "vocab": {**{name: n for n, name in names.items()}, **vocab},
-                "merges": [[_letters(self.pieces[a]), _letters(self.pieces[b])] for a, b in self.merges],
-            },
-        }
+    @cache  # noqa: B019 (two patterns at most, which live as long as the vocabulary)
+    def _named(self, specials: bool) -> re.Pattern[str]:
+        """The names of tokens in a text, the longest first, with the blanks that some take."""
+        names = [*self.added, *(self.specials if specials else ())]
+        ways = []
+        for name in sorted(names, key=len, reverse=True):
+            before, after = (f"[{WHITE}]*" if side in self.blanks.get(name, ()) else "" for side in STRIPS)
+            ways.append(f"{before}({re.escape(name)}){after}")
+        return re.compile("|".join(ways))
 
 
-def _check(pieces: object, merges: object, specials: object, pattern: object) -> None:
+def _check(pieces: object, merges: object, specials: object, patterns: tuple[object, ...]) -> None:
     """Raise GraphError for arguments that make no vocabulary."""
     given = items(pieces, WHAT, "pieces")
     if not all(isinstance(piece, bytes) for piece in given):
@@ -292,6 +303,9 @@ def _check(pieces: object, merges: object, specials: object, pattern: object) ->
             f"{at(WHAT)}: specials must be different numbers from 0 to {len(given) - 1}, got {specials!r:.80}"
         )
     known = {piece for n, piece in enumerate(given) if n not in set(numbers)}
+    for name in specials:  # in its file a name stands among the pieces, which are written in letters
+        if all(letter in BYTES for letter in name) and bytes(BYTES[letter] for letter in name) in known:
+            raise GraphError(f"{at(WHAT)}: the special token {name!r:.40} is written as one of the pieces is")
     lost = [b for b in range(256) if bytes([b]) not in known]
     if lost:
         raise GraphError(f"{at(WHAT)}: {len(lost)} of the 256 bytes are no pieces, the first is 0x{lost[0]:02x}")
@@ -303,115 +317,9 @@ def _check(pieces: object, merges: object, specials: object, pattern: object) ->
             )
         if given[parts[0]] + given[parts[1]] not in known:
             raise GraphError(f"{at(WHAT)}: the merge {pair!r:.80} makes no piece")
-    if not isinstance(pattern, str):
-        raise GraphError(f"{at(WHAT)}: pattern must be text, got {type(pattern).__name__} {pattern!r:.80}")
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise GraphError(f"{at(WHAT)}: patterns must be text, got {patterns!r:.80}")
 
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
-
-
-def _letters(piece: bytes) -> str:
-    return "".join(LETTERS[b] for b in piece)
-
-
-def _read(record: object, fail: Callable[[str], NoReturn]) -> dict[str, Any]:
-    """The arguments of `BytePairs` in a file's record."""
-    model = record.get("model") if isinstance(record, dict) else None
-    if not isinstance(model, dict) or not isinstance(record, dict):
-        fail("it has no model")
-    if model.get("type", "BPE") != "BPE":
-        fail(f"its model is {model.get('type')!r:.40}, not BPE")
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
-        if model.get(name):
-            fail(f"its model has {name} {model[name]!r:.40}")
-    if record.get("normalizer"):
-        fail(f"it has a normalizer, {record['normalizer']!r:.80}")
-    pattern, prefix_space = _cut(record.get("pre_tokenizer"), fail)
-    specials = _specials(record.get("added_tokens", []), fail)
-    pieces = _pieces(model.get("vocab"), specials, fail)
-    numbers = {piece: n for n, piece in enumerate(pieces) if n not in set(specials.values())}
-    lost = [b for b in range(256) if bytes([b]) not in numbers]
-    if lost:
-        fail(f"{len(lost)} of the 256 bytes have no token, the first is 0x{lost[0]:02x}")
-    return {
-        "pieces": pieces,
-        "merges": _merges(model.get("merges"), numbers, fail),
-        "specials": specials,
-        "pattern": pattern,
-        "whole_words": bool(model.get("ignore_merges", False)),
-        "prefix_space": prefix_space,
-    }
-
-
-def _cut(found: object, fail: Callable[[str], NoReturn]) -> tuple[str, bool]:
-    """The pattern of words, and whether a blank is put before a text."""
-    if not isinstance(found, dict):
-        fail("it has no pre_tokenizer, which has to be ByteLevel")
-    steps = found.get("pretokenizers") if found.get("type") == "Sequence" else [found]
-    if not isinstance(steps, list) or not steps or not all(isinstance(step, dict) for step in steps):
-        fail(f"its pre_tokenizer is {found!r:.80}")
-    *splits, last = steps
-    if last.get("type") != "ByteLevel":
-        fail(f"its pre_tokenizer ends with {last.get('type')!r:.40}, not ByteLevel")
-    own = last.get("use_regex", True)
-    if len(splits) + bool(own) != 1:
-        fail(f"its pre_tokenizer cuts words {len(splits) + bool(own)} times; one pattern is known here")
-    pattern: object = GPT2
-    for step in splits:
-        wanted = {"type": "Split", "behavior": "Isolated", "invert": False}
-        strange = [name for name, value in wanted.items() if step.get(name, value) != value]
-        pattern = step.get("pattern", {}).get("Regex") if isinstance(step.get("pattern"), dict) else None
-        if strange or step.get("type") != "Split" or not isinstance(pattern, str):
-            fail(f"its pre_tokenizer has {step!r:.120}, not a Split by one Regex, Isolated")
-    return str(pattern), bool(last.get("add_prefix_space", False))
-
-
-def _specials(found: object, fail: Callable[[str], NoReturn]) -> dict[str, int]:
-    if not isinstance(found, list):
-        fail(f"added_tokens are {found!r:.80}, not a list")
-    made: dict[str, int] = {}
-    for one in found:
-        if not isinstance(one, dict) or not isinstance(one.get("content"), str) or type(one.get("id")) is not int:
-            fail(f"the added token {one!r:.80} has no content and id")
-        if not one["content"]:
-            fail(f"the added token {one!r:.80} is empty")
-        made[one["content"]] = one["id"]
-    return made
-
-
-def _pieces(vocab: object, specials: Mapping[str, int], fail: Callable[[str], NoReturn]) -> list[bytes]:
-    if not isinstance(vocab, dict) or not all(type(n) is int for n in vocab.values()):
-        fail("its vocab does not map text to numbers")
-    numbers = {**vocab, **specials}
-    size = len(set(numbers.values()))
-    if sorted(set(numbers.values())) != list(range(size)) or len(numbers) != size:
-        fail(f"its {len(numbers)} tokens do not have the numbers 0 to {len(numbers) - 1}, each once")
-    pieces = [b""] * size
-    for text, n in vocab.items():
-        if text in specials:
-            continue
-        strange = [letter for letter in text if letter not in BYTES]
-        if strange or not text:
-            fail(
-                f"its token {text!r:.40} is not written in letters of bytes; SentencePiece's vocabularies are not known"
-            )
-        pieces[n] = bytes(BYTES[letter] for letter in text)
-    return pieces
-
-
-def _merges(found: object, numbers: Mapping[bytes, int], fail: Callable[[str], NoReturn]) -> list[Pair]:
-    if not isinstance(found, list):
-        fail("it has no merges")
-    made = []
-    for one in found:
-        parts = one.split(" ") if isinstance(one, str) else one
-        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) for p in parts):
-            fail(f"the merge {one!r:.80} is no pair")
-        try:
-            a, b = (bytes(BYTES[letter] for letter in part) for part in parts)
-            made.append((numbers[a], numbers[b]))
-            numbers[a + b]
-        except KeyError:
-            fail(f"the merge {one!r:.80} has parts, or a result, that are no tokens")
-    return made

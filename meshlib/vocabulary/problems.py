@@ -97,7 +97,7 @@ def text_to_text(
     """
     what = "text_to_text"
     rows = _Rows(what, {"source": source_length, "target": length}, packed, too_long)
-    end = _end(vocabulary, what)
+    end, start = _end(vocabulary, what), _start(start_token, what)
     for n, pair in enumerate(_given(pairs, what, "pairs")):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise GraphError(f"{at(what)}: pair {n} must be (source, target), got {pair!r:.80}")
@@ -110,7 +110,7 @@ def text_to_text(
             "sources": sources.tokens,
             "source_segment_ids": sources.segments,
             "source_positions": sources.positions,
-            **_shifted(targets, start_token),
+            **_shifted(targets, start),
         }
     )
 
@@ -131,10 +131,10 @@ def texts_in_rows(
     """
     what = "texts_in_rows"
     rows = _Rows(what, {"target": length}, packed, too_long)
-    end = _end(vocabulary, what)
+    end, start = _end(vocabulary, what), _start(start_token, what)
     for n, text in enumerate(_given(texts, what, "texts")):
         rows.add(n, {"target": [*_encoded(vocabulary, text, what, n), end]})
-    return rows.examples(_shifted(rows.laid("target"), start_token))
+    return rows.examples(_shifted(rows.laid("target"), start))
 
 
 # ------------------------------------------------------------ inside
@@ -232,6 +232,13 @@ def _end(vocabulary: object, what: str) -> int:
             f"{vocabulary!r:.80}"
         )
     return whole(vocabulary.end, what, "the end of the vocabulary")
+
+
+def _start(token: object, what: str) -> int:
+    start = whole(token, what, "start_token")
+    if not 0 <= start < 1 << 31:
+        raise GraphError(f"{at(what)}: start_token must be a token, got {start}")
+    return start
 
 
 def _encoded(vocabulary: Encoder, text: object, what: str, n: int) -> list[int]:

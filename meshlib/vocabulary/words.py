@@ -35,6 +35,11 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise GraphError(f"the pattern {pattern!r:.120} can't be used here: {fault}") from None
 
 
+def escaped(text: str) -> str:
+    """A pattern of this very text."""
+    return "".join(c if c.isalnum() or c == "_" else f"\\{c}" for c in text)
+
+
 def words(text: str, pattern: str) -> Iterator[str]:
     """The parts of a text; together they are the text, whatever the pattern leaves out."""
     at = 0

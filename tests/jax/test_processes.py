@@ -66,6 +66,19 @@ def test_two_processes_train_save_and_load(
     assert float(resumed.step(feeds[2])["loss"]) == pytest.approx(losses[2], rel=2e-6)
     assert not list(tmp_path.glob(".*saving"))
 
+    sim = mtf.simulate(program, seed=3)
+    whole = mtf.train(sim, [feeds[n % 3] for n in range(9)], 8, log_every=1, progress=False)
+    for n in range(2):
+        found = np.load(tmp_path / f"looped.{n}.npz")
+        for variable in sim.state:
+            error = np.abs(found[variable.replace("/", "|")] - sim.state[variable]).max()
+            assert error <= 1e-5 * max(1, np.abs(sim.state[variable]).max()), variable
+    kept = ["step_000000007.safetensors", "step_000000008.safetensors"]  # two steps at once from the fifth on
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["history.csv", "history.jsonl", *kept]
+    told_rows = mtf.training.read_history(tmp_path / "run" / "history.jsonl")
+    assert [row["step"] for row in told_rows] == [2, 4, 5, 7, 8]
+    assert told_rows[-1]["loss"] == pytest.approx(whole.history.rows[-1]["loss"], rel=1e-5)
+
     for name in names:
         assert EXAMPLES[name](tmp_path) == 0
         simulated = told(capsys.readouterr().out)

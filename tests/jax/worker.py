@@ -43,11 +43,35 @@ def trained(program: mtf.Program, feeds: list[dict[str, np.ndarray]], folder: Pa
         _ = [run.state[n] for n in run.state]  # reading takes both
 
 
+def looped(folder: Path) -> None:
+    """`mtf.train` with a folder that both see: stopped after five steps, gone on with by runs of their own."""
+    program, fed = mlp("rows:2;cols:4", "batch:rows;hidden:cols"), mlp_feeds()
+    options = {"folder": folder / "run", "save_every": 2, "keep": 2, "log_every": 2, "progress": False}
+    for steps in (5, 8):
+        run = mtf.on_jax(program, seed=3)
+        part = mtf.train(run, [fed[n % 3] for n in range(9)], steps, steps_per_run=2, **options)
+        assert (part.step, part.stopped) == (steps, "steps")
+    data = mtf.data.arrays({n: np.concatenate([f[n] for f in fed]) for n in fed[0]})
+    read: list[int] = []
+    columns = data.source.columns
+    object.__setattr__(data.source, "columns", lambda numbers: read.extend(numbers) or columns(numbers))
+    size = len(fed[0]["x"])
+    other = mtf.on_jax(program, seed=3)
+    mtf.train(other, data.batch(size).repeat(), 8, progress=False)  # each prepares the rows that its devices hold
+    assert len(read) == 8 * size // 2, len(read)
+    for variable in run.state:
+        np.testing.assert_allclose(other.state[variable], run.state[variable], rtol=1e-4, atol=1e-6)
+    rows = [row["loss"] for row in part.history.rows]
+    arrays = {n.replace("/", "|"): run.state[n] for n in run.state}
+    np.savez(folder / f"looped.{jax.process_index()}.npz", rows=rows, **arrays)
+
+
 def main(index: int, port: int, folder: Path, *names: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 4)
     trained(mlp("rows:2;cols:4", "batch:rows;hidden:cols"), mlp_feeds(), folder, "mlp")
+    looped(folder)
     for name in names:
         with open(folder / f"{name}.{index}.txt", "w") as out, redirect_stdout(out):
             assert EXAMPLES[name](folder, "--on", "jax") == 0

@@ -68,10 +68,24 @@ def activated(x: Array, name: str) -> Array:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def rotated(x: Array, theta: float) -> Array:
+def slowed(frequency: float, scaling: Any) -> float:
+    """Of one pair, as Llama 3.1 slows it, case by case."""
+    wave_length = 2 * math.pi / frequency
+    if wave_length < scaling.original_length / scaling.high:
+        return frequency
+    if wave_length > scaling.original_length / scaling.low:
+        return frequency / scaling.factor
+    kept = (scaling.original_length / wave_length - scaling.low) / (scaling.high - scaling.low)
+    return kept * frequency + (1 - kept) * frequency / scaling.factor
+
+
+def rotated(x: Array, theta: float, scaling: Any = None) -> Array:
     """Rotary positions of x [length, head_dim]: feature i turns with feature i + head_dim / 2."""
     length, dim = x.shape
-    angle = np.outer(np.arange(length), [theta ** (-2 * i / dim) for i in range(dim // 2)])
+    frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    if scaling is not None:
+        frequencies = [slowed(f, scaling) for f in frequencies]
+    angle = np.outer(np.arange(length), frequencies)
     a, b = x[:, : dim // 2], x[:, dim // 2 :]
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], axis=1)
 
@@ -166,7 +180,8 @@ def attention(
         for head in range(heads_of_keys):
             one, other = q[:, group, head], k[:, head]
             if theta is not None:
-                one, other = rotated(one, theta), rotated(other, theta)
+                scaling = config.rope_scaling if window is None else None
+                one, other = rotated(one, theta, scaling), rotated(other, theta, scaling)
             scores = one @ other.T * scale
             if bias is not None:
                 scores = scores + bias[head]

@@ -50,12 +50,31 @@ def gelu_new(x: Array) -> Array:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def llama(w: Weights, tokens: Array, layers: int, heads: int, kv_heads: int, theta: float, epsilon: float) -> Array:
+def slowed(frequency: float, scaling: Any) -> float:
+    """Of one pair, by wave length, case by case."""
+    if scaling is None:
+        return frequency
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling["factor"]
+    if kind == "linear":
+        return frequency / factor
+    wave_length, old = 2 * math.pi / frequency, scaling["original_max_position_embeddings"]
+    if wave_length < old / scaling["high_freq_factor"]:
+        return frequency
+    if wave_length > old / scaling["low_freq_factor"]:
+        return frequency / factor
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = (old / wave_length - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def llama(
+    w: Weights, tokens: Array, layers: int, heads: int, kv_heads: int, theta: float, epsilon: float, scaling: Any = None
+) -> Array:
     x = w["model.embed_tokens.weight"][tokens]
 
     def turned(y: Array) -> Array:
         dim = y.shape[-1]
-        inverse = 1.0 / theta ** (np.arange(0, dim, 2) / dim)
+        inverse = np.array([slowed(1.0 / theta ** (n / dim), scaling) for n in range(0, dim, 2)])
         angles = np.outer(np.arange(len(tokens)), inverse)
         angles = np.concatenate([angles, angles], -1)
         half = np.concatenate([-y[..., dim // 2 :], y[..., : dim // 2]], -1)

@@ -16,6 +16,7 @@ from meshlib.sharing.pictures import pixels_of
 
 D = mtf.Dimension
 WORDS = mtf.BytePairs.learn("to be, or not to be: that is the question\n" * 2, 280)
+MANY = "".join(map(str, range(99))) * 2
 EXACT = mtf.Numerics(precision="highest")
 TINY = mtf.models.preset("gpt2").reduced(1).replace(vocab=280, max_length=32, numerics=EXACT)
 PAIRS = mtf.models.preset("t5-small").reduced(1).replace(vocab=280, numerics=EXACT)
@@ -61,6 +62,26 @@ def test_text_in_text_out_wherever_it_is_loaded(config: Any, tmp_path: Path) -> 
     assert one.predict("to be", max_tokens=5, beams=2) == searched.text
 
 
+def test_a_completion_ends_with_the_models_positions(tmp_path: Path) -> None:
+    mtf.export(trained(TINY), tmp_path, TINY, tokenizer=WORDS)
+    model = mtf.load_model(tmp_path)
+    text = "x" * 20
+    wanted = mtf.generate(TINY, text, model.state, 12, tokenizer=WORDS, stop=[WORDS.end]).text
+    assert model.predict(text) == model.predict(text, max_tokens=12) == wanted
+
+
+@pytest.mark.parametrize("options", [{"temperature": 2.0}, {"beams": 3}])
+def test_of_a_padded_vocabulary_no_token_is_chosen_that_has_no_text(options: dict[str, Any]) -> None:
+    few = mtf.BytePairs.learn("", 258)
+    sim = trained(TINY)
+    state = {name: sim.state[name] for name in mtf.sharing.variables.variables_of(TINY)}
+    state["embedding"] = np.concatenate([state["embedding"][:258], 9 * state["embedding"][258:]])
+    made = mtf.generate(TINY, ["to be"] * 4, state, 5, tokenizer=few, mesh="x:2", layout="vocab:x", **options)
+    assert max(t for tokens in made.tokens for t in tokens) < 258
+    unknown = mtf.generate(TINY, ["to be"] * 4, state, 5, tokenizer=WORDS, **options)
+    assert max(t for tokens in unknown.tokens for t in tokens) >= 258
+
+
 def test_from_checkpoints_arrays_and_layers_one_by_one(tmp_path: Path) -> None:
     sim = trained(TINY, scan=False)
     mtf.save(sim, tmp_path / "whole.safetensors")
@@ -91,7 +112,7 @@ def test_a_served_model_sees_what_it_was_trained_on(tmp_path: Path, size: tuple[
     pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
     image_file.fromarray(pixels).save(tmp_path / f"picture.{kind}")
     served = pixels_of(tmp_path / f"picture.{kind}", (16, 16, 3), "predict")
-    np.testing.assert_array_equal(served, read_image(tmp_path / f"picture.{kind}", 16))
+    np.testing.assert_array_equal(served, read_image(tmp_path / f"picture.{kind}", (16, 16)))
 
 
 def test_pictures_in_classes_out(tmp_path: Path) -> None:
@@ -123,12 +144,17 @@ def test_pictures_in_classes_out(tmp_path: Path) -> None:
     tall[16:24] = pixels  # of which the middle is taken
     image_file.fromarray(tall).save(tmp_path / "tall.png")
     assert model.predict(tmp_path / "tall.png") == pytest.approx(found, rel=1e-6)
+    assert model.predict((tmp_path / "picture.png").read_bytes()) == pytest.approx(found, rel=1e-6)
     (tmp_path / "none.png").write_bytes(b"no picture")
+    image_file.fromarray(np.zeros((8, 12), np.uint16)).save(tmp_path / "deep.png")
     for wrong, text in (
         (tmp_path / "none.png", r"none\.png: expected a picture, found: cannot identify"),
         (tmp_path / "nothing.png", "expected a picture, found: .*No such file"),
+        (tmp_path / "deep.png", "found: one of the mode I;16, with more than 8 bits"),
+        (pixels.astype(np.float32), "the picture holds .* float32 must be 0 to 1"),
+        (pixels.astype(int) - 256, "the picture holds -256 to .* int64 must be 0 to 255"),
         (pixels[1:], r"expected a picture of shape \[8, 12, 3\], .* got uint8 \[7, 12, 3\]"),
-        (3, "expected the path of a picture or an array, got int"),
+        (3, "expected the path of a picture, its bytes or an array, got int"),
         ([], "got none"),
     ):
         with pytest.raises(mtf.FeedError, match=text):
@@ -184,8 +210,52 @@ def test_faults_are_named(tmp_path: Path) -> None:
         (lambda: mtf.export({}, tmp_path, {"a": own}, build=own), mtf.GraphError, "can't be written as JSON"),
         (lambda: mtf.load_model(tmp_path), mtf.CheckpointError, "No such file"),
         (lambda: mtf.load_model(3), mtf.CheckpointError, "folder must be text"),
+        (
+            lambda: mtf.export(sim, tmp_path, TINY, tokenizer=mtf.BytePairs.learn(MANY, 281)),
+            mtf.GraphError,
+            "the tokenizer has 281 tokens, the model 280",
+        ),
+        (
+            lambda: mtf.load_model(tmp_path / "good", mesh="x:3", layout="heads:x"),
+            mtf.LayoutError,
+            "'heads' does not divide over axis 'x'",
+        ),
+        (
+            lambda: mtf.load_model(tmp_path / "good", mesh="x:2", layout="haeds:x"),
+            mtf.LayoutError,
+            "haeds.*did you mean 'heads'",
+        ),
+        (
+            lambda: mtf.load_model(tmp_path / "good").predict("a", temprature=1),
+            mtf.GraphError,
+            "there is no option 'temprature'; did you mean 'temperature'",
+        ),
+        (
+            lambda: mtf.load_model(tmp_path / "good").predict("a", tokenizer=WORDS),
+            mtf.GraphError,
+            "there is no option 'tokenizer'",
+        ),
+        (lambda: mtf.generate(TINY, "a", sim, max_token=1), mtf.GraphError, "did you mean 'max_tokens'"),
         (lambda: mtf.load_model(tmp_path / "good", batch=0), mtf.GraphError, "batch must be at least 1"),
         (lambda: mtf.load_model(tmp_path / "good").predict(3), mtf.GraphError, "expected a text or a list of texts"),
+        (lambda: mtf.load_model(tmp_path / "good").predict(["a", ""]), mtf.GraphError, "text 1 is empty"),
+        (
+            lambda: mtf.load_model(tmp_path / "good").predict("x" * 30, max_tokens=3),
+            mtf.GraphError,
+            "a text of 30 tokens and 3 more, but .* has 32 positions",
+        ),
+        (lambda: mtf.load_model(tmp_path / "good").predict("x" * 32), mtf.GraphError, "32 tokens and 1 more"),
+        (lambda: mtf.load_model(tmp_path / "good", run=5), mtf.GraphError, "run must make a run of a program"),
+        (
+            lambda: mtf.export({}, tmp_path, SMALL, images=mtf.ImageInput((0.5, 0.5))),
+            mtf.GraphError,
+            "images has 2 numbers of mean, the model 3 channels",
+        ),
+        (
+            lambda: mtf.export({}, tmp_path, SMALL, images=mtf.ImageInput(classes=("a", "b"))),
+            mtf.GraphError,
+            "images names 2 classes, the model has 3",
+        ),
         (lambda: mtf.ImageInput(deviation=(0,)), mtf.GraphError, "positive number for each channel"),
     ):
         with pytest.raises(kind, match=text):

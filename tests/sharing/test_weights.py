@@ -19,6 +19,12 @@ EXACT = mtf.Numerics(precision="highest")
 LENGTH = 11
 
 
+SLOWED = {  # of four pairs one is left as it is, one in between, two are slowed
+    **{"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 64,
+}
+
+
 def llama_config(**more: Any) -> dict[str, Any]:
     return {
         "model_type": "llama", "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -97,6 +103,12 @@ CASES = {
     "llama, every head its own keys": (llama_config(num_key_value_heads=6), llama_shapes),
     "llama, one head of keys": (llama_config(num_key_value_heads=1), llama_shapes),
     "llama, tied, with biases": (llama_config(tie_word_embeddings=True, attention_bias=True), llama_shapes),
+    "llama, slowed positions": (llama_config(rope_scaling=SLOWED), llama_shapes),
+    "llama, all positions slowed": (llama_config(rope_scaling={"type": "linear", "factor": 3.0}), llama_shapes),
+    "llama, parameters of positions": (
+        llama_config(rope_parameters={**SLOWED, "rope_theta": 5000.0, "factor": 9.0}),
+        llama_shapes,
+    ),
     "gpt2": (gpt2_config(), gpt2_shapes),
     "t5": (t5_config(), t5_shapes),
     "t5 v1.1": (t5_config(feed_forward_proj="gated-gelu", tie_word_embeddings=False), t5_shapes),
@@ -119,12 +131,29 @@ def saved(folder: Path, found: dict[str, Any], arrays: dict[str, Array], name: s
 def theirs(found: dict[str, Any], arrays: dict[str, Array], sources: Array, tokens: Array) -> Array:
     w = {n: x.astype(np.float64) for n, x in arrays.items()}
     if found["model_type"] == "llama":
+        scaling = found.get("rope_scaling") or found.get("rope_parameters")
         sizes = (found["num_hidden_layers"], found["num_attention_heads"], found["num_key_value_heads"])
-        return reference.llama(w, tokens, *sizes, found["rope_theta"], found["rms_norm_eps"])
+        return reference.llama(w, tokens, *sizes, found["rope_theta"], found["rms_norm_eps"], scaling)
     if found["model_type"] == "gpt2":
         return reference.gpt2(w, tokens, found["n_layer"], found["n_head"])
     tied = found.get("tie_word_embeddings", True)
     return reference.t5(w, sources, tokens, found["num_layers"], found["num_heads"], 8, 6, tied)
+
+
+def test_published_periods_of_llama_3_2() -> None:
+    """1 / frequency of some pairs of a head of 64: those that transformers makes of its config.json."""
+    scaling = {**SLOWED, "factor": 32.0, "original_max_position_embeddings": 8192}
+    known = {0: 1.0, 1: 1.506929, 10: 60.384865, 15: 774.864624, 20: 116682.632812, 24: 601696.5, 31: 10617620.0}
+    found = {n: 1 / reference.slowed(500_000.0 ** (-n / 32), scaling) for n in known}
+    assert found == pytest.approx(known, rel=1e-5)
+    head, length = mtf.Dimension("head_dim", 64), mtf.Dimension("length", 3)
+    with mtf.Graph():
+        ones = mtf.ones([length, head])
+        turned = mtf.layers.rotary(ones, length, head, 500_000.0, scaling=mtf.layers.RotaryScaling(32.0, 1, 4, 8192))
+        y = mtf.simulate(mtf.lower({"y": turned}, precision="highest")).step()["y"]
+    angles = np.arctan2(y[:, 32:], y[:, :32]) - np.pi / 4  # ones lie at 45 degrees
+    for n, period in known.items():
+        np.testing.assert_allclose(angles[:, n], np.arange(3) / period, atol=2e-7)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -225,11 +254,13 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     config = mtf.sharing.read_config(saved(tmp_path, found, arrays))
     arrays["model.layers.1.mlp.up_proj.weight"] = arrays["model.layers.1.mlp.up_proj.weight"].T
     arrays["stranger"] = arrays.pop("model.norm.weight")
+    arrays["model.layers.0.mlp.up_proj.weight"] = np.ones((20, 24), np.int8)
     write_tensors(tmp_path / "model.safetensors", arrays, "test")
     with pytest.raises(mtf.CheckpointError) as fault:
         mtf.sharing.read_weights(tmp_path, config)
     for text in (
-        "3 faults",
+        "4 faults",
+        "'model.layers.0.mlp.up_proj.weight' is I8; weights are F64, F32, F16, BF16",
         "'model.norm.weight' is missing",
         r"has shape [24, 20], the model [20, 24]",
         "'stranger' [24]",
@@ -255,7 +286,18 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for wrong, kind, text in (
         ({"model_type": "bert"}, mtf.GraphError, "model_type 'bert'; known: llama, gpt2, t5"),
         ({"model_type": "gpt2"}, mtf.CheckpointError, "has no 'n_embd'"),
-        (llama_config(rope_scaling={"rope_type": "llama3"}), mtf.GraphError, "scaled .'llama3'"),
+        (llama_config(rope_scaling={"rope_type": "yarn"}), mtf.GraphError, "scaled .'yarn'. in a way"),
+        (llama_config(rope_scaling={"rope_type": "llama3"}), mtf.CheckpointError, "has no 'factor'"),
+        (llama_config(rope_scaling={**SLOWED, "factor": 0.5}), mtf.GraphError, "factor must be at least 1 .* 0.5"),
+        (llama_config(rope_scaling={**SLOWED, "high_freq_factor": 1}), mtf.GraphError, "low < high, got .* high 1"),
+        (llama_config(rope_scaling="x"), mtf.CheckpointError, "makes no model: 'str' object is not a mapping"),
+        (llama_config(rope_theta=None), mtf.CheckpointError, "makes no model"),
+        (llama_config(head_dim=None, num_attention_heads=0), mtf.CheckpointError, "makes no model"),
+        (llama_config(partial_rotary_factor=0.5), mtf.GraphError, "partial_rotary_factor is 0.5; only 1.0 is known"),
+        (llama_config(mlp_bias=True), mtf.GraphError, "mlp_bias is True"),
+        (llama_config(quantization_config={"bits": 4}), mtf.GraphError, "quantization_config is {'bits': 4}"),
+        ({**gpt2_config(), "add_cross_attention": True}, mtf.GraphError, "add_cross_attention is True"),
+        ({**gpt2_config(), "scale_attn_by_inverse_layer_idx": True}, mtf.GraphError, "only False is known"),
         (llama_config(hidden_act="mish"), mtf.GraphError, "no activation 'mish'"),
         ([], mtf.CheckpointError, "no config.json with a model_type"),
     ):
