@@ -11,7 +11,7 @@ changes is the order of addition, which the exact executor keeps; the instructio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import product
 from types import MappingProxyType
@@ -127,8 +127,11 @@ class FastExecutor(Interpreter[Array, Engine]):
         """The instructions, with operands of products rounded before the first product that reads them."""
         found: list[Instruction] = []
         rounded: dict[Value, Value] = {}
+        settled = {self.settled}
         for i in self.program.instructions:
-            if self._is_settled(i):
+            if isinstance(i, Move):  # a part of the mask holds as well
+                settled.update(y for x, y in zip(i.inputs, i.outputs, strict=True) if x in settled)
+            if isinstance(i, Compute) and self._is_settled(i, settled):
                 i = Working(i.operation, i.inputs[1:2], i.outputs, i.region, (), ())
             if isinstance(i, Compute) and self._rounds(i):
                 for x in i.inputs:
@@ -141,9 +144,9 @@ class FastExecutor(Interpreter[Array, Engine]):
             found.append(i)
         return found
 
-    def _is_settled(self, i: Instruction) -> bool:
+    def _is_settled(self, i: Compute, settled: Set[Value | None]) -> bool:
         """Whether it chooses by a mask that holds, and so does nothing."""
-        if self.settled is None or i.operation.kind is not WHERE or not i.inputs or i.inputs[0] is not self.settled:
+        if i.operation.kind is not WHERE or i.inputs[0] not in settled:
             return False
         x, y = i.inputs[1], i.outputs[0]
         return (x.tensor.type, self.apart.get(x)) == (y.tensor.type, self.apart.get(y))
