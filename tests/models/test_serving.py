@@ -153,6 +153,9 @@ FIGURES = [
     ("palm-540b", 64, 2048, "float8_e4m3fn", None),
     ("gemma3-12b", 8, 8192, None, None),
     ("gpt2", 16, 1024, None, None),
+    ("mixtral-8x7b", 64, 4096, None, None),
+    ("deepseek-v3", 64, 4096, None, None),
+    ("gpt-oss-20b", 32, 4096, "int8", "int8"),
 ]
 
 
@@ -169,6 +172,8 @@ def test_a_step_moves_weights_and_caches_once(row: tuple[str, int, int, str | No
     looked_up += held.get("positions", 0)
     assert sum(held.values()) - looked_up <= moved <= 1.02 * sum(held.values())
     assert program.memory.peak_bytes <= 1.02 * sum(held.values())
+    if config.latent is not None:
+        return
     heads = sum(config.attention_of(w).memory * config.attention_of(w).dim * min(length, w or length)
                 for w in config.pattern)  # fmt: skip
     width = {None: 2, "int8": 1, "float8_e4m3fn": 1}[caches]
