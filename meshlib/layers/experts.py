@@ -133,17 +133,18 @@ def moe(
         form = "dense" if places.size == tokens.size else "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
     choice(form, what, "form", FORMS)
     with scope(name):
-        slots = (decision := decide(grouped, tokens, inside.outer, places, found, training, mask, numerics)).slots
+        decision = decide(grouped, tokens, inside.outer, places, found, training, mask, numerics)
+        slots, back, gates = decision.slots, None, None
         if form == "dense":
-            there, back, gates = grouped, inside.leave, inside.enter(_gates(slots, tokens), "gates")
+            there, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
         else:
-            there, move_back = _MOVES[form](grouped, tokens, slots)
-            back, gates = lambda y, name: move_back(inside.leave(y, name)), None
+            there, back = _MOVES[form](grouped, tokens, slots)
         made = feed_forward(
             inside.enter(there, "dispatched"), hidden, activation, gated, use_bias, dropout if training else 0.0,
             None, numerics, "experts", (many,), gates,
         )  # fmt: skip
-        values = reshape(back(made, "combined"), x.shape, "out")
+        made = inside.leave(made, "combined")
+        values = reshape(made if back is None else back(made), x.shape, "out")
         if shared_channels is not None:
             values = values + feed_forward(
                 x, as_dim(shared_channels, what), activation, gated, use_bias, dropout if training else 0.0,
