@@ -14,7 +14,6 @@ from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.margins import Margin
 from meshlib.program.records import Program
 
-
 _NONE = Work(0, 0)
 _found: WeakKeyDictionary[Compute, dict[str, Work]] = WeakKeyDictionary()  # by precision
 
