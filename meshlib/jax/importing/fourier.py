@@ -47,19 +47,18 @@ def fft(params: Mapping[str, Any], x: Array | Parts) -> Any:
 def _hermitian(x: Parts, n: int) -> Parts:
     """All n points of the transform of real numbers, of which the first half is given."""
     a, b = x
-    if n > 1:  # of the constant, and of the middle where there is one, only the real part counts
-        b = b * np.array([0.0] + [1.0] * (n // 2 - 1 + n % 2) + [0.0] * (1 - n % 2), b.dtype)
-    else:
-        b = b * 0
+    # Of the constant, and of the middle where there is one, only the real part counts.
+    b = b * (2 * np.arange(b.shape[-1]) % n != 0).astype(b.dtype)
     inner = slice(1, (n + 1) // 2)
     return jnp.concatenate([a, a[..., inner][..., ::-1]], -1), jnp.concatenate([b, -b[..., inner][..., ::-1]], -1)
 
 
 def _along(x: tuple[Array, Array | None], axis: int, backwards: bool) -> Parts:
     """The transform along one axis; the one back divides by the number of points."""
-    a, b = (None if part is None else jnp.moveaxis(part, axis, -1) for part in x)
-    n = a.shape[-1]
-    a, b = _transform(a, b, 1 if backwards else -1)
+    a, b = x
+    n = a.shape[axis]
+    b = None if b is None else jnp.moveaxis(b, axis, -1)
+    a, b = _transform(jnp.moveaxis(a, axis, -1), b, 1 if backwards else -1)
     if backwards:
         a, b = a / n, b / n
     return jnp.moveaxis(a, -1, axis), jnp.moveaxis(b, -1, axis)
@@ -73,8 +72,11 @@ def _transform(a: Array, b: Array | None, sign: int) -> Parts:
         return _times_roots(a, b, _roots(n, n, n, sign, a.dtype))
     columns = n // rows
     shape = (*a.shape[:-1], rows, columns)
-    a, b = (None if part is None else jnp.swapaxes(part.reshape(shape), -1, -2) for part in (a, b))
-    a, b = _transform(a, b, sign)  # over the rows: [columns, k1]
+
+    def by_columns(part: Array) -> Array:
+        return jnp.swapaxes(part.reshape(shape), -1, -2)
+
+    a, b = _transform(by_columns(a), None if b is None else by_columns(b), sign)  # over the rows: [columns, k1]
     c, s = _roots(columns, rows, n, sign, a.dtype)
     a, b = jnp.swapaxes(a * c - b * s, -1, -2), jnp.swapaxes(a * s + b * c, -1, -2)
     a, b = _transform(a, b, sign)  # over the columns: [k1, k2], of k = k1 + rows * k2
