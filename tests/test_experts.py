@@ -332,6 +332,19 @@ def test_layers_that_make_no_sense(experts: int, arguments: dict[str, Any], word
         mtf.layers.moe(mtf.input("x", [GROUPS, TOKENS, WIDE]), D("e", experts), FF, **arguments)
 
 
+def test_gates_of_other_dims() -> None:
+    """Of experts that x has itself, or that they lack, or of what is none of x."""
+    many = D("e", 4)
+    with mtf.Graph():
+        x, apart = mtf.input("x", [GROUPS, TOKENS, WIDE]), mtf.input("apart", [many, GROUPS, TOKENS, WIDE])
+        for taken, dims in ((apart, [many, GROUPS, TOKENS]), (x, [GROUPS, TOKENS]), (x, [many, GROUPS, D("z", 2)])):
+            gates = mtf.ones(dims)
+            with pytest.raises(mtf.ShapeError, match=r"gates must have the dims \[e:4\] of the experts, which x lacks"):
+                mtf.layers.feed_forward(taken, FF, expert_dims=[many], gates=gates)
+        with pytest.raises(mtf.ShapeError, match=r"expert_dims e:4 are not in x"):
+            mtf.layers.feed_forward(x, FF, expert_dims=[many])
+
+
 def test_dims_and_masks_that_do_not_fit() -> None:
     with mtf.Graph():
         x = mtf.input("x", [GROUPS, TOKENS, WIDE])
