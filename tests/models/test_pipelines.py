@@ -78,7 +78,7 @@ def test_a_step_is_that_of_the_scanned_model(row: tuple[str, int, Pipeline, str,
     name, periods, pipeline, *_ = row
     config = of_row(name, periods)
     if config.period == 1 and not config.encoder_decoder:
-        cut = piped.variables["layers/attention_norm/scale"]
+        cut = piped.variables[f"layers/{'norm' if config.parallel else 'attention_norm'}/scale"]
         runs = [("repeat", pipeline.repeats)] * (pipeline.repeats > 1) + [("stage", pipeline.stages)]
         assert [(d.name, d.size) for d in cut.tensor.shape][: len(runs)] == runs
         assert cut.sharding.of("stage") == ("pipe",)
