@@ -24,7 +24,7 @@ ROWS: list[tuple[str, int, Pipeline, str, str]] = [
     ("palm-540b", 4, Pipeline(stages=4, microbatches=4), "pipe:4;context:2", "pipeline+context"),
     ("t5-11b", 4, Pipeline(stages=2, microbatches=2, repeats=2), "pipe:2;tensor:2", "pipeline+tensor"),
     ("switch-base-8", 2, Pipeline(stages=2, microbatches=2), "pipe:2;expert:2", "pipeline+expert"),
-    ("transformer-base", 4, Pipeline(stages=4, microbatches=1), "pipe:4;fsdp:2", "pipeline+fsdp"),
+    ("transformer-base", 4, Pipeline(stages=4, microbatches=4), "pipe:4;fsdp:2", "pipeline+fsdp"),
 ]
 WIDE = mtf.Numerics(variable_dtype="float64", activation_dtype="float64")
 
