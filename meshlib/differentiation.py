@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from contextvars import ContextVar
 
 from meshlib.checks import at, items
+from meshlib.collector import uncollected
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor, absolute_scope, innermost, region
 from meshlib.operation import RESIDENT, Kind
@@ -27,6 +28,7 @@ from meshlib.replay import Rewrite, replay
 _depending: ContextVar[Container[Tensor]] = ContextVar("depending")
 
 
+@uncollected
 def gradients(
     ys: Sequence[Tensor] | Tensor, xs: Sequence[Tensor], grad_ys: Sequence[Tensor] | None = None
 ) -> list[Tensor | None]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from meshlib.errors import ArgumentError, nearest
 from meshlib.foreign import OF_ARGUMENTS
-from meshlib.origin import is_users, source_line
+from meshlib.origin import is_users, shown_file, source_line
 
 if TYPE_CHECKING:
     from meshlib.graph import Operation
@@ -81,7 +81,7 @@ def show(namespace: dict[str, Any], makers: Sequence[str]) -> None:
 def record(op: Operation) -> None:
     """Tell the public function that makes `op`, if the library's code calls it and not the user's, called by it."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame):
+    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is fast
         if frame.f_code is _FACE:
             frame.f_locals["made"].append(op)
             return

@@ -77,7 +77,7 @@ def is_users(frame: FrameType) -> bool:
 
 def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame):
+    while frame is not None and not (shown_file(frame.f_code.co_filename) and is_users(frame)):  # the first is fast
         frame = frame.f_back
     return frame
 

@@ -118,10 +118,13 @@ def two_alike(values: dict[str, Array]) -> None:
     values["x"][:, 1::2] = values["x"][:, ::2]
 
 
-BY_MASKS = ("top 2", "gated, shared", "expert choice")  # and the others in a deep run: routing is the same
+# And the others in a deep run: routing is the same.
+BY_MASKS = ("top 2", "gated, shared", "expert choice")
+BY_ALL = ("top 2", "with biases", "none left behind", "expert choice", "all experts", "small groups")
+FORMED = {"einsum": some(list(CASES), BY_MASKS), "dense": some(list(CASES), BY_ALL), "gather": list(CASES)}
 
 
-@each("name, form", [(n, "gather") for n in CASES] + [(n, "einsum") for n in some(list(CASES), BY_MASKS)])
+@each("name, form", [(name, form) for form, names in FORMED.items() for name in names])
 def test_as_token_by_token(name: str, form: str) -> None:
     """Of ties the lower index wins."""
     experts, arguments, routing = CASES[name]
@@ -149,12 +152,16 @@ def test_padding_goes_nowhere_and_takes_no_room(name: str) -> None:
         assert not found["values"][~real].any()
 
 
-@each("name", some(list(CASES), ("top 2", "with biases", "none left behind", "DeepSeek-V3")))
-def test_gradients_against_differences_of_the_reference(name: str) -> None:
+SLOPES = [(name, "gather") for name in ("top 2", "with biases", "none left behind", "DeepSeek-V3")]
+SLOPES += [("with biases", "dense"), ("expert choice", "dense")]
+
+
+@each("name, form", some([(name, form) for name in CASES for form in ("gather", "dense")], SLOPES))
+def test_gradients_against_differences_of_the_reference(name: str, form: str) -> None:
     experts, arguments, routing = CASES[name]
     routing = replace(routing, loss_coef=0.3, z_loss=0.2)
     with mtf.Graph() as graph:
-        _, loss = built(experts, arguments, routing, "gather")
+        _, loss = built(experts, arguments, routing, form)
         program = mtf.lower(gradients(graph, loss))
         values = drawn(graph)
     rng = np.random.default_rng(2)
@@ -184,7 +191,7 @@ def test_random_layouts_change_nothing(name: str) -> None:
     """Values, losses, drops and all gradients, core by core and at once."""
     _, arguments, routing = CASES[name]
     rng = np.random.default_rng(len(name))
-    for form, count in (("einsum", draws(1, 30)), ("gather", draws(1, 30))):
+    for form, count in (("einsum", draws(1, 30)), ("gather", draws(1, 30)), ("dense", draws(1, 30))):
         with mtf.Graph() as graph:
             y, loss = built(8, {**arguments}, routing, form)
             outputs = fetched(y) | {f"gradient of {n}": g for n, g in gradients(graph, loss).items()}
@@ -272,6 +279,18 @@ def test_the_form_goes_by_the_tokens_of_a_group() -> None:
         assert kinds == {form}
 
 
+def test_nothing_moves_where_experts_have_room_for_all() -> None:
+    """Tokens are gathered for the experts, 3/4 of them and their gates, and what these make is summed."""
+    wide, inner, routing = D("d", 64), D("f", 128), Routing(capacity_factor=None)
+    with mtf.Graph():
+        x = mtf.input("x", [D("batch", 8), D("length", 1), wide])
+        y = mtf.layers.moe(x, D("experts", 16), inner, routing, training=False)
+        program = mtf.lower({"y": y.values}, mesh="data:4", layout="batch:data;experts:data")
+    tokens = 8 * 64 * 4  # bytes in float32
+    sent = sorted((c.kind, c.sent_bytes) for c in program.collectives if c.sent_bytes >= tokens / 4)
+    assert sent == [("all_gather", tokens * 3 / 4), ("reduce_scatter", tokens * 3 / 4)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -302,7 +321,7 @@ def test_routings_that_make_no_sense(arguments: dict[str, Any], words: str) -> N
         (4, {"routing": Routing(expert_groups=4, groups_per_token=2)}, "use 'max'"),
         (4, {"routing": Routing(group_size=7)}, "48 % 7 = 6"),
         (4, {"routing": "switch"}, "routing must be an mtf.layers.Routing, got str 'switch'"),
-        (4, {"form": "sparse"}, "form must be 'einsum' or 'gather', got 'sparse'"),
+        (4, {"form": "sparse"}, "form must be 'einsum' or 'gather' or 'dense', got 'sparse'"),
         (4, {"numerics": "float32"}, "numerics must be an mtf.Numerics"),
         (4, {"activation": "swish_"}, "activation must be"),
         (4, {"training": 1}, "training must be True or False"),
@@ -311,6 +330,19 @@ def test_routings_that_make_no_sense(arguments: dict[str, Any], words: str) -> N
 def test_layers_that_make_no_sense(experts: int, arguments: dict[str, Any], words: str) -> None:
     with mtf.Graph(), pytest.raises(mtf.MeshlibError, match=words):
         mtf.layers.moe(mtf.input("x", [GROUPS, TOKENS, WIDE]), D("e", experts), FF, **arguments)
+
+
+def test_gates_of_other_dims() -> None:
+    """Of experts that x has itself, or that they lack, or of what is none of x."""
+    many = D("e", 4)
+    with mtf.Graph():
+        x, apart = mtf.input("x", [GROUPS, TOKENS, WIDE]), mtf.input("apart", [many, GROUPS, TOKENS, WIDE])
+        for taken, dims in ((apart, [many, GROUPS, TOKENS]), (x, [GROUPS, TOKENS]), (x, [many, GROUPS, D("z", 2)])):
+            gates = mtf.ones(dims)
+            with pytest.raises(mtf.ShapeError, match=r"gates must have the dims \[e:4\] of the experts, which x lacks"):
+                mtf.layers.feed_forward(taken, FF, expert_dims=[many], gates=gates)
+        with pytest.raises(mtf.ShapeError, match=r"expert_dims e:4 are not in x"):
+            mtf.layers.feed_forward(x, FF, expert_dims=[many])
 
 
 def test_dims_and_masks_that_do_not_fit() -> None:

@@ -13,6 +13,7 @@ import meshlib as mtf
 from meshlib.estimation import Physics
 from tests.effort import deep, some
 from tests.estimate.worked.common import ring
+from tests.oracle import Layout, assert_close, draw_layout, needed
 
 D = mtf.Dimension
 WIDE = mtf.Numerics(variable_dtype="float64", activation_dtype="float64")
@@ -126,6 +127,73 @@ def test_microbatches_that_x_counts_already_may_lie_on_the_axis_of_the_stages() 
     assert_equal_steps(plain, piped, "exact", steps=1)
 
 
+def by_hand(state: dict[str, Array], x: Array, rate: float) -> tuple[Array, Array, dict[str, Array]]:
+    """In float64: the layers one after the other, the gradient of mean((y - 0.3)**2) to x, variables after SGD."""
+    stacks = {n: v.reshape(-1, *v.shape[v.ndim - (1 if n.endswith("bias") else 2) :]) for n, v in state.items()}
+    named = ("wi/kernel", "wi/bias", "wo/kernel", "wo/bias")
+    per_layer = list(zip(*(stacks[n] for n in named), strict=True))
+    run, kept = x, []
+    for w, b, u, c in per_layer:
+        h = np.tanh(run @ w + b)
+        kept.append((run, h))
+        run = run + h @ u + c
+    y, d = run, 2 * (run - 0.3) / run.size
+    for (w, b, u, c), (before, h) in zip(reversed(per_layer), reversed(kept), strict=True):
+        inner = (d @ u.T) * (1 - h * h)
+        out, d = d, d + inner @ w.T
+        for variable, gradient in ((w, before.T @ inner), (b, inner.sum(0)), (u, h.T @ out), (c, out.sum(0))):
+            variable -= rate * gradient  # views of `stacks`
+    return y, d, stacks
+
+
+GRID = [(s, m, r) for s in (2, 4, 8) for r in (1, 2) for m in (1, 2, 3, s, s + 1, 2 * s)]
+DRAWN = [(2, 1, 1), (4, 3, 2), (8, 1, 2), (4, 5, 1), (8, 16, 1), (2, 3, 2)]
+
+
+@pytest.mark.parametrize("case", some(GRID, DRAWN), ids=str)
+def test_a_pipeline_is_its_layers_by_hand(case: tuple[int, int, int]) -> None:
+    """Value, gradient and updated variables of every schedule under drawn layouts, in float64 to rounding."""
+    stages, microbatches, repeats = case
+    batch = D("batch", 2 * microbatches)
+    rng = np.random.default_rng(stages * 100 + microbatches * 10 + repeats)
+
+    def layers_of_one(h: mtf.Tensor) -> mtf.Tensor:
+        return scanned(h, 1)
+
+    with mtf.Graph() as graph:
+        x = mtf.input("x", [batch, WIDTH], "float64")
+        y = mtf.layers.pipeline(layers_of_one, x, stages, microbatches, repeats)
+        loss = mtf.reduce_mean(mtf.square(y - 0.3))
+        (dx,) = mtf.gradients([loss], [x])
+        assert dx is not None
+        updates = mtf.optimize.SgdOptimizer(0.7).minimize(loss)
+        state = {v.name: 0.5 * rng.normal(size=v.shape.sizes) for v in graph.trainable_variables}
+        programs = [
+            mtf.lower({"y": y, "dx": dx}, updates, mesh=drawn.mesh_text, layout=drawn.rules_text, precision="highest")
+            for drawn in legal_layouts(graph, rng, 6 if deep() else 2)
+        ]
+    fed = rng.normal(size=(batch.size, WIDTH.size))
+    wanted_y, wanted_dx, wanted = by_hand({n: v.copy() for n, v in state.items()}, fed, 0.7)
+    for program in programs:
+        sim = mtf.simulate(program)
+        for name, value in state.items():
+            sim.state[name] = value
+        found = sim.step(x=fed)
+        found.update((name, sim.state[name].reshape(stack.shape)) for name, stack in wanted.items())
+        assert_close(found, {"y": wanted_y, "dx": wanted_dx, **wanted}, 1e-13, f"{case} {program.layout}")
+
+
+def legal_layouts(graph: mtf.Graph, rng: np.random.Generator, count: int) -> list[Layout]:
+    """Drawn layouts that can be, of which each lays the stages over an axis."""
+    shapes = [t.shape for t in needed(graph.operations)]
+    found: list[Layout] = []
+    while len(found) < count:
+        drawn = draw_layout(rng, ["stage", "batch", "width", "inner", "microbatch"])
+        if any(dim == "stage" for dim, *_ in drawn.rules) and drawn.allows(shapes):
+            found.append(drawn)
+    return found
+
+
 # ---------------------------------------------------------------- what a stage may do
 
 
@@ -145,6 +213,30 @@ def test_a_stage_that_makes_nan_of_zeros_in_a_bubble_spoils_nothing() -> None:
         y_found = sim.step(x=fed)["y"]
         np.testing.assert_allclose(y_found, 1.5 * fed / np.linalg.norm(fed, axis=1, keepdims=True), rtol=1e-12)
         assert np.isfinite(sim.state["w"]).all()
+
+
+def test_nor_the_gradient_of_what_stages_read_beside() -> None:
+    def stage(x: mtf.Tensor, beside: mtf.Tensor) -> mtf.Tensor:
+        return x * beside / mtf.sqrt(mtf.reduce_sum(mtf.square(x), reduced_dim=WIDTH))  # 0 / 0
+
+    with mtf.Graph():
+        x, beside = (mtf.input(name, [BATCH, WIDTH], "float64") for name in ("x", "beside"))
+        y = mtf.layers.pipeline(stage, x, stages=2, microbatches=3, beside=[beside])
+        (d,) = mtf.gradients([mtf.reduce_sum(y * x)], [beside])
+        assert d is not None
+        program = mtf.lower({"d": d}, mesh="pipe:2", layout="stage:pipe")
+    rng = np.random.default_rng(1)
+    fed, m = rng.normal(size=(BATCH.size, WIDTH.size)), 1 + rng.random((BATCH.size, WIDTH.size))
+
+    def loss(m: Array) -> Array:
+        once = fed * m / np.linalg.norm(fed, axis=1, keepdims=True)
+        return once * m / np.linalg.norm(once, axis=1, keepdims=True) * fed
+
+    direction = rng.normal(size=m.shape)
+    slope = (loss(m + 1e-6 * direction) - loss(m - 1e-6 * direction)).sum() / 2e-6
+    for executor in ("exact", "fast"):
+        found = mtf.simulate(program, executor=executor).step(x=fed, beside=m)["d"]
+        assert np.sum(found * direction) == pytest.approx(slope, rel=1e-8)
 
 
 @pytest.mark.parametrize(("microbatches", "repeats"), [(4, 1), (3, 2), (4, 2)])

@@ -27,6 +27,7 @@ from hardware.errors import HardwareError
 from hardware.placement import Placement
 from hardware.slices import Slice
 from meshlib.checks import choice, number
+from meshlib.collector import uncollected
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation.fitting import DeviceMemory
 from meshlib.estimation.host_input import HostInput, input_time
@@ -49,6 +50,7 @@ __all__ = ["DeviceMemory", "Estimate", "HostInput", "Physics", "Remedy", "Roofli
 STEP_OVERHEAD_SECONDS = 0.5e-6
 
 
+@uncollected
 def estimate(
     program: Program,
     slice: Any,

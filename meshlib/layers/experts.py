@@ -8,7 +8,7 @@ between is what exchanges tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from layouts import Dimension, Shape
@@ -29,7 +29,7 @@ from meshlib.ops.index import gather, one_hot, scatter_add
 from meshlib.ops.shape import rename_dimension, reshape
 
 Back = Callable[[Tensor], Tensor]
-FORMS = ("einsum", "gather")
+FORMS = ("einsum", "gather", "dense")
 # A product with the masks of a group multiplies each element of a place with all its tokens, which takes 2 x tokens
 # flops; a lookup reads and writes it, 4 bytes in bfloat16. Chips from v2 to v7 make 60 to 560 flops while a byte of HBM
 # moves (v5e: 197e12 / 819e9 = 240), so up to about this many tokens the product is done sooner.
@@ -88,8 +88,10 @@ def moe(
         their joint width. None: there is none.
       training: whether routing jitters, and dropout drops.
       nonpadding: bool [groups..., tokens]: False marks tokens that go nowhere and take no room.
-      form: "einsum" moves tokens by products with masks, "gather" looks them up; equal in result. Unless given, a
-        product for groups of up to 512 tokens.
+      form: "einsum" moves tokens by products with masks, "gather" looks them up; "dense" moves none: every expert takes
+        all tokens, with gates of zero for those that are not its own. Equal in result. Unless given, "dense" where
+        experts have room for all tokens of a group anyway, as of one token that is decoded; else a product for groups
+        of up to 512 tokens.
       numerics: dtypes of the variables and of what is computed, precision of the products; routing is float32.
       name: scope of `router/kernel` (and `router/bias`), `experts/wi/kernel`, `experts/wi_gate/kernel`,
         `experts/wo/kernel`, and the same under `shared`.
@@ -121,23 +123,28 @@ def moe(
     if len(x.shape) < 2:
         raise ShapeError(f"{at(what)}: needs [groups..., tokens, features], got {x}")
     many, hidden = as_dim(experts, what), as_dim(hidden_channels, what)
-    inside = _Names(many, x, what)
     found.check_experts(many.size, what)
     grouped = _grouped(x, found, what)
+    inside = _Names(many, grouped, what)
     mask = None if nonpadding is None else _mask(nonpadding, x, grouped.shape, what)
     tokens = grouped.shape[-2]
     places = Dimension("expert_capacity", found.places(many.size, tokens.size, flag(training, what, "training")))
     if form is None:
-        form = "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
-    move = _MOVES[choice(form, what, "form", FORMS)]
+        form = "dense" if places.size == tokens.size else "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
+    choice(form, what, "form", FORMS)
     with scope(name):
         decision = decide(grouped, tokens, inside.outer, places, found, training, mask, numerics)
-        there, back = move(grouped, tokens, decision.slots)
+        slots, back, gates = decision.slots, None, None
+        if form == "dense":
+            there, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
+        else:
+            there, back = _MOVES[form](grouped, tokens, slots)
         made = feed_forward(
             inside.enter(there, "dispatched"), hidden, activation, gated, use_bias, dropout if training else 0.0,
-            None, numerics, "experts", (many,),
+            None, numerics, "experts", (many,), gates,
         )  # fmt: skip
-        values = reshape(back(inside.leave(made, "combined")), x.shape, "out")
+        made = inside.leave(made, "combined")
+        values = reshape(made if back is None else back(made), x.shape, "out")
         if shared_channels is not None:
             values = values + feed_forward(
                 x, as_dim(shared_channels, what), activation, gated, use_bias, dropout if training else 0.0,
@@ -151,29 +158,31 @@ class _Names:
     """The names of dims on either side of the exchange."""
 
     def __init__(self, experts: Dimension, x: Tensor, what: str) -> None:
-        shape = x.shape
         self.experts = experts
         # Stages of a pipeline have experts of their own: tokens never leave theirs.
-        self.held = {d.name for g in x.graph.around for d in g.held}
+        held = {d.name for g in x.graph.around for d in g.held}
         self.outer = Dimension(f"{experts.name}_unsplit", experts.size)
-        taken = [d.name for d in (experts, self.outer) if d.name in shape]
+        taken = [d.name for d in (experts, self.outer) if d.name in x.shape]
         if taken:
-            raise ShapeError(f"{at(what)}: {shape} already has a dim '{taken[0]}'; call the experts otherwise")
+            raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{taken[0]}'; call the experts otherwise")
+        groups = [d.name for d in x.shape[:-2] if d.name not in held]
+        self.inside = {**{group: f"{group}_unsplit" for group in groups}, self.outer.name: experts.name}
 
     def enter(self, x: Tensor, name: str) -> Tensor:
-        """[experts_unsplit, groups, places, features] as experts know it."""
-        groups = [d.name for d in x.shape[1:-2] if d.name not in self.held]
-        for group in groups:
-            x = rename_dimension(x, group, f"{group}_unsplit")
-        return rename_dimension(x, self.outer.name, self.experts.name, name)
+        """What tokens or routers know, as experts know it."""
+        return _renamed(x, self.inside, name)
 
     def leave(self, x: Tensor, name: str) -> Tensor:
         """And back."""
-        groups = [d.name for d in x.shape[1:-2] if d.name not in self.held]
-        x = rename_dimension(x, self.experts.name, self.outer.name, None if groups else name)
-        for n, group in enumerate(groups, start=1):
-            x = rename_dimension(x, group, group.removesuffix("_unsplit"), name if n == len(groups) else None)
-        return x
+        return _renamed(x, {inside: outside for outside, inside in reversed(self.inside.items())}, name)
+
+
+def _renamed(x: Tensor, names: Mapping[str, str], last: str) -> Tensor:
+    """`x` with other names of those of its dims that are among `names`; the last of the operations is called `last`."""
+    here = [(old, new) for old, new in names.items() if old in x.shape]
+    for n, (old, new) in enumerate(here, start=1):
+        x = rename_dimension(x, old, new, last if n == len(here) else None)
+    return x
 
 
 def _grouped(x: Tensor, routing: Routing, what: str) -> Tensor:
@@ -202,7 +211,14 @@ def _mask(nonpadding: Tensor, x: Tensor, grouped: Shape, what: str) -> Tensor:
     return reshape(nonpadding, grouped[:-1])
 
 
-# ---------------------------------------------------------------- two ways to move tokens
+# ---------------------------------------------------------------- ways to move tokens, or none
+
+
+def _gates(slots: Slots, tokens: Dimension) -> Tensor:
+    """The gate of each token with each expert, zero where it has no place: [experts, groups, tokens]."""
+    places = slots.token.shape[-1]
+    shape = Shape([*(d for d in slots.token.shape if d != places), tokens])
+    return scatter_add(slots.gate, slots.token, tokens, shape, out_of_range="zero")
 
 
 def _by_product(x: Tensor, tokens: Dimension, slots: Slots) -> tuple[Tensor, Back]:

@@ -30,7 +30,7 @@ from meshlib.names import free_name
 from meshlib.ops.building import tensor
 from meshlib.ops.elementwise import add, cast, where
 from meshlib.ops.index import gather, scatter_add
-from meshlib.ops.loop import make_loop
+from meshlib.ops.loop import make_loop, works_table
 from meshlib.ops.remat import Policy, checked_policy
 from meshlib.ops.shape import rename_dimension, reshape, transpose
 from meshlib.ops.sources import constant_like
@@ -65,7 +65,7 @@ def pipeline(
       repeats: how often each microbatch goes round. A stage then holds as many runs of layers, of which the layers of
         the whole model take turns: stage 0, 1, ..., then stage 0 again. Wants a multiple of stages in microbatches.
       beside: other tensors that are cut like x, of which each stage is given the part of its microbatch: masks, what an
-        encoder has made. `stage_fn(x, *beside)`.
+        encoder has made. `stage_fn(x, *beside)`. They are brought to the stages ahead of the loop.
       remat: what is kept of each trip for the gradient beside the inputs of the stages, as of `mtf.scan`: with "full"
         each stage is computed again. Loops in a stage have their own.
       name: of the loop, and the scope of its operations.
@@ -74,10 +74,10 @@ def pipeline(
     Bytes: each trip sends a microbatch to the next stage, and backward its gradient to the one before. Besides, once,
       what it takes to bring x to the first stage and y from the last to where the layout wants them: nothing, and an
       all_reduce over the axis of the stages, or an all_gather and a reduce_scatter where a rule lays the microbatches
-      over it.
+      over it. Of what is `beside` the first, and backward the other way round.
     Memory: of weights, gradients and slots 1 / stages. For the gradient, on each device, the inputs of its stage for
       all microbatches and repeats and what `remat` keeps; while the loop runs, what goes in and what comes out in each
-      trip as well.
+      trip as well, and what is `beside` for all microbatches and repeats.
     Time: (1 + `mtf.layers.schedule(...).bubble`) of what the work takes.
     Random numbers: each stage, microbatch and repeat has its own, under every layout the same, but they are others than
       of the same layers without a pipeline.
@@ -185,7 +185,7 @@ class _Run:
         with graph:
             fed = self._fed(graph.adopt(x))
             first = reshape(slice(fed, 0, 1, self.trip.name), fed.shape.dims[1:])
-            slices = [shift(fed, -1, self.trip, wrap=False), *self._tables()]
+            slices = [shift(fed, -1, self.trip, wrap=False), *self._tables(), *self._beside()]
             body = self._body
             finals, (ys,) = make_loop(
                 "pipeline", body, [first], slices, self.trip, False, name, True, remat=policy, active=self.active
@@ -195,19 +195,15 @@ class _Run:
     # ------------------------------------------------------------ one trip
 
     def _body(self, carries: Sequence[Tensor], slices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        (x,), (following, *tables) = carries, slices
+        (x,), (following, *others) = carries, slices
         graph, plan = x.graph, self.plan
         assert graph.working is not None
-        rest = iter(tables)
+        rest = iter(others)
         graph.held = (self.stage,)
         if plan.repeats > 1:
             goes_on, turns = next(rest), next(rest)
             graph.held, graph.chosen = (self.repeat, self.stage), (self.repeat, turns)
-        beside = []
-        if self.beside:
-            place = next(rest)
-            beside = [gather(graph.adopt(t), place, self.micro) for t in self.beside]
-        y, sums = self._stages(x, beside)
+        y, sums = self._stages(x, list(rest))
         sent = y if plan.repeats == 1 else where(goes_on, y, 0, output_shape=y.shape)
         moved = shift(sent, 1, self.stage, wrap=plan.repeats > 1, name="to_next_stage")
         return [add(following, moved), *(where(graph.working, t, 0, output_shape=t.shape) for t in sums)], [y]
@@ -238,7 +234,7 @@ class _Run:
     # ------------------------------------------------------------ what goes in and out
 
     def _tables(self) -> list[Tensor]:
-        """Per trip and stage, where they are needed: whether the microbatch goes on, which repeat it is, and which one.
+        """Per trip and stage, where they are needed: whether the microbatch goes on, and which repeat it is.
 
         The last stage sends nothing to the first once a microbatch has come round for the last time: so what the first
         stage gets is what is sent to it, or enters, and their sum in any case.
@@ -252,10 +248,22 @@ class _Run:
             made.append(table(graph, goes_on, shape, BOOL, "goes_on"))
             turns = [[0 if turn is None else turn.repeat for turn in row] for row in plan.turns]
             made.append(table(graph, np.array(turns, np.int32), shape, INT32, "turns"))
-        if self.beside:
-            places = [[0 if turn is None else turn.microbatch for turn in row] for row in plan.turns]
-            made.append(table(graph, np.array(places, np.int32), shape, INT32, "places"))
         return made
+
+    def _beside(self) -> list[Tensor]:
+        """What is read beside x, of each trip's and stage's microbatch: [trip, stage, ...].
+
+        All stages are given all of theirs ahead of the loop: that sends each microbatch once, and its gradient, which
+        else were added in every trip to that of all microbatches, is summed once, after the loop.
+        """
+        if not self.beside:
+            return []
+        places = [[0 if turn is None else turn.microbatch for turn in row] for row in self.plan.turns]
+        shape = Shape([self.trip, self.stage])
+        which = table(current_graph("pipeline"), np.array(places, np.int32), shape, INT32, "places")
+        given = [gather(t, which, self.micro) for t in self.beside]
+        works = works_table(self.active, self.trip)  # where one is idle nothing it makes of a microbatch is a gradient
+        return [where(works, t, 0, output_shape=t.shape) if t.dtype.is_float else t for t in given]
 
     def _fed(self, x: Tensor) -> Tensor:
         """What enters in each trip: [trip, stage, ...], zeros but where the first stage takes a new microbatch."""

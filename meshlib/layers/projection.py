@@ -12,7 +12,8 @@ from meshlib.graph import Tensor, scope
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.ops.activations import gelu, silu
 from meshlib.ops.building import as_dim, as_dims, tensor
-from meshlib.ops.elementwise import add, multiply, relu
+from meshlib.ops.einsum import einsum
+from meshlib.ops.elementwise import add, cast, multiply, relu
 from meshlib.ops.random import dropout as dropped
 from meshlib.ops.shape import rename_dimension
 
@@ -62,10 +63,18 @@ def dense(
       [batch:8, outer:2]
     """
     act = None if activation is None else activation_of(activation, "dense")
+    x = tensor(x, "dense")
+    _check_there(x, as_dims(expert_dims, "dense expert_dims", [x]), f"{at('dense')} '{name}': expert_dims")
     y = projection(
         x, new_dims, reduced_dims, use_bias, kernel_initializer, numerics, name, name, expert_dims=expert_dims
     )
     return y if act is None else act(y)
+
+
+def _check_there(x: Tensor, dims: Sequence[Dimension], which: str) -> None:
+    missing = [str(d) for d in dims if d not in x.shape]
+    if missing:
+        raise ShapeError(f"{which} {', '.join(missing)} are not in {x}")
 
 
 def projection(
@@ -79,8 +88,12 @@ def projection(
     result: str,
     kernel_transform: Callable[[Tensor], Tensor] | None = None,
     expert_dims: Sequence[Dimension] = (),
+    gates: Tensor | None = None,
 ) -> Tensor:
-    """x W + b as `dense` makes it; `result` is the name of the sum."""
+    """x W + b as `dense` makes it, or its sum over `expert_dims`, weighted by `gates`; `result` is the name of that.
+
+    Where x lacks expert dims, the experts that there are along these all take the same x.
+    """
     x = as_numerics(numerics, "dense").cast(tensor(x, "dense"))
     new = as_dims(new_dims, "dense new_dims")
     if reduced_dims is None:
@@ -90,10 +103,7 @@ def projection(
     else:
         reduced = as_dims(reduced_dims, "dense reduced_dims", [x])
     apart = as_dims(expert_dims, "dense expert_dims", [x])
-    for argument, dims in (("reduced_dims", reduced), ("expert_dims", apart)):
-        missing = [str(d) for d in dims if d not in x.shape]
-        if missing:
-            raise ShapeError(f"{at('dense')} '{name}': {argument} {', '.join(missing)} are not in {x}")
+    _check_there(x, reduced, f"{at('dense')} '{name}': reduced_dims")
     twice = [str(d) for d in apart if d in reduced]
     if twice:
         raise ShapeError(f"{at('dense')} '{name}': {', '.join(twice)} can't be of reduced_dims and of expert_dims")
@@ -110,7 +120,11 @@ def projection(
         kernel = numerics.weights("kernel", [*apart, *reduced, *new], reduced, init, x.dtype)
         kernel = kernel if kernel_transform is None else kernel_transform(kernel)
         bias = numerics.variable("bias", [*apart, *new], initializers.zeros(), x.dtype) if biased else None
-    made = Shape([*(d for d in x.shape if d not in reduced), *new])
+    summed = reduced if gates is None else (*apart, *reduced)
+    made = Shape([d for d in (*(e for e in apart if e not in x.shape), *x.shape, *new) if d not in summed])
+    if gates is not None:
+        x = multiply(x, cast(gates, x.dtype), x.shape)
+        bias = None if bias is None else einsum([cast(gates, bias.dtype), bias], output_shape=made)
     final = f"{name}/sum" if own else result
     y = numerics.product(x, kernel, made, final if bias is None else f"{name}/product")
     y = y if bias is None else add(y, bias, name=final)
@@ -130,6 +144,7 @@ def feed_forward(
     numerics: Numerics = DEFAULT,
     name: str = "feed_forward",
     expert_dims: Sequence[Dimension] = (),
+    gates: Tensor | None = None,
 ) -> Tensor:
     """activation(x Wi) Wo; gated: (activation(x Wgate) * (x Wi)) Wo.
 
@@ -144,8 +159,10 @@ def feed_forward(
       numerics: dtypes of the variables and of what is computed, precision of the products.
       name: scope of `wi`, `wi_gate` and `wo`, which name the variables and the products.
       expert_dims: dims of x along which each index has variables of its own, as of `dense`.
+      gates: [expert_dims..., some dims of x]: x has no `expert_dims` then, and the result is the sum over them of what
+        each index makes of x, times its gate.
     Returns: the type of x, in the dtype of `numerics` if it has one.
-    Raises: ShapeError if `hidden_channels` is one of the dims of x that stay.
+    Raises: ShapeError if `hidden_channels` is one of the dims of x that stay, and for gates of other dims.
     Example:
       >>> import meshlib as mtf
       >>> with mtf.Graph() as graph:
@@ -162,9 +179,16 @@ def feed_forward(
         raise ShapeError(f"{at(what)}: {x} has no dim to contract")
     act = activation_of(activation, what)
     hidden, channels = [as_dim(hidden_channels, what)], [x.shape[-1]]
+    experts = as_dims(expert_dims, f"{what} expert_dims", [x])
+    if gates is None:
+        _check_there(x, experts, f"{at(what)} '{name}': expert_dims")
+    else:
+        _check_gates(x, experts, tensor(gates, what), what)
 
-    def product(x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], part: str) -> Tensor:
-        return projection(x, new, reduced, use_bias, None, numerics, part, part, expert_dims=expert_dims)
+    def product(
+        x: Tensor, new: Sequence[Dimension], reduced: Sequence[Dimension], part: str, gates: Tensor | None = None
+    ) -> Tensor:
+        return projection(x, new, reduced, use_bias, None, numerics, part, part, None, expert_dims, gates)
 
     with scope(name):
         if flag(gated, what, "gated"):
@@ -173,7 +197,16 @@ def feed_forward(
         else:
             h = act(product(x, hidden, channels, "wi"))
         h = drop(h, dropout, dropout_broadcast_dims, what)
-        return product(h, channels, hidden, "wo")
+        return product(h, channels, hidden, "wo", gates)
+
+
+def _check_gates(x: Tensor, experts: Sequence[Dimension], gates: Tensor, what: str) -> None:
+    strange = [d for d in gates.shape if d not in (*experts, *x.shape[:-1])]
+    if strange or any(d not in gates.shape or d in x.shape for d in experts):
+        raise ShapeError(
+            f"{at(what)}: gates must have the dims {Shape(experts)} of the experts, which x lacks, and else some of x "
+            f"but its last\n  {gates}\n  {x}"
+        )
 
 
 def activation_of(activation: str | Activation, what: str) -> Activation:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from layouts import LayoutRules, Mesh, Report
 from meshlib.checks import choice
+from meshlib.collector import uncollected
 from meshlib.errors import GraphError
 from meshlib.graph import FORWARD, Graph, Operation, Tensor
 from meshlib.lowering.balance import Balance
@@ -56,6 +57,7 @@ class Session:
         self._updates = assigned(updates)
         self._known: object = None
 
+    @uncollected
     def lower(
         self,
         mesh: Any = "device:1",

@@ -107,7 +107,7 @@ class Blocks:
             base = c.local_rope_theta if local else c.rope_theta
             scaling = None if local else c.rope_scaling
         scores = layers.Scores(
-            self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, c.attention, self.positions,
+            self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, self._kernel(self.bias), self.positions,
             None if self.segments is None else (self.segments, self.segments), scaling,
         )  # fmt: skip
         cache = None if self.caches is None else self.caches.of(window)
@@ -118,7 +118,7 @@ class Blocks:
         pair = None
         if self.segments is not None and self.memory_segments is not None:
             pair = self.segments, self.memory_segments
-        scores = layers.Scores(scale=c.attention_scale, qk_norm=c.qk_norm, kernel=c.attention, segments=pair)
+        scores = layers.Scores(scale=c.attention_scale, qk_norm=c.qk_norm, kernel=self._kernel(), segments=pair)
         memory: Tensor | layers.Held | None = self.memory
         cache = None if self.caches is None else self.caches.of_sources
         if self.source_length is not None:
@@ -128,6 +128,14 @@ class Blocks:
             with scope(name):
                 memory = self.caches.held_sources(x, dims, self.source_length)
         return self._attend(x, memory, self.memory_mask, None, scores, cache, name)
+
+    def _kernel(self, bias: Tensor | None = None) -> str:
+        """By which attention is computed: of a token that is decoded nobody keeps the scores, unless they are added to.
+
+        They would be another few percent of what a step moves.
+        """
+        decoding = self.caches is not None and self.caches.decoding
+        return "flash" if decoding and bias is None else self.config.attention
 
     def _attend(
         self,

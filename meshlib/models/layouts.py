@@ -22,6 +22,7 @@ from layouts.mesh import MeshLike
 from meshlib.checks import at
 from meshlib.errors import nearest
 from meshlib.models.config import TransformerConfig
+from meshlib.models.stages import stacks
 
 # The parts, and the axes on which each lies: the first of these that the mesh has.
 PARTS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
@@ -213,18 +214,19 @@ def _weight_dims(config: TransformerConfig, axis: str, size: int) -> list[str]:
 
 def _stage_rules(config: TransformerConfig, axis: str, size: int) -> LayoutRules:
     """Stages of the layers, microbatches of what comes before and after."""
-    if config.encoder_decoder:
-        raise LayoutError(f"{at('layout')}: 'pipeline' is for models of one stack; {config.name} has an encoder beside")
-    front = config.dense_front
-    count = config.layers - front
-    if count % size:
-        fitting = [n for n in range(1, size + 1) if count % n == 0]
-        which = f"layers behind {front} dense ones" if front else "layers"
-        raise LayoutError(
-            f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}\n"
-            f"  {which}: {count} % {size} = {count % size}; take {fitting[-1]} stages, or "
-            f"config.replace(layers={front + -(-count // size) * size})"
-        )
+    front, faults = config.dense_front, []
+    for name, count in stacks(config):
+        count -= front
+        if count % size:
+            fitting = [n for n in range(1, size + 1) if count % n == 0]
+            which = f"{name} behind {front} dense ones" if front else name
+            faults.append(
+                f"{which}: {count} % {size} = {count % size}; take {fitting[-1]} stages, or "
+                f"config.replace({name}={front + -(-count // size) * size})"
+            )
+    if faults:
+        where = f"{at('layout')}: {config.name} does not divide over axis {axis!r} of {size}"
+        raise LayoutError("\n  ".join([where, *faults]))
     return LayoutRules([("stage", axis), ("microbatch", axis)])
 
 

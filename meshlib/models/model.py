@@ -167,7 +167,7 @@ class Builder:
         """Inputs, stacks, head and loss."""
         c = self.config
         if self.pipeline is not None:
-            self.pipeline.layers_of(c, self.batch.size)  # refuses what can't be cut before anything is made
+            self.pipeline.check(c, self.batch.size)  # before anything is made
         if c.encoder_decoder:
             with scope("encoder"):
                 sources = self._input("sources", Dimension("length", encoder_length))
@@ -269,13 +269,12 @@ class Builder:
         if self.pipeline is None:
             x = self._layers(blocks, x, range(front, count), "layers", trips_from=1)
         else:
-            x = self._staged(self.pipeline, blocks, x, front)
+            x = self._staged(self.pipeline, blocks, x, range(front, count))
         return blocks.norm(x, "final_norm") if c.norm_position == "pre" else x
 
-    def _staged(self, pipeline: Pipeline, blocks: Blocks, x: Tensor, front: int) -> Tensor:
-        """The layers behind the first `front` as stages; what their experts say is summed over microbatches."""
-        c = self.config
-        run = range(front, front + pipeline.layers_of(c, self.batch.size))
+    def _staged(self, pipeline: Pipeline, blocks: Blocks, x: Tensor, numbers: range) -> Tensor:
+        """Layers with these numbers as stages; what their experts say is summed over microbatches."""
+        run = numbers[: pipeline.layers_of(len(numbers))]
         before, names = self.said, list[str]()
         # What differs from sequence to sequence each stage takes of its own microbatch.
         given = {f.name: getattr(blocks, f.name) for f in fields(blocks)}

@@ -7,7 +7,7 @@ simulation runs one after the other, each under a mesh and layout of its own.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layouts import Dimension, Shape
@@ -17,9 +17,10 @@ from meshlib.graph import Operation, Tensor, scope
 from meshlib.models.caches import CACHE_DTYPES, TOKEN, Caches
 from meshlib.models.config import TransformerConfig
 from meshlib.models.model import Builder
-from meshlib.ops.elementwise import less
+from meshlib.ops.elementwise import add_n, less
 from meshlib.ops.index import gather
 from meshlib.ops.index import range as positions_of
+from meshlib.ops.reduce import reduce_sum
 from meshlib.ops.shape import broadcast, rename_dimension, reshape
 from meshlib.ops.sources import input, variable
 from meshlib.ops.state import assign, assign_add
@@ -81,6 +82,7 @@ def decode_step(
     beams: int | None = None,
     cache_dtype: str | None = None,
     scan: bool = True,
+    group_size: int | None = None,
 ) -> Step:
     """The step that takes the next token of each sequence: its keys and values go into the caches, logits come out.
 
@@ -88,12 +90,18 @@ def decode_step(
     and which each step moves on by one. With `beams`, "tokens" and "parents" [batch, beams]: the hypothesis that each
     one goes on with; caches and positions are brought in that order first.
 
-    Args: as of `prefill`, with the same values.
-    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`, or [batch, beams, vocab].
+    Args: as of `prefill`, with the same values; and
+      group_size: of a model with experts, how many sequences (or beams of one) are routed together, with the room that
+        `Routing.capacity_factor_eval` gives them; best those of one device. Each token is by itself unless given:
+        nothing is dropped, but every expert computes every token, as many times what is needed as there are experts to
+        one that a token goes to.
+    Returns: ({"logits": [batch, vocab]}, updates) for `mtf.lower`, or [batch, beams, vocab]; with `group_size` also
+      "dropped", how many choices of experts found no room in all layers.
     Cost: on one device it reads weights and caches once and writes a token's keys and values in place.
     Raises: as `prefill`.
     """
-    return _Serving("decode_step", config, batch, cache_length, encoder_length, beams, cache_dtype, scan).decode()
+    serving = _Serving("decode_step", config, batch, cache_length, encoder_length, beams, cache_dtype, scan, group_size)
+    return serving.decode()
 
 
 @dataclass
@@ -108,6 +116,7 @@ class _Serving:
     beams: int | None
     cache_dtype: str | None
     scan: bool
+    group_size: int | None = None  # of what experts take together
 
     def __post_init__(self) -> None:
         what, c = self.what, TransformerConfig.checked(self.config, self.what)
@@ -134,7 +143,20 @@ class _Serving:
             )
         self.sequences = Dimension("batch", self.batch)
         self.hypotheses = None if self.beams is None else Dimension("beams", self.beams)
+        if self.group_size is not None:
+            c = self._grouped(c, _size(self.group_size, what, "group_size"))
         self.builder = Builder(c, self.sequences, "full", self.scan, training=False)
+
+    def _grouped(self, c: TransformerConfig, size: int) -> TransformerConfig:
+        """The config whose experts take tokens of so many sequences together."""
+        if c.experts is None:
+            raise GraphError(f"{at(self.what)}: group_size is for models with experts; {c.name} has none")
+        name, count = ("batch", self.batch) if self.beams is None else ("beams", self.beams)
+        if count % size:
+            raise GraphError(
+                f"{at(self.what)}: group_size {size} does not divide {name} {count}: {count} % {size} = {count % size}"
+            )
+        return c.replace(experts=replace(c.experts, routing=replace(c.experts.routing, group_size=size)))
 
     def prefill(self, length: int) -> Step:
         """Prompts into caches."""
@@ -177,7 +199,10 @@ class _Serving:
         )
         x = reshape(x, [d for d in x.shape if d != token])
         moved = assign_add(held, 1) if parents is None else assign(held, positions + 1)
-        return {"logits": self.builder.logits(x)}, [*caches.updates, moved]
+        outputs = {"logits": self.builder.logits(x)}
+        if self.group_size is not None:
+            outputs["dropped"] = add_n([reduce_sum(said.dropped) for said in self.builder.said.values()])
+        return outputs, [*caches.updates, moved]
 
     # ------------------------------------------------------------ inside
 

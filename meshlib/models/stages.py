@@ -24,13 +24,21 @@ STACKED = ("layers",)  # dims of layers that are trips of a loop in a stage
 StageFn = Callable[..., Tensor | tuple[Tensor, list[Tensor]]]
 
 
+def stacks(config: TransformerConfig) -> list[tuple[str, int]]:
+    """The fields of a config that count layers which are cut into stages."""
+    names = ["layers", *(["encoder_layers"] if config.encoder_decoder else [])]
+    return [(name, getattr(config, name)) for name in names]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """What `mtf.models.transformer` and `train_step` make a pipeline of: `pipeline=mtf.models.Pipeline(...)`.
 
     The layers of the model become stages, dim `stage`, and the batch is cut into microbatches, dim `microbatch`, from
     the embeddings to the loss; `mtf.models.layout("pipeline+...")` lays both over the axis `pipe`. Variables of layers
-    are those of the scanned model, with their first dim cut: [layers] is [repeat, stage, layers], in this order.
+    are those of the scanned model, with their first dim cut: [layers] is [repeat, stage, layers], in this order. Of an
+    encoder-decoder both stacks are pipelines, one after the other on the same stages; what the encoder has made of its
+    microbatch each stage of the decoder reads.
 
     Args:
       stages: how many parts the layers are cut into, which work side by side.
@@ -54,27 +62,9 @@ class Pipeline:
                 raise GraphError(f"{at('Pipeline')}: {name} must be at least 1, got {count}")
         checked_policy(self.remat, "Pipeline")
 
-    def layers_of(self, config: TransformerConfig, batch: int) -> int:
-        """How many layers each run of a stage has, after all checks of what is to be cut.
-
-        Raises: GraphError where layers or the batch do not divide, with sizes that do.
-        """
-        runs, period = self.stages * self.repeats, config.period
-        faults = []
-        if config.encoder_decoder:
-            faults.append("a pipeline is for models of one stack, not an encoder beside a decoder")
-        front = config.dense_front
-        count = config.layers - front
-        if count % (runs * period) or not count:
-            pattern = f" in patterns of {period}" if period > 1 else ""
-            pattern += f" behind {front} dense ones" if front else ""
-            fitting = [n for n in range(1, count // period + 1) if count // period % n == 0]
-            some = "" if count % period else f"; stages * repeats may be {', '.join(map(str, fitting))}"
-            faults.append(
-                f"{count} layers{pattern} can't be cut into {self.stages} stages * {self.repeats} repeats: "
-                f"{count} % {runs * period} = {count % (runs * period)}{some}. Or take "
-                f"config.replace(layers={front + max(1, -(-count // (runs * period))) * runs * period})"
-            )
+    def check(self, config: TransformerConfig, batch: int) -> None:
+        """Raise GraphError where the layers of a stack or the batch do not divide, with sizes that do."""
+        faults = [fault for name, count in stacks(config) for fault in self._faults_of(config, name, count)]
         if batch % self.microbatches:
             faults.append(
                 f"a batch of {batch} can't be cut into {self.microbatches} microbatches: {batch} % "
@@ -82,7 +72,27 @@ class Pipeline:
             )
         if faults:
             raise GraphError("\n  ".join([f"{at('transformer')}: {config.name} as a pipeline", *faults]))
-        return count // runs
+
+    def _faults_of(self, config: TransformerConfig, name: str, count: int) -> list[str]:
+        """Why a stack, whose layers the config counts as `name`, is no pipeline."""
+        runs, period, front = self.stages * self.repeats, config.period, config.dense_front
+        count -= front
+        if count and count % (runs * period) == 0:
+            return []
+        which = "layers of the encoder" if name == "encoder_layers" else "layers"
+        which += f" in patterns of {period}" if period > 1 else ""
+        which += f" behind {front} dense ones" if front else ""
+        fitting = [n for n in range(1, count // period + 1) if count // period % n == 0]
+        some = "" if count % period else f"; stages * repeats may be {', '.join(map(str, fitting))}"
+        return [
+            f"{count} {which} can't be cut into {self.stages} stages * {self.repeats} repeats: "
+            f"{count} % {runs * period} = {count % (runs * period)}{some}. Or take "
+            f"config.replace({name}={front + max(1, -(-count // (runs * period))) * runs * period})"
+        ]
+
+    def layers_of(self, count: int) -> int:
+        """How many of the `count` layers of a stack each run of a stage has."""
+        return count // (self.stages * self.repeats)
 
     def cut(self, x: Tensor) -> Tensor:
         """[batch, ...] as [microbatch, batch, ...], the microbatch on the minor part: a split batch moves nothing."""

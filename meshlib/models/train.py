@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from meshlib import layers, optimize
 from meshlib.checks import at
+from meshlib.collector import uncollected
 from meshlib.errors import GraphError, nearest
 from meshlib.graph import Operation, Tensor
 from meshlib.models.config import TransformerConfig
@@ -27,6 +28,7 @@ OPTIMIZERS: MappingProxyType[str, Callable[[LearningRate], Optimizer]] = Mapping
 )
 
 
+@uncollected
 def train_step(
     config: TransformerConfig,
     batch: int,

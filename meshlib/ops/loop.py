@@ -232,7 +232,7 @@ def make_loop(
     inside.stacks = dim if stack else None
     if active is not None:
         with outer:
-            xs = [*xs, _works(active, dim)]
+            xs = [*xs, works_table(active, dim)]
     with inside, absolute_scope(full):
         carried = [_placeholder(inside, f"{full}/carry_{n}", x.type) for n, x in enumerate(carries)]
         sliced = [
@@ -288,7 +288,7 @@ def make_loop(
     return tuple(made.finals), tuple(made.stacks)
 
 
-def _works(active: Active, trips: Dimension) -> Tensor:
+def works_table(active: Active, trips: Dimension) -> Tensor:
     """Whether each index works in each trip: bool [trips, active.dim]."""
     works = np.zeros((trips.size, active.size), np.bool_)
     for trip, indices in enumerate(active.indices):

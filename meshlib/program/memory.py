@@ -7,7 +7,7 @@ body's own buffers lie on top; its operands are counted outside. `host_bytes` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -153,17 +153,14 @@ def _live(program: Program, made_at: int, v: Value, size: int) -> Live:
 def host_bytes(program: Program) -> int:
     """The most that lies on the host at once; what the body of a loop takes and returns is counted outside."""
     outside = {*program.inputs.values(), *(program.outputs.values() if program.is_body else ())}
-    ends: dict[int, list[Value]] = {}
-    for n, i in enumerate(program.instructions):
-        for y in i.outputs:
-            ends.setdefault(program.last_use.get(y, n), []).append(y)
-
-    def held(values: Iterable[Value]) -> int:
-        return sum(v.local_bytes for v in values if v.tensor.on_host and v not in outside)
-
+    ends: dict[int, int] = {}  # by instruction, how many bytes it is the last to use
     peak = now = 0
     for n, i in enumerate(program.instructions):
-        now += held(i.outputs)
+        for y in i.outputs:
+            if y.tensor.on_host and y not in outside:
+                now += y.local_bytes
+                last = program.last_use.get(y, n)
+                ends[last] = ends.get(last, 0) + y.local_bytes
         peak = max(peak, now + (host_bytes(i.body) if isinstance(i, Loop) else 0))
-        now -= held(ends.get(n, ()))
+        now -= ends.get(n, 0)
     return peak

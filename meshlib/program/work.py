@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from meshlib.graph import Operation, TensorType
 from meshlib.operation import ON_MXU, Work
@@ -13,6 +14,9 @@ from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.margins import Margin
 from meshlib.program.records import Program
 
+_NONE = Work(0, 0)
+_found: WeakKeyDictionary[Compute, dict[str, Work]] = WeakKeyDictionary()  # by precision
+
 
 def local_work(program: Program, instruction: Instruction) -> Work:
     """The work of one run of an instruction on one core, without that of a loop's body. Exact.
@@ -20,9 +24,12 @@ def local_work(program: Program, instruction: Instruction) -> Work:
     Moves do none; what they send is in `Program.collectives`.
     """
     if not isinstance(instruction, Compute):
-        return Work(0, 0)
-    op = instruction.operation
-    return op.kind.work(*local_types(instruction), attributes(program, op))
+        return _NONE
+    known = _found.setdefault(instruction, {})
+    if program.precision not in known:
+        op = instruction.operation
+        known[program.precision] = op.kind.work(*local_types(instruction), attributes(program, op))
+    return known[program.precision]
 
 
 def local_types(instruction: Compute) -> tuple[tuple[TensorType, ...], TensorType]:

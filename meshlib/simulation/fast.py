@@ -9,7 +9,7 @@ is the order of addition, which the exact executor keeps; the instructions are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -81,8 +81,11 @@ class FastExecutor(Interpreter[Array, Engine]):
         """The instructions, with operands of products rounded before the first product that reads them."""
         found: list[Instruction] = []
         rounded: dict[Value, Value] = {}
+        settled = {self.settled}
         for i in self.program.instructions:
-            if self._is_settled(i):
+            if isinstance(i, Move):  # a part of the mask holds as well
+                settled.update(y for x, y in zip(i.inputs, i.outputs, strict=True) if x in settled)
+            if isinstance(i, Compute) and self._is_settled(i, settled):
                 i = Working(i.operation, i.inputs[1:2], i.outputs, i.region, (), ())
             if isinstance(i, Compute) and self._rounds(i):
                 for x in i.inputs:
@@ -93,9 +96,9 @@ class FastExecutor(Interpreter[Array, Engine]):
             found.append(i)
         return found
 
-    def _is_settled(self, i: Instruction) -> bool:
+    def _is_settled(self, i: Compute, settled: Set[Value | None]) -> bool:
         """Whether it chooses by a mask that holds, and so does nothing."""
-        if self.settled is None or i.operation.kind is not WHERE or not i.inputs or i.inputs[0] is not self.settled:
+        if i.operation.kind is not WHERE or i.inputs[0] not in settled:
             return False
         return i.inputs[1].tensor.type == i.outputs[0].tensor.type
 

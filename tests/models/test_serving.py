@@ -153,6 +153,9 @@ FIGURES = [
     ("palm-540b", 64, 2048, "float8_e4m3fn", None),
     ("gemma3-12b", 8, 8192, None, None),
     ("gpt2", 16, 1024, None, None),
+    ("mixtral-8x7b", 64, 4096, None, None),
+    ("deepseek-v3", 64, 4096, None, None),
+    ("gpt-oss-20b", 32, 4096, "int8", "int8"),
 ]
 
 
@@ -169,11 +172,55 @@ def test_a_step_moves_weights_and_caches_once(row: tuple[str, int, int, str | No
     looked_up += held.get("positions", 0)
     assert sum(held.values()) - looked_up <= moved <= 1.02 * sum(held.values())
     assert program.memory.peak_bytes <= 1.02 * sum(held.values())
+    if config.latent is not None:
+        return
     heads = sum(config.attention_of(w).memory * config.attention_of(w).dim * min(length, w or length)
                 for w in config.pattern)  # fmt: skip
     width = {None: 2, "int8": 1, "float8_e4m3fn": 1}[caches]
     kept = sum(n for name, n in held.items() if name.endswith(("cache/keys", "cache/values")))
     assert kept == 2 * batch * heads * width
+
+
+# ---------------------------------------------------------------- room for tokens of several sequences
+
+
+@pytest.mark.parametrize("name", some(["mixtral-8x7b", "deepseek-v3"], ["mixtral-8x7b"]))
+def test_sequences_that_are_routed_together(name: str) -> None:
+    """With room for all the logits are those of each by itself; with one place an expert drops what comes after."""
+    config, batch = small(name), 6
+    assert config.experts is not None
+    experts, rng = config.experts, np.random.default_rng(0)
+
+    def program(group_size: int | None, **room: object) -> mtf.Program:
+        routing = dataclasses.replace(experts.routing, **room)
+        held = config.replace(experts=dataclasses.replace(experts, routing=routing))
+        with mtf.Graph() as graph:
+            made = decode_step(held, batch, LENGTH, group_size=group_size)
+            drawn.update(values(graph))
+            return mtf.lower(*made, precision="highest")
+
+    drawn: dict[str, Array] = {}
+    apart = program(None)
+    tokens = rng.integers(0, config.vocab, batch)
+    tokens[1] = tokens[0]  # goes where the first goes
+
+    def step(one: mtf.Program) -> dict[str, Array]:
+        sim = mtf.simulate(one)
+        for variable, value in drawn.items():
+            sim.state[variable] = value
+        return sim.step(tokens=tokens)
+
+    wanted = step(apart)["logits"]
+    roomy = step(program(3, capacity_factor_eval=float(experts.count)))
+    np.testing.assert_allclose(roomy["logits"], wanted, rtol=1e-4, atol=1e-4)
+    assert roomy["dropped"] == 0
+    alone = step(program(1, capacity_factor_eval=1e-6, min_expert_capacity=1))
+    np.testing.assert_allclose(alone["logits"], wanted, rtol=1e-4, atol=1e-4)
+    assert alone["dropped"] == 0
+    tight = step(program(3, capacity_factor_eval=1e-6, min_expert_capacity=1))
+    assert tight["dropped"] >= experts.routing.choices  # all choices of the second sequence in the first layer
+    assert tight["dropped"].dtype == np.int32
+    assert np.abs(tight["logits"][1] - wanted[1]).max() > 1e-2
 
 
 # ---------------------------------------------------------------- bad input
@@ -186,6 +233,10 @@ BAD = {
     "no encoder": (lambda: decode_step(small("gpt2"), 1, 8, encoder_length=4), "has no encoder"),
     "an encoder": (lambda: decode_step(small("t5-11b"), 1, 8), "needs encoder_length"),
     "a dtype": (lambda: decode_step(small("gpt2"), 1, 8, cache_dtype="int32"), "cache_dtype must be .* 'int32'"),
+    "a group": (lambda: decode_step(small("mixtral-8x7b"), 6, 8, group_size=4), "batch 6: 6 % 4 = 2"),
+    "a group of beams": (lambda: decode_step(small("mixtral-8x7b"), 6, 8, beams=2, group_size=3), "beams 2: 2 % 3 = 2"),
+    "no experts": (lambda: decode_step(small("gpt2"), 2, 8, group_size=2), "is for models with experts"),
+    "an empty group": (lambda: decode_step(small("mixtral-8x7b"), 6, 8, group_size=0), "must be at least 1, got 0"),
     "a size": (lambda: decode_step(small("gpt2"), 0, 8), "batch must be at least 1, got 0"),
 }
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from layouts import Shape
-from meshlib.checks import at, flag
+from meshlib.checks import at, flag, whole
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError
 from meshlib.initializers import Initializer, zeros
@@ -54,6 +54,7 @@ def from_jax(
     names: Mapping[str, Any] | None = None,
     argnums: int | Sequence[int] = 0,
     constraints: bool = False,
+    most_trips: int | None = None,
 ) -> ImportedGraph:
     """A JAX function as a graph, from which on everything of the library works: layouts, reasons, estimates.
 
@@ -71,6 +72,8 @@ def from_jax(
         given, if any; float ones are trainable.
       constraints: whether `jax.lax.with_sharding_constraint` binds, as `mtf.constrain`; the mesh then needs the axes
         that it names. In any case `.constraints` lists what is said there, each with its rules.
+      most_trips: after how many trips a `while_loop` ends whose condition depends on data alone. All of them are
+        counted, and computed; what is done after the condition fails is not kept.
     Returns: an `ImportedGraph`: `.outputs`, `.loss`, `.variables`, `.inputs`; `.feeds(*args)` and `.state(*args)` make
       what a simulation takes of arguments; `.layout(*specs)` makes rules of PartitionSpecs. An axis that `fn` splits or
       merges is the product of several dims; axes of length 1 are none.
@@ -95,7 +98,7 @@ def from_jax(
     numbers = _argnums(argnums, len(args))
     own = parameter_names(fn, len(args))
     axes = Axes()
-    tracing = Tracing(axes)
+    tracing = Tracing(axes, None if most_trips is None else _most_trips(most_trips))
     flat, tree = jax.tree_util.tree_flatten(args)
     held = [leaf for leaf in flat if is_array(leaf)]
     leaves = _leaves(tracing, own, args, numbers)
@@ -112,6 +115,13 @@ def from_jax(
     call_products(axes, waiting)
     name_all(axes, code, leaves)
     return _graph(axes, code, leaves, held, used, own, results, Constraints(flag(constraints, WHAT, "constraints")))
+
+
+def _most_trips(given: object) -> int:
+    count = whole(given, WHAT, "most_trips")
+    if count < 1:
+        raise GraphError(f"{at(WHAT)}: most_trips must be at least 1, got {count}")
+    return count
 
 
 def _argnums(argnums: object, count: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshlib.jax.importing.code import Var
+from meshlib.jax.importing.fourier import fft
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +149,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "conj": lambda params, x: (x[0], -x[1]) if isinstance(x, tuple) else (x, jnp.zeros_like(-x)),
     "complex": lambda params, a, b: (a, b),
     "convert_element_type": _convert,
+    "fft": fft,
     "eq": lambda params, x, y: (x[0] == y[0]) & (x[1] == y[1]),
     "ne": lambda params, x, y: (x[0] != y[0]) | (x[1] != y[1]),
 }

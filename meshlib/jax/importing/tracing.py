@@ -46,6 +46,7 @@ class Tracing:
     """Makes `Code` of jaxprs; `axes` numbers the index spaces of what they hold."""
 
     axes: Axes
+    most_trips: int | None = None  # of a loop that no number known from the start bounds
     steps: list[Step] = field(default_factory=list)
     policy: Callable[..., Any] | None = None  # of the innermost checkpoint around
     saved: int = 0
@@ -120,6 +121,7 @@ class Tracing:
         if any(isinstance(x, Pair) for x in ins) or any(is_complex(v.aval) for v in eqn.outvars):
             return self._in_parts(eqn, ins, place)
         real = flat(ins)
+        params = {**params, "most_trips": self.most_trips} if name == "while" else params
         other = REWRITES[name](Step(name, real, [], params, place)) if name in REWRITES else None
         if other is not None:
             written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))

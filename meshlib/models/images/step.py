@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from layouts import Dimension, Shape
 from meshlib import layers
 from meshlib.checks import at, whole
+from meshlib.collector import uncollected
 from meshlib.errors import GraphError
 from meshlib.graph import Operation, Tensor
 from meshlib.models.images.resnet import ResNetConfig, resnet
@@ -29,6 +30,7 @@ def classifier(config: ImageConfig, images: Tensor, is_training: bool) -> tuple[
     return vit(config, images, is_training)
 
 
+@uncollected
 def image_step(
     config: ImageConfig,
     batch: int | Sequence[Dimension],

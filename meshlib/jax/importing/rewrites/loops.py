@@ -2,7 +2,8 @@
 
 How often it runs is known where its condition depends on nothing but numbers that are known from the start, such as a
 counter: these alone are run, here and now. Where only a part of the condition is such, as in (i < 100) & (error > eps),
-that part bounds the trips, and of those after the end nothing is kept.
+that part bounds the trips, and of those after the end nothing is kept. Where there is none, whoever imports may bound
+them.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def _length(step: Step) -> tuple[int | None, bool]:
     w = _While.of(step)
     counts = [_trips(w, step.ins, flag) for flag in _conjuncts(w.cond.jaxpr)]
     known = [n for n in counts if n is not None]
-    return (min(known) if known else None), len(known) < len(counts)
+    given: int | None = step.params["most_trips"]
+    return (min(known) if known else given), len(known) < len(counts)
 
 
 def _as_scan(step: Step) -> Function | None:
@@ -128,6 +130,6 @@ rule(
     write=None,
     fault=lambda step: (
         "a loop whose number of trips depends on data; give it a bound, as in (i < 100) & (...) with a counter i that "
-        "begins at a number, or use lax.scan"
+        "begins at a number, or as from_jax(..., most_trips=100), or use lax.scan"
     ),
 )
