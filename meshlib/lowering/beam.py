@@ -21,14 +21,15 @@ from meshlib.lowering.arrivals import slack
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Course, Outcome
 from meshlib.lowering.guide import Guide
-from meshlib.lowering.states import States, occurring
+from meshlib.lowering.states import Between, States
 from meshlib.lowering.ways import Floats, Ints, Lies, Price, with_room
 
 # How many states are kept, without and with a guide: the fewer operations, the more.
 FIRST_WIDTHS, WIDTHS = (6, 32), (16, 48)  # at least, at most
 EFFORT = 2000  # states times operations
-# Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches in
-# large graphs, of what the way sends that follows the one best state.
+SMALL = 64  # operations; in so small a graph the guided searches are thorough: see `Course.outcomes`
+# Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches, of
+# what the way sends that follows the one best state.
 WINDOW, FIRST_WINDOW = 0.15, 0.3
 HOMESICK = (1.0, 0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
@@ -36,20 +37,19 @@ SEARCHES = 8  # at most; each is guided by what the one before found, as long as
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
     """What each operation does in the best program found."""
-    window = float("inf")
-    if not course.thorough:
-        window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
+    small = len(course.graph.operations) <= SMALL
+    window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
     best = _searched(Beam(course, None, HOMESICK[0], window))
     if best.dropped:
         others = [_searched(Beam(course, None, share, window, ahead=best)) for share in HOMESICK[1:]]
-        best = _improved(min([best, *(beam for beam in others if not beam.lost)], key=lambda beam: beam.cost))
-    return best.chosen
+        best = min([best, *(beam for beam in others if not beam.lost)], key=lambda beam: beam.cost)
+    return _improved(best, small).chosen if best.dropped or small else best.chosen
 
 
-def _improved(beam: Beam) -> Beam:
+def _improved(beam: Beam, thorough: bool) -> Beam:
     """What searches find that are guided by it, one after the other as long as that helps."""
     for _ in range(SEARCHES):
-        guide = Guide(beam.course, beam.chosen)
+        guide = Guide(beam.course, beam.chosen, thorough)
         guided = _searched(Beam(beam.course, guide, window=WINDOW * guide.sent))
         if not guided.cost < beam.cost - slack(beam.cost):
             break
@@ -82,7 +82,7 @@ class Beam:
     dropped: bool = False  # whether it dropped states that no other covers: another search may find better ones
     _region: str = ""  # that of the operation that is on
     _changed: bool = False  # whether states were added, or changed
-    _prices: dict[Tensor, Floats] = field(default_factory=dict)  # see `_expected`
+    _prices: Floats = field(default_factory=lambda: np.full((2, 64), np.nan))  # see `_known`
 
     def __post_init__(self) -> None:
         least, most = FIRST_WIDTHS if self.guide is None else WIDTHS
@@ -93,23 +93,21 @@ class Beam:
         operations = self.course.graph.operations
         for n, op in enumerate(operations):
             if self._region != op.region:
-                self._prices.clear()
+                self._prices.fill(np.nan)
                 self._region = op.region
             if self.guide is not None:
                 for t in self.guide.step(n):
-                    self._prices.pop(t, None)
+                    self._unlearn(t)
             self._advance(op, n)
             self._forget(n)
-            self.pace.append(self.cost + float(self.states.cost.min()))
+            self.pace.append(self.cost + self.states.least)
             if self.ahead is not None and self.pace[n] > self.ahead.pace[n] + self.ahead.sent:
                 self.lost = True
                 return
         self._advance(operations[-1], len(operations))
-        states = self.states
-        best = np.lexsort((states.strays, states.collectives, states.cost))[0]
-        self.cost += float(states.cost[best])
-        self.sent += float(states.sent[best])
-        trail = states.trails[best]
+        cost, sent, trail = self.states.end()
+        self.cost += cost
+        self.sent += sent
         while trail is not None:
             self.chosen[trail.operation] = trail.choice
             trail = trail.before
@@ -117,10 +115,11 @@ class Beam:
     def _advance(self, op: Operation, n: int) -> None:
         """Take every state on by each outcome of operation `n`; by one for all where they have its operands alike."""
         states, reads = self.states, self.course.reads[n]
+        thorough = self.guide is not None and self.guide.thorough
         differing = [(m, states.columns[t]) for m, t in enumerate(reads) if t in states.columns]
         numbers = [-1 if t in states.columns else self.common[t] for t in reads]
         if not differing:
-            outcomes = self.course.outcomes(n, tuple(numbers))
+            outcomes = self.course.outcomes(n, tuple(numbers), thorough)
             if len(outcomes) == 1:
                 self._run(op, outcomes[0])
                 return
@@ -130,7 +129,7 @@ class Beam:
             for own in states.ways[:, [column for _, column in differing]].tolist():
                 for (m, _), number in zip(differing, own, strict=True):
                     numbers[m] = number
-                found.append(self.course.outcomes(n, tuple(numbers)))
+                found.append(self.course.outcomes(n, tuple(numbers), thorough))
         self.states = states.followed(op, found, self.common)
         self._changed = True
 
@@ -149,29 +148,34 @@ class Beam:
             return
         self._changed = False
         if len(self.states) > 1:
-            best = self.states.best(self.sent, self.width, self.window, self._expected, self._distances)
+            best = self.states.best(self.sent, self.width, self.window, self._expected, self._between)
             self.states, all_uncovered = best
             self.dropped |= not all_uncovered
         self.common.update(self.states.alike())
 
-    def _distances(self, t: Tensor, numbers: Ints) -> Floats:
-        """What it costs to bring a tensor from way to way."""
-        return self.course.distances(t, numbers, self._region)
+    def _between(self, states: States) -> Between:
+        """What it costs to bring each tensor from way to way, and which way each state has it."""
+        places = self.course.ways.places[states.ways]
+        return [(self.course.distances(t, self._region), places[:, n]) for t, n in states.columns.items()]
 
-    def _expected(self, t: Tensor, numbers: Ints) -> Floats:
-        """What it costs, and in how many collectives, to bring a tensor to where the guide needs it, or home."""
-        ways = self.course.ways[t]
-        prices = self._prices.get(t)
-        if prices is None:
-            prices = np.full((2, 4), np.nan)
-        prices = self._prices[t] = with_room(prices, 2, len(ways.lies), np.nan)
-        found = prices[:, numbers]
-        unknown = np.isnan(found[0])
-        if unknown.any():
-            for number in occurring(numbers[unknown]).tolist():
-                prices[:, number] = self._price(t, ways.lies[number])
-            found = prices[:, numbers]
+    def _expected(self, ways: Ints) -> Floats:
+        """Per state what it costs, and in how many collectives, to bring all to where the guide needs it, or home."""
+        every, prices = self.course.ways, self._known()
+        found: Floats = prices[:, ways].sum(axis=2)
+        if np.isnan(found[0]).any():
+            for number in np.unique(ways[np.isnan(prices[0, ways])]).tolist():
+                prices[:, number] = self._price(every.tensors[number], every.lies[number])
+            found = prices[:, ways].sum(axis=2)
         return found
+
+    def _known(self) -> Floats:
+        """What each way is known to cost, NaN where nobody asked yet."""
+        self._prices = with_room(self._prices, 2, len(self.course.ways.lies), np.nan)
+        return self._prices
+
+    def _unlearn(self, t: Tensor) -> None:
+        """The guide needs it elsewhere now."""
+        self._known()[:, self.course.ways.numbers(t)] = np.nan
 
     def _price(self, t: Tensor, lies: Lies) -> Price:
         if self.guide is not None:

@@ -18,13 +18,10 @@ from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.memos import Found
 from meshlib.lowering.simplification import Simplified
-from meshlib.lowering.ways import Distances, Floats, Ints, Lies, Price, Ways
+from meshlib.lowering.ways import AllWays, Distances, Floats, Lies, Price
 from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
-
-SMALL = 64  # operations; in so small a graph those that leave little to choose have all their options
-
 
 Where: TypeAlias = dict[Tensor, Lies]  # where some tensors lie
 
@@ -64,24 +61,30 @@ class Course:
     dying: dict[int, list[Tensor]] = field(init=False)  # per operation, what none after it needs
     # Results that are best at home, though nothing in this graph says so: who reads what a loop stacks does so later.
     ends: list[Tensor] = field(init=False)
-    # Whether an operation whose operands lie as it wants them may take one elsewhere, for what a later user gathers.
-    thorough: bool = field(init=False)
+    settles: list[bool] = field(init=False)  # per operation, whether it gains nothing: see `outcomes`
     reads: list[tuple[Tensor, ...]] = field(init=False)  # per operation, and at the end, what its outcomes depend on
-    ways: dict[Tensor, Ways] = field(default_factory=dict)
+    ways: AllWays = field(default_factory=AllWays)
     _facts: dict[Operation, _Facts] = field(default_factory=dict)
-    _outcomes: dict[tuple[int, tuple[int, ...]], tuple[Outcome, ...]] = field(default_factory=dict)
+    _outcomes: dict[tuple[int, tuple[int, ...], bool], tuple[Outcome, ...]] = field(default_factory=dict)
     _distances: dict[tuple[Tensor, str], Distances] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.thorough = len(self.graph.operations) <= SMALL
         self.again = made_again(self.graph)
         self.last = last_uses(self.graph, self.again)
         self.dying = {}
         for t, n in self.last.items():
             self.dying.setdefault(n, []).append(t)
+        inputs = [(op, self.graph.inputs[op]) for op in self.graph.operations]
+        self.settles = [
+            not grows(op, ins) and all(self.last[t] <= n for t in ins) for n, (op, ins) in enumerate(inputs)
+        ]
         self.ends = [y for op in self.graph.operations for y in op.outputs if y in self.graph.taken]
         self.reads = [self._closure(self._taken(op)) for op in self.graph.operations]
         self.reads.append(self._closure(self.ends))
+
+    def _gains_nothing(self, op: Operation, n: int) -> bool:
+        inputs = self.graph.inputs[op]
+        return not grows(op, inputs) and all(self.last[t] <= n for t in inputs)
 
     def _taken(self, op: Operation) -> Sequence[Tensor]:
         """Its operands; of a loop those that its body needs."""
@@ -97,15 +100,21 @@ class Course:
                 found.update(dict.fromkeys(self._closure(self.graph.inputs[t.operation])))
         return tuple(found)
 
-    def outcomes(self, n: int, numbers: tuple[int, ...]) -> tuple[Outcome, ...]:
-        """What may come of operation number `n`, where what it reads lies so. After the last one results come home."""
-        found = self._outcomes.get((n, numbers))
+    def outcomes(self, n: int, numbers: tuple[int, ...], thorough: bool) -> tuple[Outcome, ...]:
+        """What may come of operation number `n`, where what it reads lies so. After the last one results come home.
+
+        `thorough`: an operation whose operands lie well may take one elsewhere, where a later user might gather it, or
+        its result, which is larger.
+        """
+        thorough &= n < len(self.settles) and not self.settles[n]
+        key = (n, numbers, thorough)
+        found = self._outcomes.get(key)
         if found is None:
-            before = {t: self.ways[t].lies[number] for t, number in zip(self.reads[n], numbers, strict=True)}
-            found = self._outcomes[n, numbers] = tuple(self._run(n, before))
+            before = {t: self.ways.lies[number] for t, number in zip(self.reads[n], numbers, strict=True)}
+            found = self._outcomes[key] = tuple(self._run(n, before, thorough))
         return found
 
-    def _run(self, n: int, before: Where) -> Iterator[Outcome]:
+    def _run(self, n: int, before: Where, thorough: bool) -> Iterator[Outcome]:
         if n == len(self.graph.operations):
             where = dict(before)
             region = self.graph.operations[-1].region
@@ -117,15 +126,13 @@ class Course:
             where = dict(before)
             yield self._outcome(before, where, None, self._run_fixed(op, where))
             return
-        for option in self._options(op, n, before):
+        for option in self._options(op, n, before, thorough):
             where = dict(before)
             yield self._outcome(before, where, option, self._take(where, op, option))
 
     def _outcome(self, before: Where, where: Where, option: Option | None, ways: Sequence[Way]) -> Outcome:
         cost, collectives = sum(way.cost for way in ways), sum(way.collectives for way in ways)
-        numbers = {
-            t: self.ways.setdefault(t, Ways()).number(lies) for t, lies in where.items() if before.get(t) is not lies
-        }
+        numbers = {t: self.ways.number(t, lies) for t, lies in where.items() if before.get(t) is not lies}
         if option is None:
             return Outcome(None, cost, cost, collectives, 0, numbers)
         return Outcome(
@@ -137,7 +144,7 @@ class Course:
             numbers,
         )
 
-    def _options(self, op: Operation, n: int, where: Where) -> Sequence[Option]:
+    def _options(self, op: Operation, n: int, where: Where, thorough: bool) -> Sequence[Option]:
         """The ways to run operation number `n`."""
         facts = self._facts.get(op)
         if facts is None:
@@ -146,7 +153,7 @@ class Course:
         operands = [Operand(x, *rest) for x, rest in zip(sources, facts.operands, strict=True)]
         settles = settled(facts.endings.signature, operands, facts.endings.home)
         plain = settles and Option(settles, 0.0, 0.0, 0, 0, (), (settles.out,))
-        if plain and not self.thorough:
+        if plain and not thorough:
             return (plain,)
         key = (facts.endings, facts.passes, *operands)
         found = self.found.options.get(key)
@@ -233,7 +240,7 @@ class Course:
         missing = [s for r, s in ends if (r, s) not in lies and (None, s) not in lies]
         return self._bringing(t, lies, missing, region) if missing else (0.0, 0)
 
-    def distances(self, t: Tensor, numbers: Ints, region: str) -> Floats:
+    def distances(self, t: Tensor, region: str) -> Floats:
         """What that costs from way to way, as far as the users of a tensor could ask for it: see `Distances.table`."""
         found = self._distances.get((t, region))
         if found is None:
@@ -241,8 +248,8 @@ class Course:
             def price(here: Sharding, there: Sharding) -> Price:
                 return between(here, there, t.dtype.itemsize, self.found.balance.axis_prices)
 
-            found = self._distances[t, region] = Distances(self.ways[t], self.homes.of(t), region, price)
-        return found.table(numbers)
+            found = self._distances[t, region] = Distances(self.ways.of[t], self.homes.of(t), region, price)
+        return found.table()
 
     def _bringing(self, t: Tensor, lies: Lies, missing: Iterable[Sharding], region: str) -> tuple[float, int]:
         cost, collectives = 0.0, 0
@@ -319,6 +326,11 @@ def last_uses(graph: Simplified, again: set[Tensor]) -> dict[Tensor, int]:
             for x in graph.inputs[op]:
                 last[x] = max(last[x], last[op.output])
     return last
+
+
+def grows(op: Operation, inputs: Sequence[Tensor]) -> bool:
+    """Whether its result is larger than what it is made of."""
+    return sum(t.dtype.size_bytes(t.shape.size) for t in inputs) < op.output.dtype.size_bytes(op.output.shape.size)
 
 
 def is_fixed(op: Operation) -> bool:

@@ -25,6 +25,7 @@ class Guide:
 
     course: Course
     choices: Mapping[Operation, Choice]
+    thorough: bool  # what there was to choose from: see `Course.outcomes`
     _changes: list[Mapping[Tensor, int]] = field(default_factory=list)  # per operation, where things lie after it
     _lies: dict[Tensor, Lies] = field(default_factory=dict)  # where they lie now
     # Per tensor and place, the last operation at which it is read there; and what it costs to bring it there, when.
@@ -38,8 +39,8 @@ class Guide:
         numbers: dict[Tensor, int] = {}
         for n, op in enumerate(graph.operations):
             reads = course.reads[n]
-            outcomes = course.outcomes(n, tuple([numbers[t] for t in reads]))
-            where = {t: course.ways[t].lies[numbers[t]] for t in reads}
+            outcomes = course.outcomes(n, tuple([numbers[t] for t in reads]), self.thorough)
+            where = {t: course.ways.lies[numbers[t]] for t in reads}
             if is_fixed(op):
                 (outcome,) = outcomes
                 taken: Iterable[tuple[Tensor, Sharding]] = course.takes(op, where)
@@ -52,7 +53,7 @@ class Guide:
             self.sent += outcome.sent
             self._changes.append(outcome.ways)
             numbers.update(outcome.ways)
-        where = {t: course.ways[t].lies[numbers[t]] for t in course.reads[-1]}
+        where = {t: course.ways.lies[numbers[t]] for t in course.reads[-1]}
         for t in course.ends:
             self._note(t, course.homes.of(t), len(self._changes), t.operation.region, where)
 
@@ -69,7 +70,7 @@ class Guide:
     def step(self, n: int) -> Iterable[Tensor]:
         """Go on over operation `n`; returns the tensors whose price may be another then."""
         changes = self._changes[n]
-        self._lies.update({t: self.course.ways[t].lies[number] for t, number in changes.items()})
+        self._lies.update({t: self.course.ways.lies[number] for t, number in changes.items()})
         self._now = n
         return (*changes, *self.course.graph.inputs[self.course.graph.operations[n]])
 

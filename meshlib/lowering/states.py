@@ -18,11 +18,11 @@ LOOKED_AT = 4  # so many times as many as are kept are looked at before trifles 
 BLOCK = 32  # so many are compared with all others at once
 TRIFLES = (0.0, 1e-5, 1e-4, 1e-3)  # of what has been sent so far
 
-# (tensor, each state's way) -> what each costs, and in how many collectives, to bring it to where it is to be
-Prices: TypeAlias = Callable[[Tensor, Ints], Floats]
-# (tensor, ways) -> the same from way to way, for these at least
-Table: TypeAlias = Callable[[Tensor, Ints], Floats]
+# each state's ways -> what it costs, and in how many collectives, to bring all to where it is to be
+Prices: TypeAlias = Callable[[Ints], Floats]
 Between: TypeAlias = Sequence[tuple[Floats, Ints]]  # per tensor what it costs from way to way, and each state's way
+
+COST, SENT, COLLECTIVES, STRAYS = range(4)  # the columns of `States.figures`
 
 
 class Trail(NamedTuple):
@@ -37,10 +37,7 @@ class Trail(NamedTuple):
 class States:
     """Ways to have run a program so far, a row each. They tell of the values that not all of them have alike."""
 
-    cost: Floats = field(default_factory=lambda: np.zeros(1))
-    sent: Floats = field(default_factory=lambda: np.zeros(1))  # bytes of it
-    collectives: Ints = field(default_factory=lambda: np.zeros(1, int))
-    strays: Ints = field(default_factory=lambda: np.zeros(1, int))
+    figures: Floats = field(default_factory=lambda: np.zeros((1, 4)))  # cost, bytes of it, collectives, strays
     ways: Ints = field(default_factory=lambda: np.zeros((1, 0), int))  # (states, tensors): numbers of ways
     trails: list[Trail | None] = field(default_factory=lambda: [None])
     columns: dict[Tensor, int] = field(default_factory=dict)
@@ -48,42 +45,40 @@ class States:
     def __len__(self) -> int:
         return len(self.trails)
 
+    @property
+    def least(self) -> float:
+        """What the cheapest has cost."""
+        return float(self.figures[:, COST].min())
+
+    def end(self) -> tuple[float, float, Trail | None]:
+        """What the best has cost, bytes of it, and what it decided."""
+        n = np.lexsort((self.figures[:, STRAYS], self.figures[:, COLLECTIVES], self.figures[:, COST]))[0]
+        return float(self.figures[n, COST]), float(self.figures[n, SENT]), self.trails[n]
+
     def taken(self, rows: Sequence[int] | Ints) -> States:
         """Some of them."""
-        return States(
-            self.cost[rows],
-            self.sent[rows],
-            self.collectives[rows],
-            self.strays[rows],
-            self.ways[rows],
-            [self.trails[n] for n in rows],
-            self.columns,
-        )
+        return States(self.figures[rows], self.ways[rows], [self.trails[n] for n in rows], self.columns)
 
     def followed(self, op: Operation, found: Sequence[Sequence[Outcome]], common: dict[Tensor, int]) -> States:
         """Each of them after what it may do at `op`; `common`: the ways of the values that all have alike."""
-        made = [outcome for outcomes in found for outcome in outcomes]
-        rows = np.repeat(np.arange(len(self)), [len(outcomes) for outcomes in found])
-        after = self.taken(rows)
-        after.cost += [x.cost for x in made]
-        after.sent += [x.sent for x in made]
-        after.collectives += [x.collectives for x in made]
-        after.strays += [x.strays for x in made]
-        after.trails = [
-            trail if x.choice is None else Trail(trail, op, x.choice)
-            for trail, x in zip(after.trails, made, strict=True)
-        ]
-        changed = dict.fromkeys(t for x in made for t in x.ways)
+        made = [(n, outcome) for n, outcomes in enumerate(found) for outcome in outcomes]
+        rows = [n for n, _ in made]
+        figures = self.figures[rows]
+        figures += [x[1:5] for _, x in made]
+        trails = [self.trails[n] if x.choice is None else Trail(self.trails[n], op, x.choice) for n, x in made]
+        changed = dict.fromkeys(t for _, x in made for t in x.ways)
         new = [t for t in changed if t not in self.columns]
-        if new:
-            own = np.array([[common.get(t, -1) for t in new]]).repeat(len(made), axis=0)
-            after.ways = np.concatenate([after.ways, own], axis=1)
-            after.columns = {**self.columns, **{t: len(self.columns) + n for n, t in enumerate(new)}}
+        columns = {**self.columns, **{t: len(self.columns) + n for n, t in enumerate(new)}} if new else self.columns
+        ways = np.empty((len(made), len(columns)), int)
+        ways[:, : len(self.columns)] = self.ways[rows]
+        ways[:, len(self.columns) :] = [common.get(t, -1) for t in new]
         for t in changed:
-            now = np.array([x.ways.get(t, -1) for x in made])
-            column = after.ways[:, after.columns[t]]
-            np.copyto(column, now, where=now >= 0)
-        return after
+            column = ways[:, columns[t]]
+            for n, (_, x) in enumerate(made):
+                now = x.ways.get(t)
+                if now is not None:
+                    column[n] = now
+        return States(figures, ways, trails, columns)
 
     def forget(self, tensors: Iterable[Tensor]) -> bool:
         """Say no more of these; whether anything was said."""
@@ -100,7 +95,9 @@ class States:
             self._keep([t for t in self.columns if t not in found])
         return found
 
-    def best(self, sent: float, width: int, window: float, prices: Prices, distances: Table) -> tuple[States, bool]:
+    def best(
+        self, sent: float, width: int, window: float, prices: Prices, between: Callable[[States], Between]
+    ) -> tuple[States, bool]:
         """At most `width` of them, those that others cover left out, and those expected to cost `window` more.
 
         `sent`: bytes that all have sent besides. Returned with whether they are all that none of them covers.
@@ -111,20 +108,17 @@ class States:
         some = self.taken(self._different())
         if len(some) == 1:
             return some, True
-        expected, collectives = some.cost.copy(), some.collectives.astype(float)
-        for t, n in some.columns.items():
-            cost, more = prices(t, some.ways[:, n])
-            expected += cost
-            collectives += more
-        expected = expected.round(2)
-        order = np.lexsort((some.strays, collectives, expected))
-        sent += float(some.sent[order[0]])
+        cost, collectives = prices(some.ways)
+        expected = (cost + some.figures[:, COST]).round(2)
+        order = np.lexsort((some.figures[:, STRAYS], collectives + some.figures[:, COLLECTIVES], expected))
+        sent += float(some.figures[order[0], SENT])
         limit, enough = expected[order[0]] + window, TRIFLES[-1] * sent + 1.0
         order = order[expected[order] <= limit]
         every = len(order) == len(some)
+        if width == 1 or len(order) == 1:
+            return some.taken(order[:1]), every and len(order) == 1
         some = some.taken(order)
-        between = [(distances(t, occurring(some.ways[:, n])), some.ways[:, n]) for t, n in some.columns.items()]
-        kept, advantages = some._uncovered(LOOKED_AT * width, between, enough)
+        kept, advantages = some._uncovered(LOOKED_AT * width, between(some), enough)
         for trifle in TRIFLES:
             left = [n for n in kept if advantages[n] > trifle * sent]
             if len(left) <= width:
@@ -137,19 +131,18 @@ class States:
 
     def _different(self) -> list[int]:
         """One of all that lie alike: the cheapest."""
-        found: dict[bytes, int] = {}
-        rows = np.ascontiguousarray(self.ways)
-        for n, row in enumerate(rows):
-            key = row.tobytes()
-            other = found.get(key)
-            if other is None or self._dearer(other, n):
-                found[key] = n
+        found: dict[tuple[int, ...], int] = {}
+        for n, row in enumerate(map(tuple, self.ways.tolist())):
+            other = found.setdefault(row, n)
+            if other != n and self._dearer(other, n):
+                found[row] = n
         return list(found.values())
 
     def _dearer(self, a: int, b: int) -> bool:
-        if abs(self.cost[a] - self.cost[b]) > slack(self.cost[b]):
-            return bool(self.cost[a] > self.cost[b])
-        return (self.collectives[a], self.strays[a]) > (self.collectives[b], self.strays[b])
+        (cost, _, *rest), (other, _, *others) = self.figures[a].tolist(), self.figures[b].tolist()
+        if abs(cost - other) > slack(other):
+            return bool(cost > other)
+        return bool(rest > others)
 
     def _uncovered(self, most: int, between: Between, enough: float) -> tuple[list[int], Floats]:
         """The first `most` that none before them covers, and the advantage of each over those before it."""
@@ -171,25 +164,20 @@ class States:
     def _advantages(self, some: Ints, others: Ints, between: Between, enough: float) -> Floats:
         """By how much others (columns) are cheaper than some (rows) brought to where they lie, at most `enough`.
 
-        Not above 0 where that is as good.
+        Not above 0 where that is as good. `some` are the first of the others, and each is compared with those after it.
         """
-        before, after = self.cost[some, None], self.cost[others]
+        before, after = self.figures[some, None, COST], self.figures[others, COST]
         brought = np.repeat(before, len(others), axis=1)
-        for (cost, _), codes in between:
-            brought += cost[codes[some, None], codes[others]]
-        found = np.minimum(brought - after - NEARLY * (brought - before), enough)
+        for (cost, _), places in between:
+            brought += cost[places[some, None], places[others]]
+        found: Floats = np.minimum(brought - after - NEARLY * (brought - before), enough)
         noise = slack(after)
-        rows, columns = (np.abs(brought - after) <= noise).nonzero()
-        a, b = some[rows], others[columns]
-        collectives = self.collectives[a] - self.collectives[b]
-        for (_, more), codes in between:
-            collectives = collectives + more[codes[a], codes[b]]
-        fewer = (collectives < 0) | ((collectives == 0) & (self.strays[a] <= self.strays[b]))
-        found[rows, columns] = np.where(fewer, 0.0, noise[columns])
+        rows, columns = np.triu(np.abs(brought - after) <= noise, 1).nonzero()
+        if len(rows):
+            a, b = some[rows], others[columns]
+            collectives = self.figures[a, COLLECTIVES] - self.figures[b, COLLECTIVES]
+            for (_, more), places in between:
+                collectives = collectives + more[places[a], places[b]]
+            strays = self.figures[a, STRAYS] <= self.figures[b, STRAYS]
+            found[rows, columns] = np.where((collectives < 0) | ((collectives == 0) & strays), 0.0, noise[columns])
         return found
-
-
-def occurring(numbers: Ints) -> Ints:
-    """Each of them once, in order."""
-    found: Ints = np.bincount(numbers).nonzero()[0]
-    return found

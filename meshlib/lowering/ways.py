@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layouts import Sharding
+from meshlib.graph import Tensor
 from meshlib.lowering.homes import Region
 
 Spot: TypeAlias = tuple[Region, Sharding]
@@ -24,28 +25,54 @@ Ints: TypeAlias = NDArray[np.int64]
 Table = TypeVar("Table", NDArray[np.bool_], NDArray[np.float64])
 
 FAR = 1e30  # bytes, of what cannot be reached: more than any program sends
-_BOTH = np.arange(2)  # bytes and collectives
 
 
 @dataclass(eq=False)
 class Ways:
-    """Numbers for the ways in which one tensor lies, and for the spots that they consist of."""
+    """The ways in which one tensor lies, in the order in which they were met, and the spots that they consist of."""
 
-    numbers: dict[Lies, int] = field(default_factory=dict)
-    lies: list[Lies] = field(default_factory=list)  # by number
+    numbers: dict[Lies, int] = field(default_factory=dict)  # among the ways of all tensors
     spots: dict[Spot, int] = field(default_factory=dict)
     has: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((4, 4), bool))  # (ways, spots), and room for more
 
-    def number(self, lies: Lies) -> int:
-        """The number of a way."""
-        found = self.numbers.get(lies)
+    def add(self, lies: Lies, number: int) -> None:
+        """One more."""
+        place = len(self.numbers)
+        self.numbers[lies] = number
+        own = [self.spots.setdefault(spot, len(self.spots)) for spot in lies]
+        self.has = with_room(self.has, len(self.numbers), len(self.spots), False)
+        self.has[place, own] = True
+
+
+@dataclass(eq=False)
+class AllWays:
+    """The ways of all tensors, each with a number of its own."""
+
+    of: dict[Tensor, Ways] = field(default_factory=dict)
+    lies: list[Lies] = field(default_factory=list)  # by number
+    tensors: list[Tensor] = field(default_factory=list)
+    places: Ints = field(default_factory=lambda: np.zeros(64, int))  # which of its tensor's ways each is
+
+    def number(self, t: Tensor, lies: Lies) -> int:
+        """The number of a way of a tensor."""
+        ways = self.of.get(t)
+        if ways is None:
+            ways = self.of[t] = Ways()
+        found = ways.numbers.get(lies)
         if found is None:
-            found = self.numbers[lies] = len(self.lies)
+            found = len(self.lies)
+            if found == len(self.places):
+                self.places = np.concatenate([self.places, self.places])
+            self.places[found] = len(ways.numbers)
+            ways.add(lies, found)
             self.lies.append(lies)
-            own = [self.spots.setdefault(spot, len(self.spots)) for spot in lies]
-            self.has = with_room(self.has, len(self.lies), len(self.spots), False)
-            self.has[found, own] = True
+            self.tensors.append(t)
         return found
+
+    def numbers(self, t: Tensor) -> list[int]:
+        """Those of one tensor."""
+        ways = self.of.get(t)
+        return list(ways.numbers.values()) if ways is not None else []
 
 
 class Distances:
@@ -57,29 +84,18 @@ class Distances:
 
     def __init__(self, ways: Ways, home: Sharding, region: str, price: Callable[[Sharding, Sharding], Price]) -> None:
         self._ways, self._home, self._region, self._price = ways, home, region, price
-        self._apart: Floats = np.full((2, 4, 4), np.nan)  # bytes and collectives; (from spot, to spot)
-        self._table: Floats = np.full((2, 4, 4), np.nan)  # (from way, to way)
-        self._asked: set[bytes] = set()  # what `table` was asked for
+        self._apart: dict[tuple[Sharding, Sharding], Price] = {}
+        self._table: Floats = np.zeros((2, 0, 0))
 
-    def table(self, numbers: Ints) -> Floats:
-        """Bytes, and collectives, from way (rows) to way (columns): of these at least, of others maybe NaN."""
-        asked = numbers.tobytes()
-        if asked in self._asked:
-            return self._table
-        self._asked.add(asked)
-        ways = len(self._ways.lies)
-        self._table = with_room(self._table, ways, ways, np.nan)
-        at = np.ix_(_BOTH, numbers, numbers)
-        if np.isnan(self._table[at]).any():
-            self._table[at] = self._between(numbers)
+    def table(self) -> Floats:
+        """Bytes, and collectives, from way (rows) to way (columns), of all that are known by now."""
+        if self._table.shape[1] < len(self._ways.numbers):
+            self._table = self._between()
         return self._table
 
-    def _between(self, numbers: Ints) -> Floats:
-        has = self._ways.has[numbers]
-        used = np.flatnonzero(has.any(axis=0))
-        has = has[:, used]
-        every = list(self._ways.spots)
-        spots = [every[n] for n in used]
+    def _between(self) -> Floats:
+        spots = list(self._ways.spots)
+        has = self._ways.has[: len(self._ways.numbers), : len(spots)]
         known = has & np.array([r is None or r == self._region for r, _ in spots])
         # No user would ask for an axis on a dim where the tensor has it in none of its spots, nor at home.
         split = np.array([_split(s) for _, s in spots])
@@ -87,7 +103,7 @@ class Distances:
         same = np.array([[b == a or b == (None, a[1]) for a in spots] for b in spots])
         there = has @ same
         wanted = known.T @ (asked & ~there)  # (from spot, to spot)
-        cost, collectives = np.where(known[:, :, None], self._between_spots(used, spots, wanted)[:, None], FAR)
+        cost, collectives = np.where(known[:, :, None], self._between_spots(spots, wanted)[:, None], FAR)
         reach = cost.min(axis=1)
         launches = np.where(cost == reach[:, None], collectives, FAR).min(axis=1)
         reach[~asked] = FAR
@@ -95,16 +111,17 @@ class Distances:
         both: Floats = np.stack([reach, launches]) @ has.T
         return both
 
-    def _between_spots(self, used: NDArray[np.intp], spots: Sequence[Spot], wanted: NDArray[np.bool_]) -> Floats:
+    def _between_spots(self, spots: Sequence[Spot], wanted: NDArray[np.bool_]) -> Floats:
         """From each of these spots (rows) to each (columns), worked out where it is wanted."""
-        size = len(self._ways.spots)
-        self._apart = with_room(self._apart, size, size, np.nan)
-        at = np.ix_(_BOTH, used, used)
-        for n, m in np.argwhere(np.isnan(self._apart[at][0]) & wanted):
-            (_, here), (_, there) = spots[n], spots[m]
-            cost, launches = self._price(here, there)
-            self._apart[:, used[n], used[m]] = min(cost, FAR), launches
-        return np.where(wanted, self._apart[at], FAR)
+        found = np.full((2, *wanted.shape), FAR)
+        for n, m in np.argwhere(wanted).tolist():
+            pair = spots[n][1], spots[m][1]
+            price = self._apart.get(pair)
+            if price is None:
+                cost, launches = self._price(*pair)
+                price = self._apart[pair] = min(cost, FAR), launches
+            found[:, n, m] = price
+        return found
 
 
 @lru_cache(maxsize=1 << 12)
