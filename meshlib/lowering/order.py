@@ -18,7 +18,6 @@ from typing import TypeAlias
 from meshlib.lowering.fuse import fusion_groups, groups_of, join_rows, numbered
 from meshlib.operation import Kind
 from meshlib.program.instructions import Compute, Instruction, Loop, Move, Resident, Value
-from meshlib.program.kept import is_elementwise
 from meshlib.program.records import Program
 from meshlib.program.work import local_work
 
@@ -103,7 +102,6 @@ class _Scheduler:
                     if self.made_in[x] != g:
                         self.users.setdefault(x, set()).add(g)
         self.left = {x: len(users) for x, users in self.users.items()}
-        self.known_sources: dict[Value, set[Value] | None] = {}
         self.inputs = [
             {x for i in group for x in i.inputs if self.made_in[x] != g} for g, group in enumerate(self.groups)
         ]
@@ -123,7 +121,7 @@ class _Scheduler:
         }
 
     def _frees(self, g: int) -> bool:
-        freed = sum(_device_bytes(x) for x in self.inputs[g] if self.left[x] == 1 and self._is_stored(x, g))
+        freed = sum(_device_bytes(x) for x in self.inputs[g] if self.left[x] == 1 and x not in self.lasting)
         taken = 0
         for i in self.groups[g]:
             for y in i.outputs:
@@ -133,33 +131,6 @@ class _Scheduler:
                 in_place = old is not None and self.left.get(old, 0) == (old in self.inputs[g])
                 taken += 0 if in_place else _device_bytes(y)
         return freed > taken
-
-    def _is_stored(self, x: Value, g: int) -> bool:
-        """Whether group `g`, the last that reads `x`, finds it in memory and nobody will after it: what follows element
-        by element from what stays there anyway is made again (`meshlib.program.kept`)."""
-        if x in self.lasting:
-            return False
-        sources = self._sources(x)
-        return sources is None or not all(
-            z in self.lasting or self.left.get(z, 0) > (z in self.inputs[g]) for z in sources
-        )
-
-    def _sources(self, x: Value) -> set[Value] | None:
-        """What of other groups a value is made of element by element; None where it is not."""
-        if x not in self.known_sources:
-            members = {y: i for i in self.groups[self.made_in[x]] for y in i.outputs}
-            found: set[Value] = set()
-            waiting = [x]
-            while waiting:
-                i = members[waiting.pop()]
-                if not is_elementwise(i):
-                    break
-                waiting += [z for z in i.inputs if z in members]
-                found.update(z for z in i.inputs if z not in members)
-            else:
-                self.known_sources[x] = found
-            self.known_sources.setdefault(x, None)
-        return self.known_sources[x]
 
     def _finish(self, g: int) -> list[int]:
         """Groups that may have become ready, or more attractive, by running `g`."""
