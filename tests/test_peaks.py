@@ -220,3 +220,71 @@ def test_scores_that_are_written_out_are_kept_once() -> None:
         beyond = peak("none", scan) - peak("matmuls", scan)
         # One layer's scores and a cotangent of theirs are there under either policy.
         assert scores - scores // layers <= beyond <= scores + context + rows
+
+
+# ---------------------------------------------------------------- other programs
+
+
+def trained(loss: mtf.Tensor, mesh: str = "chip:1", layout: str = "") -> mtf.Program:
+    return mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss), mesh=mesh, layout=layout)
+
+
+def test_mlp_with_gathered_weights() -> None:
+    """Each device holds a quarter of both. The second one, gathered once more, is there with the hidden cotangent that
+    it makes, over whose argument nothing can be written yet."""
+    b, weights = B // 4, M * F + F * OUT
+    program = mlp("all:4", "batch:all;variables/inner:all;variables/wide:all?")
+    assert program.memory.peak_bytes == (b * M + weights // 4 + b * F + b * OUT + F * OUT + b * F) * F32 + NUMBER
+
+
+def test_convolutions() -> None:
+    """Where the cotangent between them is made: all that is given, relu's result, the result."""
+    batch, height, width = D("batch", 8), D("height", 32), D("width", 32)
+    first, second, third, rows, columns = D("in", 16), D("mid", 32), D("out", 64), D("rows", 3), D("columns", 3)
+    with mtf.Graph():
+        x = mtf.input("x", [batch, height, width, first])
+        a, b = mtf.variable("a", [rows, columns, first, second]), mtf.variable("b", [rows, columns, second, third])
+        program = trained(mtf.reduce_mean(mtf.square(mtf.conv2d(mtf.relu(mtf.conv2d(x, a)), b))))
+    pixels, filters = 8 * 32 * 32, 9 * (16 * 32 + 32 * 64)
+    assert program.memory.peak_bytes == (filters + pixels * (16 + 32 + 64 + 32)) * F32 + NUMBER
+
+
+def test_decode_step_with_a_cache_of_eight_bits() -> None:
+    """Nobody writes the wide keys and values: products widen them on the way. Beside the scores in bfloat16, where they
+    are made, there are the token's query and its values, whose turn comes later."""
+    batch, length, heads, key, model = D("batch", 4), D("memory", 1024), D("heads", 8), D("key", 32), D("model", 256)
+    one, updates, held = D("memory", 1), [], []
+    with mtf.Graph():
+        x, place = mtf.input("x", [batch, model], "bfloat16"), mtf.input("place", [], "int32")
+        weights = [mtf.variable(n, [model, heads, key], dtype="bfloat16") for n in ("q", "k", "v")]
+        out = mtf.variable("out", [heads, key, model], dtype="bfloat16")
+        q, *made = (mtf.einsum([x, w], [batch, heads, key]) for w in weights)
+        for name, new in zip(("keys", "values"), made, strict=True):
+            cache = mtf.variable(name, [batch, length, heads, key], 0.0, dtype="int8", trainable=False)
+            scales = mtf.variable(f"{name}_scales", [batch, length, heads], 0.0, trainable=False)
+            for kept, part in zip((cache, scales), mtf.quantize(new, key), strict=True):
+                dims = [one if d == length else d for d in kept.shape]
+                held.append(mtf.update_slice(kept, mtf.broadcast(part, dims), length, place))
+                updates.append(mtf.assign(kept, held[-1]))
+        keys, key_scales, values, value_scales = held
+        products = mtf.einsum([q, mtf.cast(keys, "bfloat16")], [batch, heads, length])
+        shares = mtf.softmax(mtf.cast(products, "float32") * key_scales, length) * value_scales
+        found = mtf.einsum([mtf.cast(shares, "bfloat16"), mtf.cast(values, "bfloat16")], [batch, heads, key])
+        program = mtf.lower({"y": mtf.einsum([found, out], [batch, model])}, updates)
+    cache_bytes, scale_bytes, token = 4 * 1024 * 8 * 32, 4 * 1024 * 8 * F32, 4 * 8 * 32 * BF16
+    given = 2 * (cache_bytes + scale_bytes) + 4 * 256 * 8 * 32 * BF16 + 4 * 256 * BF16 + INT32
+    assert program.memory.peak_bytes == given + 4 * 8 * 1024 * BF16 + 2 * token
+
+
+def test_a_table_at_both_ends() -> None:
+    """Where the rows' cotangents are put into the table's gradient: the logits' gradient in their place, which the
+    other half of the table's gradient still needs, with what was looked up; two statistics of each row's softmax."""
+    rows, d, vocab = D("rows", ROWS), D("d", MODEL), D("vocab", VOCAB)
+    with mtf.Graph():
+        ids, labels = mtf.input("ids", [rows], "int32"), mtf.input("labels", [rows], "int32")
+        table = mtf.variable("table", [vocab, d])
+        logits = mtf.einsum([mtf.gather(table, ids, vocab), table], [rows, vocab])
+        loss = mtf.reduce_mean(mtf.layers.softmax_cross_entropy_with_logits(logits, labels, vocab))
+        program = trained(loss)
+    numbers = 2 * VOCAB * MODEL + ROWS * VOCAB + 2 * ROWS * MODEL + 2 * ROWS
+    assert program.memory.peak_bytes == numbers * F32 + 2 * ROWS * INT32 + NUMBER

@@ -6,7 +6,7 @@ Making a plan walks the program once; scheduling a plan again, with other consta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from meshlib.estimation.combining import combined
@@ -26,27 +26,30 @@ from meshlib.program.records import Program
 _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 
-def plan_of(program: Program, network: Network) -> Plan:
-    """The plan of a program."""
-    return _planned(program, network, forward_names(program), Recent(), program.memory_plan.in_place, None)
+def plan_of(program: Program, network: Network, noise_bytes: int = 0) -> Plan:
+    """The plan of a program. `noise_bytes`: of software that rounds cotangents at random: see `Quantised`."""
+    whole = _Whole(network, forward_names(program), noise_bytes)
+    return _planned(program, whole, Recent(), program.memory_plan.in_place, None)
 
 
-def _planned(
-    program: Program,
-    network: Network,
-    forward: frozenset[str],
-    recent: Recent,
-    in_place: frozenset[Value],
-    region: str | None,
-) -> Plan:
-    """The plan of a program, or of a loop's body with the `forward` names of the program around it.
+@dataclass(frozen=True)
+class _Whole:
+    """What holds for a program and for the bodies of its loops: names of the forward pass's operations among it."""
+
+    network: Network
+    forward: frozenset[str]
+    noise_bytes: int
+
+
+def _planned(program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None) -> Plan:
+    """The plan of a program, or of a loop's body.
 
     `region` is that of the loop, or of one around it, if it is no part of the forward pass.
     """
-    planner = _Planner(program, network, forward, recent, in_place, region)
+    planner = _Planner(program, whole, recent, in_place, region)
     units = [planner.unit(n, members) for n, members in enumerate(kernels_of(program))]
     recent.close(units)
-    units = combined(units, network)
+    units = combined(units, whole.network)
     _note_chains(units)
     _note_windows(units)
     _note_leaders(units)
@@ -83,19 +86,13 @@ def _share(a: Sequence[Instruction], b: Sequence[Instruction]) -> bool:
 
 class _Planner:
     def __init__(
-        self,
-        program: Program,
-        network: Network,
-        forward: frozenset[str],
-        recent: Recent,
-        in_place: frozenset[Value],
-        region: str | None,
+        self, program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None
     ) -> None:
-        self.program, self.network, self.forward, self.recent = program, network, forward, recent
+        self.program, self.whole, self.recent = program, whole, recent
         self.in_place, self.region = in_place, region
         self.numbers: dict[Value, int] = {}
         self.stored = Stored(program)
-        self.quantised = Quantised()
+        self.quantised = Quantised(whole.noise_bytes, whole.forward)
         self.narrow = narrow_values(program)
 
     def unit(self, place: int, members: Sequence[Instruction]) -> Unit:
@@ -114,7 +111,7 @@ class _Planner:
             inside = Recent.of(first)
             region = self.region or (None if first.region == FORWARD else first.region)
             written = written_inside(first, self.in_place)
-            unit.body = _planned(first.body, self.network, self.forward, inside, written, region)
+            unit.body = _planned(first.body, self.whole, inside, written, region)
             unit.trips = first.trips
             unit.active = 1.0 if first.record.active is None else first.record.active.share
             self.recent.moved_bytes += first.trips * inside.moved_bytes
@@ -129,13 +126,13 @@ class _Planner:
             gathered.update({y: gathered.get(x, x) for x, y in zip(first.inputs, first.outputs, strict=True)})
             wide = first.inputs[0].tensor.dtype
             moves = [replace(m, larger_bytes=m.larger_bytes * 8 // wide.bits) for m in moves]
-        unit.moves = tuple((m, self.network.cost(m)) for m in moves)
+        unit.moves = tuple((m, self.whole.network.cost(m)) for m in moves)
         if first.is_collective:
             self.recent.leave(map(self.stored.of, operands))
             self.recent.moved_bytes += sum(y.local_bytes for i in members for y in i.outputs)
         else:
             unit.kernel = kernel_of(
-                self.program, members, self.stored, self.quantised, self.forward, self.in_place, self.region
+                self.program, members, self.stored, self.quantised, self.whole.forward, self.in_place, self.region
             )
             unit.kernel = self.recent.run(place, unit.kernel)
             unit.product = bool(unit.kernel.matmuls)

@@ -10,6 +10,7 @@ from hardware.core import Matmul
 from meshlib.dtypes import INT4
 from meshlib.estimation.stored import Stored
 from meshlib.estimation.tiles import tiled_bytes
+from meshlib.graph import BACKWARD
 from meshlib.operation import Kind, Product, Scores
 from meshlib.ops.attention import executed_share, seen_pairs
 from meshlib.ops.einsum import EIGHT_BIT
@@ -171,8 +172,13 @@ class Quantised:
 
     Attributes:
       gathered: of operands that came in eight bits, the blocks from which.
+      noise_bytes: of the random number by which each element of a cotangent is rounded, where software draws them into
+        memory; 0 where cotangents are rounded to the nearest number, as this library does.
+      forward: names of the forward pass's operations; other products in the backward pass are of a cotangent first.
     """
 
+    noise_bytes: int = 0
+    forward: frozenset[str] = frozenset()
     gathered: dict[Value, Value] = field(default_factory=dict)
     _done: set[tuple[Value, Value]] = field(default_factory=set)  # with their scales
 
@@ -181,13 +187,15 @@ class Quantised:
         if not quantises(product):
             return 0, 0
         moved = spared = 0
-        for x, scales in zip(product.inputs[:2], product.inputs[2:], strict=True):
-            wide, narrow = (tiled_bytes(x.local_shape.sizes, n) for n in (stored.itemsize(x), 1))
+        of_cotangent = product.region == BACKWARD and product.operation.name not in self.forward
+        for n, (x, scales) in enumerate(zip(product.inputs[:2], product.inputs[2:], strict=True)):
+            noise = 2 * self.noise_bytes * x.local_size if of_cotangent and n == 0 else 0  # written, and read
+            wide, narrow = (tiled_bytes(x.local_shape.sizes, size) for size in (stored.itemsize(x), 1))
             spared += wide - narrow
             if (x, scales) not in self._done:
                 self._done.add((x, scales))
                 block = self.gathered.get(x, x)
-                moved += (wide + narrow) * block.local_size // max(1, x.local_size)
+                moved += (wide + narrow + noise) * block.local_size // max(1, x.local_size)
         return moved, spared
 
 

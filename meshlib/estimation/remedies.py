@@ -2,8 +2,9 @@
 
 Each remedy is a change of what some buffers take. The program's buffers are added up again with that, so a gain
 counts that the peak moves elsewhere. It is exact for this order; a changed program may have another, and buffers that
-this one does not have, such as gathered weights or what is computed again. A layout that the library would refuse is
-no remedy. Where no remedy suffices those are combined that save most, until the program fits.
+this one does not have: for what is gathered then the largest weight is counted, for what a loop computes again what one
+trip keeps. A layout that the library would refuse is no remedy. Where no remedy suffices those are combined that save
+most, until the program fits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from meshlib.lowering.homes import Subjects, check_layout
 from meshlib.operation import Kind
 from meshlib.program.instructions import Loop, Resident, Value
 from meshlib.program.memory import bytes_after, kind_of, live_buffers
-from meshlib.program.records import Program
+from meshlib.program.records import Program, walk
 from meshlib.text import bytes_text
 
 Change = Callable[[Value], int | None]  # bytes that it would take instead; None: as many
@@ -173,10 +174,11 @@ def _rules(program: Program, live: list[Value], kinds: Mapping[Value, str], lega
             for dim in dims:
                 rule = f"{scope}{dim}:{axis}{'' if scope else '?'}"
                 change = _split(program, dim, axis)
+                more = 0 if scope else _gathered_bytes(program, change, program.mesh.axis_size(axis))
                 change = _of_slots(change, kinds) if scope else change
-                ideas.append(_Idea(f"layout rule '{rule}' {note}", change, f"axis {axis}", rule=rule))
-            gains = {i: sum(map(partial(_gain, i.change), live)) for i in ideas}
-            better = sorted((i for i in ideas if gains[i]), key=lambda i: -gains[i])
+                ideas.append(_Idea(f"layout rule '{rule}' {note}", change, f"axis {axis}", more, rule=rule))
+            gains = {i: sum(map(partial(_gain, i.change), live)) - i.more_bytes for i in ideas}
+            better = sorted((i for i in ideas if gains[i] > 0), key=lambda i: -gains[i])
             yield from islice((i for i in better if legal([i])), 1)
 
 
@@ -192,12 +194,26 @@ def _free_dims(program: Program, live: list[Value]) -> list[str]:
     return sorted({d.name for v in live for d in v.local.shape} - taken)
 
 
+def _gathered_bytes(program: Program, change: Change, ways: int) -> int:
+    """The largest weight as a product takes it, of those variables that `change` splits: it is gathered before, or the
+    other operand is where that is smaller."""
+    split = [frozenset(v.tensor.shape.names) for v in program.variables.values() if change(v) is not None]
+    found = 0
+    for i, _, _ in walk(program):
+        if i.operation.kind.kind is Kind.CONTRACTION and len(i.inputs) > 1:
+            for x, other in (i.inputs[:2], i.inputs[1::-1]):
+                if change(x) is not None and any(dims.issuperset(x.tensor.shape.names) for dims in split):
+                    found = max(found, min(tiled_value_bytes(x), ways * tiled_value_bytes(other)))
+    return found
+
+
 def _split(program: Program, dim: str, axis: str) -> Change:
     ways = program.mesh.axis_size(axis)
+    gathered = {y for i in program.instructions for y in i.outputs if i.opcode == "all_gather"}  # wanted whole
 
     def change(v: Value) -> int | None:
         used = {a for axes in v.sharding.axes for a in axes} | set(v.sharding.pending_axes)
-        if axis in used or dim not in v.local.shape or v.local.shape.dim(dim).size % ways:
+        if axis in used or dim not in v.local.shape or v.local.shape.dim(dim).size % ways or v in gathered:
             return None
         return _cut(v, lambda name: ways if name == dim else 1)
 
@@ -212,12 +228,12 @@ def _of_slots(change: Change, kinds: Mapping[Value, str]) -> Change:
 def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
     """What the forward pass keeps for the backward pass: computed again, or on the host."""
     regions = [i.region for i in program.instructions]
-    stacked, carries, values = set(), set(), set()
+    stacked, carries, values = dict[Value, int](), set(), set()
     for i in program.instructions:
         if isinstance(i, Loop):
             *_, befores, saved = i.record.outputs(i.operation.outputs)
             carries |= {y for y in i.outputs if y.tensor in befores}
-            stacked |= {y for y in i.outputs if y.tensor in saved}
+            stacked |= {y: i.trips for y in i.outputs if y.tensor in saved}
             continue
         for y in i.outputs:
             if i.region == FORWARD and not isinstance(i, Resident):
@@ -231,7 +247,8 @@ def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
         yield _Idea(again, lambda v: 0 if v in spared else None, "kept values")
     if stacked:
         again = "compute again what the loop keeps (mtf.scan, remat='full')"
-        yield _Idea(again, lambda v: 0 if v in stacked else None, "what the loop keeps")
+        of_a_trip = {v: tiled_value_bytes(v) // trips for v, trips in stacked.items()}  # there while it runs again
+        yield _Idea(again, of_a_trip.get, "what the loop keeps")
     if carries:
         offload = "keep what the loop carries on the host (mtf.scan, remat=mtf.Remat(offload_carries=True))"
         yield _Idea(offload, lambda v: 0 if v in carries else None, "carries")

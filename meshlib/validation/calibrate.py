@@ -4,8 +4,8 @@ Least absolute errors of log(predicted / measured), large ones counted linearly 
 slopes that are measured one constant at a time. Each constant is held to what its cause makes plausible (its prior,
 with a spread): one that the measurements do not determine keeps that value instead of absorbing what is not modelled.
 
-Leaving out a chip fits the constants to all others and predicts that chip. Slopes are shared between these fits and
-measured again once where the constants have moved.
+Leaving out a chip fits the constants to all others and predicts that chip. Slopes are shared between these fits;
+residuals are measured again where the constants have moved.
 
 Source: Huber, "Robust estimation of a location parameter", 1964.
 """
@@ -76,8 +76,8 @@ def left_out(cases: Sequence[Case], fitted: Physics, rounds: int = 2) -> dict[st
         kept = [n for n, c in enumerate(cases) if c.group != group]
         physics = _solved(shared, kept)
         for _ in range(rounds - 1):
-            own = [cases[n] for n in kept]
-            physics = _solved(_Slopes.of(own, physics), range(len(own)))
+            moved = np.array([cases[n].residual(physics) for n in kept])
+            physics = _solved(_Slopes(physics, moved, shared.slopes[kept]), range(len(kept)))
         found[group] = physics
     return found
 

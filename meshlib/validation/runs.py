@@ -81,6 +81,11 @@ class Run:
         return self.precision in ("int8", "fp8")
 
     @property
+    def noisy(self) -> bool:
+        """Whether cotangents are rounded at random: int8 is AQT's, see `meshlib.validation.training.NOISE_BYTES`."""
+        return self.precision == "int8"
+
+    @property
     def locals(self) -> int:
         """Layers with a window between two with global attention."""
         return local_layers(self.model)
@@ -151,7 +156,7 @@ def run_of(row: Row) -> Run:
     run = replace(run, experts=experts, ragged=bool(routed))
     padded = _padded(run)
     policy, why = _policy(row, run)
-    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why)
+    left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why, *_software(run))
     return replace(run, policy=policy, assumed=left_open)
 
 
@@ -299,6 +304,13 @@ def _remat_text(row: Row, followed: int = 0) -> tuple[str, tuple[str, ...]]:
     if not named:
         raise NotExpressed(f"its recomputation is {text!r}, which names no row and no policy")
     return named, ()
+
+
+def _software(run: Run) -> tuple[str, ...]:
+    """What is assumed of a run by the software that runs of its kind use."""
+    noise = ("cotangents rounded at random to int8, as AQT does",) if run.noisy else ()
+    narrow = run.axis("shard") > 1 and run.precision != "float32"
+    return (*noise, "sharded weights gathered in bfloat16 (not verified)") if narrow else noise
 
 
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:

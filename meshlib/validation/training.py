@@ -31,6 +31,12 @@ from meshlib.validation.runs import Run, known_model
 # What compilers for TPUs do by default: collectives next to a product are cut in pieces (windowed einsum).
 OVERLAP = "collective matmul"
 VOCAB_MULTIPLE = 128
+# The rounding of a cotangent to int8 adds a float32 of `jax.random.uniform` to each element, once for each of the two
+# products that take it: google/aqt aqt/jax/v2/config.py config_v3 (rng_type "jax.uniform", vjp_lhs_stochastic_rounding)
+# and stochastic_rounding.py, as MaxText's quantizations.py calls them. Its bits are those of RngBitGenerator
+# (jax_default_prng_impl "unsafe_rbg" in MaxText's train.py), which returns its state besides: they go through HBM and
+# are not made within the kernel that rounds (from memory).
+NOISE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def prepare(run: Run) -> Prepared:
 
 def _plan(run: Run, program: Program) -> Plan:
     placement = placed(run.slice, program, whole_axes=True, across=run.across)
-    plan = plan_of(program, Network(program, run.slice, placement))
+    plan = plan_of(program, Network(program, run.slice, placement), NOISE_BYTES if run.noisy else 0)
     return in_tiles(plan, run.experts, run.model["d_model"]) if run.experts is not None and run.ragged else plan
 
 
@@ -94,8 +100,8 @@ def config_of(run: Run) -> TransformerConfig:
     base = known_model(str(m.get("name", ""))) or PRESETS["bert-large" if run.encoder else "maxtext-16b"]
     multiple = math.lcm(VOCAB_MULTIPLE, run.axis("tensor"))
     gated = int(m.get("mlp_matrices") or (3 if base.gated else 2)) == 3
-    # Where the update is sharded, float32 weights stay so between steps, and what the passes use is gathered:
-    # Xu et al., arXiv:2004.13336 (from memory).
+    # Where the update is sharded, float32 weights stay so between steps, and what the passes use is gathered. That it
+    # is gathered in bfloat16 is not verified: Xu et al., arXiv:2004.13336, could not be read beyond its abstract.
     activations = "float32" if run.precision == "float32" else "bfloat16"
     changes: dict[str, Any] = {
         "name": str(m.get("name") or "model"),

@@ -218,3 +218,23 @@ def test_a_loss_in_parts():
     saved = memory.peak_bytes - mtf.estimate(program(whole=False), "v5e-1").memory.peak_bytes
     assert saved == pytest.approx(r.gain_bytes, rel=0.05)
     assert r.gain_bytes > 0.7 * memory.peak_bytes
+
+
+def test_what_is_gathered_then_counts():
+    """A rule that splits a weight has it gathered for its product, or what it is multiplied by if that is less; what is
+    gathered now is wanted whole, and no rule splits it."""
+
+    def memory(layout: str, tokens: int) -> mtf.estimation.DeviceMemory:
+        b, d, vocab = D("batch", tokens), D("d", 512), D("vocab", 8192)
+        with mtf.Graph():
+            x, w = mtf.input("x", [b, d]), mtf.variable("w", [d, vocab])
+            loss = mtf.reduce_mean(mtf.square(mtf.einsum([x, w], [b, vocab])))
+            train = mtf.optimize.AdamOptimizer(1e-3).minimize(loss)
+            return mtf.estimate(mtf.lower({"loss": loss}, train, mesh="m:4", layout=layout), "v5e-4").memory
+
+    for tokens, gathered in ((8192, 512 * 8192 * 4), (64, 64 * 512 * 4)):
+        whole = memory("batch:m", tokens)
+        (rule,) = (r for r in whole.remedies if "rule 'd:m?'" in r.what or "rule 'vocab:m?'" in r.what)
+        assert rule.gain_bytes == 3 * 512 * 8192 * 4 * 3 // 4 - gathered
+    split = memory("batch:m;d:m?", 8192)
+    assert not [r for r in split.remedies if "rule 'vocab:m?'" in r.what]

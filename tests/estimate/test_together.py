@@ -12,6 +12,7 @@ import meshlib as mtf
 from hardware import CHIPS
 from hardware.memory import hbm_seconds
 from hardware.network import Cost, collective_cost
+from hardware.slices import Slice
 from meshlib.estimation import Physics
 from meshlib.estimation.hbm import Hbm
 from meshlib.estimation.links import Links
@@ -262,6 +263,21 @@ def test_what_is_gathered_for_products_in_eight_bits_is_narrow():
                     for eight in (False, True))  # fmt: skip
     assert wide.move.payload_bytes == narrow.move.payload_bytes
     assert dict(narrow.cost.busy_seconds)[0] == pytest.approx(dict(wide.cost.busy_seconds)[0] / 2)
+
+
+def test_numbers_drawn_to_round_cotangents_pass_through_memory():
+    """Four bytes written and four read of each element of dy, for each of its two products; none in the forward."""
+    rows, k, n = D("rows", 1024), D("k", 512), D("n", 256)
+    with mtf.Graph():
+        x, w = mtf.input("x", [rows, k], "bfloat16"), mtf.variable("w", [k, n], dtype="bfloat16")
+        loss = mtf.reduce_sum(mtf.sin(mtf.quantized_einsum([x, w], [rows, n])))
+        dx, dw = mtf.gradients([loss], [x, w])
+        program = mtf.lower({"loss": loss, "dx": dx, "dw": dw})
+    network = Network(program, Slice("v5e-1"), None)
+    plain, noisy = (
+        [u.kernel.quantised_bytes for u in plan_of(program, network, size).units if u.product] for size in (0, 4)
+    )
+    assert [b - a for a, b in zip(plain, noisy, strict=True)] == [0, 2 * 4 * 1024 * 256, 2 * 4 * 1024 * 256]
 
 
 @pytest.mark.parametrize("chip", ["v4-8", "v5e-4", "v6e-4"])

@@ -30,7 +30,8 @@ def test_a_block_has_steps_and_an_evaluation():
     run = run_of(MLPERF)
     assert (run.steps, run.evaluation, run.measured_seconds) == (12, 24567, 285.777)
     assert run.precision == "int8"
-    assert run.assumed == ("recomputation: save_qkv_proj, the least that fits",)
+    rounding = "cotangents rounded at random to int8, as AQT does"
+    assert run.assumed == ("recomputation: save_qkv_proj, the least that fits", rounding)
     made = prepare(run)
     alone = dataclasses.replace(run, steps=1, evaluation=0)
     step = prepare(alone).seconds(CALIBRATED)
