@@ -15,7 +15,7 @@ import hashlib
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,6 +30,7 @@ from meshlib.searching.space import Candidate, Choices
 from meshlib.text import bytes_text
 
 ROUND = 8
+POOL = 4 * ROUND  # how many are looked at closely to choose the best of
 LEADERS = 3  # the best so far, whose neighbours are looked at
 Progress = Callable[[int, int, str], object]
 
@@ -59,6 +60,7 @@ class Search:
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
         self.values: dict[object, list[float]] = {}
         self.means: dict[object, float] = {}
+        self.closer: set[int] = set()  # those whose bounds have been looked at closely
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
         self.known = self._read()
@@ -93,39 +95,59 @@ class Search:
     # ------------------------------------------------------------ rounds
 
     def _round(self) -> list[int]:
-        """The next candidates: neighbours of the leaders first, then by bound."""
+        """The next candidates: neighbours of the leaders first, then by promise."""
         chosen: list[int] = []
-        best = self._best_value()
-        left = [n for n in self.order if n not in self.outcomes]
-        for n in left:
-            if len(chosen) == ROUND // 2:
-                break
-            if n < self.first and self.bounds[n] < best and self._open(n):
-                chosen.append(n)
-        for n in self._beside(left):
-            if len(chosen) >= ROUND * 3 // 4:
-                break
-            if n not in chosen and self.bounds[n] < best and self._open(n):
-                chosen.append(n)
-        for n in sorted(left, key=self._promise):
-            if len(chosen) >= ROUND:
-                break
-            if n not in chosen and self.bounds[n] < best and self._open(n):
-                chosen.append(n)
+        left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
+        known = [n for n in left if n < self.first]
+        self._take(chosen, known, ROUND // 2)
+        self._take(chosen, self._beside(left), ROUND * 3 // 4)
+        near = self._looked_at(sorted(left, key=self._promise), chosen)
+        self._take(chosen, sorted(near, key=self._promise), ROUND)
         return chosen
 
-    def _promise(self, n: int) -> tuple[bool, float, int]:
-        """What is looked at first: few axes, then the mean of what its parts have come to, then the order."""
+    def _take(self, chosen: list[int], among: Iterable[int], most: int) -> None:
+        """Chooses those that have to be estimated, until there are so many."""
+        for n in among:
+            if len(chosen) >= most:
+                break
+            if n not in chosen and self._open(n) and self._looked(n):
+                chosen.append(n)
+
+    def _looked_at(self, order: Sequence[int], chosen: Sequence[int]) -> list[int]:
+        """The first of an order that could win by their closer bounds, a few rounds of them."""
+        found: list[int] = []
+        for n in order:
+            if len(found) == POOL:
+                break
+            if n not in chosen and self._open(n) and self._looked(n):
+                found.append(n)
+        return found
+
+    def _may_win(self, n: int) -> bool:
+        return self.bounds[n] < self._best_value()
+
+    def _looked(self, n: int) -> bool:
+        """Whether a candidate could win by its closer bound, too."""
+        closer = self.objective.closer
+        if closer is not None and n not in self.closer:
+            self.closer.add(n)
+            problem = self.problems[self.space[n].choices]
+            self.bounds[n] = max(self.bounds[n], closer(problem.bounds, self.space[n]) / problem.units)
+        return self._may_win(n)
+
+    def _promise(self, n: int) -> tuple[float, int, int]:
+        """What is looked at first: by its bound times the mean of what its parts have come to over theirs."""
         c = self.space[n]
         known = [self.means[part] for part in _traits(c) if part in self.means]
-        return len(c.parts) > 1, sum(known) / len(known) if known else self.bounds[n], self.ranks[n]
+        ratio = sum(known) / len(known) if known else 1.0
+        return ratio * self.bounds[n], len(c.parts), self.ranks[n]
 
     def _learn(self, fresh: Sequence[int]) -> None:
-        """What candidates came to, for each of their parts; what does not fit counts as much worse."""
+        """By how much candidates are above their bounds, for each of their parts; what does not fit counts as worse."""
         for n in fresh:
             o = self.outcomes[n]
             if o.figures is not None:
-                value = o.value * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
+                value = o.value / (o.bound or 1.0) * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
                 for part in _traits(o.candidate):
                     self.values.setdefault(part, []).append(value)
                     self.means[part] = sum(self.values[part]) / len(self.values[part])
