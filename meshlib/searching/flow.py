@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 from layouts import Shape
@@ -83,6 +84,12 @@ class Way:
     linear: bool
     taken: bool = True
     home: Placed | None = None
+    values: frozenset[Value] = frozenset()
+
+    @property
+    def least_bytes(self) -> float:
+        """Of the smallest value on it, on one device."""
+        return min(self.sizes.values(), default=0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +98,37 @@ class Flow:
 
     nodes: Sequence[Node]
     ways: Sequence[Sequence[Way]]  # per node, those that end there
+
+    @cached_property
+    def apart(self) -> Sequence[Sequence[Way]]:
+        """Ways of which no two have a value in common, unless they come from the same node: those of each node.
+
+        Of the ways that cross the ones of the most bytes are taken.
+        """
+        taken: dict[Value, int] = {}
+        found: dict[int, list[Way]] = {}
+        every = [way for ways in self.ways for way in ways if way.values and self._is_serial(way)]
+        for way in sorted(every, key=lambda way: (-way.least_bytes, -way.source, way.target)):
+            if all(taken.get(v, way.source) == way.source for v in way.values):
+                taken.update(dict.fromkeys(way.values, way.source))
+                found.setdefault(way.source, []).append(way)
+        return [found[source] for source in sorted(found)]
+
+    def _is_serial(self, way: Way) -> bool:
+        """Whether no attention can run while something is sent on a way between products: before, or after both."""
+        ends = self.nodes[way.source], self.nodes[way.target]
+        if any(node.product is None for node in ends):
+            return True
+        attention = [n for n, node in enumerate(self.nodes) if node.attention is not None]
+        return all(n in self._before[way.source] or way.target in self._before[n] for n in attention)
+
+    @cached_property
+    def _before(self) -> Sequence[frozenset[int]]:
+        """The nodes that each one waits for."""
+        found: list[frozenset[int]] = []
+        for ways in self.ways:
+            found.append(frozenset().union(*(found[way.source] | {way.source} for way in ways)))
+        return found
 
     @staticmethod
     def of(whole: Program, passages: Passages) -> Flow:
@@ -116,6 +154,7 @@ class _Reach:
     source: int
     sizes: Bytes
     linear: bool
+    values: frozenset[Value]
 
     @property
     def least_bytes(self) -> float:
@@ -161,7 +200,7 @@ class _Maker:
         self.nodes.append(node)
         self.ways.append(
             [
-                Way(reach.source, number, operand, reach.sizes, reach.linear, operand in linear, home)
+                Way(reach.source, number, operand, reach.sizes, reach.linear, operand in linear, home, reach.values)
                 for operand, x, home in needs
                 for reach in self.reached.get(x, ())
             ]
@@ -169,7 +208,7 @@ class _Maker:
         return number
 
     def _start(self, value: Value, source: int, full: bool = True) -> None:
-        self.reached[value] = [_Reach(source, self._sizes(value), True)]
+        self.reached[value] = [_Reach(source, self._sizes(value), True, frozenset({value}))]
         if full:
             self.full.add(value)
 
@@ -213,7 +252,7 @@ class _Maker:
             found: dict[int, _Reach] = {}
             for n, x in enumerate(i.inputs):
                 for r in self.reached.get(x, ()):
-                    made = _Reach(r.source, _less(r.sizes, own), r.linear and n in linear)
+                    made = _Reach(r.source, _less(r.sizes, own), r.linear and n in linear, r.values | {y})
                     before = found.get(r.source)
                     if before is None or made.least_bytes > before.least_bytes:
                         found[r.source] = made

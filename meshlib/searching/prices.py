@@ -51,3 +51,31 @@ def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind
     except HardwareError:  # no links: refused when it is looked at
         return 0.0
     return least + slice_.chip.collective_launch_seconds
+
+
+SIZES = tuple(2.0**n for n in range(10, 39, 4))  # bytes, over which the best way to send changes
+
+
+@lru_cache(maxsize=4096)
+def _wire(slice_: Slice, sizes: tuple[int, ...], axis: int, kind: str) -> float:
+    least = float("inf")
+    for p in _placed(slice_, sizes, (axis,)):
+        for size in SIZES:
+            cost = collective_cost(p, kind, [f"a{axis}"], size)
+            least = min(least, max((busy for _, busy in cost.busy_seconds), default=0.0) / size)
+    return 0.0 if least == float("inf") else least
+
+
+def wire_seconds(slice_: Slice, sizes: Sequence[int], axis: int, kind: str) -> float:
+    """Per byte of a value, for how long a collective on one axis keeps its busiest links busy, at least.
+
+    Args as of `least_seconds`.
+    """
+    order = sorted(range(len(sizes)), key=lambda n: (sizes[n], n))
+    mesh, where = tuple(sizes[n] for n in order), order.index(axis)
+    try:
+        if kind != SWAP:
+            return _wire(slice_, mesh, where, kind)
+        return min(_wire(slice_, mesh, where, way) for way in (SWAP, "collective_permute")) / sizes[axis]
+    except HardwareError:  # no links: refused when it is looked at
+        return 0.0

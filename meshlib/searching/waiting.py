@@ -24,13 +24,15 @@ from layouts import Sharding
 from meshlib.estimation.physics import Physics
 from meshlib.searching.flow import Bytes, Flow, Node, Placed, Split, Way
 from meshlib.searching.passages import Passages
-from meshlib.searching.prices import GATHER, REDUCE, SCATTER, SWAP, least_seconds
+from meshlib.searching.prices import GATHER, REDUCE, SCATTER, SWAP, least_seconds, wire_seconds
 from meshlib.searching.space import Candidate
+from meshlib.searching.tables import Table
 
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 # Of a value over one axis: the dim along which it is split, or one of these.
 WHOLE, SUM, ANY, FREE = "", "+", "*", "?"  # on each device; a partial sum; as it comes; nothing is known
+MOST_TARGETS = 4  # of one node, which are looked at together
 KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
 
 
@@ -56,15 +58,53 @@ class Waiting:
     def seconds(self, flow: Flow) -> float:
         """From the first thing to the last of a program, or of one trip."""
         ends: list[Floats] = []
-        core = 0.0
+        owns: list[Floats] = []
         for node, ways in zip(flow.nodes, flow.ways, strict=True):
             own = self._own(node)
-            core += float(own.min())
+            owns.append(own)
             begin = np.zeros(len(own))
             for way in ways:
                 begin = np.maximum(begin, self._arrival(flow, way, ends[way.source]))
             ends.append(begin + own)
-        return max([core, *(float(end.min()) for end in ends)])
+        core = sum(float(own.min()) for own in owns)
+        longest = max((float(end.min()) for end in ends), default=0.0)
+        return max([longest, core, *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
+
+    def _serial(self, flow: Flow, owns: Sequence[Floats], axis: int) -> float:
+        """Everything that the core computes, and what has to be sent over one axis, one after the other.
+
+        The core loses `early_exposed` of what is sent beside it, and awaits the rest (`estimation.scheduling`). Each
+        node splits its work over the axis in one way, for all who need what it makes: the least of the sum of all.
+        """
+        table = Table()
+        for n, (node, own) in enumerate(zip(flow.nodes, owns, strict=True)):
+            counts = [len(self._choices(node, m)) for m in range(len(self.axes))]
+            others = tuple(m for m in range(len(self.axes)) if m != axis)
+            table.add((n,), own.reshape(counts).min(axis=others) if own.size > 1 else own)
+        for ways in flow.apart:
+            source = ways[0].source
+            targets = list(dict.fromkeys(way.target for way in ways))[:MOST_TARGETS]
+            scope = (source, *targets)
+            worst = np.zeros([owns_count for owns_count in (len(self._choices(flow.nodes[n], axis)) for n in scope)])
+            for way in ways:
+                if way.target not in targets:
+                    continue
+                left = self._left(flow.nodes[way.source], axis)
+                needed = self._needed(flow.nodes[way.target], way, axis)
+                sizes = self._least_bytes(way.sizes, [axis])
+                sent = np.array([[self._wire(axis, self._kind(a, b, way)) * sizes for b in needed] for a in left])
+                shape = [1] * len(scope)
+                shape[0], shape[1 + targets.index(way.target)] = sent.shape
+                worst = np.maximum(worst, sent.reshape(shape))
+            table.add(scope, worst)
+        return table.least()
+
+    def _wire(self, axis: int, kind: int) -> float:
+        """Seconds per byte that the core loses."""
+        if not kind:
+            return 0.0
+        group = [size for _, _, size in self.axes]
+        return self.physics.early_exposed * wire_seconds(self.slice, group, axis, KINDS[kind])
 
     # ------------------------------------------------------------ nodes
 
