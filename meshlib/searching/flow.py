@@ -70,7 +70,7 @@ class Node:
     trips: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Way:
     """How data gets from a node to an operand of another one, or to its `home`.
 

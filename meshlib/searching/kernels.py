@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from hardware.chips import Chip
 from hardware.core import Matmul, Work, time_of
@@ -81,8 +82,14 @@ class Contraction:
         part = self.part(cuts)
         if part is None:
             return float("inf")
-        time = time_of(chip, Work((part,)))
-        return max(time.mxu_seconds / physics.product_rate, time.vpu_seconds)
+        mxu, vpu = _product_seconds(chip, part)
+        return max(mxu / physics.product_rate, vpu)
+
+
+@lru_cache(maxsize=1 << 16)
+def _product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
+    time = time_of(chip, Work((product,)))
+    return time.mxu_seconds, time.vpu_seconds
 
 
 def _cut(t: TensorType, parts: Mapping[str | None, int]) -> TensorType:

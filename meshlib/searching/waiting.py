@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Waiting:
     passages: Passages
     physics: Physics
     _homes: dict[Placed, Sharding] = field(default_factory=dict)
-    _prices: dict[tuple[frozenset[tuple[object, float]], int], float] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     @cached_property
     def axes(self) -> Sequence[tuple[str, frozenset[str], int]]:
@@ -76,7 +76,7 @@ class Waiting:
         The core loses `early_exposed` of what is sent beside it, and awaits the rest (`estimation.scheduling`). Each
         node splits its work over the axis in one way, for all who need what it makes: the least of the sum of all.
         """
-        table = Table()
+        table, wire = Table(), np.array([self._wire(axis, kind) for kind in range(len(KINDS))])
         for n, (node, own) in enumerate(zip(flow.nodes, owns, strict=True)):
             counts = [len(self._choices(node, m)) for m in range(len(self.axes))]
             others = tuple(m for m in range(len(self.axes)) if m != axis)
@@ -89,10 +89,8 @@ class Waiting:
             for way in ways:
                 if way.target not in targets:
                     continue
-                left = self._left(flow.nodes[way.source], axis)
-                needed = self._needed(flow.nodes[way.target], way, axis)
-                sizes = self._least_bytes(way.sizes, [axis])
-                sent = np.array([[self._wire(axis, self._kind(a, b, way)) * sizes for b in needed] for a in left])
+                kinds = self._kinds(flow.nodes[way.source], flow.nodes[way.target], way, axis)
+                sent = wire[kinds] * self._least_bytes(way.sizes, [axis])
                 shape = [1] * len(scope)
                 shape[0], shape[1 + targets.index(way.target)] = sent.shape
                 worst = np.maximum(worst, sent.reshape(shape))
@@ -140,11 +138,15 @@ class Waiting:
         """Along what an axis may split a product; None: it does not. Others have no choice."""
         if node.splits is None:
             return (None,)
-        _, dims, size = self.axes[axis]
-        return [
-            *(s for s in node.splits if s.size % size == 0 and (s.reached is None or not s.reached.isdisjoint(dims))),
-            None,
-        ]
+        key = node, axis
+        if key not in self._known:
+            _, dims, size = self.axes[axis]
+            self._known[key] = [
+                *(s for s in node.splits if s.size % size == 0 and (s.reached is None or s.reached & dims)),
+                None,
+            ]
+        chosen: Sequence[Split | None] = self._known[key]
+        return chosen
 
     def _home(self, placed: Placed, axis: int) -> str:
         found = self._homes.get(placed)
@@ -181,23 +183,37 @@ class Waiting:
     def _arrival(self, flow: Flow, way: Way, ends: Floats) -> Floats:
         """When an operand can be there, under each choice of the node that needs it."""
         source, target = flow.nodes[way.source], flow.nodes[way.target]
+        if source.splits is None and source.placed is None:
+            return ends  # in any form
         codes: Ints = np.zeros((1, 1), np.int64)
         present: list[list[int]] = []
         for n in range(len(self.axes)):
-            left, needed = self._left(source, n), self._needed(target, way, n)
-            kinds = np.array([[self._kind(a, b, way) for b in needed] for a in left], np.int64)
+            kinds = self._kinds(source, target, way, n)
             present.append(sorted(set(kinds.ravel().tolist())))
             codes = len(KINDS) * codes[:, None, :, None] + kinds[None, :, None, :]
             codes = codes.reshape(codes.shape[0] * codes.shape[1], -1)
         if not way.sizes or all(kinds == [0] for kinds in present):
             return np.full(codes.shape[1], ends.min())
         table = np.zeros(len(KINDS) ** len(self.axes))
+        sizes = tuple(way.sizes.items())
         for chosen in product(*present):
             code = 0
             for kind in chosen:
                 code = len(KINDS) * code + kind
-            table[code] = self._sent(way.sizes, chosen)
+            key = sizes, chosen
+            if key not in self._known:
+                self._known[key] = self._sent(way.sizes, chosen)
+            table[code] = self._known[key]
         return (ends[:, None] + table[codes]).min(axis=0)
+
+    def _kinds(self, source: Node, target: Node, way: Way, axis: int) -> Ints:
+        """The collective of each choice of both ends, as its number among KINDS."""
+        key = way, axis
+        if key not in self._known:
+            left, needed = self._left(source, axis), self._needed(target, way, axis)
+            self._known[key] = np.array([[self._kind(a, b, way) for b in needed] for a in left], np.int64)
+        kinds: Ints = self._known[key]
+        return kinds
 
     def _kind(self, left: str, needed: str, way: Way) -> int:
         """The collective that makes of one form another, as its number among KINDS."""
