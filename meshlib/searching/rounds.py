@@ -1,10 +1,10 @@
 """Which candidates are looked at next: the neighbours of the best, and those that could be best by their bounds.
 
-Best first over the bounds alone would look at everything before it is sure: bounds on computation do not tell one way
-to communicate from another. So each round of a fixed size takes half of its candidates from beside the best ones
-(one axis with another role, a factor moved, one argument changed), and half from all others: meshes of one axis first,
-then those of whose axes the roles and arguments have done best so far. What is left at the end is bounded below, or
-named as not reached: the certificate says which.
+A round of a fixed size takes most of its candidates from beside the best ones (one axis with another role, a factor
+moved, one argument changed), and the others from all: those first whose bound is least, times what candidates with the
+same roles and arguments have come to over theirs so far. Before a candidate is lowered its bound is looked at closely,
+with what it has to send; that takes a tenth of lowering it. What is left at the end is bounded below, or named as not
+reached: the certificate says which.
 
 Rounds do not depend on how many processes work on them, so the same space gives the same result.
 """
@@ -29,7 +29,7 @@ from meshlib.searching.problem import Build, Objective, Problem
 from meshlib.searching.space import Candidate, Choices
 from meshlib.text import bytes_text
 
-ROUND = 8
+FIRST, ROUND = 2, 8  # candidates of the first round, before which no bound rules anything out, and of the others
 POOL = 4 * ROUND  # how many are looked at closely to choose the best of
 LEADERS = 3  # the best so far, whose neighbours are looked at
 Progress = Callable[[int, int, str], object]
@@ -60,7 +60,7 @@ class Search:
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
         self.values: dict[object, list[float]] = {}
         self.means: dict[object, float] = {}
-        self.closer: set[int] = set()  # those whose bounds have been looked at closely
+        self.bare: dict[int, float] = {}  # what the bounds were of those that have been looked at closely
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
         self.known = self._read()
@@ -98,11 +98,12 @@ class Search:
         """The next candidates: neighbours of the leaders first, then by promise."""
         chosen: list[int] = []
         left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
+        most = ROUND if self.values else FIRST
         known = [n for n in left if n < self.first]
-        self._take(chosen, known, ROUND // 2)
-        self._take(chosen, self._beside(left), ROUND * 3 // 4)
+        self._take(chosen, known, most // 2)
+        self._take(chosen, self._beside(left), most * 3 // 4)
         near = self._looked_at(sorted(left, key=self._promise), chosen)
-        self._take(chosen, sorted(near, key=self._promise), ROUND)
+        self._take(chosen, sorted(near, key=self._promise), most)
         return chosen
 
     def _take(self, chosen: list[int], among: Iterable[int], most: int) -> None:
@@ -129,8 +130,8 @@ class Search:
     def _looked(self, n: int) -> bool:
         """Whether a candidate could win by its closer bound, too."""
         closer = self.objective.closer
-        if closer is not None and n not in self.closer:
-            self.closer.add(n)
+        if closer is not None and n not in self.bare:
+            self.bare[n] = self.bounds[n]
             problem = self.problems[self.space[n].choices]
             self.bounds[n] = max(self.bounds[n], closer(problem.bounds, self.space[n]) / problem.units)
         return self._may_win(n)
@@ -203,9 +204,18 @@ class Search:
         for n, c in enumerate(self.space):
             if n not in self.outcomes:
                 state = BOUNDED if self.bounds[n] >= best else OPEN
-                self.outcomes[n] = Outcome(c, state, self.bounds[n], why=_passed_over(state, self.bounds[n], best))
+                why = "time ran out" if state == OPEN else self._behind(n, best)
+                self.outcomes[n] = Outcome(c, state, self.bounds[n], why=why)
         made = [self.outcomes[n] for n in range(len(self.space))]
         return Found(tuple(made), self.objective, self.problems, self.build, time.monotonic() - self.begun)
+
+    def _behind(self, n: int, best: float) -> str:
+        """Why a candidate can't be the best, by its bound."""
+        bound, bare = self.bounds[n], self.bare.get(n, self.bounds[n])
+        if best <= 0:
+            return "not better by its bound"
+        what = f"by what it has to send; by its products alone {bare / best - 1:+.1%}" if bare < best else "by its products"
+        return f"at least {bound / best - 1:.1%} worse {what}"
 
     def _text(self) -> str:
         fitting = [o for o in self.outcomes.values() if o.fits]
@@ -280,12 +290,6 @@ def _neighbours(a: Candidate, b: Candidate) -> bool:
     if len(mine) == len(other):
         return len(mine - other) == 1
     return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
-
-
-def _passed_over(state: str, bound: float, best: float) -> str:
-    if state == BOUNDED:
-        return f"at least {bound / best - 1:.1%} worse by its bound" if best > 0 else "not better by its bound"
-    return "time ran out"
 
 
 # The search whose candidates a process estimates: processes are forked, and find it here.
