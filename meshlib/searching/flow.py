@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from layouts import Shape
 from meshlib.estimation.products import attention_of, mxu_dtype
-from meshlib.graph import Tensor
+from meshlib.graph import Operation, Tensor
 from meshlib.lowering.homes import scope_of
 from meshlib.operation import Factor, Kind, Role, Total
 from meshlib.ops.einsum import EIGHT_BIT
@@ -183,7 +183,7 @@ class _Maker:
                 self._loop(i)
             elif isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION:
                 self._product(i)
-            elif isinstance(i, Compute) and i.operation.kind.kind in (Kind.ELEMENTWISE, Kind.VIEW):
+            elif isinstance(i, Compute) and _keeps_elements(i.operation):
                 self._pass_on(i)
             elif not isinstance(i.operation.kind.form(i.operation), Total):
                 self._other(i)
@@ -223,8 +223,9 @@ class _Maker:
                 self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
         node = Node(splits=splits, product=Contraction.of(self.program, i))
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands)
+        summed = any(f.role is not Role.PARALLEL for f in op.kind.roles(op))
         for y in i.outputs:
-            self._start(y, number)
+            self._start(y, number, summed or self._is_full(i, y))
 
     def _split(self, f: Factor, told: bool = True) -> Split:
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
@@ -258,8 +259,13 @@ class _Maker:
                         found[r.source] = made
             most = sorted(found.values(), key=lambda r: (-r.least_bytes, -r.source))
             self.reached[y] = most[:MOST_WAYS]
-            if any(x in self.full and set(y.tensor.shape.names) <= set(x.tensor.shape.names) for x in i.inputs):
+            if self._is_full(i, y):
                 self.full.add(y)
+
+    def _is_full(self, i: Compute, y: Value) -> bool:
+        """Whether one operand has all dims of the result: then it is no product of smaller factors."""
+        names = set(y.tensor.shape.names)
+        return any(x in self.full and names <= set(x.tensor.shape.names) for x in i.inputs)
 
     # ------------------------------------------------------------ loops
 
@@ -297,6 +303,14 @@ class _Maker:
 
     def _sizes(self, v: Value) -> Bytes:
         return {self.passages.reached(v.tensor.shape.names): float(v.local_bytes)}
+
+
+def _keeps_elements(op: Operation) -> bool:
+    """Whether each element of the operands is in the result, at its place along every dim."""
+    kind = op.kind
+    if kind.kind not in (Kind.ELEMENTWISE, Kind.VIEW) or kind.reads_part or kind.writes_part:
+        return False
+    return all(f.role is Role.PARALLEL and f.outputs[0] is not None for f in kind.roles(op))
 
 
 def _home(t: Tensor) -> Placed:
