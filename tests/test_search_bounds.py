@@ -125,7 +125,7 @@ def space_of(problem: Problem, name: str) -> list[Candidate]:
 
 def test_nothing_is_below_its_bound_over_random_networks() -> None:
     count = 0
-    for seed in range(draws(4, 1000)):
+    for seed in (112, 160, *range(draws(2, 1000))):
         rng = random.Random(seed)
         problem = problem_of(network(seed), (), (), ())
         count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 
 from hardware.errors import HardwareError
 from hardware.network import collective_cost
@@ -36,12 +37,7 @@ def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind
       kind: "all_to_all" stands for whatever turns a value split along one dim into one split along another.
       size_bytes: of the value on a device, as if these axes did not split it.
     """
-    order = sorted(range(len(sizes)), key=lambda n: (sizes[n], n))  # the same mesh by another name costs the same
-    mesh = tuple(sizes[n] for n in order)
-    where = tuple(sorted(order.index(n) for n in axes))
-    group = 1
-    for n in axes:
-        group *= sizes[n]
+    mesh, where, group = _ordered(sizes, axes)
     ways = [(kind, size_bytes)]
     if kind == SWAP:
         block = size_bytes / group
@@ -57,25 +53,30 @@ SIZES = tuple(2.0**n for n in range(10, 39, 4))  # bytes, over which the best wa
 
 
 @lru_cache(maxsize=4096)
-def _wire(slice_: Slice, sizes: tuple[int, ...], axis: int, kind: str) -> float:
+def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str) -> float:
     least = float("inf")
-    for p in _placed(slice_, sizes, (axis,)):
+    for p in _placed(slice_, sizes, axes):
         for size in SIZES:
-            cost = collective_cost(p, kind, [f"a{axis}"], size)
+            cost = collective_cost(p, kind, [f"a{n}" for n in axes], size)
             least = min(least, max((busy for _, busy in cost.busy_seconds), default=0.0) / size)
     return 0.0 if least == float("inf") else least
 
 
-def wire_seconds(slice_: Slice, sizes: Sequence[int], axis: int, kind: str) -> float:
-    """Per byte of a value, for how long a collective on one axis keeps its busiest links busy, at least.
+def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str) -> float:
+    """Per byte of a value, for how long a collective keeps its busiest links busy, at least.
 
     Args as of `least_seconds`.
     """
-    order = sorted(range(len(sizes)), key=lambda n: (sizes[n], n))
-    mesh, where = tuple(sizes[n] for n in order), order.index(axis)
+    mesh, where, group = _ordered(sizes, axes)
     try:
         if kind != SWAP:
             return _wire(slice_, mesh, where, kind)
-        return min(_wire(slice_, mesh, where, way) for way in (SWAP, "collective_permute")) / sizes[axis]
+        return min(_wire(slice_, mesh, where, way) for way in (SWAP, "collective_permute")) / group
     except HardwareError:  # no links: refused when it is looked at
         return 0.0
+
+
+def _ordered(sizes: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The mesh with its axes in order of size, since another name costs the same; the axes there; devices of a group."""
+    order = sorted(range(len(sizes)), key=lambda n: (sizes[n], n))
+    return tuple(sizes[n] for n in order), tuple(sorted(map(order.index, axes))), prod(sizes[n] for n in axes)

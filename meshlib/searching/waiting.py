@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -50,6 +50,10 @@ class Waiting:
     def axes(self) -> Sequence[tuple[str, frozenset[str], int]]:
         """The axes of more than one device: name, dims that they may split, size."""
         return [axis for axis in self.candidate.named_splits if axis[2] > 1]
+
+    @cached_property
+    def _group(self) -> Sequence[int]:
+        return [size for _, _, size in self.axes]
 
     @property
     def slice(self) -> Slice:
@@ -98,11 +102,12 @@ class Waiting:
         return table.least()
 
     def _wire(self, axis: int, kind: int) -> float:
-        """Seconds per byte that the core loses."""
+        """Seconds per byte that the core loses: over that axis alone, or over others besides if that is faster."""
         if not kind:
             return 0.0
-        group = [size for _, _, size in self.axes]
-        return self.physics.early_exposed * wire_seconds(self.slice, group, axis, KINDS[kind])
+        every = range(len(self.axes))
+        least = min(wire_seconds(self.slice, self._group, axes, KINDS[kind]) for axes in _among(every, (axis,)))
+        return self.physics.early_exposed * least
 
     # ------------------------------------------------------------ nodes
 
@@ -228,19 +233,27 @@ class Waiting:
         return 0 if needed == FREE or self.passages.same(left, needed) else KINDS.index(SWAP)
 
     def _sent(self, sizes: Bytes, chosen: Sequence[int]) -> float:
-        """The least seconds of what is sent on a way: collectives of one kind at once, of several the longest."""
-        together: dict[int, list[int]] = {}
-        for axis, kind in enumerate(chosen):
-            if kind:
-                together.setdefault(kind, []).append(axis)
-        group = [size for _, _, size in self.axes]
-        return max(
-            (
-                least_seconds(self.slice, group, axes, KINDS[kind], self._least_bytes(sizes, axes))
-                for kind, axes in together.items()
-            ),
-            default=0.0,
-        )
+        """The least seconds of what is sent on a way: of several kinds of collectives the longest."""
+        present = [axis for axis, kind in enumerate(chosen) if kind]
+
+        def together(axes: Sequence[int], kind: int) -> float:
+            """One collective over these axes, or over more of them."""
+            return min(
+                least_seconds(self.slice, self._group, more, KINDS[kind], self._least_bytes(sizes, more))
+                for more in _among(present, axes)
+            )
+
+        def least(axes: Sequence[int], kind: int) -> float:
+            """One, or several one after the other."""
+            first, *others = axes
+            found = together(axes, kind)
+            for part in _among(axes, (first,)):
+                if len(part) < len(axes):
+                    found = min(found, together(part, kind) + least([n for n in others if n not in part], kind))
+            return found
+
+        kinds = {kind: [axis for axis in present if chosen[axis] == kind] for kind in set(chosen) if kind}
+        return max((least(axes, kind) for kind, axes in kinds.items()), default=0.0)
 
     def _least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> float:
         """On a device, as if all other axes split what they may."""
@@ -249,3 +262,9 @@ class Waiting:
             whole / prod(size for dims, size in others if names is None or not names.isdisjoint(dims))
             for names, whole in sizes.items()
         )
+
+
+def _among(every: Sequence[int], these: Sequence[int]) -> list[tuple[int, ...]]:
+    """The sets of some of all axes that have these among them."""
+    others = [n for n in every if n not in these]
+    return [(*these, *more) for count in range(len(others) + 1) for more in combinations(others, count)]
