@@ -26,6 +26,7 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.models.usual import TENSOR, largest_power
 
+
 @dataclass(frozen=True)
 class Plan:
     """One step: the lines of its column, and what to say below the table."""

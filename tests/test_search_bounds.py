@@ -132,8 +132,6 @@ def test_nothing_is_below_its_bound_over_random_networks() -> None:
     assert count > 8
 
 
-
-
 @pytest.mark.parametrize("name", ["class_of_the_first_token", *random.Random(5).sample(sorted(ROWS), draws(12, 200))])
 def test_what_a_bound_asks_for_is_no_more_than_what_experts_send(name: str) -> None:
     """Programs in which sums follow from others, and slices move less than all: nothing may be charged for those."""

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from layouts import Shape
-from meshlib.estimation.products import attention_of, mxu_dtype
+from meshlib.estimation.products import attention_of
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.homes import scope_of
 from meshlib.operation import Factor, Kind, Role, Total
@@ -195,7 +195,9 @@ class _Maker:
 
     # ------------------------------------------------------------ nodes
 
-    def _add(self, node: Node, needs: Iterable[tuple[int, Value, Placed | None]] = (), linear: Sequence[int] = ()) -> int:
+    def _add(
+        self, node: Node, needs: Iterable[tuple[int, Value, Placed | None]] = (), linear: Sequence[int] = ()
+    ) -> int:
         number = len(self.nodes)
         self.nodes.append(node)
         self.ways.append(
@@ -271,9 +273,8 @@ class _Maker:
 
     def _loop(self, loop: Loop) -> None:
         body = loop.body
-        ends = dict(loop.carries)
         given: dict[Value, Placed] = {}
-        for (_, inner), outer in zip(body.inputs.items(), loop.inputs, strict=True):
+        for inner, outer in zip(body.inputs.values(), loop.inputs, strict=True):
             if outer in self.given:
                 given[inner] = self.given[outer]
         carried: dict[str, Placed] = {}
@@ -283,8 +284,9 @@ class _Maker:
                 given[body.inputs[before]] = carried[before]
         maker = _Maker(body, self.passages, given)
         maker.run()
-        for before, home in carried.items():
-            maker.bring(body.outputs[ends[before]], home)
+        for before, after in loop.carries:
+            if before in carried:
+                maker.bring(body.outputs[after], carried[before])
         homes = [carried.get(name) for name in body.inputs]
         node = self._add(
             Node(loop=Flow(maker.nodes, maker.ways), trips=loop.trips),
@@ -292,8 +294,8 @@ class _Maker:
             range(len(loop.inputs)),
         )
         for n, y in enumerate(loop.outputs):
-            home = carried.get(loop.carries[n][0]) if n < len(loop.carries) else None
-            self._start(y, node if home is None else self._after(node, home))
+            at_home = carried.get(loop.carries[n][0]) if n < len(loop.carries) else None
+            self._start(y, node if at_home is None else self._after(node, at_home))
 
     def _after(self, loop: int, home: Placed) -> int:
         """What a loop leaves at home."""

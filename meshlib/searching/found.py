@@ -188,9 +188,13 @@ class Found:
         if others:
             behind = others[0].value / best - 1
             word = "a tie" if behind <= MODEL_ERROR else "more than that"
-            lines.append(f"      the second is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}: {word}")
+            lines.append(
+                f"      the second is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}: {word}"
+            )
         if passed and (not others or min(passed) < others[0].value):
-            lines.append(f"      ({len(passed):,} that were not estimated are at least {min(passed) / best - 1:.1%} behind)")
+            lines.append(
+                f"      ({len(passed):,} that were not estimated are at least {min(passed) / best - 1:.1%} behind)"
+            )
         return lines
 
     def _row(self, rank: int, o: Outcome) -> tuple[str, ...]:

@@ -77,6 +77,6 @@ def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind:
 
 
 def _ordered(sizes: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The mesh with its axes in order of size, since another name costs the same; the axes there; devices of a group."""
+    """The mesh in order of size, since another name costs the same; the axes there; how many devices they join."""
     order = sorted(range(len(sizes)), key=lambda n: (sizes[n], n))
     return tuple(sizes[n] for n in order), tuple(sorted(map(order.index, axes))), prod(sizes[n] for n in axes)

@@ -148,7 +148,11 @@ class Search:
         for n in fresh:
             o = self.outcomes[n]
             if o.figures is not None:
-                value = o.value / (o.bound or 1.0) * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
+                value = (
+                    o.value
+                    / (o.bound or 1.0)
+                    * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
+                )
                 for part in _traits(o.candidate):
                     self.values.setdefault(part, []).append(value)
                     self.means[part] = sum(self.values[part]) / len(self.values[part])
@@ -214,7 +218,11 @@ class Search:
         bound, bare = self.bounds[n], self.bare.get(n, self.bounds[n])
         if best <= 0:
             return "not better by its bound"
-        what = f"by what it has to send; by its products alone {bare / best - 1:+.1%}" if bare < best else "by its products"
+        what = (
+            f"by what it has to send; by its products alone {bare / best - 1:+.1%}"
+            if bare < best
+            else "by its products"
+        )
         return f"at least {bound / best - 1:.1%} worse {what}"
 
     def _text(self) -> str:

@@ -10,7 +10,7 @@ Products run one after the other, and trips of a loop too, whatever they wait fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
@@ -89,15 +89,14 @@ class Waiting:
             source = ways[0].source
             targets = list(dict.fromkeys(way.target for way in ways))[:MOST_TARGETS]
             scope = (source, *targets)
-            worst = np.zeros([owns_count for owns_count in (len(self._choices(flow.nodes[n], axis)) for n in scope)])
+            worst = np.zeros([len(self._choices(flow.nodes[n], axis)) for n in scope])
             for way in ways:
-                if way.target not in targets:
-                    continue
-                kinds = self._kinds(flow.nodes[way.source], flow.nodes[way.target], way, axis)
-                sent = wire[kinds] * self._least_bytes(way.sizes, [axis])
-                shape = [1] * len(scope)
-                shape[0], shape[1 + targets.index(way.target)] = sent.shape
-                worst = np.maximum(worst, sent.reshape(shape))
+                if way.target in targets:
+                    kinds = self._kinds(flow.nodes[source], flow.nodes[way.target], way, axis)
+                    sent = wire[kinds] * self._least_bytes(way.sizes, [axis])
+                    shape = [1] * len(scope)
+                    shape[0], shape[1 + targets.index(way.target)] = sent.shape
+                    worst = np.maximum(worst, sent.reshape(shape))
             table.add(scope, worst)
         return table.least()
 
@@ -209,7 +208,8 @@ class Waiting:
             if key not in self._known:
                 self._known[key] = self._sent(way.sizes, chosen)
             table[code] = self._known[key]
-        return (ends[:, None] + table[codes]).min(axis=0)
+        arrival: Floats = (ends[:, None] + table[codes]).min(axis=0)
+        return arrival
 
     def _kinds(self, source: Node, target: Node, way: Way, axis: int) -> Ints:
         """The collective of each choice of both ends, as its number among KINDS."""
