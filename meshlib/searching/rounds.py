@@ -30,7 +30,7 @@ from meshlib.searching.space import Candidate, Choices
 from meshlib.text import bytes_text
 
 FIRST, ROUND = 2, 8  # candidates of the first round, before which no bound rules anything out, and of the others
-POOL = 4 * ROUND  # how many are looked at closely to choose the best of
+POOL = 3  # times as many are looked at closely, to choose the best of
 LEADERS = 3  # the best so far, whose neighbours are looked at
 Progress = Callable[[int, int, str], object]
 
@@ -102,7 +102,7 @@ class Search:
         known = [n for n in left if n < self.first]
         self._take(chosen, known, most // 2)
         self._take(chosen, self._beside(left), most * 3 // 4)
-        near = self._looked_at(sorted(left, key=self._promise), chosen)
+        near = self._looked_at(sorted(left, key=self._promise), chosen, POOL * most)
         self._take(chosen, sorted(near, key=self._promise), most)
         return chosen
 
@@ -114,11 +114,11 @@ class Search:
             if n not in chosen and self._open(n) and self._looked(n):
                 chosen.append(n)
 
-    def _looked_at(self, order: Sequence[int], chosen: Sequence[int]) -> list[int]:
-        """The first of an order that could win by their closer bounds, a few rounds of them."""
+    def _looked_at(self, order: Sequence[int], chosen: Sequence[int], most: int) -> list[int]:
+        """The first of an order that could win by their closer bounds, so many."""
         found: list[int] = []
         for n in order:
-            if len(found) == POOL:
+            if len(found) == most:
                 break
             if n not in chosen and self._open(n) and self._looked(n):
                 found.append(n)
