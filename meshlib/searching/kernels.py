@@ -56,7 +56,7 @@ class Contraction:
         return Contraction(instruction, matmul_of(program, instruction))
 
     def part(self, cuts: Mapping[int, int]) -> Matmul | None:
-        """What one device computes where factors, by their numbers, are cut in so many parts; None: that leaves rests."""
+        """One device's part where factors, by their numbers, are cut in so many; None: they do not divide."""
         key = tuple(sorted(cuts.items()))
         if key not in self._parts:
             self._parts[key] = self._part(cuts)

@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/benchmarks/auto_layout.py [--seconds 60] [--only 4.9b]
 
-Auto layout (tensorflow/mesh, `mesh_tensorflow/auto_mtf`) takes a mesh as given and lays dims of the program on its axes,
-each dim on at most one, no two dims of a tensor on the same axis, so that the peak of memory is least. Here the best
-such layout is found by trying all of them, in the order of what they must hold, on the mesh `rows:16;cols:32` of the
+Auto layout (tensorflow/mesh, `mesh_tensorflow/auto_mtf`) takes a mesh as given and lays dims of the program on its
+axes, each dim on at most one, no two dims of a tensor on the same axis, so that the peak of memory is least. Here the
+best such layout is found by trying all of them, in the order of what they must hold, on the mesh `rows:16;cols:32` of the
 paper's largest model: so it is at least as good as what auto layout chooses by its estimate of memory. Beside it stands
 what `mtf.search(objective="memory")` finds on the same slice, which has optional and scoped rules and any mesh.
 """
@@ -85,7 +85,8 @@ def main() -> None:
         cells.append(
             (
                 name, f"{auto.layout}{'' if whole else ' (time ran out)'}", bytes_text(peak),
-                f"{best.candidate.mesh} {best.candidate.layout}", bytes_text(best.value), f"{1 - best.value / peak:.0%}",
+                f"{best.candidate.mesh} {best.candidate.layout}", bytes_text(best.value),
+                f"{1 - best.value / peak:.0%}",
             )
         )  # fmt: skip
         print("  ".join(cells[-1]), flush=True)
