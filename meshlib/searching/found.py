@@ -56,7 +56,7 @@ class Found:
 
     @cached_property
     def pareto(self) -> tuple[Outcome, ...]:
-        """Of what was estimated and fits, what no other beats in both the objective and peak memory; by the objective."""
+        """Of what was estimated and fits, what none beats in both the objective and peak memory; by the objective."""
         front: list[Outcome] = []
         for o in self.ranking:
             if o.fits and (not front or _peak(o) < _peak(front[-1])):

@@ -89,7 +89,8 @@ def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: st
 @lru_cache(maxsize=1 << 14)
 def _placed(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Placement, ...]:
     """Placements of a mesh of these sizes, one of each way in which some of its axes can lie, whatever torus axis."""
-    chosen, found = [f"a{n}" for n in axes], {}
+    chosen = [f"a{n}" for n in axes]
+    found: dict[tuple[object, ...], Placement] = {}
     for p in _every(slice_, sizes):
         names: dict[int, int] = {}
         numbers = count()

@@ -4,9 +4,9 @@
 
 Auto layout (tensorflow/mesh, `mesh_tensorflow/auto_mtf`) takes a mesh as given and lays dims of the program on its
 axes, each dim on at most one, no two dims of a tensor on the same axis, so that the peak of memory is least. Here the
-best such layout is found by trying all of them, in the order of what they must hold, on the mesh `rows:16;cols:32` of the
-paper's largest model: so it is at least as good as what auto layout chooses by its estimate of memory. Beside it stands
-what `mtf.search(objective="memory")` finds on the same slice, which has optional and scoped rules and any mesh.
+best such layout is found by trying all of them, in the order of what they must hold, on `rows:16;cols:32`, the mesh of
+the paper's largest model: so it is at least as good as what auto layout chooses by its estimate of memory. Beside it
+stands what `mtf.search(objective="memory")` finds on the same slice, which has optional and scoped rules and any mesh.
 """
 
 from __future__ import annotations
