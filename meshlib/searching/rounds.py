@@ -58,6 +58,7 @@ class Search:
         self.bounds = [self._bound(c) for c in space]
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
+        self.best = float("inf")  # of what fits
         self.values: dict[object, list[float]] = {}
         self.means: dict[object, float] = {}
         self.bare: dict[int, float] = {}  # what the bounds were of those that have been looked at closely
@@ -125,7 +126,7 @@ class Search:
         return found
 
     def _may_win(self, n: int) -> bool:
-        return self.bounds[n] < self._best_value()
+        return self.bounds[n] < self.best
 
     def _looked(self, n: int) -> bool:
         """Whether a candidate could win by its closer bound, too."""
@@ -147,6 +148,8 @@ class Search:
         """By how much candidates are above their bounds, for each of their parts; what does not fit counts as worse."""
         for n in fresh:
             o = self.outcomes[n]
+            if o.fits:
+                self.best = min(self.best, o.value)
             if o.figures is not None:
                 value = (
                     o.value
@@ -189,9 +192,6 @@ class Search:
         problem = self.problems[c.choices]
         return self.objective.bound(problem.bounds, c) / problem.units
 
-    def _best_value(self) -> float:
-        return min((o.value for o in self.outcomes.values() if o.fits), default=float("inf"))
-
     def late(self) -> bool:
         """Whether time has run out."""
         return self.seconds is not None and time.monotonic() - self.begun > self.seconds
@@ -204,7 +204,7 @@ class Search:
     # ------------------------------------------------------------ the end
 
     def _found(self) -> Found:
-        best = self._best_value()
+        best = self.best
         for n, c in enumerate(self.space):
             if n not in self.outcomes:
                 state = BOUNDED if self.bounds[n] >= best else OPEN
