@@ -15,16 +15,27 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
 
 import meshlib as mtf
-from examples.plan_llama import Plan, figures, table
 from examples.terminal import check_least, finish
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.models.usual import TENSOR, largest_power
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step: the lines of its column, and what to say below the table."""
+
+    name: str
+    mesh: str
+    lines: dict[str, str]
+    remarks: list[str]
+
 
 # A dense model of a trillion parameters, in the proportions of Llama 3.
 TRILLION = mtf.models.preset("llama3.1-405b").replace(
@@ -66,6 +77,71 @@ def planned(
         remarks.append(f"{name}: {fault}")
     lines["planned in"] = f"{time.perf_counter() - begun:.1f} s"
     return Plan(name, mesh, lines, remarks)
+
+
+# ------------------------------------------------------------ what is shown
+
+
+def rounded(number: float) -> str:
+    """Three digits and a unit: 405 B."""
+    for unit, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.3g}"
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB."""
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def figures(args: argparse.Namespace, config: mtf.models.TransformerConfig, est: mtf.Estimate) -> dict[str, str]:
+    """The lines of one column of the table; `*` marks what is modelled."""
+    tokens = args.batch * args.length
+    memory = est.memory
+    bound = sorted(est.bound_seconds.items(), key=lambda item: -item[1])
+    shares = [f"{name} {seconds / est.step_seconds:.0%}" for name, seconds in bound[:2] if seconds]
+    lines = {
+        "fits": "yes" if est.fits else f"NO: {gib(memory.peak_bytes - memory.capacity_bytes)} too much",
+        "peak of a device": f"{gib(memory.peak_bytes)} of {gib(memory.capacity_bytes)}",
+        "  without padding": gib(memory.exact_peak_bytes),
+    }
+    lines |= {f"  {kind}": gib(size) for kind, size in memory.by_kind.items() if size >= 2**20}
+    if est.program.memory.host_bytes:
+        lines["  on its host"] = gib(est.program.memory.host_bytes)
+    useful = config.flops_per_token(args.length) * tokens / est.step_seconds
+    lines |= {
+        "step*": f"{est.step_seconds:.2f} s",
+        "bound by*": ", ".join(shares),
+        "waits for collectives*": f"{est.exposed_comm_seconds:.2f} s",
+        "tokens a second*": rounded(tokens / est.step_seconds),
+        "MFU*": f"{useful / est.slice.peak_flops_per_device / est.slice.devices:.1%}",
+        "flops executed a device": rounded(est.flops),
+        "  of these repeated": f"{1 - est.useful_flops / est.flops:.1%}",
+        "sent by a device": gib(est.sent_bytes),
+    }
+    steps = max(1, round(args.tokens / tokens))
+    lines[f"{rounded(args.tokens)} tokens take*"] = f"{steps * est.step_seconds / 86400:,.1f} days"
+    if est.slice.usd_per_hour is not None:
+        lines["  at the list price*"] = f"${rounded(est.usd(steps))}"
+    return lines
+
+
+def table(plans: Sequence[Plan]) -> str:
+    """All plans side by side, then what there is to say about each."""
+    order = dict.fromkeys(label for plan in sorted(plans, key=lambda p: -len(p.lines)) for label in plan.lines)
+    rows = [["layout", *(plan.name for plan in plans)]]
+    rows += [[label, *(plan.lines.get(label, "") for plan in plans)] for label in order]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "-" * max(map(len, lines)))
+    lines.append("* modelled; all others exact")
+    for plan in plans:
+        lines += ["", *plan.remarks] if plan.remarks else []
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------ flags
 
 
 def counts(text: str) -> list[int]:

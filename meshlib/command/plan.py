@@ -126,6 +126,8 @@ def _verdict(subject: Subject, plan: Plan, est: Estimate) -> list[str]:
     lines = [f"{subject.name} on {where.name}: {fits}"]
     about = f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.capacity_bytes)} on each of {where.devices} devices"
     lines.append(f"  memory     {about}")
+    kinds = sorted(((size, kind) for kind, size in memory.by_kind.items() if size), reverse=True)[:3]
+    lines += wrapped(", ".join(f"{bytes_text(size)} {kind}" for size, kind in kinds), "  most of it ", " ")
     if not est.fits:
         lines += _remedies(est)
     lines.append(f"  step       {seconds_text(est.step_seconds)}*, MFU {_mfu(subject, est):.1%}*{_rates(subject, est)}")
@@ -138,6 +140,9 @@ def _verdict(subject: Subject, plan: Plan, est: Estimate) -> list[str]:
     if subject.tokens:
         sizes = f"{subject.sizes['batch']:,} sequences of {subject.sizes['length']:,} tokens"
         lines.append(f"  one step   {sizes}: forward, backward, AdamW")
+    if (config := subject.config) is not None:
+        active = f", {config.active_parameters:,} active" if config.experts is not None else ""
+        lines.append(f"  model      {config.parameters:,} parameters{active}")
     lines.append(f"  mesh       {est.program.mesh}")
     lines += wrapped(str(est.program.layout) or "(nothing is split)", "  layout     ", ";")
     lines += [f"  {name:<10} {value}" for name, value in plan.choices.items()]

@@ -23,59 +23,24 @@ import numpy as np
 
 from hardware.chips import Chip
 from hardware.slices import Slice
-from hardware.vpu import vpu_rate
 from layouts import Shape
 from meshlib.estimation import STEP_OVERHEAD_SECONDS
-from meshlib.estimation.physics import CALIBRATED
-from meshlib.estimation.products import Attention, attention_of, mxu_dtype
-from meshlib.estimation.times import Times
+from meshlib.estimation.physics import CALIBRATED, Physics
+from meshlib.estimation.products import attention_of, mxu_dtype
 from meshlib.graph import Operation
 from meshlib.lowering.homes import scope_of
-from meshlib.operation import Home, Kind
+from meshlib.operation import Kind
 from meshlib.program.buffers import rewritten
 from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 from meshlib.program.work import local_work
+from meshlib.searching.flow import Flow
+from meshlib.searching.kernels import Kernel
+from meshlib.searching.passages import Names, Passages
 from meshlib.searching.space import Candidate
+from meshlib.searching.waiting import Waiting
 
-Names: TypeAlias = frozenset[str]
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
-
-
-@dataclass(frozen=True)
-class Passages:
-    """The names under which dims go on, through renamings and reshapes; `bound`: those that constraints lay out."""
-
-    names: Mapping[str, Names]
-    bound: Names
-
-    @staticmethod
-    def of(operations: Iterable[Operation]) -> Passages:
-        """From all operations of a program, those in loops included."""
-        groups: dict[str, set[str]] = {}
-        bound: set[str] = set()
-        for op in operations:
-            for f in op.kind.roles(op):
-                together = {name for name in (*f.operands, *f.outputs) if name is not None}
-                joined = together.union(*(groups.get(name, ()) for name in together))
-                groups.update(dict.fromkeys(joined, joined))
-            if op.kind.home is Home.GIVEN:
-                bound |= {rule.dim for rule in op.attrs["layout"].rules}
-        return Passages({name: frozenset(group) for name, group in groups.items()}, frozenset(bound))
-
-    def reached(self, dims: Iterable[str]) -> Names | None:
-        """The dims by whose rules an axis may get to any of these; None where a constraint may bring any axis."""
-        found: Names = frozenset().union(*(self.names.get(name, frozenset({name})) for name in dims))
-        return found if found.isdisjoint(self.bound) else None
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """All products of one kind: what they multiply in, or their attention; the dims by which they can be split."""
-
-    dims: Names | None
-    dtype: str
-    attention: Attention | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +59,8 @@ class Bounds:
     resident: Mapping[tuple[Shape, str, float], int]
     moments: Sequence[Mapping[Names | None, int]]
     alone: bool
+    flow: Flow
+    passages: Passages
     _hits: dict[Names, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
     _times: dict[tuple[Chip, int], tuple[Floats, Floats, float] | None] = field(default_factory=dict)
     _ways_of: dict[object, Floats] = field(default_factory=dict)
@@ -123,7 +90,7 @@ class Bounds:
             for v in values:
                 sizes[passages.reached(v.tensor.shape.names)] += v.local_bytes
             moments.append(sizes)
-        return Bounds(kernels, held, moments, products < 2)
+        return Bounds(kernels, held, moments, products < 2, Flow.of(whole, passages), passages)
 
     # ------------------------------------------------------------ time
 
@@ -139,28 +106,29 @@ class Bounds:
         seconds = launches + float(np.maximum(whole / self._ways(c)[: len(self.kernels)] - rounded, 0.0).sum())
         return seconds * (1 + CALIBRATED.jitter(c.slice.slices)) + STEP_OVERHEAD_SECONDS
 
+    @property
+    def physics(self) -> Physics:
+        """As the estimate has it."""
+        return CALIBRATED.without_losses() if self.alone else CALIBRATED
+
+    def waiting_seconds(self, c: Candidate) -> float:
+        """Of one step, at least, with what has to be sent: `seconds` or more, at a hundred times its cost."""
+        made = Waiting(c, self.passages, self.physics).seconds(self.flow)
+        return made * (1 + CALIBRATED.jitter(c.slice.slices)) + STEP_OVERHEAD_SECONDS
+
     def _timed(self, where: Slice) -> tuple[Floats, Floats, float] | None:
         """Of each kind of kernels the seconds on one device, and by how much scores are rounded down where they are
         split; of all, their launches. None where the chip can't run one, as its estimate will say.
         """
-        chip = where.chip
-        physics = CALIBRATED.without_losses() if self.alone else CALIBRATED
-        times = Times(chip, physics)
         whole, rounded, launches = [], [], 0
         for kernel, (count, flops) in self.kernels.items():
-            if chip.peak(kernel.dtype) is None:
+            found = kernel.seconds(where.chip, self.physics, count, flops)
+            if found is None:
                 return None
+            whole.append(found[0])
+            rounded.append(found[1])
             launches += count
-            if kernel.attention is not None:
-                mxu, vpu, bare = times.attention_seconds(kernel.attention)
-                seconds = max(mxu, vpu) + bare
-                whole.append(count * seconds)
-                rounded.append(count * seconds / max(1, kernel.attention.scores))
-                continue
-            rate = chip.peak_flops(kernel.dtype) / chip.devices_per_chip * chip.mxu_efficiency * physics.product_rate
-            whole.append(flops / max(rate, vpu_rate(chip)))  # what is faster on the vector unit runs there
-            rounded.append(0.0)
-        return np.array(whole), np.array(rounded), launches * chip.launch_seconds
+        return np.array(whole), np.array(rounded), launches * where.chip.launch_seconds
 
     # ------------------------------------------------------------ memory
 

@@ -56,7 +56,7 @@ class Found:
 
     @cached_property
     def pareto(self) -> tuple[Outcome, ...]:
-        """Of what fits, what no other beats in both the objective and peak memory; by the objective."""
+        """Of what was estimated and fits, what none beats in both the objective and peak memory; by the objective."""
         front: list[Outcome] = []
         for o in self.ranking:
             if o.fits and (not front or _peak(o) < _peak(front[-1])):
@@ -179,12 +179,23 @@ class Found:
         return f"; every layout takes at least {bytes_text(needed)} of each device, which has {bytes_text(capacity)}"
 
     def _second(self) -> list[str]:
-        others = [o for o in self.ranking[1:] if o.fits]
-        if not others or self.best.value <= 0:
+        """How near the next ones are: the second that was estimated, and what is bounded below may be nearer."""
+        others, best = [o for o in self.ranking[1:] if o.fits], self.best.value
+        passed = [o.bound for o in self.outcomes if o.state == BOUNDED and o.bound != float("-inf")]
+        if best <= 0 or not (others or passed):
             return []
-        behind = others[0].value / self.best.value - 1
-        word = "a tie" if behind <= MODEL_ERROR else "more than that"
-        return [f"      the second is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}: {word}"]
+        lines = []
+        if others:
+            behind = others[0].value / best - 1
+            word = "a tie" if behind <= MODEL_ERROR else "more than that"
+            lines.append(
+                f"      the second is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}: {word}"
+            )
+        if passed and (not others or min(passed) < others[0].value):
+            lines.append(
+                f"      ({len(passed):,} that were not estimated are at least {min(passed) / best - 1:.1%} behind)"
+            )
+        return lines
 
     def _row(self, rank: int, o: Outcome) -> tuple[str, ...]:
         c, f = o.candidate, o.figures

@@ -35,6 +35,7 @@ class Objective:
     name: str
     of: Callable[[Estimate], float]
     bound: Callable[[Bounds, Candidate], float]
+    closer: Callable[[Bounds, Candidate], float] | None = None  # as `bound` or more, at a hundred times its cost
 
     @staticmethod
     def named(given: object) -> Objective:
@@ -42,9 +43,9 @@ class Objective:
         if given == "memory":
             return Objective("peak memory", lambda est: est.memory.peak_bytes, _state)
         if given == "usd":
-            return Objective("cost of a step", lambda est: est.usd(), _usd)
+            return Objective("cost of a step", lambda est: est.usd(), _usd, _closer_usd)
         if given == "step_seconds":
-            return Objective("step", lambda est: est.step_seconds, _seconds)
+            return Objective("step", lambda est: est.step_seconds, _seconds, _closer_seconds)
         if isinstance(given, str) and isinstance(getattr(Estimate, given, None), property):
             return Objective(given, lambda est: number(getattr(est, given), "search", "objective"), _nothing)
         if not isinstance(given, str) and callable(given):
@@ -60,8 +61,16 @@ def _seconds(bounds: Bounds, c: Candidate) -> float:
     return bounds.seconds(c)
 
 
+def _closer_seconds(bounds: Bounds, c: Candidate) -> float:
+    return bounds.waiting_seconds(c)
+
+
 def _usd(bounds: Bounds, c: Candidate) -> float:
     return (c.slice.usd_per_hour or 0.0) / 3600 * _seconds(bounds, c)
+
+
+def _closer_usd(bounds: Bounds, c: Candidate) -> float:
+    return (c.slice.usd_per_hour or 0.0) / 3600 * _closer_seconds(bounds, c)
 
 
 def _state(bounds: Bounds, c: Candidate) -> float:

@@ -1,10 +1,10 @@
 """Which candidates are looked at next: the neighbours of the best, and those that could be best by their bounds.
 
-Best first over the bounds alone would look at everything before it is sure: bounds on computation do not tell one way
-to communicate from another. So each round of a fixed size takes half of its candidates from beside the best ones
-(one axis with another role, a factor moved, one argument changed), and half from all others: meshes of one axis first,
-then those of whose axes the roles and arguments have done best so far. What is left at the end is bounded below, or
-named as not reached: the certificate says which.
+A round of a fixed size takes most of its candidates from beside the best ones (one axis with another role, a factor
+moved, one argument changed), and the others from all: those first whose bound is least, times what candidates with the
+same roles and arguments have come to over theirs so far. Before a candidate is lowered its bound is looked at closely,
+with what it has to send; that takes a tenth of lowering it. What is left at the end is bounded below, or named as not
+reached: the certificate says which.
 
 Rounds do not depend on how many processes work on them, so the same space gives the same result.
 """
@@ -15,7 +15,7 @@ import hashlib
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,7 +29,8 @@ from meshlib.searching.problem import Build, Objective, Problem
 from meshlib.searching.space import Candidate, Choices
 from meshlib.text import bytes_text
 
-ROUND = 8
+FIRST, ROUND = 2, 8  # candidates of the first round, before which no bound rules anything out, and of the others
+POOL = 3  # times as many are looked at closely, to choose the best of
 LEADERS = 3  # the best so far, whose neighbours are looked at
 Progress = Callable[[int, int, str], object]
 
@@ -57,8 +58,10 @@ class Search:
         self.bounds = [self._bound(c) for c in space]
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
+        self.best = float("inf")  # of what fits
         self.values: dict[object, list[float]] = {}
         self.means: dict[object, float] = {}
+        self.bare: dict[int, float] = {}  # what the bounds were of those that have been looked at closely
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
         self.known = self._read()
@@ -93,39 +96,66 @@ class Search:
     # ------------------------------------------------------------ rounds
 
     def _round(self) -> list[int]:
-        """The next candidates: neighbours of the leaders first, then by bound."""
+        """The next candidates: neighbours of the leaders first, then by promise."""
         chosen: list[int] = []
-        best = self._best_value()
-        left = [n for n in self.order if n not in self.outcomes]
-        for n in left:
-            if len(chosen) == ROUND // 2:
-                break
-            if n < self.first and self.bounds[n] < best and self._open(n):
-                chosen.append(n)
-        for n in self._beside(left):
-            if len(chosen) >= ROUND * 3 // 4:
-                break
-            if n not in chosen and self.bounds[n] < best and self._open(n):
-                chosen.append(n)
-        for n in sorted(left, key=self._promise):
-            if len(chosen) >= ROUND:
-                break
-            if n not in chosen and self.bounds[n] < best and self._open(n):
-                chosen.append(n)
+        left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
+        most = ROUND if self.values else FIRST
+        known = [n for n in left if n < self.first]
+        self._take(chosen, known, most // 2)
+        self._take(chosen, self._beside(left), most * 3 // 4)
+        near = self._looked_at(sorted(left, key=self._promise), chosen, POOL * most)
+        self._take(chosen, sorted(near, key=self._promise), most)
         return chosen
 
-    def _promise(self, n: int) -> tuple[bool, float, int]:
-        """What is looked at first: few axes, then the mean of what its parts have come to, then the order."""
+    def _take(self, chosen: list[int], among: Iterable[int], most: int) -> None:
+        """Chooses those that have to be estimated, until there are so many."""
+        for n in among:
+            if len(chosen) >= most:
+                break
+            if n not in chosen and self._open(n) and self._looked(n):
+                chosen.append(n)
+
+    def _looked_at(self, order: Sequence[int], chosen: Sequence[int], most: int) -> list[int]:
+        """The first of an order that could win by their closer bounds, so many."""
+        found: list[int] = []
+        for n in order:
+            if len(found) == most:
+                break
+            if n not in chosen and self._open(n) and self._looked(n):
+                found.append(n)
+        return found
+
+    def _may_win(self, n: int) -> bool:
+        return self.bounds[n] < self.best
+
+    def _looked(self, n: int) -> bool:
+        """Whether a candidate could win by its closer bound, too."""
+        closer = self.objective.closer
+        if closer is not None and n not in self.bare:
+            self.bare[n] = self.bounds[n]
+            problem = self.problems[self.space[n].choices]
+            self.bounds[n] = max(self.bounds[n], closer(problem.bounds, self.space[n]) / problem.units)
+        return self._may_win(n)
+
+    def _promise(self, n: int) -> tuple[float, int, int]:
+        """What is looked at first: by its bound times the mean of what its parts have come to over theirs."""
         c = self.space[n]
         known = [self.means[part] for part in _traits(c) if part in self.means]
-        return len(c.parts) > 1, sum(known) / len(known) if known else self.bounds[n], self.ranks[n]
+        ratio = sum(known) / len(known) if known else 1.0
+        return ratio * self.bounds[n], len(c.parts), self.ranks[n]
 
     def _learn(self, fresh: Sequence[int]) -> None:
-        """What candidates came to, for each of their parts; what does not fit counts as much worse."""
+        """By how much candidates are above their bounds, for each of their parts; what does not fit counts as worse."""
         for n in fresh:
             o = self.outcomes[n]
+            if o.fits:
+                self.best = min(self.best, o.value)
             if o.figures is not None:
-                value = o.value * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
+                value = (
+                    o.value
+                    / (o.bound or 1.0)
+                    * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
+                )
                 for part in _traits(o.candidate):
                     self.values.setdefault(part, []).append(value)
                     self.means[part] = sum(self.values[part]) / len(self.values[part])
@@ -162,9 +192,6 @@ class Search:
         problem = self.problems[c.choices]
         return self.objective.bound(problem.bounds, c) / problem.units
 
-    def _best_value(self) -> float:
-        return min((o.value for o in self.outcomes.values() if o.fits), default=float("inf"))
-
     def late(self) -> bool:
         """Whether time has run out."""
         return self.seconds is not None and time.monotonic() - self.begun > self.seconds
@@ -177,13 +204,26 @@ class Search:
     # ------------------------------------------------------------ the end
 
     def _found(self) -> Found:
-        best = self._best_value()
+        best = self.best
         for n, c in enumerate(self.space):
             if n not in self.outcomes:
                 state = BOUNDED if self.bounds[n] >= best else OPEN
-                self.outcomes[n] = Outcome(c, state, self.bounds[n], why=_passed_over(state, self.bounds[n], best))
+                why = "time ran out" if state == OPEN else self._behind(n, best)
+                self.outcomes[n] = Outcome(c, state, self.bounds[n], why=why)
         made = [self.outcomes[n] for n in range(len(self.space))]
         return Found(tuple(made), self.objective, self.problems, self.build, time.monotonic() - self.begun)
+
+    def _behind(self, n: int, best: float) -> str:
+        """Why a candidate can't be the best, by its bound."""
+        bound, bare = self.bounds[n], self.bare.get(n, self.bounds[n])
+        if best <= 0:
+            return "not better by its bound"
+        what = (
+            f"by what it has to send; by its products alone {bare / best - 1:+.1%}"
+            if bare < best
+            else "by its products"
+        )
+        return f"at least {bound / best - 1:.1%} worse {what}"
 
     def _text(self) -> str:
         fitting = [o for o in self.outcomes.values() if o.fits]
@@ -258,12 +298,6 @@ def _neighbours(a: Candidate, b: Candidate) -> bool:
     if len(mine) == len(other):
         return len(mine - other) == 1
     return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
-
-
-def _passed_over(state: str, bound: float, best: float) -> str:
-    if state == BOUNDED:
-        return f"at least {bound / best - 1:.1%} worse by its bound" if best > 0 else "not better by its bound"
-    return "time ran out"
 
 
 # The search whose candidates a process estimates: processes are forked, and find it here.

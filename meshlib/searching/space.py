@@ -71,12 +71,20 @@ class Candidate:
     parts: tuple[Part, ...]
 
     @cached_property
-    def _laid(self) -> tuple[Mesh, LayoutRules]:
-        sizes, layouts = dict(self.given), [self.fixed.rules]
+    def _names(self) -> list[str]:
+        """Of all axes, also those of one device."""
+        names = [axis for axis, _ in self.given]
         for part in self.parts:
             axis, n = part.role.name, 2
-            while axis in sizes:
+            while axis in names:
                 axis, n = f"{part.role.name}{n}", n + 1
+            names.append(axis)
+        return names
+
+    @cached_property
+    def _laid(self) -> tuple[Mesh, LayoutRules]:
+        sizes, layouts = dict(self.given), [self.fixed.rules]
+        for part, axis in zip(self.parts, self._names[len(self.given) :], strict=True):
             sizes[axis] = part.size
             layouts.append(part.role.rules(axis, part.base))
         kept = {axis: size for axis, size in sizes.items() if size > 1}
@@ -92,6 +100,11 @@ class Candidate:
     def layout(self) -> LayoutRules:
         """The layout on it."""
         return self._laid[1]
+
+    @property
+    def named_splits(self) -> list[tuple[str, frozenset[str], int]]:
+        """Each axis by its name, with the dims that it may split, and its size."""
+        return [(name, dims, size) for name, (dims, size) in zip(self._names, self.splits, strict=True)]
 
     @cached_property
     def splits(self) -> tuple[tuple[frozenset[str], int], ...]:

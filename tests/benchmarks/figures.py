@@ -141,7 +141,7 @@ def readme() -> Iterator[Job]:
 
 
 def examples() -> Iterator[Job]:
-    """mnist.py and transformer.py under some layouts, plan_llama.py as it comes."""
+    """mnist.py and transformer.py under some layouts, the usual layouts of Llama 3.1 405B."""
     for layout in ("batch:rows;hidden:cols", "batch:rows", "hidden:rows+cols", "batch:rows;hidden:cols;pixels:cols?"):
         for executor in ("fast", "exact"):
 
@@ -175,7 +175,7 @@ def examples() -> Iterator[Job]:
         def job(name: str = name, mesh: str = mesh) -> Figures:
             return trained("llama3.1-405b", 1536, 8192, name, mesh, {"remat": "full"}, ("v5p-6144",))
 
-        yield f"plan_llama.py {name} {mesh}", job
+        yield f"llama3.1-405b {name} {mesh}", job
 
 
 # ---------------------------------------------------------------- models

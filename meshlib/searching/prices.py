@@ -1,0 +1,113 @@
+"""The least that a collective can take, wherever the mesh lies on the slice.
+
+What a collective takes never falls with its bytes, and by the byte it never rises, since it is a start and a rate. So
+between two sizes at which all placements have been priced it is at least what it takes at the smaller one, and at least
+its bytes at the rate of the larger one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count
+from math import prod
+
+from hardware.errors import HardwareError
+from hardware.network import collective_cost
+from hardware.placement import Placement, placements, wraps
+from hardware.slices import Slice
+
+GATHER, SCATTER, REDUCE, SWAP, PERMUTE = (
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute",
+)  # fmt: skip
+STEP = 4.0  # between the sizes that are priced
+SIZES = (2.0**14, 2.0**22, 2.0**36)  # bytes, between which the best way to send changes
+
+
+def least_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str, size_bytes: float) -> float:
+    """Of one collective on some axes of a mesh, its launch included.
+
+    Args:
+      sizes: of all axes of the mesh; axes: the numbers of those that take part.
+      kind: "all_to_all" stands for whatever turns a value split along one dim into one split along another.
+      size_bytes: of the value on a device, as if these axes did not split it.
+    """
+    mesh, where, group = _ordered(sizes, axes)
+    try:
+        if kind == SWAP:
+            block = size_bytes / group
+            ways = [(SWAP, block), (PERMUTE, block), (GATHER, size_bytes)]
+            least = min(_between(slice_, mesh, where, *way) for way in ways)
+        else:  # a reduction to all is one to parts, and a gather
+            least = (2 if kind == REDUCE else 1) * _between(slice_, mesh, where, GATHER, size_bytes)
+    except HardwareError:  # no links: refused when it is looked at
+        return 0.0
+    return least + slice_.chip.collective_launch_seconds
+
+
+def wire_seconds(slice_: Slice, sizes: Sequence[int], axes: Sequence[int], kind: str) -> float:
+    """Per byte of a value, for how long a collective keeps its busiest links busy, at least.
+
+    Args as of `least_seconds`.
+    """
+    mesh, where, group = _ordered(sizes, axes)
+    try:
+        if kind == SWAP:
+            return min(_wire(slice_, mesh, where, way) for way in (SWAP, PERMUTE)) / group
+        return (2 if kind == REDUCE else 1) * _wire(slice_, mesh, where, GATHER)
+    except HardwareError:  # no links: refused when it is looked at
+        return 0.0
+
+
+def _between(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
+    """At least what it takes, from the sizes around."""
+    if size <= 0:
+        return 0.0
+    below = STEP ** math.floor(math.log(size, STEP))
+    rate = _seconds(slice_, sizes, axes, kind, below * STEP) / (below * STEP)
+    return max(_seconds(slice_, sizes, axes, kind, below), rate * size)
+
+
+@lru_cache(maxsize=1 << 16)
+def _seconds(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str, size: float) -> float:
+    names = [f"a{n}" for n in axes]
+    found = _placed(slice_, sizes, axes)
+    return min((collective_cost(p, kind, names, size).seconds for p in found), default=0.0)
+
+
+@lru_cache(maxsize=1 << 14)
+def _wire(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...], kind: str) -> float:
+    least = float("inf")
+    for p in _placed(slice_, sizes, axes):
+        for size in SIZES:
+            cost = collective_cost(p, kind, [f"a{n}" for n in axes], size)
+            least = min(least, max((busy for _, busy in cost.busy_seconds), default=0.0) / size)
+    return 0.0 if least == float("inf") else least
+
+
+@lru_cache(maxsize=1 << 14)
+def _placed(slice_: Slice, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Placement, ...]:
+    """Placements of a mesh of these sizes, one of each way in which some of its axes can lie, whatever torus axis."""
+    chosen = [f"a{n}" for n in axes]
+    found: dict[tuple[object, ...], Placement] = {}
+    for p in _every(slice_, sizes):
+        names: dict[int, int] = {}
+        numbers = count()
+        lying = []
+        for f in p.of(chosen):
+            place = f.place if f.place < 0 else names.setdefault(f.place, next(numbers))
+            lying.append((place, f.size, f.stride, wraps(slice_, f)))
+        found.setdefault(tuple(lying), p)
+    return tuple(found.values())
+
+
+@lru_cache(maxsize=256)
+def _every(slice_: Slice, sizes: tuple[int, ...]) -> tuple[Placement, ...]:
+    return tuple(placements(slice_, {f"a{n}": size for n, size in enumerate(sizes)}))
+
+
+def _ordered(sizes: Sequence[int], axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The mesh in order of size, since another name costs the same; the axes there; how many devices they join."""
+    order = sorted(range(len(sizes)), key=lambda n: (sizes[n], n))
+    return tuple(sizes[n] for n in order), tuple(sorted(map(order.index, axes))), prod(sizes[n] for n in axes)

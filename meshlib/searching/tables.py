@@ -1,0 +1,84 @@
+"""The least of a sum of tables over choices: exact where few choices meet at a time, else from below.
+
+Choices are eliminated one by one: the tables that know one are added up, and of the sum the least over it is left.
+Where that would be too large a table, those are added up in several groups, each with a least of its own, which may be
+below that of all together (Dechter and Rish, "Mini-buckets", JACM 50(2), 2003): so it is a bound, whatever is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+LARGEST = 1 << 12  # entries
+
+
+@dataclass(eq=False)
+class Table:
+    """A sum of tables, each over some choices, which are numbers of nodes.
+
+    Example:
+      >>> t = Table()
+      >>> t.add((0,), np.array([0.0, 2.0]))
+      >>> t.add((0, 1), np.array([[5.0, 1.0], [0.0, 4.0]]))
+      >>> t.add((1,), np.array([0.0, 3.0]))
+      >>> t.least()
+      2.0
+    """
+
+    parts: list[tuple[tuple[int, ...], Array]] = field(default_factory=list)
+    constant: float = 0.0
+
+    def add(self, scope: Sequence[int], values: Array) -> None:
+        """One more table; choices of one entry are left out."""
+        kept = tuple(n for n, size in zip(scope, values.shape, strict=True) if size > 1)
+        if not kept:
+            self.constant += float(values.min())
+        elif values.any():
+            self.parts.append((kept, values.reshape([size for size in values.shape if size > 1])))
+
+    def least(self) -> float:
+        """Of the sum, at least: exact unless tables became too large."""
+        left, total = [*self.parts], self.constant
+        while left:
+            met: dict[int, set[int]] = {}
+            for scope, _ in left:
+                for n in scope:
+                    met.setdefault(n, set()).update(scope)
+            chosen = min(met, key=lambda n: (len(met[n]), n))
+            mine = [part for part in left if chosen in part[0]]
+            left = [part for part in left if chosen not in part[0]]
+            for scope, values in _grouped(mine):
+                made = values.min(axis=scope.index(chosen))
+                kept = tuple(n for n in scope if n != chosen)
+                if kept:
+                    left.append((kept, made))
+                else:
+                    total += float(made)
+        return total
+
+
+def _grouped(parts: Sequence[tuple[tuple[int, ...], Array]]) -> list[tuple[tuple[int, ...], Array]]:
+    """Added up, in as few groups as are not too large."""
+    made: list[tuple[tuple[int, ...], Array]] = []
+    for scope, values in sorted(parts, key=lambda part: -part[1].size):
+        for n, (other, before) in enumerate(made):
+            union = (*other, *(x for x in scope if x not in other))
+            sizes = dict(zip(other, before.shape, strict=True)) | dict(zip(scope, values.shape, strict=True))
+            if np.prod([sizes[x] for x in union]) <= LARGEST:
+                made[n] = union, _over(other, before, union) + _over(scope, values, union)
+                break
+        else:
+            made.append((scope, values))
+    return made
+
+
+def _over(scope: tuple[int, ...], values: Array, union: tuple[int, ...]) -> Array:
+    """A table as one over more choices."""
+    order = [scope.index(n) for n in union if n in scope]
+    shape = iter(values.transpose(order).shape)
+    return values.transpose(order).reshape([next(shape) if n in scope else 1 for n in union])

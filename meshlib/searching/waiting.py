@@ -1,0 +1,270 @@
+"""The longest row of products and collectives that wait for each other: no schedule of a candidate is shorter.
+
+Each mesh axis splits a product along one of its dims, or not at all. For every such choice of a node the earliest end:
+that of what it needs, by the best choice there, with what has to be sent in between; then its own work. So nothing is
+assumed of how a lowering chooses: it takes some choice at every node, and this the best one at each by itself.
+
+What is sent in between is one value of the way, the smallest, by one collective of the right kind where it takes least.
+Products run one after the other, and trips of a loop too, whatever they wait for: of both sums the larger counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, product
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hardware.slices import Slice
+from layouts import Sharding
+from meshlib.estimation.physics import Physics
+from meshlib.searching.flow import Bytes, Flow, Node, Placed, Split, Way
+from meshlib.searching.passages import Passages
+from meshlib.searching.prices import GATHER, REDUCE, SCATTER, SWAP, least_seconds, wire_seconds
+from meshlib.searching.space import Candidate
+from meshlib.searching.tables import Table
+
+Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+Ints: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+# Of a value over one axis: the dim along which it is split, or one of these.
+WHOLE, SUM, ANY, FREE = "", "+", "*", "?"  # on each device; a partial sum; as it comes; nothing is known
+MOST_TARGETS = 4  # of one node, which are looked at together
+KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """One candidate; `physics` as of the estimate."""
+
+    candidate: Candidate
+    passages: Passages
+    physics: Physics
+    _homes: dict[Placed, Sharding] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    @cached_property
+    def axes(self) -> Sequence[tuple[str, frozenset[str], int]]:
+        """The axes of more than one device: name, dims that they may split, size."""
+        return [axis for axis in self.candidate.named_splits if axis[2] > 1]
+
+    @cached_property
+    def _group(self) -> Sequence[int]:
+        return [size for _, _, size in self.axes]
+
+    @property
+    def slice(self) -> Slice:
+        return self.candidate.slice
+
+    def seconds(self, flow: Flow) -> float:
+        """From the first thing to the last of a program, or of one trip."""
+        ends: list[Floats] = []
+        owns: list[Floats] = []
+        for node, ways in zip(flow.nodes, flow.ways, strict=True):
+            own = self._own(node)
+            owns.append(own)
+            begin = np.zeros(len(own))
+            for way in ways:
+                begin = np.maximum(begin, self._arrival(flow, way, ends[way.source]))
+            ends.append(begin + own)
+        core = sum(float(own.min()) for own in owns)
+        longest = max((float(end.min()) for end in ends), default=0.0)
+        return max([longest, core, *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
+
+    def _serial(self, flow: Flow, owns: Sequence[Floats], axis: int) -> float:
+        """Everything that the core computes, and what has to be sent over one axis, one after the other.
+
+        The core loses `early_exposed` of what is sent beside it, and awaits the rest (`estimation.scheduling`). Each
+        node splits its work over the axis in one way, for all who need what it makes: the least of the sum of all.
+        """
+        table, wire = Table(), np.array([self._wire(axis, kind) for kind in range(len(KINDS))])
+        for n, (node, own) in enumerate(zip(flow.nodes, owns, strict=True)):
+            counts = [len(self._choices(node, m)) for m in range(len(self.axes))]
+            others = tuple(m for m in range(len(self.axes)) if m != axis)
+            table.add((n,), own.reshape(counts).min(axis=others) if own.size > 1 else own)
+        for ways in flow.apart:
+            source = ways[0].source
+            targets = list(dict.fromkeys(way.target for way in ways))[:MOST_TARGETS]
+            scope = (source, *targets)
+            worst = np.zeros([len(self._choices(flow.nodes[n], axis)) for n in scope])
+            for way in ways:
+                if way.target in targets:
+                    kinds = self._kinds(flow.nodes[source], flow.nodes[way.target], way, axis)
+                    sent = wire[kinds] * self._least_bytes(way.sizes, [axis])
+                    shape = [1] * len(scope)
+                    shape[0], shape[1 + targets.index(way.target)] = sent.shape
+                    worst = np.maximum(worst, sent.reshape(shape))
+            table.add(scope, worst)
+        return table.least()
+
+    def _wire(self, axis: int, kind: int) -> float:
+        """Seconds per byte that the core loses: over that axis alone, or over others besides if that is faster."""
+        if not kind:
+            return 0.0
+        every = range(len(self.axes))
+        least = min(wire_seconds(self.slice, self._group, axes, KINDS[kind]) for axes in _among(every, (axis,)))
+        return self.physics.early_exposed * least
+
+    # ------------------------------------------------------------ nodes
+
+    def _own(self, node: Node) -> Floats:
+        """What a node takes itself, under each choice."""
+        if node.loop is not None:
+            return np.array([node.trips * self.seconds(node.loop)])
+        launch = self.slice.chip.launch_seconds
+        if node.attention is not None:
+            found = node.attention.seconds(self.slice.chip, self.physics, 1, 0.0)
+            if found is None:  # refused when it is looked at
+                return np.zeros(1)
+            whole, rounded = found
+            dims = node.attention.dims
+            ways = prod(size for _, axis, size in self.axes if dims is None or not dims.isdisjoint(axis))
+            return np.array([max(0.0, whole / ways - rounded) + launch])
+        if node.product is None:
+            return np.zeros(1)
+        if self.slice.chip.peak(node.product.whole.dtype) is None:
+            return np.zeros(prod(len(self._choices(node, n)) for n in range(len(self.axes))))
+        made = []
+        assert node.splits is not None
+        for chosen in product(*(self._choices(node, n) for n in range(len(self.axes)))):
+            cuts: dict[int, int] = {}
+            for split, (_, _, size) in zip(chosen, self.axes, strict=True):
+                if split is not None:
+                    number = node.splits.index(split)
+                    cuts[number] = cuts.get(number, 1) * size
+            made.append(node.product.seconds(self.slice.chip, self.physics, cuts) + launch)
+        return np.array(made)
+
+    def _choices(self, node: Node, axis: int) -> Sequence[Split | None]:
+        """Along what an axis may split a product; None: it does not. Others have no choice."""
+        if node.splits is None:
+            return (None,)
+        key = node, axis
+        if key not in self._known:
+            _, dims, size = self.axes[axis]
+            self._known[key] = [
+                *(s for s in node.splits if s.size % size == 0 and (s.reached is None or s.reached & dims)),
+                None,
+            ]
+        chosen: Sequence[Split | None] = self._known[key]
+        return chosen
+
+    def _home(self, placed: Placed, axis: int) -> str:
+        found = self._homes.get(placed)
+        if found is None:
+            c = self.candidate
+            found = self._homes[placed] = c.layout.fitting(placed.shape, c.mesh, placed.scope)
+        name = self.axes[axis][0]
+        return next((d.name for d in placed.shape if name in found.of(d.name)), WHOLE)
+
+    def _left(self, node: Node, axis: int) -> Sequence[str]:
+        """How a node leaves its value, under each choice of an axis."""
+        if node.placed is not None:
+            return (self._home(node.placed, axis),)
+        if node.splits is None:
+            return (FREE,)
+        return [
+            WHOLE if s is None else FREE if s.free else SUM if s.output is None else s.output
+            for s in self._choices(node, axis)
+        ]
+
+    def _needed(self, node: Node, way: Way, axis: int) -> Sequence[str]:
+        """How a node needs an operand, under each choice of an axis."""
+        if way.home is not None:
+            return (self._home(way.home, axis),)
+        if node.splits is None:
+            return (FREE,)
+        return [
+            ANY if s is None else FREE if s.free else s.operands[way.operand] or WHOLE
+            for s in self._choices(node, axis)
+        ]
+
+    # ------------------------------------------------------------ ways
+
+    def _arrival(self, flow: Flow, way: Way, ends: Floats) -> Floats:
+        """When an operand can be there, under each choice of the node that needs it."""
+        source, target = flow.nodes[way.source], flow.nodes[way.target]
+        if source.splits is None and source.placed is None:
+            return ends  # in any form
+        codes: Ints = np.zeros((1, 1), np.int64)
+        present: list[list[int]] = []
+        for n in range(len(self.axes)):
+            kinds = self._kinds(source, target, way, n)
+            present.append(sorted(set(kinds.ravel().tolist())))
+            codes = len(KINDS) * codes[:, None, :, None] + kinds[None, :, None, :]
+            codes = codes.reshape(codes.shape[0] * codes.shape[1], -1)
+        if not way.sizes or all(kinds == [0] for kinds in present):
+            return np.full(codes.shape[1], ends.min())
+        table = np.zeros(len(KINDS) ** len(self.axes))
+        sizes = tuple(way.sizes.items())
+        for chosen in product(*present):
+            code = 0
+            for kind in chosen:
+                code = len(KINDS) * code + kind
+            key = sizes, chosen
+            if key not in self._known:
+                self._known[key] = self._sent(way.sizes, chosen)
+            table[code] = self._known[key]
+        arrival: Floats = (ends[:, None] + table[codes]).min(axis=0)
+        return arrival
+
+    def _kinds(self, source: Node, target: Node, way: Way, axis: int) -> Ints:
+        """The collective of each choice of both ends, as its number among KINDS."""
+        key = way, axis
+        if key not in self._known:
+            left, needed = self._left(source, axis), self._needed(target, way, axis)
+            self._known[key] = np.array([[self._kind(a, b, way) for b in needed] for a in left], np.int64)
+        kinds: Ints = self._known[key]
+        return kinds
+
+    def _kind(self, left: str, needed: str, way: Way) -> int:
+        """The collective that makes of one form another, as its number among KINDS."""
+        if left in (FREE, WHOLE):
+            return 0
+        if left == SUM:
+            if way.linear and way.taken and needed in (ANY, FREE):
+                return 0
+            return KINDS.index(REDUCE if needed in (ANY, WHOLE) else SCATTER)
+        if needed in (ANY, WHOLE):
+            return KINDS.index(GATHER)
+        return 0 if needed == FREE or self.passages.same(left, needed) else KINDS.index(SWAP)
+
+    def _sent(self, sizes: Bytes, chosen: Sequence[int]) -> float:
+        """The least seconds of what is sent on a way: of several kinds of collectives the longest."""
+        present = [axis for axis, kind in enumerate(chosen) if kind]
+
+        def together(axes: Sequence[int], kind: int) -> float:
+            """One collective over these axes, or over more of them."""
+            return min(
+                least_seconds(self.slice, self._group, more, KINDS[kind], self._least_bytes(sizes, more))
+                for more in _among(present, axes)
+            )
+
+        def least(axes: Sequence[int], kind: int) -> float:
+            """One, or several one after the other."""
+            first, *others = axes
+            found = together(axes, kind)
+            for part in _among(axes, (first,)):
+                if len(part) < len(axes):
+                    found = min(found, together(part, kind) + least([n for n in others if n not in part], kind))
+            return found
+
+        kinds = {kind: [axis for axis in present if chosen[axis] == kind] for kind in set(chosen) if kind}
+        return max((least(axes, kind) for kind, axes in kinds.items()), default=0.0)
+
+    def _least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> float:
+        """On a device, as if all other axes split what they may."""
+        others = [(dims, size) for n, (_, dims, size) in enumerate(self.axes) if n not in axes]
+        return min(
+            whole / prod(size for dims, size in others if names is None or not names.isdisjoint(dims))
+            for names, whole in sizes.items()
+        )
+
+
+def _among(every: Sequence[int], these: Sequence[int]) -> list[tuple[int, ...]]:
+    """The sets of some of all axes that have these among them."""
+    others = [n for n in every if n not in these]
+    return [(*these, *more) for count in range(len(others) + 1) for more in combinations(others, count)]

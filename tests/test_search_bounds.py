@@ -1,0 +1,178 @@
+"""The bounds of a search are below what is estimated: over random programs, layouts and rates of links.
+
+With slow links nearly all of a step is collectives, so that a single one charged too much is seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from hardware.slices import Slice
+from layouts import LayoutRules
+from meshlib.estimation import estimate
+from meshlib.graph import Operation, Tensor
+from meshlib.searching.problem import Problem, problem_of
+from meshlib.searching.roles import roles_of
+from meshlib.searching.space import Candidate, Fixed, candidates, laid
+from meshlib.searching.tables import Table
+from tests.effort import draws
+from tests.lowering_minima import ROWS
+
+D = mtf.Dimension
+Build = Callable[[], tuple[Mapping[str, Tensor], Sequence[Operation]]]
+SLOW = 1e-5
+
+
+def network(seed: int) -> Build:
+    """A random one: branches that meet, factors, shared and stacked weights, norms, softmax, tied tables."""
+
+    def build() -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
+        rng = random.Random(seed)
+        sizes = [8, 16, 64, 256]
+        batch, dtype = D("batch", rng.choice([16, 256, 4096])), rng.choice(["float32", "bfloat16"])
+        wide = [D(f"d{n}", rng.choice(sizes)) for n in range(3)]
+        x = mtf.input("x", [batch, wide[0]], dtype)
+        kept, shared = [x], {}
+        for n in range(rng.randint(2, 6)):
+            here = x.shape[-1]
+            what = rng.choice(["product", "product", "again", "branch", "norm", "softmax", "factor", "scan", "relu"])
+            if what == "product":
+                there = rng.choice([d for d in wide if d != here])
+                w = mtf.variable(f"w{n}", [here, there], dtype=dtype)
+                shared[here, there] = w
+                x = mtf.einsum([x, w], [batch, there])
+            elif what == "again" and shared:
+                (a, b), w = rng.choice(list(shared.items()))
+                if here in (a, b):
+                    x = mtf.einsum([x, w], [batch, b if here == a else a])
+            elif what == "branch":
+                same = [y for y in kept if y.shape == x.shape]
+                x = x + rng.choice(same) if same else x * 2.0
+            elif what == "norm":
+                x = x * mtf.rsqrt(mtf.reduce_mean(mtf.square(x), reduced_dim=here) + 1e-6)
+            elif what == "softmax":
+                x = mtf.softmax(x, here)
+            elif what == "factor":
+                x = x * mtf.variable(f"f{n}", [rng.choice([here, batch])], dtype=dtype)
+            elif what == "scan":
+                x = _layers(x, n, rng)
+            else:
+                x = mtf.relu(x)
+            kept.append(x)
+        loss = mtf.reduce_mean(x if rng.random() < 0.3 else mtf.square(x))
+        outputs: dict[str, Tensor] = {"loss": loss}
+        if rng.random() < 0.3:
+            outputs["x"] = x
+        optimizer = rng.choice([mtf.optimize.SgdOptimizer(0.1), mtf.optimize.AdamOptimizer(0.1), None])
+        train = optimizer is not None and any(op.kind.name == "variable" for op in loss.graph.operations)
+        return outputs, optimizer.minimize(loss) if train and optimizer else []
+
+    return build
+
+
+def _layers(x: Tensor, n: int, rng: random.Random) -> Tensor:
+    """Some layers in a loop, with a residual or without."""
+    batch, here = x.shape
+    layers, inner = D(f"layers{n}", rng.choice([2, 4])), D(f"inner{n}", rng.choice([16, 64]))
+    up = mtf.variable(f"up{n}", [layers, here, inner], dtype=x.dtype)
+    down = mtf.variable(f"down{n}", [layers, inner, here], dtype=x.dtype)
+    residual, remat = rng.random() < 0.6, rng.choice(["none", "full"])
+
+    def layer(carries: Any, slices: Any) -> tuple[Any, Any]:
+        h = mtf.relu(mtf.einsum([carries[0], slices[0]], [batch, inner]))
+        y = mtf.einsum([h, slices[1]], [batch, here])
+        return (carries[0] + y if residual else mtf.tanh(y),), ()
+
+    (y,), _ = mtf.scan(layer, [x], [up, down], layers, remat=remat)
+    return y
+
+
+def slowed(name: str, links: float) -> Slice:
+    """A slice with links of another rate."""
+    chip = Slice(name).chip
+    return Slice(name, replace(chip, ici_bytes_per_second=chip.ici_bytes_per_second * links))
+
+
+def tried(problem: Problem, space: Sequence[Candidate], most: int, rng: random.Random) -> int:
+    """Bounds of some candidates against their estimates."""
+    count = 0
+    for c in rng.sample(list(space), min(most, len(space))):
+        try:
+            program = problem.session.lower(c.mesh, c.layout)
+        except mtf.LayoutError:
+            continue
+        for links in (1.0, SLOW):
+            c = replace(c, slice=slowed(c.slice.name, links))
+            step = estimate(program, c.slice).step_seconds
+            assert problem.bounds.seconds(c) <= problem.bounds.waiting_seconds(c) * (1 + 1e-9), c
+            assert problem.bounds.waiting_seconds(c) <= step * (1 + 1e-9), (str(c), links)
+            count += 1
+    return count
+
+
+def space_of(problem: Problem, name: str) -> list[Candidate]:
+    roles = roles_of(problem.tensors, problem.dims, problem.batch)
+    given = Fixed(LayoutRules(""), {}, problem.named)
+    return [*candidates(problem.choices, Slice(name), roles, problem.tensors.sizes, given, 3)]
+
+
+def test_nothing_is_below_its_bound_over_random_networks() -> None:
+    count = 0
+    for seed in (112, 160, *range(draws(2, 1000))):
+        rng = random.Random(seed)
+        problem = problem_of(network(seed), (), (), ())
+        count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)
+    assert count > 8
+
+
+@pytest.mark.parametrize("name", ["class_of_the_first_token", *random.Random(5).sample(sorted(ROWS), draws(12, 200))])
+def test_what_a_bound_asks_for_is_no_more_than_what_experts_send(name: str) -> None:
+    """Programs in which sums follow from others, and slices move less than all: nothing may be charged for those."""
+    with mtf.Graph():
+        case = ROWS[name]("float32")
+    outputs = case.outputs or {}
+    problem = problem_of(lambda: (outputs, case.updates), (), (), ())
+    mesh = mtf.Mesh(case.mesh)
+    where = slowed(f"v5e-{mesh.size}" if mesh.size > 2 else "v4-4", SLOW)
+    c = laid((), where, mesh, LayoutRules(case.layout), problem.named)
+    step = estimate(problem.session.lower(c.mesh, c.layout), where).step_seconds
+    assert problem.bounds.waiting_seconds(c) <= step * (1 + 1e-9)
+
+
+def test_a_sum_of_tables_has_no_lesser_sum() -> None:
+    """Exact where tables are small, from below where they would be too large."""
+    rng = np.random.default_rng(0)
+    for count in range(2, 8):
+        table, every = Table(), np.zeros([3] * count)
+        for _ in range(2 * count):
+            scope = sorted(rng.choice(count, size=min(count, 3), replace=False).tolist())
+            values = rng.uniform(0, 9, [3] * len(scope))
+            table.add(scope, values)
+            every = every + values.reshape([3 if n in scope else 1 for n in range(count)])
+        assert table.least() == pytest.approx(every.min())
+
+
+def test_a_bound_knows_what_a_layout_must_send() -> None:
+    """Gradients of a split batch; a product whose contracted dim is split; weights that are gathered, or rows."""
+    batch, inner, outer = D("batch", 2**17), D("inner", 4096), D("outer", 4096)
+
+    def build() -> tuple[Any, Any]:
+        w, v = mtf.variable("w", [inner, outer]), mtf.variable("v", [outer, inner])
+        h = mtf.relu(mtf.einsum([mtf.input("x", [batch, inner]), w], [batch, outer]))
+        loss = mtf.reduce_mean(mtf.square(mtf.einsum([h, v], [batch, inner])))
+        return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+
+    problem = problem_of(build, (), (), ())
+    where = slowed("v5e-4", SLOW)
+    for layout in ("batch:m", "batch:m;inner:m?", "inner:m", "batch:m;outer:m?"):
+        c = laid((), where, mtf.Mesh("m:4"), LayoutRules(layout), ())
+        step = problem.estimate(c).step_seconds
+        assert problem.bounds.seconds(c) < 0.01 * step, layout
+        assert problem.bounds.waiting_seconds(c) > 0.2 * step, layout
