@@ -144,7 +144,7 @@ class _Serving:
         self.sequences = Dimension("batch", self.batch)
         self.hypotheses = None if self.beams is None else Dimension("beams", self.beams)
         if self.group_size is not None:
-            c = self._grouped(c, _size(self.group_size, what, "group_size"))
+            c = self._grouped(c, whole(self.group_size, what, "group_size", low=1))
         self.builder = Builder(c, self.sequences, "full", self.scan, training=False)
 
     def _grouped(self, c: TransformerConfig, size: int) -> TransformerConfig:
