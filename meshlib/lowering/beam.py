@@ -27,9 +27,8 @@ from meshlib.lowering.ways import Floats, Ints, Lies, Price, with_room
 # How many states are kept, without and with a guide: the fewer operations, the more.
 FIRST_WIDTHS, WIDTHS = (6, 32), (16, 48)  # at least, at most
 EFFORT = 2000  # states times operations
-SMALL = 64  # operations; in so small a graph the guided searches are thorough: see `Course.outcomes`
-# Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches, of
-# what the way sends that follows the one best state.
+# Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches in
+# large graphs, of what the way sends that follows the one best state.
 WINDOW, FIRST_WINDOW = 0.15, 0.3
 HOMESICK = (1.0, 0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
@@ -37,19 +36,20 @@ SEARCHES = 8  # at most; each is guided by what the one before found, as long as
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
     """What each operation does in the best program found."""
-    small = len(course.graph.operations) <= SMALL
-    window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
+    window = float("inf")
+    if not course.small:
+        window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
     best = _searched(Beam(course, None, HOMESICK[0], window))
     if best.dropped:
         others = [_searched(Beam(course, None, share, window, ahead=best)) for share in HOMESICK[1:]]
-        best = min([best, *(beam for beam in others if not beam.lost)], key=lambda beam: beam.cost)
-    return _improved(best, small).chosen if best.dropped or small else best.chosen
+        best = _improved(min([best, *(beam for beam in others if not beam.lost)], key=lambda beam: beam.cost))
+    return best.chosen
 
 
-def _improved(beam: Beam, thorough: bool) -> Beam:
+def _improved(beam: Beam) -> Beam:
     """What searches find that are guided by it, one after the other as long as that helps."""
     for _ in range(SEARCHES):
-        guide = Guide(beam.course, beam.chosen, thorough)
+        guide = Guide(beam.course, beam.chosen)
         guided = _searched(Beam(beam.course, guide, window=WINDOW * guide.sent))
         if not guided.cost < beam.cost - slack(beam.cost):
             break
@@ -115,11 +115,10 @@ class Beam:
     def _advance(self, op: Operation, n: int) -> None:
         """Take every state on by each outcome of operation `n`; by one for all where they have its operands alike."""
         states, reads = self.states, self.course.reads[n]
-        thorough = self.guide is not None and self.guide.thorough
         differing = [(m, states.columns[t]) for m, t in enumerate(reads) if t in states.columns]
         numbers = [-1 if t in states.columns else self.common[t] for t in reads]
         if not differing:
-            outcomes = self.course.outcomes(n, tuple(numbers), thorough)
+            outcomes = self.course.outcomes(n, tuple(numbers))
             if len(outcomes) == 1:
                 self._run(op, outcomes[0])
                 return
@@ -129,7 +128,7 @@ class Beam:
             for own in states.ways[:, [column for _, column in differing]].tolist():
                 for (m, _), number in zip(differing, own, strict=True):
                     numbers[m] = number
-                found.append(self.course.outcomes(n, tuple(numbers), thorough))
+                found.append(self.course.outcomes(n, tuple(numbers)))
         self.states = states.followed(op, found, self.common)
         self._changed = True
 

@@ -223,7 +223,7 @@ def settled(signature: Signature, operands: Sequence[Operand], home: Sharding) -
     """The choice where there is nothing to choose: all lies as one assignment wants it, and nothing moves.
 
     Each axis may go to that one factor or to none; without it a device does as much or more.
-    What a later user of an operand would gather is not weighed: see `Course.small`.
+    What a later user of an operand would gather is not weighed: see `Course.settles`.
     """
     lie = [x.lies[0] for x in operands if len(x.lies) == 1]
     if len(lie) < len(operands) or any(s.pending for s in lie) or any(x.held for x in operands):

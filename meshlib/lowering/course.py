@@ -23,6 +23,8 @@ from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
 
+SMALL = 64  # operations: in larger graphs all take what lies well as it lies
+
 Where: TypeAlias = dict[Tensor, Lies]  # where some tensors lie
 
 
@@ -61,11 +63,12 @@ class Course:
     dying: dict[int, list[Tensor]] = field(init=False)  # per operation, what none after it needs
     # Results that are best at home, though nothing in this graph says so: who reads what a loop stacks does so later.
     ends: list[Tensor] = field(init=False)
-    settles: list[bool] = field(init=False)  # per operation, whether it gains nothing: see `outcomes`
+    small: bool = field(init=False)  # see `SMALL`
+    settles: list[bool] = field(init=False)  # per operation, whether it takes what lies well as it lies
     reads: list[tuple[Tensor, ...]] = field(init=False)  # per operation, and at the end, what its outcomes depend on
     ways: AllWays = field(default_factory=AllWays)
     _facts: dict[Operation, _Facts] = field(default_factory=dict)
-    _outcomes: dict[tuple[int, tuple[int, ...], bool], tuple[Outcome, ...]] = field(default_factory=dict)
+    _outcomes: dict[tuple[int, tuple[int, ...]], tuple[Outcome, ...]] = field(default_factory=dict)
     _distances: dict[tuple[Tensor, str], Distances] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,15 +77,14 @@ class Course:
         self.dying = {}
         for t, n in self.last.items():
             self.dying.setdefault(n, []).append(t)
-        inputs = [(op, self.graph.inputs[op]) for op in self.graph.operations]
-        self.settles = [
-            not grows(op, ins) and all(self.last[t] <= n for t in ins) for n, (op, ins) in enumerate(inputs)
-        ]
+        self.small = len(self.graph.operations) <= SMALL
+        self.settles = [not self.small or self._settles(op, n) for n, op in enumerate(self.graph.operations)]
         self.ends = [y for op in self.graph.operations for y in op.outputs if y in self.graph.taken]
         self.reads = [self._closure(self._taken(op)) for op in self.graph.operations]
         self.reads.append(self._closure(self.ends))
 
-    def _gains_nothing(self, op: Operation, n: int) -> bool:
+    def _settles(self, op: Operation, n: int) -> bool:
+        """Whether later users gain nothing if it takes elsewhere what lies well: they read the result, no larger, alone."""
         inputs = self.graph.inputs[op]
         return not grows(op, inputs) and all(self.last[t] <= n for t in inputs)
 
@@ -100,21 +102,15 @@ class Course:
                 found.update(dict.fromkeys(self._closure(self.graph.inputs[t.operation])))
         return tuple(found)
 
-    def outcomes(self, n: int, numbers: tuple[int, ...], thorough: bool) -> tuple[Outcome, ...]:
-        """What may come of operation number `n`, where what it reads lies so. After the last one results come home.
-
-        `thorough`: an operation whose operands lie well may take one elsewhere, where a later user might gather it, or
-        its result, which is larger.
-        """
-        thorough &= n < len(self.settles) and not self.settles[n]
-        key = (n, numbers, thorough)
-        found = self._outcomes.get(key)
+    def outcomes(self, n: int, numbers: tuple[int, ...]) -> tuple[Outcome, ...]:
+        """What may come of operation number `n`, where what it reads lies so. After the last one results come home."""
+        found = self._outcomes.get((n, numbers))
         if found is None:
             before = {t: self.ways.lies[number] for t, number in zip(self.reads[n], numbers, strict=True)}
-            found = self._outcomes[key] = tuple(self._run(n, before, thorough))
+            found = self._outcomes[n, numbers] = tuple(self._run(n, before))
         return found
 
-    def _run(self, n: int, before: Where, thorough: bool) -> Iterator[Outcome]:
+    def _run(self, n: int, before: Where) -> Iterator[Outcome]:
         if n == len(self.graph.operations):
             where = dict(before)
             region = self.graph.operations[-1].region
@@ -126,7 +122,7 @@ class Course:
             where = dict(before)
             yield self._outcome(before, where, None, self._run_fixed(op, where))
             return
-        for option in self._options(op, n, before, thorough):
+        for option in self._options(op, n, before):
             where = dict(before)
             yield self._outcome(before, where, option, self._take(where, op, option))
 
@@ -144,7 +140,7 @@ class Course:
             numbers,
         )
 
-    def _options(self, op: Operation, n: int, where: Where, thorough: bool) -> Sequence[Option]:
+    def _options(self, op: Operation, n: int, where: Where) -> Sequence[Option]:
         """The ways to run operation number `n`."""
         facts = self._facts.get(op)
         if facts is None:
@@ -153,7 +149,7 @@ class Course:
         operands = [Operand(x, *rest) for x, rest in zip(sources, facts.operands, strict=True)]
         settles = settled(facts.endings.signature, operands, facts.endings.home)
         plain = settles and Option(settles, 0.0, 0.0, 0, 0, (), (settles.out,))
-        if plain and not thorough:
+        if plain and self.settles[n]:
             return (plain,)
         key = (facts.endings, facts.passes, *operands)
         found = self.found.options.get(key)

@@ -25,7 +25,6 @@ class Guide:
 
     course: Course
     choices: Mapping[Operation, Choice]
-    thorough: bool  # what there was to choose from: see `Course.outcomes`
     _changes: list[Mapping[Tensor, int]] = field(default_factory=list)  # per operation, where things lie after it
     _lies: dict[Tensor, Lies] = field(default_factory=dict)  # where they lie now
     # Per tensor and place, the last operation at which it is read there; and what it costs to bring it there, when.
@@ -39,7 +38,7 @@ class Guide:
         numbers: dict[Tensor, int] = {}
         for n, op in enumerate(graph.operations):
             reads = course.reads[n]
-            outcomes = course.outcomes(n, tuple([numbers[t] for t in reads]), self.thorough)
+            outcomes = course.outcomes(n, tuple([numbers[t] for t in reads]))
             where = {t: course.ways.lies[numbers[t]] for t in reads}
             if is_fixed(op):
                 (outcome,) = outcomes
