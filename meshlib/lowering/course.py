@@ -84,7 +84,7 @@ class Course:
         self.reads.append(self._closure(self.ends))
 
     def _settles(self, op: Operation, n: int) -> bool:
-        """Whether later users gain nothing if it takes elsewhere what lies well: they read the result, no larger, alone."""
+        """Whether no later user gains if it takes elsewhere what lies well: who reads but a result, no larger."""
         inputs = self.graph.inputs[op]
         return not grows(op, inputs) and all(self.last[t] <= n for t in inputs)
 
