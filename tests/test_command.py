@@ -110,6 +110,7 @@ def test_the_other_commands(file: str, capsys: pytest.CaptureFixture[str], tmp_p
         (["plan", file, "--slice", "v5e-4", "--axes", "1"], 2, "unrecognized"),
         (["plan", file, "--slice", "v3-8", *two], 0, "net.py:build on v3-8: fits"),
         (["plan", file, "--slice", "v5e-1", "--seconds", "600"], 0, "best: mesh device:1"),
+        (["plan", file, "--slice", "v5e-1", "--set", "batch=1_000_000_000"], 1, "nothing fits; every layout"),
     ]  # fmt: skip
     for argv, wanted, text in rows:
         status, out, err = run(*argv, capsys=capsys)
@@ -131,7 +132,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("plan gpt2 --slice 8xH100", "8xH100"),
     ("plan gpt2 --slice 8", "'8'"),
     ("plan gpt2 --slice v5e-8 --batch 0", "at least 1"),
-    ("plan gpt2 --slice v5e-8 --batch x", "invalid"),
+    ("plan gpt2 --slice v5e-8 --batch x", "a whole number of at least 1, got 'x'"),
     ("plan gpt2 --slice v5e-8 --length -1", "at least 1"),
     ("plan gpt2 --slice v5e-8 --remat some", "invalid choice: 'some'"),
     ("plan gpt2 --slice v5e-8 --set layers", "NAME=VALUE"),
@@ -150,7 +151,11 @@ MISTAKES: list[tuple[str, str]] = [
     ("plan FILE --slice v5e-8 --remat full", "is for models"),
     ("plan FILE --slice v5e-8 --set nothing=3", "unexpected keyword argument 'nothing'"),
     ("plan FILE --slice v5e-8 --seconds 0", "more than 0"),
-    ("plan FILE --slice v5e-8 --workers 0", "at least 1"),
+    ("plan FILE --slice v5e-8 --workers 0", "a whole number of at least 1, got '0'"),
+    ("plan FILE --slice v5e-8 --steps few", "a whole number of at least 1, got 'few'"),
+    ("plan FILE --slice v5e-8 --tokens -1e9", "a positive number, got '-1e9'"),
+    ("plan FILE --slice v5e-8 --tokens many", "a positive number, got 'many'"),
+    ("plan FILE --slice v5e-8 --epochs nan --examples 640", "a positive number, got 'nan'"),
     ("search gpt2", "required: --slice"),
     ("search FILE --slice v5e-8 --objective speed", "objective must be"),
     ("search FILE --slice v5e-8 --fix batch", "batch"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from meshlib.command import commands
 from meshlib.command.plan import REMAT
+
+Number = TypeVar("Number", int, float)
 
 _PROGRAM = (
     "a model (mtf.models.PRESETS), or FILE.py[:function] that returns (outputs, updates); default function: build"
@@ -91,13 +93,13 @@ def _plan(made: argparse.ArgumentParser) -> None:
 
 def _run(made: argparse.ArgumentParser) -> None:
     how_long = made.add_mutually_exclusive_group()
-    how_long.add_argument("--tokens", type=float, help="also what a whole run takes, to so many tokens, such as 1e12")
-    how_long.add_argument("--epochs", type=float, help="the same to so many epochs of --examples")
+    how_long.add_argument("--tokens", type=_amount, help="also what a whole run takes, to so many tokens, such as 1e12")
+    how_long.add_argument("--epochs", type=_amount, help="the same to so many epochs of --examples")
     how_long.add_argument("--steps", type=_count, help="the same to so many steps")
     made.add_argument("--examples", type=_count, help="of an epoch")
     made.add_argument("--evaluate-every", type=_count, help="steps between evaluations; one at the end unless given")
     made.add_argument("--evaluation-examples", type=_count, help="sequences that an evaluation of a model reads")
-    made.add_argument("--input-rate", type=float, help="examples that one host prepares in a second")
+    made.add_argument("--input-rate", type=_amount, help="examples that one host prepares in a second")
 
 
 def _search(made: argparse.ArgumentParser) -> None:
@@ -154,8 +156,20 @@ def _column(text: str) -> tuple[str, str]:
     return name, kind
 
 
+def _amount(text: str) -> float:
+    return _number(text, float)
+
+
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return _number(text, int)
+
+
+def _number(text: str, kind: type[Number]) -> Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = kind(0)
+    if not 0 < value < float("inf"):
+        what = "a whole number of at least 1" if kind is int else "a positive number"
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
     return value

@@ -36,6 +36,8 @@ def plan(args: argparse.Namespace) -> int:
     searching = args.search or (subject.config is None and not args.layout)
     if searching:
         found = _found(args, subject, where)
+        if not found.ranking:  # there is nothing to plan: all is said by what was looked for
+            return _told(args, found)
         best = found.best.candidate
         subject = subject.sized(**dict(best.choices))
         plans = [planned(subject, where, str(best.layout), str(best.mesh), asked, **dict(best.choices))]
@@ -54,11 +56,12 @@ def plan(args: argparse.Namespace) -> int:
 def search(args: argparse.Namespace) -> int:
     """The best mesh and layout."""
     where = slice_of(args.slice)
-    found = _found(args, subject_of(args, where), where)
-    if args.json:
-        print(json.dumps(found.as_json(), indent=2))
-    else:
-        print(found)
+    return _told(args, _found(args, subject_of(args, where), where))
+
+
+def _told(args: argparse.Namespace, found: Found) -> int:
+    """What a search found."""
+    print(json.dumps(found.as_json(), indent=2) if args.json else found)
     return GOOD if found.fits else FAILED
 
 
