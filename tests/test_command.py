@@ -153,7 +153,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("plan FILE --slice v5e-8 --seconds 0", "more than 0"),
     ("plan FILE --slice v5e-8 --workers 0", "a whole number of at least 1, got '0'"),
     ("plan FILE --slice v5e-8 --steps few", "a whole number of at least 1, got 'few'"),
-    ("plan FILE --slice v5e-8 --tokens -1e9", "a positive number, got '-1e9'"),
+    ("plan FILE --slice v5e-8 --tokens 0", "a positive number, got '0'"),
     ("plan FILE --slice v5e-8 --tokens many", "a positive number, got 'many'"),
     ("plan FILE --slice v5e-8 --epochs nan --examples 640", "a positive number, got 'nan'"),
     ("search gpt2", "required: --slice"),
