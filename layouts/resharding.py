@@ -6,12 +6,14 @@ counts as a pending sum once all devices but the first along an axis hold zeros:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from math import ceil, gcd, prod
+from typing import NamedTuple
 
 from layouts.errors import LayoutError
 from layouts.plan import Plan, Step
-from layouts.routes import route
+from layouts.routes import Move, route
 from layouts.sharding import Axes, Sharding, laid
 
 
@@ -57,26 +59,86 @@ def at_least(source: Sharding, target: Sharding) -> float:
 _NOTHING = Plan((), 0, 0)
 
 
+def price(source: Sharding, target: Sharding, itemsize: float) -> tuple[int | float, int]:
+    """What `reshard` sends, in bytes per device, and in how many collectives: as it says, without its steps.
+
+    >>> here = Sharding("batch:512;d:1024", "cols:4", [("cols",), ()])
+    >>> price(here, here.with_axes([(), ()]), 4)
+    (1572864, 1)
+    """
+    if source == target:
+        return 0, 0
+    if itemsize % 1:  # a block takes whole bytes
+        plan = _plan(source, target, itemsize)
+        return plan.sent_bytes, plan.collectives
+    return _price(source, target, int(itemsize))
+
+
+@lru_cache(maxsize=1 << 16)
+def _price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | float, int]:
+    way = _routed(source, _unmasked(source, target))
+    costs = [move.cost for move in way.moves if move.kind != "slice"]
+    return sum([_exact(cost * way.scale * itemsize, way.devices) for cost in costs]), len(costs)
+
+
 @lru_cache(maxsize=1 << 16)
 def _plan(source: Sharding, target: Sharding, itemsize: float) -> Plan:
-    _check(source, target, itemsize)
-    masked = tuple(a for a in target.pending_axes if a not in source.pending_axes)
-    if masked:
-        return _masked(source, target, itemsize, masked)
+    if itemsize <= 0:
+        raise LayoutError(f"itemsize must be positive, not {itemsize}")
+    whole = _unmasked(source, target)
+    way = _routed(source, whole)
+    steps = list(_steps(source, whole, way, itemsize))
+    if whole != target:
+        axes = tuple([a for a in target.pending_axes if a not in source.pending_axes])
+        steps.append(Step("mask", axes, None, None, whole, target, ceil(whole.local_size * itemsize), 0))
+    collectives = sum(not step.is_local for step in steps)
+    return Plan(tuple(steps), sum(step.sent_bytes for step in steps), collectives)
+
+
+def _unmasked(source: Sharding, target: Sharding) -> Sharding:
+    """The target, whole over the axes along which one device alone keeps its block in the end."""
+    if source.shape != target.shape or source.mesh != target.mesh:
+        raise LayoutError(
+            f"reshard keeps shape and mesh, not from {source} on {source.mesh} to {target} on {target.mesh}"
+        )
+    kept = tuple([pair for pair in target.pending if pair in source.pending])
+    if len(kept) == len(target.pending):
+        return target
+    if {kind for _, kind in (*source.pending, *target.pending)} != {"sum"}:
+        raise LayoutError(f"reshard can make only sums pending: source {source}, target {target}")
+    return laid(target.shape, target.mesh, target.axes, kept)
+
+
+class _Way(NamedTuple):
+    """A route with the names that its numbers stand for."""
+
+    moves: tuple[Move, ...]
+    axes: tuple[str, ...]  # by number
+    dims: tuple[int, ...]  # of the shape, by number
+    fixed: tuple[Axes, ...]  # the axes of each dim that stay as they are, before those that move
+    scale: int  # elements of the value for each of those that the moves count
+    devices: int  # that take part
+
+    @property
+    def collectives(self) -> int:
+        """How many there are."""
+        return sum([move.kind != "slice" for move in self.moves])
+
+
+def _routed(source: Sharding, target: Sharding) -> _Way:
+    """The cheapest way there."""
     # What both ends split alike, major first, may stay as it is: devices that lie apart along it have nothing that the
     # others want. The search that leaves it alone is smaller; moving it too saves only where there are several steps.
     alike = tuple([_beginning(*pair) for pair in zip(source.axes, target.axes, strict=True)])
     if any(alike):
-        plan = _routed(source, target, itemsize, alike)
-        if plan.collectives <= 1:
-            return plan
-    return _routed(source, target, itemsize, ((),) * len(alike))
+        way = _way(source, target, alike)
+        if way.collectives <= 1:
+            return way
+    return _way(source, target, ((),) * len(alike))
 
 
-def _routed(source: Sharding, target: Sharding, itemsize: float, fixed: tuple[Axes, ...]) -> Plan:
-    """The cheapest plan that leaves what is fixed, the beginnings of both ends, as it is."""
-    kinds = dict(source.pending)
-    names = (*source.shape.names, None)  # so that -1 is no dim
+def _way(source: Sharding, target: Sharding, fixed: tuple[Axes, ...]) -> _Way:
+    """The cheapest way that leaves what is fixed, the beginnings of both ends, as it is."""
     ends = [[entry[len(own) :] for entry, own in zip(s.axes, fixed, strict=True)] for s in (source, target)]
     left = tuple(a for a in source.pending_axes if a not in target.pending_axes)
     used = {a for splits in ends for entry in splits for a in entry}.union(left)
@@ -88,13 +150,12 @@ def _routed(source: Sharding, target: Sharding, itemsize: float, fixed: tuple[Ax
     # Names do not matter, nor does the order of dims: searches that differ in them alone are one.
     order = [d for d, n in enumerate(sizes) if n > 1]
     order.sort(key=lambda d: (sizes[d], ends[0][d], ends[1][d]))
-    place = {d: n for n, d in enumerate(order)}
     met = [a for d in order for a in (*ends[0][d], *ends[1][d])]
     ranked = sorted(usable, key=lambda axis: (axis[1], met.index(axis[0]) if axis[0] in met else len(met)))
     number = {a: n for n, (a, _) in enumerate(ranked)}
-    scatters = bool(left) and kinds[left[0]] == "sum"
+    scatters = bool(left) and dict(source.pending)[left[0]] == "sum"
     from_, to_ = (tuple([tuple([number[a] for a in splits[d]]) for d in order]) for splits in ends)
-    found = route(
+    moves = route(
         tuple([sizes[d] for d in order]),
         from_,
         tuple(sorted(number[a] for a in left)),
@@ -103,25 +164,29 @@ def _routed(source: Sharding, target: Sharding, itemsize: float, fixed: tuple[Ax
         tuple([n for _, n in ranked]),
     )
     scale = source.shape.size // (prod(sizes) * prod(map(group, fixed)))
-    steps: list[Step] = []
+    return _Way(moves, tuple([a for a, _ in ranked]), tuple(order), fixed, scale, devices)
+
+
+def _steps(source: Sharding, target: Sharding, way: _Way, itemsize: float) -> Iterator[Step]:
+    """A way, step by step."""
+    kinds = dict(source.pending)
+    names = (*[source.shape.names[d] for d in way.dims], None)  # so that -1 is no dim
+    place = {d: n for n, d in enumerate(way.dims)}
     before = source
-    for kind, numbers, at, to, (entries, awaited), cost in found:
-        axes = tuple([ranked[n][0] for n in numbers])
-        moved = {d: tuple([ranked[n][0] for n in entries[place[d]]]) for d in order}
-        splits = tuple([own + moved.get(d, ()) for d, own in enumerate(fixed)])
-        dim, to_dim = (order[n] if n >= 0 else -1 for n in (at, to))
+    for kind, numbers, at, to, (entries, awaited), cost in way.moves:
+        axes = tuple([way.axes[n] for n in numbers])
+        moved = {d: tuple([way.axes[a] for a in entries[n]]) for d, n in place.items()}
+        splits = tuple([own + moved.get(d, ()) for d, own in enumerate(way.fixed)])
         if kind == "all_reduce":
             axes = tuple([a for a in source.mesh.axes if a in axes])
         elif kind == "collective_permute":
             axes = _moving(before.axes, splits, source.mesh.axes)
-        pending = target.pending + tuple((ranked[n][0], kinds[ranked[n][0]]) for n in awaited)
+        pending = target.pending + tuple((way.axes[n], kinds[way.axes[n]]) for n in awaited)
         after = laid(source.shape, source.mesh, splits, pending)
         payload = ceil(before.local_size * itemsize)
-        sent = _exact(cost * scale * payload, devices * before.local_size)
-        steps.append(Step(kind, axes, names[dim], names[to_dim], before, after, payload, sent))
+        sent = _exact(cost * way.scale * payload, way.devices * before.local_size)
+        yield Step(kind, axes, names[at], names[to], before, after, payload, sent)
         before = after
-    collectives = sum(not step.is_local for step in steps)
-    return Plan(tuple(steps), sum(step.sent_bytes for step in steps), collectives)
 
 
 def _beginning(a: Axes, b: Axes) -> Axes:
@@ -132,28 +197,8 @@ def _beginning(a: Axes, b: Axes) -> Axes:
     return a[:n]
 
 
-def _masked(source: Sharding, target: Sharding, itemsize: float, axes: Axes) -> Plan:
-    """By way of the same, whole over `axes`; one device along them keeps its block."""
-    whole = laid(target.shape, target.mesh, target.axes, tuple(p for p in target.pending if p[0] not in axes))
-    way = reshard(source, whole, itemsize)
-    mask = Step("mask", axes, None, None, whole, target, ceil(whole.local_size * itemsize), 0)
-    return Plan((*way.steps, mask), way.sent_bytes, way.collectives)
-
-
 def _exact(numerator: int, denominator: int) -> int | float:
     return numerator / denominator if numerator % denominator else numerator // denominator
-
-
-def _check(source: Sharding, target: Sharding, itemsize: float) -> None:
-    if source.shape != target.shape or source.mesh != target.mesh:
-        raise LayoutError(
-            f"reshard keeps shape and mesh, not from {source} on {source.mesh} to {target} on {target.mesh}"
-        )
-    kinds = {kind for _, kind in (*source.pending, *target.pending)}
-    if not set(target.pending) <= set(source.pending) and kinds != {"sum"}:
-        raise LayoutError(f"reshard can make only sums pending: source {source}, target {target}")
-    if itemsize <= 0:
-        raise LayoutError(f"itemsize must be positive, not {itemsize}")
 
 
 def _moving(before: tuple[Axes, ...], after: tuple[Axes, ...], usable: Axes) -> Axes:

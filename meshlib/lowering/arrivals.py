@@ -13,8 +13,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from layouts import Sharding, reshard
-from layouts.plan import Plan
+from layouts import Sharding, reshard, resharding
 from layouts.resharding import at_least
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.simplification import Simplified
@@ -22,6 +21,7 @@ from meshlib.operation import Home, Kind, Role
 from meshlib.program.signature import Signature
 
 Prices: TypeAlias = tuple[tuple[str, float], ...]  # per axis, of a byte sent along it; 1 for axes that have none
+Price: TypeAlias = tuple[float, int]  # bytes and collectives
 Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): from its n-th operand
 
 # Making something again is worth it nearly always: a lane operation takes a thousandth of the time of a byte sent.
@@ -71,33 +71,57 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     """The cheapest way to `wanted`."""
     if wanted in source.lies:
         return Way(0, 0, source.lies.index(wanted), ())
-    best, found = (float("inf"), 0), None
-    for n, s in enumerate(source.lies):
-        if can_become(s, wanted) and (found is None or _least_cost(source, s, wanted) <= best[0]):
-            plan = reshard(s, wanted, source.itemsize)
-            price = priced(plan, source.prices), plan.collectives
-            if price < best:
-                best, found = price, (n, plan)
+    best, n = _nearest(source, wanted)
     if source.made is not None and best[0] > 0:
         again = _made_again(source.made, wanted)
         if again is not NOWHERE and again.cost < best[0]:
             return again
-    if found is None:
+    if n < 0:
         return NOWHERE
-    n, plan = found
-    ends = (*source.lies, wanted)
-    between = [t for t in plan.steps[:-1] if not t.after.pending]
-    reached = [t.after for t in between if t.before.pending or t.kind in ("collective_permute", "all_to_all")]
+    ends, plan = (*source.lies, wanted), reshard(source.lies[n], wanted, source.itemsize)
+    before_last = [t for t in plan.steps[:-1] if not t.after.pending]
+    reached = [t.after for t in before_last if t.before.pending or t.kind in ("collective_permute", "all_to_all")]
     useful = [s for s in reached if s not in source.lies and not parks(s, ends)]
     return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
 
 
-def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) -> tuple[float, int]:
+def price(source: Source, wanted: Sharding) -> Price:
+    """What `obtain` costs, and in how many collectives."""
+    if source.made is not None:
+        way = obtain(source, wanted)
+        return way.cost, way.collectives
+    return (0.0, 0) if wanted in source.lies else _nearest(source, wanted)[0]
+
+
+def total(prices: Iterable[Price]) -> Price:
+    """What they come to."""
+    cost, collectives = 0.0, 0
+    for bytes_, launches in prices:
+        cost += bytes_
+        collectives += launches
+    return cost, collectives
+
+
+def _nearest(source: Source, wanted: Sharding) -> tuple[Price, int]:
+    """What it costs to move it to `wanted` from where that costs least, and which of `lies` this is; -1: none."""
+    best: Price = float("inf"), 0
+    found = -1
+    for n, s in enumerate(source.lies):
+        if can_become(s, wanted) and (found < 0 or _least_cost(source, s, wanted) <= best[0]):
+            cost = between(s, wanted, source.itemsize, source.prices)
+            if cost < best:
+                best, found = cost, n
+    return best, found
+
+
+def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) -> Price:
     """What it costs to move a value from one place alone to another, and in how many collectives."""
     if not can_become(here, there):
         return float("inf"), 0
+    if not prices:
+        return resharding.price(here, there, itemsize)
     plan = reshard(here, there, itemsize)
-    return priced(plan, prices), plan.collectives
+    return sum([step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps]), plan.collectives
 
 
 def least_cost(source: Source, wanted: Sharding) -> float:
@@ -110,13 +134,6 @@ def least_cost(source: Source, wanted: Sharding) -> float:
 def _least_cost(source: Source, s: Sharding, wanted: Sharding) -> float:
     least = at_least(s, wanted) * source.itemsize
     return least * min([1.0, *[price for _, price in source.prices]]) if source.prices else least
-
-
-def priced(plan: Plan, prices: Prices) -> float:
-    """What a reshard costs: its bytes, each at the price of the dearest axis along which it goes."""
-    if not prices:
-        return plan.sent_bytes
-    return sum(step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps)
 
 
 def axes_price(axes: Iterable[str], prices: Prices) -> float:

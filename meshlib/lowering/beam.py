@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import slack
+from meshlib.lowering.arrivals import Price, slack
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Course, Outcome
 from meshlib.lowering.guide import Guide
 from meshlib.lowering.states import Between, States
-from meshlib.lowering.ways import Floats, Ints, Lies, Price, with_room
+from meshlib.lowering.ways import Floats, Ints, Lies, with_room
 
 # How many states are kept, without and with a guide: the fewer operations, the more.
 FIRST_WIDTHS, WIDTHS = (6, 32), (16, 48)  # at least, at most
@@ -30,20 +30,28 @@ EFFORT = 2000  # states times operations
 # Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches in
 # large graphs, of what the way sends that follows the one best state.
 WINDOW, FIRST_WINDOW = 0.15, 0.3
-HOMESICK = (1.0, 0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
+HOMESICK = (0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
-    """What each operation does in the best program found."""
+    """What each operation does in the best program found.
+
+    Where in a small graph the two first searches, which judge differently, come to the same cost, a guided one finds
+    nothing better.
+    """
     window = float("inf")
     if not course.small:
         window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
     best = _searched(Beam(course, None, HOMESICK[0], window))
-    if best.dropped:
-        others = [_searched(Beam(course, None, share, window, ahead=best)) for share in HOMESICK[1:]]
-        best = _improved(min([best, *(beam for beam in others if not beam.lost)], key=lambda beam: beam.cost))
-    return best.chosen
+    if not best.dropped:
+        return best.chosen
+    other = _searched(Beam(course, None, HOMESICK[1], window, ahead=best))
+    if not other.lost:
+        if course.small and abs(other.cost - best.cost) <= slack(best.cost):
+            return best.chosen
+        best = min(best, other, key=lambda beam: beam.cost)
+    return _improved(best).chosen
 
 
 def _improved(beam: Beam) -> Beam:
@@ -68,7 +76,7 @@ class Beam:
 
     course: Course
     guide: Guide | None
-    homesick: float = 1.0  # without a guide: the share of the way home that is expected to be gone
+    homesick: float = HOMESICK[0]  # without a guide: the share of the way home that is expected to be gone
     window: float = float("inf")  # who is expected to cost so much more than the best is dropped
     ahead: Beam | None = None  # an earlier search: once this one is so far behind that it can't catch up it gives up
     width: int = 0  # how many states are kept; 0: as many as there is time for

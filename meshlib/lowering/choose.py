@@ -13,7 +13,7 @@ from itertools import chain, combinations, product
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
-from meshlib.lowering.arrivals import NEARLY, NOWHERE, Path, Source, Way, least_cost, obtain, slack
+from meshlib.lowering.arrivals import NEARLY, NOWHERE, Path, Source, Way, least_cost, obtain, price, slack, total
 from meshlib.lowering.endings import Axes, Ending, Endings
 from meshlib.operation import Factor, Linear, Role
 from meshlib.program.exchange import Exchange
@@ -118,8 +118,8 @@ def _as_well_now(passed: Option, found: Sequence[Option], ends: Iterable[Shardin
     """Whether reducing its operands first is no dearer, wherever (`ends`) others would have the result."""
     now = [o for o in found if not o.choice.out.pending]
     for s in ends:
-        later = passed.cost + obtain(blank._replace(lies=passed.lies), s).cost
-        if all(o.cost + obtain(blank._replace(lies=o.lies), s).cost > later + slack(later) for o in now):
+        later = passed.cost + price(blank._replace(lies=passed.lies), s)[0]
+        if all(o.cost + price(blank._replace(lies=o.lies), s)[0] > later + slack(later) for o in now):
             return False
     return bool(now)
 
@@ -210,10 +210,8 @@ def _covers(a: Option, b: Option, moves: _Moves) -> bool:
         others = [s for path, s in b.new if path == (n,)] if x.again else ()
         if others:
             source = x.source._replace(lies=(*x.lies, *(s for path, s in a.new if path == (n,))))
-            for s in others:
-                way = obtain(source, s)
-                cost += way.cost
-                collectives += way.collectives
+            more = total(price(source, s) for s in others)
+            cost, collectives = cost + more[0], collectives + more[1]
     if abs(cost - b.cost) <= slack(b.cost):
         return (collectives, a.strays) <= (b.collectives, b.strays)
     return cost - NEARLY * (cost - a.cost) < b.cost

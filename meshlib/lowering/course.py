@@ -11,14 +11,14 @@ from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.arrivals import STAYS, Made, Path, Source, Way, between, made_again, obtain
+from meshlib.lowering.arrivals import STAYS, Made, Path, Price, Source, Way, between, made_again, obtain, price, total
 from meshlib.lowering.choose import Choice, Operand, Option, options, settled
 from meshlib.lowering.endings import Binding, Endings, Near
 from meshlib.lowering.homes import Homes, Region
 from meshlib.lowering.loops import Loops
 from meshlib.lowering.memos import Found
 from meshlib.lowering.simplification import Simplified
-from meshlib.lowering.ways import AllWays, Distances, Floats, Lies, Price
+from meshlib.lowering.ways import AllWays, Distances, Floats, Lies
 from meshlib.operation import Home, Kind
 from meshlib.program.signature import Signatures
 from meshlib.program.split import beside
@@ -241,20 +241,15 @@ class Course:
         found = self._distances.get((t, region))
         if found is None:
 
-            def price(here: Sharding, there: Sharding) -> Price:
+            def apart(here: Sharding, there: Sharding) -> Price:
                 return between(here, there, t.dtype.itemsize, self.found.balance.axis_prices)
 
-            found = self._distances[t, region] = Distances(self.ways.of[t], self.homes.of(t), region, price)
+            found = self._distances[t, region] = Distances(self.ways.of[t], self.homes.of(t), region, apart)
         return found.table()
 
     def _bringing(self, t: Tensor, lies: Lies, missing: Iterable[Sharding], region: str) -> tuple[float, int]:
-        cost, collectives = 0.0, 0
         source = Source(known(lies, region), t.dtype.itemsize, self.found.balance.axis_prices)
-        for s in missing:
-            way = obtain(source, s)
-            cost += way.cost
-            collectives += way.collectives
-        return cost, collectives
+        return total(price(source, s) for s in missing)
 
     def _also(self, where: Where, made: Tensor, new: Iterable[tuple[Path, Sharding]], region: str) -> None:
         """A tensor, and what it is made of, are now to be had elsewhere too."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
-from meshlib.lowering.arrivals import Source, axes_price, least_cost, obtain, parks
+from meshlib.lowering.arrivals import Price, Source, axes_price, least_cost, obtain, parks, price, total
 from meshlib.lowering.balance import Balance
 from meshlib.program.exchange import busiest_bytes
 from meshlib.program.signature import Assigned, Signature
@@ -63,7 +63,7 @@ class Endings:
         self._plain = self._plain_work()
         self._of: dict[object, Ending | None] = {}
         self._least: dict[tuple[Lies, Lies], float] = {}
-        self._between: dict[tuple[Lies, Lies], tuple[float, int]] = {}
+        self._between: dict[tuple[Lies, Lies], Price] = {}
 
     def _plain_work(self) -> float:
         """The work of a device that makes its block of the home; what others do is counted from there."""
@@ -98,7 +98,7 @@ class Endings:
             lies += tuple([s for _, s in way.new])
         return Ending(axes, passed, made, work, cost, collectives, lies)
 
-    def between(self, here: Lies, there: Lies, limit: float) -> tuple[float, int] | None:
+    def between(self, here: Lies, there: Lies, limit: float) -> Price | None:
         """The results that lie in some places, to others; None where that exceeds the limit, or nobody would do so.
 
         The first place is where they were made.
@@ -114,8 +114,8 @@ class Endings:
         found = self._between.get(key)
         if found is None:
             result = self.blank._replace(lies=here)
-            ways = [obtain(result, s) for s in there]
+            prices = [price(result, s) for s in there]
             if self._beside:
-                ways.append(obtain(self.blank._replace(lies=here[:1], itemsize=self._beside), there[0]))
-            found = self._between[key] = sum([way.cost for way in ways]), sum([way.collectives for way in ways])
+                prices.append(price(self.blank._replace(lies=here[:1], itemsize=self._beside), there[0]))
+            found = self._between[key] = total(prices)
         return found

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import can_become, obtain
+from meshlib.lowering.arrivals import Price, can_become, obtain
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Course, Where, is_fixed, known
 from meshlib.lowering.homes import Region
-from meshlib.lowering.ways import Lies, Price
+from meshlib.lowering.ways import Lies
 
 
 @dataclass(eq=False)

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from layouts import Sharding
 from meshlib.graph import Tensor
+from meshlib.lowering.arrivals import Price
 from meshlib.lowering.homes import Region
 
 Spot: TypeAlias = tuple[Region, Sharding]
 Lies: TypeAlias = tuple[Spot, ...]  # where a tensor exists, and for which region
-Price: TypeAlias = tuple[float, int]  # bytes and collectives
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Table = TypeVar("Table", NDArray[np.bool_], NDArray[np.float64])
