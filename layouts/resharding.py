@@ -76,9 +76,36 @@ def price(source: Sharding, target: Sharding, itemsize: float) -> tuple[int | fl
 
 @lru_cache(maxsize=1 << 16)
 def _price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | float, int]:
-    way = _routed(source, _unmasked(source, target))
+    whole = _unmasked(source, target)
+    known = _plain_price(source, whole, itemsize)
+    if known is not None:
+        return known
+    way = _routed(source, whole)
     costs = [move.cost for move in way.moves if move.kind != "slice"]
     return sum([_exact(cost * way.scale * itemsize, way.devices) for cost in costs]), len(costs)
+
+
+def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | float, int] | None:
+    """The price where one collective, or slices alone, can't be outdone: known without a search.
+
+    A gather along one dim sends what is lacking, and no more; sums, scattered or not, are taken at once as cheaply as
+    in parts.
+    """
+    left = [a for a in source.pending_axes if a not in target.pending_axes]
+    payload, k = source.local_size * itemsize, source.mesh.group_size(left)
+    changed = [(a, b) for a, b in zip(source.axes, target.axes, strict=True) if a != b]
+    if not left and all(b[: len(a)] == a for a, b in changed):
+        return 0, 0
+    if not changed:
+        return _exact(2 * (k - 1) * payload, k), 1
+    if len(changed) > 1:
+        return None
+    ((a, b),) = changed
+    if not left and a[: len(b)] == b:
+        return (source.mesh.group_size(a[len(b) :]) - 1) * payload, 1
+    if left and b[: len(a)] == a and set(b[len(a) :]) == set(left) and source.pending[0][1] == "sum":
+        return _exact((k - 1) * payload, k), 1
+    return None
 
 
 @lru_cache(maxsize=1 << 16)
