@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import Price, slack
+from meshlib.lowering.arrivals import NEARLY, Price, slack
 from meshlib.lowering.choose import Choice
 from meshlib.lowering.course import Course, Outcome
 from meshlib.lowering.guide import Guide
@@ -31,6 +31,8 @@ EFFORT = 2000  # states times operations
 # large graphs, of what the way sends that follows the one best state.
 WINDOW, FIRST_WINDOW = 0.15, 0.3
 HOMESICK = (0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
+FEW = 8  # states: so many are not worth looking for those that others cover
+BEHIND = 0.1  # of what the search ahead sends: who is so far behind does not catch up
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
 
@@ -59,9 +61,11 @@ def _improved(beam: Beam) -> Beam:
     for _ in range(SEARCHES):
         guide = Guide(beam.course, beam.chosen)
         guided = _searched(Beam(beam.course, guide, window=WINDOW * guide.sent))
-        if not guided.cost < beam.cost - slack(beam.cost):
+        gain = beam.cost - guided.cost
+        if gain > slack(beam.cost):
+            beam = guided
+        if gain <= NEARLY * guide.sent + slack(beam.cost):
             break
-        beam = guided
     return beam
 
 
@@ -97,7 +101,7 @@ class Beam:
         self.width = self.width or max(least, min(most, EFFORT // len(self.course.graph.operations)))
 
     def run(self) -> None:
-        """Search; who costs by then what the one ahead sends in all, and more, than that one did, gives up."""
+        """Search; who is too far behind the one ahead gives up."""
         operations = self.course.graph.operations
         for n, op in enumerate(operations):
             if self._region != op.region:
@@ -109,7 +113,7 @@ class Beam:
             self._advance(op, n)
             self._forget(n)
             self.pace.append(self.cost + self.states.least)
-            if self.ahead is not None and self.pace[n] > self.ahead.pace[n] + self.ahead.sent:
+            if self.ahead is not None and self.pace[n] > self.ahead.pace[n] + BEHIND * self.ahead.sent:
                 self.lost = True
                 return
         self._advance(operations[-1], len(operations))
@@ -154,7 +158,7 @@ class Beam:
         if not self._changed:
             return
         self._changed = False
-        if len(self.states) > 1:
+        if len(self.states) > FEW:
             best = self.states.best(self.sent, self.width, self.window, self._expected, self._between)
             self.states, all_uncovered = best
             self.dropped |= not all_uncovered
