@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding
@@ -128,7 +129,8 @@ class Course:
 
     def _outcome(self, before: Where, where: Where, option: Option | None, ways: Sequence[Way]) -> Outcome:
         cost, collectives = sum(way.cost for way in ways), sum(way.collectives for way in ways)
-        numbers = {t: self.ways.number(t, lies) for t, lies in where.items() if before.get(t) is not lies}
+        both = zip_longest(where.items(), before.values())  # in the same order: what is new comes last
+        numbers = {t: self.ways.number(t, lies) for (t, lies), old in both if lies is not old}
         if option is None:
             return Outcome(None, cost, cost, collectives, 0, numbers)
         return Outcome(

@@ -66,18 +66,17 @@ class States:
         figures = self.figures[rows]
         figures += [x[1:5] for _, x in made]
         trails = [self.trails[n] if x.choice is None else Trail(self.trails[n], op, x.choice) for n, x in made]
-        changed = dict.fromkeys(t for _, x in made for t in x.ways)
-        new = [t for t in changed if t not in self.columns]
-        columns = {**self.columns, **{t: len(self.columns) + n for n, t in enumerate(new)}} if new else self.columns
+        columns = dict(self.columns)
+        changes = [
+            (n, columns.setdefault(t, len(columns)), way) for n, (_, x) in enumerate(made) for t, way in x.ways.items()
+        ]
+        new = list(columns)[len(self.columns) :]
         ways = np.empty((len(made), len(columns)), int)
         ways[:, : len(self.columns)] = self.ways[rows]
         ways[:, len(self.columns) :] = [common.get(t, -1) for t in new]
-        for t in changed:
-            column = ways[:, columns[t]]
-            for n, (_, x) in enumerate(made):
-                now = x.ways.get(t)
-                if now is not None:
-                    column[n] = now
+        if changes:
+            at, column, way = zip(*changes, strict=True)
+            ways[at, column] = way
         return States(figures, ways, trails, columns)
 
     def forget(self, tensors: Iterable[Tensor]) -> bool:
