@@ -173,6 +173,7 @@ def serving(
     encoder_length: int | None = None,
     cache_dtype: str | None = None,
     overlap: str = "independent",
+    group_size: int | None = None,
 ) -> Serving:
     """Sweep batch and layout of decoding on a slice.
 
@@ -188,6 +189,8 @@ def serving(
         the model divides, caches by positions where heads are fewer.
       cache_dtype: as of `mtf.models.prefill`.
       overlap: as of `mtf.estimate`.
+      group_size: as of `mtf.models.decode_step`, of a model with experts: at most so many sequences of one
+        data-parallel group are routed together, as many as divide them. Unless given every expert computes every token.
     Returns: a `Serving`: print it, `.frontier`, `.largest`, `.within(0.02)`, `.plot(path)`.
     Raises: SliceError for an unknown slice; GraphError for other bad arguments; LayoutError where no layout is legal.
     Example:
@@ -211,7 +214,9 @@ def serving(
     given = None if batches is None else [whole(b, WHAT, "each batch") for b in items(batches, WHAT, "batches")]
     if given is not None and (not given or min(given) < 1):
         raise GraphError(f"{at(WHAT)}: batches must be a non-empty list of numbers of at least 1, got {given}")
-    sweep = _Sweep(config, slice_, context, read, encoder_length, cache_dtype, overlap)
+    if group_size is not None:
+        whole(group_size, WHAT, "group_size", low=1)
+    sweep = _Sweep(config, slice_, context, read, encoder_length, cache_dtype, overlap, group_size)
     return sweep.run(given, layouts)
 
 
@@ -226,6 +231,7 @@ class _Sweep:
     encoder_length: int | None
     cache_dtype: str | None
     overlap: str
+    group_size: int | None
 
     def run(self, batches: Sequence[int] | None, layouts: Sequence[tuple[MeshLike, object]] | None) -> Serving:
         """All points."""
@@ -272,7 +278,7 @@ class _Sweep:
         return LayoutRules([*rules.rules, *LayoutRules("d_model:features" if "features" in parts else "").rules])
 
     def _of_layout(
-        self, first: ServingPoint, mesh: Mesh, rules: object, group: int, batches: Sequence[int] | None, most: int
+        self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int, batches: Sequence[int] | None, most: int
     ) -> Iterator[ServingPoint]:
         """The points of a layout, as far as they fit."""
         if batches is None:
@@ -283,7 +289,7 @@ class _Sweep:
         for batch in tried:
             yield first if batch == group else replace(first, batch=batch, decode=self._decode(mesh, rules, batch))
 
-    def _most(self, first: ServingPoint, mesh: Mesh, rules: object, group: int) -> int:
+    def _most(self, first: ServingPoint, mesh: Mesh, rules: LayoutRules, group: int) -> int:
         """The largest multiple of `group` that fits. Memory grows by nearly as much for each: guessed, then tried."""
         if not first.fits:
             return 0
@@ -300,7 +306,7 @@ class _Sweep:
             count = min(max(guess, low + 1), high - 1)
         return low * group
 
-    def _point(self, name: str, mesh: Mesh, rules: object, group: int) -> ServingPoint:
+    def _point(self, name: str, mesh: Mesh, rules: LayoutRules, group: int) -> ServingPoint:
         with Graph():
             made = prefill(
                 self.config, group, self.prompt, self.context, self.encoder_length, cache_dtype=self.cache_dtype
@@ -308,10 +314,19 @@ class _Sweep:
             read = estimate(lower(*made, mesh=mesh, layout=rules), self.slice, self.overlap)
         return ServingPoint(name, group, self._decode(mesh, rules, group), read, group)
 
-    def _decode(self, mesh: Mesh, rules: object, batch: int) -> Estimate:
+    def _decode(self, mesh: Mesh, rules: LayoutRules, batch: int) -> Estimate:
         with Graph():
-            made = decode_step(self.config, batch, self.context, self.encoder_length, cache_dtype=self.cache_dtype)
+            together = self._together(batch // _groups(mesh, rules))
+            made = decode_step(
+                self.config, batch, self.context, self.encoder_length, cache_dtype=self.cache_dtype, group_size=together
+            )
             return estimate(lower(*made, mesh=mesh, layout=rules), self.slice, self.overlap)
+
+    def _together(self, sequences: int) -> int | None:
+        """How many of a data-parallel group's sequences are routed together."""
+        if self.group_size is None:
+            return None
+        return next(n for n in range(min(self.group_size, sequences), 0, -1) if sequences % n == 0)
 
 
 def _pairs(layouts: object) -> Iterator[tuple[Mesh, object]]:

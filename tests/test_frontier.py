@@ -50,6 +50,31 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
         assert not step(most + group, mesh, layout).fits
 
 
+def test_experts_that_take_sequences_together_compute_less() -> None:
+    """Room for what is chosen, at least four places an expert, in place of every expert for every sequence."""
+    config = mtf.models.preset("mixtral-8x7b").replace(layers=2)
+
+    def points(group_size: int | None) -> list[mtf.Estimate]:
+        where = [("tensor:4", "experts:tensor")]
+        served = mtf.serving(config, "v5e-4", 64, batches=[12, 64], layouts=where, group_size=group_size)
+        return [p.decode for p in served.points]
+
+    def flops(est: mtf.Estimate) -> float:
+        return est.program.work.mxu_flops
+
+    alone, together = points(None), points(8)
+    assert [flops(t) < 0.8 * flops(a) for a, t in zip(alone, together, strict=True)] == [True, True]
+    for est, batch, size in zip(together, (12, 64), (6, 8), strict=True):
+        with mtf.Graph():
+            made = mtf.models.decode_step(config, batch, 64, group_size=size)
+            assert (
+                est.step_seconds
+                == mtf.estimate(mtf.lower(*made, mesh="tensor:4", layout="experts:tensor"), "v5e-4").step_seconds
+            )
+    with pytest.raises(mtf.GraphError, match="group_size must be at least 1, got 0"):
+        points(0)
+
+
 def test_nothing_is_faster_and_cheaper_than_the_frontier() -> None:
     frontier = found().frontier
     for p in found().points:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import log
@@ -54,6 +55,24 @@ def greedy(config: TransformerConfig, prompt: list[int], count: int) -> list[int
         known = ([0, *made], prompt) if config.encoder_decoder else ([*prompt, *made], None)
         made.append(int(log_probs(config, *known).argmax()))
     return made
+
+
+def test_experts_that_take_prompts_together_say_what_they_drop() -> None:
+    config = small("mixtral-8x7b")
+    assert config.experts is not None
+    state = trained(config)
+
+    def made(room: float, **options: Any) -> mtf.Generated:
+        routing = replace(config.experts.routing, capacity_factor_eval=room, min_expert_capacity=1)
+        held = config.replace(experts=replace(config.experts, routing=routing))
+        return mtf.generate(held, [[3, 1], [3, 1]], state, max_tokens=4, precision="highest", **options)
+
+    alone, roomy, tight = made(8.0), made(8.0, group_size=2), made(1e-6, group_size=2)
+    assert (alone.tokens, alone.dropped) == (roomy.tokens, roomy.dropped)
+    assert alone.dropped == 0
+    choices = config.layers * config.experts.routing.choices
+    assert tight.dropped >= choices  # those of the second prompt, which wants what the first has taken
+    assert tight.tokens[0] == alone.tokens[0]
 
 
 # ---------------------------------------------------------------- the likeliest tokens

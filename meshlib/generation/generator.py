@@ -54,6 +54,8 @@ class Generated:
       scores: of beam search the score, else the sum of the log-probabilities of all tokens that were drawn.
       ended: whether a stop token or text ended it, and not the number of tokens.
       steps: how many tokens were decoded after the prefill, at most, of a sequence.
+      dropped: of a model whose experts take tokens of several sequences together (`group_size`), how many choices of
+        experts found no room, in all layers and steps, those of rows that are done or empty included.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -61,6 +63,7 @@ class Generated:
     scores: tuple[float, ...]
     ended: tuple[bool, ...]
     steps: int
+    dropped: int = 0
 
     @property
     def text(self) -> str:
@@ -88,6 +91,8 @@ class Generator:
         `size`, as `mtf.BytePairs`, no token is chosen that it does not have: vocabularies of models are often padded.
       start_token: with which the decoder of an encoder-decoder starts.
       cache_dtype: as of `mtf.models.prefill`.
+      group_size: as of `mtf.models.decode_step`: what is dropped then is counted, and what comes of a prompt depends on
+        those beside it.
       precision, executor: as of `mtf.lower` and `mtf.simulate`.
       run: what makes a run of a program in place of `mtf.simulate`, such as `mtf.on_jax` for real devices.
       seed: of what is drawn.
@@ -111,6 +116,7 @@ class Generator:
     tokenizer: Tokenizer | None = None
     start_token: int = 0
     cache_dtype: str | None = None
+    group_size: int | None = None
     precision: str = "default"
     executor: str = "fast"
     seed: int = 0
@@ -163,11 +169,11 @@ class Generator:
         room = reads + self.max_tokens
         with Graph():
             if decoding:
-                outputs, updates = decode_step(c, self.batch, room, **more)
+                outputs, updates = decode_step(c, self.batch, room, group_size=self.group_size, **more)
             else:
                 outputs, updates = prefill(c, self.batch, reads, room, **more)
             with scope("choice"):
-                made = self._chosen(outputs["logits"])
+                made = {**self._chosen(outputs.pop("logits")), **outputs}
             return lower(made, updates, mesh=self.mesh, layout=self.layout, precision=self.precision)
 
     def _chosen(self, logits: Tensor) -> dict[str, Tensor]:
@@ -234,6 +240,7 @@ class Generator:
                 f"{at(WHAT)}: room for {self.batch} prompts of {self.length} tokens, "
                 f"got {len(given)} of up to {max(map(len, given))}"
             )
+        self.dropped = 0
         found = self.sim.run(self.prefill, self._feeds(given))
         if self.beams > 1:
             return self._searched(len(given), found, progress)
@@ -250,7 +257,7 @@ class Generator:
             steps += 1
             if all(ended) or steps == self.max_tokens:
                 break
-            found = self.sim.run(self.decode, tokens=found["tokens"])
+            found = self._step(tokens=found["tokens"])
         return self._generated(made, scores, steps - 1)
 
     def _feeds(self, given: Sequence[Sequence[int]]) -> dict[str, Array]:
@@ -274,16 +281,22 @@ class Generator:
                 break
             parents, last = (np.array([[pair[k] for pair in row] for row in going], np.int32) for k in (0, 1))
             # After the prefill all hypotheses are the first.
-            found = self.sim.run(self.decode, tokens=last, parents=parents)
+            found = self._step(tokens=last, parents=parents)
             log_probs, tokens = found["log_probs"], found["tokens"]
         best = [one.best()[0] for one in searches[:count]]
         return self._generated([h.tokens for h in best], [h.score for h in best], steps)
+
+    def _step(self, **feeds: Array) -> dict[str, Array]:
+        """One token of each sequence."""
+        found = self.sim.run(self.decode, **feeds)
+        self.dropped += int(found.get("dropped", 0))
+        return found
 
     def _generated(self, made: Sequence[Sequence[int]], scores: Sequence[float], steps: int) -> Generated:
         cut = [self.stops.cut(tokens) for tokens in made]
         texts = () if self.tokenizer is None else tuple(text for _, text, _ in cut)
         kept = tuple(tuple(tokens) for tokens, _, _ in cut)
-        return Generated(kept, texts, tuple(scores), tuple(ended for *_, ended in cut), steps)
+        return Generated(kept, texts, tuple(scores), tuple(ended for *_, ended in cut), steps, self.dropped)
 
 
 def check_options(options: Mapping[str, Any], own: tuple[str, ...], what: str) -> None:
