@@ -37,23 +37,15 @@ SEARCHES = 8  # at most; each is guided by what the one before found, as long as
 
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
-    """What each operation does in the best program found.
-
-    Where in a small graph the two first searches, which judge differently, come to the same cost, a guided one finds
-    nothing better.
-    """
+    """What each operation does in the best program found."""
     window = float("inf")
     if not course.small:
         window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
     best = _searched(Beam(course, None, HOMESICK[0], window))
-    if not best.dropped:
-        return best.chosen
-    other = _searched(Beam(course, None, HOMESICK[1], window, ahead=best))
-    if not other.lost:
-        if course.small and abs(other.cost - best.cost) <= slack(best.cost):
-            return best.chosen
-        best = min(best, other, key=lambda beam: beam.cost)
-    return _improved(best).chosen
+    if best.dropped:
+        others = [_searched(Beam(course, None, share, window, ahead=best)) for share in HOMESICK[1:]]
+        best = _improved(min([best, *(beam for beam in others if not beam.lost)], key=lambda beam: beam.cost))
+    return best.chosen
 
 
 def _improved(beam: Beam) -> Beam:
