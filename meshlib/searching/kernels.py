@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from hardware.blocking import matmul_blocks
 from hardware.chips import Chip
 from hardware.core import Matmul, Work, time_of
+from hardware.memory import hbm_seconds
 from hardware.vpu import vpu_rate
 from layouts import Shape
 from meshlib.estimation.physics import Physics
-from meshlib.estimation.products import Attention, matmul_of
+from meshlib.estimation.products import Attention, matmul_of, rows_first
+from meshlib.estimation.stored import Stored
 from meshlib.estimation.times import Times
 from meshlib.graph import TensorType
-from meshlib.program.instructions import Compute
+from meshlib.ops.einsum import EIGHT_BIT
+from meshlib.program.instructions import Compute, Value
 from meshlib.program.records import Program
 from meshlib.searching.passages import Names
 
@@ -42,18 +46,44 @@ class Kernel:
         return flops / max(rate, vpu_rate(chip)), 0.0  # what is faster on the vector unit runs there
 
 
+@dataclass(frozen=True)
+class Side:
+    """The rows or the columns of a product: bytes of an element that HBM may hold, the fewest first; `early`: whether
+    they may be fetched before the product starts, since nothing that they are made of is computed on the way."""
+
+    itemsizes: tuple[float, ...]
+    early: bool
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a product, each at least: `busy`, once it is launched; `since_start`, from the start of a program to its end,
+    since nothing is fetched before."""
+
+    busy: float
+    since_start: float
+
+
 @dataclass(frozen=True, eq=False)
 class Contraction:
-    """A product by its sizes, with those of its parts."""
+    """A product by its sizes, with those of its parts. `sides` are unknown of one that quantises its operands."""
 
     instruction: Compute
     whole: Matmul
+    sides: tuple[Side, Side] | None = None
     _parts: dict[object, Matmul | None] = field(default_factory=dict)
 
     @staticmethod
-    def of(program: Program, instruction: Compute) -> Contraction:
-        """Of a program on one device."""
-        return Contraction(instruction, matmul_of(program, instruction))
+    def of(program: Program, instruction: Compute, stored: Stored, early: Container[Value]) -> Contraction:
+        """Of a program on one device; `early`: values that may be there when it starts."""
+        sides = None
+        if instruction.operation.attrs.get("precision") not in EIGHT_BIT:
+            first, second = (
+                Side(tuple(sorted({stored.itemsize(x), float(x.tensor.dtype.itemsize)})), x in early)
+                for x in rows_first(instruction)
+            )
+            sides = first, second
+        return Contraction(instruction, matmul_of(program, instruction), sides)
 
     def part(self, cuts: Mapping[int, int]) -> Matmul | None:
         """One device's part where factors, by their numbers, are cut in so many; None: they do not divide."""
@@ -77,13 +107,40 @@ class Contraction:
         p = op.kind.product(tuple(types), made, op.attrs)
         return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
 
-    def seconds(self, chip: Chip, physics: Physics, cuts: Mapping[int, int]) -> float:
-        """Of one device's part, at least, without its launch; infinite where there is no such part."""
+    def seconds(
+        self, chip: Chip, physics: Physics, cuts: Mapping[int, int], read_bytes: float, late_bytes: float
+    ) -> Seconds:
+        """Of one device's part, without its launch; infinite where there is no such part.
+
+        Args:
+          read_bytes: what it reads of its operands in HBM, at least; late_bytes: of that what is computed on the way.
+        """
         part = self.part(cuts)
         if part is None:
-            return float("inf")
+            return Seconds(float("inf"), float("inf"))
         mxu, vpu = _product_seconds(chip, part)
-        return max(mxu / physics.product_rate, vpu)
+        core = max(mxu / physics.product_rate, vpu)
+        if self.sides is None or not mxu:
+            return Seconds(core, core)
+        pieces = _exposed_bytes(chip, part, *self.sides)
+        late = min(max(0.0, min(bare, read_bytes) - early) for bare, early in pieces)
+        return Seconds(
+            max(core + hbm_seconds(chip, late), hbm_seconds(chip, late_bytes)),
+            core + hbm_seconds(chip, min(read_bytes, *(bare for bare, _ in pieces))),
+        )
+
+
+@lru_cache(maxsize=1 << 16)
+def _exposed_bytes(chip: Chip, product: Matmul, rows: Side, columns: Side) -> list[tuple[float, float]]:
+    """Of the first pieces of a product and its last block, bytes that nothing hides, and of these what may be fetched
+    before: for all widths that its operands may have."""
+    found = []
+    for first in rows.itemsizes:
+        for second in columns.itemsizes:
+            blocks = matmul_blocks(chip, product, first, second)
+            early = blocks.depth * (first * blocks.rows * rows.early + second * blocks.columns * columns.early)
+            found.append((blocks.exposed_bytes, early))
+    return found
 
 
 @lru_cache(maxsize=1 << 16)

@@ -22,7 +22,8 @@ import numpy as np
 from hardware.slices import Slice
 from layouts import Sharding
 from meshlib.estimation.physics import Physics
-from meshlib.searching.flow import Bytes, Flow, Node, Placed, Split, Way
+from meshlib.estimation.times import Times
+from meshlib.searching.flow import Bytes, Flow, Node, Placed, Split, Use, Way
 from meshlib.searching.passages import Passages
 from meshlib.searching.prices import GATHER, REDUCE, SCATTER, SWAP, least_seconds, wire_seconds
 from meshlib.searching.space import Candidate
@@ -59,20 +60,21 @@ class Waiting:
     def slice(self) -> Slice:
         return self.candidate.slice
 
-    def seconds(self, flow: Flow) -> float:
-        """From the first thing to the last of a program, or of one trip."""
+    def seconds(self, flow: Flow, begins: bool = True) -> float:
+        """From the first thing to the last of a program, which `begins`; or of one trip."""
         ends: list[Floats] = []
         owns: list[Floats] = []
-        for node, ways in zip(flow.nodes, flow.ways, strict=True):
-            own = self._own(node)
+        heads: list[tuple[float, float]] = []
+        for number, ways in enumerate(flow.ways):
+            own, since_start = self._own(flow, number)
             owns.append(own)
             begin = np.zeros(len(own))
             for way in ways:
                 begin = np.maximum(begin, self._arrival(flow, way, ends[way.source]))
-            ends.append(begin + own)
-        core = sum(float(own.min()) for own in owns)
+            heads.append((float(begin.min()), float(own.min())))
+            ends.append(np.maximum(begin + own, since_start) if begins else begin + own)
         longest = max((float(end.min()) for end in ends), default=0.0)
-        return max([longest, core, *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
+        return max([longest, _one_by_one(heads), *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
 
     def _serial(self, flow: Flow, owns: Sequence[Floats], axis: int) -> float:
         """Everything that the core computes, and what has to be sent over one axis, one after the other.
@@ -110,33 +112,48 @@ class Waiting:
 
     # ------------------------------------------------------------ nodes
 
-    def _own(self, node: Node) -> Floats:
-        """What a node takes itself, under each choice."""
+    def _own(self, flow: Flow, number: int) -> tuple[Floats, Floats]:
+        """What a node takes itself, under each choice; and when it can end, the program having started at 0."""
+        node = flow.nodes[number]
         if node.loop is not None:
-            return np.array([node.trips * self.seconds(node.loop)])
+            return _both(np.array([node.trips * self.seconds(node.loop, False)]))
         launch = self.slice.chip.launch_seconds
         if node.attention is not None:
             found = node.attention.seconds(self.slice.chip, self.physics, 1, 0.0)
             if found is None:  # refused when it is looked at
-                return np.zeros(1)
+                return _both(np.zeros(1))
             whole, rounded = found
             dims = node.attention.dims
             ways = prod(size for _, axis, size in self.axes if dims is None or not dims.isdisjoint(axis))
-            return np.array([max(0.0, whole / ways - rounded) + launch])
+            return _both(np.array([max(0.0, whole / ways - rounded) + launch]))
         if node.product is None:
-            return np.zeros(1)
+            return _both(np.zeros(1))
         if self.slice.chip.peak(node.product.whole.dtype) is None:
-            return np.zeros(prod(len(self._choices(node, n)) for n in range(len(self.axes))))
+            return _both(np.zeros(prod(len(self._choices(node, n)) for n in range(len(self.axes)))))
         made = []
         assert node.splits is not None
+        uses = (*node.reads, *flow.written[number])
+        late = sum(self._moved_bytes(use) for use in uses if not use.early)
+        moved = late + sum(self._moved_bytes(use) for use in uses if use.early)
         for chosen in product(*(self._choices(node, n) for n in range(len(self.axes)))):
             cuts: dict[int, int] = {}
             for split, (_, _, size) in zip(chosen, self.axes, strict=True):
                 if split is not None:
                     number = node.splits.index(split)
                     cuts[number] = cuts.get(number, 1) * size
-            made.append(node.product.seconds(self.slice.chip, self.physics, cuts) + launch)
-        return np.array(made)
+            own = node.product.seconds(self.slice.chip, self.physics, cuts, moved, late)
+            made.append((own.busy + launch, own.since_start + launch))
+        busy, since_start = np.array(made).T
+        return busy, since_start
+
+    def _moved_bytes(self, use: Use) -> float:
+        """Of what a product reads or writes, without what may stay on the chip between its uses."""
+        held = self._held_bytes if use.early or self.slice.chip.cmem_bytes else 0
+        return max(0.0, self._least_bytes(use.sizes, ()) - held)
+
+    @cached_property
+    def _held_bytes(self) -> int:
+        return Times(self.slice.chip, self.physics).held_bytes
 
     def _choices(self, node: Node, axis: int) -> Sequence[Split | None]:
         """Along what an axis may split a product; None: it does not. Others have no choice."""
@@ -262,6 +279,22 @@ class Waiting:
             whole / prod(size for dims, size in others if names is None or not names.isdisjoint(dims))
             for names, whole in sizes.items()
         )
+
+
+def _both(seconds: Floats) -> tuple[Floats, Floats]:
+    return seconds, seconds
+
+
+def _one_by_one(heads: Sequence[tuple[float, float]]) -> float:
+    """When kernels can all have run, one at a time: each with when it can begin, and what it takes.
+
+    >>> _one_by_one([(0.0, 1.0), (5.0, 2.0), (6.0, 3.0)])
+    10.0
+    """
+    end = 0.0
+    for begin, own in sorted(heads):
+        end = max(end, begin) + own
+    return end
 
 
 def _among(every: Sequence[int], these: Sequence[int]) -> list[tuple[int, ...]]:
