@@ -250,7 +250,10 @@ class Waiting:
         return 0 if needed == FREE or self.passages.same(left, needed) else KINDS.index(SWAP)
 
     def _sent(self, sizes: Bytes, chosen: Sequence[int]) -> float:
-        """The least seconds of what is sent on a way: of several kinds of collectives the longest."""
+        """The least seconds of what is sent on a way: sums, and then what is not summed, or the other way round.
+
+        Of several kinds of sums, or of the others, the longest: one collective may serve them all.
+        """
         present = [axis for axis, kind in enumerate(chosen) if kind]
 
         def together(axes: Sequence[int], kind: int) -> float:
@@ -270,7 +273,11 @@ class Waiting:
             return found
 
         kinds = {kind: [axis for axis in present if chosen[axis] == kind] for kind in set(chosen) if kind}
-        return max((least(axes, kind) for kind, axes in kinds.items()), default=0.0)
+        longest = [0.0, 0.0]
+        for kind, axes in kinds.items():
+            summed = KINDS[kind] in (SCATTER, REDUCE)
+            longest[summed] = max(longest[summed], least(axes, kind))
+        return sum(longest)
 
     def _least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> float:
         """On a device, as if all other axes split what they may."""
