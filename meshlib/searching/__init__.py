@@ -5,6 +5,7 @@
     bounds    what no schedule of a candidate can beat
     problem   the program of each choice, lowered by a session
     rounds    which candidates are looked at next
+    workers   processes that do it
     outcome   what became of each
     sensitivity  the best candidates under other sizes, slices, rates
     found     ranking, Pareto front, certificate, as text
@@ -34,6 +35,7 @@ from meshlib.searching.problem import OFFLOAD, Build, Objective, Problem, proble
 from meshlib.searching.roles import roles_of
 from meshlib.searching.rounds import Search
 from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid
+from meshlib.searching.workers import check_forks
 
 __all__ = ["Candidate", "Found", "search"]
 
@@ -56,7 +58,7 @@ def search(
     objective: str | Callable[..., float] = "step_seconds",
     per: str | Sequence[str] = (),
     seconds: float | None = 60.0,
-    workers: int = 1,
+    workers: int | None = None,
     progress: Callable[[int, int, str], object] | None = None,
     resume: str | Path | None = None,
 ) -> Found:
@@ -81,7 +83,9 @@ def search(
       per: dims by whose sizes the objective is divided, such as ["batch", "length"] for time or cost of a token.
       seconds: stop after that long (and at least one candidate) with the best so far, and the gap to what can still be
         there; None: search it all.
-      workers: processes. The result does not depend on them, unless time runs out.
+      workers: processes that are forked for what takes long; 1: none. Unless given one for each core, up to eight, but
+        none where forks are not safe: outside of Linux, beside other threads of Python, and where JAX is imported. The
+        result does not depend on them, unless time runs out.
       progress: called with (done, all, the best so far as text).
       resume: a file in which the estimates are kept; those that it has are not made again.
     Returns: `Found`: `.best .ranking .pareto .certificate`; print it.
@@ -108,8 +112,10 @@ def search(
         raise GraphError(f"search: axes must not be negative, got {axes}")
     if seconds is not None and number(seconds, "search", "seconds") <= 0:
         raise GraphError(f"search: seconds must be more than 0, or None, got {seconds}")
-    if whole(workers, "search", "workers") < 1:
-        raise GraphError(f"search: workers must be at least 1, got {workers}")
+    if workers is not None:
+        if whole(workers, "search", "workers") < 1:
+            raise GraphError(f"search: workers must be at least 1, got {workers}")
+        check_forks(workers)
     measure = Objective.named(objective)
     _check_choices(build, options)
     made: dict[Choices, Problem] = {}
