@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 from hardware.blocking import matmul_blocks
 from hardware.chips import Chip
 from hardware.core import Matmul, Work, time_of
-from hardware.memory import hbm_seconds
+from hardware.memory import hbm_rate
 from hardware.vpu import vpu_rate
 from layouts import Shape
 from meshlib.estimation.physics import Physics
@@ -21,6 +22,10 @@ from meshlib.ops.einsum import EIGHT_BIT
 from meshlib.program.instructions import Compute, Value
 from meshlib.program.records import Program
 from meshlib.searching.passages import Names
+
+
+# Bytes that nothing hides, and of these what may be fetched before: one pair for each way that they may be held.
+Pieces: TypeAlias = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,28 @@ class Side:
     early: bool
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Of a product, each at least: `busy`, once it is launched; `since_start`, from the start of a program to its end,
-    since nothing is fetched before."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A product on one device without its launch: seconds on the core; of its first pieces and its last block, bytes
+    that nothing hides, and of these what may be fetched before, for each way to hold its operands; bytes a second."""
 
-    busy: float
-    since_start: float
+    core_seconds: float
+    exposed: Pieces
+    rate: float
+
+    def seconds(self, moved_bytes: float, late_bytes: float) -> tuple[float, float]:
+        """From its launch to its end, and to that from the start of a program, since nothing is fetched before: at least.
+
+        Args:
+          moved_bytes: what it reads and writes in HBM, at least; late_bytes: of that what is computed on the way.
+        """
+        if not self.exposed:
+            return self.core_seconds, self.core_seconds
+        late, bare = float("inf"), moved_bytes
+        for exposed, early in self.exposed:
+            late, bare = min(late, min(exposed, moved_bytes) - early), min(bare, exposed)
+        busy = max(self.core_seconds + max(0.0, late) / self.rate, late_bytes / self.rate)
+        return busy, self.core_seconds + bare / self.rate
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +91,6 @@ class Contraction:
     instruction: Compute
     whole: Matmul
     sides: tuple[Side, Side] | None = None
-    _parts: dict[object, Matmul | None] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program, instruction: Compute, stored: Stored, early: Container[Value]) -> Contraction:
@@ -84,13 +103,6 @@ class Contraction:
             )
             sides = first, second
         return Contraction(instruction, matmul_of(program, instruction), sides)
-
-    def part(self, cuts: Mapping[int, int]) -> Matmul | None:
-        """One device's part where factors, by their numbers, are cut in so many; None: they do not divide."""
-        key = tuple(sorted(cuts.items()))
-        if key not in self._parts:
-            self._parts[key] = self._part(cuts)
-        return self._parts[key]
 
     def _part(self, cuts: Mapping[int, int]) -> Matmul | None:
         op = self.instruction.operation
@@ -107,31 +119,25 @@ class Contraction:
         p = op.kind.product(tuple(types), made, op.attrs)
         return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
 
-    def seconds(
-        self, chip: Chip, physics: Physics, cuts: Mapping[int, int], read_bytes: float, late_bytes: float
-    ) -> Seconds:
-        """Of one device's part, without its launch; infinite where there is no such part.
-
-        Args:
-          read_bytes: what it reads of its operands in HBM, at least; late_bytes: of that what is computed on the way.
-        """
-        part = self.part(cuts)
+    def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int]) -> Timed:
+        """One device's part, where factors, by their numbers, are cut in so many; infinite where there is no such."""
+        part = self._part(cuts)
+        rate = hbm_rate(chip) * chip.hbm_efficiency
         if part is None:
-            return Seconds(float("inf"), float("inf"))
+            return Timed(float("inf"), (), rate)
         mxu, vpu = _product_seconds(chip, part)
-        core = max(mxu / physics.product_rate, vpu)
-        if self.sides is None or not mxu:
-            return Seconds(core, core)
-        pieces = _exposed_bytes(chip, part, *self.sides)
-        late = min(max(0.0, min(bare, read_bytes) - early) for bare, early in pieces)
-        return Seconds(
-            max(core + hbm_seconds(chip, late), hbm_seconds(chip, late_bytes)),
-            core + hbm_seconds(chip, min(read_bytes, *(bare for bare, _ in pieces))),
-        )
+        pieces = _exposed_bytes(chip, part, *self.sides) if self.sides is not None and mxu else ()
+        return Timed(max(mxu / physics.product_rate, vpu), pieces, rate)
 
 
 @lru_cache(maxsize=1 << 16)
-def _exposed_bytes(chip: Chip, product: Matmul, rows: Side, columns: Side) -> list[tuple[float, float]]:
+def _product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
+    time = time_of(chip, Work((product,)))
+    return time.mxu_seconds, time.vpu_seconds
+
+
+@lru_cache(maxsize=1 << 16)
+def _exposed_bytes(chip: Chip, product: Matmul, rows: Side, columns: Side) -> Pieces:
     """Of the first pieces of a product and its last block, bytes that nothing hides, and of these what may be fetched
     before: for all widths that its operands may have."""
     found = []
@@ -140,13 +146,7 @@ def _exposed_bytes(chip: Chip, product: Matmul, rows: Side, columns: Side) -> li
             blocks = matmul_blocks(chip, product, first, second)
             early = blocks.depth * (first * blocks.rows * rows.early + second * blocks.columns * columns.early)
             found.append((blocks.exposed_bytes, early))
-    return found
-
-
-@lru_cache(maxsize=1 << 16)
-def _product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
-    time = time_of(chip, Work((product,)))
-    return time.mxu_seconds, time.vpu_seconds
+    return tuple(found)
 
 
 def _cut(t: TensorType, parts: Mapping[str | None, int]) -> TensorType:

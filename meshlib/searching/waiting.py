@@ -10,7 +10,7 @@ Products run one after the other, and trips of a loop too, whatever they wait fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
@@ -24,6 +24,7 @@ from layouts import Sharding
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.times import Times
 from meshlib.searching.flow import Bytes, Flow, Node, Placed, Split, Use, Way
+from meshlib.searching.kernels import Contraction, Timed
 from meshlib.searching.passages import Passages
 from meshlib.searching.prices import GATHER, REDUCE, SCATTER, SWAP, least_seconds, wire_seconds
 from meshlib.searching.space import Candidate
@@ -39,11 +40,12 @@ KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
 
 @dataclass(eq=False)
 class Waiting:
-    """One candidate; `physics` as of the estimate."""
+    """One candidate; `physics` as of the estimate; `shared`: what others with the same program and chip know, too."""
 
     candidate: Candidate
     passages: Passages
     physics: Physics
+    shared: dict[object, Any] = field(default_factory=dict)
     _homes: dict[Placed, Sharding] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
@@ -141,10 +143,17 @@ class Waiting:
                 if split is not None:
                     number = node.splits.index(split)
                     cuts[number] = cuts.get(number, 1) * size
-            own = node.product.seconds(self.slice.chip, self.physics, cuts, moved, late)
-            made.append((own.busy + launch, own.since_start + launch))
-        busy, since_start = np.array(made).T
-        return busy, since_start
+            busy, since_start = self._timed(node, node.product, cuts).seconds(moved, late)
+            made.append((busy + launch, since_start + launch))
+        both: tuple[Floats, Floats] = tuple(np.array(made).T)  # type: ignore[assignment]
+        return both
+
+    def _timed(self, node: Node, of: Contraction, cuts: Mapping[int, int]) -> Timed:
+        key = node, tuple(cuts.items())
+        if key not in self.shared:
+            self.shared[key] = of.timed(self.slice.chip, self.physics, cuts)
+        made: Timed = self.shared[key]
+        return made
 
     def _moved_bytes(self, use: Use) -> float:
         """Of what a product reads or writes, without what may stay on the chip between its uses."""
@@ -153,20 +162,21 @@ class Waiting:
 
     @cached_property
     def _held_bytes(self) -> int:
+        """What a chip keeps between kernels."""
         return Times(self.slice.chip, self.physics).held_bytes
 
     def _choices(self, node: Node, axis: int) -> Sequence[Split | None]:
         """Along what an axis may split a product; None: it does not. Others have no choice."""
         if node.splits is None:
             return (None,)
-        key = node, axis
-        if key not in self._known:
+        key = node, self.axes[axis][1:]
+        if key not in self.shared:
             _, dims, size = self.axes[axis]
-            self._known[key] = [
+            self.shared[key] = [
                 *(s for s in node.splits if s.size % size == 0 and (s.reached is None or s.reached & dims)),
                 None,
             ]
-        chosen: Sequence[Split | None] = self._known[key]
+        chosen: Sequence[Split | None] = self.shared[key]
         return chosen
 
     def _home(self, placed: Placed, axis: int) -> str:
@@ -254,13 +264,13 @@ class Waiting:
 
         Of several kinds of sums, or of the others, the longest: one collective may serve them all.
         """
-        present = [axis for axis, kind in enumerate(chosen) if kind]
 
         def together(axes: Sequence[int], kind: int) -> float:
-            """One collective over these axes, or over more of them."""
+            """One collective over these axes, or over others besides, on which a sum may be pending from further back:
+            more devices have more links."""
             return min(
                 least_seconds(self.slice, self._group, more, KINDS[kind], self._least_bytes(sizes, more))
-                for more in _among(present, axes)
+                for more in _among(range(len(self.axes)), axes)
             )
 
         def least(axes: Sequence[int], kind: int) -> float:
@@ -272,7 +282,7 @@ class Waiting:
                     found = min(found, together(part, kind) + least([n for n in others if n not in part], kind))
             return found
 
-        kinds = {kind: [axis for axis in present if chosen[axis] == kind] for kind in set(chosen) if kind}
+        kinds = {kind: [axis for axis, other in enumerate(chosen) if other == kind] for kind in set(chosen) if kind}
         longest = [0.0, 0.0]
         for kind, axes in kinds.items():
             summed = KINDS[kind] in (SCATTER, REDUCE)
