@@ -82,7 +82,7 @@ class Node:
     @property
     def is_apart(self) -> bool:
         """Whether no kernel of a product takes part in it, so that what passes between both does so in HBM."""
-        return not (self.placed is self.product is self.attention is self.loop is None)
+        return any(x is not None for x in (self.placed, self.product, self.attention, self.loop))
 
 
 @dataclass(frozen=True, eq=False)

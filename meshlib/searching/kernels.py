@@ -23,7 +23,6 @@ from meshlib.program.instructions import Compute, Value
 from meshlib.program.records import Program
 from meshlib.searching.passages import Names
 
-
 # Bytes that nothing hides, and of these what may be fetched before: one pair for each way that they may be held.
 Pieces: TypeAlias = tuple[tuple[float, float], ...]
 
@@ -70,7 +69,7 @@ class Timed:
     rate: float
 
     def seconds(self, moved_bytes: float, late_bytes: float) -> tuple[float, float]:
-        """From its launch to its end, and to that from the start of a program, since nothing is fetched before: at least.
+        """At least, from its launch to its end; and to that from the start of a program, as nothing is fetched before.
 
         Args:
           moved_bytes: what it reads and writes in HBM, at least; late_bytes: of that what is computed on the way.

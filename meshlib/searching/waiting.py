@@ -145,7 +145,7 @@ class Waiting:
                     cuts[number] = cuts.get(number, 1) * size
             busy, since_start = self._timed(node, node.product, cuts).seconds(moved, late)
             made.append((busy + launch, since_start + launch))
-        both: tuple[Floats, Floats] = tuple(np.array(made).T)  # type: ignore[assignment]
+        both: tuple[Floats, Floats] = tuple(np.array(made).T)
         return both
 
     def _timed(self, node: Node, of: Contraction, cuts: Mapping[int, int]) -> Timed:

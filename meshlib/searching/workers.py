@@ -27,11 +27,10 @@ from meshlib.errors import GraphError
 
 Task: TypeAlias = Callable[[int], Any]
 THREADED = ("jax", "tensorflow")  # runtimes whose threads may hold locks at any time
-METHOD = "fork"
 
 
 def usual_workers(most: int) -> int:
-    """How many processes a search takes where nobody says it: one for each core that it may use, where forks are safe."""
+    """The processes of a search where nobody says how many: one for each core that it may use, where forks are safe."""
     safe = (
         sys.platform == "linux"
         and threading.active_count() == 1
@@ -43,7 +42,7 @@ def usual_workers(most: int) -> int:
 
 def check_forks(workers: int) -> None:
     """Raises: GraphError where a system can't fork so many."""
-    if workers > 1 and METHOD not in multiprocessing.get_all_start_methods():
+    if workers > 1 and "fork" not in multiprocessing.get_all_start_methods():
         raise GraphError("search: several workers need a system that forks processes; use workers=1")
 
 
@@ -51,7 +50,7 @@ class Workers:
     """Some processes with the tasks that they know by name; `close` them."""
 
     def __init__(self, count: int, tasks: Mapping[str, Task]) -> None:
-        context = multiprocessing.get_context(METHOD)
+        context = multiprocessing.get_context("fork")
         self.processes = []
         self.pipes: list[Connection] = []
         with warnings.catch_warnings():
@@ -84,8 +83,7 @@ class Workers:
             if not ready:
                 self.close()
                 break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
+            for pipe in [pipe for pipe in busy if pipe in ready]:
                 n = busy.pop(pipe)
                 good, answer = self._received(pipe)
                 (found if good else faults)[n] = answer
