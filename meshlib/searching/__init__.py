@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from inspect import Parameter, signature
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ def search(
             first += [laid(chosen, where, *pair, found.named) for pair in (*known[where], *usual)]
     if not made:
         raise next(iter(refused.values()))
+    _check_fixed(fixed, slices, made.values())
     space = [*first, *space]
     if not space:
         dims = dict.fromkeys(f"{d}:{p.tensors.sizes[d]}" for p in made.values() for d in p.dims)
@@ -244,6 +246,19 @@ def _fixed(fix: Any, sizes: Any) -> Fixed:
         if axis not in rules.axes:
             raise GraphError(f"search: sizes gives axis {axis!r}, but no rule of fix ({rules or 'none'}) has it")
     return Fixed(rules, given)
+
+
+def _check_fixed(fixed: Fixed, slices: Sequence[Slice], problems: Iterable[Problem]) -> None:
+    """Whether some program has the dims, and some slice the devices."""
+    dims = dict.fromkeys(dim for problem in problems for dim in problem.tensors.sizes)
+    for rule in fixed.rules.rules:
+        if rule.dim not in dims and not rule.optional:
+            hint = nearest(rule.dim, dims) or f"; there are {', '.join(dims)}"
+            raise GraphError(f"search: fix has a rule for dim {rule.dim!r}, which the program does not have{hint}")
+    taken = prod(fixed.sizes.values())
+    if all(where.devices % taken for where in slices):
+        counts = ", ".join(f"{where.name} has {where.devices}" for where in slices)
+        raise GraphError(f"search: sizes take {taken} devices, which must divide those of a slice; {counts}")
 
 
 def _scoped(fixed: Fixed) -> set[str]:

@@ -59,7 +59,7 @@ class Search:
         self.first = first  # so many of the space are known to be good
         self.until = None if seconds is None else begun + seconds
         self.progress, self.resume = progress, resume
-        self.count = usual_workers(ROUND) if workers is None else workers
+        self.count = usual_workers(ROUND) if workers is None else min(workers, ROUND)  # more have nothing to do
         self.workers: Workers | None = None
         self.took: dict[str, float] = {}  # seconds of one task, by its name
         self.bounds = [self._bound(c) for c in space]
@@ -299,6 +299,8 @@ class Search:
             with open_file(self.resume, "search", GraphError) as (file, _):
                 kept = json.loads(file.read())
             program, found = kept["program"], dict(kept["estimates"])
+        except GraphError:
+            raise
         except (ValueError, KeyError, TypeError) as fault:
             raise GraphError(f"search: {self.resume} holds no search: {fault!r:.80}; name another file") from None
         if program != self._fingerprint:

@@ -55,7 +55,7 @@ class Fixed:
         made = dict(sizes)
         for rule in self.rules.rules:
             for axis in rule.axes:
-                if not rule.optional and rule.scope is None and made.get(rule.dim, 0) % given[axis] == 0:
+                if not rule.optional and rule.scope is None and rule.dim in made and made[rule.dim] % given[axis] == 0:
                     made[rule.dim] //= given[axis]
         return made
 
