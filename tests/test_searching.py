@@ -156,8 +156,15 @@ def test_what_is_fixed_and_forbidden_is_so() -> None:
 def test_choices_slices_and_units() -> None:
     sizes = [256, 512]
     found = mtf.search(
-        network, ["v3-8", "v5e-8"], choices={"batch": sizes}, per="batch", objective="usd", axes=1, seconds=None
+        network,
+        ["v3-8", "v5e-8", "v3-8"],
+        choices={"batch": [*sizes, sizes[0]]},
+        per="batch",
+        objective="usd",
+        axes=1,
+        seconds=None,
     )
+    assert len({o.candidate.key for o in found.outcomes}) == len(found.outcomes)
     seen = {(dict(o.candidate.choices)["batch"], o.candidate.slice.name) for o in found.ranking}
     assert seen == {(b, s) for b in sizes for s in ("v3-8", "v5e-8")}
     best = found.best
@@ -349,6 +356,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"choices": ["batch"]}, "choices must be a dict"),
     ({"choices": {"batch": []}}, "is empty"),
     ({"choices": {"batch": 3}}, "choices"),
+    ({"choices": {"batch": [[3]]}}, "values that can be told apart"),
+    ({"progress": 3}, "progress must be a function"),
+    ({"resume": 3}, "resume must be the name of a file"),
     ({"fix": "batch:rows", "sizes": "cols:2"}, "no rule of fix"),
     ({"fix": "bach:rows"}, "dim 'bach', which the program does not have; did you mean 'batch'"),
     ({"forbid": "pixel"}, "no dim 'pixel'"),

@@ -117,6 +117,10 @@ def search(
         if whole(workers, "search", "workers") < 1:
             raise GraphError(f"search: workers must be at least 1, got {workers}")
         check_forks(workers)
+    if progress is not None and not callable(progress):
+        raise GraphError(f"search: progress must be a function of (done, all, text), got {progress!r:.80}")
+    if resume is not None and not isinstance(resume, str | Path):
+        raise GraphError(f"search: resume must be the name of a file, got {resume!r:.80}")
     measure = Objective.named(objective)
     _check_choices(build, options)
     made: dict[Choices, Problem] = {}
@@ -159,6 +163,13 @@ def _builder(build: object, batch: object, length: object, choices: object) -> t
     for name, values in options.items():
         if not values:
             raise GraphError(f"search: choices[{name!r}] is empty; give at least one value, or leave it out")
+        try:
+            options[name] = list(dict.fromkeys(values))
+        except TypeError:
+            raise GraphError(
+                f"search: choices[{name!r}] must be values that can be told apart, such as numbers, text or tuples, "
+                f"got {values!r:.80}"
+            ) from None
     if isinstance(build, TransformerConfig):
         for name, value in (("batch", batch), ("length", length)):
             if name not in options and (value is None or whole(value, "search", name) < 1):
@@ -198,7 +209,7 @@ def _slices(given: Any) -> list[Slice]:
     if not several:
         raise SliceError("search: slice is empty; name at least one, such as 'v5e-64'")
     try:
-        return [s if isinstance(s, Slice) else Slice(s) for s in several]
+        return list(dict.fromkeys(s if isinstance(s, Slice) else Slice(s) for s in several))
     except HardwareError as fault:
         raise SliceError(f"search: {fault}") from None
 
