@@ -1,7 +1,7 @@
 """Which products wait for which data, and in what form: read once from the program on one device.
 
-A *node* is a product; or something that lies where the layout puts it (a variable, an input, the carry of a loop);
-or any other operation, which may have its data in any form. Between nodes lie *ways*: values that element-wise
+A *node* is a product, or attention; or something that lies where the layout puts it (a variable, an input, the carry of
+a loop); or any other operation, which may have its data in any form. Between nodes lie *ways*: values that element-wise
 operations, casts and views make one of another. Over one mesh axis a value is whole on each device, split along a dim,
 or a partial sum; so wherever a node leaves it in another form than the next one needs, one of the values on the way is
 sent. Which one is open, so the smallest counts.
@@ -34,7 +34,8 @@ Bytes: TypeAlias = Mapping[Names | None, float]
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split a product over an axis: `reached` has the dims whose rules bring an axis there (None: any may).
+    """One way to split a product, or attention, over an axis: `reached` has the dims whose rules bring an axis there
+    (None: any may).
 
     `operands`: the dim of each operand that is split with it, None where the operand has to be whole; `output`: that of
     the result, None where a partial sum is left. `free`: nothing is known of what it needs.
@@ -139,11 +140,12 @@ class Flow:
         return [[Use(found[n].sizes, False)] if n in found else [] for n in range(len(self.nodes))]
 
     def _is_serial(self, way: Way) -> bool:
-        """Whether no attention can run while something is sent on a way between products: before, or after both."""
-        ends = self.nodes[way.source], self.nodes[way.target]
-        if any(node.product is None for node in ends):
+        """Whether no other attention can run while something is sent on a way between products, or to or from
+        attention: before, or after both."""
+        ends = way.source, way.target
+        if any(self.nodes[n].splits is None for n in ends):
             return True
-        attention = [n for n, node in enumerate(self.nodes) if node.attention is not None]
+        attention = [n for n, node in enumerate(self.nodes) if node.attention is not None and n not in ends]
         return all(n in self._before[way.source] or way.target in self._before[n] for n in attention)
 
     @cached_property
@@ -280,17 +282,21 @@ class _Maker:
         known = f.role is Role.PARALLEL or (f.role is Role.SUM and told)
         return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
 
+    def _share(self, f: Factor) -> Split:
+        """One way to split attention."""
+        names = [name for name in (*f.operands, *f.outputs) if name is not None]
+        known = f.role in (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY) and f.shares is None
+        return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
+
     def _names(self, i: Compute) -> Names | None:
         return self.passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
 
     def _other(self, i: Instruction) -> None:
-        attention = None
-        if isinstance(i, Compute) and i.operation.kind.scores:
-            attention = Kernel(self._names(i), "bf16", attention_of(self.program, i))
-        op = i.operation
-        number = self._add(
-            Node(attention=attention), ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands
-        )
+        node, op = Node(), i.operation
+        if isinstance(i, Compute) and op.kind.scores:
+            splits = tuple(self._share(f) for f in op.kind.roles(op) if f.role is not Role.WHOLE)
+            node = Node(splits=splits, attention=Kernel(self._names(i), "bf16", attention_of(self.program, i)))
+        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands)
         for y in i.outputs:
             self._start(y, number)
 

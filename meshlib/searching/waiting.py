@@ -10,7 +10,7 @@ Products run one after the other, and trips of a loop too, whatever they wait fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
@@ -123,30 +123,31 @@ class Waiting:
         if node.attention is not None:
             found = node.attention.seconds(self.slice.chip, self.physics, 1, 0.0)
             if found is None:  # refused when it is looked at
-                return _both(np.zeros(1))
+                return _both(np.zeros(len([*self._cuts(node)])))
             whole, rounded = found
-            dims = node.attention.dims
-            ways = prod(size for _, axis, size in self.axes if dims is None or not dims.isdisjoint(axis))
-            return _both(np.array([max(0.0, whole / ways - rounded) + launch]))
+            made = [max(0.0, whole / prod(cuts.values()) - rounded) + launch for cuts in self._cuts(node)]
+            return _both(np.array(made))
         if node.product is None:
             return _both(np.zeros(1))
         if self.slice.chip.peak(node.product.whole.dtype) is None:
-            return _both(np.zeros(prod(len(self._choices(node, n)) for n in range(len(self.axes)))))
-        made = []
-        assert node.splits is not None
+            return _both(np.zeros(len([*self._cuts(node)])))
         uses = (*node.reads, *flow.written[number])
         late = sum(self._moved_bytes(use) for use in uses if not use.early)
         moved = late + sum(self._moved_bytes(use) for use in uses if use.early)
+        times = [self._timed(node, node.product, cuts).seconds(moved, late) for cuts in self._cuts(node)]
+        busy, since_start = np.array(times).T
+        return busy + launch, since_start + launch
+
+    def _cuts(self, node: Node) -> Iterator[dict[int, int]]:
+        """Under each choice, in how many parts each factor is cut, by its number."""
+        assert node.splits is not None
         for chosen in product(*(self._choices(node, n) for n in range(len(self.axes)))):
             cuts: dict[int, int] = {}
             for split, (_, _, size) in zip(chosen, self.axes, strict=True):
                 if split is not None:
                     number = node.splits.index(split)
                     cuts[number] = cuts.get(number, 1) * size
-            busy, since_start = self._timed(node, node.product, cuts).seconds(moved, late)
-            made.append((busy + launch, since_start + launch))
-        both: tuple[Floats, Floats] = tuple(np.array(made).T)
-        return both
+            yield cuts
 
     def _timed(self, node: Node, of: Contraction, cuts: Mapping[int, int]) -> Timed:
         key = node, tuple(cuts.items())
