@@ -132,6 +132,35 @@ def test_nothing_is_below_its_bound_over_random_networks() -> None:
     assert count > 8
 
 
+def test_a_sum_may_be_pending_over_more_axes_than_its_product_is_split_over() -> None:
+    """Then both are summed at once, over more links than one of them alone has."""
+    problem = problem_of(network(751), (), (), ())
+    (c,) = (c for c in space_of(problem, "v4-16") if str(c.layout) == "d2:model+model2;batch:model2?"
+            and str(c.mesh) == "model:4;model2:2")  # fmt: skip
+    assert tried(problem, [c], 1, random.Random(0)) == 2
+
+
+def test_a_bound_knows_what_a_product_waits_for_over_hbm() -> None:
+    """Of a small network most of a step is HBM, launches and latency."""
+
+    def build() -> tuple[Any, Any]:
+        batch, pixels, hidden, classes = (
+            D(*d) for d in (("batch", 512), ("pixels", 784), ("hidden", 1024), ("classes", 10))
+        )
+        images, labels = mtf.input("images", [batch, pixels]), mtf.input("labels", [batch], dtype="int32")
+        h = mtf.relu(mtf.einsum([images, mtf.variable("w1", [pixels, hidden])], [batch, hidden]))
+        logits = mtf.einsum([h, mtf.variable("w2", [hidden, classes])], [batch, classes])
+        losses = mtf.layers.softmax_cross_entropy_with_logits(logits, mtf.one_hot(labels, classes), classes)
+        loss = mtf.reduce_mean(losses)
+        return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+
+    problem = problem_of(build, (), (), ())
+    c = laid((), Slice("v3-8"), mtf.Mesh("model:8"), LayoutRules("hidden:model"), ())
+    step = problem.estimate(c).step_seconds
+    assert problem.bounds.seconds(c) < 0.4 * step
+    assert 0.9 * step < problem.bounds.waiting_seconds(c) <= step
+
+
 @pytest.mark.parametrize("name", ["class_of_the_first_token", *random.Random(5).sample(sorted(ROWS), draws(12, 200))])
 def test_what_a_bound_asks_for_is_no_more_than_what_experts_send(name: str) -> None:
     """Programs in which sums follow from others, and slices move less than all: nothing may be charged for those."""

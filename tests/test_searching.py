@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates
 from meshlib.searching.workers import usual_workers
 from tests.effort import draws
+from tests.test_search_bounds import SLOW, slowed
 
 
 def chain(rng: random.Random) -> Callable[..., tuple[Any, Any]]:
@@ -116,6 +118,17 @@ def test_roles_are_read_from_the_program() -> None:
         "batch:data", "batch:fsdp;d_model:fsdp?", "batch:zero1;slots/d_model:zero1?", "length:length",
         "vocab:model;heads:model;d_ff:model", "vocab:model;heads:model;d_ff:model;length:model?",
     } <= roles  # fmt: skip
+
+
+def test_an_axis_splits_what_the_layout_has_a_rule_for_and_no_more() -> None:
+    """Also where a dim of its role does not divide: sizes of this network are 16, 256, 6."""
+    found = problem_of(chain(random.Random(7)), (), (), ())
+    roles = roles_of(found.tensors, found.dims, found.batch)
+    some = [*candidates((), Slice("v4-8"), roles, found.tensors.sizes, Fixed(LayoutRules(""), {}), 2)]
+    assert any(set(part.role.base) > set(part.base) for c in some for part in c.parts)
+    for c in some:
+        for axis, dims, size in c.named_splits:
+            assert dims == {rule.dim for rule in c.layout.rules if axis in rule.axes} or size == 1, str(c)
 
 
 def test_sensitivity_names_the_winner_of_each_change() -> None:
@@ -406,6 +419,10 @@ def below(build: Callable[..., Any], name: str, most: int, seed: int, **choice: 
             continue
         tried += 1
         assert 0 < found.bounds.seconds(c) <= est.step_seconds, c
+        for links in (1.0, SLOW):
+            step = mtf.estimate(est.program, slowed(name, links)).step_seconds
+            own = replace(c, slice=slowed(name, links))
+            assert found.bounds.waiting_seconds(own) <= step * (1 + 1e-9), (str(c), links)
         assert found.bounds.least_bytes(c) <= found.bounds.held_bytes(c) * (1 + 1e-9), c
         assert found.bounds.held_bytes(c) <= est.memory.peak_bytes, c
     return tried

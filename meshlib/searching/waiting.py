@@ -4,8 +4,9 @@ Each mesh axis splits a product along one of its dims, or not at all. For every 
 that of what it needs, by the best choice there, with what has to be sent in between; then its own work. So nothing is
 assumed of how a lowering chooses: it takes some choice at every node, and this the best one at each by itself.
 
-What is sent in between is one value of the way, the smallest, by one collective of the right kind where it takes least.
-Products run one after the other, and trips of a loop too, whatever they wait for: of both sums the larger counts.
+What is sent in between is one value of the way, the smallest, by one collective of the right kind where it takes least;
+a sum and what is not summed by one each. Products run one after the other, and trips of a loop too, none before it can
+begin. What a product reads and writes first and last over HBM adds to it, as far as nothing can fetch it before.
 """
 
 from __future__ import annotations
