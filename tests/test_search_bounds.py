@@ -94,6 +94,34 @@ def _layers(x: Tensor, n: int, rng: random.Random) -> Tensor:
     return y
 
 
+def attending(seed: int) -> Build:
+    """Random attention: queries, keys and values that are products, of groups of heads, through a window or not."""
+
+    def build() -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
+        rng = random.Random(seed)
+        batch, length, model = D("batch", rng.choice([4, 16])), D("length", rng.choice([16, 64])), D("model", 32)
+        heads, group, key = D("heads", rng.choice([2, 4])), D("group", rng.choice([1, 2])), D("key", 8)
+        memory = D("memory_length", length.size)
+        x = mtf.input("x", [batch, length, model], "bfloat16")
+        wq = mtf.variable("wq", [model, heads, group, key], dtype="bfloat16")
+        wk, wv = (mtf.variable(name, [model, heads, key], dtype="bfloat16") for name in ("wk", "wv"))
+        q = mtf.einsum([x, wq], [batch, length, heads, group, key])
+        k, v = (
+            mtf.rename_dimension(mtf.einsum([x, w], [batch, length, heads, key]), "length", "memory_length")
+            for w in (wk, wv)
+        )
+        window = rng.choice([None, None, 8])
+        y = mtf.attention(q, k, v, length, memory, key, causal=window is not None or rng.random() < 0.5, window=window)
+        if rng.random() < 0.7:
+            y = mtf.einsum(
+                [y, mtf.variable("wo", [heads, group, key, model], dtype="bfloat16")], [batch, length, model]
+            )
+        loss = mtf.reduce_mean(mtf.square(y))
+        return {"loss": loss}, mtf.optimize.AdamOptimizer(0.1).minimize(loss) if rng.random() < 0.8 else []
+
+    return build
+
+
 def slowed(name: str, links: float) -> Slice:
     """A slice with links of another rate."""
     chip = Slice(name).chip
@@ -130,6 +158,15 @@ def test_nothing_is_below_its_bound_over_random_networks() -> None:
         problem = problem_of(network(seed), (), (), ())
         count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)
     assert count > 8
+
+
+def test_nothing_is_below_its_bound_over_random_attention() -> None:
+    count = 0
+    for seed in range(draws(1, 300)):
+        rng = random.Random(seed)
+        problem = problem_of(attending(seed), (), (), ())
+        count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)
+    assert count
 
 
 def test_a_sum_may_be_pending_over_more_axes_than_its_product_is_split_over() -> None:
