@@ -94,6 +94,34 @@ def _layers(x: Tensor, n: int, rng: random.Random) -> Tensor:
     return y
 
 
+def attending(seed: int) -> Build:
+    """Random attention: queries, keys and values that are products, of groups of heads, through a window or not."""
+
+    def build() -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
+        rng = random.Random(seed)
+        batch, length, model = D("batch", rng.choice([4, 16])), D("length", rng.choice([16, 64])), D("model", 32)
+        heads, group, key = D("heads", rng.choice([2, 4])), D("group", rng.choice([1, 2])), D("key", 8)
+        memory = D("memory_length", length.size)
+        x = mtf.input("x", [batch, length, model], "bfloat16")
+        wq = mtf.variable("wq", [model, heads, group, key], dtype="bfloat16")
+        wk, wv = (mtf.variable(name, [model, heads, key], dtype="bfloat16") for name in ("wk", "wv"))
+        q = mtf.einsum([x, wq], [batch, length, heads, group, key])
+        k, v = (
+            mtf.rename_dimension(mtf.einsum([x, w], [batch, length, heads, key]), "length", "memory_length")
+            for w in (wk, wv)
+        )
+        window = rng.choice([None, None, 8])
+        y = mtf.attention(q, k, v, length, memory, key, causal=window is not None or rng.random() < 0.5, window=window)
+        if rng.random() < 0.7:
+            y = mtf.einsum(
+                [y, mtf.variable("wo", [heads, group, key, model], dtype="bfloat16")], [batch, length, model]
+            )
+        loss = mtf.reduce_mean(mtf.square(y))
+        return {"loss": loss}, mtf.optimize.AdamOptimizer(0.1).minimize(loss) if rng.random() < 0.8 else []
+
+    return build
+
+
 def slowed(name: str, links: float) -> Slice:
     """A slice with links of another rate."""
     chip = Slice(name).chip
@@ -130,6 +158,44 @@ def test_nothing_is_below_its_bound_over_random_networks() -> None:
         problem = problem_of(network(seed), (), (), ())
         count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)
     assert count > 8
+
+
+def test_nothing_is_below_its_bound_over_random_attention() -> None:
+    count = 0
+    for seed in range(draws(1, 300)):
+        rng = random.Random(seed)
+        problem = problem_of(attending(seed), (), (), ())
+        count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)
+    assert count
+
+
+def test_a_sum_may_be_pending_over_more_axes_than_its_product_is_split_over() -> None:
+    """Then both are summed at once, over more links than one of them alone has."""
+    problem = problem_of(network(751), (), (), ())
+    (c,) = (c for c in space_of(problem, "v4-16") if str(c.layout) == "d2:model+model2;batch:model2?"
+            and str(c.mesh) == "model:4;model2:2")  # fmt: skip
+    assert tried(problem, [c], 1, random.Random(0)) == 2
+
+
+def test_a_bound_knows_what_a_product_waits_for_over_hbm() -> None:
+    """Of a small network most of a step is HBM, launches and latency."""
+
+    def build() -> tuple[Any, Any]:
+        batch, pixels, hidden, classes = (
+            D(*d) for d in (("batch", 512), ("pixels", 784), ("hidden", 1024), ("classes", 10))
+        )
+        images, labels = mtf.input("images", [batch, pixels]), mtf.input("labels", [batch], dtype="int32")
+        h = mtf.relu(mtf.einsum([images, mtf.variable("w1", [pixels, hidden])], [batch, hidden]))
+        logits = mtf.einsum([h, mtf.variable("w2", [hidden, classes])], [batch, classes])
+        losses = mtf.layers.softmax_cross_entropy_with_logits(logits, mtf.one_hot(labels, classes), classes)
+        loss = mtf.reduce_mean(losses)
+        return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
+
+    problem = problem_of(build, (), (), ())
+    c = laid((), Slice("v3-8"), mtf.Mesh("model:8"), LayoutRules("hidden:model"), ())
+    step = problem.estimate(c).step_seconds
+    assert problem.bounds.seconds(c) < 0.4 * step
+    assert 0.9 * step < problem.bounds.waiting_seconds(c) <= step
 
 
 @pytest.mark.parametrize("name", ["class_of_the_first_token", *random.Random(5).sample(sorted(ROWS), draws(12, 200))])

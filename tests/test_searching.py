@@ -6,7 +6,9 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, 
 from meshlib.searching.problem import problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates
+from meshlib.searching.workers import usual_workers
 from tests.effort import draws
+from tests.test_search_bounds import SLOW, slowed
 
 
 def chain(rng: random.Random) -> Callable[..., tuple[Any, Any]]:
@@ -116,6 +120,17 @@ def test_roles_are_read_from_the_program() -> None:
     } <= roles  # fmt: skip
 
 
+def test_an_axis_splits_what_the_layout_has_a_rule_for_and_no_more() -> None:
+    """Also where a dim of its role does not divide: sizes of this network are 16, 256, 6."""
+    found = problem_of(chain(random.Random(7)), (), (), ())
+    roles = roles_of(found.tensors, found.dims, found.batch)
+    some = [*candidates((), Slice("v4-8"), roles, found.tensors.sizes, Fixed(LayoutRules(""), {}), 2)]
+    assert any(set(part.role.base) > set(part.base) for c in some for part in c.parts)
+    for c in some:
+        for axis, dims, size in c.named_splits:
+            assert dims == {rule.dim for rule in c.layout.rules if axis in rule.axes} or size == 1, str(c)
+
+
 def test_sensitivity_names_the_winner_of_each_change() -> None:
     found = mtf.search(network, "v3-8", axes=1, seconds=None)
     made = found.sensitivity(links=[0.01, 1, 100], batch=[512, 500], slice=["v2-8"])
@@ -154,8 +169,15 @@ def test_what_is_fixed_and_forbidden_is_so() -> None:
 def test_choices_slices_and_units() -> None:
     sizes = [256, 512]
     found = mtf.search(
-        network, ["v3-8", "v5e-8"], choices={"batch": sizes}, per="batch", objective="usd", axes=1, seconds=None
+        network,
+        ["v3-8", "v5e-8", "v3-8"],
+        choices={"batch": [*sizes, sizes[0]]},
+        per="batch",
+        objective="usd",
+        axes=1,
+        seconds=None,
     )
+    assert len({o.candidate.key for o in found.outcomes}) == len(found.outcomes)
     seen = {(dict(o.candidate.choices)["batch"], o.candidate.slice.name) for o in found.ranking}
     assert seen == {(b, s) for b in sizes for s in ("v3-8", "v5e-8")}
     best = found.best
@@ -253,15 +275,67 @@ def test_a_kept_search_goes_on(tmp_path: Path) -> None:
         mtf.search(network, "v3-8", axes=1, seconds=None, resume=path)
 
 
-def test_processes_do_not_change_the_result() -> None:
-    code = (
-        "import meshlib as mtf; from tests.test_searching import network\n"
-        "one, two = (mtf.search(network, 'v3-8', axes=1, seconds=None, workers=n) for n in (1, 2))\n"
-        "assert [(o.candidate.key, o.state, o.value) for o in one.outcomes] == "
-        "[(o.candidate.key, o.state, o.value) for o in two.outcomes]"
+def forked(code: str) -> None:
+    """Runs code in a process that has not loaded JAX, as other tests have, and where forking always pays."""
+    head = (
+        "import meshlib as mtf, meshlib.searching.rounds as r; from tests.test_searching import *; r.PAYS_SECONDS = 0"
     )
     root = Path(__file__).resolve().parent.parent
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", f"{head}\n{code}"], cwd=root, check=True)
+
+
+def raised(est: Any) -> float:
+    """An objective that fails for one candidate."""
+    if str(est.program.layout) == "pixels:model":
+        raise ValueError("it fails on pixels")
+    return float(est.sent_bytes)
+
+
+def test_processes_do_not_change_the_result_and_pass_faults_on() -> None:
+    forked(
+        "def all_of(workers, axes=2, objective='step_seconds'):\n"
+        "    found = mtf.search(network, 'v3-8', axes=axes, seconds=None, workers=workers, objective=objective)\n"
+        "    return [(o.candidate.key, o.state, o.value, o.bound, o.why, o.figures) for o in found.outcomes]\n"
+        "assert all_of(1) == all_of(2) == all_of(3) == all_of(None)\n"
+        "assert all_of(1, 1, 'memory') == all_of(2, 1, 'memory')\n"
+        "for workers in (1, 2):\n"
+        "    with pytest.raises(ValueError, match='it fails on pixels'):\n"
+        "        mtf.search(network, 'v3-8', axes=1, objective=raised, seconds=None, workers=workers)\n"
+    )
+
+
+def test_processes_end_when_time_does_and_one_that_ends_by_itself_is_a_fault() -> None:
+    forked(
+        "import os, time, multiprocessing as mp\n"
+        "def slowly(est):\n"
+        "    if mp.parent_process():\n"
+        "        time.sleep(60)\n"
+        "    return 1.0\n"
+        "found = mtf.search(network, 'v3-8', objective=slowly, seconds=1.5, workers=2)\n"
+        "assert not found.exact and found.seconds < 30 and not mp.active_children()\n"
+        "def killed(est):\n"
+        "    if mp.parent_process():\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return 1.0\n"
+        "with pytest.raises(mtf.GraphError, match='SIGKILL, perhaps for want of memory'):\n"
+        "    mtf.search(network, 'v3-8', objective=killed, seconds=None, workers=2)\n"
+        "assert not mp.active_children()\n"
+    )
+
+
+def test_nothing_is_forked_unasked_beside_other_threads() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        assert usual_workers(8) == 1
+    finally:
+        stop.set()
+        thread.join()
+    cores = "len(os.sched_getaffinity(0))" if sys.platform == "linux" else "1"
+    forked(
+        f"import os; assert usual_workers(8) == min(8, {cores}); sys.modules['jax'] = sys; assert usual_workers(8) == 1"
+    )
 
 
 def test_what_is_known_already_is_looked_at_first_and_not_worsened() -> None:
@@ -295,7 +369,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"choices": ["batch"]}, "choices must be a dict"),
     ({"choices": {"batch": []}}, "is empty"),
     ({"choices": {"batch": 3}}, "choices"),
+    ({"choices": {"batch": [[3]]}}, "values that can be told apart"),
+    ({"progress": 3}, "progress must be a function"),
+    ({"resume": 3}, "resume must be the name of a file"),
     ({"fix": "batch:rows", "sizes": "cols:2"}, "no rule of fix"),
+    ({"fix": "bach:rows"}, "dim 'bach', which the program does not have; did you mean 'batch'"),
     ({"forbid": "pixel"}, "no dim 'pixel'"),
     ({"per": "batches"}, "no dim 'batches'"),
     ({"per": [3]}, "names of dims"),
@@ -314,7 +392,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"objective": 3}, "objective must be"),
     ({"seconds": 0}, "more than 0"),
     ({"workers": 0}, "at least 1"),
-    ({"fix": "batch:rows", "sizes": "rows:3", "axes": 0}, "divides"),
+    ({"fix": "batch:rows", "sizes": "rows:3", "axes": 0}, "sizes take 3 devices, .* v3-8 has 8"),
+    ({"fix": "batch:rows", "sizes": "rows:2", "axes": 0}, "divides"),
 ]
 
 
@@ -340,6 +419,10 @@ def below(build: Callable[..., Any], name: str, most: int, seed: int, **choice: 
             continue
         tried += 1
         assert 0 < found.bounds.seconds(c) <= est.step_seconds, c
+        for links in (1.0, SLOW):
+            step = mtf.estimate(est.program, slowed(name, links)).step_seconds
+            own = replace(c, slice=slowed(name, links))
+            assert found.bounds.waiting_seconds(own) <= step * (1 + 1e-9), (str(c), links)
         assert found.bounds.least_bytes(c) <= found.bounds.held_bytes(c) * (1 + 1e-9), c
         assert found.bounds.held_bytes(c) <= est.memory.peak_bytes, c
     return tried

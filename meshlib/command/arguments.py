@@ -124,7 +124,7 @@ def _effort(made: argparse.ArgumentParser) -> None:
         "repeatedly",
     )
     made.add_argument("--seconds", type=float, default=60.0, help="to search at most (%(default)s)")
-    made.add_argument("--workers", type=_count, default=1, help="processes (%(default)s)")
+    made.add_argument("--workers", type=_count, help="processes; one for each core unless given")
 
 
 def _validate(made: argparse.ArgumentParser) -> None:

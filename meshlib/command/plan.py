@@ -82,9 +82,9 @@ def planned(subject: Subject, where: Slice, name: str, mesh: str, asked: Asked =
     """Lower and estimate one layout."""
     try:
         est = estimate(subject.lowered(name, mesh, **choices), where, input=asked.input)
-        return Plan(name, mesh, choices, est, run=asked.run(subject, est, name, mesh))
     except MeshlibError as fault:
         return Plan(name, mesh, choices, None, str(fault))
+    return Plan(name, mesh, choices, est, run=asked.run(subject, est, name, mesh))
 
 
 def plans_of(

@@ -147,8 +147,11 @@ def _users(what: str) -> Iterator[None]:
         raise
     except Exception as fault:
         last = traceback.extract_tb(fault.__traceback__)[-1]
-        text = f"{type(fault).__name__}: {fault} ({Path(last.filename).name}:{last.lineno})"
-        raise GraphError(f"{what} raised {text}") from fault
+        if last.filename == __file__:  # the function itself was called in another way than it wants
+            where = "; give its arguments with --set NAME=VALUE"
+        else:
+            where = "" if isinstance(fault, SyntaxError) else f" ({Path(last.filename).name}:{last.lineno})"
+        raise GraphError(f"{what} raised {type(fault).__name__}: {fault}{where}") from fault
 
 
 def _function(file: Path, name: str) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ def _product_of(i: Compute) -> Product:
     return of(*local_types(i), i.operation.attrs)
 
 
-def _rows_first(product: Compute) -> tuple[Value, Value]:
+def rows_first(product: Compute) -> tuple[Value, Value]:
     """The operands of a product, that of its rows first."""
     first, second = product.inputs[:2]
     return (second, first) if _product_of(product).swapped else (first, second)
@@ -106,7 +106,7 @@ def operand_itemsizes(product: Compute, stored: Stored) -> tuple[float, float]:
     """Bytes of an element of rows and columns in HBM: of what casts make, those of what is cast."""
     if product.operation.attrs.get("precision") in EIGHT_BIT:
         return 1, 1
-    first, second = (stored.itemsize(x) for x in _rows_first(product))
+    first, second = (stored.itemsize(x) for x in rows_first(product))
     return first, second
 
 
@@ -118,7 +118,7 @@ def at_hand(product: Compute, members: Sequence[Instruction], held: set[Value]) 
         made = maker.get(x)
         return x in held if made is None else all(here(z) for z in made.inputs)
 
-    first, second = _rows_first(product)
+    first, second = rows_first(product)
     return here(first), here(second)
 
 

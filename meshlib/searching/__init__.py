@@ -5,6 +5,7 @@
     bounds    what no schedule of a candidate can beat
     problem   the program of each choice, lowered by a session
     rounds    which candidates are looked at next
+    workers   processes that do it
     outcome   what became of each
     sensitivity  the best candidates under other sizes, slices, rates
     found     ranking, Pareto front, certificate, as text
@@ -20,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from inspect import Parameter, signature
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from meshlib.searching.problem import OFFLOAD, Build, Objective, Problem, proble
 from meshlib.searching.roles import roles_of
 from meshlib.searching.rounds import Search
 from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid
+from meshlib.searching.workers import check_forks
 
 __all__ = ["Candidate", "Found", "search"]
 
@@ -56,7 +59,7 @@ def search(
     objective: str | Callable[..., float] = "step_seconds",
     per: str | Sequence[str] = (),
     seconds: float | None = 60.0,
-    workers: int = 1,
+    workers: int | None = None,
     progress: Callable[[int, int, str], object] | None = None,
     resume: str | Path | None = None,
 ) -> Found:
@@ -81,7 +84,9 @@ def search(
       per: dims by whose sizes the objective is divided, such as ["batch", "length"] for time or cost of a token.
       seconds: stop after that long (and at least one candidate) with the best so far, and the gap to what can still be
         there; None: search it all.
-      workers: processes. The result does not depend on them, unless time runs out.
+      workers: processes that are forked for what takes long; 1: none. Unless given one for each core, up to eight, but
+        none where forks are not safe: outside of Linux, beside other threads of Python, and where JAX is imported. The
+        result does not depend on them, unless time runs out.
       progress: called with (done, all, the best so far as text).
       resume: a file in which the estimates are kept; those that it has are not made again.
     Returns: `Found`: `.best .ranking .pareto .certificate`; print it.
@@ -108,8 +113,14 @@ def search(
         raise GraphError(f"search: axes must not be negative, got {axes}")
     if seconds is not None and number(seconds, "search", "seconds") <= 0:
         raise GraphError(f"search: seconds must be more than 0, or None, got {seconds}")
-    if whole(workers, "search", "workers") < 1:
-        raise GraphError(f"search: workers must be at least 1, got {workers}")
+    if workers is not None:
+        if whole(workers, "search", "workers") < 1:
+            raise GraphError(f"search: workers must be at least 1, got {workers}")
+        check_forks(workers)
+    if progress is not None and not callable(progress):
+        raise GraphError(f"search: progress must be a function of (done, all, text), got {progress!r:.80}")
+    if resume is not None and not isinstance(resume, str | Path):
+        raise GraphError(f"search: resume must be the name of a file, got {resume!r:.80}")
     measure = Objective.named(objective)
     _check_choices(build, options)
     made: dict[Choices, Problem] = {}
@@ -132,6 +143,7 @@ def search(
             first += [laid(chosen, where, *pair, found.named) for pair in (*known[where], *usual)]
     if not made:
         raise next(iter(refused.values()))
+    _check_fixed(fixed, slices, made.values())
     space = [*first, *space]
     if not space:
         dims = dict.fromkeys(f"{d}:{p.tensors.sizes[d]}" for p in made.values() for d in p.dims)
@@ -151,6 +163,13 @@ def _builder(build: object, batch: object, length: object, choices: object) -> t
     for name, values in options.items():
         if not values:
             raise GraphError(f"search: choices[{name!r}] is empty; give at least one value, or leave it out")
+        try:
+            options[name] = list(dict.fromkeys(values))
+        except TypeError:
+            raise GraphError(
+                f"search: choices[{name!r}] must be values that can be told apart, such as numbers, text or tuples, "
+                f"got {values!r:.80}"
+            ) from None
     if isinstance(build, TransformerConfig):
         for name, value in (("batch", batch), ("length", length)):
             if name not in options and (value is None or whole(value, "search", name) < 1):
@@ -190,7 +209,7 @@ def _slices(given: Any) -> list[Slice]:
     if not several:
         raise SliceError("search: slice is empty; name at least one, such as 'v5e-64'")
     try:
-        return [s if isinstance(s, Slice) else Slice(s) for s in several]
+        return list(dict.fromkeys(s if isinstance(s, Slice) else Slice(s) for s in several))
     except HardwareError as fault:
         raise SliceError(f"search: {fault}") from None
 
@@ -238,6 +257,19 @@ def _fixed(fix: Any, sizes: Any) -> Fixed:
         if axis not in rules.axes:
             raise GraphError(f"search: sizes gives axis {axis!r}, but no rule of fix ({rules or 'none'}) has it")
     return Fixed(rules, given)
+
+
+def _check_fixed(fixed: Fixed, slices: Sequence[Slice], problems: Iterable[Problem]) -> None:
+    """Whether some program has the dims, and some slice the devices."""
+    dims = dict.fromkeys(dim for problem in problems for dim in problem.tensors.sizes)
+    for rule in fixed.rules.rules:
+        if rule.dim not in dims and not rule.optional:
+            hint = nearest(rule.dim, dims) or f"; there are {', '.join(dims)}"
+            raise GraphError(f"search: fix has a rule for dim {rule.dim!r}, which the program does not have{hint}")
+    taken = prod(fixed.sizes.values())
+    if all(where.devices % taken for where in slices):
+        counts = ", ".join(f"{where.name} has {where.devices}" for where in slices)
+        raise GraphError(f"search: sizes take {taken} devices, which must divide those of a slice; {counts}")
 
 
 def _scoped(fixed: Fixed) -> set[str]:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class Bounds:
     _hits: dict[Names, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
     _times: dict[tuple[Chip, int], tuple[Floats, Floats, float] | None] = field(default_factory=dict)
     _ways_of: dict[object, Floats] = field(default_factory=dict)
+    _known: dict[Chip, dict[object, Any]] = field(default_factory=dict)  # what closer bounds have in common
 
     @staticmethod
     def of(whole: Program, operations: Iterable[Operation]) -> Bounds:
@@ -113,7 +114,8 @@ class Bounds:
 
     def waiting_seconds(self, c: Candidate) -> float:
         """Of one step, at least, with what has to be sent: `seconds` or more, at a hundred times its cost."""
-        made = Waiting(c, self.passages, self.physics).seconds(self.flow)
+        shared = self._known.setdefault(c.slice.chip, {})
+        made = Waiting(c, self.passages, self.physics, shared).seconds(self.flow)
         return made * (1 + CALIBRATED.jitter(c.slice.slices)) + STEP_OVERHEAD_SECONDS
 
     def _timed(self, where: Slice) -> tuple[Floats, Floats, float] | None:

@@ -1,7 +1,7 @@
 """Which products wait for which data, and in what form: read once from the program on one device.
 
-A *node* is a product; or something that lies where the layout puts it (a variable, an input, the carry of a loop);
-or any other operation, which may have its data in any form. Between nodes lie *ways*: values that element-wise
+A *node* is a product, or attention; or something that lies where the layout puts it (a variable, an input, the carry of
+a loop); or any other operation, which may have its data in any form. Between nodes lie *ways*: values that element-wise
 operations, casts and views make one of another. Over one mesh axis a value is whole on each device, split along a dim,
 or a partial sum; so wherever a node leaves it in another form than the next one needs, one of the values on the way is
 sent. Which one is open, so the smallest counts.
@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from layouts import Shape
 from meshlib.estimation.products import attention_of
+from meshlib.estimation.stored import Stored
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering.homes import scope_of
 from meshlib.operation import Factor, Kind, Role, Total
@@ -33,7 +34,8 @@ Bytes: TypeAlias = Mapping[Names | None, float]
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split a product over an axis: `reached` has the dims whose rules bring an axis there (None: any may).
+    """One way to split a product, or attention, over an axis: `reached` has the dims whose rules bring an axis there
+    (None: any may).
 
     `operands`: the dim of each operand that is split with it, None where the operand has to be whole; `output`: that of
     the result, None where a partial sum is left. `free`: nothing is known of what it needs.
@@ -54,20 +56,34 @@ class Placed:
     scope: str
 
 
+@dataclass(frozen=True)
+class Use:
+    """What a product reads or writes in HBM: one of some values. `early`: it may be there when the program starts."""
+
+    sizes: Bytes
+    early: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Node:
     """Something that makes a value. `placed`: it lies there; `splits`: one for each way to split it; neither: its value
     is there in any form.
 
-    `product`, `attention`: what it computes; `loop`: it is one, of so many trips.
+    `product`, `attention`: what it computes; `reads`: what a product reads in HBM; `loop`: it is one, of so many trips.
     """
 
     placed: Placed | None = None
     splits: tuple[Split, ...] | None = None
     product: Contraction | None = None
+    reads: Sequence[Use] = ()
     attention: Kernel | None = None
     loop: Flow | None = None
     trips: int = 1
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether no kernel of a product takes part in it, so that what passes between both does so in HBM."""
+        return any(x is not None for x in (self.placed, self.product, self.attention, self.loop))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +130,22 @@ class Flow:
                 found.setdefault(way.source, []).append(way)
         return [found[source] for source in sorted(found)]
 
+    @cached_property
+    def written(self) -> Sequence[Sequence[Use]]:
+        """Of each node what it writes for another kernel, or for home: the most that goes one way."""
+        found: dict[int, Way] = {}
+        for way in (way for ways in self.ways for way in ways if way.sizes and self.nodes[way.target].is_apart):
+            if way.source not in found or way.least_bytes > found[way.source].least_bytes:
+                found[way.source] = way
+        return [[Use(found[n].sizes, False)] if n in found else [] for n in range(len(self.nodes))]
+
     def _is_serial(self, way: Way) -> bool:
-        """Whether no attention can run while something is sent on a way between products: before, or after both."""
-        ends = self.nodes[way.source], self.nodes[way.target]
-        if any(node.product is None for node in ends):
+        """Whether no other attention can run while something is sent on a way between products, or to or from
+        attention: before, or after both."""
+        ends = way.source, way.target
+        if any(self.nodes[n].splits is None for n in ends):
             return True
-        attention = [n for n, node in enumerate(self.nodes) if node.attention is not None]
+        attention = [n for n, node in enumerate(self.nodes) if node.attention is not None and n not in ends]
         return all(n in self._before[way.source] or way.target in self._before[n] for n in attention)
 
     @cached_property
@@ -172,6 +198,12 @@ class _Maker:
     ways: list[list[Way]] = field(default_factory=list)
     reached: dict[Value, list[_Reach]] = field(default_factory=dict)
     full: set[Value] = field(default_factory=set)  # what no product of smaller values makes
+    early: set[Value] = field(default_factory=set)  # what may be there at the start, or is made of that alone
+    stored: Stored = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stored = Stored(self.program)
+        self.early.update(self.stored.held)
 
     def run(self) -> None:
         for v, placed in self.given.items():
@@ -179,6 +211,8 @@ class _Maker:
         for i in self.program.instructions:
             if isinstance(i, Resident) or not i.outputs:
                 continue
+            if not _is_large(i) and self.early.issuperset(i.inputs):
+                self.early.update(i.outputs)
             if isinstance(i, Loop):
                 self._loop(i)
             elif isinstance(i, Compute) and i.operation.kind.kind is Kind.CONTRACTION:
@@ -223,28 +257,46 @@ class _Maker:
             for x in i.inputs[:2]:
                 least = {self.passages.reached(x.tensor.shape.names): float(x.local_size)}
                 self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
-        node = Node(splits=splits, product=Contraction.of(self.program, i))
+        product = Contraction.of(self.program, i, self.stored, self.early)
+        node = Node(splits=splits, product=product, reads=self._reads(i))
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands)
         summed = any(f.role is not Role.PARALLEL for f in op.kind.roles(op))
         for y in i.outputs:
             self._start(y, number, summed or self._is_full(i, y))
+
+    def _reads(self, i: Compute) -> list[Use]:
+        """Of each operand that does not come to be inside of the product's own kernel, if all differ."""
+        found: list[Use] = []
+        seen: set[Value] = set()
+        for x in i.inputs[:2]:
+            stored = [r for r in self.reached.get(x, ()) if self.nodes[r.source].is_apart]
+            if stored:
+                most = max(stored, key=lambda r: r.least_bytes)
+                if seen.isdisjoint(most.values):
+                    found.append(Use(most.sizes, x in self.early))
+                    seen |= most.values
+        return found
 
     def _split(self, f: Factor, told: bool = True) -> Split:
         names = [name for name in (*f.operands, *f.outputs) if name is not None]
         known = f.role is Role.PARALLEL or (f.role is Role.SUM and told)
         return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
 
+    def _share(self, f: Factor) -> Split:
+        """One way to split attention."""
+        names = [name for name in (*f.operands, *f.outputs) if name is not None]
+        known = f.role in (Role.PARALLEL, Role.SUM, Role.SHARE, Role.SUMMARY) and f.shares is None
+        return Split(self.passages.reached(names), f.size, f.operands, f.outputs[0], not known)
+
     def _names(self, i: Compute) -> Names | None:
         return self.passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
 
     def _other(self, i: Instruction) -> None:
-        attention = None
-        if isinstance(i, Compute) and i.operation.kind.scores:
-            attention = Kernel(self._names(i), "bf16", attention_of(self.program, i))
-        op = i.operation
-        number = self._add(
-            Node(attention=attention), ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands
-        )
+        node, op = Node(), i.operation
+        if isinstance(i, Compute) and op.kind.scores:
+            splits = tuple(self._share(f) for f in op.kind.roles(op) if f.role is not Role.WHOLE)
+            node = Node(splits=splits, attention=Kernel(self._names(i), "bf16", attention_of(self.program, i)))
+        number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands)
         for y in i.outputs:
             self._start(y, number)
 
@@ -305,6 +357,11 @@ class _Maker:
 
     def _sizes(self, v: Value) -> Bytes:
         return {self.passages.reached(v.tensor.shape.names): float(v.local_bytes)}
+
+
+def _is_large(i: Instruction) -> bool:
+    """Whether it is a kernel of its own, in which no product takes part, or a loop."""
+    return not isinstance(i, Compute) or i.operation.kind.kind is Kind.CONTRACTION or bool(i.operation.kind.scores)
 
 
 def _keeps_elements(op: Operation) -> bool:

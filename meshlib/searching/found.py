@@ -157,7 +157,9 @@ class Found:
         return whys.most_common(1)[0][0] if whys else "take a larger slice"
 
     def _verdict(self) -> str:
-        if not self.ranking or not self.fits:
+        if not self.ranking and not any(o.state == TOO_LARGE for o in self.outcomes):
+            return f"nothing could be estimated: {self._advice()}"
+        if not self.fits:
             return f"nothing fits{self._least()}"
         best = self.best
         chosen = "".join(f" {name}={value}" for name, value in best.candidate.choices)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
+from hardware.blocking import matmul_blocks
 from hardware.chips import Chip
 from hardware.core import Matmul, Work, time_of
+from hardware.memory import hbm_rate
 from hardware.vpu import vpu_rate
 from layouts import Shape
 from meshlib.estimation.physics import Physics
-from meshlib.estimation.products import Attention, matmul_of
+from meshlib.estimation.products import Attention, matmul_of, rows_first
+from meshlib.estimation.stored import Stored
 from meshlib.estimation.times import Times
 from meshlib.graph import TensorType
-from meshlib.program.instructions import Compute
+from meshlib.ops.einsum import EIGHT_BIT
+from meshlib.program.instructions import Compute, Value
 from meshlib.program.records import Program
 from meshlib.searching.passages import Names
+
+# Bytes that nothing hides, and of these what may be fetched before: one pair for each way that they may be held.
+Pieces: TypeAlias = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -42,25 +50,58 @@ class Kernel:
         return flops / max(rate, vpu_rate(chip)), 0.0  # what is faster on the vector unit runs there
 
 
+@dataclass(frozen=True)
+class Side:
+    """The rows or the columns of a product: bytes of an element that HBM may hold, the fewest first; `early`: whether
+    they may be fetched before the product starts, since nothing that they are made of is computed on the way."""
+
+    itemsizes: tuple[float, ...]
+    early: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A product on one device without its launch: seconds on the core; of its first pieces and its last block, bytes
+    that nothing hides, and of these what may be fetched before, for each way to hold its operands; bytes a second."""
+
+    core_seconds: float
+    exposed: Pieces
+    rate: float
+
+    def seconds(self, moved_bytes: float, late_bytes: float) -> tuple[float, float]:
+        """At least, from its launch to its end; and to that from the start of a program, as nothing is fetched before.
+
+        Args:
+          moved_bytes: what it reads and writes in HBM, at least; late_bytes: of that what is computed on the way.
+        """
+        if not self.exposed:
+            return self.core_seconds, self.core_seconds
+        late, bare = float("inf"), moved_bytes
+        for exposed, early in self.exposed:
+            late, bare = min(late, min(exposed, moved_bytes) - early), min(bare, exposed)
+        busy = max(self.core_seconds + max(0.0, late) / self.rate, late_bytes / self.rate)
+        return busy, self.core_seconds + bare / self.rate
+
+
 @dataclass(frozen=True, eq=False)
 class Contraction:
-    """A product by its sizes, with those of its parts."""
+    """A product by its sizes, with those of its parts. `sides` are unknown of one that quantises its operands."""
 
     instruction: Compute
     whole: Matmul
-    _parts: dict[object, Matmul | None] = field(default_factory=dict)
+    sides: tuple[Side, Side] | None = None
 
     @staticmethod
-    def of(program: Program, instruction: Compute) -> Contraction:
-        """Of a program on one device."""
-        return Contraction(instruction, matmul_of(program, instruction))
-
-    def part(self, cuts: Mapping[int, int]) -> Matmul | None:
-        """One device's part where factors, by their numbers, are cut in so many; None: they do not divide."""
-        key = tuple(sorted(cuts.items()))
-        if key not in self._parts:
-            self._parts[key] = self._part(cuts)
-        return self._parts[key]
+    def of(program: Program, instruction: Compute, stored: Stored, early: Container[Value]) -> Contraction:
+        """Of a program on one device; `early`: values that may be there when it starts."""
+        sides = None
+        if instruction.operation.attrs.get("precision") not in EIGHT_BIT:
+            first, second = (
+                Side(tuple(sorted({stored.itemsize(x), float(x.tensor.dtype.itemsize)})), x in early)
+                for x in rows_first(instruction)
+            )
+            sides = first, second
+        return Contraction(instruction, matmul_of(program, instruction), sides)
 
     def _part(self, cuts: Mapping[int, int]) -> Matmul | None:
         op = self.instruction.operation
@@ -77,19 +118,34 @@ class Contraction:
         p = op.kind.product(tuple(types), made, op.attrs)
         return replace(self.whole, m=p.rows, k=p.contracted, n=p.columns, batch=p.batch)
 
-    def seconds(self, chip: Chip, physics: Physics, cuts: Mapping[int, int]) -> float:
-        """Of one device's part, at least, without its launch; infinite where there is no such part."""
-        part = self.part(cuts)
+    def timed(self, chip: Chip, physics: Physics, cuts: Mapping[int, int]) -> Timed:
+        """One device's part, where factors, by their numbers, are cut in so many; infinite where there is no such."""
+        part = self._part(cuts)
+        rate = hbm_rate(chip) * chip.hbm_efficiency
         if part is None:
-            return float("inf")
+            return Timed(float("inf"), (), rate)
         mxu, vpu = _product_seconds(chip, part)
-        return max(mxu / physics.product_rate, vpu)
+        pieces = _exposed_bytes(chip, part, *self.sides) if self.sides is not None and mxu else ()
+        return Timed(max(mxu / physics.product_rate, vpu), pieces, rate)
 
 
 @lru_cache(maxsize=1 << 16)
 def _product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
     time = time_of(chip, Work((product,)))
     return time.mxu_seconds, time.vpu_seconds
+
+
+@lru_cache(maxsize=1 << 16)
+def _exposed_bytes(chip: Chip, product: Matmul, rows: Side, columns: Side) -> Pieces:
+    """Of the first pieces of a product and its last block, bytes that nothing hides, and of these what may be fetched
+    before: for all widths that its operands may have."""
+    found = []
+    for first in rows.itemsizes:
+        for second in columns.itemsizes:
+            blocks = matmul_blocks(chip, product, first, second)
+            early = blocks.depth * (first * blocks.rows * rows.early + second * blocks.columns * columns.early)
+            found.append((blocks.exposed_bytes, early))
+    return tuple(found)
 
 
 def _cut(t: TensorType, parts: Mapping[str | None, int]) -> TensorType:

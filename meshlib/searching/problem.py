@@ -191,7 +191,9 @@ def transformer_builder(config: TransformerConfig, batch: int | None, length: in
             sizes["remat"] = Remat(offload_carries=True)
         stages, microbatches = sizes.pop("stages", 1), sizes.pop("microbatches", None)
         if stages != 1:
-            sizes["pipeline"] = Pipeline(stages=stages, microbatches=microbatches or 4 * stages)
+            sizes["pipeline"] = Pipeline(
+                stages=stages, microbatches=4 * stages if microbatches is None else microbatches
+            )
         elif microbatches not in (None, 1):
             raise GraphError("microbatches are for a pipeline: with one stage give 1")
         return train_step(config, **sizes)

@@ -53,11 +53,6 @@ class Role:
             found.append(Rule(dim, (axis,), optional=True, scope=scope))
         return LayoutRules(found)
 
-    @property
-    def dims(self) -> tuple[str, ...]:
-        """All dims that it may split."""
-        return self.base if self.beside is None else (*self.base, self.beside[1])
-
     def __str__(self) -> str:
         return str(self.rules(self.name, self.base))
 

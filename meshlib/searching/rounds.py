@@ -6,20 +6,20 @@ same roles and arguments have come to over theirs so far. Before a candidate is 
 with what it has to send; that takes a tenth of lowering it. What is left at the end is bounded below, or named as not
 reached: the certificate says which.
 
-Rounds do not depend on how many processes work on them, so the same space gives the same result.
+Rounds do not depend on how many processes work on them (`workers`), so the same space gives the same result. Where
+there are several, they estimate what a round has chosen, and look closely at more candidates than are needed next.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from meshlib.errors import GraphError, LayoutError
 from meshlib.files import open_file, replace_file
@@ -27,11 +27,14 @@ from meshlib.searching.found import Found
 from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
 from meshlib.searching.problem import Build, Objective, Problem
 from meshlib.searching.space import Candidate, Choices
+from meshlib.searching.workers import Task, Workers, usual_workers
 from meshlib.text import bytes_text
 
 FIRST, ROUND = 2, 8  # candidates of the first round, before which no bound rules anything out, and of the others
 POOL = 3  # times as many are looked at closely, to choose the best of
 LEADERS = 3  # the best so far, whose neighbours are looked at
+PAYS_SECONDS = 0.1  # of work at once, from which forking processes for it pays
+AHEAD = 8  # candidates that each process looks at closely at once
 Progress = Callable[[int, int, str], object]
 
 
@@ -46,7 +49,7 @@ class Search:
         first: int,
         objective: Objective,
         seconds: float | None,
-        workers: int,
+        workers: int | None,
         progress: Progress | None,
         resume: str | Path | None,
         begun: float,
@@ -54,7 +57,11 @@ class Search:
         self.build = build
         self.problems, self.space, self.objective = problems, space, objective
         self.first = first  # so many of the space are known to be good
-        self.seconds, self.workers, self.progress, self.resume = seconds, workers, progress, resume
+        self.until = None if seconds is None else begun + seconds
+        self.progress, self.resume = progress, resume
+        self.count = usual_workers(ROUND) if workers is None else min(workers, ROUND)  # more have nothing to do
+        self.workers: Workers | None = None
+        self.took: dict[str, float] = {}  # seconds of one task, by its name
         self.bounds = [self._bound(c) for c in space]
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
@@ -62,6 +69,7 @@ class Search:
         self.values: dict[object, list[float]] = {}
         self.means: dict[object, float] = {}
         self.bare: dict[int, float] = {}  # what the bounds were of those that have been looked at closely
+        self.closer: dict[int, float] = {}  # closer bounds, also of candidates whose turn has not come
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
         self.known = self._read()
@@ -69,13 +77,13 @@ class Search:
 
     def run(self) -> Found:
         """All rounds, until everything is accounted for or time runs out."""
-        with _pool(self) as evaluate:
-            while not (self.values and self.late()):  # something is said however little time there is
+        try:
+            while not self._ends():
                 chosen = self._round()
-                if not chosen:
+                if not chosen or self._ends():
                     break
                 fresh = [n for n in chosen if self.space[n].key not in self.known]
-                made = dict(zip(fresh, evaluate(fresh), strict=False))  # fewer where time runs out
+                made = self._estimated(fresh)  # fewer where time runs out
                 chosen = [n for n in chosen if n in made or n not in fresh]
                 for n in chosen:
                     self.outcomes[n] = made[n] if n in made else self._recalled(n)
@@ -84,6 +92,9 @@ class Search:
                     self._write()
                 if self.progress is not None:
                     self.progress(len(self.outcomes), len(self.space), self._text())
+        finally:
+            if self.workers is not None:
+                self.workers.close()
         return self._found()
 
     def _too_large(self) -> Iterator[tuple[int, Outcome]]:
@@ -110,7 +121,7 @@ class Search:
     def _take(self, chosen: list[int], among: Iterable[int], most: int) -> None:
         """Chooses those that have to be estimated, until there are so many."""
         for n in among:
-            if len(chosen) >= most:
+            if len(chosen) >= most or self._ends():
                 break
             if n not in chosen and self._open(n) and self._looked(n):
                 chosen.append(n)
@@ -118,11 +129,13 @@ class Search:
     def _looked_at(self, order: Sequence[int], chosen: Sequence[int], most: int) -> list[int]:
         """The first of an order that could win by their closer bounds, so many."""
         found: list[int] = []
-        for n in order:
-            if len(found) == most:
+        for place, n in enumerate(order):
+            if len(found) == most or self._ends():
                 break
-            if n not in chosen and self._open(n) and self._looked(n):
-                found.append(n)
+            if n not in chosen and self._open(n):
+                self._look_ahead(order, place)
+                if self._looked(n):
+                    found.append(n)
         return found
 
     def _may_win(self, n: int) -> bool:
@@ -130,12 +143,19 @@ class Search:
 
     def _looked(self, n: int) -> bool:
         """Whether a candidate could win by its closer bound, too."""
-        closer = self.objective.closer
-        if closer is not None and n not in self.bare:
+        if self.objective.closer is not None and n not in self.bare:
             self.bare[n] = self.bounds[n]
-            problem = self.problems[self.space[n].choices]
-            self.bounds[n] = max(self.bounds[n], closer(problem.bounds, self.space[n]) / problem.units)
+            if n not in self.closer:
+                self.closer |= self._answers("bound", [n])
+            self.bounds[n] = max(self.bounds[n], self.closer[n])
         return self._may_win(n)
+
+    def _look_ahead(self, order: Sequence[int], place: int) -> None:
+        """Have the closer bounds of what follows in an order computed at once, if there are several processes."""
+        if self.objective.closer is None or self.count == 1 or order[place] in self.closer:
+            return
+        following = (n for n in order[place:] if n not in self.closer and n not in self.outcomes and self._may_win(n))
+        self.closer |= self._answers("bound", [*islice(following, AHEAD * self.count)])
 
     def _promise(self, n: int) -> tuple[float, int, int]:
         """What is looked at first: by its bound times the mean of what its parts have come to over theirs."""
@@ -192,14 +212,46 @@ class Search:
         problem = self.problems[c.choices]
         return self.objective.bound(problem.bounds, c) / problem.units
 
-    def late(self) -> bool:
-        """Whether time has run out."""
-        return self.seconds is not None and time.monotonic() - self.begun > self.seconds
+    # ------------------------------------------------------------ tasks
 
-    def evaluate(self, n: int) -> Outcome:
+    def _ends(self) -> bool:
+        """Whether time has run out; something is said however little there is."""
+        return bool(self.values) and self.until is not None and time.monotonic() > self.until
+
+    def _bound_closely(self, n: int) -> float:
+        problem, closer = self.problems[self.space[n].choices], self.objective.closer
+        assert closer is not None
+        return closer(problem.bounds, self.space[n]) / problem.units
+
+    def _estimate(self, n: int) -> Outcome:
         """Lower and estimate one candidate."""
         c = self.space[n]
         return self.problems[c.choices].estimated(c, self.objective, self.bounds[n])
+
+    def _estimated(self, chosen: Sequence[int]) -> dict[int, Outcome]:
+        made = self._answers("estimate", chosen)
+        # What comes from another process has a copy of the candidate.
+        return {n: replace(o, candidate=self.space[n], bound=self.bounds[n]) for n, o in made.items()}
+
+    def _answers(self, task: str, numbers: Sequence[int]) -> dict[int, Any]:
+        """Of each candidate what a task says; of fewer where time runs out."""
+        expected = len(numbers) * self.took.get(task, 0.0)
+        if self.workers is None and self.count > 1 and self.values and len(numbers) > 1 and expected > PAYS_SECONDS:
+            self.workers = Workers(self.count, self._tasks)
+        if self.workers is not None and len(numbers) > 1:
+            return self.workers.answers(task, numbers, self.until)
+        found: dict[int, Any] = {}
+        for n in numbers:
+            begun = time.monotonic()
+            found[n] = self._tasks[task](n)
+            self.took[task] = time.monotonic() - begun
+            if task == "estimate" and self.until is not None and time.monotonic() > self.until:
+                break
+        return found
+
+    @property
+    def _tasks(self) -> Mapping[str, Task]:
+        return {"bound": self._bound_closely, "estimate": self._estimate}
 
     # ------------------------------------------------------------ the end
 
@@ -247,6 +299,8 @@ class Search:
             with open_file(self.resume, "search", GraphError) as (file, _):
                 kept = json.loads(file.read())
             program, found = kept["program"], dict(kept["estimates"])
+        except GraphError:
+            raise
         except (ValueError, KeyError, TypeError) as fault:
             raise GraphError(f"search: {self.resume} holds no search: {fault!r:.80}; name another file") from None
         if program != self._fingerprint:
@@ -298,37 +352,3 @@ def _neighbours(a: Candidate, b: Candidate) -> bool:
     if len(mine) == len(other):
         return len(mine - other) == 1
     return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
-
-
-# The search whose candidates a process estimates: processes are forked, and find it here.
-_RUNNING: Search | None = None
-
-
-def _evaluate(n: int) -> Outcome:
-    assert _RUNNING is not None
-    return _RUNNING.evaluate(n)
-
-
-def _in_time(search: Search, chosen: Sequence[int]) -> Iterator[Outcome]:
-    """One after the other, as long as there is time; one at least."""
-    for n in chosen:
-        yield search.evaluate(n)
-        if search.late():
-            return
-
-
-@contextmanager
-def _pool(search: Search) -> Iterator[Callable[[Sequence[int]], list[Outcome]]]:
-    """What estimates candidates: this process, or several forked from it."""
-    global _RUNNING
-    if search.workers == 1:
-        yield lambda chosen: list(_in_time(search, chosen))
-        return
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise GraphError("search: several workers need a system that forks processes; use workers=1")
-    _RUNNING = search
-    try:
-        with ProcessPoolExecutor(search.workers, multiprocessing.get_context("fork")) as pool:
-            yield lambda chosen: list(pool.map(_evaluate, chosen))
-    finally:
-        _RUNNING = None

@@ -28,6 +28,11 @@ class Part:
     size: int
     base: tuple[str, ...]
 
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """All dims that it may split."""
+        return self.base if self.role.beside is None else (*self.base, self.role.beside[1])
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -55,7 +60,7 @@ class Fixed:
         made = dict(sizes)
         for rule in self.rules.rules:
             for axis in rule.axes:
-                if not rule.optional and rule.scope is None and made.get(rule.dim, 0) % given[axis] == 0:
+                if not rule.optional and rule.scope is None and rule.dim in made and made[rule.dim] % given[axis] == 0:
                     made[rule.dim] //= given[axis]
         return made
 
@@ -113,7 +118,7 @@ class Candidate:
             (frozenset(rule.dim for rule in self.fixed.rules.rules if axis in rule.axes), size)
             for axis, size in self.given
         ]
-        return (*fixed, *((frozenset(part.role.dims), part.size) for part in self.parts))
+        return (*fixed, *((frozenset(part.dims), part.size) for part in self.parts))
 
     @cached_property
     def key(self) -> str:

@@ -4,13 +4,14 @@ Each mesh axis splits a product along one of its dims, or not at all. For every 
 that of what it needs, by the best choice there, with what has to be sent in between; then its own work. So nothing is
 assumed of how a lowering chooses: it takes some choice at every node, and this the best one at each by itself.
 
-What is sent in between is one value of the way, the smallest, by one collective of the right kind where it takes least.
-Products run one after the other, and trips of a loop too, whatever they wait for: of both sums the larger counts.
+What is sent in between is one value of the way, the smallest, by one collective of the right kind where it takes least;
+a sum and what is not summed by one each. Products run one after the other, and trips of a loop too, none before it can
+begin. What a product reads and writes first and last over HBM adds to it, as far as nothing can fetch it before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
@@ -22,7 +23,9 @@ import numpy as np
 from hardware.slices import Slice
 from layouts import Sharding
 from meshlib.estimation.physics import Physics
-from meshlib.searching.flow import Bytes, Flow, Node, Placed, Split, Way
+from meshlib.estimation.times import Times
+from meshlib.searching.flow import Bytes, Flow, Node, Placed, Split, Use, Way
+from meshlib.searching.kernels import Contraction, Timed
 from meshlib.searching.passages import Passages
 from meshlib.searching.prices import GATHER, REDUCE, SCATTER, SWAP, least_seconds, wire_seconds
 from meshlib.searching.space import Candidate
@@ -38,11 +41,12 @@ KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
 
 @dataclass(eq=False)
 class Waiting:
-    """One candidate; `physics` as of the estimate."""
+    """One candidate; `physics` as of the estimate; `shared`: what others with the same program and chip know, too."""
 
     candidate: Candidate
     passages: Passages
     physics: Physics
+    shared: dict[object, Any] = field(default_factory=dict)
     _homes: dict[Placed, Sharding] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
@@ -59,20 +63,21 @@ class Waiting:
     def slice(self) -> Slice:
         return self.candidate.slice
 
-    def seconds(self, flow: Flow) -> float:
-        """From the first thing to the last of a program, or of one trip."""
+    def seconds(self, flow: Flow, begins: bool = True) -> float:
+        """From the first thing to the last of a program, which `begins`; or of one trip."""
         ends: list[Floats] = []
         owns: list[Floats] = []
-        for node, ways in zip(flow.nodes, flow.ways, strict=True):
-            own = self._own(node)
+        heads: list[tuple[float, float]] = []
+        for number, ways in enumerate(flow.ways):
+            own, since_start = self._own(flow, number)
             owns.append(own)
             begin = np.zeros(len(own))
             for way in ways:
                 begin = np.maximum(begin, self._arrival(flow, way, ends[way.source]))
-            ends.append(begin + own)
-        core = sum(float(own.min()) for own in owns)
+            heads.append((float(begin.min()), float(own.min())))
+            ends.append(np.maximum(begin + own, since_start) if begins else begin + own)
         longest = max((float(end.min()) for end in ends), default=0.0)
-        return max([longest, core, *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
+        return max([longest, _one_by_one(heads), *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
 
     def _serial(self, flow: Flow, owns: Sequence[Floats], axis: int) -> float:
         """Everything that the core computes, and what has to be sent over one axis, one after the other.
@@ -110,24 +115,32 @@ class Waiting:
 
     # ------------------------------------------------------------ nodes
 
-    def _own(self, node: Node) -> Floats:
-        """What a node takes itself, under each choice."""
+    def _own(self, flow: Flow, number: int) -> tuple[Floats, Floats]:
+        """What a node takes itself, under each choice; and when it can end, the program having started at 0."""
+        node = flow.nodes[number]
         if node.loop is not None:
-            return np.array([node.trips * self.seconds(node.loop)])
+            return _both(np.array([node.trips * self.seconds(node.loop, False)]))
         launch = self.slice.chip.launch_seconds
         if node.attention is not None:
             found = node.attention.seconds(self.slice.chip, self.physics, 1, 0.0)
             if found is None:  # refused when it is looked at
-                return np.zeros(1)
+                return _both(np.zeros(len([*self._cuts(node)])))
             whole, rounded = found
-            dims = node.attention.dims
-            ways = prod(size for _, axis, size in self.axes if dims is None or not dims.isdisjoint(axis))
-            return np.array([max(0.0, whole / ways - rounded) + launch])
+            made = [max(0.0, whole / prod(cuts.values()) - rounded) + launch for cuts in self._cuts(node)]
+            return _both(np.array(made))
         if node.product is None:
-            return np.zeros(1)
+            return _both(np.zeros(1))
         if self.slice.chip.peak(node.product.whole.dtype) is None:
-            return np.zeros(prod(len(self._choices(node, n)) for n in range(len(self.axes))))
-        made = []
+            return _both(np.zeros(len([*self._cuts(node)])))
+        uses = (*node.reads, *flow.written[number])
+        late = sum(self._moved_bytes(use) for use in uses if not use.early)
+        moved = late + sum(self._moved_bytes(use) for use in uses if use.early)
+        times = [self._timed(node, node.product, cuts).seconds(moved, late) for cuts in self._cuts(node)]
+        busy, since_start = np.array(times).T
+        return busy + launch, since_start + launch
+
+    def _cuts(self, node: Node) -> Iterator[dict[int, int]]:
+        """Under each choice, in how many parts each factor is cut, by its number."""
         assert node.splits is not None
         for chosen in product(*(self._choices(node, n) for n in range(len(self.axes)))):
             cuts: dict[int, int] = {}
@@ -135,21 +148,37 @@ class Waiting:
                 if split is not None:
                     number = node.splits.index(split)
                     cuts[number] = cuts.get(number, 1) * size
-            made.append(node.product.seconds(self.slice.chip, self.physics, cuts) + launch)
-        return np.array(made)
+            yield cuts
+
+    def _timed(self, node: Node, of: Contraction, cuts: Mapping[int, int]) -> Timed:
+        key = node, tuple(cuts.items())
+        if key not in self.shared:
+            self.shared[key] = of.timed(self.slice.chip, self.physics, cuts)
+        made: Timed = self.shared[key]
+        return made
+
+    def _moved_bytes(self, use: Use) -> float:
+        """Of what a product reads or writes, without what may stay on the chip between its uses."""
+        held = self._held_bytes if use.early or self.slice.chip.cmem_bytes else 0
+        return max(0.0, self._least_bytes(use.sizes, ()) - held)
+
+    @cached_property
+    def _held_bytes(self) -> int:
+        """What a chip keeps between kernels."""
+        return Times(self.slice.chip, self.physics).held_bytes
 
     def _choices(self, node: Node, axis: int) -> Sequence[Split | None]:
         """Along what an axis may split a product; None: it does not. Others have no choice."""
         if node.splits is None:
             return (None,)
-        key = node, axis
-        if key not in self._known:
+        key = node, self.axes[axis][1:]
+        if key not in self.shared:
             _, dims, size = self.axes[axis]
-            self._known[key] = [
+            self.shared[key] = [
                 *(s for s in node.splits if s.size % size == 0 and (s.reached is None or s.reached & dims)),
                 None,
             ]
-        chosen: Sequence[Split | None] = self._known[key]
+        chosen: Sequence[Split | None] = self.shared[key]
         return chosen
 
     def _home(self, placed: Placed, axis: int) -> str:
@@ -233,14 +262,17 @@ class Waiting:
         return 0 if needed == FREE or self.passages.same(left, needed) else KINDS.index(SWAP)
 
     def _sent(self, sizes: Bytes, chosen: Sequence[int]) -> float:
-        """The least seconds of what is sent on a way: of several kinds of collectives the longest."""
-        present = [axis for axis, kind in enumerate(chosen) if kind]
+        """The least seconds of what is sent on a way: sums, and then what is not summed, or the other way round.
+
+        Of several kinds of sums, or of the others, the longest: one collective may serve them all.
+        """
 
         def together(axes: Sequence[int], kind: int) -> float:
-            """One collective over these axes, or over more of them."""
+            """One collective over these axes, or over others besides, on which a sum may be pending from further back:
+            more devices have more links."""
             return min(
                 least_seconds(self.slice, self._group, more, KINDS[kind], self._least_bytes(sizes, more))
-                for more in _among(present, axes)
+                for more in _among(range(len(self.axes)), axes)
             )
 
         def least(axes: Sequence[int], kind: int) -> float:
@@ -252,8 +284,12 @@ class Waiting:
                     found = min(found, together(part, kind) + least([n for n in others if n not in part], kind))
             return found
 
-        kinds = {kind: [axis for axis in present if chosen[axis] == kind] for kind in set(chosen) if kind}
-        return max((least(axes, kind) for kind, axes in kinds.items()), default=0.0)
+        kinds = {kind: [axis for axis, other in enumerate(chosen) if other == kind] for kind in set(chosen) if kind}
+        longest = [0.0, 0.0]
+        for kind, axes in kinds.items():
+            summed = KINDS[kind] in (SCATTER, REDUCE)
+            longest[summed] = max(longest[summed], least(axes, kind))
+        return sum(longest)
 
     def _least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> float:
         """On a device, as if all other axes split what they may."""
@@ -262,6 +298,22 @@ class Waiting:
             whole / prod(size for dims, size in others if names is None or not names.isdisjoint(dims))
             for names, whole in sizes.items()
         )
+
+
+def _both(seconds: Floats) -> tuple[Floats, Floats]:
+    return seconds, seconds
+
+
+def _one_by_one(heads: Sequence[tuple[float, float]]) -> float:
+    """When kernels can all have run, one at a time: each with when it can begin, and what it takes.
+
+    >>> _one_by_one([(0.0, 1.0), (5.0, 2.0), (6.0, 3.0)])
+    10.0
+    """
+    end = 0.0
+    for begin, own in sorted(heads):
+        end = max(end, begin) + own
+    return end
 
 
 def _among(every: Sequence[int], these: Sequence[int]) -> list[tuple[int, ...]]:

@@ -1,0 +1,146 @@
+"""Processes beside a search, forked from it: what they look at is there already, and answers come back by pipes.
+
+They are forked once, after the first candidates have been estimated: so they have what the session has learnt by then.
+Each task is a number; the answers depend on nothing else, so that it does not matter who gives them, or when.
+
+A fork has only the thread that made it. What the others held stays locked there, so none is made unasked in a process
+where Python runs several threads, or that has loaded a runtime with threads of its own. Those of NumPy's BLAS don't
+count: BLAS libraries have handlers for forks, and tasks multiply no matrices.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeAlias
+
+from meshlib.errors import GraphError
+
+Task: TypeAlias = Callable[[int], Any]
+THREADED = ("jax", "tensorflow")  # runtimes whose threads may hold locks at any time
+
+
+def usual_workers(most: int) -> int:
+    """The processes of a search where nobody says how many: one for each core that it may use, where forks are safe."""
+    safe = (
+        sys.platform == "linux"
+        and threading.active_count() == 1
+        and not multiprocessing.current_process().daemon
+        and not any(name in sys.modules for name in THREADED)
+    )
+    return min(most, len(os.sched_getaffinity(0))) if safe else 1
+
+
+def check_forks(workers: int) -> None:
+    """Raises: GraphError where a system can't fork so many."""
+    if workers > 1 and "fork" not in multiprocessing.get_all_start_methods():
+        raise GraphError("search: several workers need a system that forks processes; use workers=1")
+
+
+class Workers:
+    """Some processes with the tasks that they know by name; `close` them."""
+
+    def __init__(self, count: int, tasks: Mapping[str, Task]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.processes = []
+        self.pipes: list[Connection] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the threads of BLAS
+            for _ in range(count):
+                here, there = context.Pipe()
+                self.pipes.append(here)
+                process = context.Process(target=_serve, args=(there, [*self.pipes], tasks), daemon=True)
+                process.start()
+                there.close()
+                self.processes.append(process)
+
+    def answers(self, task: str, numbers: Iterable[int], until: float | None) -> dict[int, Any]:
+        """Of each number the answer; of fewer if time runs out, by `time.monotonic`: then no more can be asked.
+
+        Raises: what a task has raised, of several the one of the first number.
+        """
+        left = [*numbers][::-1]
+        order = {n: place for place, n in enumerate(reversed(left))}
+        found: dict[int, Any] = {}
+        faults: dict[int, BaseException] = {}
+        busy: dict[Connection, int] = {}
+        free = [*self.pipes]
+        while busy or (left and not faults):
+            while left and free and not faults:
+                pipe, n = free.pop(), left.pop()
+                pipe.send((task, n))
+                busy[pipe] = n
+            ready = wait([*busy], None if until is None else max(0.0, until - time.monotonic()))
+            if not ready:
+                self.close()
+                break
+            for pipe in [pipe for pipe in busy if pipe in ready]:
+                n = busy.pop(pipe)
+                good, answer = self._received(pipe)
+                (found if good else faults)[n] = answer
+                free.append(pipe)
+        if faults:
+            raise faults[min(faults, key=order.__getitem__)]
+        return found
+
+    def _received(self, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            return pipe.recv()  # type: ignore[no-any-return]
+        except EOFError:
+            process = self.processes[self.pipes.index(pipe)]
+            process.join()
+            raise GraphError(
+                f"search: a worker process ended by itself ({_ending(process.exitcode)}); take fewer workers"
+            ) from None
+
+    def close(self) -> None:
+        """End them, whatever they are at: they keep nothing."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+
+def _ending(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"status {code}"
+    return f"{signal.Signals(-code).name}{', perhaps for want of memory' if -code == signal.SIGKILL else ''}"
+
+
+def _serve(pipe: Connection, others: Sequence[Connection], tasks: Mapping[str, Task]) -> None:
+    """What a worker does until the search is gone. `others`: the search's ends of all pipes, which it must not hold."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the search
+    gc.freeze()  # what is shared with the search stays so
+    for other in others:
+        other.close()
+    while True:
+        try:
+            task, n = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, tasks[task](n)
+        except BaseException as fault:
+            answer = False, _sendable(fault)
+        pipe.send(answer)
+
+
+def _sendable(fault: BaseException) -> BaseException:
+    """What was raised, or its text where it does not get through a pipe."""
+    try:
+        pickle.loads(pickle.dumps(fault))
+    except Exception:
+        return GraphError(f"{type(fault).__name__}: {fault}")
+    return fault
