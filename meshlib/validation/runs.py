@@ -111,15 +111,20 @@ class Run:
 
     @property
     def evaluations(self) -> int:
-        """Forward passes of evaluations, which take whole batches of the training's size."""
-        return -(-self.evaluation // self.batch)
+        """Forward passes of evaluations, which take whole batches."""
+        return -(-self.evaluation // self.evaluation_batch)
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Sequences of one of them: as of a training step, unless the submission says otherwise."""
+        return self.submission.evaluation_batch or self.batch
 
     @property
     def model_flops(self) -> float:
         """Of the measured time, on all chips, as papers count: 6 a parameter and token, attention as it is masked."""
         spans = "full" if self.encoder else "windows"
         whole = flops_per_token(self.model, self.length, spans) * self.batch * self.length
-        return (self.steps + self.evaluations / 3) * whole
+        return (self.steps + self.evaluations * self.evaluation_batch / self.batch / 3) * whole
 
     @property
     def utilisation(self) -> float:
@@ -332,7 +337,7 @@ def _software(run: Run) -> tuple[str, ...]:
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
     """What is computed again, and what of that is assumed."""
     text, assumed = _remat_text(row)
-    found = policy_of(text)
+    found = policy_of(text or run.submission.remat)
     if found is not None:
         return found, assumed
     if run.encoder:

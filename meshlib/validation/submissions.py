@@ -24,7 +24,9 @@ class Submission:
         of one length. replicas: how many take one each.
       softmax_dtype: in which the weights of materialised attention are computed and kept.
       wide_gradients: gradients are summed, and updated weights gathered, as float32.
-      evaluates: whether blocks of training include evaluations.
+      evaluates: whether blocks of training include evaluations; evaluation_batch: sequences of one step of them, 0 as
+        many as of training.
+      remat: the policy of recomputation, where the row names none.
       source: of it, in words.
     """
 
@@ -33,6 +35,8 @@ class Submission:
     softmax_dtype: str = "bfloat16"
     wide_gradients: bool = False
     evaluates: bool = True
+    evaluation_batch: int = 0
+    remat: str = ""
     source: str = ""
 
     @property
@@ -59,30 +63,47 @@ class Submission:
             found.append("gradients summed in float32")
         if not self.evaluates:
             found.append("blocks without evaluations")
+        if self.evaluation_batch:
+            found.append(f"evaluations of {self.evaluation_batch:,} sequences at once")
+        if self.remat:
+            found.append(f"recomputation: {self.remat}")
         return tuple(f"{fact} ({self.source})" for fact in found)
 
 
 UNKNOWN = Submission()
 """One of which nothing in particular is known."""
 
+_GPT3_REMAT = {1024: "full", 2048: "save_dot_except_mlpwi", 3072: "save_dot_except_mlpwi", 12_288: "minimal"}
+
 # (repository, system, benchmark) -> facts. Other submissions of BERT for TPUs there, of tpu-v4-16, -128 and -512 and
 # tpu-v3-8192 (v0.7), tpu-v4-4096 and -6912 (v1.0) and cloud-tpu-v4-6912 (v2.0), start with one length of sequences and
 # sum gradients in bfloat16 (--use_bfloat16_all_reduce); their logs have evaluations inside blocks.
-_SUBMISSIONS = {
+_SUBMISSIONS: dict[tuple[str, str, str], Submission] = {
     # Google/benchmarks/bert/implementations: bert-cloud-TF2.0-tpu-v3-32 (attention.py, model_training_utils.py, whose
     # gradients are of float32 variables) and masked_softmax.py, stored with the same package for GPUs. result_0.txt:
     # eval_start comes after the last block_stop.
     ("training_results_v0.7", "tpu-v3-32-TF2.0", "bert"): Submission(
         softmax_dtype="float32", wide_gradients=True, evaluates=False, source="its model and log"
     ),
-    # run_and_time.sh: --seq_len_buckets, --batch_size_buckets; dataset_input.py groups by them. result_0.txt counts
-    # 3,113 to 3,124 sequences a step.
+    # run_and_time.sh: --seq_len_buckets, --batch_size_buckets, --eval_batch_size; dataset_input.py groups by them.
+    # result_0.txt counts 3,113 to 3,124 sequences a step.
     ("training_results_v1.0", "tpu-v4-128-TF", "bert"): Submission(
-        buckets=((58, 128), (30, 256), (16, 512)), replicas=128, source="run_and_time.sh"
+        buckets=((58, 128), (30, 256), (16, 512)), replicas=128, evaluation_batch=3072, source="run_and_time.sh"
     ),
     ("training_results_v2.0", "cloud-tpu-v4-8192-TF", "bert"): Submission(
-        buckets=((14, 64), (8, 128), (5, 192), (4, 256), (3, 304), (2, 512)), replicas=4096, source="run_and_time.sh"
+        buckets=((14, 64), (8, 128), (5, 192), (4, 256), (3, 304), (2, 512)),
+        replicas=4096,
+        evaluation_batch=12_288,
+        source="run_and_time.sh",
     ),
+    # Google/benchmarks/gpt3/implementations/maxtext: v5p-1024.sh and its neighbours. Policies had other names then:
+    # save_dot_except_logits_ffn1 is save_dot_except_mlpwi, save_dot_except_logits is minimal (from memory).
+    **{
+        ("training_results_v4.0", f"cloud-tpu-v5p-{cores}-maxtext", "gpt3"): Submission(
+            remat=remat, evaluation_batch=cores // 2, source=f"v5p-{cores}.sh"
+        )
+        for cores, remat in _GPT3_REMAT.items()
+    },
 }
 
 

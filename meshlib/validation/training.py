@@ -66,7 +66,8 @@ def prepare(run: Run) -> Prepared:
 
     Raises: MeshlibError where the library cannot express or lay out the run.
     """
-    evaluation = _plan(run, _lowered(run, training=False)) if run.evaluation else None
+    evaluated = replace(run, batch=run.evaluation_batch)
+    evaluation = _plan(evaluated, _lowered(evaluated, training=False)) if run.evaluation else None
     return Prepared(run, _plan(run, _lowered(run, training=True)), evaluation, run.slice.chip)
 
 

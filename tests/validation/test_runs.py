@@ -155,11 +155,22 @@ def test_what_a_submission_says_beside_its_row():
     assert not any("gathered in bfloat16" in fact for fact in run.assumed)
 
 
+def test_a_submission_names_the_recomputation_that_its_row_leaves_out():
+    row = BY_NAME["mlp-v4.0-gpt3-v5p-1024"]
+    run = run_of(row)
+    assert run.policy == policy_of("full")
+    assert (run.evaluation_batch, run.evaluations) == (512, 48)  # one sequence a chip
+    assert "recomputation: full (v5p-1024.sh)" in run.assumed
+    assert run_of({**row, "remat": "minimal"}).policy == policy_of("minimal")
+    assert run_of({**row, "source": {}}).policy == policy_of("save_qkv_proj")  # the least that fits
+
+
 def test_replicas_that_take_batches_by_length_wait_for_the_longest():
     row = BY_NAME["mlp-v1.0-bert-tpu-v4-128-TF"]
     run = run_of(row)
     assert (run.batch, run.length, run.steps) == (128 * 16, 512, 56)
     assert any("16 x 512 a replica (run_and_time.sh)" in fact for fact in run.assumed)
+    assert (run.evaluation_batch, run.evaluations) == (3072, 4)
     alike = run_of({**row, "id": "x", "source": {"repo": "elsewhere", "file": row["source"]["file"]}})
     assert (alike.batch, alike.length, alike.steps) == (3072, 512, 56)
     assert config_of(alike).numerics.softmax_dtype == "bfloat16"
