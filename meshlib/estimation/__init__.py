@@ -14,6 +14,7 @@
     host_input what hosts prepare meanwhile                  modelled seconds
     fitting    the program's buffers over time, in tiles     exact bytes
     remedies   what would lower its peak                     about as much
+    segments   where to cut what is computed again           exact bytes
     rows  result  table  trace                               what a person looks at
 
 No loop runs over devices: every device does the same, so an estimate for 2,048 cores takes as long as for 8.

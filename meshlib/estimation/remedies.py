@@ -17,11 +17,12 @@ from math import prod
 
 from layouts import LayoutRules, Mesh
 from meshlib.dtypes import FLOAT32
+from meshlib.estimation.segments import segments
 from meshlib.estimation.tiles import tiled_bytes, tiled_value_bytes
-from meshlib.graph import BACKWARD, FORWARD
+from meshlib.graph import BACKWARD
 from meshlib.lowering.homes import Subjects, check_layout
 from meshlib.operation import Kind
-from meshlib.program.instructions import Loop, Resident, Value
+from meshlib.program.instructions import Loop, Value
 from meshlib.program.memory import bytes_after, kind_of, live_buffers
 from meshlib.program.records import Program, walk
 from meshlib.text import bytes_text
@@ -227,24 +228,16 @@ def _of_slots(change: Change, kinds: Mapping[Value, str]) -> Change:
 
 def _recomputed(program: Program, live: list[Value]) -> Iterator[_Idea]:
     """What the forward pass keeps for the backward pass: computed again, or on the host."""
-    regions = [i.region for i in program.instructions]
-    stacked, carries, values = dict[Value, int](), set(), set()
+    stacked, carries = dict[Value, int](), set()
     for i in program.instructions:
         if isinstance(i, Loop):
             *_, befores, saved = i.record.outputs(i.operation.outputs)
             carries |= {y for y in i.outputs if y.tensor in befores}
             stacked |= {y: i.trips for y in i.outputs if y.tensor in saved}
-            continue
-        for y in i.outputs:
-            if i.region == FORWARD and not isinstance(i, Resident):
-                end = program.last_use.get(y, 0)
-                if end < len(regions) and regions[end] != FORWARD:
-                    values.add(y)
-    kept = [v for v in live if v in values]
-    if len(kept) > 1:
-        spared = values - {max(kept, key=lambda v: v.local_bytes)}  # what is computed again takes its place in turn
-        again = "compute again what the forward pass keeps (mtf.recompute_grad)"
-        yield _Idea(again, lambda v: 0 if v in spared else None, "kept values")
+    pieces = segments(program, tiled_value_bytes)
+    if pieces is not None:
+        again = f"compute again what the forward pass keeps, in {pieces.pieces} parts (mtf.recompute_grad of each)"
+        yield _Idea(again, lambda v: 0 if v in pieces.spared else None, "kept values", pieces.more_bytes)
     if stacked:
         again = "compute again what the loop keeps (mtf.scan, remat='full')"
         of_a_trip = {v: tiled_value_bytes(v) // trips for v, trips in stacked.items()}  # there while it runs again

@@ -27,13 +27,14 @@ def table(est: Estimate, rows: int | None) -> str:
 
 def _head(est: Estimate) -> list[str]:
     program = est.program
+    passed = ", which products in fewer bits pass" if est.hfu > 1 else ""
     lines = [
         f"one step on {est.slice.name}, mesh {program.mesh}, layout {program.layout or '(none)'}, "
         f"precision {program.precision}",
         f"  step time        {seconds_text(est.step_seconds):>10}  modelled; between {seconds_text(est.lower_seconds)} "
         f"(busiest engine) and {seconds_text(est.upper_seconds)} (no overlap)",
         f"  bound            {est.bound:>10}  modelled",
-        f"  MFU              {est.mfu:>10.2%}  modelled, of the bf16 peak; {est.hfu:.2%} with repeated work",
+        f"  MFU              {est.mfu:>10.2%}  modelled, of the bf16 peak{passed}; {est.hfu:.2%} with repeated work",
         f"  exposed comm     {seconds_text(est.exposed_comm_seconds):>10}  modelled; of "
         f"{seconds_text(est.comm_seconds)} in all",
         *_bubble(est),

@@ -89,7 +89,7 @@ class WholeRun:
         )
 
     def _trained(self) -> str:
-        told = f"{self.steps:,} steps"
+        told = f"{self.steps:,} step{'s' * (self.steps != 1)}"
         if self.tokens:
             told += f" of {count_text(self.tokens)} tokens"
         elif self.examples:
@@ -181,7 +181,7 @@ def sizes_of(program: Program) -> tuple[int | None, int | None]:
 
 def evaluation_steps(evaluation: Estimate, examples: object) -> int:
     """Steps that so many examples take, the last one filled up."""
-    count = _positive(examples, "evaluation_examples")
+    count = whole(examples, WHAT, "evaluation_examples", 1)
     batch, _ = sizes_of(evaluation.program)
     if batch is None:
         raise GraphError(f"{at(WHAT)}: no input of the evaluation has a dim '{BATCH}', so its steps can't be counted")
@@ -204,7 +204,7 @@ def _steps(
     if (epochs is None) != (examples is None):
         raise GraphError(f"{at(WHAT)}: epochs and examples, those of one epoch, go together")
     if steps is not None:
-        return int(_positive(steps, "steps"))
+        return whole(steps, WHAT, "steps", 1)
     names = ", ".join(map(repr, program.inputs)) or "none"
     if batch is None or (tokens is not None and length is None):
         lost = BATCH if batch is None else LENGTH
@@ -212,7 +212,7 @@ def _steps(
     if tokens is not None:
         assert length is not None
         return ceil(_positive(tokens, "tokens") / (batch * length))
-    return ceil(_positive(epochs, "epochs") * _positive(examples, "examples") / batch)
+    return ceil(_positive(epochs, "epochs") * whole(examples, WHAT, "examples", 1) / batch)
 
 
 def _times(steps: int, every: object, argument: str) -> int:

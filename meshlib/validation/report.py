@@ -117,8 +117,9 @@ def unmodelled(r: Checked) -> str:
     assert run is not None
     causes = []
     if run.encoder:
-        causes.append("age of the software (the same chip gained 40 % between rounds of MLPerf)")
-        causes.append("input, evaluation and host time in a block" if slow else "sequences packed without padding")
+        causes.append("age of the software, what dropout draws" if slow else "sequences batched by their length")
+        if slow and run.evaluation:
+            causes.append("input, evaluation and host time in a block")
     if run.slice.slices > 1 and slow:
         causes.append("what several slices lose beyond their gradients on DCN and the jitter")
     if run.locals:

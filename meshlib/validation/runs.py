@@ -23,6 +23,7 @@ from meshlib.validation.machine import axes_of, slice_of
 from meshlib.validation.measured import flops_per_token, local_layers, measured, parameters
 from meshlib.validation.policies import NOTHING_TWICE, NotExpressed, Policy, lightest, policy_in, policy_of
 from meshlib.validation.published import ROWS
+from meshlib.validation.submissions import UNKNOWN, Submission, submission_of
 
 Row = Mapping[str, Any]
 
@@ -46,6 +47,7 @@ class Run:
       steps, evaluation: training steps, and sequences run forward, in the measured time.
       measured_seconds: of all of that.
       experts: the mixtures of experts, or None; ragged: whether each takes as many tokens as come.
+      submission: what is known of its software beside the row.
       apart: why the row is no measure of the model, or ""; assumed: what the row left open.
     """
 
@@ -68,6 +70,7 @@ class Run:
     measured_seconds: float
     experts: Experts | None = None
     ragged: bool = False
+    submission: Submission = UNKNOWN
     apart: str = ""
     assumed: tuple[str, ...] = ()
 
@@ -107,11 +110,21 @@ class Run:
         return "encoder" in str(self.model.get("arch")) and "decoder" not in str(self.model.get("arch"))
 
     @property
+    def evaluations(self) -> int:
+        """Forward passes of evaluations, which take whole batches."""
+        return -(-self.evaluation // self.evaluation_batch)
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Sequences of one of them: as of a training step, unless the submission says otherwise."""
+        return self.submission.evaluation_batch or self.batch
+
+    @property
     def model_flops(self) -> float:
         """Of the measured time, on all chips, as papers count: 6 a parameter and token, attention as it is masked."""
         spans = "full" if self.encoder else "windows"
         whole = flops_per_token(self.model, self.length, spans) * self.batch * self.length
-        return self.steps * whole + self.evaluation / self.batch * whole / 3
+        return (self.steps + self.evaluations * self.evaluation_batch / self.batch / 3) * whole
 
     @property
     def utilisation(self) -> float:
@@ -129,9 +142,15 @@ def run_of(row: Row) -> Run:
     model, completed = dimensions(row)
     chip = get_chip(str(row["chip"]))
     slice_, assumed = slice_of(row, chip)
+    submission = submission_of(row)
     batch, length = _batch(row, slice_)
     axes = axes_of(row, slice_, model["d_model"])
     steps, evaluation, seconds, counted = measured(row, batch, length, slice_, model)
+    if submission.buckets:
+        sequences, length = submission.slowest
+        batch = submission.replicas * sequences
+    if not submission.evaluates:
+        evaluation, counted = 0, ()
     run = Run(
         name=str(row.get("id", "?")),
         family=_family(row, model),
@@ -150,12 +169,14 @@ def run_of(row: Row) -> Run:
         steps=steps,
         evaluation=evaluation,
         measured_seconds=seconds,
+        submission=submission,
         apart=_apart(row, model),
     )
     experts, routed = experts_of(row, model, batch * length / slice_.devices)
     run = replace(run, experts=experts, ragged=bool(routed))
     padded = _padded(run)
     policy, why = _policy(row, run)
+    counted = (*counted, *submission.facts)
     left_open = (*completed, *assumed, *axes.assumed, *counted, *padded, *routed, *why, *_software(run))
     return replace(run, policy=policy, assumed=left_open)
 
@@ -309,14 +330,14 @@ def _remat_text(row: Row, followed: int = 0) -> tuple[str, tuple[str, ...]]:
 def _software(run: Run) -> tuple[str, ...]:
     """What is assumed of a run by the software that runs of its kind use."""
     noise = ("cotangents rounded at random to int8, as AQT does",) if run.noisy else ()
-    narrow = run.axis("shard") > 1 and run.precision != "float32"
+    narrow = run.axis("shard") > 1 and run.precision != "float32" and not run.submission.wide_gradients
     return (*noise, "sharded weights gathered in bfloat16 (not verified)") if narrow else noise
 
 
 def _policy(row: Row, run: Run) -> tuple[Policy, tuple[str, ...]]:
     """What is computed again, and what of that is assumed."""
     text, assumed = _remat_text(row)
-    found = policy_of(text)
+    found = policy_of(text or run.submission.remat)
     if found is not None:
         return found, assumed
     if run.encoder:

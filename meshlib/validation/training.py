@@ -53,7 +53,7 @@ class Prepared:
         run = self.run
         total = run.steps * self._once(self.step, physics)
         if self.evaluation is not None:
-            total += run.evaluation / run.batch * self._once(self.evaluation, physics)
+            total += run.evaluations * self._once(self.evaluation, physics)
         return total * (1 + physics.jitter(run.slice.slices))
 
     def _once(self, plan: Plan, physics: Physics) -> float:
@@ -66,7 +66,8 @@ def prepare(run: Run) -> Prepared:
 
     Raises: MeshlibError where the library cannot express or lay out the run.
     """
-    evaluation = _plan(run, _lowered(run, training=False)) if run.evaluation else None
+    evaluated = replace(run, batch=run.evaluation_batch)
+    evaluation = _plan(evaluated, _lowered(evaluated, training=False)) if run.evaluation else None
     return Prepared(run, _plan(run, _lowered(run, training=True)), evaluation, run.slice.chip)
 
 
@@ -103,6 +104,7 @@ def config_of(run: Run) -> TransformerConfig:
     # Where the update is sharded, float32 weights stay so between steps, and what the passes use is gathered. That it
     # is gathered in bfloat16 is not verified: Xu et al., arXiv:2004.13336, could not be read beyond its abstract.
     activations = "float32" if run.precision == "float32" else "bfloat16"
+    narrow = "shard" in dict(run.mesh) and not run.submission.wide_gradients
     changes: dict[str, Any] = {
         "name": str(m.get("name") or "model"),
         "layers": m["layers"],
@@ -116,13 +118,14 @@ def config_of(run: Run) -> TransformerConfig:
         "activation": base.activation if gated == base.gated else "silu" if gated else "relu",
         "tied": bool(m.get("tied_embedding", base.tied)),
         "attention": run.attention,
-        # Published runs of encoders are TensorFlow's, whose softmax is in the policy's dtype (Keras mixed_bfloat16).
+        # Published runs of encoders are TensorFlow's, which keep the weights of attention in bfloat16 unless their
+        # submission says otherwise.
         "numerics": replace(
             base.numerics,
-            variable_dtype=activations if "shard" in dict(run.mesh) else run.state_dtype,
+            variable_dtype=activations if narrow else run.state_dtype,
             activation_dtype=activations,
             precision=run.precision if run.eight_bit else "default",
-            softmax_dtype="bfloat16" if run.encoder else base.numerics.softmax_dtype,
+            softmax_dtype=run.submission.softmax_dtype if run.encoder else base.numerics.softmax_dtype,
         ),
         "dropout": 0.0,
     }

@@ -238,3 +238,34 @@ def test_what_is_gathered_then_counts():
         assert rule.gain_bytes == 3 * 512 * 8192 * 4 * 3 // 4 - gathered
     split = memory("batch:m;d:m?", 8192)
     assert not [r for r in split.remedies if "rule 'vocab:m?'" in r.what]
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["attention", "reads all layers"])
+def test_what_is_computed_again_leaves_what_goes_from_part_to_part(sums: bool) -> None:
+    """Layers with a softmax written out; layers that each read the results of all before, which therefore stay."""
+    b, n, m, d, f = D("batch", 8), D("length", 512), D("memory_length", 512), D("d", 256), D("f", 512)
+
+    def attention(w: mtf.Tensor, x: mtf.Tensor) -> mtf.Tensor:
+        keys = mtf.rename_dimension(x, "length", "memory_length")
+        weights = mtf.softmax(mtf.einsum([x, keys], [b, n, m]), m)
+        return x + mtf.einsum([mtf.einsum([weights, keys], [b, n, d]), w, w], [b, n, d])
+
+    def joined(w: mtf.Tensor, *earlier: mtf.Tensor) -> mtf.Tensor:
+        return mtf.einsum([mtf.gelu(mtf.einsum([mtf.add_n(earlier), w], [b, n, f])), w], [b, n, d])
+
+    def peak(again: bool) -> mtf.estimation.DeviceMemory:
+        with mtf.Graph():
+            seen = [mtf.input("x", [b, n, d])]
+            for layer in range(6):
+                w = mtf.variable(f"w{layer}", [d, f])
+                function, read = (joined, seen) if sums else (attention, seen[-1:])
+                seen.append(mtf.recompute_grad(function, [w, *read]) if again else function(w, *read))
+            loss = mtf.reduce_mean(mtf.square(seen[-1]))
+            program = mtf.lower({"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss), mesh="chip:1")
+        return mtf.estimate(program, "v5e-1").memory
+
+    memory = peak(again=False)
+    (r,) = (r for r in memory.remedies if "recompute_grad" in r.what)
+    saved = memory.peak_bytes - peak(again=True).peak_bytes
+    assert abs(saved - r.gain_bytes) <= 0.1 * memory.peak_bytes
+    assert r.gain_bytes > 0.2 * memory.peak_bytes

@@ -98,7 +98,8 @@ def test_faults_are_named() -> None:
         (lambda: est.run(), r"by one of steps, epochs \(with examples\) or tokens; got \[\]"),
         (lambda: est.run(3, tokens=5), r"got \['steps', 'tokens'\]"),
         (lambda: est.run(epochs=3), "epochs and examples, those of one epoch, go together"),
-        (lambda: est.run(0), "steps must be positive, got 0"),
+        (lambda: est.run(1.5), "steps must be an integer, got float 1.5"),  # type: ignore[arg-type]
+        (lambda: est.run(0), "steps must be at least 1, got 0"),
         (lambda: est.run(tokens=float("nan")), "tokens must be a finite number"),
         (lambda: est.run(3, evaluation=est), "evaluation and evaluation_examples go together"),
         (lambda: est.run(3, evaluate_every=2), "evaluate_every needs evaluation"),

@@ -14,7 +14,7 @@ from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed, Policy, lightest, policy_of
 from meshlib.validation.runs import run_of
 from meshlib.validation.training import OVERLAP, _lowered, config_of, layout_of, prepare
-from tests.validation.rows import TRAINING
+from tests.validation.rows import BY_NAME, TRAINING
 
 ROWS = {row["id"]: row for row in TRAINING}
 MLPERF = {
@@ -139,9 +139,41 @@ def test_recomputation_as_in_another_row():
 
 
 def test_an_evaluation_that_a_block_includes():
-    run = run_of(ROWS["mlp-v0.7-bert-v3-32"])
+    run = run_of({**ROWS["mlp-v0.7-bert-v3-32"], "source": "a log"})
     assert (run.steps, run.evaluation) == (1117, 10_000)
+    assert run.evaluations == 23  # of 448 sequences
     assert "evaluation of 10,000 sequences" in run.assumed
+
+
+def test_what_a_submission_says_beside_its_row():
+    run = run_of(ROWS["mlp-v0.7-bert-v3-32"])
+    assert (run.steps, run.evaluation, run.evaluations) == (1117, 0, 0)
+    numerics = config_of(run).numerics
+    assert (numerics.softmax_dtype, numerics.variable_dtype) == ("float32", "float32")
+    said = [fact for fact in run.assumed if "its model and log" in fact]
+    assert len(said) == 3
+    assert not any("gathered in bfloat16" in fact for fact in run.assumed)
+
+
+def test_a_submission_names_the_recomputation_that_its_row_leaves_out():
+    row = BY_NAME["mlp-v4.0-gpt3-v5p-1024"]
+    run = run_of(row)
+    assert run.policy == policy_of("full")
+    assert (run.evaluation_batch, run.evaluations) == (512, 48)  # one sequence a chip
+    assert "recomputation: full (v5p-1024.sh)" in run.assumed
+    assert run_of({**row, "remat": "minimal"}).policy == policy_of("minimal")
+    assert run_of({**row, "source": {}}).policy == policy_of("save_qkv_proj")  # the least that fits
+
+
+def test_replicas_that_take_batches_by_length_wait_for_the_longest():
+    row = BY_NAME["mlp-v1.0-bert-tpu-v4-128-TF"]
+    run = run_of(row)
+    assert (run.batch, run.length, run.steps) == (128 * 16, 512, 56)
+    assert any("16 x 512 a replica (run_and_time.sh)" in fact for fact in run.assumed)
+    assert (run.evaluation_batch, run.evaluations) == (3072, 4)
+    alike = run_of({**row, "id": "x", "source": {"repo": "elsewhere", "file": row["source"]["file"]}})
+    assert (alike.batch, alike.length, alike.steps) == (3072, 512, 56)
+    assert config_of(alike).numerics.softmax_dtype == "bfloat16"
 
 
 PALM = {
