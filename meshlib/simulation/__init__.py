@@ -96,7 +96,8 @@ class Simulation:
     def rows_here(self, program: Program | None = None) -> Array | None:
         """Which rows of its inputs a program reads in this process, bool [rows]; None where it may be all.
 
-        `program`: that of the steps unless given. An input's rows are its first dim: of several processes each needs those that its devices hold.
+        `program`: that of the steps unless given. An input's rows are its first dim: of several processes each needs
+        those that its devices hold.
         """
         return None
 
