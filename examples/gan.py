@@ -14,7 +14,6 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 import einops
@@ -26,7 +25,7 @@ import meshlib as mtf
 from examples import devices, image_data
 from examples.image_data import ImageData
 from examples.pictures import grid, write_png
-from examples.terminal import check_least, finish, line, progress
+from examples.terminal import check_least, finish, line
 
 COLUMNS = 10
 
@@ -75,14 +74,15 @@ def train(args: argparse.Namespace) -> None:
     line(f"generator {config.generator_parameters:,} parameters, discriminator {config.discriminator_parameters:,}, "
          f"mesh {training.mesh}, layout {layout}")  # fmt: skip
     examples = {"images": shrunk(data, args.side), "labels": data.train_labels}
-    begun, seen = time.perf_counter(), []
-    for n, fed in enumerate(islice(mtf.Batches(examples, args.batch, shuffle_seed=args.seed), args.steps), start=1):
-        seen.append(sim.step(fed))
-        progress(n, args.steps, f"discriminator {float(seen[-1]['discriminator_loss']):.3f}")
-        if n % args.every == 0 or n == args.steps:
-            means = {name: np.mean([float(out[name]) for out in seen[-args.every :]]) for name in seen[-1]}
-            text = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in means.items())
-            line(f"step {n:>5}  {text}  ({time.perf_counter() - begun:.0f} s)")
+    begun = time.perf_counter()
+
+    def report(row: dict[str, float]) -> None:
+        text = "  ".join(f"{name.replace('_', ' ')} {row[name]:.3f}" for name in step[0])
+        line(f"step {row['step']:>5}  {text}  ({time.perf_counter() - begun:.0f} s)")
+
+    batches = mtf.Batches(examples, args.batch, shuffle_seed=args.seed)
+    if args.steps:
+        mtf.train(sim, batches, args.steps, log_every=args.every, report=report)
     if args.save:
         mtf.save(sim, args.save)
     if args.picture:

@@ -196,11 +196,12 @@ class OnJax(Simulation):
         twin._run(self.program, feeds)
         return measure(self.compiled(), lambda: twin._run(self.program, feeds), count)
 
-    def rows_here(self) -> HostArray | None:
+    def rows_here(self, program: Program | None = None) -> HostArray | None:
         """As of `Simulation`."""
+        of = self.program if program is None else program
         here: HostArray | None = None
-        for name, sharding in self.compiled().inputs.items():
-            sizes = self.program.inputs[name].tensor.shape.sizes
+        for name, sharding in self.compiled(of).inputs.items():
+            sizes = of.inputs[name].tensor.shape.sizes
             if not sizes or (here is not None and len(here) != sizes[0]):
                 return None
             here = np.zeros(sizes[0], bool) if here is None else here

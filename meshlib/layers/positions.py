@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log, pi
+from math import ceil, floor, log, pi
 
 from layouts import Dimension
 from meshlib import initializers
@@ -21,6 +21,9 @@ from meshlib.ops.rotate import rotate_half
 from meshlib.ops.shape import rename_dimension
 from meshlib.ops.window import slice as part_of
 
+RAMPS = ("turns", "pairs")
+STEEP = 0.001  # pairs, the width of a ramp whose ends fall together, as in the source
+
 
 @dataclass(frozen=True)
 class RotaryScaling:
@@ -33,16 +36,22 @@ class RotaryScaling:
       factor: at least 1.
       low, high: turns, low < high.
       original_length: tokens.
-    Raises: GraphError for other numbers.
+      ramp: what grows evenly in between: "turns", or "pairs", the numbers of the pairs, whose first and last are the
+        whole numbers around those of `high` and `low` turns.
+      amplitude: queries and keys are multiplied by it.
+    Raises: GraphError for other numbers, and for pairs without an original length.
 
-    Source: the "llama3" and "linear" of huggingface/transformers, modeling_rope_utils.py; Llama 3.1 has factor 8,
-    Llama 3.2's small models 32, both of 8,192 tokens. Chen et al., arXiv:2306.15595 (linear).
+    Source: the "llama3" (turns), "yarn" (pairs; low 1, high 32, amplitude 0.1 ln(factor) + 1) and "linear" of
+    huggingface/transformers, modeling_rope_utils.py; Llama 3.1 has factor 8, Llama 3.2's small models 32, both of 8,192
+    tokens. Chen et al., arXiv:2306.15595 (linear); Peng et al., arXiv:2309.00071 (YaRN).
     """
 
     factor: float
     low: float = 1.0
     high: float = 4.0
     original_length: int | None = None
+    ramp: str = "turns"
+    amplitude: float = 1.0
 
     def __post_init__(self) -> None:
         what = "RotaryScaling"
@@ -54,14 +63,38 @@ class RotaryScaling:
             )
         if self.original_length is not None and whole(self.original_length, what, "original_length") < 1:
             raise GraphError(f"{at(what)}: original_length must be at least 1, got {self.original_length}")
+        if self.ramp not in RAMPS:
+            raise GraphError(f"{at(what)}: ramp must be {' or '.join(RAMPS)}, got {self.ramp!r:.40}")
+        if self.ramp == "pairs" and (self.original_length is None or not low):
+            raise GraphError(
+                f"{at(what)}: a ramp over pairs needs an original_length and low above 0, got {self.original_length} "
+                f"and {low:g}"
+            )
+        if number(self.amplitude, what, "amplitude") <= 0:
+            raise GraphError(f"{at(what)}: amplitude must be positive, got {self.amplitude:g}")
 
-    def slowed(self, frequency: Tensor) -> Tensor:
-        """Angles per token, of each pair."""
+    def slowed(self, frequency: Tensor, pair: Tensor, pairs: int, base: float) -> Tensor:
+        """Angles per token of each pair, which turned by `frequency` = base^(-pair / pairs)."""
         if self.original_length is None:
             return frequency * (1 / self.factor)
-        turns = frequency * (self.original_length / (2 * pi))
-        kept = clip_by_value((turns - self.low) * (1 / (self.high - self.low)), 0.0, 1.0)
-        return frequency * (kept * (1 - 1 / self.factor) + 1 / self.factor)
+        if self.ramp == "turns":
+            turns = frequency * (self.original_length / (2 * pi))
+            kept = (turns - self.low) * (1 / (self.high - self.low))
+        else:
+            first, last = self._ends(pairs, base)
+            kept = (last - pair) * (1 / (last - first))
+        return frequency * (clip_by_value(kept, 0.0, 1.0) * (1 - 1 / self.factor) + 1 / self.factor)
+
+    def _ends(self, pairs: int, base: float) -> tuple[float, float]:
+        """The pairs between which the ramp lies: those of `high` and of `low` turns, rounded outwards."""
+        if base <= 1:
+            raise GraphError(f"{at('rotary')}: a scaling with a ramp over pairs needs a base above 1, got {base:g}")
+        assert self.original_length is not None
+        first, last = (
+            pairs * log(self.original_length / (2 * pi * turns)) / log(base) for turns in (self.high, self.low)
+        )
+        begin, end = max(floor(first), 0), min(ceil(last), 2 * pairs - 1)
+        return begin, end if end > begin else begin + STEEP
 
 
 def _angles(
@@ -72,7 +105,7 @@ def _angles(
     pair = cast(mod(positions_of(dim), half), dtype)
     frequency = exp(pair * (-log(base) / half))
     if scaling is not None:
-        frequency = scaling.slowed(frequency)
+        frequency = scaling.slowed(frequency, pair, half, base)
     return multiply(cast(positions, dtype), frequency, [*positions.shape, dim])
 
 
@@ -135,6 +168,8 @@ def rotary(
     with innermost([x], what):
         at_rows = positions_of(rows) if positions is None else tensor(positions, what)
         angles = _angles(at_rows, d, base, wide.dtype, scaling)
+    if scaling is not None and scaling.amplitude != 1:
+        wide = wide * scaling.amplitude
     straight, turned = wide * cos(angles), rotate_half(wide, d) * sin(angles)
     if wide is x:
         return add(straight, turned, name=name)

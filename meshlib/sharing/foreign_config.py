@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
       path: the file, or its folder.
       name: of the model; that of the folder unless given.
     Raises: CheckpointError for a file that is none; GraphError for another model_type, and for what the library has
-      not, such as other ways to scale rotary positions than "linear" and "llama3".
+      not, such as other ways to scale rotary positions than "linear", "llama3" and "yarn".
     """
     place = Path(path) if isinstance(path, str | os.PathLike) else path
     if isinstance(place, Path) and place.is_dir():
@@ -73,13 +74,13 @@ def _llama(found: Fields) -> dict[str, Any]:
         "norm_epsilon": found.get("rms_norm_eps", 1e-6),
         "position": "rotary",
         "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
-        "rope_scaling": _scaling(rope),
+        "rope_scaling": _scaling(rope, found),
         "attention_bias": bool(found.get("attention_bias", False)),
         "tied": bool(found.get("tie_word_embeddings", False)),
     }
 
 
-def _scaling(rope: Fields) -> RotaryScaling | None:
+def _scaling(rope: Fields, found: Fields) -> RotaryScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -88,10 +89,29 @@ def _scaling(rope: Fields) -> RotaryScaling | None:
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         return RotaryScaling(*(rope[name] for name in names))
+    if kind == "yarn":
+        return _yarn(rope, found)
     raise GraphError(
         f"{at(WHAT)}: the rotary positions are scaled ({kind!r:.40}) in a way that the library has not; known: "
-        "default, linear, llama3. Without it logits differ beyond the length that the model was first trained on"
+        "default, linear, llama3, yarn. Without it logits differ beyond the length that the model was first trained on"
     )
+
+
+def _yarn(rope: Fields, found: Fields) -> RotaryScaling:
+    _refuse(rope, {"truncate": True})
+    length = rope.get("original_max_position_embeddings") or found["max_position_embeddings"]
+    factor = rope.get("factor") or found["max_position_embeddings"] / length
+    amplitude = rope.get("attention_factor")
+    if amplitude is None:
+        over, under = rope.get("mscale"), rope.get("mscale_all_dim")
+        amplitude = _grown(factor, over) / _grown(factor, under) if over and under else _grown(factor, 1.0)
+    low, high = rope.get("beta_slow") or 1.0, rope.get("beta_fast") or 32.0
+    return RotaryScaling(factor, low, high, length, "pairs", amplitude)
+
+
+def _grown(factor: float, weight: float) -> float:
+    """By how much YaRN multiplies queries and keys of a text that is longer by a factor."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _refuse(found: Fields, usual: Fields) -> None:

@@ -93,10 +93,11 @@ class Simulation:
         """
         return self.run(self.program, feeds, **named)
 
-    def rows_here(self) -> Array | None:
-        """Which rows of its inputs the program reads in this process, bool [rows]; None where it may be all.
+    def rows_here(self, program: Program | None = None) -> Array | None:
+        """Which rows of its inputs a program reads in this process, bool [rows]; None where it may be all.
 
-        An input's rows are its first dim: of several processes each needs those that its devices hold.
+        `program`: that of the steps unless given. An input's rows are its first dim: of several processes each needs
+        those that its devices hold.
         """
         return None
 

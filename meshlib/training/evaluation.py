@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from meshlib.checks import at
-from meshlib.data import Data
+from meshlib.data import Data, Feed
 from meshlib.errors import FeedError, GraphError
 from meshlib.program.records import Program, require_program
 from meshlib.simulation import Simulation
@@ -64,7 +64,7 @@ class Evaluation:
         totals: dict[str, float] = {}
         count = 0.0
         measure = self.measure or self._single_numbers
-        for batch in self.data:
+        for batch in self._batches(run):
             if self.measure is None:
                 self._check_mask(batch)
             outputs = run.run(self.program, feeds_of(self.program, batch))
@@ -80,6 +80,19 @@ class Evaluation:
         if not count:
             raise FeedError(f"{at('Evaluation')}: the data have no example that counts")
         return {name: total / count for name, total in totals.items()}
+
+    def _batches(self, run: Simulation) -> Iterator[Batch]:
+        """Of several processes each prepares the rows that its devices hold; a `measure` may look at them all."""
+        batches = iter(self.data)
+        if not isinstance(batches, Feed):
+            yield from batches
+            return
+        try:
+            if self.measure is None and (rows := run.rows_here(self.program)) is not None:
+                batches.only(rows)
+            yield from batches
+        finally:
+            batches.close()
 
     def _check_mask(self, batch: Batch) -> None:
         """Means of a program that does not take the mask count the rows that only fill a batch up."""

@@ -25,7 +25,7 @@ def compared(
 
     graph = mtf.from_jax(fn, *args, names=names)
     arrays, rest = _parted(args)
-    floats = [np.asarray(x).dtype.kind not in "iub" for x in arrays]
+    floats = [jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in arrays]
 
     def of(moving: list[Any]) -> tuple[Any, Any]:
         given = iter(moving)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from tests.importing.models import tokens
 
 LAYOUTS = [
@@ -9,6 +13,22 @@ LAYOUTS = [
     ("fsdp:4", "batch:fsdp;d_model:fsdp?"),
     ("seq:2;model:2", "length:seq;heads:model;d_ff:model"),
 ]
+
+
+def drawn(shapes: Any) -> Any:
+    """Arrays of these shapes, of NumPy's numbers: what a library draws takes longer to compile than the test to run."""
+    import jax
+
+    rng = np.random.default_rng(0)
+
+    def filled(leaf: Any) -> Any:
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+            return jax.numpy.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype)
+        return jax.numpy.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree_util.tree_map(filled, shapes)
 
 
 def linen():
@@ -45,7 +65,7 @@ def linen():
         "*.Dense_0.kernel": "d_model d_ff",
     }
     t, y = tokens(4, 8), tokens(4, 8)
-    return loss, (model.init(jax.random.key(0), t), t, y), names, LAYOUTS
+    return loss, (drawn(jax.eval_shape(lambda: model.init(jax.random.key(0), t))), t, y), names, LAYOUTS
 
 
 def nnx():
@@ -71,7 +91,8 @@ def nnx():
         def __call__(self, t):
             return self.out(self.block(self.emb(t)))
 
-    graph, state = nnx.split(Model(nnx.Rngs(0)))
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
+    state = drawn(shapes)
 
     def loss(state, t, y):
         logs = jax.nn.log_softmax(nnx.merge(graph, state)(t))
@@ -173,10 +194,13 @@ def haliax():
         def __call__(self, t):
             return hax.dot(self.layers.fold(self.emb(t)), self.emb.weight, axis=embed)
 
-    keys = jax.random.split(jax.random.key(1), 2)
-    stacked = hnn.Stacked.init(layers, Block, gradient_checkpointing=True)(key=keys)
-    model = Model(hnn.Embedding.init(vocab, embed, key=jax.random.key(0)), stacked)
-    params, static = eqx.partition(model, eqx.is_inexact_array)
+    def made():
+        keys = jax.random.split(jax.random.key(1), 2)
+        stacked = hnn.Stacked.init(layers, Block, gradient_checkpointing=True)(key=keys)
+        return Model(hnn.Embedding.init(vocab, embed, key=jax.random.key(0)), stacked)
+
+    shapes, static = eqx.partition(eqx.filter_eval_shape(made), lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    params = drawn(shapes)
 
     def loss(params, t, y):
         logits = eqx.combine(params, static)(hax.named(t, (batch, position)))

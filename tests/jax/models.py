@@ -10,18 +10,18 @@ STEPS = 3
 Feeds = list[dict[str, np.ndarray]]
 
 
-def mlp(mesh: str, layout: str) -> mtf.Program:
-    """Two layers with dropout, a batch of 16; plain gradient steps."""
+def mlp(mesh: str, layout: str, training: bool = True) -> mtf.Program:
+    """Two layers with dropout, a batch of 16; plain gradient steps, or the loss alone."""
     batch, pixels, hidden = mtf.Dimension("batch", 16), mtf.Dimension("pixels", 24), mtf.Dimension("hidden", 32)
     classes = mtf.Dimension("classes", 8)
     with mtf.Graph():
         x = mtf.input("x", [batch, pixels])
         labels = mtf.input("labels", [batch], dtype="int32")
         h = mtf.layers.dense(x, hidden, activation=mtf.tanh, name="first")
-        logits = mtf.layers.dense(mtf.dropout(h, True, rate=0.25), classes, name="last")
+        logits = mtf.layers.dense(mtf.dropout(h, training, rate=0.25), classes, name="last")
         losses = mtf.layers.softmax_cross_entropy_with_logits(logits, mtf.one_hot(labels, classes), classes)
         loss = mtf.reduce_mean(losses)
-        updates = mtf.optimize.SgdOptimizer(0.3).minimize(loss)
+        updates = mtf.optimize.SgdOptimizer(0.3).minimize(loss) if training else ()
     return mtf.lower({"loss": loss}, updates, mesh, layout, precision="highest")
 
 

@@ -61,9 +61,22 @@ def looped(folder: Path) -> None:
     assert len(read) == 8 * size // 2, len(read)
     for variable in run.state:
         np.testing.assert_allclose(other.state[variable], run.state[variable], rtol=1e-4, atol=1e-6)
+    forward = mlp("rows:2;cols:4", "batch:rows;hidden:cols", training=False)
+    found = []
+    for measure, rows_read in ((None, 3 * size // 2), (_summed, 3 * size)):  # a function may look at all rows
+        read.clear()
+        evaluation = mtf.Evaluation(program=forward, data=data.batch(size), every=1, measure=measure)
+        found.append(evaluation(run)["loss"])
+        assert len(read) == rows_read, len(read)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
     rows = [row["loss"] for row in part.history.rows]
     arrays = {n.replace("/", "|"): run.state[n] for n in run.state}
     np.savez(folder / f"looped.{jax.process_index()}.npz", rows=rows, **arrays)
+
+
+def _summed(outputs: dict[str, np.ndarray], batch: dict[str, np.ndarray]) -> dict[str, float]:
+    count = len(batch["x"])
+    return {"loss": float(outputs["loss"]) * count, "count": count}
 
 
 def main(index: int, port: int, folder: Path, *names: str) -> None:

@@ -67,6 +67,23 @@ def slowed(frequency: float, scaling: Any) -> float:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
+def turned_by_yarn(theta: float, dim: int, scaling: Any) -> tuple[Array, float]:
+    """Frequencies of the pairs of a head, and what their sines and cosines are multiplied by."""
+    length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_that_turns(scaling.get("beta_fast", 32))), 0)
+    last = min(math.ceil(pair_that_turns(scaling.get("beta_slow", 1))), dim - 1)
+    found = []
+    for n in range(dim // 2):
+        slow = np.clip((n - first) / max(last - first, 0.001), 0, 1)
+        plain = theta ** (-2 * n / dim)
+        found.append(plain / factor * slow + plain * (1 - slow))
+    return np.array(found), scaling.get("attention_factor", 0.1 * math.log(factor) + 1)
+
+
 def llama(
     w: Weights, tokens: Array, layers: int, heads: int, kv_heads: int, theta: float, epsilon: float, scaling: Any = None
 ) -> Array:
@@ -74,11 +91,15 @@ def llama(
 
     def turned(y: Array) -> Array:
         dim = y.shape[-1]
-        inverse = np.array([slowed(1.0 / theta ** (n / dim), scaling) for n in range(0, dim, 2)])
+        amplitude = 1.0
+        if scaling is not None and scaling.get("rope_type") == "yarn":
+            inverse, amplitude = turned_by_yarn(theta, dim, scaling)
+        else:
+            inverse = np.array([slowed(1.0 / theta ** (n / dim), scaling) for n in range(0, dim, 2)])
         angles = np.outer(np.arange(len(tokens)), inverse)
         angles = np.concatenate([angles, angles], -1)
         half = np.concatenate([-y[..., dim // 2 :], y[..., : dim // 2]], -1)
-        return y * np.cos(angles) + half * np.sin(angles)
+        return amplitude * (y * np.cos(angles) + half * np.sin(angles))
 
     for n in range(layers):
         p = f"model.layers.{n}."

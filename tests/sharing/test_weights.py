@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ LENGTH = 11
 
 SLOWED = {  # of four pairs one is left as it is, one in between, two are slowed
     **{"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 64,
+}
+
+YARN = {  # likewise one of four is left, one in between
+    **{"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5},
     "original_max_position_embeddings": 64,
 }
 
@@ -104,6 +110,7 @@ CASES = {
     "llama, one head of keys": (llama_config(num_key_value_heads=1), llama_shapes),
     "llama, tied, with biases": (llama_config(tie_word_embeddings=True, attention_bias=True), llama_shapes),
     "llama, slowed positions": (llama_config(rope_scaling=SLOWED), llama_shapes),
+    "llama, positions by YaRN": (llama_config(rope_scaling=YARN), llama_shapes),
     "llama, all positions slowed": (llama_config(rope_scaling={"type": "linear", "factor": 3.0}), llama_shapes),
     "llama, parameters of positions": (
         llama_config(rope_parameters={**SLOWED, "rope_theta": 5000.0, "factor": 9.0}),
@@ -154,6 +161,24 @@ def test_published_periods_of_llama_3_2() -> None:
     angles = np.arctan2(y[:, 32:], y[:, :32]) - np.pi / 4  # ones lie at 45 degrees
     for n, period in known.items():
         np.testing.assert_allclose(angles[:, n], np.arange(3) / period, atol=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, (2.0, 0.1 * np.log(2.0) + 1)),  # the factor is that of the lengths
+        ({"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}, (40.0, 1.0)),  # as DeepSeek-V3's
+        ({"factor": np.e, "mscale": 2.0, "mscale_all_dim": 1.0}, (np.e, 1.2 / 1.1)),
+        ({"factor": 4.0, "attention_factor": 1.5, "beta_fast": None}, (4.0, 1.5)),
+    ],
+)
+def test_what_a_config_leaves_out_of_yarn(given: dict[str, Any], wanted: tuple[float, float], tmp_path: Path) -> None:
+    rope = {"type": "yarn", "original_max_position_embeddings": 4096, **given}
+    found = llama_config(rope_scaling=rope, max_position_embeddings=8192)
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    scaling = mtf.sharing.read_config(tmp_path).rope_scaling
+    assert scaling is not None
+    assert astuple(scaling) == (wanted[0], 1.0, 32.0, 4096, "pairs", pytest.approx(wanted[1]))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -286,7 +311,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for wrong, kind, text in (
         ({"model_type": "bert"}, mtf.GraphError, "model_type 'bert'; known: llama, gpt2, t5"),
         ({"model_type": "gpt2"}, mtf.CheckpointError, "has no 'n_embd'"),
-        (llama_config(rope_scaling={"rope_type": "yarn"}), mtf.GraphError, "scaled .'yarn'. in a way"),
+        (llama_config(rope_scaling={"rope_type": "dynamic"}), mtf.GraphError, "scaled .'dynamic'. in a way"),
+        (llama_config(rope_scaling={"rope_type": "yarn"}), mtf.CheckpointError, "no 'max_position_embeddings'"),
+        (llama_config(rope_scaling={**YARN, "truncate": False}), mtf.GraphError, "truncate is False; only True"),
+        (llama_config(rope_scaling={**YARN, "attention_factor": 0.0}), mtf.GraphError, "amplitude must be positive"),
         (llama_config(rope_scaling={"rope_type": "llama3"}), mtf.CheckpointError, "has no 'factor'"),
         (llama_config(rope_scaling={**SLOWED, "factor": 0.5}), mtf.GraphError, "factor must be at least 1 .* 0.5"),
         (llama_config(rope_scaling={**SLOWED, "high_freq_factor": 1}), mtf.GraphError, "low < high, got .* high 1"),
