@@ -15,6 +15,7 @@ from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL, FLOAT32, INT32
 from meshlib.errors import FeedError
 from meshlib.operation import RESIDENT, Combination, Form, Home, Kind, OpDef, PowerProduct, Storage, Total
+from tests.cases import Array
 from tests.traits.samples import EXCUSED, STRUCTURE, Sample, apply, same, stored
 
 # ---------------------------------------------------------------- linear
