@@ -23,7 +23,7 @@ os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import gc  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Generator, Iterator  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -51,6 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
         here = Path(__file__).parent
         helpers = [str(p) for p in (here / "jax").glob("*.py") if not p.name.startswith("test_")]
         config.option.ignore_glob = [*(config.option.ignore_glob or ()), str(here.parent / "meshlib/jax/*"), *helpers]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Tests without a prompt are not searched for doctests, object by object, by every worker."""
+    found = yield
+    return found if b">>>" in file_path.read_bytes() else [c for c in found if type(c) is pytest.Module]
 
 
 def pytest_collection_finish() -> None:

@@ -37,11 +37,13 @@ def check_roles(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
             count = next((n for n in range(2, f.size + 1) if f.size % n == 0), 1)
             if count == 1:
                 continue
+            blocks = _blocks_alone(record, s, f, count)
+            whole = apply(record, s.op, s.arrays) if blocks else ()
             if f.role in ALONE:
-                if not _works(record, s, f, f.role, count):
+                if not _works(s, f, f.role, blocks, whole):
                     yield f"{s}: blocks of {f.name} do not make up the whole as {f.role}"
                 continue
-            needed = not any(_works(record, s, f, role, count) for role in ALONE)
+            needed = not any(_works(s, f, role, blocks, whole) for role in ALONE)
             if f.role is Role.WHOLE:
                 needed = needed and not _needs_a_run(record, s, f)
                 dim = _attributes(s.op, f) or "a dim"
@@ -98,15 +100,20 @@ def _blocks(record: OpDef, s: Sample, f: Factor, count: int, arrays: Sequence[Ar
     return made
 
 
-def _works(record: OpDef, s: Sample, f: Factor, role: Role, count: int) -> bool:
-    """Whether blocks, each run alone, make up the whole in a role."""
+def _blocks_alone(record: OpDef, s: Sample, f: Factor, count: int) -> list[tuple[Array, ...]]:
+    """The results of blocks, each run alone; none where some can't be."""
     if any(name and y.shape.dim(name).size % count for name, y in zip(f.outputs, s.op.outputs, strict=True)):
-        return False
+        return []
     try:
-        made = _blocks(record, s, f, count, s.arrays)
+        return _blocks(record, s, f, count, s.arrays)
     except Exception:  # what was never meant to run on a block may fail in any way
+        return []
+
+
+def _works(s: Sample, f: Factor, role: Role, made: Sequence[tuple[Array, ...]], whole: tuple[Array, ...]) -> bool:
+    """Whether blocks, each run alone, make up the whole in a role."""
+    if not made:
         return False
-    whole = apply(record, s.op, s.arrays)
     joined = []
     for n, y in enumerate(s.op.outputs):
         parts, dim = [ys[n] for ys in made], f.outputs[n]

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import meshlib as mtf
 from hardware import Slice
@@ -85,6 +85,12 @@ def most_ways_decoding() -> int:
     return smallest(crossed, 128) - 1
 
 
+@cache
+def on_64_by_4(tokens: int, d: int, f: int) -> mtf.Estimate:
+    """The forward pass, whose bytes splits of other sizes are made of."""
+    return estimate(mlp(tokens, d, f, "X:64;Y:4", MIXED), Slice("v5p-512", ideal("v5p")))
+
+
 @dataclass(frozen=True)
 class Split:
     """A layer's forward pass on N chips, X ways fully sharded and Y tensor-parallel, with the book's network.
@@ -103,7 +109,7 @@ class Split:
     def _parts(self) -> tuple[float, float, float]:
         """(seconds x ways of Y) of gathering weights, (seconds x ways of X) of activations, seconds of products."""
         chip = ideal("v5p")
-        est = estimate(mlp(self.tokens, self.d, self.f, "X:64;Y:4", MIXED), Slice("v5p-512", chip))
+        est = on_64_by_4(self.tokens, self.d, self.f)
         byte = critical_intensity(chip, "ici") / est.slice.peak_flops_per_device
         weights, activations = whole_bytes(est, "X") * 4, whole_bytes(est, "Y") * 64
         products = est.flops * est.slice.devices / self.chips / est.slice.peak_flops_per_device
