@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import meshlib as mtf
-from tests.effort import deep, each, some
+from tests.effort import each, some
 from tests.lowering_minima import NOT_YET, ROWS, SAMPLE, THEMES
 from tests.minima.table import DTYPES, Case
 
@@ -51,11 +51,9 @@ def test_formulas_hold_for_fewer_devices(theme: ModuleType, monkeypatch: pytest.
     """They are formulas in n, not numbers that are right for one n."""
     monkeypatch.setattr(theme, "N", 2)
     monkeypatch.setattr(theme, "MESH", "m:2")
-    rows = [name for name in ROWS if ROWS[name].__module__ == theme.__name__ and not missed(name, "float32")]
     tried = 0
-    for n, name in enumerate(rows):
-        # Of the others the default run looks at the bytes for all devices, above, and at the numbers of some.
-        if deep() or n % 2 == 0 or len(rows) < 16:
+    for name, build in ROWS.items():
+        if build.__module__ == theme.__name__ and not missed(name, "float32"):
             case = built(name, "float32")
             program = mtf.lower(case.outputs, case.updates, mesh=case.mesh, layout=case.layout)
             assert program.sent_bytes == case.minimum, name
