@@ -31,7 +31,7 @@ EFFORT = 2000  # states times operations
 # large graphs, of what the way sends that follows the one best state.
 WINDOW, FIRST_WINDOW = 0.15, 0.3
 HOMESICK = (0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
-FEW = 8  # states: so many are not worth looking for those that others cover
+FEW = 8  # states, or half of those that are kept: so many are not worth looking for those that others cover
 BEHIND = 0.1  # of what the search ahead sends: who is so far behind does not catch up
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
@@ -150,7 +150,7 @@ class Beam:
         if not self._changed:
             return
         self._changed = False
-        if len(self.states) > FEW:
+        if len(self.states) > max(1, min(FEW, self.width // 2)):
             best = self.states.best(self.sent, self.width, self.window, self._expected, self._between)
             self.states, all_uncovered = best
             self.dropped |= not all_uncovered
