@@ -31,21 +31,22 @@ EFFORT = 2000  # states times operations
 # large graphs, of what the way sends that follows the one best state.
 WINDOW, FIRST_WINDOW = 0.15, 0.3
 HOMESICK = (0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
-FEW = 8  # states, or half of those that are kept: so many are not worth looking for those that others cover
+FEW = 8  # states: so many are not worth looking for those that others cover, unless one may be lost by the window
 BEHIND = 0.1  # of what the search ahead sends: who is so far behind does not catch up
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
 
 
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
     """What each operation does in the best program found."""
-    window = float("inf")
+    found, window = [], float("inf")
     if not course.small:
-        window = FIRST_WINDOW * _searched(Beam(course, None, width=1)).sent
-    best = _searched(Beam(course, None, HOMESICK[0], window))
-    if best.dropped:
-        others = [_searched(Beam(course, None, share, window, ahead=best)) for share in HOMESICK[1:]]
-        best = _improved(min([best, *(beam for beam in others if not beam.lost)], key=lambda beam: beam.cost))
-    return best.chosen
+        found = [_searched(Beam(course, None, width=1))]
+        window = FIRST_WINDOW * found[0].sent
+    first = _searched(Beam(course, None, HOMESICK[0], window))
+    if not first.dropped:
+        return first.chosen
+    found += [first, *(_searched(Beam(course, None, share, window, ahead=first)) for share in HOMESICK[1:])]
+    return _improved(min((beam for beam in found if not beam.lost), key=lambda beam: beam.cost)).chosen
 
 
 def _improved(beam: Beam) -> Beam:
@@ -150,7 +151,7 @@ class Beam:
         if not self._changed:
             return
         self._changed = False
-        if len(self.states) > max(1, min(FEW, self.width // 2)):
+        if len(self.states) > (FEW if self.window == float("inf") and self.width > FEW else 1):
             best = self.states.best(self.sent, self.width, self.window, self._expected, self._between)
             self.states, all_uncovered = best
             self.dropped |= not all_uncovered
