@@ -30,7 +30,8 @@ EFFORT = 2000  # states times operations
 # Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches in
 # large graphs, of what the way sends that follows the one best state.
 WINDOW, FIRST_WINDOW = 0.15, 0.3
-HOMESICK = (0.5, 0.0)  # the first searches differ in how much of the way home they expect to be gone
+# The first searches differ in how much of the way home they expect to be gone; in small graphs none is sure of it.
+HOMESICK = (1.0, 0.5, 0.0)
 FEW = 8  # states: so many are not worth looking for those that others cover, unless one may be lost by the window
 BEHIND = 0.1  # of what the search ahead sends: who is so far behind does not catch up
 SEARCHES = 8  # at most; each is guided by what the one before found, as long as that helps
@@ -39,13 +40,14 @@ SEARCHES = 8  # at most; each is guided by what the one before found, as long as
 def best_choices(course: Course) -> Mapping[Operation, Choice]:
     """What each operation does in the best program found."""
     found, window = [], float("inf")
+    shares = HOMESICK[1:] if course.small else HOMESICK
     if not course.small:
         found = [_searched(Beam(course, None, width=1))]
         window = FIRST_WINDOW * found[0].sent
-    first = _searched(Beam(course, None, HOMESICK[0], window))
+    first = _searched(Beam(course, None, shares[0], window))
     if not first.dropped:
         return first.chosen
-    found += [first, *(_searched(Beam(course, None, share, window, ahead=first)) for share in HOMESICK[1:])]
+    found += [first, *(_searched(Beam(course, None, share, window, ahead=first)) for share in shares[1:])]
     return _improved(min((beam for beam in found if not beam.lost), key=lambda beam: beam.cost)).chosen
 
 

@@ -378,7 +378,7 @@ def test_with_one_state_at_a_time(sabotage):
 def test_without_a_guide(sabotage):
     """One narrow search that looks home gathers for the products of a split length; those that it guides do not."""
     sabotage.setattr(beam, "FIRST_WIDTHS", (2, 2))
-    sabotage.setattr(beam, "HOMESICK", (1.0,))
+    sabotage.setattr(beam, "HOMESICK", (1.0, 1.0))
     good = sent("sequence", 4)
     sabotage.setattr(beam, "SEARCHES", 0)
     assert_sends_more("sequence", 4, good)
