@@ -13,6 +13,7 @@ from hardware import CHIPS, Matmul
 from hardware.core import matmul_seconds
 from hardware.numerics import round_to_bfloat16
 from layouts import Shape
+from meshlib.engine import Engine
 from meshlib.ops.sliding import window_sizes
 from meshlib.program.instructions import Compute, Widen
 from tests.cases_images import convolved, spread_out
@@ -240,6 +241,33 @@ def test_windows_take_no_memory_no_bytes_and_no_flops_of_padding() -> None:
     assert kernel.hbm_bytes == x + w + y
     inside = 5 * 16 - 2 * (2 + 1)  # taps of all windows along a dim
     assert kernel.mxu_flops == 2 * 128 * inside**2 * 128 * 128
+
+
+@pytest.mark.parametrize("batch", [1, 200])
+@pytest.mark.parametrize(("channels", "out"), [(3, 16), (64, 2)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_fast_executor_multiplies_little_more_than_the_work(
+    batch: int, channels: int, out: int, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiplied = 0
+    matmul = Engine.matmul
+
+    def counted(self: Engine, a: Array, b: Array, out: Array) -> None:
+        nonlocal multiplied
+        multiplied += a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2]
+        matmul(self, a, b, out)
+
+    with mtf.Graph():
+        x = mtf.input("x", [D("b", batch), *dims("height:12;width:12"), D("c", channels)])
+        w = mtf.input("w", [*dims("kh:3;kw:3"), D("c", channels), D("o", out)])
+        y = mtf.conv2d(x, w, stride)
+        found = dict(zip(("dx", "dw"), mtf.gradients([mtf.reduce_sum(mtf.square(y))], [x, w]), strict=True))
+        program = mtf.lower({"y": y, **found}, precision="highest")
+    feeds = {"x": np.ones(x.shape.sizes, np.float32), "w": np.ones(w.shape.sizes, np.float32)}
+    monkeypatch.setattr(Engine, "matmul", counted)
+    run(program, feeds, "fast")
+    inside = sum(r.mxu_flops for r in mtf.estimate(program, "v5e-1").rows) // 6  # products in six passes
+    assert 0 < multiplied <= 0.75 * inside  # half a flop and half as much again: what lies outside the image
 
 
 def test_a_block_in_the_middle_has_the_most_to_do() -> None:

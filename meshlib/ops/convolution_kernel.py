@@ -65,7 +65,8 @@ def convolved(x: Array, w: Array, out: Array, dims: Classes, slides: Sequence[Sl
     """Write the convolution of `x` and `w` into `out`; `slides` in these blocks' own indices."""
     channels, made = (prod(a.shape[names.index(n)] for n in classes) for a, names, classes in
                       ((x, dims.first, dims.contracted), (w, dims.second, dims.columns)))  # fmt: skip
-    if dims.rows and all(s.stride == 1 for s in slides) and channels > _NARROWING * made:
+    short = prod(s.first for s in slides) <= 2 * prod(s.out for s in slides)  # windows: else most products are unused
+    if dims.rows and all(s.stride == 1 for s in slides) and channels > _NARROWING * made and short:
         _add_products_at_taps(x, w, out, dims, slides, engine)
         return
     for parts in product(*(tuple(s.plain()) for s in slides)):

@@ -26,6 +26,7 @@ SHAPES = (
     Shapes("1x1, 256 to 64", 8, 56, 256, 1, 64),
     Shapes("1x1/2, 256 to 512", 8, 56, 256, 1, 512, 2),
     Shapes("5x5, 32 channels", 8, 28, 32, 5, 32),
+    Shapes("3x3, 16 channels, 64 images", 64, 28, 16, 3, 16),
     Shapes("depthwise 3x3, 128", 8, 28, 128, 3, 128, depthwise=True),
 )
 MESHES = {
