@@ -29,7 +29,7 @@ FIRST_WIDTHS, WIDTHS = (6, 32), (16, 48)  # at least, at most
 EFFORT = 2000  # states times operations
 # Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches in
 # large graphs, of what the way sends that follows the one best state.
-WINDOW, FIRST_WINDOW = 0.15, 0.3
+WINDOW, FIRST_WINDOW = 0.2, 0.3
 # The first searches differ in how much of the way home they expect to be gone; in small graphs none is sure of it.
 HOMESICK = (1.0, 0.5, 0.0)
 FEW = 8  # states: so many are not worth looking for those that others cover, unless one may be lost by the window
