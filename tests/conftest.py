@@ -68,9 +68,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What a file leaves behind, such as programs that its tests share, stays until the end."""
+    """What files leave behind, such as programs that their tests share, stays until the end, once there is much."""
     yield
-    if nextitem is not None and nextitem.path != item.path:
+    if nextitem is not None and nextitem.path != item.path and gc.get_count()[2] >= 5:
         _keep()
 
 
