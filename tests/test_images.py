@@ -64,7 +64,7 @@ LAYOUTS = (
     ("p:2;q:2;r:2", "height:p;width:q;inner:r;wide:r?"),
     ("p:2;q:2", "height:p+q"),
     ("p:2;q:2", "wide:p;height:q"),
-    ("p:2;q:2", "kh:p?;batch:q"),
+    ("p:2;q:2", "rgb:p?;batch:q"),
 )
 
 
