@@ -38,7 +38,7 @@ def free_ops(program: mtf.Program) -> int:
     return inside + sum(local_work(program, i).vpu_ops for i in free)
 
 
-@settings(max_examples=draws(25, 1000))
+@settings(max_examples=draws(15, 1000))
 @given(programs(), st.sampled_from(POLICIES))
 def test_bounds_and_counts_of_random_programs(p: Written, overlap: str) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
@@ -67,7 +67,7 @@ def test_bounds_and_counts_of_random_programs(p: Written, overlap: str) -> None:
     check_trace(est)
 
 
-@settings(max_examples=draws(15, 400))
+@settings(max_examples=draws(9, 400))
 @given(programs(), st.sampled_from(["hbm_bytes_per_second", "ici_bytes_per_second", "clock_hz"]))
 def test_a_faster_machine_is_never_slower(p: Written, figure: str) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
@@ -78,7 +78,7 @@ def test_a_faster_machine_is_never_slower(p: Written, figure: str) -> None:
         assert fast.step_seconds <= slow.step_seconds * (1 + 1e-9)
 
 
-@settings(max_examples=draws(15, 400))
+@settings(max_examples=draws(9, 400))
 @given(programs())
 def test_overlap_never_costs(p: Written) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)

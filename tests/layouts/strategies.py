@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from layouts import LayoutRules, Mesh, Rule, Sharding
+from tests.effort import draws
 
-properties = settings(derandomize=True, deadline=None, max_examples=150)
+properties = settings(derandomize=True, deadline=None, max_examples=draws(60, 2000))
 
 
 @st.composite
