@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 import meshlib as mtf
 from examples import devices, image_data
 from examples.image_data import ImageData
-from examples.terminal import Lines, check_least, finish, line
+from examples.terminal import Lines, check_least, counts, finish, line
 from hardware import Slice, legal_slices
 
 PRECISIONS = {"bfloat16": "bfloat16", "float32": "float32"}
@@ -203,7 +203,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--spatial-split", type=int, default=2, help="how often layouts may split height and width")
     parser.add_argument("--batch", type=int, default=64, help="examples in one step, all cores together")
     parser.add_argument(
-        "--batches", type=lambda text: [int(n) for n in text.split(",")], default=None, metavar="N,N,..."
+        "--batches", type=counts, default=None, metavar="N,N,...", help="train at each of these, and print a table"
     )
     parser.add_argument("--eval-batch", type=int, default=256)
     parser.add_argument("--epochs", type=int, default=10)

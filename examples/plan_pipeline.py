@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
 
 import meshlib as mtf
-from examples.terminal import check_least, finish
+from examples.terminal import check_least, counts, finish
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.models.usual import TENSOR, largest_power
@@ -142,14 +142,6 @@ def table(plans: Sequence[Plan]) -> str:
 
 
 # ------------------------------------------------------------ flags
-
-
-def counts(text: str) -> list[int]:
-    """Numbers of at least 1, joined by commas."""
-    numbers = [int(part) if part.isdigit() else 0 for part in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected numbers of at least 1, such as 8,16, got {text!r}")
-    return numbers
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

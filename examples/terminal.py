@@ -47,6 +47,14 @@ def check_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **lea
             parser.error(f"--{name.replace('_', '-')} must be at least {low}, got {getattr(args, name)}")
 
 
+def counts(text: str) -> list[int]:
+    """Numbers of at least 1, joined by commas: the type of a flag."""
+    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of at least 1, such as 8,16, got {text!r}")
+    return numbers
+
+
 def finish(name: str, run: Callable[[], object], faults: tuple[type[Exception], ...]) -> int:
     """Run an example: its exit code, with one clear message where the flags or the data are wrong."""
     try:

@@ -93,3 +93,10 @@ def test_wrong_flags_give_one_message(
     err = capsys.readouterr().err
     assert re.search(message, err)
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("batches", ["0", "64,x", ""])
+def test_batches_are_counts(batches: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        images.main(["--batches", batches])
+    assert "expected numbers of at least 1, such as 8,16" in capsys.readouterr().err
