@@ -25,7 +25,7 @@ from meshlib.lowering.states import Between, States
 from meshlib.lowering.ways import Floats, Ints, Lies, with_room
 
 # How many states are kept, without and with a guide: the fewer operations, the more.
-FIRST_WIDTHS, WIDTHS = (6, 32), (16, 48)  # at least, at most
+FIRST_WIDTHS, WIDTHS = (6, 36), (16, 48)  # at least, at most
 EFFORT = 2000  # states times operations
 # Who is expected to cost so much more than the best has lost: of what the guide sends, and, in the first searches in
 # large graphs, of what the way sends that follows the one best state.
