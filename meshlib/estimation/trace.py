@@ -20,8 +20,10 @@ Source: "Trace Event Format", the Chromium project, 2016; perfetto.dev docs on J
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +65,7 @@ class Span:
 
 def trace_events(est: Estimate) -> list[dict[str, Any]]:
     """The events of the trace, as the JSON holds them: names of tracks first, then everything by time."""
-    spans = [s for s in _Writer(est).spans() if s.end > s.begin]
+    spans = _in_turns(est, (s for s in _Writer(est).spans() if s.end > s.begin))
     number = {name: n for n, name in enumerate(_tracks(est, {s.track for s in spans}), start=1)}
     events = [_named("process_name", f"one device of {est.slice.name} (modelled times, exact counts)", 0)]
     for name, n in number.items():
@@ -79,6 +81,29 @@ def trace_events(est: Estimate) -> list[dict[str, Any]]:
     timed += _counters(est)
     timed += _working(est, [s for s in spans if s.track == "mxu"])
     return events + sorted(timed, key=lambda e: (e["ts"], e.get("tid", 0)))
+
+
+def _in_turns(est: Estimate, spans: Iterable[Span]) -> list[Span]:
+    """On links, what is passed by something small stops for it, and what is left of it comes later."""
+    network = {engine_name(place) for place, _ in places(est.slice)}
+    found, sent = [], defaultdict[str, list[Span]](list)
+    for s in spans:
+        (sent[s.track] if s.track in network else found).append(s)
+    for track in sent.values():
+        turns = [(s.begin, s.end, n, s) for n, s in enumerate(track)]
+        heapify(turns)
+        while turns:
+            begin, end, n, s = heappop(turns)
+            if turns and turns[0][0] < end:
+                passing = turns[0]
+                if passing[0] > begin:  # or else the shorter one, which comes first
+                    found.append(replace(s, begin=begin, end=passing[0]))
+                    heappush(turns, (passing[1], end + passing[1] - passing[0], n, s))
+                    continue
+                heappop(turns)
+                heappush(turns, (end, passing[1] + end - begin, *passing[2:]))
+            found.append(replace(s, begin=begin, end=end))
+    return found
 
 
 def _tracks(est: Estimate, used: set[str]) -> list[str]:

@@ -156,3 +156,14 @@ def test_the_fixed_cost_of_a_step_is_shown() -> None:
     est = mtf.estimate(chain(), "v3-8", step_overhead_seconds=1e-3)
     (last,) = (e for e in check_trace(est) if e["name"] == "step overhead")
     assert last["dur"] == pytest.approx(1000, rel=1e-6)
+
+
+def test_what_is_passed_on_a_link_stops_for_it() -> None:
+    with mtf.Graph():
+        est = mtf.estimate(mtf.lower({"x": mtf.input("x", [D("n", 4)])}, mesh="p:4"), "v5e-4")
+    sent = [("large", 0, 10), ("small", 4, 6), ("least", 4, 5), ("alone", 20, 21)]
+    spans = [trace.Span("ici axis 0", name, begin, end, {}) for name, begin, end in sent]
+    core = trace.Span("core", "large", 0, 10, {})
+    found = sorted((s.begin, s.end, s.name) for s in trace._in_turns(est, [*spans, core]) if s.track != "core")
+    assert found == [(0, 4, "large"), (4, 5, "least"), (5, 7, "small"), (7, 13, "large"), (20, 21, "alone")]
+    assert core in trace._in_turns(est, [*spans, core])
