@@ -86,7 +86,8 @@ def trace_events(est: Estimate) -> list[dict[str, Any]]:
 def _in_turns(est: Estimate, spans: Iterable[Span]) -> list[Span]:
     """On links, what is passed by something small stops for it, and what is left of it comes later."""
     network = {engine_name(place) for place, _ in places(est.slice)}
-    found, sent = [], defaultdict[str, list[Span]](list)
+    found: list[Span] = []
+    sent = defaultdict[str, list[Span]](list)
     for s in spans:
         (sent[s.track] if s.track in network else found).append(s)
     for track in sent.values():
