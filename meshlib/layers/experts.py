@@ -30,6 +30,7 @@ from meshlib.ops.shape import rename_dimension, reshape
 
 Back = Callable[[Tensor], Tensor]
 FORMS = ("einsum", "gather", "dense")
+PLACES = "expert_capacity"  # the dim of an expert's places
 # A product with the masks of a group multiplies each element of a place with all its tokens, which takes 2 x tokens
 # flops; a lookup reads and writes it, 4 bytes in bfloat16. Chips from v2 to v7 make 60 to 560 flops while a byte of HBM
 # moves (v5e: 197e12 / 819e9 = 240), so up to about this many tokens the product is done sooner.
@@ -122,13 +123,15 @@ def moe(
     x = as_numerics(numerics, what).cast(floats(x, what))
     if len(x.shape) < 2:
         raise ShapeError(f"{at(what)}: needs [groups..., tokens, features], got {x}")
+    if PLACES in x.shape:
+        raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{PLACES}'; call it otherwise")
     many, hidden = as_dim(experts, what), as_dim(hidden_channels, what)
     found.check_experts(many.size, what)
     grouped = _grouped(x, found, what)
     inside = _Names(many, grouped, what)
     mask = None if nonpadding is None else _mask(nonpadding, x, grouped.shape, what)
     tokens = grouped.shape[-2]
-    places = Dimension("expert_capacity", found.places(many.size, tokens.size, flag(training, what, "training")))
+    places = Dimension(PLACES, found.places(many.size, tokens.size, flag(training, what, "training")))
     if form is None:
         form = "dense" if places.size == tokens.size else "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
     choice(form, what, "form", FORMS)

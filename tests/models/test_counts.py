@@ -331,7 +331,9 @@ def test_lengths_are_checked(name):
 def test_experts_and_ranks_that_make_no_sense_are_refused():
     with pytest.raises(mtf.GraphError, match="d_ff must be at least 1, got 0\n  every must be at least 1, got 0"):
         Experts(count=8, d_ff=0, every=0)
-    with pytest.raises(mtf.GraphError, match="each token chooses 2 experts, but there are only 1 to choose from"):
+    with pytest.raises(
+        mtf.GraphError, match=r"each token chooses 2 experts \(top_k\), but there are only 1 to choose from"
+    ):
         Experts(count=1, d_ff=8)
     with pytest.raises(mtf.GraphError, match="form must be 'einsum' or 'gather' or 'dense', got 'sparse'"):
         Experts(count=4, d_ff=8, form="sparse")
