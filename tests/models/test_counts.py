@@ -281,7 +281,6 @@ def test_an_encoder_decoder_counts_both_stacks():
     [
         ({"heads": 6, "kv_heads": 4}, "6 % 4 = 2"),
         ({"kind": "encoder-decoder"}, "needs encoder_layers, got 0"),
-        ({"position": "relative"}, "attention='materialised'"),
         ({"position": "rotary", "head_dim": 15}, "even, got 15"),
         ({"share_kv": True}, "windows of both kinds"),
         ({"layers": 0, "vocab": -1}, "layers must be at least 1, got 0\n  vocab must be at least 1, got -1"),
