@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone, installed or not
@@ -29,8 +30,11 @@ from examples.terminal import check_least, finish, line, progress
 PROMPTS = ("def ", "import os\n", "class Reader:\n    ")
 
 
-def trained(args: argparse.Namespace) -> str | mtf.Simulation:
-    """The model's parameters: those of the checkpoint if there is one, else trained here, and kept there if asked."""
+def trained(args: argparse.Namespace, ready: Callable[[mtf.Simulation], object]) -> str | mtf.Simulation:
+    """The model's parameters: those of the checkpoint if there is one, else trained here, and kept there if asked.
+
+    `ready` is called with the parameters before they are trained: what is wrong with other flags shows then.
+    """
     if args.checkpoint and Path(args.checkpoint).exists():
         print(f"parameters: {args.checkpoint}")
         return str(args.checkpoint)
@@ -40,6 +44,7 @@ def trained(args: argparse.Namespace) -> str | mtf.Simulation:
     own = transformer.parse(flags)
     training, _ = transformer.build(own)
     sim = mtf.simulate(training, own.slice, seed=args.seed)
+    ready(sim)
     print(f"parameters: trained for {args.steps} steps on mesh {training.mesh}")
     transformer.learn(own, sim, mtf.estimate(training, sim.slice))
     if args.checkpoint:
@@ -51,16 +56,18 @@ def serve(args: argparse.Namespace) -> None:
     """Complete the prompts, and say how fast."""
     config = transformer.config(args.size, args.precision)
     config = config.replace(numerics=replace(config.numerics, kernel_dtype=args.kernels))
-    state = trained(args)
     prompts = args.prompt or list(PROMPTS)
+    given = [len(prompt.encode()) for prompt in prompts]
+    if not all(given):
+        raise mtf.GraphError(f"--prompt {given.index(0) + 1} is empty; give it at least a byte")
     layout = args.layout
     if ":" not in layout and layout:
         layout = mtf.models.layout(layout, config, args.mesh)
-    generator = mtf.Generator(
+    generator_of = partial(
+        mtf.Generator,
         config,
-        state,
         batch=-(-len(prompts) // args.groups) * args.groups,
-        length=max(len(prompt.encode()) for prompt in prompts),
+        length=max(given),
         max_tokens=args.tokens,
         mesh=args.mesh,
         layout=layout,
@@ -75,6 +82,7 @@ def serve(args: argparse.Namespace) -> None:
         precision=transformer.PRECISIONS[args.precision],
         seed=args.seed,
     )
+    generator = generator_of(trained(args, lambda sim: generator_of(state=sim)))
     print(f"slice: {generator.sim.slice}; mesh: {generator.decode.mesh}; layout: {generator.decode.layout or '(none)'}")
     begun = time.perf_counter()
     made = generator(prompts, lambda done, most: progress(done, most, "tokens"))
@@ -97,7 +105,13 @@ def serve(args: argparse.Namespace) -> None:
 
 def stops(args: argparse.Namespace) -> list[str | int]:
     """What ends a completion: a text, or where it is one byte that token, as beam search takes it."""
-    texts = [stop.encode().decode("unicode_escape") for stop in args.stop]
+    try:
+        # What Latin-1 lacks becomes an escape itself; of the others each character is one byte, as the decoder wants.
+        texts = [stop.encode("latin-1", "backslashreplace").decode("unicode_escape") for stop in args.stop]
+    except UnicodeDecodeError as fault:
+        raise mtf.GraphError(
+            f"--stop {fault.object.decode('latin-1')!r} is no text with escapes: {fault.reason}"
+        ) from None
     return [text.encode()[0] if len(text.encode()) == 1 else text for text in texts]
 
 
@@ -105,7 +119,13 @@ def plan(args: argparse.Namespace) -> None:
     """What a published model would be served with on a slice: batches, layouts, latency, throughput, cost."""
     config = mtf.models.preset(args.plan)
     numerics = mtf.Numerics("bfloat16", activation_dtype="bfloat16", kernel_dtype=args.kernels)
-    found = mtf.serving(config.replace(numerics=numerics), args.slice, context=args.context, cache_dtype=args.cache)
+    found = mtf.serving(
+        config.replace(numerics=numerics),
+        args.slice,
+        context=args.context,
+        encoder_length=args.context if config.encoder_decoder else None,
+        cache_dtype=args.cache,
+    )
     print(found)
     if args.plot:
         found.plot(args.plot)
@@ -140,7 +160,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", default=None, help="to train on; default: the standard library's sources")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plan", default=None, metavar="PRESET", help="only plan how to serve a published model")
-    parser.add_argument("--context", type=int, default=4096, help="positions of the caches of --plan")
+    parser.add_argument(
+        "--context", type=int, default=4096, help="positions of the caches of --plan, and of an encoder"
+    )
     parser.add_argument("--plot", default=None, help="file for the picture of --plan")
     args = parser.parse_args(argv)
     check_least(parser, args, tokens=1, beams=1, steps=1, batch=1, length=2, seed=0, context=1)

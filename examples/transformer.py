@@ -182,6 +182,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     devices.check_flags(parser, args)
     check_least(parser, args, length=2, batch=1, steps=1, every=1, sample=0, seed=0, experts=0, top_k=1)
+    if args.experts and args.top_k > max(2, args.experts):  # 2, unless given, of one expert too
+        parser.error(f"--top-k {args.top_k} is more than --experts {args.experts}")
     if not args.temperature > 0:
         parser.error(f"--temperature must be positive, got {args.temperature}")
     return args

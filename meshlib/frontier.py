@@ -123,7 +123,10 @@ class Serving:
             )  # fmt: skip
         room = f"{self.context} positions of cache, prompts of {self.prompt} tokens"
         lines = [f"{self.config.name} on {self.slice.name}: {room}", *grid(cells, right=(2, 3, 4, 5, 6, 7, 9))]
-        lines += [f"{name}: fits with no batch" for name, most in self.largest.items() if not most]
+        shown = {p.name for p in self.points}
+        for name, most in self.largest.items():
+            if name not in shown:
+                lines.append(f"{name}: fits with no batch" if not most else _fits_none(name, most))
         return "\n".join([*lines, "-> on the frontier of latency and throughput", "* modelled; all others exact"])
 
     def plot(self, path: str | Path) -> None:
@@ -238,7 +241,12 @@ class _Sweep:
         points: list[ServingPoint] = []
         largest: dict[str, int] = {}
         skipped: dict[str, str] = {}
-        for mesh, named in self._candidates() if layouts is None else _pairs(layouts):
+        given = None if layouts is None else [*_pairs(layouts)]
+        if given == []:
+            raise GraphError(
+                f"{at(WHAT)}: layouts must be a non-empty list of (mesh, layout) pairs, got {layouts!r:.80}"
+            )
+        for mesh, named in self._candidates() if given is None else given:
             name = str(mesh) if layouts is None else f"{mesh} {named}"
             try:
                 rules = self._rules(mesh, named)
@@ -327,6 +335,10 @@ class _Sweep:
         if self.group_size is None:
             return None
         return next(n for n in range(min(self.group_size, sequences), 0, -1) if sequences % n == 0)
+
+
+def _fits_none(name: str, most: int) -> str:
+    return f"{name}: none of the batches fits and divides; the largest that does is {most}"
 
 
 def _pairs(layouts: object) -> Iterator[tuple[Mesh, object]]:

@@ -17,7 +17,9 @@ from tests.cases import Array, dims, flags, index, row, signed
 D, E = dims("d:3;e:5")
 
 
-def weights(q: Array, k: Array, scale: float, causal: bool, window: int | None, seen: Array) -> Array:
+def weights(
+    q: Array, k: Array, scale: float, causal: bool, window: int | None, seen: Array, bias: Array | float = 0
+) -> Array:
     """softmax of the scores of each query, by the definition: zeros where every key is hidden."""
     query, key = np.indices(seen.shape)
     hidden = ~seen
@@ -25,7 +27,7 @@ def weights(q: Array, k: Array, scale: float, causal: bool, window: int | None, 
         hidden = hidden | (key > query)
     if window:
         hidden = hidden | (abs(query - key) >= window)
-    e = np.where(hidden, 0, np.exp(scale * (q @ k.T)))
+    e = np.where(hidden, 0, np.exp(scale * (q @ k.T) + bias))
     total = e.sum(axis=1, keepdims=True)
     return e / np.where(total > 0, total, 1)
 
@@ -209,6 +211,81 @@ for _which, _x in enumerate("qkv"):
             grouped(_which, causal=True, window=_window),
             "qkvc" if _x != "v" else "qkc",
         )
+
+
+def biased(which: int | None, **options: Any) -> Any:
+    """As GROUPED with mask b j (before it, of a gradient, the cotangent) and bias j g i, or j g."""
+
+    def apply(q: Array, k: Array, v: Array, *more: Array) -> Array:
+        dy, mask, bias = (None, *more) if which is None else more
+        (_, batch, group, heads, _) = q.shape
+        made = np.zeros((q, k, v)[which or 0].shape)
+        for b, g, h in np.ndindex(batch, group, heads):
+            one, keys, values = q[:, b, g, h], k[h, :, b], v[b, :, h]
+            seen = np.broadcast_to(mask[b], (len(one), len(keys)))
+            p = weights(one, keys, 3**-0.5, options["causal"], options.get("window"), seen, bias[:, g].T)
+            if dy is None:
+                made[:, b, g, h] = p @ values
+                continue
+            dp = dy[:, b, g, h] @ values.T
+            ds = p * (dp - (p * dp).sum(axis=1, keepdims=True))
+            places = (np.s_[:, b, g, h], np.s_[h, :, b], np.s_[b, :, h])
+            found = (ds @ keys * 3**-0.5, ds.T @ one * 3**-0.5, p.T @ dy[:, b, g, h])
+            made[places[which or 0]] += found[which or 0]
+        return made
+
+    return apply
+
+
+for _window in (None, 3):
+    _shapes, _rows = (GROUPED, "i:4") if _window is None else (BAND, "i:6")
+    row(
+        operation_name(None, window=False),  # of a bias with both dims no run of either tells what a block needs
+        f"bias, window {_window}",
+        {**_shapes, "m": flags("b:2;j:6"), "z": signed(f"j:6;g:2;{_rows}")},
+        lambda f, q, k, v, m, z, w=_window: mtf.attention(
+            q, k, v, "i", "j", "d", causal=w is not None, mask=m, bias=z, window=w
+        ),
+        biased(None, causal=_window is not None, window=_window),
+        "qkvz",
+    )
+    for _which, _x in enumerate("qkv"):
+        row(
+            operation_name(_which, window=False),
+            f"of {_x}, bias, window {_window}",
+            {
+                **_shapes,
+                "c": signed(f"{_rows};b:2;g:2;h:1;d:3"),
+                "m": flags("b:2;j:6"),
+                "z": signed(f"j:6;g:2;{_rows}"),
+            },
+            lambda f, q, k, v, c, m, z, x=_which, w=_window: gradient(
+                mtf.attention(q, k, v, "i", "j", "d", causal=w is not None, mask=m, bias=z, window=w), (q, k, v)[x], c
+            ),
+            biased(_which, causal=_window is not None, window=_window),
+            "qkvcz" if _x != "v" else "qkcz",
+        )
+
+for _which, _x in ((None, ""), (0, "q"), (1, "k")):
+    row(
+        operation_name(_which, window=True),
+        f"{f'of {_x}, ' if _x else ''}bias of keys",
+        {
+            **BAND,
+            **({} if _which is None else {"c": signed("i:6;b:2;g:2;h:1;d:3")}),
+            "m": flags("b:2;j:6"),
+            "z": signed("j:6;g:2"),
+        },
+        lambda f, q, k, v, *more, x=_which: (
+            mtf.attention(q, k, v, "i", "j", "d", mask=more[-2], bias=more[-1], window=3)
+            if x is None
+            else gradient(
+                mtf.attention(q, k, v, "i", "j", "d", mask=more[-2], bias=more[-1], window=3), (q, k, v)[x], more[0]
+            )
+        ),
+        biased(_which, causal=False, window=3),
+        "qkvz" if _which is None else "qkvcz",
+    )
 
 row(
     "rotate_half",

@@ -25,7 +25,7 @@ class Outcome:
 
     seats: list[tuple[int, int, float]]
     dropped: int
-    wanted: list[int]
+    wanted: list[int] | list[list[int]]
     balance: float
     z: float
 
@@ -138,4 +138,37 @@ def mixture(
             for t, token in enumerate(group):
                 out[g, t] += block(token, parts["shared"], activation)
         said.append(outcome)
+    return out, said
+
+
+def two_levels(
+    x: Array, w: Mapping[str, Array], outer: Routing, inner: Routing, activation: str = "relu"
+) -> tuple[Array, list[Outcome]]:
+    """As `mixture`, of experts that are mixtures themselves: each is given its places, filled or not, as a group."""
+    out, said = np.zeros(x.shape), []
+    for g, group in enumerate(x):
+        outcome = seats(group @ w["router/kernel"], w.get("router/bias"), outer, np.ones(len(group), bool))
+        experts, below = w["router/kernel"].shape[1], []
+        for e in range(experts):
+            here = [(t, gate) for t, n, gate in outcome.seats if n == e]
+            places = np.zeros((1, room(outer, experts, len(group)), group.shape[1]))
+            places[0, : len(here)] = group[[t for t, _ in here]]
+            own = {name.removeprefix("inner/"): v[e] for name, v in w.items() if name.startswith("inner/")}
+            filled = np.arange(places.shape[1])[None] < len(here)
+            made, (inside,) = mixture(places, own, inner, activation, filled)
+            below.append(inside)
+            for k, (t, gate) in enumerate(here):
+                out[g, t] += gate * made[0, k]
+        shared = {name.removeprefix("shared/"): v for name, v in w.items() if name.startswith("shared/")}
+        if shared:
+            out[g] += [block(token, shared, activation) for token in group]
+        said.append(
+            Outcome(
+                outcome.seats,
+                outcome.dropped + sum(o.dropped for o in below),
+                [o.wanted for o in below],
+                outcome.balance + float(np.mean([o.balance for o in below])),
+                outcome.z + float(np.mean([o.z for o in below])),
+            )
+        )
     return out, said

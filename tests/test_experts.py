@@ -315,7 +315,7 @@ def test_routings_that_make_no_sense(arguments: dict[str, Any], words: str) -> N
         (
             2,
             {"routing": Routing(top_k=3)},
-            r"moe \(test_experts.py:\d+\):\n  each token chooses 3 experts, but there are",
+            r"moe \(test_experts.py:\d+\):\n  each token chooses 3 experts \(top_k\), but there are",
         ),
         (6, {"routing": Routing(expert_groups=4)}, "6 % 4 = 2"),
         (4, {"routing": Routing(expert_groups=4, groups_per_token=2)}, "use 'max'"),
@@ -350,6 +350,8 @@ def test_dims_and_masks_that_do_not_fit() -> None:
         x = mtf.input("x", [GROUPS, TOKENS, WIDE])
         with pytest.raises(mtf.ShapeError, match=r"already has a dim 'length'; call the experts otherwise"):
             mtf.layers.moe(x, D("length", 4), FF)
+        with pytest.raises(mtf.ShapeError, match=r"already has a dim 'expert_capacity'; call it otherwise"):
+            mtf.layers.moe(mtf.input("z", [GROUPS, D("expert_capacity", 4), WIDE]), D("e", 4), FF)
         with pytest.raises(mtf.ShapeError, match=r"nonpadding must be bool and have the dims of x but the last"):
             mtf.layers.moe(x, D("e", 4), FF, nonpadding=mtf.input("mask", [GROUPS, TOKENS]))
         with pytest.raises(mtf.ShapeError, match=r"needs \[groups..., tokens, features\]"):

@@ -101,6 +101,7 @@ def test_layouts_of_its_own() -> None:
     assert {p.name for p in own.points} == {"data:4;tensor:2", "data:2;tensor:4", "features:2;tensor:4"}
     assert {p.batch for p in own.points if p.name == "data:4;tensor:2"} == {4}  # 6 does not divide
     assert own.largest["data:8"] >= 8
+    assert f"data:8: none of the batches fits and divides; the largest that does is {own.largest['data:8']}" in str(own)
     assert "groups of 4 queries, 4 % 8 = 4" in own.skipped["tensor:8"]
 
 
@@ -118,6 +119,7 @@ BAD = {
     "a prompt": ({"prompt": 99, "context": 64}, "prompt must be in 1 to 64, the context, got 99"),
     "batches": ({"batches": [0]}, "batches must be a non-empty list"),
     "layouts": ({"layouts": ["data:4"]}, "layouts must be .mesh, layout. pairs"),
+    "no layouts": ({"layouts": []}, "layouts must be a non-empty list of .mesh, layout. pairs"),
     "no legal layout": ({"layouts": [("data:4", "d_ff:other")]}, "no layout of served on v5e-4 is legal"),
 }
 

@@ -302,6 +302,21 @@ def test_kernels_of_eight_bits_choose_nearly_the_same() -> None:
     assert np.abs(np.subtract(a, b)).max() < 0.1 * np.abs(a).max()
 
 
+def test_scores_of_a_bfloat16_model_are_in_float32() -> None:
+    """Logarithms rounded to 8 bits would tie hypotheses that differ: here they are those of the logits to 1e-5."""
+    config = small("llama2-7b").replace(numerics=mtf.Numerics(activation_dtype="bfloat16"))
+    made = mtf.generate(config, PROMPTS, trained(config), max_tokens=1)
+    with mtf.Graph():
+        read = mtf.lower(*mtf.models.prefill(config, len(PROMPTS), 4, 5))
+    sim = mtf.simulate(read)
+    for name, value in trained(config).items():
+        sim.state[name] = value
+    rows = [prompt + [0] * (4 - len(prompt)) for prompt in PROMPTS]
+    logits = sim.step(tokens=rows, lengths=[len(p) for p in PROMPTS])["logits"].astype(np.float64)
+    wanted = logits.max(1) - np.log(np.exp(logits).sum(1))
+    np.testing.assert_allclose(made.scores, wanted, atol=1e-5)
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -316,7 +331,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a stop that is none": ({"stop": [99]}, "token 99"),
     "alpha": ({"alpha": -1.0}, "alpha must not be negative, got -1"),
     "top_p": ({"top_p": 1.5, "temperature": 1.0}, r"top_p must be in \(0, 1\], got 1.5"),
+    "top_p without a temperature": ({"top_p": 0.9}, "at temperature 0 the likeliest token is taken, .* top_p"),
+    "top_k without a temperature": ({"top_k": 5}, "at temperature 0 the likeliest token is taken, .* top_k"),
+    "a progress that is none": ({"progress": 3}, "progress must be a function .* got 3"),
     "an encoder": ({"config": small("bert-large")}, "is an encoder"),
+    "too long a completion": (
+        {"config": small("gpt2"), "state": {}, "max_tokens": 100},
+        r"gpt2.* has 16 positions, but prompts of 1 tokens and max_tokens 100 need 101",
+    ),
     "room": ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
 }
 

@@ -529,6 +529,11 @@ CROSS = {**X, "memory": ([B, M, F], float), "mask": ([B, M], bool)}
     {**CROSS, "bias": ([H, L, M], float)},
     lambda w, x, memory, mask, bias: crossed(w, x, memory, mask, "materialised", bias),
 )
+@layer(
+    "multihead_attention to memory, fused, biased",
+    {**CROSS, "bias": ([H, L, M], float)},
+    lambda w, x, memory, mask, bias: crossed(w, x, memory, mask, "flash", bias),
+)
 @layer("multihead_attention to memory, fused", CROSS, lambda w, x, memory, mask: crossed(w, x, memory, mask, "flash"))
 def multi_query(p: dict[str, Array]) -> Array:
     q, k, v = (projected(p, part, p[source]) for part, source in (("q", "x"), ("k", "memory"), ("v", "memory")))
@@ -890,7 +895,12 @@ def self_attention(x: Tensor, **options: Any) -> Tensor:
         (lambda x: self_attention(x, memory_heads=[G]), r"group:2 are not in heads \[heads:2\]"),
         (lambda x: self_attention(x, scores=Scores(kernel="flush")), "did you mean 'flash'"),
         (lambda x: self_attention(x, scores="flash"), "layers.Scores.*got str 'flash'"),
-        (lambda x: Scores(bias=x), r"kernel='flash' never has the scores(.|\n)*bias(.|\n)*use 'materialised'"),
+        (lambda x: Scores(bias=0.5), "expected a tensor, got float 0.5"),
+        (
+            lambda x: self_attention(x, scores=Scores(bias=mtf.ones([H, L], "int32"))),
+            r"the bias must be of a float type, got ones: i32\[heads:2, length:4\]",
+        ),
+        (lambda x: self_attention(x, scores=Scores(bias=mtf.ones([H, K]))), "the bias has 'head_dim', the elements"),
         (lambda x: mtf.layers.dense(x, F, numerics="bfloat16"), "must be an mtf.Numerics .*got str 'bfloat16'"),
         (lambda x: mtf.Numerics("int32"), "variable_dtype must be a float dtype, got int32"),
         (lambda x: mtf.Numerics("float31"), "unknown dtype 'float31'.*did you mean 'float32'"),
@@ -907,6 +917,7 @@ def self_attention(x: Tensor, **options: Any) -> Tensor:
             lambda x: self_attention(x, scores=Scores(bias=mtf.ones([H, V]), kernel="materialised")),
             "the bias has vocab:12, which q and k lack",
         ),
+        (lambda x: self_attention(x, scores=Scores(bias=mtf.ones([H, V]))), "the bias has vocab:12, which q and k"),
         (
             lambda x: mtf.layers.softmax_cross_entropy_with_logits(x, mtf.zeros([B, D], "int32"), D),
             r"labels must have the dims of the logits but the vocab's(.|\n)*x: f32\[batch:4, length:4, d_model:8\]",

@@ -51,7 +51,29 @@ BAD = {
     "no layout": ([*TINY, "--layout", "tensr"], "no layout 'tensr'"),
     "a preset": (["--plan", "llama"], "llama"),
     "a top_p": ([*TINY, "--top-p", "2"], r"top_p must be in \(0, 1\], got 2"),
+    "a stop": (["--stop", "\\x"], r"--stop '\\\\x' is no text with escapes: truncated"),
+    "a prompt": (["--prompt", "a", "--prompt", ""], "--prompt 2 is empty"),
 }
+
+
+def test_wrong_flags_show_before_anything_is_trained(
+    model: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve.transformer, "learn", lambda *args: pytest.fail("it trains"))
+    for flags in (["--top-p", "2"], ["--slice", "v99"], ["--layout", "batch:dat"]):
+        assert serve.main([*model[:-2], *flags]) == 2  # without the checkpoint
+        assert capsys.readouterr().err.startswith("serve.py: ")
+
+
+def test_stops_of_other_alphabets() -> None:
+    """Escapes are read, letters beyond ASCII stay what they are."""
+    args = serve.parse(["--stop", r"\n", "--stop", "é", "--stop", "€\\t", "--stop", "end"])
+    assert serve.stops(args) == [10, "é", "€\t", "end"]
+
+
+def test_a_plan_of_an_encoder_decoder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["--plan", "t5-small", "--slice", "v5e-1", "--context", "64"]) == 0
+    assert "t5-small on v5e-1: 64 positions of cache" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("about", BAD)

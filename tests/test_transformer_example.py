@@ -112,3 +112,10 @@ def test_wrong_flags_give_one_message(flags: list[str], message: str, capsys: py
     assert err.startswith("transformer.py: ")
     assert re.search(message, err)
     assert "Traceback" not in err
+
+
+def test_more_choices_than_experts_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        transformer.parse(["--experts", "8", "--top-k", "9"])
+    assert "--top-k 9 is more than --experts 8" in capsys.readouterr().err
+    assert transformer.parse(["--experts", "1"]).top_k == 2  # unless given, of one expert too

@@ -26,6 +26,7 @@ from meshlib.errors import GraphError, nearest
 from meshlib.generation.beams import Beams
 from meshlib.generation.tokens import WHAT, ByteTokenizer, Stops, Tokenizer, encoded
 from meshlib.graph import Graph, Tensor, scope
+from meshlib.layers.norms import widened
 from meshlib.lowering import Program, lower
 from meshlib.models.config import TransformerConfig
 from meshlib.models.narrow import quantized_kernels
@@ -84,7 +85,8 @@ class Generator:
       batch, length: how many prompts at most, and how many tokens in each; of an encoder-decoder of what is encoded.
       max_tokens: of a completion.
       mesh, layout, slice: where and how it runs.
-      temperature, top_k, top_p: how tokens are drawn, see `mtf.sample_with_temperature`; 0 takes the likeliest.
+      temperature, top_k, top_p: how tokens are drawn, see `mtf.sample_with_temperature`; temperature 0 takes the
+        likeliest, and leaves nothing for top_k and top_p to choose from.
       beams, alpha: beam search with so many hypotheses, see `meshlib.generation.beams`; 1: none.
       stop: tokens, or texts, that end a completion.
       tokenizer: what makes tokens of text; of bytes where the vocabulary has as many, unless given. Of one with a
@@ -133,9 +135,20 @@ class Generator:
             raise GraphError(f"{at(WHAT)}: alpha must not be negative, got {self.alpha}")
         if not 0 <= whole(self.start_token, WHAT, "start_token") < c.vocab:
             raise GraphError(f"{at(WHAT)}: start_token must be in 0 to {c.vocab - 1}, got {self.start_token}")
-        drawn = self.temperature or self.top_k is not None or self.top_p is not None
-        if self.beams > 1 and drawn:
+        narrowed = [name for name in ("top_k", "top_p") if getattr(self, name) is not None]
+        if self.beams > 1 and (self.temperature or narrowed):
             raise GraphError(f"{at(WHAT)}: beam search draws nothing: leave temperature, top_k and top_p, or beams=1")
+        if narrowed and self.temperature == 0:
+            raise GraphError(
+                f"{at(WHAT)}: at temperature 0 the likeliest token is taken, whatever {' and '.join(narrowed)}; "
+                "give a temperature, as temperature=1.0"
+            )
+        reads = 1 if c.encoder_decoder else self.length
+        if c.position == "learned" and c.max_length and reads + self.max_tokens > c.max_length:
+            raise GraphError(
+                f"{at(WHAT)}: {c.name} has {c.max_length} positions, but prompts of {reads} tokens and max_tokens "
+                f"{self.max_tokens} need {reads + self.max_tokens}"
+            )
         if self.tokenizer is None and c.vocab >= 256:
             self.tokenizer = ByteTokenizer()
         if self.tokenizer is not None and not isinstance(self.tokenizer, Tokenizer):
@@ -180,7 +193,7 @@ class Generator:
         vocab = logits.shape.dim("vocab")
         if self.known < vocab.size:
             logits = where(less(positions_of(vocab), self.known), logits, NEVER)
-        log_probs = log_softmax(logits, vocab)
+        log_probs = log_softmax(widened(logits), vocab)  # in bfloat16 they would have eight bits
         if self.beams > 1:
             best = Dimension("candidates", min(2 * self.beams, self.known))
             found, tokens = largest(log_probs, vocab, best)
@@ -234,6 +247,10 @@ class Generator:
           progress: called with (tokens so far, max_tokens) after each step.
         Raises: GraphError for prompts that do not fit.
         """
+        if progress is not None and not callable(progress):
+            raise GraphError(
+                f"{at(WHAT)}: progress must be a function of (tokens so far, max_tokens), got {progress!r:.80}"
+            )
         given = encoded(prompts, self.tokenizer, self.config.vocab)
         if len(given) > self.batch or max(map(len, given)) > self.length:
             raise GraphError(

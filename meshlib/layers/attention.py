@@ -15,7 +15,7 @@ from meshlib.layers.norms import rms_norm, widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.positions import RotaryScaling, check_scaling, rotary
 from meshlib.layers.projection import drop, projection
-from meshlib.ops.attention import arguments, attention, attention_type, visible
+from meshlib.ops.attention import arguments, attention, attention_type, checked_mask, visible
 from meshlib.ops.building import as_dim, as_dims, tensor
 from meshlib.ops.einsum import einsum
 from meshlib.ops.elementwise import cast, equal, logical_and, where
@@ -59,7 +59,7 @@ def dot_product_attention(
     """
     what = "dot_product_attention"
     attrs = arguments(what, q, k, v, (length, memory_length, key_dim, value_dim), causal, window, scale)
-    operands = [q, k, v, *([] if mask is None else [tensor(mask, what)])]
+    operands = [q, k, v, *([] if mask is None else [checked_mask(mask, q, k, what)])]
     try:
         made = attention_type(tuple(x.type for x in operands), attrs)
     except (ShapeError, LayoutError) as fault:
@@ -94,7 +94,7 @@ class Scores:
 
     Args:
       causal, window, scale: as of `mtf.attention`.
-      bias: added to the scores, as `relative_position_bias` makes it; the materialised kernel alone takes it.
+      bias: added to the scores, as `relative_position_bias` makes it.
       rotary_base: turns queries and keys by their positions, see `rotary`; None: does not.
       rotary_scaling: turns some pairs more slowly, see `RotaryScaling`.
       qk_norm: RMS norm of queries and keys over their elements, before they are turned.
@@ -102,7 +102,7 @@ class Scores:
       positions: int32, by which queries and keys of one sequence are turned, in place of 0, 1, ...
       segments: int32 numbers of the queries' tokens and of the memory's, [..., length] each: a query sees what has its
         own number, see `mtf.attention`.
-    Raises: GraphError for a value of the wrong kind, ShapeError for a bias where there are no scores to add it to.
+    Raises: GraphError for a value of the wrong kind.
     """
 
     causal: bool = False
@@ -127,7 +127,7 @@ class Scores:
             if getattr(self, name) is not None:
                 number(getattr(self, name), what, name)
         if self.bias is not None:
-            self.check_materialised(what, f"a bias of the scores, {tensor(self.bias, what)}")
+            tensor(self.bias, what)
 
     def check_materialised(self, what: str, given: str) -> None:
         """Raise ShapeError unless the kernel has the scores."""
@@ -260,8 +260,9 @@ def multihead_attention(
             numbers = scores.segments[0], of_keys if own == renamed else rename_dimension(of_keys, own, renamed)
         if scores.kernel == "flash":
             context = attention(
-                q, there.keys, there.values, *dims, None, causal, window, scores.scale, seen, "context", numbers
-            )
+                q, there.keys, there.values, *dims, None, causal, window, scores.scale, seen, "context", numbers,
+                scores.bias,
+            )  # fmt: skip
         else:
             if numbers is not None:
                 same = equal(*numbers)

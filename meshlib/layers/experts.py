@@ -8,8 +8,8 @@ between is what exchanges tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from layouts import Dimension, Shape
 from meshlib.checks import at, choice, flag
@@ -22,14 +22,17 @@ from meshlib.layers.projection import Activation, feed_forward
 from meshlib.layers.router import decide
 from meshlib.layers.routing import Routing
 from meshlib.layers.seating import Slots
-from meshlib.ops.building import as_dim, floats, tensor
+from meshlib.ops.building import as_dim, as_dims, floats, tensor
 from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import cast, multiply
+from meshlib.ops.elementwise import cast, greater_equal, multiply
 from meshlib.ops.index import gather, one_hot, scatter_add
-from meshlib.ops.shape import rename_dimension, reshape
+from meshlib.ops.reduce import reduce_mean, reduce_sum
+from meshlib.ops.shape import rename_dimension, reshape, transpose
 
 Back = Callable[[Tensor], Tensor]
-FORMS = ("einsum", "gather", "dense")
+Level = tuple[Dimension, Routing]
+FORMS = ("einsum", "gather", "dense")  # two levels have the first two
+PLACES = "expert_capacity"  # the dim of an expert's places
 # A product with the masks of a group multiplies each element of a place with all its tokens, which takes 2 x tokens
 # flops; a lookup reads and writes it, 4 bytes in bfloat16. Chips from v2 to v7 make 60 to 560 flops while a byte of HBM
 # moves (v5e: 197e12 / 819e9 = 240), so up to about this many tokens the product is done sooner.
@@ -62,9 +65,9 @@ class Mixture:
 
 def moe(
     x: Tensor,
-    experts: Dimension,
+    experts: Dimension | Sequence[Dimension],
     hidden_channels: Dimension,
-    routing: Routing | None = None,
+    routing: Routing | Sequence[Routing] | None = None,
     activation: str | Activation = "relu",
     gated: bool = False,
     use_bias: bool = False,
@@ -80,9 +83,11 @@ def moe(
 
     Args:
       x: [groups..., tokens, d_model], float. Each group, a sequence as a rule, is routed by itself.
-      experts: the dim of the experts, the first of their variables.
+      experts: the dim of the experts, the first of their variables. Two dims make two levels, as Mesh TensorFlow's
+        MoE2D has them: tokens are routed to some of the first, and what each of these has room for, by a router of its
+        own, to some of the second.
       hidden_channels: the dim inside each expert.
-      routing: who goes where, see `Routing`; its defaults unless given.
+      routing: who goes where, see `Routing`; its defaults unless given. Of two levels one for both, or one each.
       activation, gated, use_bias, dropout: of each expert, as of `feed_forward`.
       shared_channels: the inner dim of a feed-forward layer that all tokens take; several shared experts are one of
         their joint width. None: there is none.
@@ -94,13 +99,17 @@ def moe(
         of up to 512 tokens.
       numerics: dtypes of the variables and of what is computed, precision of the products; routing is float32.
       name: scope of `router/kernel` (and `router/bias`), `experts/wi/kernel`, `experts/wi_gate/kernel`,
-        `experts/wo/kernel`, and the same under `shared`.
-    Returns: a `Mixture`. Within the scope the values are called dispatched (what experts get), combined and out.
+        `experts/wo/kernel`, and the same under `shared`; of two levels the routers are `router` and `inner/router`, and
+        the experts are under `inner`.
+    Returns: a `Mixture`; of two levels `dropped` counts both, losses are the sums of theirs, `load` is of the second.
+      Within the scope the values are called dispatched (what experts get), combined and out.
     Layout: `batch:data;experts:data` splits both over one axis, and tokens change sides by an all_to_all there and one
       back; `batch:data+expert;experts:expert;batch_unsplit:data` has an axis for experts alone. `batch_unsplit`, the
       groups of what experts compute, keeps the axes of the batch that experts do not take: where they take none,
       `batch:data;batch_unsplit:data`. Under an axis for experts that splits no tokens every device routes and looks up
-      all, unless `experts_unsplit` lies there too. `hidden_channels` may be split as of any feed-forward layer.
+      all, unless `experts_unsplit` lies there too. `hidden_channels` may be split as of any feed-forward layer. Of two
+      levels each has an axis, and tokens change sides over one after the other: `batch:y+x;expert_x:x;expert_y:y;
+      batch_unsplit:y`, where `batch_inner` is what the groups are called inside.
     Raises: ShapeError for dims that clash, sizes that do not divide and a mask that does not fit; GraphError for more
       choices than experts.
     Example:
@@ -116,57 +125,130 @@ def moe(
       arXiv:2006.16668; shared experts: DeepSeekMoE, arXiv:2401.06066.
     """
     what = "moe"
-    found = Routing() if routing is None else routing
-    if not isinstance(found, Routing):
-        raise GraphError(f"{at(what)}: routing must be an mtf.layers.Routing, got {type(found).__name__} {found!r:.80}")
     x = as_numerics(numerics, what).cast(floats(x, what))
     if len(x.shape) < 2:
         raise ShapeError(f"{at(what)}: needs [groups..., tokens, features], got {x}")
-    many, hidden = as_dim(experts, what), as_dim(hidden_channels, what)
-    found.check_experts(many.size, what)
-    grouped = _grouped(x, found, what)
-    inside = _Names(many, grouped, what)
+    if PLACES in x.shape:
+        raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{PLACES}'; call it otherwise")
+    levels, hidden = _levels(experts, routing, what), as_dim(hidden_channels, what)
+    flag(training, what, "training")
+    if form is not None:
+        choice(form, what, "form", FORMS if len(levels) == 1 else FORMS[:2])
+
+    def compute(there: Tensor, dims: tuple[Dimension, ...], gates: Tensor | None) -> Tensor:
+        return feed_forward(
+            there, hidden, activation, gated, use_bias, dropout if training else 0.0, None, numerics, "experts", dims,
+            gates,
+        )  # fmt: skip
+
+    with scope(name):
+        said = _routed(x, levels, (), nonpadding, training, form, numerics, compute)
+        if shared_channels is None:
+            return said
+        values = said.values + feed_forward(
+            x, as_dim(shared_channels, what), activation, gated, use_bias, dropout if training else 0.0,
+            None, numerics, "shared",
+        )  # fmt: skip
+    return replace(said, values=values)
+
+
+def _levels(experts: object, routing: object, what: str) -> list[Level]:
+    """The dims of experts, the outer first, each with how it is routed."""
+    dims = as_dims(experts, f"{what} experts")
+    if not 1 <= len(dims) <= 2:
+        raise GraphError(f"{at(what)}: experts must be one dim, or two for two levels, got {len(dims)}")
+    given = [*routing] if isinstance(routing, Sequence) and not isinstance(routing, str) else [routing] * len(dims)
+    if len(given) != len(dims):
+        raise GraphError(f"{at(what)}: there are {len(dims)} dims of experts, but {len(given)} routings")
+    levels = []
+    for dim, one in zip(dims, given, strict=True):
+        found = Routing() if one is None else one
+        if not isinstance(found, Routing):
+            raise GraphError(
+                f"{at(what)}: routing must be an mtf.layers.Routing, got {type(found).__name__} {found!r:.80}"
+            )
+        found.check_experts(dim.size, what)
+        levels.append((dim, found))
+    if len(levels) == 2 and levels[1][1].group_size is not None:
+        if given[0] is not given[1]:
+            raise GraphError(
+                f"{at(what)}: group_size is for the first of two levels; a group of the second is what an expert of "
+                "the first has room for"
+            )
+        levels[1] = levels[1][0], replace(levels[1][1], group_size=None)
+    return levels
+
+
+def _routed(
+    x: Tensor,
+    levels: Sequence[Level],
+    held: tuple[Dimension, ...],
+    nonpadding: Tensor | None,
+    training: bool,
+    form: str | None,
+    numerics: Numerics,
+    compute: Callable[[Tensor, tuple[Dimension, ...], Tensor | None], Tensor],
+) -> Mixture:
+    """One level: x [held..., groups..., tokens, features] to experts of this one, which may be levels themselves.
+
+    `held` are the experts of the level around: each routes what it has been given by a router of its own.
+    """
+    what = "moe"
+    (many, routing), *inner = levels
+    grouped = _grouped(x, routing, what)
+    inside = _Names(many, grouped, held, what)
     mask = None if nonpadding is None else _mask(nonpadding, x, grouped.shape, what)
     tokens = grouped.shape[-2]
-    places = Dimension("expert_capacity", found.places(many.size, tokens.size, flag(training, what, "training")))
+    room = routing.places(many.size, tokens.size, training)
+    places = Dimension(f"{PLACES}_inner" if held else PLACES, room)
     if form is None:
-        form = "dense" if places.size == tokens.size else "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
-    choice(form, what, "form", FORMS)
-    with scope(name):
-        decision = decide(grouped, tokens, inside.outer, places, found, training, mask, numerics)
-        slots, back, gates = decision.slots, None, None
-        if form == "dense":
-            there, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
-        else:
-            there, back = _MOVES[form](grouped, tokens, slots)
-        made = feed_forward(
-            inside.enter(there, "dispatched"), hidden, activation, gated, use_bias, dropout if training else 0.0,
-            None, numerics, "experts", (many,), gates,
-        )  # fmt: skip
-        made = inside.leave(made, "combined")
-        values = reshape(made if back is None else back(made), x.shape, "out")
-        if shared_channels is not None:
-            values = values + feed_forward(
-                x, as_dim(shared_channels, what), activation, gated, use_bias, dropout if training else 0.0,
-                None, numerics, "shared",
-            )  # fmt: skip
-        loss = decision.balance_loss * found.loss_coef + decision.z_loss * found.z_loss
-    return Mixture(values, loss, decision.balance_loss, decision.z_loss, decision.dropped, decision.load)
+        all_fit = room == tokens.size and not (inner or held)
+        form = "dense" if all_fit else "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
+    decision = decide(grouped, tokens, inside.outer, places, routing, training, mask, numerics, held)
+    slots, back, gates = decision.slots, None, None
+    if form == "dense":
+        there, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
+    else:
+        there, back = _MOVES[form](grouped, tokens, slots)
+    there = inside.enter(there, "dispatched")
+    dropped, load, loss, balance, z = (
+        decision.dropped, decision.load, decision.balance_loss * routing.loss_coef + decision.z_loss * routing.z_loss,
+        decision.balance_loss, decision.z_loss,
+    )  # fmt: skip
+    if inner:
+        filled = inside.enter(greater_equal(slots.token, 0), "filled")
+        filled = transpose(filled, there.shape.dims[:-1])
+        with scope("inner"):
+            below = _routed(there, inner, (many,), filled, training, form, numerics, compute)
+        made = below.values
+        # By the groups of this level; what is dropped is summed over its experts, of losses the mean is taken.
+        dropped = dropped + reduce_sum(inside.leave(below.dropped, "dropped"), output_shape=dropped.shape)
+        load = inside.leave(below.load, "load")
+        load = transpose(load, [*dropped.shape, inside.outer, below.load.shape[-1]])
+        loss, balance, z = (
+            own + reduce_mean(inside.leave(t, "mean"), output_shape=own.shape)
+            for own, t in ((loss, below.loss), (balance, below.balance_loss), (z, below.z_loss))
+        )
+    else:
+        made = compute(there, (*held, many), gates)
+    made = inside.leave(made, "combined")
+    values = reshape(made if back is None else back(made), x.shape, "out")
+    return Mixture(values, loss, balance, z, dropped, load)
 
 
 class _Names:
     """The names of dims on either side of the exchange."""
 
-    def __init__(self, experts: Dimension, x: Tensor, what: str) -> None:
+    def __init__(self, experts: Dimension, x: Tensor, held: tuple[Dimension, ...], what: str) -> None:
         self.experts = experts
         # Stages of a pipeline have experts of their own: tokens never leave theirs.
-        held = {d.name for g in x.graph.around for d in g.held}
+        stays = {d.name for g in x.graph.around for d in g.held} | {d.name for d in held}
         self.outer = Dimension(f"{experts.name}_unsplit", experts.size)
         taken = [d.name for d in (experts, self.outer) if d.name in x.shape]
         if taken:
             raise ShapeError(f"{at(what)}: {x.shape} already has a dim '{taken[0]}'; call the experts otherwise")
-        groups = [d.name for d in x.shape[:-2] if d.name not in held]
-        self.inside = {**{group: f"{group}_unsplit" for group in groups}, self.outer.name: experts.name}
+        groups = [d.name for d in x.shape[:-2] if d.name not in stays]
+        self.inside = {group: _inside(group, bool(held)) for group in groups} | {self.outer.name: experts.name}
 
     def enter(self, x: Tensor, name: str) -> Tensor:
         """What tokens or routers know, as experts know it."""
@@ -175,6 +257,11 @@ class _Names:
     def leave(self, x: Tensor, name: str) -> Tensor:
         """And back."""
         return _renamed(x, {inside: outside for outside, inside in reversed(self.inside.items())}, name)
+
+
+def _inside(group: str, second: bool) -> str:
+    """What experts call the groups: `batch_unsplit`; those of a second level, which get that, `batch_inner`."""
+    return f"{group.removesuffix('_unsplit')}_inner" if second else f"{group}_unsplit"
 
 
 def _renamed(x: Tensor, names: Mapping[str, str], last: str) -> Tensor:

@@ -52,12 +52,13 @@ def decide(
     training: bool,
     nonpadding: Tensor | None,
     numerics: Numerics,
+    held: tuple[Dimension, ...] = (),
 ) -> Decision:
-    """Route x [groups, tokens, features], by scores in float32 whatever its dtype."""
+    """Route x [groups, tokens, features], by scores in float32 whatever its dtype; each index of `held` by its own."""
     inputs = widened(x)
     if training and routing.jitter:
         inputs = multiply(inputs, random_uniform(x.shape, 1 - routing.jitter, 1 + routing.jitter, inputs.dtype))
-    logits, scores, favour = _scores(inputs, experts, routing, numerics)
+    logits, scores, favour = _scores(inputs, experts, routing, numerics, held)
     if routing.gating == "expert_choice":
         slots, dropped, load = chosen_by_experts(scores, tokens, experts, places, routing, nonpadding)
         counted = load
@@ -70,12 +71,14 @@ def decide(
     return Decision(slots, balance, _z_loss(logits, tokens, experts, nonpadding), dropped, load)
 
 
-def _scores(inputs: Tensor, experts: Dimension, routing: Routing, numerics: Numerics) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(
+    inputs: Tensor, experts: Dimension, routing: Routing, numerics: Numerics, held: tuple[Dimension, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, the scores that gates are made of, and what is chosen by: scores with the bias where there is one."""
     features = inputs.shape[-1]
     with scope("router"):
         kernel = variable(
-            "kernel", [features, experts], initializers.scaled_normal([features]), numerics.variable_dtype,
+            "kernel", [*held, features, experts], initializers.scaled_normal([features]), numerics.variable_dtype,
             numerics.slice_dtype, inputs.dtype,
         )  # fmt: skip
         logits = numerics.unquantised.product(inputs, kernel, Shape([*inputs.shape[:-1], experts]), "logits")
@@ -83,7 +86,7 @@ def _scores(inputs: Tensor, experts: Dimension, routing: Routing, numerics: Nume
         if not routing.bias:
             return logits, scores, scores
         start = initializers.zeros()
-        bias = variable("bias", [experts], start, "float32", activation_dtype=scores.dtype, trainable=False)
+        bias = variable("bias", [*held, experts], start, "float32", activation_dtype=scores.dtype, trainable=False)
     return logits, scores, scores + stop_gradient(bias)
 
 

@@ -109,7 +109,8 @@ class Routing:
                 f"{experts} % {self.expert_groups} = {experts % self.expert_groups}"
             )
         elif self.gating != "expert_choice" and asked > within:
-            faults.append(f"each token chooses {asked} experts, but there are only {within} to choose from")
+            by = {"top_k": " (top_k)", "ntlb": " (ntlb_top_k)", "top_2": " (gating 'top_2')"}.get(self.gating, "")
+            faults.append(f"each token chooses {asked} experts{by}, but there are only {within} to choose from")
         elif self.expert_groups > 1 and self.group_score == "top_2" and experts // self.expert_groups < 2:
             faults.append("group_score 'top_2' adds up the two best of a group, which has one expert; use 'max'")
         if faults:

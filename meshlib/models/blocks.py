@@ -107,7 +107,7 @@ class Blocks:
             base = c.local_rope_theta if local else c.rope_theta
             scaling = None if local else c.rope_scaling
         scores = layers.Scores(
-            self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, self._kernel(self.bias), self.positions,
+            self.causal, window, c.attention_scale, self.bias, base, c.qk_norm, self._kernel(), self.positions,
             None if self.segments is None else (self.segments, self.segments), scaling,
         )  # fmt: skip
         cache = None if self.caches is None else self.caches.of(window)
@@ -129,13 +129,13 @@ class Blocks:
                 memory = self.caches.held_sources(x, dims, self.source_length)
         return self._attend(x, memory, self.memory_mask, None, scores, cache, name)
 
-    def _kernel(self, bias: Tensor | None = None) -> str:
-        """By which attention is computed: of a token that is decoded nobody keeps the scores, unless they are added to.
+    def _kernel(self) -> str:
+        """By which attention is computed: of a token that is decoded nobody keeps the scores.
 
         They would be another few percent of what a step moves.
         """
         decoding = self.caches is not None and self.caches.decoding
-        return "flash" if decoding and bias is None else self.config.attention
+        return "flash" if decoding else self.config.attention
 
     def _attend(
         self,

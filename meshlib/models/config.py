@@ -48,7 +48,8 @@ class TransformerConfig(Config):
       before it is added (Gemma 3). qk_norm: an RMS norm of queries and keys. embedding_norm: one after the embeddings.
     Attention:
       windows: how far each layer sees (None: all), a pattern that repeats over consecutive layers.
-      attention: "flash" keeps the scores on chip, "materialised" writes them to memory (needed by relative positions).
+      attention: "flash" keeps the scores on chip (the gradient of relative positions makes them again in memory),
+        "materialised" writes them there.
       attention_scale: of the scores; head_dim ** -0.5 unless given.
       global_head_dim, global_kv_heads, share_kv: what is different in layers without a window, where others have one;
       share_kv: their values are their keys before norm and rotation (Gemma 4).
@@ -350,8 +351,6 @@ class TransformerConfig(Config):
             faults.append("learned positions need max_length")
         if self.position == "learned" and self.encoder_decoder:
             faults.append("learned positions are for models of one stack")
-        if self.position == "relative" and self.attention == "flash":
-            faults.append("relative positions add to the scores: they need attention='materialised'")
         if self.position == "relative" and self.global_kv_heads:
             faults.append("relative positions are the same in all layers: they need equal heads, not global_kv_heads")
         if self.position == "sinusoidal" and self.d_model % 2:

@@ -18,7 +18,7 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
       config: the model. devices: of the slice. batch: sequences in a step; where there are fewer of them than devices,
         several devices share a sequence.
     Returns: fully sharded with the sequence, the heads, or both split over a second axis, or with experts the sequence
-      or these; without doubles.
+      or these (and the sequence over a third, where several devices share one); without doubles.
     Raises: GraphError for sizes below 1.
     Example:
       >>> import meshlib as mtf
@@ -34,10 +34,15 @@ def usual_layouts(config: TransformerConfig, devices: int, batch: int) -> list[t
     if config.experts is not None:
         usual[1:] = [("expert", largest_power(devices, config.experts.count, most=EXPERTS))]
     for axis, size in usual:
-        rows = devices // size
+        several = context if axis == "expert" else 1  # an axis for experts splits the batch, which has to suffice
+        size = gcd(size, devices // several)
+        rows = devices // (size * several)
         fsdp = largest_power(rows, config.d_model)
         axes = {"data": rows // fsdp, "fsdp": fsdp, "tensor" if axis == "sequence" else axis: size}
-        parts = [part for part in ("data", "fsdp", axis) if axes["tensor" if part == "sequence" else part] > 1]
+        if several > 1:
+            axes["context"] = several
+        named = dict.fromkeys(("data", "fsdp", axis, *(["context"] if several > 1 else [])))
+        parts = [part for part in named if axes["tensor" if part == "sequence" else part] > 1]
         made.append(("+".join(parts) or "fsdp", ";".join(f"{a}:{n}" for a, n in axes.items() if n > 1) or "fsdp:1"))
     return list(dict.fromkeys(made))
 

@@ -39,7 +39,7 @@ from meshlib.ops.attention_split import (
 )
 from meshlib.ops.building import build, build_all, tensor
 from meshlib.ops.einsum import einsum
-from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, equal, exp, greater_equal, less, logical_and, where
+from meshlib.ops.elementwise import TRANSCENDENTAL_OPS, cast, equal, exp, greater_equal, less, logical_and, where
 from meshlib.ops.index import range as positions
 from meshlib.ops.reduce import reduce_max, reduce_sum
 from meshlib.ops.rules import named_factors, same_dtype, union
@@ -102,12 +102,14 @@ def _check(types: Sequence[TensorType], attrs: Mapping[str, Any]) -> None:
         raise ShapeError(f"the last of {rows} queries sees none of {memory_size} keys through a window of {window}")
 
 
-def _check_mask(mask: TensorType, q: Shape, k: Shape) -> None:
-    if mask.dtype is not BOOL and mask.dtype is not INT32:
-        raise ShapeError(f"the mask must be bool, got {mask.dtype.name}; compare first, as in mtf.not_equal(x, 0)")
-    stray = [str(d) for d in mask.shape if d not in q and d not in k]
+def _check_further(x: TensorType, q: Shape, k: Shape, key: str) -> None:
+    """Raise ShapeError unless the dims of x, a mask, numbers of segments or a bias, are those of scores."""
+    what = "bias" if x.dtype.is_wide_float else "mask"
+    stray = [str(d) for d in x.shape if d not in q and d not in k]
     if stray:
-        raise ShapeError(f"the mask has {', '.join(stray)}, which q and k lack")
+        raise ShapeError(f"the {what} has {', '.join(stray)}, which q and k lack")
+    if key in x.shape:
+        raise ShapeError(f"the {what} has '{key}', the elements of a head; scores have none")
 
 
 def seen_masks(masks: Sequence[Tensor]) -> list[Tensor]:
@@ -117,16 +119,21 @@ def seen_masks(masks: Sequence[Tensor]) -> list[Tensor]:
     return [*found, *([equal(numbers[0], numbers[1])] if numbers else [])]
 
 
+def biases(further: Sequence[Tensor]) -> list[Tensor]:
+    """Of what a kernel takes besides q, k, v and a cotangent: the bias, if there is one. It comes last."""
+    return [x for x in further if x.dtype.is_wide_float]
+
+
 def _out_shape(q: Shape, v: Shape, attrs: Mapping[str, Any]) -> Shape:
     return Shape([v.dim(attrs["value_dim"]) if d.name == attrs["key_dim"] else d for d in q])
 
 
 def attention_type(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorType:
-    """The type of the result for q, k, v and a mask if there is one; raises ShapeError if they do not fit."""
+    """The type of the result for q, k, v, masks and a bias if there are any; raises ShapeError if they do not fit."""
     _check(types, attrs)
     q, k, v = (t.shape for t in types[:3])
-    for mask in types[3:]:
-        _check_mask(mask, q, k)
+    for x in types[3:]:
+        _check_further(x, q, k, attrs["key_dim"])
     return TensorType(_out_shape(q, v, attrs), types[0].dtype)
 
 
@@ -164,8 +171,10 @@ def seen_pairs(q: Shape, k: Shape, attrs: Mapping[str, Any]) -> int:
     return points * share.numerator // share.denominator
 
 
-def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
+def _work(over_key: int, over_value: int, ops: int, operands: int) -> Callable[..., Work]:
     """The work of so many matrix products over the key dim and over the value dim, and lane operations per score.
+
+    A bias, which comes after so many `operands` and masks, is one more.
 
     With `causal` or a window, the share of tiles that the whole kernel computes: where `length` or `memory_length` is
     split, devices then differ, and this is their mean, which kernels reach that deal out the rows evenly.
@@ -176,7 +185,8 @@ def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
         key, value = q.dim(attrs["key_dim"]).size, v.dim(attrs["value_dim"]).size
         computed = seen_pairs(q, k, attrs)
         passes = 6 if attrs.get("precision") == "highest" and ins[0].dtype.itemsize >= 4 else 1  # as of einsum
-        return Work(2 * computed * (over_key * key + over_value * value) * passes, computed * ops)
+        added = sum(x.dtype.is_wide_float for x in ins[operands:])
+        return Work(2 * computed * (over_key * key + over_value * value) * passes, computed * (ops + added))
 
     return work
 
@@ -185,11 +195,13 @@ def _work(over_key: int, over_value: int, ops: int) -> Callable[..., Work]:
 
 
 def _grad(op: Operation, dy: Tensor) -> list[Tensor | None]:
-    q, k, v, *mask = op.inputs
+    q, k, v, *further = op.inputs
     of_query, of_memory = (WINDOW_QUERY, WINDOW_MEMORY) if op.kind is WINDOW else (GRAD_QUERY, GRAD_MEMORY)
-    dq = build(of_query, [q, k, v, dy, *mask], op.attrs)
-    dk, dv = build_all(of_memory, [q, k, v, dy, *mask], op.attrs)
-    return [dq, dk, dv, *(None for _ in mask)]
+    dq = build(of_query, [q, k, v, dy, *further], op.attrs)
+    dk, dv = build_all(of_memory, [q, k, v, dy, *further], op.attrs)
+    # A bias has the cotangents of the scores themselves, which no kernel writes.
+    of_bias = _composed(op.attrs, [q, k, v, dy], further)[3:] if biases(further) else []
+    return [dq, dk, dv, *([None] * (len(further) - len(of_bias))), *of_bias]
 
 
 def visible(length: Dimension, memory: Dimension, causal: bool, window: int | None) -> Tensor | None:
@@ -206,12 +218,15 @@ def visible(length: Dimension, memory: Dimension, causal: bool, window: int | No
     return seen
 
 
-def _composed(attrs: Mapping[str, Any], inputs: Sequence[Tensor], mask: Sequence[Tensor]) -> list[Tensor]:
-    """dq, dk and dv of q, k, v and the result's cotangent, in operations with gradients of any order."""
+def _composed(attrs: Mapping[str, Any], inputs: Sequence[Tensor], further: Sequence[Tensor]) -> list[Tensor]:
+    """dq, dk, dv and a bias's cotangent, of q, k, v and the result's, in operations with gradients of any order."""
     q, k, v, dy = inputs
+    mask, added = [x for x in further if not x.dtype.is_wide_float], biases(further)
     length, memory = q.shape.dim(attrs["length"]), k.shape.dim(attrs["memory_length"])
     pairs = Shape([*(d for d in q.shape if d.name != attrs["key_dim"]), memory])
     scores = einsum([q, k], output_shape=pairs) * attrs["scale"]
+    for bias in added:
+        scores = scores + cast(bias, scores.dtype)
     with scores.graph:
         seen = visible(length, memory, attrs["causal"], attrs["window"])
         masks = [m for m in (seen, *seen_masks(mask)) if m is not None]
@@ -223,18 +238,23 @@ def _composed(attrs: Mapping[str, Any], inputs: Sequence[Tensor], mask: Sequence
     total = reduce_sum(weights, reduced_dim=memory)
     p = weights / (where(greater_equal(0.0, total), 1.0, total) if mask else total)
     dp = einsum([dy, v], output_shape=pairs)
-    ds = p * (dp - reduce_sum(p * dp, reduced_dim=memory)) * attrs["scale"]
+    of_scores = p * (dp - reduce_sum(p * dp, reduced_dim=memory))
+    ds = of_scores * attrs["scale"]
     return [
         einsum([ds, k], output_shape=q.shape),
         einsum([ds, q], output_shape=k.shape),
         einsum([p, dy], output_shape=v.shape),
+        *(cast(reduce_sum(of_scores, output_shape=x.shape), x.dtype) for x in added),
     ]
 
 
 def _second(op: Operation, which: slice, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
-    inputs, mask = op.inputs[:4], op.inputs[4:]
-    sides = composed_gradient(lambda *xs: _composed(op.attrs, xs, mask)[which], inputs, dys)
-    return [*sides, *(None for _ in mask)]
+    added = biases(op.inputs[4:])
+    masks = op.inputs[4 : len(op.inputs) - len(added)]
+    sides = composed_gradient(
+        lambda *xs: _composed(op.attrs, xs[:4], [*masks, *xs[4:]])[which], [*op.inputs[:4], *added], dys
+    )
+    return [*sides[:4], *(None for _ in masks), *sides[4:]]
 
 
 _BOTH = ("key_dim", "value_dim")  # scores again, and their cotangents
@@ -248,7 +268,7 @@ ATTENTION = operation(
     lower=SPLIT_RESULT,
     grad=_grad,
     linear=lambda op: Linear((2,)),
-    work=_work(1, 1, _OPS),
+    work=_work(1, 1, _OPS, 3),
     scores=Scores(contracted=("key_dim",), turned=("value_dim",)),
 )
 GRAD_QUERY = operation(
@@ -260,7 +280,7 @@ GRAD_QUERY = operation(
     lower=SPLIT_GRAD_QUERY,
     grad=lambda op, dz: _second(op, slice(0, 1), [dz]),
     linear=lambda op: Linear((2, 3)),
-    work=_work(2, 1, _GRAD_OPS),
+    work=_work(2, 1, _GRAD_OPS, 4),
     scores=Scores(_BOTH, turned=("key_dim",), repeated=1, backward=True, spared=True),
 )
 GRAD_MEMORY = operation(
@@ -272,7 +292,7 @@ GRAD_MEMORY = operation(
     lower=SPLIT_GRAD_MEMORY,
     grad=lambda op, dk, dv: _second(op, slice(1, 3), [dk, dv]),
     linear=lambda op: Linear((3,)),
-    work=_work(2, 2, _GRAD_OPS),
+    work=_work(2, 2, _GRAD_OPS, 4),
     scores=Scores(_BOTH, turned=_BOTH, repeated=2, backward=True),
 )
 # A sequence on itself through a window: where both are split alike, neighbours move.
@@ -301,8 +321,9 @@ def attention(
     mask: Tensor | None = None,
     name: str | None = None,
     segments: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax over memory_length of (scale q k), times v, as one kernel: the scores never reach HBM.
+    """softmax over memory_length of (scale q k + bias), times v, as one kernel: the scores never reach HBM.
 
     Q[B, G, i, d], K[B, j, d], V[B, j, e]  ->  Y[B, G, i, e] = sum over j of P[B, G, i, j] V[B, j, e]
 
@@ -321,6 +342,8 @@ def attention(
       segments: int32 numbers of queries (of dims of q, with `length`) and of keys (of dims of k, with `memory_length`):
         a query sees the keys of its own number only, as where several texts are packed into one sequence. The kernel
         reads one number for each query and key, where a mask has one for each pair of them.
+      bias: float, of dims of q and k but `key_dim`: added to the scaled scores, as `relative_position_bias` makes it.
+        Its gradient is made of scores that do reach HBM; nothing else is.
     Returns: [..., length, value_dim] in the order of q, dtype of q.
     Split keys stay where they are if that sends less: of each query and head one number is reduced over the devices
     (two for each gradient), and the result, as a pending sum. Of a sequence on itself through a window, with `length`
@@ -342,15 +365,29 @@ def attention(
     Source: Dao et al., "FlashAttention", arXiv:2205.14135.
     """
     attrs = arguments("attention", q, k, v, (length, memory_length, key_dim, value_dim), causal, window, scale)
-    masks = [] if mask is None else [tensor(mask, "attention")]
+    masks = [] if mask is None else [checked_mask(mask, q, k, "attention")]
     if segments is not None:
         masks += checked_segments(segments, q, k, attrs, "attention")
+    if bias is not None:
+        if not tensor(bias, "attention").dtype.is_wide_float:
+            raise ShapeError(f"{at('attention')}: the bias must be of a float type, got {bias}")
+        masks.append(bias)
     rows, keys = q.shape.dim(attrs["length"]).size, k.shape.dim(attrs["memory_length"]).size
     # Of a mask with both dims no run of either tells what a block needs.
     both = any({attrs["length"], attrs["memory_length"]} <= {*m.shape.names} for m in masks)
     near = window is not None and rows == keys and not both
     attrs["keys"] = keys if near else None
     return build(WINDOW if near else ATTENTION, [q, k, v, *masks], attrs, name)
+
+
+def checked_mask(mask: Tensor, q: Tensor, k: Tensor, what: str) -> Tensor:
+    """The mask, which is no bias. Raises: ShapeError where it is not bool."""
+    if tensor(mask, what).dtype is not BOOL:
+        raise ShapeError(
+            f"{at(what)}: the mask must be bool, got {mask.dtype.name}; compare first, as in mtf.not_equal(x, 0)"
+            f"\n  {q}\n  {k}\n  {mask}"
+        )
+    return mask
 
 
 def checked_segments(

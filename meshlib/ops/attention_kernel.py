@@ -11,6 +11,7 @@ from math import prod
 
 import numpy as np
 
+from meshlib.dtypes import BOOL, INT32
 from meshlib.operation import Array, Block, Halo
 from meshlib.ops.rules import align
 
@@ -68,6 +69,7 @@ class Rows:
     q: Array
     dy: Array
     hidden: Array | None  # bool, broadcasts to `shape`: what stays out of the softmax
+    bias: Array | None  # broadcasts to `shape`: added to the scaled scores
     shape: tuple[int, ...]  # [batches ..., groups ..., queries, keys]
 
 
@@ -88,9 +90,12 @@ class Kernel:
         self.v = align(arrays[2], named[2], (*self.batch, self.memory, self.value))
         self.dy = align(arrays[3], named[3], (*rows, self.value)) if with_cotangent else None
         count = 4 if with_cotangent else 3
-        extra = [(align(x, n, (*rows, self.memory)), n) for x, n in zip(arrays[count:], named[count:], strict=True)]
-        self.mask = next((x for x, _ in extra if x.dtype.kind == "b"), None)
-        self.segments = [x for x, _ in extra if x.dtype.kind != "b"]  # of queries and of keys
+        pairs = (*rows, self.memory)
+        further = zip(arrays[count:], block.inputs[count:], strict=True)
+        extra = [(align(x, t.shape.names, pairs), t.dtype) for x, t in further]
+        self.mask = next((x for x, dtype in extra if dtype is BOOL), None)
+        self.segments = [x for x, dtype in extra if dtype is INT32]  # of queries and of keys
+        self.bias = next((x for x, dtype in extra if dtype.is_wide_float), None)
         # Of runs that a window needs, `starts` says where they begin.
         runs = isinstance(block.operation.kind.lower, Halo)
         self.first_query = block.start(0, self.length) if runs else block.offsets[self.length]
@@ -122,7 +127,9 @@ class Kernel:
             merged = [self._operand(x, count) for x in (q, *more)]
             shape = (*q.shape[:-1], keys.stop - keys.start)
             hidden = self._hidden(np.arange(first, last)[:, None], here + np.arange(keys.start, keys.stop))
-            yield Rows(queries, keys, merged[0], merged[-1], self._masked(hidden, memory.batch, queries, keys), shape)
+            part = (*memory.batch, *(slice(None) for _ in self.group), queries, keys)
+            bias = None if self.bias is None else _cut(self.bias, part)
+            yield Rows(queries, keys, merged[0], merged[-1], self._masked(hidden, part), bias, shape)
 
     def _most_rows(self) -> int:
         scores: int = prod(self.q.shape[len(self.batch) : -2]) * self.k.shape[-2]
@@ -141,17 +148,12 @@ class Kernel:
             hidden |= np.abs(i - j) >= self.block.attrs["window"]
         return hidden if hidden.any() else None
 
-    def _masked(self, hidden: Array | None, batch: Cut, queries: slice, keys: slice) -> Array | None:
-        part = (*batch, *(slice(None) for _ in self.group), queries, keys)
-
-        def of_part(x: Array) -> Array:  # a dim that it lacks has size 1 and broadcasts
-            return x[tuple(c if n > 1 else slice(None) for c, n in zip(part, x.shape, strict=True))]
-
+    def _masked(self, hidden: Array | None, part: Cut) -> Array | None:
         if self.mask is not None:
-            unseen = ~of_part(self.mask)
+            unseen = ~_cut(self.mask, part)
             hidden = unseen if hidden is None else unseen | hidden
         if self.segments:
-            q, k = map(of_part, self.segments)
+            q, k = (_cut(x, part) for x in self.segments)
             hidden = q != k if hidden is None else (q != k) | hidden
         return hidden
 
@@ -175,6 +177,9 @@ class Kernel:
         """
         s = self.product(rows.q, memory.k_columns[:, :, rows.keys])
         np.multiply(s, s.dtype.type(self.block.attrs["scale"]), out=s)
+        if rows.bias is not None:
+            scores = s.reshape(rows.shape)
+            np.add(scores, rows.bias, out=scores)
         if rows.hidden is not None:
             np.copyto(s.reshape(rows.shape), -np.inf, where=rows.hidden)
         peak = _largest(s)
@@ -218,6 +223,11 @@ class Kernel:
         np.multiply(ds, p, out=ds)
         np.multiply(ds, ds.dtype.type(self.block.attrs["scale"]), out=ds)
         return p, self.engine.made_inside(ds)
+
+
+def _cut(x: Array, part: Cut) -> Array:
+    """This part of a mask or bias; a dim that it lacks has size 1 and broadcasts."""
+    return x[tuple(c if n > 1 else slice(None) for c, n in zip(part, x.shape, strict=True))]
 
 
 def _largest(x: Array) -> Array:

@@ -16,14 +16,17 @@ B, H, G, D = (mtf.Dimension(n, k) for n, k in (("b", 2), ("h", 2), ("g", 3), ("d
 LENGTH, MEMORY = mtf.Dimension("i", 12), mtf.Dimension("j", 12)
 
 
-def program(causal: bool, window: int | None) -> mtf.Program:
+def program(causal: bool, window: int | None, biased: bool = False) -> mtf.Program:
     """The result and all gradients, heads split."""
     with mtf.Graph():
         q = mtf.input("q", [LENGTH, B, G, H, D])
         k, v = (mtf.input(n, [H, MEMORY, B, D]) for n in "kv")
-        y = mtf.attention(q, k, v, LENGTH, MEMORY, D, causal=causal, window=window)
-        found = mtf.gradients([y], [q, k, v], [mtf.input("dy", y.shape)])
-        outputs = {"y": y, **{f"d{n}": g for n, g in zip("qkv", found, strict=True) if g is not None}}
+        z = [mtf.input("z", [H, LENGTH, MEMORY])] if biased else []
+        mask = mtf.greater(mtf.input("shown", [B, MEMORY]), -0.5) if biased else None
+        y = mtf.attention(q, k, v, LENGTH, MEMORY, D, causal=causal, window=window, mask=mask, bias=z[0] if z else None)
+        found = mtf.gradients([y], [q, k, v, *z], [mtf.input("dy", y.shape)])
+        names = [*"qkvz"][: 3 + len(z)]
+        outputs = {"y": y, **{f"d{n}": g for n, g in zip(names, found, strict=True) if g is not None}}
         return mtf.lower(outputs, mesh="p:2", layout="h:p", precision="highest")
 
 
@@ -39,7 +42,19 @@ def test_both_ways_equal_the_simulator(
         monkeypatch.setattr(attention, "fusable", lambda kernel: True)
         monkeypatch.setattr(attention, "fused", lambda kernel, q, k, v, _: result(kernel, q, k, v, "xla"))
         monkeypatch.setattr(attention, "fused_gradients", lambda kernel, _: gradients(kernel, "xla"))
-    p = program(causal, window)
+    assert_as_simulated(program(causal, window))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 4)])
+@pytest.mark.parametrize("chunk", [12 * 6 * 3, attention.CHUNK])
+def test_scores_with_a_bias(chunk: int, causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "CHUNK", chunk)
+    p = program(causal, window, biased=True)
+    assert "dz" in p.outputs
+    assert_as_simulated(p)
+
+
+def assert_as_simulated(p: mtf.Program) -> None:
     rng = np.random.default_rng(0)
     feeds = {name: rng.normal(size=v.tensor.shape.sizes) for name, v in p.inputs.items()}
     wanted, found = mtf.simulate(p).step(feeds), mtf.on_jax(p).step(feeds)

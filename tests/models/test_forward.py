@@ -7,6 +7,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.models import preset, transformer
+from meshlib.program.records import walk
 from tests.effort import some
 from tests.models import reference
 from tests.models.common import BATCH, FAMILIES, LENGTH, feeds, small, unstacked, values
@@ -64,6 +65,21 @@ def test_loss_and_gradients_equal_the_reference(name):
         slope = float((gradient.astype(np.float64) * direction).sum())
         scale = float(np.linalg.norm(gradient) * np.linalg.norm(direction) / np.sqrt(gradient.size))
         assert slope == pytest.approx((ahead - behind) / (2 * h), rel=2e-3, abs=2e-3 * scale + 1e-6), variable
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_relative_positions_by_either_kernel(packed: bool) -> None:
+    """The bias inside the fused kernel, and its gradient, are those of scores that are written."""
+    config = small("t5-11b")
+    graph, model, program = built(config, encoder_length=4, packed=packed)
+    held, fed = values(graph), feeds(config, model.inputs)
+    _, _, fused = built(config.replace(attention="flash"), encoder_length=4, packed=packed)
+    kernels = [{i.operation.kind.name for i, _, _ in walk(p)} & {"attention"} for p in (program, fused)]
+    assert kernels == [set(), {"attention"}]
+    wanted, found = run(program, held, fed), run(fused, held, fed)
+    assert any("relative_position_bias" in name for name in wanted)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
 @pytest.mark.parametrize(

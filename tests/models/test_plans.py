@@ -32,6 +32,19 @@ def test_the_mesh_tensorflow_model_of_4_9_billion_fits_its_pod():
     assert 0.1 < found.step_seconds < 1.0  # 0.37 s, uncertain, in the published results
 
 
+@pytest.mark.parametrize(("devices", "batch"), [(128, 128), (128, 64), (64, 16), (16, 1)])
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_usual_layouts_of_experts_are_legal_for_few_sequences_too(model, devices, batch):
+    config = mtf.models.preset(model).replace(layers=1)
+    found = mtf.models.usual_layouts(config, devices, batch)
+    assert batch == 1 or any("expert" in name for name, _ in found)
+    for name, mesh in found:
+        assert mtf.Mesh(mesh).size == devices
+        with mtf.Graph():
+            loss = mtf.models.transformer(config, batch, 1024, training=True).loss
+            mtf.lower([loss], mesh=mesh, layout=mtf.models.layout(name, config, mesh))
+
+
 @pytest.mark.parametrize(("devices", "batch"), [(8, 8), (256, 64), (3072, 1536), (16, 1), (1, 4)])
 @pytest.mark.parametrize("model", ["llama3.1-405b", "gpt2", "palm-540b"])
 def test_usual_layouts_fill_the_slice(model, devices, batch):

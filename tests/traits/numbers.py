@@ -238,7 +238,8 @@ def check_scores(record: OpDef, uses: Sequence[Sample]) -> Iterator[str]:
         work = record.work(tuple(x.type for x in s.op.inputs), s.op.output.type, s.op.attrs)
         if work.mxu_flops != 2 * pairs * sum(sizes[d] for d in (*record.scores.contracted, *record.scores.turned)):
             yield f"{s}: {work.mxu_flops} flops are not those of its products"
-        if record.scores.backward != (len(s.floats()) > 3):  # the cotangent of the result, too
+        # The cotangent of the result has its dims; masks and a bias have those of scores.
+        if record.scores.backward != any(s.op.attrs["value_dim"] in x.shape for x in s.op.inputs[3:]):
             yield f"{s}: backward is {record.scores.backward}"
 
 

@@ -46,13 +46,16 @@ class Kernel:
         masks = list(zip(arrays, named, strict=True))[4 if with_cotangent else 3 :]
         shown = [(x, names) for x, names in masks if x.dtype == jnp.bool_]
         self.mask = self._mask(*shown[0]) if shown else None
-        numbers = [self._mask(x, names) for x, names in masks if x.dtype != jnp.bool_]
+        numbers = [self._mask(x, names) for x, names in masks if x.dtype == jnp.int32]
         if numbers:
             same = numbers[0] == numbers[1]
             self.mask = same if self.mask is None else self.mask & same
         self.first_query = self._first(0, self.length)
         self.first_key = self._first(1, self.memory)
         self.type = jnp.float64 if self.q.dtype == jnp.float64 else jnp.float32
+        for bias in (self._mask(x, names) for x, names in masks if jnp.issubdtype(x.dtype, jnp.floating)):
+            added = bias.astype(self.type)
+            self.mask = added if self.mask is None else jnp.where(self.mask, added, -jnp.inf)
 
     def _first(self, n: int, dim: str) -> Index:
         """The global index of the first query or key here. Of a run, `offsets` has the result's."""
@@ -107,6 +110,8 @@ class Kernel:
             size = self.part.operation.inputs[1].shape.dim(self.memory).size
             there = (j >= 0) & (j < size) & (i >= 0) & (i < size)
             seen = there if seen is None else seen & there
+        if mask is not None and mask.dtype != jnp.bool_:  # a bias, -inf where a key is hidden
+            s, mask = s + mask, None
         for hides in (seen, mask):
             if hides is not None:
                 s = jnp.where(hides, s, -jnp.inf)
