@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import meshlib as mtf
+from tests.effort import some
 
 
 def planned(name: str, layout: str, batch: int, length: int, remat: str, slices: dict[str, str]) -> list[mtf.Estimate]:
@@ -32,8 +33,16 @@ def test_the_mesh_tensorflow_model_of_4_9_billion_fits_its_pod():
     assert 0.1 < found.step_seconds < 1.0  # 0.37 s, uncertain, in the published results
 
 
-@pytest.mark.parametrize(("devices", "batch"), [(128, 128), (128, 64), (64, 16), (16, 1)])
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b"])
+FEW_SEQUENCES = [
+    (model, devices, batch)
+    for model in ("mixtral-8x7b", "qwen3-30b-a3b")
+    for devices, batch in ((128, 128), (128, 64), (64, 16), (16, 1))
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch"), some(FEW_SEQUENCES, [("mixtral-8x7b", 128, 64), ("qwen3-30b-a3b", 16, 1)])
+)
 def test_usual_layouts_of_experts_are_legal_for_few_sequences_too(model, devices, batch):
     config = mtf.models.preset(model).replace(layers=1)
     found = mtf.models.usual_layouts(config, devices, batch)
