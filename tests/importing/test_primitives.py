@@ -125,6 +125,8 @@ FUNCTIONS = {
     "branches": lambda x, y, i: (
         lax.cond(x[0, 0, 0] > 0, lambda a: a + 1, lambda a: a * 2, x)
         + lax.switch(i[0, 0] % 3, [jnp.sin, jnp.cos, jnp.tanh], y)
+        + lax.platform_dependent(x, tpu=lambda a: a * a, default=lambda a: a * 3)  # of where the function is traced
+        + lax.platform_dependent(y, tpu=jnp.sin, cpu=jnp.cos, cuda=jnp.cos, default=jnp.tanh)
     ),
     "checkpoints": lambda x, y, i: (
         jax.checkpoint(lambda a: jnp.sin(a @ a.swapaxes(1, 2)) @ a, policy=jax.checkpoint_policies.dots_saveable)(x)
