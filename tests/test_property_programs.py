@@ -455,8 +455,8 @@ OPTIMIZERS = {
 
 
 @st.composite
-def programs(draw: Draw) -> Written:
-    """A program of 3 to 12 steps with a mesh and a legal layout."""
+def programs(draw: Draw, most: int = 12) -> Written:
+    """A program of 3 to `most` steps with a mesh and a legal layout."""
     sizes = draw(
         st.lists(st.sampled_from((2, 2, 4, 3, 1)), min_size=1, max_size=3).filter(lambda s: prod(s) <= MAX_DEVICES)
     )
@@ -468,7 +468,7 @@ def programs(draw: Draw) -> Written:
             shape = w.dims(least=n % 2)
             variables.append(mtf.variable(f"v{n}", shape, w.rng.uniform(-1.0, 1.5, Shape(shape).sizes), "float64"))
         w.tensors = [*variables, *(w.noise(w.dims(least=2)) for _ in range(w.choose((1, 2))))]
-        for _ in range(w.choose(range(3, 13))):
+        for _ in range(w.choose(range(3, most + 1))):
             y = w.choose(STEPS)(w, w.pick())
             if y is not None:
                 w.tensors.append(y)

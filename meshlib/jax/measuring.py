@@ -17,6 +17,7 @@ from hardware.chips import CHIPS, Chip
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.jax.placing import checked_devices
+from meshlib.jax.settings import by_default
 
 REPEATS = 5
 # What JAX calls a device -> the chip's name here.
@@ -44,6 +45,7 @@ _MEASURED = (
 _TILE = 8  # of a device whose matrix unit is not known: what its products are rounded up to
 
 
+@by_default()
 def measure_chip(devices: Sequence[Any] | None = None, name: str = "measured") -> Chip:
     """The rates that JAX devices reach, all of them at work at once, as a chip for `mtf.estimate`.
 

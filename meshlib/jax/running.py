@@ -25,6 +25,7 @@ from meshlib.jax.measuring import known_slice
 from meshlib.jax.placing import HostArray, place, whole
 from meshlib.jax.processes import JaxProcesses
 from meshlib.jax.profiling import measure
+from meshlib.jax.settings import by_default
 from meshlib.jax.step import Made, Prints, Step
 from meshlib.ops.index import index_fault
 from meshlib.ops.sources import STEP
@@ -93,7 +94,7 @@ class DeviceState(State):
             self.arrays[name] = array
 
     def __getstate__(self) -> dict[str, Any]:
-        with self.lock:
+        with self.lock, by_default():
             arrays = {n: x.copy() for n, x in self.arrays.items()}
         return {"seed": self.seed, "arrays": arrays, "slots": dict(self.slots), "places": dict(self.places)}
 
@@ -212,7 +213,7 @@ class OnJax(Simulation):
 
     def several(self, feeds: Sequence[Mapping[str, Any]]) -> list[dict[str, HostArray]] | None:
         """As of `Simulation`: the steps are a `lax.scan`."""
-        with self.state.lock:
+        with self.state.lock, by_default():
             return self._scanned(feeds)
 
     # ------------------------------------------------------------ inside
@@ -222,6 +223,7 @@ class OnJax(Simulation):
             self.state.places.setdefault(name, sharding)
         super()._declare(program)
 
+    @by_default()
     def _run(self, program: Program, given: Mapping[str, Any]) -> dict[str, HostArray]:
         if program is not self.program:
             self._declare(program)

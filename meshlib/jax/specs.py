@@ -18,6 +18,7 @@ from meshlib.jax.context import Array, Context, Found
 from meshlib.jax.executor import Executor
 from meshlib.jax.hlo import sent_bytes
 from meshlib.jax.placing import device_mesh, spec_of
+from meshlib.jax.settings import by_default
 from meshlib.jax.step import platform_of
 from meshlib.jax.table import storage
 from meshlib.lowering import lower
@@ -132,6 +133,7 @@ class _Constrained(Executor):
         return lax.with_sharding_constraint(x, NamedSharding(self.jax_mesh, spec))
 
 
+@by_default()
 def _compiled(specs: PartitionSpecs, devices: Sequence[Any] | None) -> Any:
     program, mesh = specs.program, specs.mesh(devices)
     fetched = {n: v.tensor for n, v in program.outputs.items()}

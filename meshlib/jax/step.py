@@ -17,6 +17,7 @@ from meshlib.initializers import make_key
 from meshlib.jax.context import Array, Context, Found
 from meshlib.jax.executor import Executor
 from meshlib.jax.placing import between_steps, device_mesh, spec_of
+from meshlib.jax.settings import by_default
 from meshlib.jax.table import row_of, storage
 from meshlib.ops.random import RANDOM
 from meshlib.ops.sources import STEP
@@ -75,6 +76,7 @@ class Step:
         """The random keys of a seed, uint32 [operations that draw, 2]."""
         return np.array([make_key(seed, name) for name in self.drawing], np.uint32).reshape(-1, 2)
 
+    @by_default()
     def lowered(self) -> Any:
         """JAX's lowering of the step, whose `as_text()` shows what the compiler is given. Kept until it is compiled."""
         if self._lowered is None:

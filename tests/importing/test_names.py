@@ -162,6 +162,27 @@ def test_partition_specs_become_rules():
         graph.layout(None, P("data", None, None, None))
 
 
+def test_axes_that_a_spec_leaves_out_lie_as_others_say():
+    """Flax gives biases and scales without a partitioning P(), also where the kernel's axis is split."""
+
+    def loss(p, x):
+        return ((jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"] + p["last"]) ** 2).mean()
+
+    shapes = {"up": S((8, 32), "float32"), "bias": S((32,), "float32")}
+    shapes |= {"down": S((32, 8), "float32"), "last": S((8,), "float32")}
+    graph = mtf.from_jax(loss, shapes, S((16, 8), "float32"), names={"x": "batch d_in", "p.up": "d_in d_ff"})
+    specs = {"up": P(None, "model"), "bias": P(), "down": P("model"), "last": P()}
+    assert str(graph.layout(specs, P("data"))) == "d_in:;d_ff:model;down_1:;batch:data"
+    with pytest.raises(LayoutError, match=r"'d_ff' lies on no axis in 'p/bias'.*but on model"):
+        graph.layout(specs | {"bias": P(None)}, None)
+    with pytest.raises(LayoutError, match=r"'d_ff' lies on model in 'p/up'.*but on data in 'p/down'"):
+        graph.layout(specs | {"down": P("data")}, None)
+    both = graph.layout({"up": P("data", "model"), "bias": P(), "down": P("model"), "last": P("data")}, None)
+    assert str(both) == "down_1:data;d_in:data;d_ff:model"
+    with pytest.raises(LayoutError, match=r"'d_in' lies on data in 'p/up'.*but on no axis in 'x' \('data', None\)"):
+        graph.layout({"up": P("data")}, P("data"))
+
+
 def test_without_jax_one_error_says_what_to_install():
     code = (
         "import sys; sys.modules['jax'] = None\n"

@@ -125,6 +125,8 @@ FUNCTIONS = {
     "branches": lambda x, y, i: (
         lax.cond(x[0, 0, 0] > 0, lambda a: a + 1, lambda a: a * 2, x)
         + lax.switch(i[0, 0] % 3, [jnp.sin, jnp.cos, jnp.tanh], y)
+        + lax.platform_dependent(x, tpu=lambda a: a * a, default=lambda a: a * 3)  # of where the function is traced
+        + lax.platform_dependent(y, tpu=jnp.sin, cpu=jnp.cos, cuda=jnp.cos, default=jnp.tanh)
     ),
     "checkpoints": lambda x, y, i: (
         jax.checkpoint(lambda a: jnp.sin(a @ a.swapaxes(1, 2)) @ a, policy=jax.checkpoint_policies.dots_saveable)(x)
@@ -215,6 +217,20 @@ def test_what_is_not_needed_need_not_be_known():
         return (w * x).sum()
 
     mtf.from_jax(loss, S((4,), "float32"), S((4,), "float32"))
+
+
+@pytest.mark.parametrize("empty", [np.ones((0, 8), "float32"), S((0, 8), "float32")])
+def test_arguments_without_elements_are_no_inputs(empty):
+    def loss(params, x):
+        rows = jnp.concatenate([params["prompt"], params["w"] * x])
+        return rows.sum() + params["prompt"].sum() + params["prompt"].sum(0) @ jnp.ones(8)
+
+    w, x = np.ones((3, 8), "float32"), np.full((3, 8), 2.0, "float32")
+    graph = mtf.from_jax(loss, {"prompt": empty, "w": w}, x)
+    assert (list(graph.variables), graph.unused) == (["params/w"], ("params/prompt",))
+    assert mtf.simulate(mtf.lower(graph.outputs)).step(graph.feeds({"prompt": empty, "w": w}, x))["output"] == 48
+    with pytest.raises(NotImported, match=r"result output, \[0, 8\]: of no elements"):
+        mtf.from_jax(lambda x: x * 2, empty)
 
 
 def test_reasons_point_to_the_lines_of_the_function():

@@ -8,6 +8,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -270,6 +271,23 @@ def test_another_program_on_the_same_variables() -> None:
         run.step(x=np.ones((8, 16)))
         for other in programs[1:]:
             np.testing.assert_allclose(run.run(other, x=np.ones((4, 16)))["y"], 120 * 2 ** (n + 1))
+
+
+def test_what_users_set_in_jax_for_code_of_their_own_changes_nothing() -> None:
+    program, feeds = mlp("p:2;q:2", "batch:p;hidden:q"), mlp_feeds()
+    sim = mtf.simulate(program)
+    wanted = [sim.step(fed)["loss"] for fed in feeds]
+    with ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(jax.make_mesh((8,), ("another",))))
+        stack.enter_context(jax.numpy_rank_promotion("raise"))
+        stack.enter_context(jax.numpy_dtype_promotion("strict"))
+        stack.enter_context(jax.disable_jit())
+        run = mtf.on_jax(program)
+        first, rest = run.step(feeds[0]), run.several(feeds[1:])
+        copy.copy(run).state["first/bias"] += 1.0
+        assert "1.00 times as many" in mtf.partition_specs(program).note()
+    assert rest is not None
+    np.testing.assert_allclose([made["loss"] for made in (first, *rest)], wanted, rtol=1e-6)
 
 
 def test_prints_are_the_simulators(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ from meshlib.jax.importing import (  # the table's rows
     windows,
 )
 from meshlib.jax.importing.axes import Axes
-from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, Place, Var, prune
+from meshlib.jax.importing.code import DTYPES, NARROW, Code, NotImported, Place, Var, numpy_type, prune
 from meshlib.jax.importing.constraints import Constraints
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.imported import Argument, ImportedGraph
@@ -140,7 +140,9 @@ def _leaves(tracing: Tracing, own: Sequence[str], args: Sequence[Any], numbers: 
     for n, (name, arg) in enumerate(zip(own, args, strict=True)):
         for path, leaf, known in named_leaves([name], [arg]):
             var = tracing.var(leaf, of_keys=leaf.shape[-1:] in ((2,), (4,)))  # as jax.random.PRNGKey makes them
-            if not var.key:
+            if 0 in var.shape:
+                tracing.set_known(var, np.zeros(var.shape, numpy_type(var.dtype)))
+            elif not var.key:
                 var.axes = [tracing.axes.new(size) for size in var.shape]
                 tracing.axes.hold(var.space, var.axes)
             tokens = None if known is None else [None if word == "_" else ((word, None),) for word in known]
@@ -181,6 +183,9 @@ def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str]) -> None:
             faults[why] = faults.get(why, 0) + 1
     if not results:
         raise GraphError(f"{at(WHAT)}: the function returns no array")
+    for name, out in zip(results, code.outs, strict=True):
+        if 0 in out.shape:
+            faults[f"result {name}, {list(out.shape)}: of no elements"] = 1
     if faults:
         lines = [f"{why}{f', {n} times' if n > 1 else ''}" for why, n in faults.items()]
         raise NotImported("\n  ".join([f"{at(WHAT)}: there is no counterpart of", *lines]))
@@ -221,7 +226,7 @@ def _graph(
     graph = ImportedGraph()
     graph._parameters = own
     writer = Writer(axes, {}, constraints)
-    used = [leaf for leaf in leaves if leaf.var in read and not leaf.var.key]
+    used = [leaf for leaf in leaves if leaf.var in read and not leaf.var.key and 0 not in leaf.var.shape]
     arrays = dict(zip(leaves, held, strict=True))
     graph.unused = tuple(leaf.name for leaf in leaves if leaf not in used and not leaf.var.key)
     with graph:

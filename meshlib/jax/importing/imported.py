@@ -86,7 +86,8 @@ class ImportedGraph(Graph):
 
         Args:
           specs: for each argument of the function what `jax.jit` takes as its `in_shardings`: a PartitionSpec, a
-            NamedSharding, or a tree of them that may end above the arrays; None says nothing.
+            NamedSharding, or a tree of them that may end above the arrays; None says nothing. Axes that a spec leaves
+            out at its end, as all of a bias under `P()`, lie as the specs of others say, and whole where none does.
           scope: where the rules hold ("variables" for those of parameters alone); everywhere unless given.
         Raises: LayoutError if two arrays lay one dim on different axes.
         """

@@ -23,13 +23,40 @@ def rules_of(
 ) -> LayoutRules:
     """Rules under which each argument lies as its spec says; see `ImportedGraph.layout`."""
     found: dict[str, tuple[Any, ...]] = {}
+    said: dict[str, int] = {}  # of how many dims a spec speaks
     for name, tree in zip(names, specs, strict=True):
         for prefix, spec in _leaves(name, tree):
             below = [a for path, a in arguments.items() if path == prefix or path.startswith(f"{prefix}/")]
             for argument in below:
                 found[argument.name] = _of_dims(argument, spec)
+                said[argument.name] = sum(map(len, argument.axes[: len(spec)]))
     dims: dict[str, Any] = {name: arguments[name].shape.names for name in found}
-    return from_partition_specs(dict[Any, Any](found), dims, scope)
+    return from_partition_specs(dict[Any, Any](_completed(found, said, dims)), dims, scope)
+
+
+def _completed(
+    specs: Mapping[str, tuple[Any, ...]], said: Mapping[str, int], dims: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[Any, ...]]:
+    """Specs that are too short, as `P()` of a bias beside a split kernel, with what others say of their last dims."""
+    first = sorted(specs, key=lambda n: said[n] < len(dims[n]))  # those that say all are to be named in faults
+    split: dict[str, Any] = {}
+    for n in first:
+        for d, entry in zip(dims[n], specs[n], strict=True):
+            if _axes(entry):
+                split.setdefault(d, entry)
+    made = {}
+    for n in first:
+        spec = specs[n]
+        entries = list(spec[: said[n]])
+        for d in dims[n][said[n] :]:
+            entry, taken = split.get(d), {a for e in entries for a in _axes(e)}
+            entries.append(None if taken & {*_axes(entry)} else entry)  # a dim of its own would lie there, too
+        made[n] = tuple(entries)
+    return made
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _leaves(name: str, tree: Specs) -> list[tuple[str, tuple[Any, ...]]]:

@@ -118,6 +118,9 @@ class Tracing:
             return self._scan(eqn, ins, place)
         if name == "cond":
             return self._cond(eqn, ins, place)
+        branch = _branch_here(params["platforms"]) if name == "platform_index" else None
+        if branch is not None:
+            return [self.known(np.int32(branch), eqn.outvars[0].aval)]
         if any(isinstance(x, Pair) for x in ins) or any(is_complex(v.aval) for v in eqn.outvars):
             return self._in_parts(eqn, ins, place)
         real = flat(ins)
@@ -250,6 +253,13 @@ def _kept(policy: Callable[..., Any], eqn: Any) -> str | None:
     if type(answer).__name__ == "Offloadable":
         return "host"
     return "hbm" if answer is True or type(answer).__name__ in ("Saveable", "SaveableType") else None
+
+
+def _branch_here(platforms: Sequence[tuple[str, ...] | None]) -> int | None:
+    """Which branch of `lax.platform_dependent` JAX would run by default in this process, None being the one for all."""
+    here = jax.default_backend()
+    names = ("cuda", "rocm") if here == "gpu" else (here,)
+    return next((n for n, of in enumerate(platforms) if of is None or any(name in of for name in names)), None)
 
 
 # ---------------------------------------------------------------- where steps were written
