@@ -138,8 +138,8 @@ def mxu_matmul(a: Array, b: Array, rows: int = 128) -> Array:
         left = a.reshape(1, math.prod(a.shape[:-1]), depth)  # weights without batch: the batch is more rows
         right = b.reshape(1, depth, n)
     else:
-        left = np.broadcast_to(a, (*batch, m, depth)).reshape(-1, m, depth)
-        right = np.broadcast_to(b, (*batch, depth, n)).reshape(-1, depth, n)
+        left = np.broadcast_to(a, (*batch, m, depth)).reshape(math.prod(batch), m, depth)  # m, n and depth may be 0
+        right = np.broadcast_to(b, (*batch, depth, n)).reshape(math.prod(batch), depth, n)
     out = np.zeros((left.shape[0], left.shape[1], n), a.dtype)
     first = np.ascontiguousarray(left.transpose(2, 0, 1))  # [K, B, M]
     second = np.ascontiguousarray(right.transpose(1, 0, 2))  # [K, B, N]

@@ -125,6 +125,25 @@ def test_random_convolutions(transposed: bool) -> None:
     assert tried > 4
 
 
+@pytest.mark.parametrize("executor", ["exact", "fast"])
+def test_blocks_that_no_window_meets(executor: str) -> None:
+    """Of four rows at stride 2 behind three of padding the first and the third are used by nobody."""
+    rng = np.random.default_rng(0)
+    with mtf.Graph():
+        x, w = mtf.input("x", dims("b:2;h:4;c:2"), "float64"), mtf.input("w", dims("k:1;c:2;m:4"), "float64")
+        y = mtf.conv1d(x, w, 2, (3, 1), group_dims=dims("c:2"))
+        dx, dw = mtf.gradients([y], [x, w], [mtf.input("dy", y.shape, "float64")])
+        program = mtf.lower({"y": y, "dx": dx, "dw": dw}, mesh="p:4", layout="h:p", precision="highest")
+    feeds = {n: rng.normal(size=t.shape.sizes) for n, t in (("x", x), ("w", w), ("dy", y))}
+    (found,) = run(program, feeds, executor)
+    y, dx, dw = np.zeros((2, 4, 2, 4)), np.zeros((2, 4, 2)), np.zeros((1, 2, 4))
+    for row, window in ((1, 2), (3, 3)):
+        y[:, window] = feeds["x"][:, row, :, None] * feeds["w"][0]
+        dx[:, row] = (feeds["dy"][:, window] * feeds["w"][0]).sum(-1)
+        dw[0] += (feeds["dy"][:, window] * feeds["x"][:, row, :, None]).sum(0)
+    assert_close(found, {"y": y, "dx": dx, "dw": dw}, 1e-12, executor)
+
+
 def test_two_split_dims_of_one_convolution_share_their_edges_with_others() -> None:
     """Forward two convolutions read one image: its rows and its columns move once, wide enough for both."""
     with mtf.Graph():

@@ -154,6 +154,8 @@ def test_matmul_broadcasts_batches_like_numpy(left, right):
 def test_matmul_empty(shape):
     m, k, n = shape
     assert np.array_equal(mxu_matmul(np.ones((m, k)), np.ones((k, n))), np.zeros((m, n)))
+    stacked = mxu_matmul(np.ones((3, m, k)), np.ones((3, k, n)))
+    assert np.array_equal(stacked, np.zeros((3, m, n)))
 
 
 def test_matmul_refuses():
