@@ -38,7 +38,9 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 def _roles(op: Operation) -> tuple[Factor, ...]:
     windows: tuple[Window, ...] = op.attrs["windows"]
     special = {d.name: Role.SUM for x in op.inputs for d in x.shape if d.name not in op.output.shape}
-    special |= {w.first: Role.HALO if w.first == w.out else Role.OVERLAP for w in windows}
+    # A dim that has another name in the result, and none in the second operand, leaves partial sums as any other.
+    special |= {w.first: Role.HALO for w in windows if w.first == w.out}
+    special |= {w.first: Role.OVERLAP for w in windows if w.first != w.out and w.first in op.inputs[1].shape}
     factors = named_factors(op, special)
     overlapping = [f for f in factors if f.role is Role.OVERLAP]  # by the second operand's blocks or by the first's
     by_second = tuple(replace(f, lead=1) if f in overlapping else f for f in factors)

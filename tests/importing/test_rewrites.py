@@ -260,3 +260,16 @@ def test_more_draws():
         assert (few.min(), few.max()) == (0, 255)
     with pytest.raises(NotImported, match=r"random_bits .* of 32 bits; draw by jax.random.uniform"):
         mtf.from_jax(lambda w: jax.random.bits(jax.random.key(0), (4,)) * w, np.ones(4, "int32"))
+
+
+def test_rows_of_a_convolution_that_get_another_name():
+    """What a dense layer reads is named by its weights: rows of the image and of the result are two dims then."""
+
+    def loss(p, x):
+        h = convolved(x, p["kernel"], (2, 2), "SAME")
+        return jnp.sum(jnp.tanh(h.reshape(4, -1) @ p["dense"]) ** 2)
+
+    params = {"kernel": weights(3, 3, 4, 8), "dense": weights(4 * 4 * 8, 10)}
+    names = {"x": "batch h w c", "p.dense": "(rows columns made) out"}
+    layouts = [("p:2", "h:p"), ("p:2;q:2", "h:p;rows:q"), ("p:4", "h:p;rows:p")]
+    compared(loss, params, weights(4, 8, 8, 4), names=names, layouts=layouts)
