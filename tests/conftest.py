@@ -22,6 +22,9 @@ if (0, 8) <= jaxlib <= (0, 10):  # which know them; an unknown flag ends the pro
 os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import gc  # noqa: E402
+
+gc.set_threshold(200_000, 10, 10)  # what collection makes stays, and syntax trees of asserts are many
+
 import sys  # noqa: E402
 from collections.abc import Generator, Iterator  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
@@ -62,8 +65,8 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
 
 def pytest_collection_finish() -> None:
     """Garbage is looked for among what is new, and rarely."""
-    _keep()
-    gc.set_threshold(20_000, 10, 10)
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 10)
 
 
 @pytest.hookimpl(wrapper=True)

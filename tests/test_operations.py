@@ -47,7 +47,7 @@ BY_OFFSET = ("range", "one_hot", "gather", "scatter_add", "random")
 
 def layouts_of(case: Case) -> int:
     """Legal layouts drawn for a row."""
-    return draws(6 if case.op in BY_OFFSET else 3 if str(case) in FIRST else 1, 100)
+    return draws(5 if case.op in BY_OFFSET else 2 if str(case) in FIRST else 1, 100)
 
 
 # ---------------------------------------------------------------- a row as a program

@@ -52,7 +52,7 @@ def second_order(case: Case, values: dict[str, Array], cotangent: Array, along: 
 
 def places(case: Case, size: int) -> Array:
     """Where differences are taken: everywhere, or in a few elements."""
-    return np.sort(case.rng(8).permutation(size)[: draws(3, size)])
+    return np.sort(case.rng(8).permutation(size)[: draws(2, size)])
 
 
 def differences(case: Case, values: dict[str, Array], cotangent: Array, along: dict[str, Array]) -> dict[str, Array]:

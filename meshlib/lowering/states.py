@@ -168,15 +168,17 @@ class States:
         before, after = self.figures[some, None, COST], self.figures[others, COST]
         brought = np.repeat(before, len(others), axis=1)
         for (cost, _), places in between:
-            brought += cost[places[some, None], places[others]]
+            brought += cost.take(places[some], axis=0).take(places[others], axis=1)
         found: Floats = np.minimum(brought - after - NEARLY * (brought - before), enough)
         noise = slack(after)
-        rows, columns = np.triu(np.abs(brought - after) <= noise, 1).nonzero()
-        if len(rows):
+        rows, columns = (np.abs(brought - after) <= noise).nonzero()
+        later = columns > rows
+        if later.any():
+            rows, columns = rows[later], columns[later]
             a, b = some[rows], others[columns]
             collectives = self.figures[a, COLLECTIVES] - self.figures[b, COLLECTIVES]
             for (_, more), places in between:
-                collectives = collectives + more[places[a], places[b]]
+                collectives += more[places[a], places[b]]
             strays = self.figures[a, STRAYS] <= self.figures[b, STRAYS]
             found[rows, columns] = np.where((collectives < 0) | ((collectives == 0) & strays), 0.0, noise[columns])
         return found
