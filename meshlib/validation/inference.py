@@ -3,7 +3,8 @@
 A row says model, batch, phase ("prefill 2048 tokens", "decode 64 tokens after 2048 context"), precision of the weights
 and layout of the feed-forward part and of attention, in the words of Pope et al., arXiv:2211.05102: "weight-stationary
 1D" splits d_ff over all chips, "weight-stationary 2D" d_model over X and d_ff over the rest, X being half the root of
-their number (its section 3.2.2); attention is split by heads or by sequences. Gathered weights are not expressed.
+their number (its section 3.2.2); attention is split by heads or by sequences, and heads are padded as they were there.
+Gathered weights are not expressed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import dimensions, known_model
 
 Row = Mapping[str, Any]
+# (paper, model) -> (chips, heads): on so many or more the model was given more heads, which are padding, so that they
+# split evenly: Pope et al., section 4 (18 billion parameters more).
+_PADDED_HEADS = {("2211.05102", "palm-540b"): (64, 64)}
 _NARROW = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "int4"}
 
 
@@ -58,7 +62,7 @@ def estimated(row: Row, physics: Physics = CALIBRATED) -> tuple[Estimate, int]:
     tokens, context = _lengths(str(batch.get("phase", "")), phase)
     slice_, _ = slice_of(row, get_chip(str(row["chip"])))
     mesh, layout = _layout(row.get("layout") or {}, slice_.devices)
-    config = _config(row)
+    config = _padded(_config(row), row, slice_.chips)
     with Graph():
         if phase == "prefill":
             made = prefill(config, int(sequences), tokens, tokens)
@@ -109,6 +113,14 @@ def _config(row: Row) -> TransformerConfig:
         vocab=model["vocab"], gated=gated, activation="silu" if gated else "gelu", norm="rms" if gated else "layer",
         position="rotary", tied=bool(model.get("tied_embedding", True)), numerics=numerics,
     )  # fmt: skip
+
+
+def _padded(config: TransformerConfig, row: Row, chips: int) -> TransformerConfig:
+    """The model as it ran."""
+    for (paper, name), (least, heads) in _PADDED_HEADS.items():
+        if paper in str(row.get("source")) and config.name == name and chips >= least:
+            return config.replace(heads=heads)
+    return config
 
 
 def _measured(row: Row, count: int) -> float:
