@@ -185,13 +185,11 @@ class _Stored:
 
     def _parts(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each variable with what goes into it."""
-        parts: tuple[Tensor, ...]
-        if len(self.variables) == 2:
-            parts = quantize(x, self.channels, self.variables[0].dtype)
-        else:
-            parts = (cast(x, self.variables[0].dtype),)
+        scaled = len(self.variables) == 2
+        parts = quantize(x, self.channels, self.variables[0].dtype) if scaled else (x,)
         spread = []
-        for held, part in zip(self.variables, parts, strict=True):
+        for held, made in zip(self.variables, parts, strict=True):
+            part = cast(made, held.dtype)
             missing = [d for d in held.shape if d not in part.shape and d == self.caches.beams]
             wide = broadcast(part, Shape([part.shape[0], *missing, *part.shape[1:]])) if missing else part
             spread.append((held, wide))

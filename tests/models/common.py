@@ -13,6 +13,7 @@ from meshlib.models import TransformerConfig, preset
 Array = np.ndarray[Any, Any]
 
 # One of each architecture, in float32, without dropout.
+WIDE = mtf.Numerics(variable_dtype="float64", activation_dtype="float64")
 FAMILIES = (
     "transformer-base", "bert-large", "mtf-lm-4.9b", "gpt2", "t5-11b", "llama2-7b", "llama3.1-405b", "palm-540b",
     "maxtext-16b", "gemma3-12b", "gemma4-31b", "switch-base-8", "deepseek-v3",

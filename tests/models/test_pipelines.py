@@ -10,7 +10,7 @@ import pytest
 import meshlib as mtf
 from meshlib.models import Pipeline, TransformerConfig, layout, preset, train_step
 from tests.effort import some
-from tests.models.common import small
+from tests.models.common import WIDE, small
 
 LENGTH = 6
 # model, patterns of layers (behind its dense ones), pipeline, mesh, layout
@@ -26,7 +26,6 @@ ROWS: list[tuple[str, int, Pipeline, str, str]] = [
     ("switch-base-8", 2, Pipeline(stages=2, microbatches=2), "pipe:2;expert:2", "pipeline+expert"),
     ("transformer-base", 4, Pipeline(stages=4, microbatches=4), "pipe:4;fsdp:2", "pipeline+fsdp"),
 ]
-WIDE = mtf.Numerics(variable_dtype="float64", activation_dtype="float64")
 
 
 def of_row(name: str, periods: int) -> TransformerConfig:

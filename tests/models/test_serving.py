@@ -12,7 +12,7 @@ import pytest
 import meshlib as mtf
 from meshlib.models import TransformerConfig, decode_step, prefill, preset, transformer
 from tests.effort import some
-from tests.models.common import FAMILIES, Array, small, values
+from tests.models.common import FAMILIES, WIDE, Array, small, values
 
 BATCH, LENGTH, PROMPT, SOURCE = 3, 12, 6, 8
 DECODERS = [name for name in FAMILIES if preset(name).kind != "encoder"]
@@ -22,9 +22,9 @@ PROMPTS = np.array([6, 3, 1])  # of sequences of different length
 SOURCES = np.array([8, 2, 5])
 
 
-def decoder(name: str) -> TransformerConfig:
-    """A small decoder, whose experts have room for all: what is dropped depends on who else is there."""
-    config = small(name)
+def decoder(name: str, numerics: mtf.Numerics = WIDE) -> TransformerConfig:
+    """A small decoder whose experts have room for all: what is dropped depends on who else is there."""
+    config = small(name).replace(numerics=numerics)
     if config.experts is None:
         return config
     routing = dataclasses.replace(config.experts.routing, capacity_factor=None)
@@ -85,7 +85,7 @@ LENGTHS = "cache_length:tensor?"
 
 @pytest.mark.parametrize("name", some(DECODERS, TRIED))
 def test_decode_equals_prefill_equals_forward(name: str) -> None:
-    assert max(steps(decoder(name))) < 5e-5
+    assert max(steps(decoder(name))) < 1e-12
 
 
 UNROLLED = ["gemma3-12b", "t5-11b", "deepseek-v3"]
@@ -93,7 +93,7 @@ UNROLLED = ["gemma3-12b", "t5-11b", "deepseek-v3"]
 
 @pytest.mark.parametrize("name", some(UNROLLED, ["gemma3-12b"]))
 def test_without_a_loop_of_layers(name: str) -> None:
-    assert max(steps(decoder(name), scan=False)) < 5e-5
+    assert max(steps(decoder(name), scan=False)) < 1e-12
 
 
 LAYOUTS = [
@@ -115,19 +115,19 @@ LAYOUTS = [
 @pytest.mark.parametrize("row", some(LAYOUTS, [LAYOUTS[2], LAYOUTS[5]]), ids=lambda row: f"{row[0]} {row[2]}")
 def test_no_layout_changes_what_is_decoded(row: tuple[str, str, str], executor: str) -> None:
     name, mesh, layout = row
-    assert max(steps(decoder(name), executor=executor, mesh=mesh, layout=layout)) < 5e-5
+    assert max(steps(decoder(name), executor=executor, mesh=mesh, layout=layout)) < 1e-12
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.05), ("float8_e4m3fn", 0.25), ("bfloat16", 0.04)])
 def test_narrow_caches_are_near(dtype: str, most: float) -> None:
     first, *others = steps(decoder("llama2-7b"), cache_dtype=dtype)
-    assert first < 1e-5  # prompts attend to what is not rounded
+    assert first < 1e-12  # prompts attend to what is not rounded
     assert 1e-5 < max(others) < most
 
 
 def test_the_same_steps_on_jax() -> None:
     pytest.importorskip("jax")
-    config = decoder("gemma3-12b")
+    config = decoder("gemma3-12b", mtf.Numerics())
     held, tokens, _, wanted = forward(config, True)
     with mtf.Graph():
         read = mtf.lower(*prefill(config, BATCH, PROMPT, LENGTH), precision="highest")
