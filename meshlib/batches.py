@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshlib.checks import is_masked
+from meshlib.ahead import Ahead
+from meshlib.checks import examples_of
 from meshlib.errors import FeedError, nearest
 
 __all__ = ["Batches", "Position"]
@@ -79,7 +79,7 @@ class Batches(Iterator[Batch]):
         self._source = _Source(dict(arrays), int(batch_size), pad_name, seed, epochs)
         self._prefetch = int(prefetch)
         self._state = Position(0, 0)
-        self._producer: _Producer | None = None
+        self._ahead: Ahead[Batch] | None = None
         self._stop: weakref.finalize[[], Batches] | None = None
         self._closed = False
         self._starting = threading.Lock()  # close() may come from another thread than the one that waits for a batch
@@ -147,13 +147,15 @@ class Batches(Iterator[Batch]):
     def _take(self) -> Batch:
         with self._starting:
             self._check_open()
-            producer = self._producer
-            if producer is None:
-                self._producer = producer = _Producer(self._source, self._state, self._prefetch)
-                # The thread knows the producer alone, so that this iterator can be dropped while it runs.
-                self._stop = weakref.finalize(self, producer.stop)
+            ahead = self._ahead
+            if ahead is None:
+                # The thread knows the source alone, so that this iterator can be dropped while it runs.
+                self._ahead = ahead = Ahead(self._source.batches(self._state), self._prefetch, "meshlib.Batches")
+                self._stop = weakref.finalize(self, ahead.stop)
         try:
-            return producer.take()
+            return ahead.take()
+        except StopIteration:
+            raise FeedError("Batches: closed while a batch was waited for") from None
         except BaseException:
             self._end_thread()  # asked again, this batch is made again
             raise
@@ -161,7 +163,7 @@ class Batches(Iterator[Batch]):
     def _end_thread(self) -> None:
         with self._starting:
             stop = self._stop
-            self._producer = self._stop = None
+            self._ahead = self._stop = None
         if stop is not None:
             stop()
 
@@ -186,6 +188,12 @@ class _Source:
     def after(self, at: Position) -> Position:
         return Position(at.epoch, at.batch + 1) if at.batch + 1 < self.per_epoch else Position(at.epoch + 1, 0)
 
+    def batches(self, at: Position) -> Iterator[Batch]:
+        """All from a position on."""
+        while not self.ended(at):
+            yield self.make(at)
+            at = self.after(at)
+
     def make(self, at: Position) -> Batch:
         places = np.arange(at.batch * self.batch_size, (at.batch + 1) * self.batch_size)
         picks = places % self.examples
@@ -206,54 +214,6 @@ class _Source:
         return kept[1]
 
 
-class _Producer:
-    """A daemon thread that fills a bounded queue with batches, or with the exception that ended it."""
-
-    def __init__(self, source: _Source, start: Position, room: int) -> None:
-        self.source, self.room = source, room
-        self.ready: deque[Batch | BaseException] = deque()
-        self.changed = threading.Condition()
-        self.stopped = False
-        self.thread = threading.Thread(target=self._work, args=(start,), name="meshlib.Batches", daemon=True)
-        self.thread.start()
-
-    def _work(self, at: Position) -> None:
-        while not self.source.ended(at):
-            item: Batch | BaseException
-            try:
-                item = self.source.make(at)
-            except BaseException as fault:  # the consumer's to handle
-                item = fault
-            with self.changed:
-                self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.room)
-                if self.stopped:
-                    return
-                self.ready.append(item)
-                self.changed.notify_all()
-            if isinstance(item, BaseException):
-                return
-            at = self.source.after(at)
-
-    def take(self) -> Batch:
-        with self.changed:
-            self.changed.wait_for(lambda: self.stopped or self.ready)
-            if self.stopped:
-                raise FeedError("Batches: closed while a batch was waited for")
-            item = self.ready.popleft()
-            self.changed.notify_all()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def stop(self) -> None:
-        with self.changed:
-            self.stopped = True
-            self.ready.clear()
-            self.changed.notify_all()
-        if threading.current_thread() is not self.thread:  # a collection of garbage may run anywhere
-            self.thread.join()
-
-
 def _whole(value: object, least: int) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
@@ -262,28 +222,7 @@ def _check(
     arrays: object, batch_size: object, remainder: object, seed: object, epochs: object, prefetch: object, mask: object
 ) -> None:
     """Raise FeedError with everything that is wrong with the arguments of `Batches`."""
-    faults = []
-    counts: dict[str, int] = {}
-    if not isinstance(arrays, Mapping) or not arrays:
-        faults.append(f"expected a dict of names to arrays, got {type(arrays).__name__} {arrays!r:.80}")
-    else:
-        for name, array in arrays.items():
-            if not isinstance(name, str):
-                faults.append(f"the names of arrays are text, got {name!r:.80}")
-            elif not isinstance(array, np.ndarray):
-                faults.append(f"'{name}' must be a NumPy array, got {type(array).__name__}; use np.asarray")
-            elif is_masked(array):
-                faults.append(f"'{name}' is a masked array; give its elements values, as in array.filled(0)")
-            elif not array.ndim:
-                faults.append(f"'{name}' needs a first dim that counts the examples, got a scalar")
-            else:
-                counts[name] = len(array)
-    if len(set(counts.values())) > 1:
-        faults.append(
-            f"the arrays have unequal numbers of examples: {', '.join(f'{n} {c}' for n, c in counts.items())}"
-        )
-    elif counts and not min(counts.values()):
-        faults.append(f"no examples in {', '.join(counts)}")
+    faults, counts = examples_of(arrays)
     if not isinstance(remainder, str) or remainder not in REMAINDERS:
         faults.append(f"remainder must be 'drop' or 'pad', got {remainder!r:.80}{nearest(remainder, REMAINDERS)}")
     if not isinstance(batch_size, int | np.integer) or not _whole(batch_size, 1):

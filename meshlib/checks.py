@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,34 @@ def stored(array: Array, dtype: DType, what: str, fault: type[MeshlibError]) -> 
             where = lost[0].tolist()
             raise fault(f"{what}: the number {array[tuple(where)]:.6g} at index {where} does not fit {dtype.name}")
     return out
+
+
+def examples_of(arrays: object) -> tuple[list[str], dict[str, int]]:
+    """What is wrong with a dict of arrays whose first dim counts examples, and how many each sound one has.
+
+    >>> examples_of({"x": np.zeros((3, 2)), "y": np.zeros(2)})
+    (['the arrays have unequal numbers of examples: x 3, y 2'], {'x': 3, 'y': 2})
+    """
+    if not isinstance(arrays, Mapping) or not arrays:
+        return [f"expected a dict of names to arrays, got {type(arrays).__name__} {arrays!r:.80}"], {}
+    faults, counts = [], {}
+    for name, array in arrays.items():
+        if not isinstance(name, str):
+            faults.append(f"the names of arrays are text, got {name!r:.80}")
+        elif not isinstance(array, np.ndarray):
+            faults.append(f"'{name}' must be a NumPy array, got {type(array).__name__}; use np.asarray")
+        elif is_masked(array):
+            faults.append(f"'{name}' is a masked array; give its elements values, as in array.filled(0)")
+        elif not array.ndim:
+            faults.append(f"'{name}' needs a first dim that counts the examples, got a scalar")
+        else:
+            counts[name] = len(array)
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        faults.append(f"the arrays have unequal numbers of examples: {told}")
+    elif counts and not min(counts.values()):
+        faults.append(f"no examples in {', '.join(counts)}")
+    return faults, counts
 
 
 def is_masked(value: object) -> bool:

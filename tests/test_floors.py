@@ -51,7 +51,7 @@ graph+face+loop_record
 dtypes
 origin drawing safetensors records
 files
-arrays names threefry special errors text foreign collector
+arrays names threefry special errors text foreign collector ahead
 """
 FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line.split() for unit in p.split("+")}
 # What points up all the same: (module, what it imports) -> why. Each is bound when it runs, or for its type alone.

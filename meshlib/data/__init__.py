@@ -12,6 +12,8 @@ pool      workers: threads or processes
 ahead     the thread that makes batches before they are asked for
 """
 
+from meshlib.data.feed import Feed as Feed
+from meshlib.data.feed import Stats as Stats
 from meshlib.data.making import Field as Field
 from meshlib.data.making import arrays as arrays
 from meshlib.data.making import folder as folder
@@ -19,5 +21,3 @@ from meshlib.data.making import idx as idx
 from meshlib.data.making import records as records
 from meshlib.data.making import text as text
 from meshlib.data.pipeline import Data as Data
-from meshlib.data.pipeline import Feed as Feed
-from meshlib.data.pipeline import Stats as Stats

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshlib.checks import at, is_masked
+from meshlib.checks import at, examples_of
 from meshlib.data.batching import Array, Batch, Example
 from meshlib.data.pipeline import Data
 from meshlib.data.sources import Arrays, Decode, Folder, Lines, Records
@@ -301,25 +301,7 @@ def arrays(arrays: Mapping[str, Array]) -> Data:
       2
     """
     what = at("data.arrays")
-    if not isinstance(arrays, Mapping) or not arrays:
-        raise FeedError(f"{what}: expected a dict of names to arrays, got {type(arrays).__name__} {arrays!r:.80}")
-    faults, counts = [], {}
-    given: Mapping[Any, Any] = arrays
-    for name, array in given.items():
-        if not isinstance(name, str):
-            faults.append(f"the names of arrays are text, got {name!r:.80}")
-        elif not isinstance(array, np.ndarray):
-            faults.append(f"'{name}' must be a NumPy array, got {type(array).__name__}; use np.asarray")
-        elif is_masked(array):
-            faults.append(f"'{name}' is a masked array; give its elements values, as in array.filled(0)")
-        elif not array.ndim:
-            faults.append(f"'{name}' needs a first dim that counts the examples, got a scalar")
-        else:
-            counts[name] = len(array)
-    if len(set(counts.values())) > 1:
-        faults.append(f"unequal numbers of examples: {', '.join(f'{n} {c}' for n, c in counts.items())}")
-    elif counts and not min(counts.values()):
-        faults.append(f"no examples in {', '.join(counts)}")
+    faults, _ = examples_of(arrays)
     if faults:
         raise FeedError(f"{what}: {'; '.join(faults)}")
     return Data(Arrays(dict(arrays)))
