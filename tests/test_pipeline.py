@@ -85,7 +85,7 @@ CASES = [
     (4, 12, 3, "pipe:2;data:2", "stage:pipe;batch:data;slots/width:data"),
     (1, 4, 2, "data:2", "batch:data"),
     (4, 4, 1, "data:2", "batch:data"),
-    (8, 12, 2, "pipe:2;data:2;tensor:2", "stage:pipe;batch:data;inner:tensor;variables/layers:data?"),
+    (8, 12, 2, "pipe:2;data:2;tensor:2", "stage:pipe;batch:data;inner:tensor;variables/width:data?"),
 ]
 
 
