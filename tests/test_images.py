@@ -305,7 +305,9 @@ def test_windows_that_see_padding_only_cost_no_flops() -> None:
             dx, dw = mtf.gradients([y], [x, w], [mtf.input("dy", y.shape)])
             program = mtf.lower({"y": y, "dx": dx, "dw": dw}, precision=precision)
         assert sum(r.mxu_flops for r in mtf.estimate(program, "v5e-1").rows) == 0
-        assert not run(program, {"x": np.ones((2, 1, 4)), "w": np.ones((2, 4, 4)), "dy": np.ones((2, 1, 4))})[0]["y"].any()
+        assert not run(program, {"x": np.ones((2, 1, 4)), "w": np.ones((2, 4, 4)), "dy": np.ones((2, 1, 4))})[0][
+            "y"
+        ].any()
 
 
 def test_what_follows_a_convolution_of_split_rows_is_in_its_kernel() -> None:
