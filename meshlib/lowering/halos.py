@@ -197,8 +197,9 @@ class _Widening:
                 return None
             made = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
             inside = {v for v, margins in made.items() if margins}
-            covered.update(i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0])))
-            if not self._alone(roots, covered):
+            more = {i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0]))} - covered
+            covered |= more
+            if not more and not self._alone(roots, covered):
                 break
         if not all(self._can_be_wide(v, self.makers[v].region) if v in self.makers else False for v in inside):
             return None
