@@ -404,3 +404,26 @@ def test_a_wrong_halo_shows_in_the_numbers(which: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(exact, "widened", moved_wrongly)
     (found,) = run(program, feeds)
     assert abs(found["y"] - right["y"]).max() > 0.1
+
+
+def test_who_is_served_besides_may_have_other_ends() -> None:
+    """Widened for the pool and its gradients, maxima serve a shift, too, that goes round where the pool does not."""
+    rng = np.random.default_rng(2)
+    filters = {"f": "kh:1;kw:1;c:2;i:2", "g": "kh:3;kw:1;i:2;c:2"}
+    with mtf.Graph():
+        x = mtf.input("x", mtf.Shape("b:2;h:12;w:8;c:2").dims, "float64")
+        f, g = (mtf.input(name, mtf.Shape(dims).dims, "float64") for name, dims in filters.items())
+
+        def block(x: mtf.Tensor) -> mtf.Tensor:
+            pooled = mtf.max_pool(mtf.conv2d(x, f), {"h": 3, "w": 2}, 1, "SAME")
+            return mtf.conv2d(mtf.shift(pooled, 1, D("h", 12), wrap=True), g)
+
+        loss = mtf.reduce_sum(mtf.square(mtf.recompute_grad(block, [x])))
+        found = dict(zip(("dx", "df", "dg"), mtf.gradients([loss], [x, f, g]), strict=True))
+        split, whole = (
+            mtf.lower(found, mesh="p:4;q:2", layout=rules, precision="highest") for rules in ("w:p;h:q", "")
+        )
+    feeds = {t.name: rng.normal(size=t.shape.sizes) for t in (x, f, g)}
+    (wanted,) = run(whole, feeds)
+    for executor in ("exact", "fast"):
+        assert_close(run(split, feeds, executor)[0], wanted, 1e-10, executor)

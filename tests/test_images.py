@@ -296,6 +296,20 @@ def test_a_block_in_the_middle_has_the_most_to_do() -> None:
     assert kernel.mxu_flops == 2 * 2 * (4 * 5) * 16 * 4 * 4
 
 
+def test_windows_that_see_padding_only_cost_no_flops() -> None:
+    """Of one row between two of padding, 2 taps two rows apart meet nothing: an estimate in every precision."""
+    for precision in ("default", "highest"):
+        with mtf.Graph():
+            x, w = mtf.input("x", dims("b:2;h:1;c:4")), mtf.input("w", dims("kh:2;c:4;o:4"))
+            y = mtf.conv1d(x, w, 2, (1, 1), 2)
+            dx, dw = mtf.gradients([y], [x, w], [mtf.input("dy", y.shape)])
+            program = mtf.lower({"y": y, "dx": dx, "dw": dw}, precision=precision)
+        assert sum(r.mxu_flops for r in mtf.estimate(program, "v5e-1").rows) == 0
+        assert not run(program, {"x": np.ones((2, 1, 4)), "w": np.ones((2, 4, 4)), "dy": np.ones((2, 1, 4))})[0][
+            "y"
+        ].any()
+
+
 def test_what_follows_a_convolution_of_split_rows_is_in_its_kernel() -> None:
     """Its edges move first; relu before it is another kernel, bias and relu after it are not."""
     with mtf.Graph():

@@ -1,4 +1,4 @@
-"""Weights that are split for their memory: gathered again for the backward pass, or kept."""
+"""Weights that are split for their memory, edges of split images: fetched again for the backward pass, or kept."""
 
 from __future__ import annotations
 
@@ -43,6 +43,44 @@ def test_same_numbers() -> None:
         simulation = mtf.simulate(mtf.lower(*_step(), mesh=mesh, layout=LAYOUT, regather=regather))
         losses.append([float(simulation.step({"x": x})["loss"]) for _ in range(3)])
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+
+
+def _image_step(stride: int) -> tuple[dict[str, mtf.Tensor], dict[str, np.ndarray]]:
+    """A stem of 7 x 7, whose image has no gradient, and maxima of windows that overlap."""
+    rng = np.random.default_rng(1)
+    with mtf.Graph():
+        x = mtf.input("x", mtf.Shape("batch:2;height:64;width:8;rgb:3").dims, "float64")
+        w = mtf.input("w", mtf.Shape("kh:7;kw:7;rgb:3;channels:16").dims, "float64")
+        y = mtf.max_pool(mtf.conv2d(x, w, stride), {"height": 3, "width": 3}, 2, "SAME")
+        (dw,) = mtf.gradients([mtf.reduce_sum(mtf.square(y))], [w])
+    assert dw is not None
+    return {"y": y, "dw": dw}, {t.name: rng.normal(size=t.shape.sizes) for t in (x, w)}
+
+
+def _edges(program: mtf.Program) -> list[tuple[str, float]]:
+    return [(c.tensor, c.sent_bytes) for c in program.collectives if c.kind == "collective_permute"]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_edges_of_blocks_fetched_once_or_twice(stride: int) -> None:
+    """Kept, the stem's gradient needs none of dy: it has rows of the image; so have the maxima's those of theirs."""
+    outputs, feeds = _image_step(stride)
+    again, kept = (
+        mtf.lower(outputs, mesh="p:4", layout="height:p", precision="highest", regather=r) for r in (True, False)
+    )
+    element, width = 2 * 8, 8 // stride  # bytes of an element of each example, columns of what the stem makes
+    image, row = 8 * 3 * element, width * 16 * element
+    forward = [("x", (7 - stride) * image), ("conv2d", row)]
+    # Of the cotangent of maxima: them, and what each element that is one of them gets.
+    pooled = [edge for edge in _edges(kept) if edge[0].startswith("max_pool")]
+    assert [sent for _, sent in pooled] == [row // 2] * 2
+    assert _edges(kept) == [*forward, *pooled]
+    assert sum(sent for _, sent in _edges(again)) > sum(sent for _, sent in _edges(kept)) + row
+    wanted = mtf.simulate(mtf.lower(outputs, precision="highest"), executor="exact").step(feeds)
+    for executor in ("exact", "fast"):
+        found = mtf.simulate(kept, executor=executor).step(feeds)
+        for name in wanted:
+            np.testing.assert_allclose(found[name], wanted[name], rtol=1e-9, atol=1e-9)
 
 
 def test_refuses_what_is_no_bool() -> None:

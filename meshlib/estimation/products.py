@@ -86,7 +86,8 @@ def matmul_of(program: Program, instruction: Compute) -> Matmul:
     passes = 1
     if attributes(program, op).get("precision") == "highest":
         once = op.kind.work(*local_types(instruction), {**op.attrs, "precision": "default"}).mxu_flops
-        passes = local_work(program, instruction).mxu_flops // once
+        if once:  # windows may see nothing but padding
+            passes = local_work(program, instruction).mxu_flops // once
     dtype = mxu_dtype(instruction)
     return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
 

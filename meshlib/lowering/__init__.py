@@ -48,8 +48,8 @@ def lower(
       precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through.
       balance: what duplicated work is worth in bytes.
       regather: what forward brought somewhere is there for backward too where that takes no more memory than where the
-        layout puts it; where it takes more, as a fully-sharded weight that was gathered, it is gathered again. False
-        keeps it: fewer bytes sent, more memory.
+        layout puts it; where it takes more, as a fully-sharded weight that was gathered, or a block of an image with
+        the edges of its neighbours, it is fetched again. False keeps it: fewer bytes sent, more memory.
     Returns: a checked `Program`. Nothing is allocated; the time does not depend on the number of devices.
     Raises: LayoutError with all faults of the layout, GraphError for bad outputs or updates.
     Example:

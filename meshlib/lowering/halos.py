@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from layouts.plan import Step
 from meshlib.lowering.balance import Balance
+from meshlib.lowering.near import phase
 from meshlib.lowering.passes import remove_dead_code
 from meshlib.operation import Factor, Work
 from meshlib.program.exchange import RUNS
@@ -54,17 +55,21 @@ class Demand:
 
     instruction: Compute
     points: tuple[Point, ...]
+    phase: str
 
     @property
     def key(self) -> object:
         """Those that may share an exchange have the same."""
         first = self.points[0]
-        return (self.instruction.region, first.margin.dim, first.margin.wrap, first.value.sharding.of(first.margin.dim))
+        return (self.phase, first.margin.dim, first.margin.wrap, first.value.sharding.of(first.margin.dim))
 
 
-def share_halos(program: Program) -> Program:
-    """Widen a value once for several who need its neighbours' elements, where that sends less."""
-    widening = _Widening(program)
+def share_halos(program: Program, across: bool = False) -> Program:
+    """Widen a value once for several who need its neighbours' elements, where that sends less.
+
+    `across`: once for forward and backward, which keep it in between; else once for each.
+    """
+    widening = _Widening(program, across)
     found = list(widening.roots())
     best = widening.better(frozenset().union(*found), program)
     if best is not program or len(found) < 2:
@@ -81,6 +86,7 @@ def share_halos(program: Program) -> Program:
 @dataclass(eq=False)
 class _Widening:
     program: Program
+    across: bool = False
     makers: dict[Value, Compute] = field(default_factory=dict)
     users: dict[Value, list[Instruction]] = field(default_factory=dict)
     cuts: dict[Value, tuple[Value, Step]] = field(default_factory=dict)  # local cuts, and of what
@@ -103,7 +109,8 @@ class _Widening:
         for i in moving:
             if i in self.shifting:
                 for x, needed in zip(i.inputs, self.needs(i, {}), strict=True):
-                    self.demands += [Demand(i, tuple(self._points(i, x, m))) for m in needed.values()]
+                    found = [tuple(self._points(i, x, m)) for m in needed.values()]
+                    self.demands += [Demand(i, points, phase(i.region, self.across)) for points in found]
 
     # ------------------------------------------------------------ who needs what
 
@@ -190,8 +197,9 @@ class _Widening:
                 return None
             made = {v: _without_roots(v, wanted, roots) for v, wanted in wants.items()}
             inside = {v for v, margins in made.items() if margins}
-            covered.update(i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0])))
-            if not self._alone(roots, covered):
+            more = {i for i in self.shifting if not inside.isdisjoint((*i.inputs, i.outputs[0]))} - covered
+            covered |= more
+            if not more and not self._alone(roots, covered):
                 break
         if not all(self._can_be_wide(v, self.makers[v].region) if v in self.makers else False for v in inside):
             return None
@@ -239,7 +247,7 @@ class _Rewriter:
     made: Mapping[Value, Wide]
     instructions: list[Instruction] = field(default_factory=list)
     now: dict[Value, Value] = field(default_factory=dict)  # what stands for a value that is made with margins
-    wide: dict[tuple[Value, str], list[Value]] = field(default_factory=dict)  # in each region, those that were widened
+    wide: dict[tuple[Value, str], list[Value]] = field(default_factory=dict)  # in each phase, those that were widened
     wanted: dict[tuple[Value, str], list[Wide]] = field(default_factory=dict)
 
     def run(self) -> Program:
@@ -248,10 +256,13 @@ class _Rewriter:
             if isinstance(i, Compute):
                 for x, margins in zip(i.inputs, self._needs(i), strict=True):
                     if margins:
-                        self.wanted.setdefault((x, i.region), []).append(margins)
+                        self.wanted.setdefault((x, self._phase(i)), []).append(margins)
         for i in program.instructions:
             self.instructions.append(self._computed(i) if isinstance(i, Compute) else i)
         return remove_dead_code(program.with_instructions(self.instructions))
+
+    def _phase(self, i: Compute) -> str:
+        return phase(i.region, self.widening.across)
 
     def _needs(self, i: Compute) -> list[Wide]:
         made = self.made.get(i.outputs[0], {})
@@ -276,15 +287,15 @@ class _Rewriter:
         new = [d.name for d in x.tensor.shape if d.name in margins and (x, d.name) in self.roots]
         if not new:
             return plain
-        known = self.wide.setdefault((x, user.region), [])
+        known = self.wide.setdefault((x, self._phase(user)), [])
         if not known:
             self._widen(x, plain, user, known)
         held = [({m.dim: m for m in v.margins}, v) for v in known]
         return next(v for has, v in held if all(d in has and has[d].covers(m) for d, m in margins.items()))
 
     def _widen(self, x: Value, plain: Value, user: Compute, known: list[Value]) -> None:
-        """All that a region wants of `x`: one dim after the other where somebody needs a corner, else apart."""
-        wanted = self.wanted[x, user.region]
+        """All that a phase wants of `x`: one dim after the other where somebody needs a corner, else apart."""
+        wanted = self.wanted[x, self._phase(user)]
         by_dim: Wide = {}
         for margins in wanted:
             for dim, m in margins.items():

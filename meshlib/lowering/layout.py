@@ -27,9 +27,9 @@ from meshlib.program.instructions import Value
 from meshlib.program.records import Program
 
 Nears: TypeAlias = Mapping[Operation, Near]  # see `near_shifts`
-Lowered: TypeAlias = Callable[[Simplified, Homes, Nears], Program]
-LITTLE = 1e-3  # of what a program sends, or holds: less is not worth a second search, more is too much to pay for it
+Lowered: TypeAlias = Callable[[Simplified, Homes, Nears, bool], Program]
 PASSES = (remove_dead_code, share_halos, join_gathers, merge_small_collectives, order_and_fuse)
+LITTLE = 1e-3  # of what a program sends, or holds: less is not worth a second search, more is too much to pay for it
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Lowering:
         """The whole program, through all passes."""
         homes = Homes(simple.graph, self.mesh, self.rules, self.regather)
 
-        def lowered(simple: Simplified, homes: Homes, near: Nears) -> Program:
+        def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
             kept = {name: simple.of(t) for name, t in fetched.items()}
             sweep = self._sweep(simple, homes, kept.values(), near)
             outputs = {name: sweep.at_home(t) for name, t in kept.items()}
-            return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes)
+            return self._finished(sweep, sweep.inputs, outputs, counts_steps, self.notes, across)
 
         return self._cheapest(simple, homes, fetched.values(), lowered)
 
@@ -74,7 +74,7 @@ class Lowering:
             return self._bodies[key]
         simple = self.memos.simplified(graph, results, taken=True)
 
-        def lowered(simple: Simplified, homes: Homes, near: Nears) -> Program:
+        def lowered(simple: Simplified, homes: Homes, near: Nears, across: bool) -> Program:
             kept = [simple.of(t) for t in results]
             bound = {t: end for t, end in zip(kept, ends, strict=True) if end is not None}
             for t, end in bound.items():
@@ -87,7 +87,7 @@ class Lowering:
                 if name not in sweep.inputs:  # a carry that the body ignores
                     sweep.resident(graph.inputs[name])
             inputs = {name: sweep.inputs[name] for name in names}
-            return self._finished(sweep, inputs, outputs, False, (), is_body=True)
+            return self._finished(sweep, inputs, outputs, False, (), across, is_body=True)
 
         program = self._bodies[key] = self._cheapest(simple, homes, results, lowered)
         return program
@@ -133,11 +133,18 @@ class Lowering:
         return sum(c.count * c.sent_bytes * axes_price(c.axes, prices) for c in program.collectives)
 
     def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
-        """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours."""
-        apart = lowered(simple, homes, {})
-        near = near_shifts(simple, homes, self.memos.signatures)
-        together = lowered(simple, homes, near) if near else apart
-        return together if together.sent_bytes < apart.sent_bytes else apart
+        """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours.
+
+        What forward has of them serves backward, too, if it is to be kept: it takes a copy with margins.
+        """
+        best = lowered(simple, homes, {}, False)
+        tried: Nears = {}
+        for across in (False, *([] if self.regather else [True])):
+            near = near_shifts(simple, homes, self.memos.signatures, across)
+            if near != tried:
+                tried, other = near, lowered(simple, homes, near, across)
+                best = other if other.sent_bytes < best.sent_bytes else best
+        return best
 
     def _sweep(
         self, simple: Simplified, homes: Homes, fetched: Iterable[Tensor], near: Nears | None = None
@@ -155,6 +162,7 @@ class Lowering:
         outputs: Mapping[str, Value],
         counts_steps: bool,
         notes: tuple[str, ...],
+        across: bool,
         is_body: bool = False,
     ) -> Program:
         program = Program(
@@ -172,5 +180,6 @@ class Lowering:
         )
         check_program(program, "partitioning", sound=self.sound)
         for run in PASSES:
-            program = check_program(run(program), run.__name__, before=program, sound=self.sound)
+            made = share_halos(program, across) if run is share_halos else run(program)
+            program = check_program(made, run.__name__, before=program, sound=self.sound)
         return program

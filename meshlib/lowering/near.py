@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from meshlib.graph import Operation, Tensor
+from meshlib.graph import BACKWARD, FORWARD, Operation, Tensor
 from meshlib.lowering.endings import Near
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import Simplified
@@ -29,10 +29,15 @@ class _Need(NamedTuple):
     must: bool
 
 
-def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures) -> dict[Operation, Near]:
+def phase(region: str, across: bool) -> str:
+    """What an exchange serves: a region, or with `across` forward and backward together."""
+    return FORWARD if across and region == BACKWARD else region
+
+
+def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures, across: bool = False) -> dict[Operation, Near]:
     """Of each shift the operands, and their dims, that another one serves.
 
-    Of all in a region that need the same rows, those that need no more are served.
+    Of all in a phase that need the same rows, those that need no more are served.
     """
     groups: dict[object, list[_Need]] = {}
     for op in graph.operations:
@@ -44,7 +49,7 @@ def near_shifts(graph: Simplified, homes: Homes, signatures: Signatures) -> dict
                 needed = needed_margins(op, factors, n, {}, split)
                 if dim is not None and dim in needed:
                     root = _root(graph.inputs[op][n], dim, graph, signatures, split[factor.name])
-                    groups.setdefault((root, dim, op.region, needed[dim].wrap), []).append(
+                    groups.setdefault((root, dim, phase(op.region, across), needed[dim].wrap), []).append(
                         _Need(op, n, needed[dim], factor.role is Role.HALO)
                     )
     served: dict[Operation, Near] = {}
