@@ -273,3 +273,27 @@ def test_rows_of_a_convolution_that_get_another_name():
     names = {"x": "batch h w c", "p.dense": "(rows columns made) out"}
     layouts = [("p:2", "h:p"), ("p:2;q:2", "h:p;rows:q"), ("p:4", "h:p;rows:p")]
     compared(loss, params, weights(4, 8, 8, 4), names=names, layouts=layouts)
+
+
+@pytest.mark.parametrize(("window", "layout"), [(1, "h:p;columns:q"), (3, "h:p;rows:q"), (3, "w:p;window_0:q")])
+def test_such_a_convolution_and_its_gradients_on_devices(window, layout):
+    """Each device's rows begin elsewhere, and so do its taps where the window is split."""
+
+    def loss(p, x):
+        h = convolved(x, p["kernel"], (2, 2), "SAME")
+        return jnp.sum(jnp.tanh(h.reshape(4, -1) @ p["dense"]) ** 2)
+
+    params = {"kernel": weights(window, window, 4, 8), "dense": weights(4 * 4 * 8, 10)}
+    x = weights(4, 8, 8, 4)
+    names = {"x": "batch h w c", "p.dense": "(rows columns made) out", "p.kernel": "window_0 window_1 c made"}
+    graph = mtf.from_jax(loss, params, x, names=names)
+    outputs = dict(graph.outputs)
+    with graph:
+        kernel, dense = (graph.variables[f"p/{n}"].output for n in params)
+        outputs["kernel"], outputs["dense"] = mtf.gradients([graph.loss], [kernel, dense])
+    mesh = f"p:2;q:{window if 'window' in layout else 2}"
+    program = mtf.lower(outputs, mesh=mesh, layout=layout, precision="highest")
+    feeds = graph.feeds(params, x)
+    want, have = mtf.simulate(program).step(**feeds), mtf.on_jax(program).step(**feeds)
+    for name in outputs:
+        np.testing.assert_allclose(have[name], want[name], rtol=1e-4, atol=1e-4, err_msg=name)

@@ -111,9 +111,11 @@ def _before(part: Part, slide: Slide, first: tuple[int, str], second: tuple[int,
             for j, (a, b) in enumerate(zip(*begins, strict=True))
         ]
         found = _entry(tuple(values), known.index)
-    if not halo:
-        return found - slide.stride * part.offsets[out]
-    return found if second is None else found - slide.dilation * part.offsets[second[1]]
+    if runs[0] is None and not halo:  # a dim of the first operand alone, which leaves partial sums
+        found = found + slide.spread * part.offsets[first[1]]
+    if runs[1] is None and second is not None:
+        found = found - slide.dilation * part.offsets[second[1]]
+    return found if halo else found - slide.stride * part.offsets[out]
 
 
 def _entry(values: tuple[int, ...], index: Index) -> Index:
