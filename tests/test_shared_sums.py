@@ -87,6 +87,16 @@ def test_numbers_of_random_programs(always: list[Program]) -> None:
     assert always
 
 
+def test_a_sum_of_what_has_more_dims_than_its_factors(always: list[Program]) -> None:
+    """Written as the sum of its factors alone: not over the dim that it is repeated along too."""
+    with mtf.Graph():
+        x = mtf.input("x", [A, C])
+        y = mtf.reduce_sum(-mtf.broadcast(x, [A, B, C]), reduced_dim=C)
+    report = mtf.verify(y, layouts=[("m:4", "c:m")], precision="highest")
+    assert report.ok, report
+    assert always
+
+
 # ---------------------------------------------------------------- sabotage
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import isfinite, prod
 from typing import Any, TypeAlias
 
@@ -73,7 +74,7 @@ class Algebra:
     """The sums of one graph."""
 
     graph: Simplified
-    # tensors that are nothing but a product of some with the same summed dims
+    # tensors that are nothing but a product of some with the same summed dims, and have no dims besides theirs
     products: dict[frozenset[tuple[Factor, int]], Tensor] = field(default_factory=dict)
 
     def total(self, op: Operation, within: Collection[str] | None = None) -> Monomial | None:
@@ -141,7 +142,9 @@ class Algebra:
             found = found.times(part, power)
         if found.number == 0 or not isfinite(found.number) or len(met) > len(found.powers):
             return whole  # what cancels out may be zero
-        if inside and found.number == 1 and not any(over.isdisjoint(_names(f)) for f in found.powers):
+        names = [_names(f) for f in found.powers]
+        plain = found.number == 1 and not any(map(over.isdisjoint, names))
+        if inside and plain and {*t.shape.names} <= {*chain(*names)}:
             self.products.setdefault(found.key, t)
         # What stays outside is taken as it is there, but for the number that it is scaled by.
         return found if inside or list(found.powers.values()) in ([], [1]) else whole
