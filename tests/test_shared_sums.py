@@ -52,12 +52,15 @@ def drawn(rng: random.Random) -> tuple[dict[str, Tensor], list[Operation]]:
         lambda x, y: x + y,
         lambda x, y: x - y,
         lambda x, y: mtf.einsum([x, y], output_shape=[*x.shape, *(d for d in y.shape if d not in x.shape)]),
+        lambda x, y: mtf.einsum([x, y], output_shape=[d for d in (A, B, C) if d in x.shape and rng.random() < 0.6]),
     ]
     unary: list[Callable[[Tensor], Tensor]] = [
         lambda x: -x,
         mtf.square,
         mtf.sin,
         lambda x: x * 3.0,
+        lambda x: mtf.broadcast(x, [*x.shape, *(d for d in (A, B, C) if d not in x.shape and rng.random() < 0.7)]),
+        lambda x: mtf.transpose(x, rng.sample(x.shape.dims, len(x.shape))),
         lambda x: x - mtf.reduce_mean(x, reduced_dim=rng.choice(x.shape.dims)) if x.shape.dims else x,
         lambda x: mtf.reduce_sum(x, reduced_dim=rng.choice(x.shape.dims)) if x.shape.dims else x,
     ]
