@@ -218,3 +218,15 @@ def test_closed_pipes_and_plain_terminals_are_quiet() -> None:
         command, cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=True
     )
     assert plain.stderr == ""
+    closed = subprocess.run(f"'{sys.executable}' -m meshlib slices >&-", shell=True, cwd=ROOT, capture_output=True)
+    assert (closed.returncode, closed.stdout, closed.stderr) == (0, b"", b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_an_answer_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "meshlib", "slices"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert found.returncode == 2
+    assert found.stderr == "meshlib: the answer can't be written: No space left on device\n"

@@ -1,4 +1,4 @@
-"""How a command ends: one clear line for a fault; closed pipes and interrupts are quiet."""
+"""How a command ends: one clear line for a fault; closed outputs and interrupts are quiet."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ INTERRUPTED = 130  # what shells say of ctrl-C
 
 def ended(name: str, run: Callable[[], int]) -> int:
     """The exit status of a run."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without a letter shows another, and goes on
@@ -25,12 +26,21 @@ def ended(name: str, run: Callable[[], int]) -> int:
         print(f"{name}: {fault}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _say_no_more()
         return 0
+    except OSError as fault:
+        _say_no_more()
+        print(f"{name}: the answer can't be written: {fault.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+def _say_no_more() -> None:
+    """What is not written yet goes nowhere, so that Python does not try again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def progress(done: int, total: int, text: str) -> None:
