@@ -15,7 +15,8 @@ INTERRUPTED = 130  # what shells say of ctrl-C
 
 def ended(name: str, run: Callable[[], int]) -> int:
     """The exit status of a run."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
+    # A closed one is None.
+    sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without a letter shows another, and goes on
