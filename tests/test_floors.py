@@ -273,6 +273,13 @@ def test_importing_meshlib_brings_nothing_heavy(tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+def test_without_jax_its_tests_are_skipped_not_broken(tmp_path):
+    folders = [str(ROOT / "tests" / name) for name in ("importing", "jax")]
+    code = f"import sys; sys.modules['jax'] = None\nimport pytest\npytest.main(['--collect-only', '-q', *{folders}])"
+    done = run(code, tmp_path, ROOT)
+    assert "error" not in (done.stdout + done.stderr).lower(), done.stdout
+
+
 @pytest.mark.parametrize("package", [meshlib, meshlib.layers, meshlib.models, meshlib.optimize, layouts, hardware])
 def test_public_names_are_listed_once_and_there(package):
     names = public_names(package)

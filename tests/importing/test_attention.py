@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import meshlib as mtf
 from tests.importing.checks import compared
 from tests.importing.models import weights
-
-jax = pytest.importorskip("jax", reason="needs JAX: pip install jax")
-import jax.numpy as jnp  # noqa: E402
 
 B, L, H, D = 2, 8, 4, 4
 LAYOUT = [("data:2;model:2", "batch:data;heads:model")]

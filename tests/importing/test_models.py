@@ -8,9 +8,6 @@ from tests.effort import deep, some
 from tests.importing import further_models, libraries, models
 from tests.importing.checks import compared
 
-pytest.importorskip("jax", reason="needs JAX: pip install jax")
-
-
 PLAIN = {**models.PLAIN, **further_models.FURTHER}
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import meshlib as mtf
 from layouts.errors import LayoutError
 from meshlib.errors import GraphError
 from tests.importing.models import weights
-
-jax = pytest.importorskip("jax", reason="needs JAX: pip install jax")
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
 
 S = jax.ShapeDtypeStruct
 

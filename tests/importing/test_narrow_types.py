@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-
-pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
-
-import jax.numpy as jnp
 
 import meshlib as mtf
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 
+import jax
 import pytest
 
 import meshlib as mtf
 from examples import plan_jax
 from tests.effort import some
 from tests.importing.models import LLAMA_NAMES, llama, llama_params
-
-jax = pytest.importorskip("jax", reason="needs JAX: pip install jax")
 
 LAYOUTS = [
     ("data:8", "batch:data"),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import meshlib as mtf
 from meshlib.jax.importing.code import NotImported
 from tests.effort import some
 from tests.importing.checks import compared
 from tests.importing.models import tokens, weights
-
-jax = pytest.importorskip("jax", reason="needs JAX: pip install jax")
-import jax.numpy as jnp  # noqa: E402
-from jax import lax  # noqa: E402
 
 S = jax.ShapeDtypeStruct
 X, Y = weights(4, 6, 8, scale=1.0), weights(4, 6, 8, scale=1.0)
