@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from hardware.core import matmul_seconds
 from hardware.numerics import round_to_bfloat16
 from layouts import Shape
 from meshlib.engine import Engine
-from meshlib.ops.sliding import window_sizes
+from meshlib.ops.sliding import Slide, pairs, window_sizes
 from meshlib.program.instructions import Compute, Widen
 from tests.cases_images import convolved, spread_out
 from tests.effort import draws, each, some
@@ -25,6 +28,40 @@ D = mtf.Dimension
 
 def dims(text: str) -> list[mtf.Dimension]:
     return list(Shape(text))
+
+
+# ---------------------------------------------------------------- how much there is to do
+
+
+def most_triples(s: Slide, blocks: tuple[int, int, int]) -> int:
+    """Of the blocks, one after the other: those of the definition that lie in the one that has most."""
+    first, second, out = (n // b for n, b in zip((s.first, s.second, s.out), blocks, strict=True))
+    found: Counter[tuple[int, int, int]] = Counter()
+    for i, f, j in product(range(s.out), range(s.second), range(s.first)):
+        if s.stride * i + s.dilation * f == s.spread * j + s.before:
+            found[j // first, f // second, i // out] += 1
+    return max(found.values(), default=0)
+
+
+def test_multiply_adds_are_those_of_the_definition() -> None:
+    rng = random.Random(0)
+    for _ in range(draws(60, 3000)):
+        blocks = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2]), rng.choice([1, 2, 4])
+        first, second, out = (b * rng.randint(1, 5) for b in blocks)
+        s = Slide(rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 3), rng.randint(-4, 6), first, second, out)
+        turned = {s: (0, 1, 2), s.first_cotangent(): (2, 1, 0), s.second_cotangent(): (0, 2, 1), s.swapped(): (1, 0, 2)}
+        for slide, order in turned.items():
+            cut = blocks[order[0]], blocks[order[1]], blocks[order[2]]
+            assert pairs(slide, cut) == most_triples(slide, cut), (slide, cut)
+
+
+def test_filters_as_long_as_what_they_pass_over() -> None:
+    n = 1 << 20
+    assert pairs(Slide(1, 1, 1, n - 1, n, n, n)) == n * (n + 1) // 2
+    with mtf.Graph():
+        x, w = mtf.input("x", dims(f"batch:8;length:{n};c:4")), mtf.variable("w", dims(f"tap:{n};c:4;o:4"))
+        y = mtf.conv1d(x, w, padding="SAME")
+    assert mtf.lower(y, mesh="m:8", layout="batch:m").work.mxu_flops == 2 * 16 * (n * n - (n // 2) ** 2)
 
 
 # ---------------------------------------------------------------- a network

@@ -11,13 +11,14 @@ inside their dims. Forward i counts outputs, f the taps of the filter, j inputs;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import gcd
 
 import numpy as np
+from numpy.typing import NDArray
 
 Range = tuple[int, int]  # begin, end
 
@@ -99,6 +100,10 @@ class Slide:
                 chosen = slice(f + (taps - 1) * taps_every, None, -taps_every)
             yield Plain(slice(i, None, every), chosen, stride, dilation, begin, outputs, taps)
 
+    def count(self) -> int:
+        """How many triples there are."""
+        return sum(int(part.met(self.first).sum()) for part in self.plain())
+
     def _at(self, i: int, f: int) -> int:
         return self.stride * i + self.dilation * f - self.before
 
@@ -118,6 +123,13 @@ class Plain:
     begin: int
     out: int
     second: int
+
+    def met(self, first: int, of: Sequence[int] | None = None) -> NDArray[np.int64]:
+        """How many of the taps of each element of the result, or `of` some of them, lie inside a dim of so many."""
+        begins = self.begin + self.stride * (np.arange(self.out) if of is None else np.array(of, int))
+        low, high = (-((begins - end) // self.dilation) for end in (0, first))
+        met: NDArray[np.int64] = np.clip(high, 0, self.second) - np.clip(low, 0, self.second)
+        return met
 
 
 def _corners(a: Range, b: Range) -> Iterator[tuple[int, int]]:
@@ -144,13 +156,14 @@ def pairs(slide: Slide, blocks: tuple[int, int, int] = (1, 1, 1)) -> int:
     >>> pairs(Slide(1, 1, 1, 1, first=8, second=3, out=8)), pairs(Slide(1, 1, 1, 1, 8, 3, 8), (1, 1, 4))
     (22, 6)
     """
-    i, f = np.arange(slide.out)[:, None], np.arange(slide.second)[None]
-    at = slide.stride * i + slide.dilation * f - slide.before
-    j = at // slide.spread
-    there = (at % slide.spread == 0) & (j >= 0) & (j < slide.first)
-    sizes = slide.first // blocks[0], slide.second // blocks[1], slide.out // blocks[2]
-    place = (j // sizes[0] * blocks[1] + f // sizes[1]) * blocks[2] + i // sizes[2]
-    return int(np.bincount(place[there]).max(initial=0)) if there.any() else 0
+    parts = first, second, out = slide.first // blocks[0], slide.second // blocks[1], slide.out // blocks[2]
+    most = 0
+    for f, i in product(range(0, slide.second, second), range(0, slide.out, out)):
+        begin, end = slide.first_run((i, i + out), (f, f + second))
+        begin = max(begin, 0) // first * first
+        for j in range(begin, min(end, slide.first), first):
+            most = max(most, slide.moved(j, f, i, parts).count())
+    return most
 
 
 def window_sizes(size: int, window: int, stride: int, dilation: int, padding: str | Range) -> tuple[int, Range]:
