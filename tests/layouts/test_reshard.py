@@ -203,7 +203,7 @@ def test_every_device_ends_with_its_block(pair):
     for step in plan.steps:
         assert step.payload_bytes == step.before.local_size * 8
         assert step.sent_bytes == float(ring_bytes(step))
-    assert plan.sent_bytes == float(sum(map(ring_bytes, plan.steps)))
+    assert plan.sent_bytes == pytest.approx(float(sum(map(ring_bytes, plan.steps))), rel=1e-14)  # a sum of rounded ones
     assert at_least(source, target) * 8 <= plan.sent_bytes
     assert price(source, target, 8) == (plan.sent_bytes, plan.collectives)
 
