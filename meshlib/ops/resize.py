@@ -46,19 +46,16 @@ def taps(method: str, old: int, new: int, back: bool) -> Taps:
 
 
 def _turned(index: Array, weight: Array, old: int) -> Taps:
-    met: list[list[tuple[int, float]]] = [[] for _ in range(old)]
-    for i, (row, weights) in enumerate(zip(index, weight, strict=True)):
-        for j, w in zip(row, weights, strict=True):
-            if w:
-                met[j].append((i, w))
-    count = max(map(len, met))
+    rows, columns = weight.nonzero()
+    order = np.argsort(index[rows, columns], kind="stable")
+    rows, columns = rows[order], columns[order]
+    met, counts = index[rows, columns], np.bincount(index[rows, columns], minlength=old)
+    ends = counts.cumsum()
     # What nobody looks at has a tap of weight 0 beside those of its neighbour.
-    near = 0
-    turned, weights_of = np.zeros((old, count), int), np.zeros((old, count))
-    for j, pairs in enumerate(met):
-        near = pairs[-1][0] if pairs else near
-        for k in range(count):
-            turned[j, k], weights_of[j, k] = pairs[k] if k < len(pairs) else (near, 0.0)
+    near = np.where(ends > 0, rows[ends - 1], 0)
+    turned, weights_of = np.repeat(near[:, None], counts.max(), axis=1), np.zeros((old, counts.max()))
+    place = met, np.arange(len(rows)) - (ends - counts)[met]
+    turned[place], weights_of[place] = rows, weight[rows, columns]
     return turned, weights_of
 
 

@@ -102,7 +102,7 @@ class Slide:
 
     def count(self) -> int:
         """How many triples there are."""
-        return sum(int(part.met(self.first).sum()) for part in self.plain())
+        return sum(part.count(self.first) for part in self.plain())
 
     def _at(self, i: int, f: int) -> int:
         return self.stride * i + self.dilation * f - self.before
@@ -130,6 +130,14 @@ class Plain:
         low, high = (-((begins - end) // self.dilation) for end in (0, first))
         met: NDArray[np.int64] = np.clip(high, 0, self.second) - np.clip(low, 0, self.second)
         return met
+
+    def count(self, first: int) -> int:
+        """How many pairs of an element of the result and a tap lie inside a dim of so many."""
+        turned = self
+        if self.second < self.out:  # ask the taps, which are fewer
+            begin = self.begin + min(0, self.stride * (self.out - 1))
+            turned = Plain(self.taps, self.outputs, self.dilation, abs(self.stride), begin, self.second, self.out)
+        return int(turned.met(first).sum())
 
 
 def _corners(a: Range, b: Range) -> Iterator[tuple[int, int]]:
