@@ -86,26 +86,34 @@ def _price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | flo
 
 
 def _plain_price(source: Sharding, target: Sharding, itemsize: int) -> tuple[int | float, int] | None:
-    """The price where one collective, or slices alone, can't be outdone: known without a search.
+    """The price where no axis goes from dim to dim, nor its place in one: known without a search.
 
-    A gather along one dim sends what is lacking, and no more; sums, scattered or not, are taken at once as cheaply as
-    in parts.
+    Slices come first, so that what follows moves less; sums are then scattered where the target has their axes, and
+    taken whole along the others; gathers, which send what is lacking and no more, come last.
     """
     left = [a for a in source.pending_axes if a not in target.pending_axes]
-    payload, k = source.local_size * itemsize, source.mesh.group_size(left)
-    changed = [(a, b) for a, b in zip(source.axes, target.axes, strict=True) if a != b]
-    if not left and all(b[: len(a)] == a for a, b in changed):
-        return 0, 0
-    if not changed:
-        return _exact(2 * (k - 1) * payload, k), 1
-    if len(changed) > 1:
+    sliced: Axes = ()
+    scattered: list[Axes] = []  # per dim
+    gathered: list[Axes] = []
+    for before, after in zip(source.axes, target.axes, strict=True):
+        kept = len(_beginning(before, after))
+        lost, new = before[kept:], after[kept:]
+        summed = tuple([a for a in new if a in left])
+        if (lost and new) or new[len(new) - len(summed) :] != summed:
+            return None
+        sliced += new[: len(new) - len(summed)]
+        scattered += [summed] if summed else []
+        gathered += [lost] if lost else []
+    moved = {*sliced, *left}
+    if any(a in moved for lost in gathered for a in lost) or (scattered and source.pending[0][1] != "sum"):
         return None
-    ((a, b),) = changed
-    if not left and a[: len(b)] == b:
-        return (source.mesh.group_size(a[len(b) :]) - 1) * payload, 1
-    if left and b[: len(a)] == a and set(b[len(a) :]) == set(left) and source.pending[0][1] == "sum":
-        return _exact((k - 1) * payload, k), 1
-    return None
+    group, block, sent = source.mesh.group_size, source.local_size // source.mesh.group_size(sliced) * itemsize, 0
+    for axes in scattered:
+        sent, block = sent + block - block // group(axes), block // group(axes)
+    whole = [a for a in left if not any(a in axes for axes in scattered)]
+    sent += (group([a for lost in gathered for a in lost]) - 1) * block
+    reduced = _exact(2 * (group(whole) - 1) * block, group(whole))
+    return sent + reduced, len(scattered) + len(gathered) + bool(whole)
 
 
 @lru_cache(maxsize=1 << 16)
