@@ -19,8 +19,11 @@ def nearest(name: object, candidates: Iterable[str]) -> str:
 
     >>> nearest("bacth", ["batch", "hidden"])
     "; did you mean 'batch'?"
+    >>> nearest("d_ff", ["d_model", "expert_d_ff"])
+    "; did you mean 'expert_d_ff'?"
     >>> nearest("zzz", ["batch", "hidden"])
     ''
     """
-    found = difflib.get_close_matches(str(name), list(candidates), n=1)
+    known, word = list(candidates), str(name)
+    found = difflib.get_close_matches(word, known, n=1) or [x for x in known if x.endswith(f"_{word}")]
     return f"; did you mean {found[0]!r}?" if found else ""
