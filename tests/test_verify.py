@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import meshlib as mtf
 from layouts import Mesh
+from meshlib.dtypes import BFLOAT16, E4M3, E5M2, FLOAT32, FLOAT64, DType
 from meshlib.graph import Operation, Tensor
 from meshlib.operation import OPERATIONS, Linear, OpDef, Role
 from meshlib.program.records import Program
@@ -23,6 +25,7 @@ fast = importlib.import_module("meshlib.simulation.fast")
 lowering = importlib.import_module("meshlib.lowering.layout")
 verification = importlib.import_module("meshlib.verification")
 feeds = importlib.import_module("meshlib.verification.feeds")
+rounding = importlib.import_module("meshlib.verification.rounding")
 
 BATCH, INNER, HIDDEN, CLASSES = (mtf.Dimension(*d) for d in (("batch", 8), ("inner", 6), ("hidden", 4), ("classes", 6)))
 MESH = "r:2;c:2"
@@ -559,3 +562,8 @@ def test_the_table_has_a_line_per_layout() -> None:
     assert head.split() == ["mesh", "layout", "collectives", "sent", "a", "core", "largest", "error", "allowed", "in"]
     assert [line.split()[:3] for line in lines] == [["ok", MESH, "batch:r"], ["ok", MESH, "hidden:c"]]
     assert str(found).startswith("2 layouts against the unsharded program: all equal up to rounding")
+
+
+@pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, BFLOAT16, E4M3, E5M2], ids=str)
+def test_rounding_changes_a_value_by_half_of_its_types_step(dtype: DType) -> None:
+    assert rounding._unit(dtype) == float(ml_dtypes.finfo(dtype.public).eps) / 2

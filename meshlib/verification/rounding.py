@@ -54,7 +54,7 @@ class Counted:
 
 
 def _unit(dtype: DType) -> float:
-    return {FLOAT64: 2.0**-53, FLOAT32: 2.0**-24, BFLOAT16: 2.0**-9, E4M3: 2.0**-4, E5M2: 2.0**-3}.get(dtype, 0.0)
+    return {FLOAT64: 2.0**-53, FLOAT32: 2.0**-24, BFLOAT16: 2.0**-8, E4M3: 2.0**-4, E5M2: 2.0**-3}.get(dtype, 0.0)
 
 
 def accumulated(dtype: DType) -> float:
