@@ -567,3 +567,11 @@ def test_the_table_has_a_line_per_layout() -> None:
 @pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, BFLOAT16, E4M3, E5M2], ids=str)
 def test_rounding_changes_a_value_by_half_of_its_types_step(dtype: DType) -> None:
     assert rounding._unit(dtype) == float(ml_dtypes.finfo(dtype.public).eps) / 2
+
+
+def test_overflow_is_a_value_and_a_note() -> None:
+    with mtf.Graph():
+        y = mtf.reduce_sum(mtf.square(mtf.input("x", [BATCH])), name="y")
+    report = mtf.verify(y, layouts=[("r:2", "batch:r")], inputs={"x": np.full(8, 7e18, np.float32)})
+    assert report.ok
+    assert "'y' is not finite" in str(report)

@@ -56,6 +56,7 @@ class Job:
     reference: list[ReferenceStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @np.errstate(all="ignore")  # overflow and NaN are values here; `weaknesses` tells of them
     def prepare(self, meshes: Sequence[Mesh], inputs: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> None:
         """Lower the unsharded program (on a mesh with all axes, of size 1, that constraints may name) and run it."""
         alone = ";".join(f"{a}:1" for a in dict.fromkeys(a for m in meshes for a in m.axes))
@@ -131,6 +132,7 @@ class Job:
 
     # ------------------------------------------------------------ one layout
 
+    @np.errstate(all="ignore")
     def row(self, mesh: Mesh, rules: LayoutRules, searched: bool) -> Row | str:
         """Lower, run and compare one layout; a text if it was searched and the lowering refuses it."""
         row = Row(str(mesh), str(rules), False, float("inf"), 0.0, "", 0, 0.0)
