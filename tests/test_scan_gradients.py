@@ -579,3 +579,18 @@ def test_a_carry_that_has_the_dim_of_the_loop(executor: str) -> None:
     step = 1e-6 * np.eye(3)
     slope = [(wanted(c0 + e, x0)[2].sum() - wanted(c0 - e, x0)[2].sum()) / 2e-6 for e in step]
     np.testing.assert_allclose(found["ddx"], slope, rtol=1e-7)
+
+
+def test_what_forward_alone_has_is_made_again() -> None:
+    """A search that expects nothing to come home once lost all its states where something cannot."""
+    a, b, c, n = (mtf.Dimension(*d) for d in (("a", 4), ("b", 6), ("c", 2), ("n", 6)))
+    with mtf.Graph():
+        v = mtf.variable("v", [a, b, c], 1.0)
+        part = mtf.tanh(mtf.reduce_logsumexp(mtf.tanh(v), a))
+        stacked = mtf.rename_dimension(mtf.concat([part, part, mtf.sin(part)], "c"), "c", "n")
+        begin = mtf.reduce_mean(stacked, output_shape=[b])
+        (last,), _ = mtf.scan(lambda carries, slices: ([mtf.tanh(carries[0]) + slices[0]], []), [begin], [stacked], n)
+        loss = mtf.reduce_mean(mtf.sin(mtf.tanh(last))) + mtf.reduce_mean(mtf.sin(v))
+        train = mtf.optimize.SgdOptimizer(0.05).minimize(loss)
+    report = mtf.verify({"loss": loss}, train, layouts=[("p:2;q:3", "n:q;variables/b:p")])
+    assert report.ok, report

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 
 import numpy as np
 
@@ -187,4 +188,4 @@ class Beam:
         if self.guide is not None:
             return self.guide.price(t, lies, self._region)
         cost, collectives = self.course.bringing(t, lies, ((None, self.course.homes.of(t)),), self._region)
-        return self.homesick * cost, collectives
+        return (self.homesick * cost if isfinite(cost) else 0.0), collectives  # what cannot come home is made again
