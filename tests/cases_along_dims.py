@@ -296,7 +296,7 @@ row(
     "update_slice",
     "one start",
     {"x": signed("a:4;n:12;b:2"), "y": signed("a:4;n:4;b:2"), "i": whole("", -3, 11)},
-    lambda f, x, y, i: mtf.update_slice(x, y, N, i),
+    lambda f, x, y, i: mtf.update_slice(x, y, N, i, out_of_range="drop"),
     lambda x, y, i: _updated(x, y, np.full(4, i)),
     "xy",
 )
@@ -304,6 +304,14 @@ row(
     "update_slice",
     "each row its own",
     {"x": signed("a:4;n:12;b:2"), "y": signed("a:4;n:4;b:2"), "i": whole("a:4", -3, 11)},
+    lambda f, x, y, i: mtf.update_slice(x, y, N, i, out_of_range="drop"),
+    lambda x, y, i: _updated(x, y, i),
+    "xy",
+)
+row(
+    "update_slice",
+    "each row its own, within the dim",
+    {"x": signed("a:4;n:12;b:2"), "y": signed("a:4;n:4;b:2"), "i": whole("a:4", 0, 9)},
     lambda f, x, y, i: mtf.update_slice(x, y, N, i),
     lambda x, y, i: _updated(x, y, i),
     "xy",
@@ -312,7 +320,7 @@ row(
     "update_slice",
     "a minor dim",
     {"x": signed("a:4;b:2;n:12"), "y": signed("n:1;b:2;a:4"), "i": whole("b:2", 0, 12)},
-    lambda f, x, y, i: mtf.update_slice(x, y, N, i),
+    lambda f, x, y, i: mtf.update_slice(x, y, N, i, out_of_range="drop"),
     lambda x, y, i: _updated(x.transpose(1, 2, 0), y.transpose(1, 0, 2), i).transpose(2, 0, 1),
     "xy",
 )
@@ -320,7 +328,7 @@ row(
     "update_slice",
     "one of each row",
     {"x": signed("a:4;n:12;b:2"), "y": signed("b:2;a:4"), "i": whole("a:4", -3, 11)},
-    lambda f, x, y, i: mtf.update_slice(x, y, N, i),
+    lambda f, x, y, i: mtf.update_slice(x, y, N, i, out_of_range="drop"),
     lambda x, y, i: _updated(x, y.T[:, None], i),
     "xy",
 )

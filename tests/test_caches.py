@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -187,6 +189,27 @@ def test_rows_read_from_where_each_says() -> None:
     x, places = np.arange(4 * 256.0).reshape(4, 256), np.array([0, 250, 7, 252])
     (out,) = run(program, {"x": x, "at": places})
     np.testing.assert_array_equal(out["y"], [row[n : n + 4] for row, n in zip(x, places, strict=True)])
+
+
+@pytest.mark.parametrize("layout", ["", "cache:a"])
+@pytest.mark.parametrize("start", [-1, 6])
+def test_a_part_past_the_end_is_an_error_everywhere(layout: str, start: int) -> None:
+    """Positions 6 to 8 of 8: in both executors and on JAX, unless the caller asks to drop what is outside."""
+    n = D("cache", 8)
+    with mtf.Graph():
+        x, part, where = mtf.zeros([B, n]), mtf.input("part", [B, D("run", 3)]), at()
+        programs = [
+            mtf.lower({"y": mtf.update_slice(x, part, n, where, out_of_range=kind)}, mesh="a:1", layout=layout)
+            for kind in ("error", "drop")
+        ]
+    fed = {"part": np.ones((4, 3)), "at": np.array([0, 5, start, 1])}
+    runs = [partial(mtf.simulate, executor="fast"), partial(mtf.simulate, executor="exact")]
+    if importlib.util.find_spec("jax") is not None:
+        runs.append(mtf.on_jax)
+    for made in runs:
+        with pytest.raises(mtf.FeedError, match=rf"positions {start} to {start + 2} .*cache:8, which has .* 0 to 7"):
+            made(programs[0]).step(fed)
+        assert made(programs[1]).step(fed)["y"].sum() == 11
 
 
 def test_bad_starts() -> None:

@@ -12,6 +12,7 @@ from jax import lax
 
 from layouts import Mesh
 from meshlib.graph import Operation
+from meshlib.ops.index import index_count
 
 Array: TypeAlias = jax.Array
 Index: TypeAlias = int | Array  # of an element or a block: known while tracing, or only on the device
@@ -71,8 +72,7 @@ class Context:
         """Leave word whether some index is out of range for the dim that `op` looks up, if anybody is to look."""
         if not self.checked:
             return
-        size = op.attrs["dim"].size
-        wrong = (indices < 0) | (indices >= size)
+        wrong = (indices < 0) | (indices >= index_count(op))
         bad = jnp.min(jnp.where(wrong, indices, jnp.iinfo(jnp.int32).max), initial=jnp.iinfo(jnp.int32).max)
         self.found.checked.append(op)
         self.found.checks.append(jnp.stack([jnp.any(wrong).astype(jnp.int32), bad]))

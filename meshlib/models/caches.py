@@ -60,8 +60,9 @@ class Caches:
 
     def of(self, window: int | None) -> Cache:
         """The cache of a layer's attention to its own sequence."""
-        slots = Dimension(SLOTS, self.length if window is None else min(window, self.length))
-        return lambda k, v: self._held(k, v, slots)
+        ring = window is not None and window <= self.length
+        slots = Dimension(SLOTS, window if window is not None and ring else self.length)
+        return lambda k, v: self._held(k, v, slots, ring)
 
     def of_sources(self, k: Tensor, v: Tensor) -> None:
         """Put keys and values of the encoder's sequence into the cache of a cross-attention."""
@@ -104,13 +105,13 @@ class Caches:
 
     # ------------------------------------------------------------ inside
 
-    def _held(self, k: Tensor, v: Tensor, slots: Dimension) -> Held | None:
+    def _held(self, k: Tensor, v: Tensor, slots: Dimension, ring: bool) -> Held | None:
         parts = [("keys", k)] if k is v else [("keys", k), ("values", v)]
         seen = []
         for name, x in parts:
             stored = _Stored.new(name, x, slots, self)
             if self.decoding:
-                written = stored.with_token(x)
+                written = stored.with_token(x, ring)
                 seen.append(stored.read([value for _, value in written]))
             else:
                 written = stored.with_prompt(x)
@@ -147,11 +148,12 @@ class _Stored:
                 held.append(variable(f"{name}_scale", shape[:-1], 0.0, "float32", trainable=False))
         return cls(shape[-2], shape[-1], dtype, caches, tuple(held))
 
-    def with_token(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The variables with one token in its slot, and with what hypotheses take over from others."""
-        place = self.caches.positions
-        if self.slots.size < self.caches.length:
-            place = mod(place, self.slots.size)
+    def with_token(self, x: Tensor, ring: bool) -> list[tuple[Tensor, Tensor]]:
+        """The variables with one token in its slot, and with what hypotheses take over from others.
+
+        A ring goes round; past the last slot of any other cache the step raises FeedError.
+        """
+        place = mod(self.caches.positions, self.slots.size) if ring else self.caches.positions
         made = []
         for held, part in self._parts(x):
             before = held if self.caches.parents is None else _reordered(held, self.caches.parents)

@@ -25,9 +25,21 @@ from meshlib.ops.rules import align, check_adds, named_factors, not_differentiab
 _OUT_OF_RANGE = ("error", "zero")
 
 
+def index_count(op: Operation) -> int:
+    """How many indices an operation may look up, or at how many a part may start that is written as a whole."""
+    run = op.attrs.get("run")
+    return int(op.attrs["dim"].size - (0 if run is None else run.size - 1))
+
+
 def index_fault(op: Operation, bad: int) -> FeedError:
     """What is wrong where an operation looks up the index `bad`."""
-    dim = op.attrs["dim"]
+    dim, run = op.attrs["dim"], op.attrs.get("run")
+    if run is not None:
+        written = f"position {bad}" if run.size == 1 else f"positions {bad} to {bad + run.size - 1}"
+        return FeedError(
+            f"{op.kind.name} {op.name!r} ({op.source}): {written} would be written into dim {dim}, which has positions "
+            f"0 to {dim.size - 1}; make '{dim.name}' larger, or pass out_of_range='drop' to leave out what does not fit"
+        )
     return FeedError(
         f"{op.kind.name} {op.name!r} ({op.source}): index {bad} is out of range for dim {dim} (0 to {dim.size - 1}); "
         f"it comes from {op.inputs[op.kind.indices or 0]}; out_of_range='zero' makes zeros of such"

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from layouts import Dimension
-from meshlib.checks import at, whole
+from meshlib.checks import at, choice, whole
 from meshlib.dtypes import INT32
 from meshlib.errors import ShapeError
 from meshlib.graph import Operation, Tensor, TensorType, find_dim
 from meshlib.operation import Array, Block, Kind, Linear, Role, Work, operation
 from meshlib.ops.building import as_tensor, build, tensor
-from meshlib.ops.index import gather
+from meshlib.ops.index import gather, index_count, index_fault
 from meshlib.ops.index import range as positions
 from meshlib.ops.rules import named_factors, union
 from meshlib.ops.shape import rename_dimension, transpose
@@ -35,6 +35,10 @@ def _shape(types: tuple[TensorType, ...], attrs: Mapping[str, Any]) -> TensorTyp
 
 
 def _local(block: Block, x: Array, part: Array, start: Array) -> Array:
+    if block.attrs["out_of_range"] == "error":
+        wrong = (start < 0) | (start >= index_count(block.operation))
+        if wrong.any():
+            raise index_fault(block.operation, int(start[wrong][0]))
     out = block.result()
     if out is not x:
         np.copyto(out, x)
@@ -74,10 +78,18 @@ UPDATE_SLICE = operation(
     overwrites=1,
     exact=True,
     writes_part=True,
+    indices=2,
 )
 
 
-def update_slice(x: Tensor, part: Tensor, dim: Dimension | str, start: Tensor | int, name: str | None = None) -> Tensor:
+def update_slice(
+    x: Tensor,
+    part: Tensor,
+    dim: Dimension | str,
+    start: Tensor | int,
+    name: str | None = None,
+    out_of_range: str = "error",
+) -> Tensor:
     """`x` with [start, start + n) of one dim replaced by `part`.
 
     X[B, I], P[B, n], s[B]  ->  Y[B, I]: Y[b, s[b] + j] = P[b, j], else X[b, i]
@@ -89,10 +101,11 @@ def update_slice(x: Tensor, part: Tensor, dim: Dimension | str, start: Tensor | 
       dim: dim of x, by name or itself.
       start: a number, or int32 of dims of x but `dim`: each row has its own, such as each sequence of a batch.
       name: of the result.
-    Returns: the type of x. What of the part would fall outside is left out.
+      out_of_range: what becomes of a part that leaves the dim: "error" raises, "drop" writes only what falls inside.
+    Returns: the type of x.
     Cost: in place, where nobody reads x later, the bytes of the part; else those of x, read and written, too. Nothing
       is sent where `dim` is split: each device writes what falls into its block, and x stays where it is.
-    Raises: ShapeError for dims or dtypes that do not fit.
+    Raises: ShapeError for dims or dtypes that do not fit; FeedError at run time if the part leaves the dim.
     Example:
       >>> import meshlib as mtf
       >>> batch, length = mtf.Dimension("batch", 2), mtf.Dimension("length", 4)
@@ -103,6 +116,7 @@ def update_slice(x: Tensor, part: Tensor, dim: Dimension | str, start: Tensor | 
       [[5.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 7.0]]
     """
     what = "update_slice"
+    choice(out_of_range, what, "out_of_range", ("error", "drop"))
     d = find_dim(tensor(x, what), dim, what)
     runs = [p for p in tensor(part, what).shape if p.name == d.name or p.name not in x.shape]
     rest = {p for p in part.shape if p not in runs}
@@ -111,7 +125,7 @@ def update_slice(x: Tensor, part: Tensor, dim: Dimension | str, start: Tensor | 
     begin = _start(start, x, d, what)
     run = Dimension(f"{d.name}_run", runs[0].size if runs else 1)
     moved = rename_dimension(part, runs[0].name, run.name) if runs else part
-    return build(UPDATE_SLICE, [x, moved, begin], {"dim": d, "run": run}, name)
+    return build(UPDATE_SLICE, [x, moved, begin], {"dim": d, "run": run, "out_of_range": out_of_range}, name)
 
 
 def dynamic_slice(x: Tensor, start: Tensor | int, size: int, dim: Dimension | str, name: str | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from meshlib.errors import FeedError, GraphError, nearest
 from meshlib.graph import BACKWARD, Graph, Operation, Tensor
 from meshlib.lowering.simplification import simplify
 from meshlib.operation import RESIDENT, Kind
+from meshlib.ops.index import index_count
 from meshlib.ops.sources import STEP
 from meshlib.ops.sources import input as declare_input
 from meshlib.program.instructions import Move
@@ -75,7 +76,7 @@ def _index_bound(x: Tensor, operations: Sequence[Operation]) -> int | None:
         if op.loop is not None:
             reached |= {b for a, b in zip(op.inputs, op.loop.stand_ins, strict=True) if a in reached}
         elif op.kind.indices is not None and op.inputs[op.kind.indices] in reached:
-            bounds.append(op.attrs["dim"].size)
+            bounds.append(index_count(op))
         elif any(y in reached for y in op.inputs):
             reached |= {y for y in op.outputs if not y.dtype.is_float and y.dtype is not BOOL}
     return min(bounds, default=None)

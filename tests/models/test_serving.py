@@ -239,6 +239,59 @@ def test_sequences_that_are_routed_together(name: str) -> None:
     assert np.abs(tight["logits"][1] - wanted[1]).max() > 1e-2
 
 
+# ---------------------------------------------------------------- the end of the cache
+
+
+def decoding(config: TransformerConfig, prompt: int, room: int) -> tuple[mtf.Simulation, mtf.Program]:
+    """After a prefill of one prompt; and the program of a step."""
+    with mtf.Graph():
+        read = mtf.lower(*prefill(config, 1, prompt, room))
+    with mtf.Graph():
+        add = mtf.lower(*decode_step(config, 1, room))
+    sim = mtf.simulate(read)
+    sim.step(tokens=np.ones((1, prompt), int), lengths=[prompt])
+    return sim, add
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", "deepseek-v3", "gemma3-12b"])
+def test_no_token_is_decoded_past_the_end_of_the_cache(name: str) -> None:
+    sim, add = decoding(small(name), 4, 6)
+    for _ in range(2):
+        sim.run(add, tokens=[1])
+    before = {n: sim.state[n] for n in sim.state}
+    with pytest.raises(mtf.FeedError, match=r"position 6 would be written into dim cache_length:6.*0 to 5; make"):
+        sim.run(add, tokens=[1])
+    assert all(np.array_equal(before[n], sim.state[n]) for n in before)
+
+
+@pytest.mark.parametrize("window", [3, 6])
+def test_windows_roll_past_the_end_of_the_cache(window: int) -> None:
+    """Where all layers have windows that fit, 6 slots decode what 12 do."""
+    config = small("llama2-7b").replace(windows=(window,))
+    (sim, add), (wide, wide_add) = decoding(config, 4, 6), decoding(config, 4, 12)
+    for token in range(1, 9):
+        made, wanted = (s.run(p, tokens=[token])["logits"] for s, p in ((sim, add), (wide, wide_add)))
+        np.testing.assert_allclose(made, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_wider_than_the_cache_does_not_roll() -> None:
+    sim, add = decoding(small("llama2-7b").replace(windows=(7,)), 4, 5)
+    sim.run(add, tokens=[1])
+    with pytest.raises(mtf.FeedError, match=r"position 5 .* dim cache_length:5"):
+        sim.run(add, tokens=[1])
+
+
+def test_generators_asked_for_more_tokens_than_they_have_room_for() -> None:
+    config = small("llama2-7b")
+    with mtf.Graph() as graph:
+        transformer(config, 1, 4)
+        state = values(graph)
+    generator = mtf.Generator(config, state, batch=1, length=4, max_tokens=2)
+    generator.max_tokens = 8
+    with pytest.raises(mtf.FeedError, match=r"position 6 would be written into dim cache_length:6"):
+        generator([[1, 2, 3, 4]])
+
+
 # ---------------------------------------------------------------- bad input
 
 

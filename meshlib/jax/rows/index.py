@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from meshlib.jax.context import Array
 from meshlib.jax.table import Part, aligned, row, widest
+from meshlib.ops.index import index_count
 
 
 def _checked(part: Part, n: int, indices: Array) -> Array | None:
@@ -16,7 +17,7 @@ def _checked(part: Part, n: int, indices: Array) -> Array | None:
         return None
     own = part.own[n]
     part.context.check_indices(part.operation, indices if own is None else indices[own])
-    return (indices < 0) | (indices >= part.attrs["dim"].size)
+    return (indices < 0) | (indices >= index_count(part.operation))
 
 
 def _poison(y: Array, wrong: Array | None) -> Array:
@@ -91,10 +92,14 @@ def _scatter_add(part: Part, updates: Array, indices: Array) -> Array:
 
 @row("update_slice")
 def _update_slice(part: Part, x: Array, new: Array, start: Array) -> Array:
-    """One scatter: what falls outside of this block is dropped."""
+    """One scatter, which drops what falls outside of this block."""
+    wrong = _checked(part, 2, start)
     dim, run, (names, n_names, s_names) = part.attrs["dim"].name, part.attrs["run"].name, part.names
     if run not in n_names:
         new, n_names = new[..., None], (*n_names, run)
+    if wrong is not None and jnp.issubdtype(new.dtype, jnp.floating):  # NaN, at the last place where it fits
+        new = _poison(new, aligned(wrong, s_names, n_names))
+        start = jnp.clip(start, 0, index_count(part.operation) - 1)
     size, count = x.shape[names.index(dim)], new.shape[n_names.index(run)]
     place = start[..., None] + jnp.arange(count, dtype=jnp.int32) - part.offsets[dim]
     place = jnp.where((place >= 0) & (place < size), place, size)  # JAX would count what is negative from the end
