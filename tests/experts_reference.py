@@ -7,7 +7,7 @@ works on that token alone (`mixture`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -131,21 +131,27 @@ def mixture(
     }
     for g, group in enumerate(x):
         seen = np.ones(len(group), bool) if real is None else real[g]
+        seen_of_all = 1.0 if real is None else max(float(np.mean(real)), 1e-20)
         outcome = seats(group @ w["router/kernel"], w.get("router/bias"), r, seen)
         for t, e, gate in outcome.seats:
             out[g, t] += gate * block(group[t], {n: v[e] for n, v in parts["experts"].items()}, activation)
         if parts["shared"]:
             for t, token in enumerate(group):
                 out[g, t] += block(token, parts["shared"], activation)
-        said.append(outcome)
+        said.append(replace(outcome, balance=outcome.balance / seen_of_all, z=outcome.z / seen_of_all))
     return out, said
 
 
 def two_levels(
     x: Array, w: Mapping[str, Array], outer: Routing, inner: Routing, activation: str = "relu"
 ) -> tuple[Array, list[Outcome]]:
-    """As `mixture`, of experts that are mixtures themselves: each is given its places, filled or not, as a group."""
+    """As `mixture`, of experts that are mixtures themselves: each is given its places, filled or not, as a group.
+
+    Losses of the inner level are means over the places that hold a token.
+    """
     out, said = np.zeros(x.shape), []
+    inner_losses: list[tuple[float, float]] = []
+    given: list[float] = []  # of each inner group the share of places that hold a token
     for g, group in enumerate(x):
         outcome = seats(group @ w["router/kernel"], w.get("router/bias"), outer, np.ones(len(group), bool))
         experts, below = w["router/kernel"].shape[1], []
@@ -156,7 +162,8 @@ def two_levels(
             own = {name.removeprefix("inner/"): v[e] for name, v in w.items() if name.startswith("inner/")}
             filled = np.arange(places.shape[1])[None] < len(here)
             made, (inside,) = mixture(places, own, inner, activation, filled)
-            below.append(inside)
+            given.append(float(np.mean(filled)))
+            below.append(replace(inside, balance=inside.balance * given[-1], z=inside.z * given[-1]))
             for k, (t, gate) in enumerate(here):
                 out[g, t] += gate * made[0, k]
         shared = {name.removeprefix("shared/"): v for name, v in w.items() if name.startswith("shared/")}
@@ -167,8 +174,13 @@ def two_levels(
                 outcome.seats,
                 outcome.dropped + sum(o.dropped for o in below),
                 [o.wanted for o in below],
-                outcome.balance + float(np.mean([o.balance for o in below])),
-                outcome.z + float(np.mean([o.z for o in below])),
+                outcome.balance,
+                outcome.z,
             )
         )
-    return out, said
+        inner_losses.append((float(np.mean([o.balance for o in below])), float(np.mean([o.z for o in below]))))
+    share = float(np.mean(given))
+    return out, [
+        replace(own, balance=own.balance + balance / share, z=own.z + z / share)
+        for own, (balance, z) in zip(said, inner_losses, strict=True)
+    ]

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from layouts import Dimension, Shape
 from meshlib.checks import at, choice, flag
-from meshlib.dtypes import BOOL
+from meshlib.dtypes import BOOL, FLOAT32, FLOAT64
 from meshlib.errors import GraphError, ShapeError
 from meshlib.graph import Tensor, scope
 from meshlib.layers.norms import widened
 from meshlib.layers.numerics import DEFAULT, Numerics, as_numerics
 from meshlib.layers.projection import Activation, feed_forward
-from meshlib.layers.router import decide
+from meshlib.layers.router import decide, real_share
 from meshlib.layers.routing import Routing
 from meshlib.layers.seating import Slots
 from meshlib.ops.building import as_dim, as_dims, floats, tensor
@@ -46,7 +46,7 @@ class Mixture:
     Attributes:
       values: type of x.
       loss: to be added to that of the task, float32, one for each group: take its mean. It is loss_coef x balance_loss
-        + z_loss x z of the routing.
+        + z_loss x z of the routing. The mean over groups is one over tokens that are no padding.
       balance_loss: 1 where all experts are chosen alike: experts x sum over them of (share of choices) x (mean score);
         "top_2" counts first choices alone.
       z_loss: mean of log(sum of exp(scores))^2.
@@ -92,7 +92,8 @@ def moe(
       shared_channels: the inner dim of a feed-forward layer that all tokens take; several shared experts are one of
         their joint width. None: there is none.
       training: whether routing jitters, and dropout drops.
-      nonpadding: bool [groups..., tokens]: False marks tokens that go nowhere and take no room.
+      nonpadding: bool [groups..., tokens]: False marks tokens that go nowhere, take no room and have no weight in the
+        losses.
       form: "einsum" moves tokens by products with masks, "gather" looks them up; "dense" moves none: every expert takes
         all tokens, with gates of zero for those that are not its own. Equal in result. Unless given, "dense" where
         experts have room for all tokens of a group anyway, as of one token that is decoded; else a product for groups
@@ -197,14 +198,18 @@ def _routed(
     (many, routing), *inner = levels
     grouped = _grouped(x, routing, what)
     inside = _Names(many, grouped, held, what)
-    mask = None if nonpadding is None else _mask(nonpadding, x, grouped.shape, what)
+    mask = share = None
+    if nonpadding is not None:
+        mask = _mask(nonpadding, x, grouped.shape, what)
+        of_losses = FLOAT64 if x.dtype is FLOAT64 else FLOAT32
+        share = real_share(nonpadding, of_losses, [d for d in nonpadding.shape if d.name in inside.stays])
     tokens = grouped.shape[-2]
     room = routing.places(many.size, tokens.size, training)
     places = Dimension(f"{PLACES}_inner" if held else PLACES, room)
     if form is None:
         all_fit = room == tokens.size and not (inner or held)
         form = "dense" if all_fit else "einsum" if tokens.size <= EINSUM_TOKENS else "gather"
-    decision = decide(grouped, tokens, inside.outer, places, routing, training, mask, numerics, held)
+    decision = decide(grouped, tokens, inside.outer, places, routing, training, mask, share, numerics, held)
     slots, back, gates = decision.slots, None, None
     if form == "dense":
         there, gates = grouped, inside.enter(_gates(slots, tokens), "gates")
@@ -242,7 +247,8 @@ class _Names:
     def __init__(self, experts: Dimension, x: Tensor, held: tuple[Dimension, ...], what: str) -> None:
         self.experts = experts
         # Stages of a pipeline have experts of their own: tokens never leave theirs.
-        stays = {d.name for g in x.graph.around for d in g.held} | {d.name for d in held}
+        self.stays = {d.name for g in x.graph.around for d in g.held}
+        stays = self.stays | {d.name for d in held}
         self.outer = Dimension(f"{experts.name}_unsplit", experts.size)
         taken = [d.name for d in (experts, self.outer) if d.name in x.shape]
         if taken:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layouts import Dimension, Shape
 from meshlib import initializers
 from meshlib.checks import at, number
-from meshlib.dtypes import FLOAT32
+from meshlib.dtypes import FLOAT32, DType
 from meshlib.errors import ShapeError
 from meshlib.graph import Tensor, scope
 from meshlib.layers.norms import widened
@@ -51,10 +52,14 @@ def decide(
     routing: Routing,
     training: bool,
     nonpadding: Tensor | None,
+    share: Tensor | None,
     numerics: Numerics,
     held: tuple[Dimension, ...] = (),
 ) -> Decision:
-    """Route x [groups, tokens, features], by scores in float32 whatever its dtype; each index of `held` by its own."""
+    """Route x [groups, tokens, features], by scores in float32 whatever its dtype; each index of `held` by its own.
+
+    `share` is that of `real_share(nonpadding)`: the losses are divided by it, so that padding has no weight in them.
+    """
     inputs = widened(x)
     if training and routing.jitter:
         inputs = multiply(inputs, random_uniform(x.shape, 1 - routing.jitter, 1 + routing.jitter, inputs.dtype))
@@ -68,7 +73,15 @@ def decide(
         first = chosen.index.shape.dim("choices")
         counted = counts(gather(chosen.index, 0, first), experts, load.shape) if routing.gating == "top_2" else load
     balance = _balance_loss(scores, counted, tokens, experts, routing, nonpadding)
-    return Decision(slots, balance, _z_loss(logits, tokens, experts, nonpadding), dropped, load)
+    z = _z_loss(logits, tokens, experts, nonpadding)
+    if share is not None:
+        balance, z = (divide(loss, share, loss.shape) for loss in (balance, z))
+    return Decision(slots, balance, z, dropped, load)
+
+
+def real_share(nonpadding: Tensor, dtype: DType, kept: Sequence[Dimension] = ()) -> Tensor:
+    """The share of tokens that are no padding, above 0: a mean over all dims of the bool mask but `kept`."""
+    return maximum(reduce_mean(cast(nonpadding, dtype), output_shape=list(kept)), SMALL)
 
 
 def _scores(

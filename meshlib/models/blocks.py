@@ -12,7 +12,7 @@ from meshlib.layers.attention import Cache
 from meshlib.layers.experts import Mixture
 from meshlib.models.caches import Caches
 from meshlib.models.config import Heads, LayerKind, TransformerConfig
-from meshlib.ops.elementwise import add
+from meshlib.ops.elementwise import add, not_equal
 from meshlib.ops.random import dropout
 
 
@@ -32,7 +32,9 @@ class Blocks:
       bias: added to the scores of self-attention (relative positions).
       memory: what cross-attention attends to; memory_mask: what of it counts.
       positions: of the tokens, in place of 0, 1, ...; mask: which keys of their own sequence they see.
-      segments: which text of those packed into a sequence each token is of, and sees; memory_segments: of the memory.
+      segments: which text of those packed into a sequence each token is of, and sees, 0: padding; memory_segments: of
+        the memory.
+      nonpadding: bool, which tokens count, where there are no segments to tell: padding is routed to no expert.
       caches: where keys and values of the tokens go, and, of a token that is decoded, come from.
       source_length: slots of the cache that holds the encoder's sequence, which is decoded from.
     """
@@ -47,6 +49,7 @@ class Blocks:
     mask: Tensor | None = None
     segments: Tensor | None = None
     memory_segments: Tensor | None = None
+    nonpadding: Tensor | None = None
     caches: Caches | None = None
     source_length: int | None = None
 
@@ -180,9 +183,15 @@ class Blocks:
             c.bias,
             shared,
             training=self.training,
+            nonpadding=self.real,
             form=e.form,
             numerics=c.numerics,
         )
+
+    @property
+    def real(self) -> Tensor | None:
+        """bool: which tokens are no padding; None if all count."""
+        return not_equal(self.segments, 0) if self.segments is not None else self.nonpadding
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         c = self.config

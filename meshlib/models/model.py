@@ -17,11 +17,12 @@ from meshlib.errors import GraphError
 from meshlib.graph import Tensor, absolute_scope, current_scope, scope, scoped_name
 from meshlib.initializers import Initializer
 from meshlib.layers.projection import ACTIVATIONS
+from meshlib.layers.router import real_share
 from meshlib.models.blocks import Blocks, head_dims
 from meshlib.models.caches import SLOTS, Caches
 from meshlib.models.config import LayerKind, TransformerConfig
 from meshlib.models.stages import MICROBATCH, STAGE, Pipeline
-from meshlib.ops.elementwise import add_n, cast, divide, maximum, not_equal, tanh
+from meshlib.ops.elementwise import add_n, cast, divide, maximum, multiply, not_equal, tanh
 from meshlib.ops.index import gather
 from meshlib.ops.loop import scan
 from meshlib.ops.reduce import reduce_mean, reduce_sum
@@ -146,6 +147,14 @@ def _layer_of(blocks: Blocks, kind: LayerKind, x: Tensor) -> tuple[Tensor, ...]:
     """A layer, and what its experts say where it has some."""
     y, mixture = blocks.layer(x, kind)
     return (y,) if mixture is None else (y, mixture.loss, mixture.dropped, mixture.load)
+
+
+def _weighed(loss: Tensor, blocks: Blocks) -> Tensor:
+    """A loss of experts, times the share of tokens that are no padding, by stage."""
+    if blocks.real is None:
+        return loss
+    share = real_share(blocks.real, loss.dtype, [d for d in blocks.real.shape if d.name == STAGE])
+    return multiply(loss, share, loss.shape)
 
 
 @dataclass
@@ -273,7 +282,9 @@ class Builder:
         return blocks.norm(x, "final_norm") if c.norm_position == "pre" else x
 
     def _staged(self, pipeline: Pipeline, blocks: Blocks, x: Tensor, numbers: range) -> Tensor:
-        """Layers with these numbers as stages; what their experts say is summed over microbatches."""
+        """Layers with these numbers as stages; what their experts say is summed over microbatches, where of packed
+        sequences each microbatch's losses count by its share of tokens that are no padding.
+        """
         run = numbers[: pipeline.layers_of(len(numbers))]
         before, names = self.said, list[str]()
         # What differs from sequence to sequence each stage takes of its own microbatch.
@@ -283,9 +294,13 @@ class Builder:
         def stage(h: Tensor, *own: Tensor) -> Tensor | tuple[Tensor, list[Tensor]]:
             self.said = {}
             changes: dict[str, Any] = dict(zip(beside, own, strict=True))
-            y = self._layers(replace(blocks, **changes), h, run, "layers", trips_from=1)
+            mine = replace(blocks, **changes)
+            y = self._layers(mine, h, run, "layers", trips_from=1)
             names.extend(self.said)
-            sums = [t for said in self.said.values() for t in pipeline.sums(said.loss, said.dropped, said.load)]
+            sums = [
+                t for said in self.said.values()
+                for t in pipeline.sums(_weighed(said.loss, mine), said.dropped, said.load)
+            ]  # fmt: skip
             return (y, sums) if sums else y
 
         x, sums = pipeline.run(stage, x, list(beside.values()))
@@ -293,7 +308,10 @@ class Builder:
         told = iter(sums)
         for name in names:
             loss, dropped, load = next(told), next(told), next(told)
-            self.said[name] = _Said(loss * (1 / pipeline.microbatches), cast(dropped, "int32"), cast(load, "int32"))
+            loss = loss * (1 / pipeline.microbatches)
+            if blocks.real is not None:
+                loss = divide(loss, real_share(blocks.real, loss.dtype))
+            self.said[name] = _Said(loss, cast(dropped, "int32"), cast(load, "int32"))
         return x
 
     def _layers(self, blocks: Blocks, x: Tensor, numbers: range, name: str, trips_from: int) -> Tensor:

@@ -40,7 +40,8 @@ def prefill(
 ) -> Step:
     """The step that reads prompts: their keys and values go into the caches, the last token's logits come out.
 
-    Inputs: "tokens" int32 [batch, length], prompts from the left, and after them anything in the vocabulary; "lengths"
+    Inputs: "tokens" int32 [batch, length], prompts from the left, and after them anything in the vocabulary, which
+    changes nothing and is routed to no expert; "lengths"
     int32 [batch], how many tokens of each count, at least 1. Of an encoder-decoder "tokens" are where the decoder
     starts, and "sources" [batch, encoder_length] with "source_lengths" [batch] what the encoder reads.
 
@@ -165,15 +166,17 @@ class _Serving:
         dim = Dimension("length", length)
         tokens, lengths = self._input("tokens", dim), self._input("lengths")
         caches = Caches(self.cache_length, lengths, False, self.cache_dtype, self.hypotheses)
+        real = self._within(dim, lengths)
         if self.encoder_length is None:
-            x = self._decoder(tokens, caches)
+            x = self._decoder(tokens, caches, nonpadding=real)
         else:
             source = Dimension("length", self.encoder_length)
             sources, source_lengths = self._input("sources", source), self._input("source_lengths")
             seen = less(positions_of(Dimension("memory_length", source.size)), source_lengths)
+            of_source = self._within(source, source_lengths)
             with scope("encoder"):
-                memory = self.builder.stack(sources, self.config.encoder_layers, False, mask=seen)
-            x = self._decoder(tokens, caches, memory=memory, memory_mask=seen)
+                memory = self.builder.stack(sources, self.config.encoder_layers, False, mask=seen, nonpadding=of_source)
+            x = self._decoder(tokens, caches, memory=memory, memory_mask=seen, nonpadding=real)
             caches.updates.append(assign(self._state("source_lengths"), source_lengths))
         last = gather(x, lengths - 1, dim, name="last")
         begin = lengths if self.hypotheses is None else broadcast(lengths, Shape([self.sequences, self.hypotheses]))
@@ -208,6 +211,12 @@ class _Serving:
 
     def _input(self, name: str, *dims: Dimension) -> Tensor:
         return input(name, [self.sequences, *dims], "int32")
+
+    def _within(self, length: Dimension, lengths: Tensor) -> Tensor | None:
+        """Which tokens are of a prompt, for experts, if there are any."""
+        if self.config.experts is None:
+            return None
+        return less(positions_of(length), lengths, [self.sequences, length])
 
     def _state(self, name: str, *dims: Dimension | None) -> Tensor:
         with scope("serving"):

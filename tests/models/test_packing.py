@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 import meshlib as mtf
-from meshlib.models import TransformerConfig, transformer
+from meshlib.models import TransformerConfig, train_step, transformer
 from tests.effort import some
-from tests.models.common import FAMILIES, Array, values
+from tests.models.common import FAMILIES, Array, small, values
 from tests.models.test_serving import decoder
 
 LENGTH, SOURCE = 12, 8
@@ -111,6 +112,83 @@ def test_padding_counts_for_nothing() -> None:
     one, two = (run(program, values(graph), given) for given in (fed, other))
     for name, y in one.items():
         np.testing.assert_allclose(two[name], y, rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+MIXTURES = ["mixtral-8x7b", "deepseek-v3", "switch-base-8", "gshard-12b"]
+
+
+def mixture(name: str) -> TransformerConfig:
+    """Without chance, with experts that have less room than what is asked of them, and losses that show."""
+    config = small(name)
+    assert config.experts is not None
+    routing = dataclasses.replace(config.experts.routing, capacity_factor=1.0, min_expert_capacity=1)
+    routing = dataclasses.replace(routing, second_policy="all", group_size=None)
+    return config.replace(experts=dataclasses.replace(config.experts, routing=routing))
+
+
+def steps_of(config: TransformerConfig, fed: dict[str, Array], length: int, packed: bool) -> dict[str, Array]:
+    """A training step: loss, the experts' losses, what they dropped, all variables after it."""
+    more = {"encoder_length": length} if config.encoder_decoder else {}
+    with mtf.Graph() as graph:
+        made = train_step(config, 2, length, "sgd", packed=packed, learning_rate=0.1, **more)
+        program = mtf.lower(*made, precision="highest")
+    sim = mtf.simulate(program)
+    for name, value in values(graph).items():
+        sim.state[name] = value
+    out = sim.step({name: fed[name] for name in program.inputs})
+    return {**out, **{n: sim.state[n] for n in sim.state}}
+
+
+@pytest.mark.parametrize("name", some(MIXTURES, MIXTURES[:1]))
+def test_padding_goes_to_no_expert(name: str) -> None:
+    """Whatever token stands for padding, nothing changes: losses, balance, drops, updates."""
+    config, rng = mixture(name), np.random.default_rng(0)
+    fed = {n: rng.integers(0, config.vocab, (2, LENGTH)) for n in ("tokens", "targets", "sources")}
+    fed["segment_ids"], fed["segment_positions"] = packing(TEXTS, LENGTH)
+    fed["source_segment_ids"], fed["source_positions"] = fed["segment_ids"], fed["segment_positions"]
+    padding, made = fed["segment_ids"] == 0, []
+    for token in (0, 5, 9):
+        held = {n: np.where(padding, token, x) if n in ("tokens", "targets", "sources") else x for n, x in fed.items()}
+        made.append(steps_of(config, held, LENGTH, True))
+    for other in made[1:]:
+        for what, y in made[0].items():
+            np.testing.assert_allclose(other[what], y, rtol=1e-6, atol=1e-7, err_msg=what)
+
+
+@pytest.mark.parametrize("name", some(MIXTURES, MIXTURES[:1]))
+def test_padding_has_no_weight_in_the_losses_of_experts(name: str) -> None:
+    """Rows of 6 tokens are the same step as these in rows of 12, where all tokens find room."""
+    config, rng = decoder(name), np.random.default_rng(0)
+    config = config.replace(
+        experts=dataclasses.replace(
+            config.experts, routing=dataclasses.replace(config.experts.routing, second_policy="all")
+        )
+    )
+    short = {n: rng.integers(0, config.vocab, (2, 6)) for n in ("tokens", "targets", "sources")}
+    wide = {n: np.pad(x, ((0, 0), (0, 6))) for n, x in short.items()}
+    for of in ("segment", "source_segment"):
+        wide[f"{of}_ids"], positions = packing([[6], [6]], 12)
+        wide["source_positions" if of == "source_segment" else "segment_positions"] = positions
+    wanted, found = steps_of(config, short, 6, False), steps_of(config, wide, 12, True)
+    for what, y in wanted.items():
+        np.testing.assert_allclose(found[what], y, rtol=1e-5, atol=1e-6, err_msg=what)
+
+
+@pytest.mark.parametrize("name", some(MIXTURES, MIXTURES[:1]))
+def test_what_follows_a_prompt_changes_nothing(name: str) -> None:
+    config, rng = mixture(name), np.random.default_rng(0)
+    more = {"encoder_length": 8} if config.encoder_decoder else {}
+    with mtf.Graph() as graph:
+        program = mtf.lower(*mtf.models.prefill(config, 2, 8, 12, **more), precision="highest")
+        held = values(graph)
+    lengths, made = np.array([3, 5]), []
+    prompts = rng.integers(0, config.vocab, (2, 8))
+    for token in (0, 5, 9):
+        rows = np.where(np.arange(8) < lengths[:, None], prompts, token)
+        fed = {"tokens": rows, "lengths": lengths, "sources": rows, "source_lengths": lengths}
+        made.append(run(program, held, {n: fed[n] for n in program.inputs})["logits"])
+    for other in made[1:]:
+        np.testing.assert_allclose(other, made[0], rtol=1e-6, atol=1e-6)
 
 
 def test_what_packing_costs() -> None:
