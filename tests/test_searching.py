@@ -19,7 +19,7 @@ import meshlib as mtf
 from hardware.slices import Slice
 from layouts import LayoutRules
 from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE
-from meshlib.searching.problem import problem_of
+from meshlib.searching.problem import Problem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates
 from meshlib.searching.workers import usual_workers
@@ -258,21 +258,26 @@ def test_time_runs_out_with_the_best_so_far_and_the_gap() -> None:
     assert "could be better by at most" in found.certificate
 
 
-def test_a_kept_search_goes_on(tmp_path: Path) -> None:
+def test_a_kept_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "kept.json"
     first = mtf.search(network, "v3-8", axes=1, seconds=None, resume=path)
     kept = json.loads(path.read_text())
     assert len(kept["estimates"]) == sum(o.state == ESTIMATED for o in first.outcomes)
-    for entry in kept["estimates"].values():  # what the file says is taken, not made again
-        entry["value"] = 2 * entry["value"]
-    path.write_text(json.dumps(kept))
-    again = mtf.search(network, "v3-8", axes=1, seconds=None, resume=path)
-    assert again.best.value == 2 * first.best.value
+    with monkeypatch.context() as patch:  # what the file says is taken, not made again
+        patch.setattr(Problem, "estimated", lambda *_: pytest.fail("estimated again"))
+        again = mtf.search(network, "v3-8", axes=1, seconds=None, resume=path, workers=1)
+    assert again.best.value == first.best.value
     with pytest.raises(mtf.GraphError, match="the search of another program"):
         mtf.search(lambda: network(1024), "v3-8", axes=1, seconds=None, resume=path)
-    path.write_text("[]")
-    with pytest.raises(mtf.GraphError, match="holds no search"):
+    for entry in kept["estimates"].values():
+        entry["value"] /= 2
+    path.write_text(json.dumps(kept))
+    with pytest.raises(mtf.GraphError, match="was changed after it was written"):
         mtf.search(network, "v3-8", axes=1, seconds=None, resume=path)
+    for text in ("[]", "[" * 100_000, "{", "{}"):
+        path.write_text(text)
+        with pytest.raises(mtf.GraphError, match="holds no search"):
+            mtf.search(network, "v3-8", axes=1, seconds=None, resume=path)
 
 
 def forked(code: str) -> None:

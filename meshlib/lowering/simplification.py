@@ -58,7 +58,7 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
             result.same[op.output] = inputs[0]
             continue
         if not alone:
-            key = (op.kind, inputs, tuple(op.attrs.items()), op.region, op.owner)
+            key = (op.kind, inputs, tuple(map(_exactly, op.attrs.items())), op.region, op.owner)
             first = seen.setdefault(key, op)
             if first is not op:
                 result.same.update(zip(op.outputs, first.outputs, strict=True))
@@ -67,3 +67,8 @@ def simplify(graph: Graph, outputs: Iterable[Tensor], updates: Iterable[Operatio
         result.inputs[op] = inputs
     # A representative may have become dead only together with all its users, so one more sweep is not needed.
     return result.linked()
+
+
+def _exactly(item: tuple[str, object]) -> tuple[object, ...]:
+    """An attribute such that 0.0 and -0.0 differ, which are equal to Python."""
+    return (*item, "-") if item[1] == 0 and str(item[1]).startswith("-") else item

@@ -6,6 +6,7 @@
     problem   the program of each choice, lowered by a session
     rounds    which candidates are looked at next
     workers   processes that do it
+    keeping   the file of estimates that a later search takes up
     outcome   what became of each
     sensitivity  the best candidates under other sizes, slices, rates
     found     ranking, Pareto front, certificate, as text
@@ -32,6 +33,7 @@ from meshlib.checks import items, number, whole
 from meshlib.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.searching.found import Found
+from meshlib.searching.keeping import KeptEstimates, keys_of
 from meshlib.searching.problem import OFFLOAD, Build, Objective, Problem, problem_of, transformer_builder
 from meshlib.searching.roles import roles_of
 from meshlib.searching.rounds import Search
@@ -88,7 +90,8 @@ def search(
         none where forks are not safe: outside of Linux, beside other threads of Python, and where JAX is imported. The
         result does not depend on them, unless time runs out.
       progress: called with (done, all, the best so far as text).
-      resume: a file in which the estimates are kept; those that it has are not made again.
+      resume: a file in which the estimates are kept; those that it has are not made again. It serves the same program,
+        slices, compiler, objective and version of the library; GraphError says which of them is another.
     Returns: `Found`: `.best .ranking .pareto .certificate`; print it.
     Raises: GraphError for bad arguments, SliceError for a slice that there is not, LayoutError where `fix` can't be.
     Example:
@@ -151,7 +154,8 @@ def search(
             f"search: no mesh of {', '.join(where.name for where in slices)} divides the program's dims "
             f"({', '.join(dims) or 'it has none'}); take a smaller slice, allow more axes, or fix less"
         )
-    run = Search(make, made, space, len(first), measure, seconds, workers, progress, resume, begun)
+    kept = None if resume is None else KeptEstimates(resume, keys_of(made.values(), slices, measure))
+    run = Search(make, made, space, len(first), measure, seconds, workers, progress, kept, begun)
     return replace(run.run(), left_out={chosen: _line(fault) for chosen, fault in refused.items()})
 
 

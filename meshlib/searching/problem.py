@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +12,7 @@ from meshlib.checks import number
 from meshlib.errors import GraphError, LayoutError, SliceError
 from meshlib.estimation import Estimate, estimate
 from meshlib.graph import Graph, Operation, Tensor
+from meshlib.keys import key_of
 from meshlib.lowering import Session
 from meshlib.lowering.homes import Subjects
 from meshlib.models import Pipeline, TransformerConfig, train_step
@@ -36,21 +36,29 @@ class Objective:
     of: Callable[[Estimate], float]
     bound: Callable[[Bounds, Candidate], float]
     closer: Callable[[Bounds, Candidate], float] | None = None  # as `bound` or more, at a hundred times its cost
+    given: object = None  # the figure's name, or the function, as the user gave it
+
+    @property
+    def key(self) -> str:
+        """The canonical key: of a name, or of a function's code and closure. Raises: GraphError where it has none."""
+        return key_of("search: objective", self.given)
 
     @staticmethod
     def named(given: object) -> Objective:
         """From what a user gives: the name of a figure of `Estimate`, "usd", "memory", or a function of it."""
         if given == "memory":
-            return Objective("peak memory", lambda est: est.memory.peak_bytes, _state)
+            return Objective("peak memory", lambda est: est.memory.peak_bytes, _state, given=given)
         if given == "usd":
-            return Objective("cost of a step", lambda est: est.usd(), _usd, _closer_usd)
+            return Objective("cost of a step", lambda est: est.usd(), _usd, _closer_usd, given)
         if given == "step_seconds":
-            return Objective("step", lambda est: est.step_seconds, _seconds, _closer_seconds)
+            return Objective("step", lambda est: est.step_seconds, _seconds, _closer_seconds, given)
         if isinstance(given, str) and isinstance(getattr(Estimate, given, None), property):
-            return Objective(given, lambda est: number(getattr(est, given), "search", "objective"), _nothing)
+            return Objective(
+                given, lambda est: number(getattr(est, given), "search", "objective"), _nothing, None, given
+            )
         if not isinstance(given, str) and callable(given):
             made: Callable[[Estimate], float] = given
-            return Objective("objective", lambda est: number(made(est), "search", "objective"), _nothing)
+            return Objective("objective", lambda est: number(made(est), "search", "objective"), _nothing, None, given)
         raise GraphError(
             "search: objective must be 'step_seconds', 'usd', 'memory', the name of another figure of mtf.Estimate, "
             f"or a function of an Estimate, got {given!r:.80}"
@@ -89,6 +97,8 @@ class Problem:
     """The program of one choice, with what the search asks of it."""
 
     choices: Choices
+    outputs: Any
+    updates: Sequence[Operation]
     session: Session
     subjects: Subjects
     tensors: Tensors
@@ -110,10 +120,9 @@ class Problem:
         return Bounds.of(self.session.lower(mesh), self.subjects.operations)
 
     @property
-    def fingerprint(self) -> str:
-        """Of the program: what was found for another one does not serve it."""
-        text = "\n".join(f"{op.kind.name} {[str(y.type) for y in op.outputs]}" for op in self.subjects.operations)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    def key(self) -> str:
+        """The canonical key of the program, of the arguments it was built with, and of the units of the objective."""
+        return key_of("search", self.choices, self.outputs, self.updates, self.units)
 
     def alike(self, c: Candidate) -> object:
         """Equal for candidates under which all tensors lie alike, whatever the axes are called."""
@@ -168,7 +177,7 @@ def problem_of(build: Build, choices: Choices, per: Sequence[str], forbid: Seque
         units *= sizes[name]
     inputs = [op.output.shape.names for op in sources if op.kind.kind is Kind.INPUT]
     batch = next((names[0] for names in inputs if names and names[0] in dims), None)
-    return Problem(choices, session, subjects, tensors, dims, batch, units, list(tensors.counts))
+    return Problem(choices, outputs, updates, session, subjects, tensors, dims, batch, units, list(tensors.counts))
 
 
 def _outside(op: Operation) -> bool:

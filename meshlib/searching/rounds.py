@@ -12,18 +12,15 @@ there are several, they estimate what a round has chosen, and look closely at mo
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from meshlib.errors import GraphError, LayoutError
-from meshlib.files import open_file, replace_file
+from meshlib.errors import LayoutError
 from meshlib.searching.found import Found
+from meshlib.searching.keeping import KeptEstimates
 from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
 from meshlib.searching.problem import Build, Objective, Problem
 from meshlib.searching.space import Candidate, Choices
@@ -51,14 +48,14 @@ class Search:
         seconds: float | None,
         workers: int | None,
         progress: Progress | None,
-        resume: str | Path | None,
+        kept: KeptEstimates | None,
         begun: float,
     ) -> None:
         self.build = build
         self.problems, self.space, self.objective = problems, space, objective
         self.first = first  # so many of the space are known to be good
         self.until = None if seconds is None else begun + seconds
-        self.progress, self.resume = progress, resume
+        self.progress, self.kept = progress, kept
         self.count = usual_workers(ROUND) if workers is None else min(workers, ROUND)  # more have nothing to do
         self.workers: Workers | None = None
         self.took: dict[str, float] = {}  # seconds of one task, by its name
@@ -72,7 +69,6 @@ class Search:
         self.closer: dict[int, float] = {}  # closer bounds, also of candidates whose turn has not come
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
-        self.known = self._read()
         self.begun = begun
 
     def run(self) -> Found:
@@ -82,7 +78,7 @@ class Search:
                 chosen = self._round()
                 if not chosen or self._ends():
                     break
-                fresh = [n for n in chosen if self.space[n].key not in self.known]
+                fresh = [n for n in chosen if not self._is_known(n)]
                 made = self._estimated(fresh)  # fewer where time runs out
                 chosen = [n for n in chosen if n in made or n not in fresh]
                 for n in chosen:
@@ -286,45 +282,27 @@ class Search:
 
     # ------------------------------------------------------------ resuming
 
-    @property
-    def _fingerprint(self) -> str:
-        """Of all that a kept estimate depends on."""
-        text = self.objective.name + "".join(f"{k}{p.fingerprint}{p.units}" for k, p in self.problems.items())
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def _read(self) -> dict[str, dict[str, object]]:
-        if self.resume is None or not Path(self.resume).exists():
-            return {}
-        try:
-            with open_file(self.resume, "search", GraphError) as (file, _):
-                kept = json.loads(file.read())
-            program, found = kept["program"], dict(kept["estimates"])
-        except GraphError:
-            raise
-        except (ValueError, KeyError, TypeError) as fault:
-            raise GraphError(f"search: {self.resume} holds no search: {fault!r:.80}; name another file") from None
-        if program != self._fingerprint:
-            raise GraphError(f"search: {self.resume} holds the search of another program; name another file")
-        return found
-
     def _write(self) -> None:
-        if self.resume is None:
+        if self.kept is None:
             return
         for o in self.outcomes.values():
             if o.state == ESTIMATED and o.figures is not None:
-                self.known[o.candidate.key] = {"value": o.value, "figures": asdict(o.figures)}
+                self.kept.estimates[o.candidate.identity] = {"value": o.value, "figures": asdict(o.figures)}
             elif o.state == REFUSED:
-                self.known[o.candidate.key] = {"why": o.why}
-        text = json.dumps({"program": self._fingerprint, "estimates": self.known})
-        replace_file(self.resume, lambda file: file.write(text.encode()), "search", GraphError)
+                self.kept.estimates[o.candidate.identity] = {"why": o.why}
+        self.kept.write()
+
+    def _is_known(self, n: int) -> bool:
+        return self.kept is not None and self.space[n].identity in self.kept.estimates
 
     def _recalled(self, n: int) -> Outcome:
-        c, kept = self.space[n], self.known[self.space[n].key]
-        if "figures" not in kept:
-            return Outcome(c, REFUSED, self.bounds[n], why=str(kept["why"]))
-        figures = dict(kept["figures"])  # type: ignore[call-overload]
+        assert self.kept is not None
+        c, entry = self.space[n], self.kept.estimates[self.space[n].identity]
+        if "figures" not in entry:
+            return Outcome(c, REFUSED, self.bounds[n], why=str(entry["why"]))
+        figures = dict(entry["figures"])
         figures["largest"] = tuple(figures["largest"])
-        return Outcome(c, ESTIMATED, self.bounds[n], float(kept["value"]), Figures(**figures))  # type: ignore[arg-type]
+        return Outcome(c, ESTIMATED, self.bounds[n], float(entry["value"]), Figures(**figures))
 
 
 def _too_large(c: Candidate, held: float) -> str:

@@ -15,6 +15,7 @@ from math import prod
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh, joined
 from layouts.rules import Rule
+from meshlib.keys import key_of
 from meshlib.searching.roles import Role
 
 Choices = tuple[tuple[str, object], ...]  # the arguments of the builder, by name
@@ -121,8 +122,13 @@ class Candidate:
         return (*fixed, *((frozenset(part.dims), part.size) for part in self.parts))
 
     @cached_property
+    def identity(self) -> str:
+        """The canonical key of its arguments, slice, mesh and layout: what tells it from all others, in any file."""
+        return key_of("search", self.choices, self.slice, self.mesh, self.layout)
+
+    @cached_property
     def key(self) -> str:
-        """What tells it from all others; as text, since it is written to files."""
+        """Its slice, mesh, layout and arguments as text, for people."""
         chosen = ",".join(f"{name}={value}" for name, value in self.choices)
         return f"{self.slice.name} {self.mesh} {self.layout} {chosen}".rstrip()
 
