@@ -38,7 +38,7 @@ generation frontier training
 searching
 verification validation checkpoint
 simulation estimation models
-slices lowering optimize layers
+slices keys lowering optimize layers
 program
 ops+differentiation
 replay
