@@ -67,15 +67,19 @@ def _misfit(function: Callable[..., Any], given: Mapping[str, object]) -> str | 
 _FACE: CodeType = public(lambda: None).__code__  # all wrappers share it
 
 
-def show(namespace: dict[str, Any], makers: Sequence[str]) -> None:
-    """Make public the functions that a package exports from the modules whose names begin with one of `makers`."""
-    shown: dict[object, object] = {}  # a function may have two names
-    for name, f in list(namespace.items()):
-        if isfunction(f) and f.__module__.startswith(tuple(makers)):
-            if f not in shown:
-                shown[f] = called = public(f)
-                called.__module__ = namespace["__name__"]  # where pickle finds it
-            namespace[name] = shown[f]
+def public_calls(package: str, modules: Sequence[str]) -> Callable[[Any], Any]:
+    """What a package exports instead of a value: of a function from modules whose names begin so, its public call."""
+    calls: dict[object, Any] = {}  # a function may have two names, but is one
+
+    def exported(value: Any) -> Any:
+        if not (isfunction(value) and value.__module__.startswith(tuple(modules))):
+            return value
+        if value not in calls:
+            calls[value] = call = public(value)
+            call.__module__ = package  # where pickle looks for it
+        return calls[value]
+
+    return exported
 
 
 def record(op: Operation) -> None:

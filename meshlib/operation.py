@@ -11,6 +11,7 @@ import enum
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -359,13 +360,16 @@ class OpDef:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         # There is one record of each name: copies of a program refer to the same.
-        return _record, (self.name,)
+        return record_of, (self.name,)
 
 
 OPERATIONS: dict[str, OpDef] = {}
 
 
-def _record(name: str) -> OpDef:
+def record_of(name: str) -> OpDef:
+    """The record of an operation. Those of the library that were not used yet are defined first."""
+    if name not in OPERATIONS:
+        import_module("meshlib.ops.catalogue")  # by name: the operations import this module
     return OPERATIONS[name]
 
 

@@ -50,7 +50,7 @@ checks
 graph+face+loop_record
 dtypes
 origin drawing safetensors records
-files
+files lazy
 arrays names threefry special errors text foreign collector ahead
 """
 FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line.split() for unit in p.split("+")}
@@ -86,7 +86,9 @@ def imports(path: Path) -> tuple[tuple[ast.Import | ast.ImportFrom, str], ...]:
             found.append((node, when))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             when = "called"
-        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        elif (
+            isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id.strip("_") == "TYPE_CHECKING"
+        ):
             waiting += [(n, when) for n in node.orelse]
             waiting += [(n, "types" if when == "at once" else when) for n in node.body]
             continue
@@ -271,6 +273,13 @@ def test_importing_meshlib_brings_nothing_heavy(tmp_path):
     heavy = ("jax", "torch", "tensorflow", "matplotlib", "scipy", "pandas")
     done = run(f"import meshlib, sys\nprint([m for m in {heavy} if m in sys.modules])", tmp_path, ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_importing_meshlib_loads_only_its_table_of_names(tmp_path):
+    code = "import meshlib, sys\nprint(sum(m.split('.')[0] in ('meshlib', 'layouts', 'hardware') for m in sys.modules))"
+    done = run(code, tmp_path, ROOT)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 25
 
 
 def test_without_jax_its_tests_are_skipped_not_broken(tmp_path):

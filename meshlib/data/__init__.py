@@ -12,12 +12,19 @@ pool      workers: threads or processes
 ahead     the thread that makes batches before they are asked for
 """
 
-from meshlib.data.feed import Feed as Feed
-from meshlib.data.feed import Stats as Stats
-from meshlib.data.making import Field as Field
-from meshlib.data.making import arrays as arrays
-from meshlib.data.making import folder as folder
-from meshlib.data.making import idx as idx
-from meshlib.data.making import records as records
-from meshlib.data.making import text as text
-from meshlib.data.pipeline import Data as Data
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from meshlib.data.feed import Feed as Feed
+    from meshlib.data.feed import Stats as Stats
+    from meshlib.data.making import Field as Field
+    from meshlib.data.making import arrays as arrays
+    from meshlib.data.making import folder as folder
+    from meshlib.data.making import idx as idx
+    from meshlib.data.making import records as records
+    from meshlib.data.making import text as text
+    from meshlib.data.pipeline import Data as Data
+else:
+    from meshlib.lazy import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(__name__)

@@ -5,7 +5,14 @@ beams      beam search, on the host
 tokens     text as tokens, and what ends a completion
 """
 
-from meshlib.generation.generator import Generated as Generated
-from meshlib.generation.generator import Generator as Generator
-from meshlib.generation.generator import generate as generate
-from meshlib.generation.tokens import ByteTokenizer as ByteTokenizer
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from meshlib.generation.generator import Generated as Generated
+    from meshlib.generation.generator import Generator as Generator
+    from meshlib.generation.generator import generate as generate
+    from meshlib.generation.tokens import ByteTokenizer as ByteTokenizer
+else:
+    from meshlib.lazy import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(__name__)

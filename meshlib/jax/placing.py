@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layouts import Mesh, Sharding
+from layouts.parsing import is_iterable
 from meshlib.dtypes import INT4, DType
 from meshlib.errors import GraphError, ProgramError
 
@@ -35,7 +36,7 @@ def checked_devices(devices: Any, what: str) -> list[Any]:
     """
     if devices is None:
         return list(jax.devices())
-    found = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
+    found = list(devices) if is_iterable(devices) and not isinstance(devices, str) else [devices]
     if not found or not all(isinstance(d, jax.Device) for d in found):
         raise GraphError(f"{what}: devices are a list of JAX devices, as of jax.devices(), got {devices!r:.80}")
     twice = next((d for n, d in enumerate(found) if d in found[:n]), None)

@@ -5,62 +5,67 @@ otherwise; norms and softmax take their statistics in float32. Names and argumen
 the layer.
 """
 
-from meshlib.face import show as _show
-from meshlib.layers.attention import Held as Held
-from meshlib.layers.attention import Scores as Scores
-from meshlib.layers.attention import dot_product_attention as dot_product_attention
-from meshlib.layers.attention import multihead_attention as multihead_attention
-from meshlib.layers.convolution import conv1d as conv1d
-from meshlib.layers.convolution import conv2d as conv2d
-from meshlib.layers.convolution import conv2d_transpose as conv2d_transpose
-from meshlib.layers.convolution import conv2d_transpose_with_blocks as conv2d_transpose_with_blocks
-from meshlib.layers.convolution import conv2d_with_blocks as conv2d_with_blocks
-from meshlib.layers.convolution import conv3d as conv3d
-from meshlib.layers.convolution import conv3d_transpose as conv3d_transpose
-from meshlib.layers.convolution import conv3d_transpose_with_blocks as conv3d_transpose_with_blocks
-from meshlib.layers.convolution import conv3d_with_blocks as conv3d_with_blocks
-from meshlib.layers.embeddings import embedding as embedding
-from meshlib.layers.embeddings import embedding_weights as embedding_weights
-from meshlib.layers.experts import Mixture as Mixture
-from meshlib.layers.experts import moe as moe
-from meshlib.layers.images import conv as conv
-from meshlib.layers.images import image_attention as image_attention
-from meshlib.layers.images import separable_conv as separable_conv
-from meshlib.layers.latent import LatentDims as LatentDims
-from meshlib.layers.latent import latent_attention as latent_attention
-from meshlib.layers.latent import latent_memory as latent_memory
-from meshlib.layers.latent import latent_queries as latent_queries
-from meshlib.layers.local_attention import local_attention_1d as local_attention_1d
-from meshlib.layers.local_attention import local_attention_2d as local_attention_2d
-from meshlib.layers.local_attention import masked_local_attention_1d as masked_local_attention_1d
-from meshlib.layers.loss import focal_loss as focal_loss
-from meshlib.layers.loss import hinge_loss as hinge_loss
-from meshlib.layers.loss import sigmoid_cross_entropy_with_logits as sigmoid_cross_entropy_with_logits
-from meshlib.layers.loss import smooth_l1_loss as smooth_l1_loss
-from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
-from meshlib.layers.norms import layer_norm as layer_norm
-from meshlib.layers.norms import rms_norm as rms_norm
-from meshlib.layers.pipelining import pipeline as pipeline
-from meshlib.layers.pooling import avg_pool2d as avg_pool2d
-from meshlib.layers.pooling import avg_pool3d as avg_pool3d
-from meshlib.layers.pooling import max_pool2d as max_pool2d
-from meshlib.layers.pooling import max_pool3d as max_pool3d
-from meshlib.layers.positions import RotaryScaling as RotaryScaling
-from meshlib.layers.positions import learned_positions as learned_positions
-from meshlib.layers.positions import rotary as rotary
-from meshlib.layers.positions import sinusoidal_positions as sinusoidal_positions
-from meshlib.layers.projection import dense as dense
-from meshlib.layers.projection import dense_relu_dense as dense_relu_dense
-from meshlib.layers.projection import feed_forward as feed_forward
-from meshlib.layers.relative import relative_position_bias as relative_position_bias
-from meshlib.layers.router import balanced_bias as balanced_bias
-from meshlib.layers.routing import Routing as Routing
-from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
-from meshlib.layers.scaling import us_einsum as us_einsum
-from meshlib.layers.set_norms import batch_norm as batch_norm
-from meshlib.layers.set_norms import conditional_batch_norm as conditional_batch_norm
-from meshlib.layers.set_norms import group_norm as group_norm
-from meshlib.layers.spectral import spectral_norm as spectral_norm
-from meshlib.layers.turns import schedule as schedule
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-_show(globals(), ["meshlib.layers."])
+if _TYPE_CHECKING:
+    from meshlib.layers.attention import Held as Held
+    from meshlib.layers.attention import Scores as Scores
+    from meshlib.layers.attention import dot_product_attention as dot_product_attention
+    from meshlib.layers.attention import multihead_attention as multihead_attention
+    from meshlib.layers.convolution import conv1d as conv1d
+    from meshlib.layers.convolution import conv2d as conv2d
+    from meshlib.layers.convolution import conv2d_transpose as conv2d_transpose
+    from meshlib.layers.convolution import conv2d_transpose_with_blocks as conv2d_transpose_with_blocks
+    from meshlib.layers.convolution import conv2d_with_blocks as conv2d_with_blocks
+    from meshlib.layers.convolution import conv3d as conv3d
+    from meshlib.layers.convolution import conv3d_transpose as conv3d_transpose
+    from meshlib.layers.convolution import conv3d_transpose_with_blocks as conv3d_transpose_with_blocks
+    from meshlib.layers.convolution import conv3d_with_blocks as conv3d_with_blocks
+    from meshlib.layers.embeddings import embedding as embedding
+    from meshlib.layers.embeddings import embedding_weights as embedding_weights
+    from meshlib.layers.experts import Mixture as Mixture
+    from meshlib.layers.experts import moe as moe
+    from meshlib.layers.images import conv as conv
+    from meshlib.layers.images import image_attention as image_attention
+    from meshlib.layers.images import separable_conv as separable_conv
+    from meshlib.layers.latent import LatentDims as LatentDims
+    from meshlib.layers.latent import latent_attention as latent_attention
+    from meshlib.layers.latent import latent_memory as latent_memory
+    from meshlib.layers.latent import latent_queries as latent_queries
+    from meshlib.layers.local_attention import local_attention_1d as local_attention_1d
+    from meshlib.layers.local_attention import local_attention_2d as local_attention_2d
+    from meshlib.layers.local_attention import masked_local_attention_1d as masked_local_attention_1d
+    from meshlib.layers.loss import focal_loss as focal_loss
+    from meshlib.layers.loss import hinge_loss as hinge_loss
+    from meshlib.layers.loss import sigmoid_cross_entropy_with_logits as sigmoid_cross_entropy_with_logits
+    from meshlib.layers.loss import smooth_l1_loss as smooth_l1_loss
+    from meshlib.layers.loss import softmax_cross_entropy_with_logits as softmax_cross_entropy_with_logits
+    from meshlib.layers.norms import layer_norm as layer_norm
+    from meshlib.layers.norms import rms_norm as rms_norm
+    from meshlib.layers.pipelining import pipeline as pipeline
+    from meshlib.layers.pooling import avg_pool2d as avg_pool2d
+    from meshlib.layers.pooling import avg_pool3d as avg_pool3d
+    from meshlib.layers.pooling import max_pool2d as max_pool2d
+    from meshlib.layers.pooling import max_pool3d as max_pool3d
+    from meshlib.layers.positions import RotaryScaling as RotaryScaling
+    from meshlib.layers.positions import learned_positions as learned_positions
+    from meshlib.layers.positions import rotary as rotary
+    from meshlib.layers.positions import sinusoidal_positions as sinusoidal_positions
+    from meshlib.layers.projection import dense as dense
+    from meshlib.layers.projection import dense_relu_dense as dense_relu_dense
+    from meshlib.layers.projection import feed_forward as feed_forward
+    from meshlib.layers.relative import relative_position_bias as relative_position_bias
+    from meshlib.layers.router import balanced_bias as balanced_bias
+    from meshlib.layers.routing import Routing as Routing
+    from meshlib.layers.scaling import clip_activation_gradient as clip_activation_gradient
+    from meshlib.layers.scaling import us_einsum as us_einsum
+    from meshlib.layers.set_norms import batch_norm as batch_norm
+    from meshlib.layers.set_norms import conditional_batch_norm as conditional_batch_norm
+    from meshlib.layers.set_norms import group_norm as group_norm
+    from meshlib.layers.spectral import spectral_norm as spectral_norm
+    from meshlib.layers.turns import schedule as schedule
+else:
+    from meshlib.face import public_calls as _public_calls
+    from meshlib.lazy import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(__name__, _public_calls(__name__, ["meshlib.layers."]))

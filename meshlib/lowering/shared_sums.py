@@ -21,7 +21,7 @@ from meshlib.graph import BACKWARD, FORWARD, Graph, Operation, Tensor, TensorTyp
 from meshlib.lowering.algebra import Algebra, Factor, Monomial, Sum
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import Simplified
-from meshlib.operation import OPERATIONS, RESIDENT, Kind, OpDef
+from meshlib.operation import RESIDENT, Kind, OpDef, record_of
 from meshlib.origin import written_at
 
 SMALL = 8  # times a sum must be smaller than what is summed to be kept from forward for backward
@@ -306,7 +306,7 @@ class _Rewriter:
         return self._node("constant", [], value=value, shape=Shape([]), dtype=of.output.dtype)
 
     def _node(self, kind: str | OpDef, operands: Sequence[_Node | Tensor], **attrs: object) -> _Node:
-        record = OPERATIONS[kind] if isinstance(kind, str) else kind
+        record = record_of(kind) if isinstance(kind, str) else kind
         made = record.shape(tuple(x.type for x in operands), attrs)
         return _Node(record, tuple(operands), attrs, made[0] if isinstance(made, tuple) else made)
 

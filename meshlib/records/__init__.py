@@ -8,13 +8,20 @@ idx      arrays in IDX files, as MNIST's
 making   folders of images, tables, IDX files and texts turned into records
 """
 
-from meshlib.records.crc import crc32c as crc32c
-from meshlib.records.example import decode as decode
-from meshlib.records.example import encode as encode
-from meshlib.records.frames import Fault as Fault
-from meshlib.records.idx import read_idx as read_idx
-from meshlib.records.making import make as make
-from meshlib.records.naming import files_of as files_of
-from meshlib.records.reading import read as read
-from meshlib.records.writing import Writer as Writer
-from meshlib.records.writing import write as write
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from meshlib.records.crc import crc32c as crc32c
+    from meshlib.records.example import decode as decode
+    from meshlib.records.example import encode as encode
+    from meshlib.records.frames import Fault as Fault
+    from meshlib.records.idx import read_idx as read_idx
+    from meshlib.records.making import make as make
+    from meshlib.records.naming import files_of as files_of
+    from meshlib.records.reading import read as read
+    from meshlib.records.writing import Writer as Writer
+    from meshlib.records.writing import write as write
+else:
+    from meshlib.lazy import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(__name__)

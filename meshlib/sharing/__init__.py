@@ -4,13 +4,20 @@ export   a trained model in one folder, and loaded anywhere to predict on raw in
 weights  files by Hugging Face's names of Llama, GPT-2 and T5
 """
 
-from meshlib.sharing.exporting import export as export
-from meshlib.sharing.foreign_config import read_config as read_config
-from meshlib.sharing.loading import ImageModel as ImageModel
-from meshlib.sharing.loading import Model as Model
-from meshlib.sharing.loading import OwnModel as OwnModel
-from meshlib.sharing.loading import TextModel as TextModel
-from meshlib.sharing.loading import load_model as load_model
-from meshlib.sharing.pictures import ImageInput as ImageInput
-from meshlib.sharing.weights import read_weights as read_weights
-from meshlib.sharing.weights import write_weights as write_weights
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from meshlib.sharing.exporting import export as export
+    from meshlib.sharing.foreign_config import read_config as read_config
+    from meshlib.sharing.loading import ImageModel as ImageModel
+    from meshlib.sharing.loading import Model as Model
+    from meshlib.sharing.loading import OwnModel as OwnModel
+    from meshlib.sharing.loading import TextModel as TextModel
+    from meshlib.sharing.loading import load_model as load_model
+    from meshlib.sharing.pictures import ImageInput as ImageInput
+    from meshlib.sharing.weights import read_weights as read_weights
+    from meshlib.sharing.weights import write_weights as write_weights
+else:
+    from meshlib.lazy import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(__name__)

@@ -9,8 +9,15 @@ signals     ctrl-C and SIGTERM
 progress    a bar on the terminal
 """
 
-from meshlib.training.evaluation import Evaluation as Evaluation
-from meshlib.training.history import History as History
-from meshlib.training.history import read_history as read_history
-from meshlib.training.loop import Trained as Trained
-from meshlib.training.loop import train as train
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from meshlib.training.evaluation import Evaluation as Evaluation
+    from meshlib.training.history import History as History
+    from meshlib.training.history import read_history as read_history
+    from meshlib.training.loop import Trained as Trained
+    from meshlib.training.loop import train as train
+else:
+    from meshlib.lazy import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(__name__)

@@ -7,7 +7,14 @@ tokenizer_file  its file
 problems   pairs of texts as arrays of static lengths
 """
 
-from meshlib.vocabulary.bytepairs import BytePairs as BytePairs
-from meshlib.vocabulary.problems import TextExamples as TextExamples
-from meshlib.vocabulary.problems import text_to_text as text_to_text
-from meshlib.vocabulary.problems import texts_in_rows as texts_in_rows
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from meshlib.vocabulary.bytepairs import BytePairs as BytePairs
+    from meshlib.vocabulary.problems import TextExamples as TextExamples
+    from meshlib.vocabulary.problems import text_to_text as text_to_text
+    from meshlib.vocabulary.problems import texts_in_rows as texts_in_rows
+else:
+    from meshlib.lazy import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(__name__)

@@ -1,5 +1,6 @@
 """A row for each operation of the library; importing this package fills the table."""
 
+import meshlib.ops.catalogue as _catalogue
 from meshlib.jax.rows import along_dims as _along_dims
 from meshlib.jax.rows import attention as _attention
 from meshlib.jax.rows import elementwise as _elementwise
@@ -9,4 +10,4 @@ from meshlib.jax.rows import shape as _shape
 from meshlib.jax.rows import sources as _sources
 from meshlib.jax.rows import windows as _windows
 
-_ = (_along_dims, _attention, _elementwise, _index, _products, _shape, _sources, _windows)
+_ = (_catalogue, _along_dims, _attention, _elementwise, _index, _products, _shape, _sources, _windows)
