@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> None:
     if args.on == "jax":
         print(f"\n{sim}")
     if sim.slice is not None:
-        hbm = sim.slice.hbm_bytes_per_device
+        hbm = sim.slice.usable_hbm_bytes_per_device
         print(
             f"HBM of one core of {sim.slice.name}: {hbm} bytes; the peak takes {training.memory.peak_bytes / hbm:.2%}"
         )

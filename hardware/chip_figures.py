@@ -24,6 +24,8 @@ _RECIPES = "AI-Hypercomputer/tpu-recipes @c8cfe2f microbenchmarks/"
 # Stacks of HBM come in powers of two; the same docs print v3, v4, v5p and tpu7x in GiB.
 _READ_AS_GIB = "read as GiB, as the docs print other kinds"
 _APPLIED = "jax-ml/scaling-book applied-inference.md, February 2025"
+# The rest is kept by the runtime: XLA reports "Used ... of 15.75G hbm", its allocator the same as bytes_limit.
+_OFFERED = " GiB are offered to programs: out-of-memory messages of XLA and allocator limits in public threads"
 
 COMMON: Figures = {
     "vpu_sublanes": (8, _INFO),
@@ -32,6 +34,7 @@ COMMON: Figures = {
     "vpu_bf16": (False, "float32 lanes only before v6e: " + _BOOK),
     "vmem_bandwidth_ratio": (22.0, "VMEM is about 22 times HBM bandwidth (v5e): " + _BOOK),
     "cmem_bytes": (0, "only v4 has CMEM: " + _INFO),
+    "hbm_reserved_bytes": (0, "not published"),
     "hbm_efficiency": (0.9, "copies reach 85-95 % of nominal; v7 measured 87 %"),
     "mxu_efficiency": (0.96, "large bf16 matmuls reach 95-97 % of peak on shipping chips"),
     "ici_efficiency": (0.9, "45/45/90/90 GB/s measured of 50/50/100/100: jax-ml/scaling-book sharding.md"),
@@ -106,6 +109,7 @@ FIGURES: dict[str, Figures] = {
         "vpu_alus_per_lane": (2, _BOOK + " (v4); assumed for v2"),
         "vmem_bytes_per_core": (16 * MIB, _INFO),
         "hbm_bytes": (16 * GIB, "16 GB: ImageNet is the new MNIST talk, 2018; read as GiB"),
+        "hbm_reserved_bytes": (2 * int(0.52 * GIB), "of each device's 8 GiB, 7.48" + _OFFERED),
         "hbm_bytes_per_second": (700e9, _CACM + "; 600: ImageNet talk; 716: tpu_info"),
         "ici_links": (4, _CACM),
         "ici_bytes_per_second": (62e9, _CACM + ": 496 Gbit/s per link and direction"),
@@ -131,6 +135,7 @@ FIGURES: dict[str, Figures] = {
         "vpu_alus_per_lane": (2, _BOOK + " (v4); assumed for v3"),
         "vmem_bytes_per_core": (16 * MIB, _INFO),
         "hbm_bytes": (32 * GIB, _DOCS + "v3"),
+        "hbm_reserved_bytes": (2 * int(0.52 * GIB), "of each device's 16 GiB, 15.48" + _OFFERED),
         "hbm_bytes_per_second": (900e9, _DOCS + "v3; 825: tpu_info"),
         "ici_links": (4, _CACM),
         "ici_bytes_per_second": (82e9, _CACM + ": 656 Gbit/s per link; scaling-book prints 100"),
@@ -158,6 +163,7 @@ FIGURES: dict[str, Figures] = {
         "vmem_bytes_per_core": (16 * MIB, _INFO),
         "cmem_bytes": (128 * MIB, _INFO),
         "hbm_bytes": (32 * GIB, _DOCS + "v4"),
+        "hbm_reserved_bytes": (int(1.25 * GIB), "of 32 GiB, 30.75" + _OFFERED),
         "hbm_bytes_per_second": (1200e9, _DOCS + "v4; 1230: tpu_info"),
         "ici_links": (6, _BOOK),
         "ici_bytes_per_second": (50e9, "ISCA 2023: 6 x 50 GB/s (from memory)"),
@@ -186,6 +192,7 @@ FIGURES: dict[str, Figures] = {
         ),
         "vmem_bytes_per_core": (128 * MIB, _INFO),
         "hbm_bytes": (16 * GIB, "16 GB: " + _DOCS + "v5e; " + _READ_AS_GIB),
+        "hbm_reserved_bytes": (int(0.25 * GIB), "of 16 GiB, 15.75" + _OFFERED),
         "hbm_bytes_per_second": (819e9, _DOCS + "v5e"),
         "ici_links": (4, _DOCS + "v5e"),
         "ici_bytes_per_second": (50e9, _DOCS + "v5e: 400 GB/s both ways / 4 ports / 2"),
@@ -210,7 +217,8 @@ FIGURES: dict[str, Figures] = {
         "peak_fp8_flops": (459e12, _DOCS + "v5p-training"),
         "peak_int4_flops": (1840e12, _INFO),
         "vmem_bytes_per_core": (64 * MIB, _INFO),
-        "hbm_bytes": (95 * GIB, _DOCS + "v5p"),
+        "hbm_bytes": (96 * GIB, "six stacks of 16 GiB, of which 95.74 are offered; 95 GiB: " + _DOCS + "v5p"),
+        "hbm_reserved_bytes": (int(0.26 * GIB), "of 96 GiB, 95.74" + _OFFERED),
         "hbm_bytes_per_second": (2765e9, _DOCS + "v5p; 2460: tpu_info, 2800: scaling-book"),
         "ici_links": (6, _BOOK),
         "ici_bytes_per_second": (100e9, _DOCS + "v5p: 1200 GB/s both ways / 6 / 2"),
@@ -240,6 +248,7 @@ FIGURES: dict[str, Figures] = {
         "vpu_bf16": (True, "bf16 lanes from v6e on: " + _BOOK),
         "vmem_bytes_per_core": (128 * MIB, _INFO),
         "hbm_bytes": (32 * GIB, "32 GB: " + _DOCS + "v6e; " + _READ_AS_GIB),
+        "hbm_reserved_bytes": (int(0.75 * GIB), "of 32 GiB, 31.25" + _OFFERED),
         "hbm_bytes_per_second": (1638e9, _DOCS + "v6e"),
         "ici_links": (4, _DOCS + "v6e"),
         "ici_bytes_per_second": (100e9, _DOCS + "v6e: 800 GB/s both ways / 4 / 2"),
@@ -273,6 +282,7 @@ FIGURES: dict[str, Figures] = {
         "vpu_bf16": (True, "bf16 lanes from v6e on: " + _BOOK),
         "vmem_bytes_per_core": (64 * MIB, "uncertain, from memory"),
         "hbm_bytes": (192 * GIB, _DOCS + "tpu7x"),
+        "hbm_reserved_bytes": (2 * int(1.3 * GIB), "of each device's 96 GiB, 94.7" + _OFFERED),
         "hbm_bytes_per_second": (7380e9, _DOCS + "tpu7x (from memory); press: 7.2-7.37 TB/s"),
         "ici_links": (6, "3-D torus, from memory"),
         "ici_bytes_per_second": (100e9, "1200 GB/s both ways per chip: press, and from memory"),

@@ -30,7 +30,8 @@ class Chip:
 
     `name_counts` says what the number in a slice name counts ("cores" or "chips"). `wrap_axis` is the one
     axis length that has a wrap-around link; `wrap_cube` instead wraps every axis of a slice made of
-    whole cubes of that edge. `*_efficiency` are the shares of nominal rates that programs reach.
+    whole cubes of that edge. `*_efficiency` are the shares of nominal rates that programs reach. Of the `hbm_bytes`
+    soldered to a chip, its runtime keeps `hbm_reserved_bytes`; programs are offered the rest.
 
     Raises: HardwareError on a size that is not a positive integer, or a rate that is not finite.
     Example:
@@ -64,6 +65,7 @@ class Chip:
     vmem_bandwidth_ratio: float = 22.0
     cmem_bytes: int = 0
     hbm_bytes: int
+    hbm_reserved_bytes: int = 0
     hbm_bytes_per_second: float
     hbm_efficiency: float = 1.0
     ici_links: int
@@ -92,7 +94,7 @@ class Chip:
         where = f"chip {self.name!r}: "
         for name in _COUNTS:
             whole(where + name, getattr(self, name), low=1)
-        for name in ("year", "cmem_bytes", "ici_links"):
+        for name in ("year", "cmem_bytes", "hbm_reserved_bytes", "ici_links"):
             whole(where + name, getattr(self, name))
         for name in _RATES:
             amount(where + name, getattr(self, name), positive=True)
@@ -121,6 +123,9 @@ class Chip:
         object.__setattr__(self, "pod_shape", wholes(where + "pod_shape", self.pod_shape, low=1))
         if all(self.peak(dtype) is None for dtype in DTYPES):
             raise HardwareError(where + "at least one of peak_bf16_flops, peak_int8_flops, ... must be given")
+        if self.hbm_reserved_bytes >= self.hbm_bytes:
+            both = f"hbm_bytes is {self.hbm_bytes}, hbm_reserved_bytes {self.hbm_reserved_bytes}"
+            raise HardwareError(f"{where}nothing is left for programs: {both}; give both figures")
         if self.cores_per_chip % self.devices_per_chip:
             counts = f"devices_per_chip {self.devices_per_chip}, cores_per_chip {self.cores_per_chip}"
             raise HardwareError(f"{where}the devices must share the cores equally; got {counts}")
@@ -170,8 +175,18 @@ class Chip:
 
     @property
     def hbm_bytes_per_device(self) -> int:
-        """HBM of one device, bytes."""
+        """HBM of one device as built, bytes."""
         return self.hbm_bytes // self.devices_per_chip
+
+    @property
+    def usable_hbm_bytes_per_device(self) -> int:
+        """HBM of one device that programs are offered, bytes: without what the runtime keeps.
+
+        Example:
+          >>> CHIPS["v5e"].usable_hbm_bytes_per_device / 2**30
+          15.75
+        """
+        return (self.hbm_bytes - self.hbm_reserved_bytes) // self.devices_per_chip
 
     def source(self, name: str) -> str:
         """Where the figure `name` comes from; "not given" for a chip of your own without sources."""

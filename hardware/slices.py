@@ -103,8 +103,13 @@ class Slice:
 
     @property
     def hbm_bytes_per_device(self) -> int:
-        """HBM of one device, bytes."""
+        """HBM of one device as built, bytes."""
         return self.chip.hbm_bytes_per_device
+
+    @property
+    def usable_hbm_bytes_per_device(self) -> int:
+        """HBM of one device that programs are offered, bytes: `Chip.usable_hbm_bytes_per_device`."""
+        return self.chip.usable_hbm_bytes_per_device
 
     @property
     def hbm_bytes(self) -> int:

@@ -136,7 +136,7 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
     kinds = kinds_after(program, tiled_value_bytes)
     return DeviceMemory(
         slice_.name,
-        slice_.hbm_bytes_per_device,
+        slice_.usable_hbm_bytes_per_device,
         padded.peak_bytes,
         program.memory.peak_bytes,
         padded.by_kind,
@@ -147,5 +147,5 @@ def memory_on(program: Program, slice_: Slice) -> DeviceMemory:
         padded.timeline_bytes,
         tuple(zip(*kinds.values(), strict=True)),
         tuple(f"{i.opcode} {i.operation.name}" for i in program.instructions),
-        lambda: remedies(program, slice_.hbm_bytes_per_device),
+        lambda: remedies(program, slice_.usable_hbm_bytes_per_device),
     )

@@ -176,7 +176,7 @@ class Found:
         if not large:
             return ""
         needed, capacity = min(
-            (self.problems[c.choices].bounds.least_bytes(c), c.slice.hbm_bytes_per_device) for c in large
+            (self.problems[c.choices].bounds.least_bytes(c), c.slice.usable_hbm_bytes_per_device) for c in large
         )
         return f"; every layout takes at least {bytes_text(needed)} of each device, which has {bytes_text(capacity)}"
 

@@ -202,7 +202,7 @@ class Search:
 
     def _exceeds(self, c: Candidate, held: float) -> bool:
         """Whether it can't fit, as far as that is asked for."""
-        return held > c.slice.hbm_bytes_per_device and self.objective.name != "peak memory"
+        return held > c.slice.usable_hbm_bytes_per_device and self.objective.name != "peak memory"
 
     def _bound(self, c: Candidate) -> float:
         problem = self.problems[c.choices]
@@ -308,7 +308,7 @@ class Search:
 def _too_large(c: Candidate, held: float) -> str:
     return (
         f"does not fit: at least {bytes_text(held)} of variables, slots and what is kept for the backward pass, "
-        f"HBM has {bytes_text(c.slice.hbm_bytes_per_device)}"
+        f"HBM has {bytes_text(c.slice.usable_hbm_bytes_per_device)}"
     )
 
 

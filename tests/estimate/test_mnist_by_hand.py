@@ -121,7 +121,7 @@ def test_memory_peaks_when_the_first_layers_gradient_is_made(name, mesh, layout,
     assert est.memory.by_kind["gradients"] == (0 if fused else stored(P, h) + stored(h, C))
     assert est.memory.by_kind["inputs"] == stored(b, P) + padded_labels
     assert est.fits
-    assert est.memory.capacity_bytes == {"v2-8": 8, "v3-8": 16}[name] * 2**30
+    assert est.memory.capacity_bytes == {"v2-8": 8, "v3-8": 16}[name] * 2**30 - int(0.52 * 2**30)  # offered to programs
     assert ("ffn_out/grad" if fused else "ffn_in/grad") in est.program.memory.at
 
 

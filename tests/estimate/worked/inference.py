@@ -9,6 +9,8 @@ import meshlib as mtf
 from hardware import CHIPS, Slice, legal_slices
 from tests.estimate.worked.common import BYTE, Answers, D, estimate, ideal, smallest
 
+BOOK_HBM = {"hbm_bytes": 16 * 10**9, "hbm_reserved_bytes": 0}  # the book counts 16 GB and all of it
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -74,7 +76,7 @@ class Decoder:
     @cache  # noqa: B019 (few, and for one run)
     def on(self, batch: int, context: int, slice_: str) -> mtf.Estimate:
         """The step on a slice of ideal chips."""
-        found = Slice(slice_, ideal("v5e", **WITHOUT_ICI, hbm_bytes=16 * 10**9))  # the book counts 16 GB
+        found = Slice(slice_, ideal("v5e", **WITHOUT_ICI, **BOOK_HBM))
         heads = min(found.devices, self.heads)
         return estimate(self.step(batch, context, f"heads:{heads};rest:{found.devices // heads}"), found)
 
