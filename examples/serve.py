@@ -118,13 +118,13 @@ def stops(args: argparse.Namespace) -> list[str | int]:
 def plan(args: argparse.Namespace) -> None:
     """What a published model would be served with on a slice: batches, layouts, latency, throughput, cost."""
     config = mtf.models.preset(args.plan)
-    numerics = mtf.Numerics("bfloat16", activation_dtype="bfloat16", kernel_dtype=args.kernels)
     found = mtf.serving(
-        config.replace(numerics=numerics),
+        config,
         args.slice,
         context=args.context,
         encoder_length=args.context if config.encoder_decoder else None,
         cache_dtype=args.cache,
+        weight_dtype=args.kernels,
     )
     print(found)
     if args.plot:

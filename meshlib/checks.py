@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,22 @@ def number(value: object, what: str, argument: str) -> float:
         if math.isfinite(found):
             return found
     raise GraphError(f"{at(what)}: {argument} must be a finite number, got {_shown(value)}")
+
+
+POSITIVE, NOT_NEGATIVE, FRACTION = "be positive", "not be negative", "be in [0, 1)"
+_BOUNDS: dict[str, Callable[[float], bool]] = {
+    POSITIVE: lambda x: x > 0,
+    NOT_NEGATIVE: lambda x: x >= 0,
+    FRACTION: lambda x: 0 <= x < 1,
+}
+
+
+def bounded(value: object, what: str, argument: str, rule: str = NOT_NEGATIVE) -> float:
+    """`value` as a finite float that is positive, not negative, or a fraction."""
+    found = number(value, what, argument)
+    if not _BOUNDS[rule](found):
+        raise GraphError(f"{at(what)}: {argument} must {rule}, got {found:g}")
+    return found
 
 
 def whole(value: object, what: str, argument: str, low: int | None = None) -> int:

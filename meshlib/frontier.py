@@ -17,8 +17,9 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from layouts.mesh import MeshLike
-from meshlib.checks import at, items, whole
+from meshlib.checks import at, choice, items, whole
 from meshlib.drawing import new_figure, save_figure
+from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError, LayoutError, SliceError
 from meshlib.estimation import Estimate, estimate
 from meshlib.graph import Graph
@@ -28,6 +29,8 @@ from meshlib.text import bytes_text, grid, seconds_text, usd_text
 
 WHAT = "serving"
 MOST_BATCH = 1 << 16
+NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")  # of kernels, which have scales
+WEIGHT_DTYPES = ("bfloat16", "float32", *NARROW)
 _PARTS = {"data": "data", "tensor": "tensor", "cache": "tensor", "features": "features"}  # of layouts, with their axes
 
 
@@ -84,13 +87,15 @@ class Serving:
     """What `mtf.serving` found.
 
     `points` by layout and batch; `largest`, per layout the largest batch that fits, 0 where none does; `skipped`, the
-    layouts that the model does not divide over, with the reason.
+    layouts that the model does not divide over, with the reason; `weights` and `caches`, the dtypes of both.
     """
 
     config: TransformerConfig
     slice: Slice
     context: int
     prompt: int
+    weights: str
+    caches: str
     points: tuple[ServingPoint, ...]
     largest: Mapping[str, int]
     skipped: Mapping[str, str]
@@ -121,13 +126,20 @@ class Serving:
                     bytes_text(p.peak_bytes),
                 )
             )  # fmt: skip
-        room = f"{self.context} positions of cache, prompts of {self.prompt} tokens"
-        lines = [f"{self.config.name} on {self.slice.name}: {room}", *grid(cells, right=(2, 3, 4, 5, 6, 7, 9))]
+        lines = [f"{self._title}, prompts of {self.prompt} tokens", *grid(cells, right=(2, 3, 4, 5, 6, 7, 9))]
         shown = {p.name for p in self.points}
         for name, most in self.largest.items():
             if name not in shown:
                 lines.append(f"{name}: fits with no batch" if not most else _fits_none(name, most))
         return "\n".join([*lines, "-> on the frontier of latency and throughput", "* modelled; all others exact"])
+
+    @property
+    def _title(self) -> str:
+        """The model, the slice, and the dtypes that every figure depends on."""
+        return (
+            f"{self.config.name} on {self.slice.name}: weights in {self.weights}, "
+            f"{self.context} positions of cache in {self.caches}"
+        )
 
     def plot(self, path: str | Path) -> None:
         """Draw throughput over latency, a line for each layout and the frontier, into a file; needs matplotlib.
@@ -147,7 +159,7 @@ class Serving:
         for p, left, up in zip(self.frontier, x, y, strict=True):
             axes.annotate(str(p.batch), (left, up), textcoords="offset points", xytext=(4, -10), fontsize=7)
         axes.set(
-            title=f"{self.config.name} on {self.slice.name} (modelled), batches beside the frontier",
+            title=f"{self._title}\n(modelled), batches beside the frontier",
             xlabel="ms a token",
             ylabel="tokens/s a chip",
             xscale="log",
@@ -177,12 +189,12 @@ def serving(
     cache_dtype: str | None = None,
     overlap: str = "independent",
     group_size: int | None = None,
+    weight_dtype: str | None = None,
 ) -> Serving:
     """Sweep batch and layout of decoding on a slice.
 
     Args:
-      config: a decoder or an encoder-decoder; its numerics say what weights are stored in, see
-        `mtf.Numerics(kernel_dtype=...)`.
+      config: a decoder or an encoder-decoder.
       slice: a name or a `hardware.Slice`.
       context: positions that caches hold, all of them full; prompt: tokens that a prefill reads, half of them unless
         given (of an encoder-decoder one, beside `encoder_length` that are encoded).
@@ -194,6 +206,9 @@ def serving(
       overlap: as of `mtf.estimate`.
       group_size: as of `mtf.models.decode_step`, of a model with experts: at most so many sequences of one
         data-parallel group are routed together, as many as divide them. Unless given every expert computes every token.
+      weight_dtype: what weights are stored in: "bfloat16", "float32", or for the kernels of products "int8", "int4",
+        "float8_e4m3fn" or "float8_e5m2", with a scale for each channel, and bfloat16 for the others. Unless given that
+        of the config's numerics, or bfloat16, in which models are served, where these have a wider one for training.
     Returns: a `Serving`: print it, `.frontier`, `.largest`, `.within(0.02)`, `.plot(path)`.
     Raises: SliceError for an unknown slice; GraphError for other bad arguments; LayoutError where no layout is legal.
     Example:
@@ -205,7 +220,7 @@ def serving(
 
     Source of the trade: Pope et al., arXiv:2211.05102, figure 1.
     """
-    TransformerConfig.checked(config, WHAT)
+    served = _served(TransformerConfig.checked(config, WHAT), weight_dtype)
     try:
         slice_ = slice if isinstance(slice, Slice) else Slice(slice)
     except HardwareError as fault:
@@ -219,8 +234,35 @@ def serving(
         raise GraphError(f"{at(WHAT)}: batches must be a non-empty list of numbers of at least 1, got {given}")
     if group_size is not None:
         whole(group_size, WHAT, "group_size", low=1)
-    sweep = _Sweep(config, slice_, context, read, encoder_length, cache_dtype, overlap, group_size)
+    sweep = _Sweep(served, slice_, context, read, encoder_length, cache_dtype, overlap, group_size)
     return sweep.run(given, layouts)
+
+
+def weight_dtype_of(config: TransformerConfig) -> str:
+    """The dtype in which the devices store the kernels of a model."""
+    n = config.numerics
+    return n.kernel_dtype or n.slice_dtype or n.variable_dtype
+
+
+def _activations(config: TransformerConfig) -> str:
+    """The dtype of keys and values: what layers compute in, or that of the table that is looked up in."""
+    n = config.numerics
+    return n.activation_dtype or n.slice_dtype or n.variable_dtype
+
+
+def _served(config: TransformerConfig, weight_dtype: str | None) -> TransformerConfig:
+    """The config with the weights that it is served with."""
+    n = config.numerics
+    if weight_dtype is not None:
+        choice(weight_dtype, WHAT, "weight_dtype", WEIGHT_DTYPES)
+    elif n.kernel_dtype is not None or as_dtype(n.slice_dtype or n.variable_dtype).size_bytes(1) <= 2:
+        return config
+    kept = weight_dtype or "bfloat16"
+    if kept in NARROW:
+        n = replace(n, variable_dtype="bfloat16", slice_dtype=None, kernel_dtype=kept)
+    else:
+        n = replace(n, variable_dtype=kept, slice_dtype=None, kernel_dtype=None)
+    return config.replace(numerics=n)
 
 
 @dataclass
@@ -262,7 +304,10 @@ class _Sweep:
             raise LayoutError(
                 f"{at(WHAT)}: no layout of {self.config.name} on {self.slice.name} is legal:\n  {reasons}"
             )
-        return Serving(self.config, self.slice, self.context, self.prompt, tuple(points), largest, skipped)
+        weights, caches = weight_dtype_of(self.config), self.cache_dtype or _activations(self.config)
+        return Serving(
+            self.config, self.slice, self.context, self.prompt, weights, caches, tuple(points), largest, skipped
+        )
 
     def _candidates(self) -> Iterator[tuple[Mesh, object]]:
         """Batch, heads and features in powers of two: data-parallel, and weights that stay where they are."""

@@ -39,6 +39,22 @@ def test_points_are_estimates_of_the_steps() -> None:
     assert point.prefill.program.inputs["tokens"].tensor.shape.sizes == (1, CONTEXT // 2)
 
 
+def test_tables_name_the_weights_which_are_those_that_models_are_served_with() -> None:
+    """Of a preset, whose numerics are those of training, in bfloat16; of narrower ones as they are."""
+    where = {"slice": "v5e-1", "context": 64, "batches": [1], "layouts": [("data:1", "")]}
+    trained, peaks = CONFIG.replace(layers=2, numerics=mtf.Numerics(activation_dtype="bfloat16")), []
+    narrow = CONFIG.replace(layers=2, numerics=mtf.Numerics("bfloat16", None, "bfloat16", kernel_dtype="int4"))
+    for config, weight_dtype, named in [
+        (trained, "float32", "float32"), (trained, None, "bfloat16"), (CONFIG.replace(layers=2), None, "bfloat16"),
+        (trained, "int8", "int8"), (narrow, None, "int4"), (narrow, "bfloat16", "bfloat16"),
+    ]:  # fmt: skip
+        found = mtf.serving(config, **where, weight_dtype=weight_dtype)
+        assert str(found).startswith(f"served on v5e-1: weights in {named}, 64 positions of cache in bfloat16, prompts")
+        peaks.append(found.points[0].peak_bytes)
+    assert peaks[0] > 1.9 * peaks[1] == 1.9 * peaks[2] == 1.9 * peaks[5]
+    assert peaks[1] > 1.3 * peaks[3] > 1.3 * peaks[4]  # the table stays in bfloat16
+
+
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert [p.batch for p in found().points if p.name.startswith("data:4")][:3] == [4, 8, 16]
     for name, most in found().largest.items():

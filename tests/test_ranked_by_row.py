@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
 import pytest
 
@@ -125,3 +127,26 @@ def test_why_and_how_long() -> None:
     (row,) = (r for r in estimate.rows if r.opcode == "all_to_all")
     assert (row.payload_bytes, row.sent_bytes) == (512, 448)
     assert 0 < row.seconds < estimate.step_seconds
+
+
+@pytest.mark.parametrize("layout", ["", "classes:m", "batch:m"])
+def test_no_nan_is_ranked_away(layout: str) -> None:
+    """NaN, of either sign, comes before all numbers, infinity too, and stands at its own place."""
+    x = LOGITS.copy()
+    x[0, 3], x[1, 30], x[2, [1, 20]], x[2, 5] = np.nan, -np.nan, np.nan, np.inf
+
+    def build(t: Tensor) -> dict[str, Tensor]:
+        return dict(zip("vi", mtf.top_k(t, C, K), strict=True)) | {"best": mtf.argmax(t, C)}
+
+    program = lowered(build, "m:2", layout)
+    runs = [mtf.simulate(program, executor=e, check_nan=False) for e in ("fast", "exact")]
+    if importlib.util.find_spec("jax") is not None and layout == "":
+        runs.append(mtf.on_jax(lowered(build, "m:1", layout), checked=False))
+    for sim in runs:
+        found = sim.step(x=x)
+        assert found["i"][:3, 0].tolist() == found["best"][:3].tolist() == [3, 30, 1]
+        assert found["i"][2].tolist() == [1, 20, 5]
+        assert np.isnan(found["v"][:3, 0]).all()
+        np.testing.assert_array_equal(found["v"][3:], -np.sort(-x[3:], axis=1)[:, :3])
+    with pytest.raises(mtf.NotFiniteError, match=r"feed 'x' holds a NaN, first at index \[0, 3\]"):
+        mtf.simulate(program).step(x=x)

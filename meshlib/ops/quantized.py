@@ -22,7 +22,7 @@ from meshlib.operation import Array, Block, Kind, Work, operation
 from meshlib.ops.building import as_dims, build, floats, tensor
 from meshlib.ops.einsum import EIGHT_BIT, EINSUM, product_of, product_of_blocks, sides_of
 from meshlib.ops.elementwise import abs as magnitude
-from meshlib.ops.elementwise import cast, greater, where
+from meshlib.ops.elementwise import cast, equal, where
 from meshlib.ops.elementwise import round as round_to_whole
 from meshlib.ops.reduce import reduce_max
 from meshlib.ops.rules import align
@@ -138,7 +138,7 @@ def _scale(x: Tensor, kept: Shape, largest: float) -> Tensor:
     """What the numbers of the grid count in, one of each row of `x` along the dims that are not kept."""
     found = reduce_max(magnitude(x), output_shape=kept)
     wide = cast(found, FLOAT32) if x.dtype is BFLOAT16 else found
-    return where(greater(wide, 0.0), wide / largest, 1.0)
+    return where(equal(wide, 0.0), 1.0, wide / largest)  # of a row with a NaN the scale is NaN
 
 
 def quantize(
@@ -155,7 +155,7 @@ def quantize(
       dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2".
       name: of the values, in listings.
     Returns: the values in `dtype`, of the shape of `x`, and the scale in float32 (float64 of float64), of the other
-      dims; 1 where all of a row is 0.
+      dims; 1 where all of a row is 0, and NaN where some of it is NaN, whatever the values then are.
     Gradient: of fp8 as if nothing had been rounded and the scale were constant; integers pass none.
     Cost: vector work, and a maximum that is reduced over the cores that share a row.
     Raises: ShapeError for another dtype, a tensor that is no float, or dims that it lacks.

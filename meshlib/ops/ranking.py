@@ -34,8 +34,12 @@ def _order(x: Array, axis: int) -> Array:
 
 
 def _best(x: Array, indices: Array, axis: int, k: int) -> tuple[Array, Array]:
-    """The k largest along `axis` and their entries of `indices`, with that axis last."""
-    chosen = _order(x, axis)[(np.s_[:],) * axis + (np.s_[:k],)]
+    """The k largest along `axis`, NaNs before all others, and their entries of `indices`, with that axis last."""
+    chosen = _order(x, axis)
+    if x.dtype.kind == "f" and (wrong := np.isnan(x)).any():
+        first = np.argsort(~np.take_along_axis(wrong, chosen, axis), axis=axis, kind="stable")
+        chosen = np.take_along_axis(chosen, first, axis)
+    chosen = chosen[(np.s_[:],) * axis + (np.s_[:k],)]
     values = np.take_along_axis(x, chosen, axis)
     found = np.take_along_axis(indices, chosen, axis)
     return np.moveaxis(values, axis, -1), np.moveaxis(found, axis, -1)
@@ -140,7 +144,8 @@ def _top_k_grad(op: Operation, dy: Tensor | None) -> Tensor | None:
 def top_k(x: Tensor, reduced_dim: Dimension, k_dim: Dimension, name: str | None = None) -> tuple[Tensor, Tensor]:
     """The `k_dim.size` largest elements along `reduced_dim`, largest first, and their int32 indices.
 
-    Both have the other dims of x, then `k_dim`. Ties go to the lowest index.
+    Both have the other dims of x, then `k_dim`. Ties go to the lowest index. NaN comes before all numbers, so that none
+    is lost.
     """
     d = find_dim(tensor(x, "top_k"), reduced_dim, "top_k")
     if not isinstance(k_dim, Dimension):
@@ -178,7 +183,7 @@ ARGMAX = operation(
 
 
 def argmax(x: Tensor, reduced_dim: Dimension, name: str | None = None) -> Tensor:
-    """The int32 index of the largest element along `reduced_dim`; the lowest of several."""
+    """The int32 index of the largest element along `reduced_dim`; the lowest of several. NaN is the largest."""
     d = find_dim(tensor(x, "argmax"), reduced_dim, "argmax")
     if x.dtype is BOOL:
         raise ShapeError(f"{at('argmax')}: needs numbers, got {x}; cast it with mtf.cast")

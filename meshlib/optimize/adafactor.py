@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from layouts import Dimension, Shape
-from meshlib.checks import at, flag, number, whole
+from meshlib.checks import FRACTION, POSITIVE, at, bounded, flag, whole
 from meshlib.dtypes import DType
 from meshlib.errors import GraphError
 from meshlib.graph import Tensor
 from meshlib.ops.elementwise import cast, maximum, minimum, pow, rsqrt, square
 from meshlib.ops.reduce import reduce_mean
 from meshlib.optimize.base import (
-    FRACTION,
-    POSITIVE,
     Kept,
     LearningRate,
     Optimizer,
     Scalars,
     Update,
-    bounded,
     reduce_rms,
 )
 from meshlib.optimize.schedules import Schedule
@@ -47,7 +44,7 @@ def adafactor_decay_rate_pow(exponent: float, offset: int = 0) -> Schedule:
     Raises: GraphError if offset is negative.
     """
     what = "adafactor_decay_rate_pow"
-    exponent, first = number(exponent, what, "exponent"), whole(offset, what, "offset")
+    exponent, first = bounded(exponent, what, "exponent"), whole(offset, what, "offset")
     if first < 0:
         raise GraphError(f"{at(what)}: offset must not be negative, got {first}")
     return lambda done: 1 - pow(cast(maximum(done - (first - 1), 1), "float32"), -exponent)
@@ -125,7 +122,7 @@ class AdafactorOptimizer(Optimizer):
         self.factored = flag(factored, what, "factored")
         self.epsilon1 = self.bounded(epsilon1, "epsilon1", POSITIVE)
         self.epsilon2 = self.bounded(epsilon2, "epsilon2", POSITIVE)
-        self.min_dim_size = whole(min_dim_size_to_factor, what, "min_dim_size_to_factor")
+        self.min_dim_size = whole(min_dim_size_to_factor, what, "min_dim_size_to_factor", low=1)
         self.absolute = self.patterns(exclude_from_parameter_scale, "exclude_from_parameter_scale")
 
     def factored_dims(self, shape: Shape) -> tuple[Dimension, Dimension] | None:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from meshlib import initializers
-from meshlib.checks import at, items, whole
+from meshlib.checks import FRACTION, at, bounded, items, whole
 from meshlib.errors import GraphError
 from meshlib.face import public
 from meshlib.graph import UPDATE, Operation, Tensor, absolute_scope, region
 from meshlib.ops.elementwise import cast, less, where
 from meshlib.ops.sources import make_variable, step
 from meshlib.ops.state import ASSIGN, assign
-from meshlib.optimize.base import FRACTION, bounded, compute_dtype
+from meshlib.optimize.base import compute_dtype
 
 SLOT = "moving_average"
 
@@ -47,7 +47,7 @@ def moving_averages(updates: Iterable[Operation], decay: float = 0.9999, start_s
       (3.0, 2.25)
     """
     what = "moving_averages"
-    kept, first = bounded(decay, what, "decay", FRACTION), whole(start_step, what, "start_step")
+    kept, first = bounded(decay, what, "decay", FRACTION), whole(start_step, what, "start_step", low=0)
     made = []
     for update in items(updates, what, "updates"):
         if not isinstance(update, Operation) or update.kind is not ASSIGN:

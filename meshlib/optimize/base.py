@@ -17,7 +17,7 @@ import numpy as np
 
 from layouts import Shape
 from meshlib import initializers
-from meshlib.checks import at, items, number
+from meshlib.checks import NOT_NEGATIVE, at, bounded, items, number
 from meshlib.differentiation import gradients
 from meshlib.dtypes import FLOAT32, FLOAT64, DType, as_dtype
 from meshlib.errors import GraphError
@@ -34,21 +34,6 @@ from meshlib.optimize.schedules import Schedule
 
 LearningRate = float | Tensor | Schedule
 Scalars = Mapping[str, Tensor | float]
-
-POSITIVE, NOT_NEGATIVE, FRACTION = "be positive", "not be negative", "be in [0, 1)"
-BOUNDS: dict[str, Callable[[float], bool]] = {
-    POSITIVE: lambda x: x > 0,
-    NOT_NEGATIVE: lambda x: x >= 0,
-    FRACTION: lambda x: 0 <= x < 1,
-}
-
-
-def bounded(value: object, what: str, argument: str, rule: str) -> float:
-    """`value`, checked to be a finite number within bounds."""
-    found = number(value, what, argument)
-    if not BOUNDS[rule](found):
-        raise GraphError(f"{at(what)}: {argument} must {rule}, got {found:g}")
-    return found
 
 
 def compute_dtype(stored: DType) -> DType:
@@ -159,7 +144,7 @@ class Optimizer(abc.ABC):
                 f"{at(type(self).__name__)}: {argument} must be a number, a tensor or a schedule (a function of "
                 f"the step), got {type(value).__name__} {value!r:.80}"
             )
-        return number(value, type(self).__name__, argument)
+        return self.bounded(value, argument)
 
     def _checked(self, rate: Tensor, argument: str) -> Tensor:
         if len(rate.shape) or not rate.dtype.is_wide_float:
@@ -258,7 +243,7 @@ class Optimizer(abc.ABC):
             value = self._checked(found, "the schedule's result") if isinstance(found, Tensor) else found
         if isinstance(value, Tensor):
             return cast(value, dtype)
-        return number(value, type(self).__name__, "the schedule's result")
+        return self.bounded(value, "the schedule's result")
 
     # ------------------------------------------------------------ inside
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from meshlib.checks import flag
+from meshlib.checks import FRACTION, POSITIVE, flag
 from meshlib.dtypes import DType
 from meshlib.graph import Tensor
 from meshlib.ops.elementwise import cast, greater, logical_and, pow, sign, sqrt, square, where
 from meshlib.ops.reduce import reduce_sum
 from meshlib.ops.sources import scalar
-from meshlib.optimize.base import FRACTION, POSITIVE, Kept, LearningRate, Optimizer, Scalars, Update
+from meshlib.optimize.base import Kept, LearningRate, Optimizer, Scalars, Update
 
 # Variables of layers that weight decay and trust ratios leave alone: scales and biases of norms, biases of products,
 # gains of residual branches. Source: Goyal et al., arXiv:1706.02677, section 5.1; You et al. 2017.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from meshlib.checks import at, items, number, whole
+from meshlib.checks import POSITIVE, at, bounded, items, number, whole
 from meshlib.errors import GraphError
 from meshlib.graph import Tensor
 from meshlib.ops.elementwise import cast, cos, less, maximum, minimum, pow, rsqrt, where
@@ -21,7 +21,7 @@ Schedule = Callable[[Tensor], Tensor | float]
 
 def constant(lr: float) -> Schedule:
     """The same learning rate at every step."""
-    rate = number(lr, "optimize.constant", "lr")
+    rate = bounded(lr, "optimize.constant", "lr")
     return lambda t: rate
 
 
@@ -31,7 +31,7 @@ def linear_warmup(peak: float, warmup_steps: int) -> Schedule:
     Raises: GraphError unless warmup_steps >= 1.
     """
     what = "linear_warmup"
-    peak, steps = number(peak, what, "peak"), whole(warmup_steps, what, "warmup_steps", low=1)
+    peak, steps = bounded(peak, what, "peak"), whole(warmup_steps, what, "warmup_steps", low=1)
     return lambda t: minimum(_float(t + 1) / steps, 1.0) * peak
 
 
@@ -45,7 +45,7 @@ def linear_decay(lr: float, total_steps: int, offset: int = 0) -> Schedule:
     Raises: GraphError unless 0 <= offset < total_steps.
     """
     what = "linear_decay"
-    lr, start, end = number(lr, what, "lr"), whole(offset, what, "offset"), whole(total_steps, what, "total_steps")
+    lr, start, end = bounded(lr, what, "lr"), whole(offset, what, "offset"), whole(total_steps, what, "total_steps")
     if not 0 <= start < end:
         raise GraphError(f"{at(what)}: offset must be at least 0 and below total_steps, got {start} and {end}")
     return lambda t: minimum(maximum(_float(end - t) / (end - start), 0.0), 1.0) * lr
@@ -58,10 +58,8 @@ def polynomial_decay(lr: float, total_steps: int, power: float = 2.0, end: float
     Source: with power 2 and LARS for ResNet-50: Ying et al., arXiv:1811.06992; Kumar et al., arXiv:1909.09756.
     """
     what = "polynomial_decay"
-    lr, steps, last = number(lr, what, "lr"), whole(total_steps, what, "total_steps", low=1), number(end, what, "end")
-    exponent = number(power, what, "power")
-    if exponent <= 0:
-        raise GraphError(f"{at(what)}: power must be positive, got {power}")
+    lr, steps, last = bounded(lr, what, "lr"), whole(total_steps, what, "total_steps", low=1), bounded(end, what, "end")
+    exponent = bounded(power, what, "power", POSITIVE)
     return lambda t: pow(maximum(_float(steps - t) / steps, 0.0), exponent) * (lr - last) + last
 
 
@@ -100,7 +98,7 @@ def linear_scaling(
       [0.1, 0.175, 0.25, 0.325, 0.4, 0.4, 0.04]
     """
     what = "linear_scaling"
-    start, factor = number(base_lr, what, "base_lr"), number(decay, what, "decay")
+    start, factor = bounded(base_lr, what, "base_lr"), number(decay, what, "decay")
     per_epoch, warm = number(steps_per_epoch, what, "steps_per_epoch"), number(warmup_epochs, what, "warmup_epochs")
     ends = [number(e, what, "each of decay_epochs") for e in items(decay_epochs, what, "decay_epochs")]
     sizes = whole(batch, what, "batch"), whole(base_batch, what, "base_batch")
@@ -134,10 +132,8 @@ def exponential_decay(lr: float, decay_steps: int, decay_rate: float, staircase:
     Raises: GraphError unless decay_steps >= 1 and decay_rate > 0.
     """
     what = "exponential_decay"
-    lr, steps = number(lr, what, "lr"), whole(decay_steps, what, "decay_steps", low=1)
-    rate = number(decay_rate, what, "decay_rate")
-    if rate <= 0:
-        raise GraphError(f"{at(what)}: decay_rate must be positive, got {decay_rate}")
+    lr, steps = bounded(lr, what, "lr"), whole(decay_steps, what, "decay_steps", low=1)
+    rate = bounded(decay_rate, what, "decay_rate", POSITIVE)
 
     def schedule(t: Tensor) -> Tensor:
         # Cut towards zero after half a step more, so that no rounded quotient falls below a whole number.
@@ -154,8 +150,8 @@ def cosine_decay(lr: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
     Source: Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", 2017, without restarts.
     """
     what = "cosine_decay"
-    lr, steps = number(lr, what, "lr"), whole(decay_steps, what, "decay_steps", low=1)
-    alpha = number(alpha, what, "alpha")
+    lr, steps = bounded(lr, what, "lr"), whole(decay_steps, what, "decay_steps", low=1)
+    alpha = bounded(alpha, what, "alpha")
     half = (1 - alpha) / 2
     return lambda t: (cos(minimum(_float(t) / steps, 1.0) * math.pi) * half + (alpha + half)) * lr
 
@@ -167,7 +163,7 @@ def inverse_square_root(peak: float, warmup_steps: int) -> Schedule:
     Raises: GraphError unless warmup_steps >= 1.
     """
     what = "inverse_square_root"
-    peak, steps = number(peak, what, "peak"), whole(warmup_steps, what, "warmup_steps", low=1)
+    peak, steps = bounded(peak, what, "peak"), whole(warmup_steps, what, "warmup_steps", low=1)
     return lambda t: rsqrt(maximum(_float(t + 1), float(steps))) * (math.sqrt(steps) * peak)
 
 
@@ -178,7 +174,7 @@ def warmup_then_decay(peak: float, warmup_steps: int, decay: float = 0.5) -> Sch
     Raises: GraphError unless warmup_steps >= 1.
     """
     what = "warmup_then_decay"
-    peak, decay = number(peak, what, "peak"), number(decay, what, "decay")
+    peak, decay = bounded(peak, what, "peak"), bounded(decay, what, "decay")
     steps = whole(warmup_steps, what, "warmup_steps", low=1)
 
     def rate(t: Tensor) -> Tensor:
@@ -249,7 +245,7 @@ def _float(t: Tensor) -> Tensor:
 def _as_schedule(value: object, what: str, argument: str) -> Schedule:
     if callable(value):
         return value
-    rate = number(value, what, f"{argument}, where it is no schedule,")
+    rate = bounded(value, what, f"{argument}, where it is no schedule,")
     return lambda t: rate
 
 
@@ -258,4 +254,4 @@ def _rate(schedule: Schedule, t: Tensor) -> Tensor:
     found = schedule(t)
     if isinstance(found, Tensor):
         return _float(found)
-    return scalar(number(found, "a schedule", "its result"), _float(t))
+    return scalar(bounded(found, "a schedule", "its result"), _float(t))

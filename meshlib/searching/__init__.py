@@ -146,7 +146,10 @@ def search(
             first += [laid(chosen, where, *pair, found.named) for pair in (*known[where], *usual)]
     if not made:
         raise next(iter(refused.values()))
-    _check_fixed(fixed, slices, made.values())
+    _check_dims("fix", fixed.rules, made.values())
+    for _, rules in (pair for pairs in known.values() for pair in pairs):
+        _check_dims("also", rules, made.values())
+    _check_sizes(fixed, slices)
     space = [*first, *space]
     if not space:
         dims = dict.fromkeys(f"{d}:{p.tensors.sizes[d]}" for p in made.values() for d in p.dims)
@@ -229,6 +232,10 @@ def _known(also: object, slices: Sequence[Slice]) -> dict[Slice, list[tuple[Mesh
         if not fitting:
             counts = ", ".join(f"{where.name} has {where.devices}" for where in slices)
             raise GraphError(f"search: mesh {mesh} of also has {mesh.size} devices; {counts}")
+        try:
+            mesh.group_size(rules.axes)
+        except LayoutError as fault:
+            raise LayoutError(f"search: also has layout {rules}: {fault}") from None
         for where in fitting:
             found[where].append((mesh, rules))
     return found
@@ -263,13 +270,19 @@ def _fixed(fix: Any, sizes: Any) -> Fixed:
     return Fixed(rules, given)
 
 
-def _check_fixed(fixed: Fixed, slices: Sequence[Slice], problems: Iterable[Problem]) -> None:
-    """Whether some program has the dims, and some slice the devices."""
+def _check_dims(argument: str, rules: LayoutRules, problems: Iterable[Problem]) -> None:
+    """Raise GraphError for a rule of an argument whose dim no program has."""
     dims = dict.fromkeys(dim for problem in problems for dim in problem.tensors.sizes)
-    for rule in fixed.rules.rules:
+    for rule in rules.rules:
         if rule.dim not in dims and not rule.optional:
             hint = nearest(rule.dim, dims) or f"; there are {', '.join(dims)}"
-            raise GraphError(f"search: fix has a rule for dim {rule.dim!r}, which the program does not have{hint}")
+            raise GraphError(
+                f"search: {argument} has a rule for dim {rule.dim!r}, which the program does not have{hint}"
+            )
+
+
+def _check_sizes(fixed: Fixed, slices: Sequence[Slice]) -> None:
+    """Raise GraphError where no slice has the devices of the given sizes."""
     taken = prod(fixed.sizes.values())
     if all(where.devices % taken for where in slices):
         counts = ", ".join(f"{where.name} has {where.devices}" for where in slices)

@@ -22,8 +22,10 @@ class Keeper:
     """Writes checkpoints into a folder and keeps the last `keep`; of several processes the first removes the others."""
 
     def __init__(self, folder: str | os.PathLike[str], keep: int) -> None:
-        if not isinstance(folder, str | os.PathLike):
-            raise CheckpointError(f"train: folder must be the path of one, got {folder!r:.80}")
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise CheckpointError(
+                f"train: folder must be the path of one, got {folder!r:.80}; the working directory is '.'"
+            )
         self.folder, self.keep = Path(folder), keep
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

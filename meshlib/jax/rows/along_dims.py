@@ -91,9 +91,9 @@ row("linear_recurrence", split=Split(_whole_map, _recurrence_after))(_recurrence
 
 
 def _best(x: Array, k: int) -> Array:
-    """Indices of the k largest along the last axis, largest first, ties by index, NaN last."""
+    """Indices of the k largest along the last axis, largest first, ties by index, NaN first."""
     if jnp.issubdtype(x.dtype, jnp.floating):
-        x = jnp.where(jnp.isnan(x), -jnp.inf, x) + 0.0  # of -0 and 0 neither is larger
+        x = jnp.where(jnp.isnan(x), jnp.nan, x) + 0.0  # NaN without its sign, and of -0 and 0 neither is larger
     return lax.top_k(x, k)[1]
 
 

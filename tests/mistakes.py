@@ -1,0 +1,29 @@
+"""What a message about a mistake must hold; for tables of mistakes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+import meshlib as mtf
+
+Mistake = tuple[Callable[[], object], type[Exception], list[str]]  # the code, the class of the error, patterns
+
+
+def assert_explained(mistake: Mistake, name: str) -> str:
+    """The code raises an error of exactly this class, whose text has all patterns; the text."""
+    code, kind, wanted = mistake
+    with pytest.raises(mtf.MeshlibError) as caught:
+        code()
+    text = str(caught.value)
+    assert type(caught.value) is kind, f"{type(caught.value).__name__}: {text}"
+    for pattern in wanted:
+        assert re.search(pattern, text), f"no {pattern!r} in:\n{text}"
+    assert caught.value.__cause__ is None or name == "initializer that takes nothing"
+    assert caught.value.__context__ is None or caught.value.__suppress_context__ or caught.value.__cause__, text
+    assert "axiss" not in text
+    assert "<lambda>" not in text or "initializer" in name
+    assert len(text) < 1500
+    return text
