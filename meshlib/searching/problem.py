@@ -125,14 +125,21 @@ class Problem:
         return key_of("search", self.choices, self.outputs, self.updates, self.units)
 
     def alike(self, c: Candidate) -> object:
-        """Equal for candidates under which all tensors lie alike, whatever the axes are called."""
+        """Equal for candidates that differ in the names of axes alone: tensors have the same shardings, and each axis
+        the same dims that it may split."""
         numbers: dict[str, int] = {}
-        lying: list[object] = []
+        shardings: list[object] = []
         for shape, scope in self._shapes:
-            lies = c.layout.fitting(shape, c.mesh, scope)
-            lying.append(tuple(tuple(numbers.setdefault(a, len(numbers)) for a in lies.of(d.name)) for d in shape))
-        sizes = tuple(c.mesh.axis_size(axis) for axis in numbers)
-        return (c.choices, c.slice, c.mesh.size, sizes, tuple(lying))
+            sharding = c.layout.fitting(shape, c.mesh, scope)
+            shardings.append(
+                tuple(tuple(numbers.setdefault(a, len(numbers)) for a in sharding.of(d)) for d in shape.names)
+            )
+        axes: dict[str, set[str]] = {axis: set() for axis in [*numbers, *c.mesh.sizes_by_axis]}
+        for rule in c.layout.rules:
+            for axis in rule.axes:
+                axes[axis].add(rule.dim)
+        named = tuple((c.mesh.axis_size(axis), frozenset(dims)) for axis, dims in axes.items())
+        return (c.choices, c.slice, named, tuple(shardings))
 
     def estimated(self, c: Candidate, objective: Objective, bound: float) -> Outcome:
         """Lower it and estimate it."""

@@ -1,10 +1,11 @@
 """Roles: what an axis of a mesh may be for, read from the program.
 
-A role is a *base*, dims of which no two meet in a tensor, so that all may take the axis at once, and at most one dim
-that takes it where no dim of the base does: in all tensors (`length:model?`, Megatron's sequence; `d_model:data?`,
-fully sharded), or in slots alone (`slots/d_model:data?`, ZeRO-1). Data parallelism, fully sharded data
-parallelism, tensor, sequence and context parallelism are such roles of a Transformer; those of other programs are
-found in the same way, as sets of dims that never share a tensor.
+A role is a *base*, dims of which no two share a tensor, so that all may take the axis at once, and at most one
+*companion*, a dim that takes the axis in tensors that have no dim of the base: in all tensors (`length:model?`,
+Megatron's sequence parallelism; `d_model:data?`, fully sharded), or in slots alone (`slots/d_model:data?`, ZeRO-1).
+
+Programs of at most `SMALL` dims get every base and every companion. Larger ones get each dim alone and the largest
+bases, with the companions that split most of the activations, variables and slots that the base leaves whole.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import gcd
+from typing import TypeAlias
 
 from layouts import LayoutRules, Shape
 from layouts.rules import Rule
 
-MOST_BASES = 24  # independent sets beyond the single dims: of many small layers there are exponentially many
+SMALL = 6  # dims of a program up to which every role is tried
+MOST_BASES = 24  # beyond the single dims: of many small layers there are exponentially many sets that never meet
+# Of a larger program, companions of each base and the scope whose elements they are ranked by.
+RANKED = {"activations": 2, "variables": 1, "slots": 1}
+LEAST_SHARE = 0.01  # of the elements of a scope, which a companion of a larger program has to split
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,10 @@ class Tensors:
         """The dims that share a tensor with it."""
         return {name for shape, _ in self.counts if dim in shape.names for name in shape.names} - {dim}
 
+    def elements(self, scope: str) -> int:
+        """Elements of all tensors of a scope."""
+        return sum(count * shape.size for (shape, where), count in self.counts.items() if where == scope)
+
     def without(self, base: Iterable[str], scope: str) -> Counter[str]:
         """Bytes-like weights: elements of tensors in a scope that no dim of `base` splits, by the dims they have."""
         taken, found = set(base), Counter[str]()
@@ -94,39 +105,67 @@ class Tensors:
 def roles_of(tensors: Tensors, dims: Sequence[str], batch: str | None = None) -> list[Role]:
     """The roles of a program's dims, the plain ones first. `dims` are those that an axis may split.
 
-    A base that variables do not have (a batch) may have a dim of theirs beside it, or of the slots; one that they have
-    may have a dim of the activations. Axes are called "data", "fsdp" and "zero1" where they split the `batch`, "model"
-    where they split variables, and else as the dim.
+    Axes are called "data", "fsdp" and "zero1" where they split the `batch`, "model" where the base has dims of
+    variables, and otherwise as the first dim.
     """
-    made: list[Role] = []
     held = {name for (shape, scope) in tensors.counts if scope == "variables" for name in shape.names}
-
-    def beside(base: tuple[str, ...], where: str, among: set[str], most: int) -> list[str]:
-        ranked = [name for name, _ in tensors.without(base, where).most_common() if name in among]
-        return ranked[:most]
-
+    roles: list[Role] = []
     for base in _bases(tensors, dims):
-        if not held.isdisjoint(base):
-            made.append(Role(base, None, "model", True))
-            made += [Role(base, (None, dim), "model", True) for dim in beside(base, "activations", set(dims) - held, 2)]
+        holds = not held.isdisjoint(base)
+        names = ("model",) * 3 if holds else ("data", "fsdp", "zero1") if batch in base else (base[0],) * 3
+        roles.append(Role(base, None, names[0], holds))
+        companions = _all_companions if is_small(dims) else _ranked_companions
+        for scope, dim in companions(tensors, base, dims, held):
+            roles.append(Role(base, (scope, dim), names[2 if scope else 1], holds))
+    return roles
+
+
+def is_small(dims: Sequence[str]) -> bool:
+    """Whether every role of a program with these dims is tried."""
+    return len(dims) <= SMALL
+
+
+Companion: TypeAlias = tuple[str | None, str]
+
+
+def _all_companions(tensors: Tensors, base: Sequence[str], dims: Sequence[str], held: set[str]) -> list[Companion]:
+    """Every other dim that shares a tensor with one of the base, in all tensors; in slots, where it has any to split.
+
+    A dim that never meets the base is a companion of none: it makes a larger base.
+    """
+    meeting = set[str]().union(*(tensors.meeting(dim) for dim in base))
+    slots = tensors.without(base, "slots")
+    others = [dim for dim in dims if dim not in base and dim in meeting]
+    return [*((None, dim) for dim in others), *(("slots", dim) for dim in others if slots[dim])]
+
+
+def _ranked_companions(tensors: Tensors, base: Sequence[str], dims: Sequence[str], held: set[str]) -> list[Companion]:
+    """Those that split the most elements of each scope; of slots and of what variables lack, plain ones alone."""
+    found: dict[Companion, None] = {}
+    for scope, most in RANKED.items():
+        if held.isdisjoint(base) and scope == "activations":
             continue
-        names = ("data", "fsdp", "zero1") if batch in base else (base[0],) * 3
-        made.append(Role(base, None, names[0], False))
-        made += [Role(base, (None, dim), names[1], False) for dim in beside(base, "variables", set(dims), 1)]
-        made += [Role(base, ("slots", dim), names[2], False) for dim in beside(base, "slots", set(dims), 1)]
-    return made
+        split = tensors.without(base, scope)
+        least = LEAST_SHARE * tensors.elements(scope)
+        among = [d for d, size in split.most_common() if d in dims and size >= least]
+        if scope == "activations":
+            among = [dim for dim in among if dim not in held]
+        found.update(dict.fromkeys((("slots" if scope == "slots" else None), dim) for dim in among[:most]))
+    return list(found)
 
 
 def _bases(tensors: Tensors, dims: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each dim alone, and the largest sets of dims that never meet."""
+    """Each dim alone, then sets of dims that never meet: all of a small program, else the largest."""
     order = {name: n for n, name in enumerate(dims)}
     apart = {name: set(dims) - tensors.meeting(name) - {name} for name in dims}
-    found: dict[tuple[str, ...], None] = {(name,): None for name in dims}
+    bases: dict[tuple[str, ...], None] = {(name,): None for name in dims}
     for most in _cliques(apart):
-        if len(found) >= len(dims) + MOST_BASES:
+        if len(bases) >= len(dims) + MOST_BASES:
             break
-        found[tuple(sorted(most, key=order.__getitem__))] = None
-    return list(found)
+        largest = tuple(sorted(most, key=order.__getitem__))
+        sizes = range(2, len(largest) + 1) if is_small(dims) else (len(largest),)
+        bases.update((part, None) for size in sizes for part in combinations(largest, size))
+    return list(bases)
 
 
 def _cliques(beside: Mapping[str, set[str]]) -> Iterator[set[str]]:
