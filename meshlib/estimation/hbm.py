@@ -42,7 +42,7 @@ class Hbm:
         if self.spare_seconds is None:
             self.spare_seconds, begin, ahead = 0.0, launched, 0.0
         else:
-            self._idle(start - core)
+            self.idle(start - core)
             begin, ahead = start, min(self.spare_seconds, time.early_seconds)
         wanted = time.hbm_seconds - ahead
         done = max(begin + wanted, launched + time.hbm_seconds - time.early_seconds)
@@ -51,15 +51,15 @@ class Hbm:
         bare = time.exposed_seconds - time.first_seconds + first
         end = max(launched + max(time.mxu_seconds, time.vpu_seconds) + bare, done)
         self.spare_seconds -= ahead
-        self._idle(end - begin - wanted)
+        self.idle(end - begin - wanted)
         return replace(time, hidden_seconds=max(0.0, start + time.seconds - end))
 
     def left(self, seconds: float) -> float:
         """What is still owed when collectives have been awaited for that long after the last kernel."""
-        self._idle(seconds)
+        self.idle(seconds)
         return self.owed_seconds
 
-    def _idle(self, seconds: float) -> None:
+    def idle(self, seconds: float) -> None:
         """Time in which no kernel wants it goes to collectives, then to what is fetched ahead."""
         served = min(self.owed_seconds, max(0.0, seconds))
         self.owed_seconds -= served

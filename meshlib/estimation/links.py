@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from hardware.network import Cost
 
 
+ROUNDING = 1e-9  # equal shares of a link stay in their order, whatever sums of floats make of them
+
+
 @dataclass(eq=False, slots=True)
 class Sending:
     """A collective on its way: the number of its event, and by how much the last one that passed it has delayed it."""
@@ -74,6 +77,6 @@ class Links:
 def _waits_for(turns: list[_Turn], busy: float, ready: float) -> int:
     """How many of those on their way are through before one that needs the link for `busy` seconds."""
     for n in reversed(range(len(turns))):
-        if turns[n].end - max(ready, turns[n].begin) <= busy:
+        if turns[n].end - max(ready, turns[n].begin) <= busy * (1 + ROUNDING):
             return n + 1
     return 0

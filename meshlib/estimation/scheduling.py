@@ -129,6 +129,7 @@ class _Run:
         self.pieces_too = overlap == "collective matmul"
         self.made = Schedule()
         self.core = 0.0  # when the core is free
+        self.owed_seconds = 0.0  # of the core, for collectives beside it; time in which it waits counts towards it
         self.ready: dict[int, float] = {}
         self.links = Links()
         self.pieces: dict[int, Event] = {}  # what a collective matmul may take or give piece by piece
@@ -144,8 +145,8 @@ class _Run:
             if not self._is_put_off(unit):
                 self._place(unit)
         made = self.made
-        end = max((e.end for e in self.made.events if e.copy is None), default=0.0)
-        self.core += self.hbm.left(end - self.core)
+        end = max([self.core + self.owed_seconds, *(e.end for e in made.events if e.copy is None)])
+        self.core = max(self._paid(), self.core + self.hbm.left(end - self.core))
         made.core_seconds = self.core + sum(self.times.of(u.kernel).seconds for u in self.later if u.kernel)
         made.spare_seconds = self.hbm.spare_seconds or 0.0
         while self.later:
@@ -227,7 +228,7 @@ class _Run:
                 event = self.made.events[-1] = replace(event, end=end)
         elif self.overlap != "none" and not unit.chained:
             wire = max((busy for _, busy in cost.busy_seconds), default=0.0)
-            self.core += self.times.physics.early_exposed * wire
+            self.owed_seconds += self.times.physics.early_exposed * wire
         if self.overlap != "none":
             self.hbm.owe(hbm_seconds(self.times.chip, HBM_PASSES.get(move.kind, 2) * move.larger_bytes))
         self.sent[len(self.made.events) - 1] = unit.outputs
@@ -269,13 +270,14 @@ class _Run:
         for move, cost in unit.moves:
             waits = max(waits, self._send(unit, move, cost, waits).end)
         time = self.times.of(kernel)
-        start = max(self.core, waits)
+        start = max(self._paid(), waits)
         time = self.hbm.run(time, self.core, start)
-        end = start + time.seconds
+        end = computed = start + time.seconds
         for x, gather, group in window:
             taken = self.windows[x] = self.windows.get(x, 0.0) + time.seconds
             if x in unit.closes:  # the last piece comes, and goes through all products of the window
                 end = max(end, gather.end + taken / group)
+        self.hbm.idle(end - computed)
         self.core = end
         event = self._event(unit, start, end, kernel=kernel, time=time)
         self.made.use("mxu", time.mxu_seconds)
@@ -283,6 +285,11 @@ class _Run:
         self.made.use("hbm", time.hbm_seconds)
         self.made.serial_seconds += time.upper_seconds
         self._finish(unit, event)
+
+    def _paid(self) -> float:
+        """When the core has given collectives beside it the time that it owes them; it owes nothing then."""
+        paid, self.owed_seconds = self.core + self.owed_seconds, 0.0
+        return paid
 
     def _waits(self, unit: Unit) -> tuple[float, list[tuple[int, Event, int]]]:
         """When a group may start, and what it takes piece by piece: value, collective, and pieces of each."""
@@ -323,7 +330,7 @@ class _Run:
         seconds = unit.trips * period
         # What the body sends must not meet what is still on the way.
         places = [e for e in body.busy if isinstance(e, int)]
-        start = max([self.core, self._given(unit), *map(self.links.free, places)])
+        start = max([self._paid(), self._given(unit), *map(self.links.free, places)])
         self.core = start + seconds
         for place in places:
             self.links.block(place, self.core)
