@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from hardware.network import Cost
 
-
 ROUNDING = 1e-9  # equal shares of a link stay in their order, whatever sums of floats make of them
 
 

@@ -16,7 +16,8 @@ What waits for something on its way, and what nothing large waits for (the updat
 nobody: it runs when what it needs is there. A collective that the program issues early starts when the core reaches the
 product before which it stands. A collective is chained if the first product after it needs its result, or if there is
 none; only these are cut in pieces. Others run beside the core. Overlap is not free: of these the core loses a share of
-the time for which links are busy (`Physics.early_exposed`).
+the time for which links are busy (`Physics.early_exposed`), and HBM the bytes that they move (`hbm`). Time in which the
+core waits for something pays both, so overlap never costs more than it hides.
 
 Copies to and from the host run ahead or behind on their own, a trip of a loop early or late, so they hold up nobody;
 but a program, or a trip, lasts at least as long as its copies take in either direction.

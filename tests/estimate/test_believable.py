@@ -45,7 +45,7 @@ def drawn(rng: random.Random) -> tuple[mtf.Program, Slice, str]:
         length = 2 ** rng.randint(7, 11)
         batch = slice_.devices * 2 ** rng.randint(0, 2)
         config = preset(name)
-        remat = rng.choice(["full", None])
+        remat = rng.choice(["full", "matmuls"])
         try:
             with mtf.Graph():
                 outputs, updates = train_step(config, batch, min(length, config.max_length or length), "adamw", remat)

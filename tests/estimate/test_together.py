@@ -102,6 +102,14 @@ def test_a_short_one_passes_a_long_one():
     assert links.send(3, cost(9.0, place=1), 3.0)[0] == 3.0
 
 
+def test_equal_ones_keep_their_order():
+    """Whatever sums of floats make of their ends: none of three thirds passes the one before it."""
+    links = Links()
+    starts = [links.send(n, cost(1 / 3), 0.1 + n / 100)[0] for n in range(3)]
+    assert starts == pytest.approx([0.1, 0.1 + 1 / 3, 0.1 + 2 / 3])
+    assert links.send(3, cost(1 / 3), 0.2)[2] == []
+
+
 @settings(max_examples=draws(30, 500))
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=8))
 def test_bytes_on_a_link_are_conserved(given_):
