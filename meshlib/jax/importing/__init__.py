@@ -107,7 +107,7 @@ def from_jax(
     outs = flat_parts(tracing.inline(closed, [leaf.var for leaf in leaves], Place(UNKNOWN_LINE), inherit=False))
     code = Code([leaf.var for leaf in leaves], outs, tracing.steps)
     used = prune(code)
-    _check(code, leaves, results)
+    _check(code, leaves, results, tracing.refused)
     parsed(names, leaves)
     waiting = call_first(axes, leaves)
     mark_scores(code)
@@ -173,9 +173,9 @@ def _refuse_complex(leaves: Sequence[Leaf], closed: Any) -> None:
         )
 
 
-def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str]) -> None:
+def _check(code: Code, leaves: Sequence[Leaf], results: Sequence[str], refused: Mapping[str, int]) -> None:
     """Raise NotImported with all that has no counterpart."""
-    faults: dict[str, int] = {}
+    faults = dict(refused)
     for step in code.walk():
         if all(out.key for out in step.outs):
             continue

@@ -16,6 +16,7 @@ from meshlib.jax.importing.axes import Axes
 from meshlib.jax.importing.code import Array, Code, Place, Step, Var, numpy_type
 from meshlib.jax.importing.contraction import mark_scores
 from meshlib.jax.importing.control import policy_of
+from meshlib.jax.importing.custom_rules import foreign_rule
 from meshlib.jax.importing.pairs import Pair, Value, aval_of, flat, in_parts, is_complex, packed, parts_of
 from meshlib.jax.importing.rewrites import OWN_LINES, REWRITES
 from meshlib.jax.importing.table import RULES
@@ -50,6 +51,7 @@ class Tracing:
     steps: list[Step] = field(default_factory=list)
     policy: Callable[..., Any] | None = None  # of the innermost checkpoint around
     saved: int = 0
+    refused: dict[str, int] = field(default_factory=dict)  # calls that can't be imported, and how often they occur
 
     # ------------------------------------------------------------ values
 
@@ -106,12 +108,15 @@ class Tracing:
 
     def _step(self, eqn: Any, ins: list[Value], place: Place) -> Sequence[Value]:
         name, params = eqn.primitive.name, eqn.params
+        self._refuse(eqn, ins)
         if name in _CALLS and _CALLS[name] in params:
             inner = params[_CALLS[name]]
             written_by, known = _author(inner), f"jit:{params.get('name', '')}"
             if written_by != "jax" or (known not in RULES and known not in REWRITES):
                 return self.inline(inner, ins, place, inherit=written_by != "user")
             name = known
+            for call in getattr(inner, "jaxpr", inner).eqns:  # a function of JAX's name may have a rule that is not
+                self._refuse(call, ins)
         if name in _CHECKPOINTS:
             return self._checkpoint(eqn, ins, place)
         if name == "scan":
@@ -130,6 +135,12 @@ class Tracing:
             written = jax.make_jaxpr(other)(*(v.aval for v in eqn.invars))
             return self.inline(written, real, place, inherit=name not in OWN_LINES)
         return self._add(name, eqn, real, place)
+
+    def _refuse(self, eqn: Any, ins: Sequence[Value]) -> None:
+        """Note a call whose derivative rule would be lost."""
+        fault = foreign_rule(eqn) if any(x.data for x in flat(ins)) else None
+        if fault is not None:
+            self.refused[fault] = self.refused.get(fault, 0) + 1
 
     def _in_parts(self, eqn: Any, ins: Sequence[Value], place: Place) -> list[Value]:
         """A step on complex numbers."""
