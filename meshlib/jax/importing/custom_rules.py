@@ -1,11 +1,11 @@
 """Derivative rules of `jax.custom_jvp` and `jax.custom_vjp`: which calls may be imported as their forward alone.
 
-The library differentiates imported programs itself, from the forward that JAX traced; a rule is not looked at. That is
-right where the rule is the derivative of the forward, written down for speed or precision, as JAX's own rules are (relu,
-logaddexp, xlogy, ...). Any other rule may be another function on purpose: a straight-through estimator, a clipped or
-reversed gradient, a surrogate slope. Calls with such rules are refused. A rule is JAX's own if all Python functions that
-it is made of are defined in JAX's files; `jax.custom_gradient` and `defjvps` wrap functions of the user's in some of
-JAX's, which keep these in their closures.
+The library differentiates imported programs itself, from the forward that JAX traced; a rule is not looked at. That
+is right where the rule is the derivative of the forward, written down for speed or precision, as JAX's own rules are
+(relu, logaddexp, xlogy, ...). Any other rule may be another function on purpose: a straight-through estimator, a
+clipped or reversed gradient, a surrogate slope. Calls with such rules are refused. A rule is JAX's own if all Python
+functions that it is made of are defined in JAX's files; `jax.custom_gradient` and `defjvps` wrap functions of the
+user's in some of JAX's, which keep these in their closures.
 """
 
 from __future__ import annotations
