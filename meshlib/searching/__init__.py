@@ -35,7 +35,7 @@ from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.searching.found import Found
 from meshlib.searching.keeping import KeptEstimates, keys_of
 from meshlib.searching.problem import OFFLOAD, Build, Objective, Problem, problem_of, transformer_builder
-from meshlib.searching.roles import roles_of
+from meshlib.searching.roles import roles_of, space_of
 from meshlib.searching.rounds import Search
 from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid
 from meshlib.searching.workers import check_forks
@@ -159,7 +159,9 @@ def search(
         )
     kept = None if resume is None else KeptEstimates(resume, keys_of(made.values(), slices, measure))
     run = Search(make, made, space, len(first), measure, seconds, workers, progress, kept, begun)
-    return replace(run.run(), left_out={chosen: _line(fault) for chosen, fault in refused.items()})
+    largest = max((p.dims for p in made.values()), key=len)
+    left_out = {chosen: _line(fault) for chosen, fault in refused.items()}
+    return replace(run.run(), left_out=left_out, space=space_of(largest, axes))
 
 
 def _builder(build: object, batch: object, length: object, choices: object) -> tuple[Build, dict[str, list[object]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,15 +11,16 @@ from typing import Any
 from meshlib.checks import items, whole
 from meshlib.errors import GraphError
 from meshlib.estimation import Estimate
+from meshlib.estimation.cautions import cautions
 from meshlib.program.records import Program
 from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE, Outcome
-from meshlib.searching.problem import Build, Objective, Problem
+from meshlib.searching.plainness import plainness
+from meshlib.searching.problem import MODEL_ERROR, Build, Objective, Problem
 from meshlib.searching.sensitivity import Sensitivity, sensitivity
 from meshlib.searching.space import Choices
 from meshlib.text import bytes_text, grid, seconds_text
 
 SHOWN = 8  # lines of the ranking
-MODEL_ERROR = 0.035  # median error of the estimate on published training runs: `python -m meshlib validate`
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,6 +33,7 @@ class Found:
     build: Build
     seconds: float
     left_out: Mapping[Choices, str] = field(default_factory=dict)  # choices that the builder refused, and why
+    space: str = ""  # what it declares, in words
 
     @cached_property
     def ranking(self) -> tuple[Outcome, ...]:
@@ -40,14 +42,36 @@ class Found:
         return tuple(sorted(made, key=lambda o: (not o.fits, o.value if o.fits else _peak(o), len(o.candidate.mesh))))
 
     @property
-    def best(self) -> Outcome:
-        """The winner.
+    def fastest(self) -> Outcome:
+        """The first of the ranking: least by the objective, of those that fit.
 
         Raises: GraphError where nothing was estimated: everything was refused, or too large.
         """
         if not self.ranking:
             raise GraphError(f"search: no candidate could be estimated: {self._tally}; {self._advice()}")
         return self.ranking[0]
+
+    @cached_property
+    def best(self) -> Outcome:
+        """The winner: the plainest layout of those that the model's error does not tell from the fastest.
+
+        Raises: GraphError where nothing was estimated: everything was refused, or too large.
+        """
+        return min(self.tied, key=self._plainness)
+
+    @cached_property
+    def tied(self) -> tuple[Outcome, ...]:
+        """The fastest, and what is behind it by less than the model's error with the same choices on the same slice."""
+        first = self.fastest
+        most = first.value * (1 + self.objective.error)
+        mine = (first.candidate.choices, first.candidate.slice)
+        others = (o for o in self.ranking[1:] if o.fits and o.value <= most)
+        same = (o for o in others if (o.candidate.choices, o.candidate.slice) == mine)
+        return (first, *(same if first.fits else ()))
+
+    def _plainness(self, o: Outcome) -> tuple[tuple[int, ...], float]:
+        c = o.candidate
+        return plainness(c.mesh, c.layout, self.problems[c.choices].batch), o.value
 
     @property
     def fits(self) -> bool:
@@ -73,11 +97,11 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By what share of it the best could still be beaten within the declared space; 0 where it is proved."""
+        """By what share of it the fastest could still be beaten within the declared space; 0 where it is proved."""
         left = [o.bound for o in self.outcomes if o.state == OPEN]
         if not left or not self.fits:
             return 0.0 if not left else float("inf")
-        best, least = self.best.value, max(0.0, min(left))
+        best, least = self.fastest.value, max(0.0, min(left))
         return max(0.0, 1 - least / best) if best > 0 else 0.0
 
     @property
@@ -87,11 +111,22 @@ class Found:
 
     @property
     def certificate(self) -> str:
-        """How much is proved, in words."""
+        """How much is proved, and of what, in words."""
         head = f"{len(self.outcomes):,} candidates: {self._tally}."
         if self.exact:
-            return f"{head} All are accounted for: within this space nothing is better by the model."
-        return f"{head} Time ran out: what was not reached could be better by at most {self.gap:.1%}."
+            proved = "All are accounted for: within this space nothing is better by the model."
+        else:
+            proved = f"Time ran out: what was not reached could be better by at most {self.gap:.1%}."
+        return "\n".join([f"{head} {proved}", *self._chosen(), f"The space: {self.space}."])
+
+    def _chosen(self) -> Iterator[str]:
+        """Why the winner is not the fastest."""
+        if self.fits and self.best is not self.fastest:
+            behind = self.best.value / self.fastest.value - 1
+            yield (
+                f"The winner is the plainest of {len(self.tied)} that are a tie within the model's error "
+                f"({self.objective.error:.1%}), {behind:.1%} behind the fastest."
+            )
 
     # ------------------------------------------------------------ the winner
 
@@ -105,7 +140,9 @@ class Found:
         return self.problems[candidate.choices].estimate(candidate)
 
     def why(self, outcome: Outcome) -> str:
-        """Why a candidate loses, in one line; for the winner, what it is bound by."""
+        """Why a candidate loses, in one line; of the winner and of what is faster by less than the error, a tie."""
+        if outcome is not self.best and self.fits and outcome in self.tied:
+            return f"a tie within the model's error: {outcome.value / self.best.value - 1:+.1%}, not as plain"
         return outcome.against(self.best)
 
     def sensitivity(self, leaders: int = 6, **changes: Iterable[Any]) -> Sensitivity:
@@ -136,6 +173,8 @@ class Found:
             "exact": self.exact,
             "gap": self.gap if self.gap != float("inf") else None,
             "certificate": self.certificate,
+            "cautions": list(self.cautions) if self.ranking else [],
+            "best": self.ranking.index(self.best) if self.ranking else None,  # its place in the ranking
             "left_out": self._without(),
             "ranking": [
                 {
@@ -166,7 +205,12 @@ class Found:
         lines = [f"best: mesh {best.candidate.mesh}", f"      layout {best.candidate.layout or '(nothing is split)'}"]
         if chosen or self._several:
             lines.append(f"      on {best.candidate.slice.name}{',' if chosen else ''}{chosen}")
-        return "\n".join([*lines, *self._second()])
+        return "\n".join([*lines, *self._second(), *(f"      {text}" for text in self.cautions)])
+
+    @cached_property
+    def cautions(self) -> tuple[str, ...]:
+        """What to know before acting on the winner: see `meshlib.estimation.cautions`."""
+        return tuple(cautions(self.estimate()))
 
     def _least(self) -> str:
         """What the smallest takes."""
@@ -181,18 +225,20 @@ class Found:
         return f"; every layout takes at least {bytes_text(needed)} of each device, which has {bytes_text(capacity)}"
 
     def _second(self) -> list[str]:
-        """How near the next ones are: the second that was estimated, and what is bounded below may be nearer."""
-        others, best = [o for o in self.ranking[1:] if o.fits], self.best.value
+        """How near the next ones are: the next that is no tie, and what is bounded below may be nearer."""
+        best = self.best.value
+        others = [o for o in self.ranking if o.fits and o not in self.tied]
         passed = [o.bound for o in self.outcomes if o.state == BOUNDED and o.bound != float("-inf")]
-        if best <= 0 or not (others or passed):
+        if best <= 0 or not (len(self.tied) > 1 or others or passed):
             return []
         lines = []
+        if len(self.tied) > 1:
+            lines.append(
+                f"      {len(self.tied) - 1} others are a tie within the model's error, {self.objective.error:.1%}"
+            )
         if others:
             behind = others[0].value / best - 1
-            word = "a tie" if behind <= MODEL_ERROR else "more than that"
-            lines.append(
-                f"      the second is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}: {word}"
-            )
+            lines.append(f"      the next is {behind:.1%} behind; the model's median error is {MODEL_ERROR:.1%}")
         if passed and (not others or min(passed) < others[0].value):
             lines.append(
                 f"      ({len(passed):,} that were not estimated are at least {min(passed) / best - 1:.1%} behind)"

@@ -26,6 +26,7 @@ from meshlib.searching.roles import Tensors
 from meshlib.searching.space import Candidate, Choices
 
 Build = Callable[..., tuple[Any, Sequence[Operation]]]
+MODEL_ERROR = 0.035  # at least the median error on published training runs: `python -m meshlib validate`
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Objective:
     bound: Callable[[Bounds, Candidate], float]
     closer: Callable[[Bounds, Candidate], float] | None = None  # as `bound` or more, at a hundred times its cost
     given: object = None  # the figure's name, or the function, as the user gave it
+    error: float = 0.0  # below which differences say nothing, as a share
 
     @property
     def key(self) -> str:
@@ -49,9 +51,9 @@ class Objective:
         if given == "memory":
             return Objective("peak memory", lambda est: est.memory.peak_bytes, _state, given=given)
         if given == "usd":
-            return Objective("cost of a step", lambda est: est.usd(), _usd, _closer_usd, given)
+            return Objective("cost of a step", lambda est: est.usd(), _usd, _closer_usd, given, MODEL_ERROR)
         if given == "step_seconds":
-            return Objective("step", lambda est: est.step_seconds, _seconds, _closer_seconds, given)
+            return Objective("step", lambda est: est.step_seconds, _seconds, _closer_seconds, given, MODEL_ERROR)
         if isinstance(given, str) and isinstance(getattr(Estimate, given, None), property):
             return Objective(
                 given, lambda est: number(getattr(est, given), "search", "objective"), _nothing, None, given

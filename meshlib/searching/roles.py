@@ -125,6 +125,18 @@ def is_small(dims: Sequence[str]) -> bool:
     return len(dims) <= SMALL
 
 
+def space_of(dims: Sequence[str], axes: int) -> str:
+    """What is searched of a program with these dims, in words."""
+    most = ", ".join(f"{count} of {scope}" for scope, count in RANKED.items())
+    bases, companions = "each one and the largest sets", f"one of those that split most ({most})"
+    if is_small(dims):
+        bases, companions = "every set", "any companion"
+    at_most = "one such axis" if axes == 1 else f"up to {axes} such axes"
+    return (
+        f"meshes of {at_most}; bases: {bases} of {len(dims)} dims of which no two share a tensor; beside: {companions}"
+    )
+
+
 Companion: TypeAlias = tuple[str | None, str]
 
 

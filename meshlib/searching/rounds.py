@@ -135,7 +135,9 @@ class Search:
         return found
 
     def _may_win(self, n: int) -> bool:
-        return self.bounds[n] < self.best
+        """Whether a candidate can be the fastest; of those that are known to be good, whether it can be a tie."""
+        tie = self.best * (1 + self.objective.error)
+        return self.bounds[n] < (tie if n < self.first else self.best)
 
     def _looked(self, n: int) -> bool:
         """Whether a candidate could win by its closer bound, too."""
