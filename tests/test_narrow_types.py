@@ -370,3 +370,41 @@ def test_what_is_fed_must_fit(dtype: str, value: Array, pattern: str) -> None:
         sim = mtf.simulate(mtf.lower({"y": mtf.cast(_x(dtype), "float32")}))
     with pytest.raises(mtf.FeedError, match=pattern):
         sim.step(x=value)
+
+
+# ---------------------------------------------------------------- rings
+
+
+def hop_by_hop(parts: np.ndarray, dtype: Any) -> np.ndarray:
+    """The sum over the first dim as a ring makes it, cut into as many chunks as there are parts: chunk c starts at part
+    c + 1, and each next part adds its own in float32 and rounds before it sends on.
+    """
+    count = len(parts)
+    chunks = np.split(parts.astype(np.float32), count, axis=1)
+    made = []
+    for c, chunk in enumerate(chunks):
+        total = chunk[(c + 1) % count]
+        for hop in range(2, count + 1):
+            total = (total + chunk[(c + hop) % count]).astype(dtype).astype(np.float32)
+        made.append(total)
+    return np.concatenate(made)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("cores", [2, 3, 8])
+def test_a_ring_rounds_at_each_hop(cores: int, kind: str) -> None:
+    part, n = mtf.Dimension("part", cores), mtf.Dimension("n", 8 * cores)
+    x = np.random.default_rng(cores).normal(size=(cores, n.size)).astype(ml_dtypes.bfloat16)
+    x[:, 0] = np.resize([8.0, 0.03125], cores)  # what is added last would not show in a sum that is rounded once
+    with mtf.Graph():
+        y = mtf.reduce_sum(mtf.input("x", [part, n], "bfloat16"), reduced_dim=part)
+        if kind == "reduce_scatter":
+            y = mtf.constrain(y, "n:m")
+        program = mtf.lower({"y": y}, mesh=f"m:{cores}", layout="part:m")
+    assert [c.kind for c in program.collectives] == [kind]
+    found = np.asarray(mtf.simulate(program, executor="exact").step(x=x)["y"], np.float32)
+    wanted = hop_by_hop(x, ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(found, wanted)
+    if cores > 2:
+        once = x.astype(np.float32).sum(0).astype(ml_dtypes.bfloat16).astype(np.float32)
+        assert (found != once).any()

@@ -12,6 +12,7 @@ import meshlib as mtf
 from hardware import CHIPS, Slice, placements
 from meshlib.estimation import Physics
 from meshlib.estimation.scheduling import POLICIES, uncovered
+from meshlib.estimation.times import KernelTime
 from meshlib.operation import Kind
 from meshlib.program.instructions import Compute, Instruction, Loop
 from meshlib.program.records import walk
@@ -388,3 +389,16 @@ def test_padding_that_does_not_matter_is_not_said() -> None:
     message = mtf.estimate(program, "v3-8").memory.message
     assert "does not fit" in message
     assert "without padding" not in message
+
+
+def test_the_upper_bound_adds_up_all_engines() -> None:
+    """Matrix unit, vector unit, HBM and launches one after the other; here the vector unit takes most."""
+    assert KernelTime(1.0, 2.0, 4.0, 8.0, 16.0, 32.0).upper_seconds == 1 + 2 + 4 + 16
+    with mtf.Graph():
+        y = mtf.input("x", [mtf.Dimension("rows", 4096), mtf.Dimension("cols", 1024)])
+        for _ in range(40):
+            y = mtf.tanh(y)
+        est = mtf.estimate(mtf.lower({"y": mtf.reduce_mean(y)}), "v5e-1")
+    parts = [r.count * (r.mxu_seconds + r.vpu_seconds + r.hbm_seconds + r.launch_seconds) for r in est.rows]
+    assert est.upper_seconds == pytest.approx(sum(parts), abs=1e-6)  # the step itself is launched, too
+    assert sum(r.count * r.vpu_seconds for r in est.rows) > 0.5 * est.upper_seconds
