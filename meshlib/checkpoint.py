@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, BinaryIO, NoReturn
 
@@ -33,11 +33,14 @@ from meshlib.errors import CheckpointError, nearest
 from meshlib.files import open_file, replace_file
 from meshlib.safetensors import CODES, METADATA, Entry, Header, header_bytes, read_header
 from meshlib.simulation import Simulation
+from meshlib.simulation.state import Processes
 
 __all__ = ["load", "save"]
 
 Array = np.ndarray[Any, Any]
 Path = str | os.PathLike[str]
+Types = Mapping[str, tuple[Shape, DType]]
+Places = Mapping[str, tuple[int, Shape, DType]]  # where each tensor begins in the file, in bytes, and what it is
 
 CHUNK = 1 << 18  # elements encoded, summed and written at once: what stays in a processor's cache
 SEED, SUM = "seed", "crc32/"
@@ -74,64 +77,110 @@ def save(sim: Simulation, path: Path, notes: Mapping[str, str] | None = None) ->
       ([2.0, 2.0, 2.0, 2.0], 1, 3)
     """
     _check_simulation(sim, "save", "save(sim, path)")
+    kept = checked_notes(notes)
+    with sim.state.lock:
+        content = _Content(sim.state.stored, _types(sim), sim.seed, kept)
+        if sim.state.processes is None:
+            replace_file(path, content.write, "save", CheckpointError)
+        else:
+            _save_together(sim.state.processes, content, path)
+
+
+def checked_notes(notes: Mapping[str, str] | None) -> dict[str, str]:
+    """Notes as `save` takes them. Raises: CheckpointError for names or texts that can't be written."""
     kept = {} if notes is None else dict(notes)
     taken = {"format", "meshlib", SEED, METADATA}
     for name, text in kept.items():
         if not isinstance(name, str) or not isinstance(text, str) or name in taken or name.startswith(SUM):
             raise CheckpointError(f"save: notes are names and texts of your own, got {name!r:.80}: {text!r:.80}")
+    return kept
+
+
+class Snapshot:
+    """A copy of a simulation's state on the host, which can be written while the simulation goes on.
+
+    Raises: CheckpointError for a state that several processes share: they write together.
+    """
+
+    def __init__(self, sim: Simulation) -> None:
+        if sim.state.processes is not None:
+            raise CheckpointError("save: several processes share the state, and write it together")
+        with sim.state.lock:
+            self.types, self.seed = _types(sim), sim.seed
+            self.arrays = {name: np.array(sim.state.stored(name), order="K") for name in self.types}
+
+    def save(self, path: Path, notes: Mapping[str, str] | None = None) -> None:
+        """Write it as `save` does: the same bytes, whole or not at all."""
+        content = _Content(self.arrays.__getitem__, self.types, self.seed, checked_notes(notes))
+        replace_file(path, content.write, "save", CheckpointError)
+
+
+def write_state(sim: Simulation, file: BinaryIO) -> None:
+    """Write what `save` writes into an open file."""
     with sim.state.lock:
-        _save(sim, path, kept)
+        _Content(sim.state.stored, _types(sim), sim.seed, {}).write(file)
 
 
-def _save(sim: Simulation, path: object, notes: Mapping[str, str]) -> None:
-    names = list(sim.state.arrays)
-    if METADATA in names:
-        raise CheckpointError(f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it")
-    types = {name: _type(sim, name) for name in names}
-    entries, begin = {}, 0
-    for name in sorted(names, key=lambda n: (-types[n][1].public.itemsize, n)):
-        shape, dtype = types[name]
-        end = begin + shape.size * dtype.public.itemsize
-        entries[name] = Entry(CODES[dtype.name], shape.sizes, begin, end)
-        begin = end
-    # Sums have a fixed length, so that the header can be written before they are known, and then once more.
-    seed = str(sim.seed)
-    metadata = {"format": "np", "meshlib": "1", SEED: seed, SUM + METADATA: _sum(seed.encode()), **notes}
-    metadata.update({f"{SUM}{METADATA}/{name}": _sum(text.encode()) for name, text in notes.items()})
-    header = header_bytes("save", entries, {**metadata, **{SUM + name: "00000000" for name in entries}})
+class _Content:
+    """The content of a file: a header that says where each tensor lies, and the tensors, which `array` gives."""
 
-    places = {name: (len(header) + e.begin, *types[name]) for name, e in entries.items()}
-    processes = sim.state.processes
+    def __init__(self, array: Callable[[str], Array], types: Types, seed: int, notes: Mapping[str, str]) -> None:
+        if METADATA in types:
+            raise CheckpointError(
+                f"save: variable '{METADATA}' has the name that the format keeps for itself; rename it"
+            )
+        self.array = array
+        self.entries, begin = {}, 0
+        for name in sorted(types, key=lambda n: (-types[n][1].public.itemsize, n)):
+            shape, dtype = types[name]
+            end = begin + shape.size * dtype.public.itemsize
+            self.entries[name] = Entry(CODES[dtype.name], shape.sizes, begin, end)
+            begin = end
+        text = str(seed)
+        self.metadata = {"format": "np", "meshlib": "1", SEED: text, SUM + METADATA: _sum(text.encode()), **notes}
+        self.metadata.update({f"{SUM}{METADATA}/{name}": _sum(note.encode()) for name, note in notes.items()})
+        # Sums have a fixed length, so that the header can be written before they are known, and then once more.
+        self.header = self._header(dict.fromkeys(self.entries, 0))
+        self.places = {name: (len(self.header) + e.begin, *types[name]) for name, e in self.entries.items()}
 
-    def write(file: BinaryIO) -> None:
-        file.write(header)
-        sums = _write_all(sim, file, places) if processes is None else processes.write(file, places)
+    def write(self, file: BinaryIO) -> None:
+        """Write all of it."""
+        self.write_by(file, lambda file, places: _write_all(self.array, file, places))
+
+    def write_by(self, file: BinaryIO, tensors: Callable[[BinaryIO, Places], Mapping[str, int]]) -> None:
+        """Write all of it; `tensors` writes those, and returns their sums."""
+        file.write(self.header)
+        sums = tensors(file, self.places)
         file.seek(0)
-        file.write(header_bytes("save", entries, {**metadata, **{SUM + name: _hex(sums[name]) for name in entries}}))
+        file.write(self._header(sums))
 
-    if processes is None:
-        replace_file(path, write, "save", CheckpointError)
-        return
+    def _header(self, sums: Mapping[str, int]) -> bytes:
+        return header_bytes("save", self.entries, {**self.metadata, **{SUM + n: _hex(sums[n]) for n in self.entries}})
+
+
+def _save_together(processes: Processes, content: _Content, path: object) -> None:
+    """The first process makes the file; the others write into it."""
     fault = None
     try:
         if processes.first:
-            replace_file(path, write, "save", CheckpointError)
+            replace_file(path, lambda file: content.write_by(file, processes.write), "save", CheckpointError)
         else:
-            processes.follow(places)
+            processes.follow(content.places)
     except Exception as found:  # whatever it is, the others must not wait for ever
         fault = str(found) if isinstance(found, CheckpointError) else f"save: {type(found).__name__}: {found}"
     processes.agree(fault)
 
 
-Places = Mapping[str, tuple[int, Shape, DType]]  # where each tensor begins in the file, in bytes, and what it is
+def _types(sim: Simulation) -> Types:
+    return {name: _type(sim, name) for name in sim.state.arrays}
 
 
-def _write_all(sim: Simulation, file: BinaryIO, places: Places) -> dict[str, int]:
+def _write_all(array: Callable[[str], Array], file: BinaryIO, places: Places) -> dict[str, int]:
     """Write all tensors, one after the other; their CRC-32s."""
     sums = {}
     for name, (_, _, dtype) in places.items():
         total = 0
-        for block in _encoded(sim.state.stored(name), dtype, name):
+        for block in _encoded(array(name), dtype, name):
             total = zlib.crc32(block, total)
             file.write(block)
         sums[name] = total

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import secrets
@@ -17,8 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.saving", re.DOTALL)
 _NAME_BYTES = 200  # of the target's name in a temporary one: file systems take 255, and something is added
 
 
@@ -49,61 +51,130 @@ class Replacement:
 
     Several may be written for one target at once; each has a file of its own, and the last to finish stays. `finish`
     gives the file its name, `close` ends it, and drops what was not finished.
+
+    follow: whether the target of a link is replaced; else the link itself is.
     """
 
-    def __init__(self, path: object, what: str, error: type[Exception]) -> None:
+    def __init__(self, path: object, what: str, error: type[Exception], follow: bool = True) -> None:
         self.path, self.what, self.error = path, what, error
-        with self.faults() as self.target:
-            folder, name = os.path.split(self.target)
-            _remove_stale(folder, name)
+        with self.faults() as target:
+            folder, name = os.path.split(target if follow else os.path.abspath(os.fspath(path)))  # type: ignore[call-overload]
+            self.target = os.path.join(folder, name)
+            remove_stale(folder, name)
             self.file, self.temporary = _temporary(folder, name)
         self.finished = False
 
     def faults(self) -> contextlib.AbstractContextManager[str]:
         """In it a fault of the system is one of `error`."""
-        return _faults(self.path, self.what, "written", self.error)
+        return faults_of(self.path, self.what, "written", self.error)
 
     def flush(self) -> None:
         """Bring what was written to the disk."""
         with self.faults():
             self.file.flush()
+            changing("fsync", self.temporary)
             os.fsync(self.file.fileno())
 
     def finish(self) -> None:
         """Give the file its name."""
         self.flush()
+        self.rename()
+        with self.faults():
+            sync_folder(os.path.dirname(self.target))
+
+    def rename(self) -> None:
+        """Give the file its name, which is on the disk when its folder is."""
         with self.faults():
             if os.name == "nt":
                 self.file.close()  # Windows renames no open file
+            changing("rename", self.target)
             os.replace(self.temporary, self.target)  # else before the lock goes
             self.finished = True
-            if os.name == "nt":
-                return
-            with suppress(PermissionError):  # a folder that may be written, not read
-                descriptor = os.open(os.path.dirname(self.target), os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
 
     def close(self) -> None:
         """End it; what has no name yet is gone."""
         if not self.finished:
             with suppress(OSError):
+                changing("unlink", self.temporary)
                 os.unlink(self.temporary)
         with suppress(OSError):
             self.file.close()
 
 
+def changing(call: str, path: str) -> None:
+    """Called before each system call that changes a file or a folder, so that tests can end the process there."""
+
+
+def sync_folder(folder: str) -> None:
+    """Bring the names in a folder to the disk."""
+    if os.name == "nt":
+        return
+    with suppress(PermissionError):  # a folder that may be written, not read
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            changing("fsync", folder)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove_file(path: str) -> None:
+    """Remove a file, if it is there."""
+    with suppress(FileNotFoundError):
+        changing("unlink", path)
+        os.unlink(path)
+
+
+def link_file(path: str, new: str) -> None:
+    """Give a file another name besides. Raises: OSError where there are no such links, or the name is taken."""
+    changing("link", new)
+    os.link(path, new)
+
+
+def make_folder(folder: object, what: str, error: type[Exception]) -> str:
+    """Make a folder and those around it where they are not there; its path. Raises: `error` where it can't be made."""
+    try:
+        path = os.fspath(folder)  # type: ignore[call-overload]
+        if not path:
+            raise ValueError("its name is empty")
+        changing("mkdir", path)
+        os.makedirs(path, exist_ok=True)
+    except (OSError, TypeError, ValueError) as fault:
+        raise error(
+            f"{what}: no folder {folder!r:.80} can be made: {getattr(fault, 'strerror', None) or fault}"
+        ) from None
+    return str(path)
+
+
+def append_line(path: object, text: str, what: str, error: type[Exception]) -> None:
+    """Add a line to a file, which is made where it is not there; whoever is killed leaves a part of that line."""
+    with faults_of(path, what, "written", error) as target, open(target, "ab") as file:
+        changing("append", target)
+        file.write(f"{text}\n".encode())
+
+
+@contextlib.contextmanager
+def locked(path: str, wait: bool = True) -> Iterator[bool | None]:
+    """Hold the lock of a file or a folder: True; False if another process has it; None where there are no locks."""
+    if os.name == "nt":
+        yield None
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield _lock(descriptor, wait)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def open_file(path: object, what: str, error: type[Exception]) -> Iterator[tuple[BinaryIO, str]]:
     """The file `path`, open for reading, and its own path with no link in it. Arguments and faults as above."""
-    with _faults(path, what, "read", error) as target, open(target, "rb") as file:
+    with faults_of(path, what, "read", error) as target, open(target, "rb") as file:
         yield file, target
 
 
 @contextlib.contextmanager
-def _faults(path: object, what: str, done: str, error: type[Exception]) -> Iterator[str]:
+def faults_of(path: object, what: str, done: str, error: type[Exception]) -> Iterator[str]:
     """The path of the file itself; a fault of the system in what follows is one of `error`."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
@@ -142,15 +213,24 @@ def _stem(name: str) -> str:
     return name if len(raw) <= _NAME_BYTES else blake2b(raw, digest_size=16).hexdigest()
 
 
+class _Written(io.FileIO):
+    """A file each of whose writes is announced."""
+
+    def write(self, data: Any, /) -> int:
+        changing("write", str(self.name))
+        return super().write(data)
+
+
 def _temporary(folder: str, name: str) -> tuple[BinaryIO, str]:
     """A new locked file beside the target, and its path."""
     while True:
         path = os.path.join(folder, f".{_stem(name)}.{secrets.token_hex(4)}.saving")
+        changing("create", path)
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         except FileExistsError:
             continue
-        file = open(path, "wb", opener=partial(_opened, descriptor))  # noqa: SIM115 (so that `file.name` is the path)
+        file = io.BufferedWriter(_Written(path, "wb", opener=partial(_opened, descriptor)))
         # Another writer may take the file for a stale one in the moment before the lock: then it is gone.
         if _lock(descriptor, wait=True) is None or _same(descriptor, path):
             return file, path
@@ -161,21 +241,25 @@ def _opened(descriptor: int, path: str, flags: int) -> int:
     return descriptor
 
 
-def _remove_stale(folder: str, name: str) -> None:
-    """Remove what killed writers of the same target left: temporary files that no one has locked."""
-    pattern = re.compile(re.escape(f".{_stem(name)}.") + r"[0-9a-f]{8}\.saving")
+def remove_stale(folder: str, *names: str) -> None:
+    """Remove what killed writers left: temporary files that no one has locked; those of targets of these names alone.
+
+    Without names it removes all of them.
+    """
+    stems = [f".{_stem(name)}." for name in names]
     try:
         there = os.listdir(folder)
     except PermissionError:  # a folder that may be written, not read
         return
     for found in there:
-        if not pattern.fullmatch(found):
+        if not TEMPORARY.fullmatch(found) or (stems and found[: -len("0123abcd.saving")] not in stems):
             continue
         path = os.path.join(folder, found)
         with suppress(OSError):  # another writer removed or finished it
             descriptor = os.open(path, os.O_RDWR)
             try:
                 if _lock(descriptor, wait=False) and _same(descriptor, path):
+                    changing("unlink", path)
                     os.unlink(path)
             finally:
                 os.close(descriptor)

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from meshlib.errors import CheckpointError, nearest
-from meshlib.files import open_file, replace_file
+from meshlib.files import open_file
 
 Array = np.ndarray[Any, Any]
 
@@ -209,10 +209,10 @@ class Tensors(Mapping[str, Array]):
         return len(self.header.entries)
 
 
-def write_tensors(path: object, arrays: Mapping[str, Array], what: str) -> int:
-    """Write arrays as one file, whole or not at all; the bytes of all tensors.
+def write_tensors(file: BinaryIO, arrays: Mapping[str, Array], what: str) -> int:
+    """Write arrays as the content of one file; the bytes of all tensors.
 
-    Raises: CheckpointError for a dtype that the format has not, and where the file can't be written.
+    Raises: CheckpointError for a dtype that the format has not.
     """
     entries, begin = {}, 0
     for name in sorted(arrays, key=lambda n: (-arrays[n].itemsize, n)):
@@ -222,11 +222,7 @@ def write_tensors(path: object, arrays: Mapping[str, Array], what: str) -> int:
             raise CheckpointError(f"{what}: tensor '{name}' is {array.dtype}, which the format has not")
         entries[name] = Entry(code, array.shape, begin, begin + array.nbytes)
         begin += array.nbytes
-
-    def write(file: BinaryIO) -> None:
-        file.write(header_bytes(what, entries, {"format": "pt"}))
-        for name, entry in entries.items():
-            file.write(np.ascontiguousarray(arrays[name], _READ[entry.code]).tobytes())
-
-    replace_file(path, write, what, CheckpointError)
+    file.write(header_bytes(what, entries, {"format": "pt"}))
+    for name, entry in entries.items():
+        file.write(np.ascontiguousarray(arrays[name], _READ[entry.code]).tobytes())
     return begin

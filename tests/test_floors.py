@@ -50,6 +50,7 @@ checks
 graph+face+loop_record
 dtypes
 origin drawing safetensors records
+filesets
 files lazy
 arrays names threefry special errors text foreign collector ahead
 """

@@ -202,7 +202,8 @@ def written(path: Path, compression: str | None = None, count: int = 12) -> list
 @pytest.mark.parametrize("compression", [None, "gzip", "zlib"])
 def test_files_of_a_set(tmp_path: Path, compression: str | None) -> None:
     made = written(tmp_path / "set@3", compression)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"set-{n:05d}-of-00003" for n in range(3)]
+    names = [f"set-{n:05d}-of-00003" for n in range(3)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".set@3.json", *names]
     wanted = [made[n] for k in range(3) for n in range(k, 12, 3)]
     for name in ("set@3", "set-*", "."):
         assert list(records.read(tmp_path / name)) == wanted, name
@@ -371,7 +372,7 @@ def test_what_a_killed_writer_left_is_no_part_of_a_folder(tmp_path: Path) -> Non
     for paths in (tmp_path, tmp_path / "set-*"):
         assert list(records.read(paths)) == [b"a", b"b"]
     killed.__exit__(KeyboardInterrupt, None, None)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3  # with the manifest
 
 
 def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshlib.errors import DataError
+from meshlib.records.sets import SHARD, Sets, set_of
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-MOST_SHARDS = 99_999  # of five digits
-
-_SET = re.compile(r"(.*)@([0-9]+)")
-_SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(.*)", re.DOTALL)
 
 
 def shard_names(name: str) -> list[str]:
@@ -25,12 +21,10 @@ def shard_names(name: str) -> list[str]:
 
     Raises: DataError for more files than have names, or none.
     """
-    found = _SET.fullmatch(name)
-    if not found:
+    parts = set_of(name)
+    if parts is None:
         return [name]
-    stem, count = found[1], int(found[2])
-    if not 1 <= count <= MOST_SHARDS:
-        raise DataError(f"records: '{name}' has {count} files; there may be 1 to {MOST_SHARDS}")
+    stem, count = parts
     return [f"{stem}-{n:05d}-of-{count:05d}" for n in range(count)]
 
 
@@ -45,23 +39,30 @@ def files_of(paths: Paths) -> list[str]:
     if not given or not all(isinstance(p, str | os.PathLike) for p in given):
         raise DataError(f"records: expected the path of a file, or a list of paths, got {paths!r:.80}")
     found: list[str] = []
+    sets = Sets()
     for path in given:
         name = os.fspath(path)
         if os.path.isdir(name):
             # Names of files that are being written, or were when their writer was killed, begin with a dot.
             inside = sorted(str(p) for p in Path(name).iterdir() if p.is_file() and not p.name.startswith("."))
+            inside = [p for p in inside if sets.has(p)]
             if not inside:
                 raise DataError(f"records: the folder {name} has no files in it")
             found += inside
         elif os.path.exists(name):
+            if not sets.has(name):
+                raise DataError(
+                    f"records: {name} is left from an earlier set, or one that was never finished: the manifest "
+                    f"{sets.manifest(name)} does not name it"
+                )
             found.append(name)
         elif any(c in name for c in "*?["):
-            matching = sorted(n for n in glob.glob(name) if os.path.isfile(n))
+            matching = sorted(n for n in glob.glob(name) if os.path.isfile(n) and sets.has(n))
             if not matching:
                 raise DataError(f"records: no file matches '{name}'")
             found += matching
         else:
-            found += shard_names(name)
+            found += sets.members(name) or shard_names(name)
     faults = [f"no file {name}" for name in found if not os.path.isfile(name)]
     faults += [f"{name} is named {found.count(name)} times" for name in dict.fromkeys(found) if found.count(name) > 1]
     faults += _missing(found)
@@ -75,9 +76,9 @@ def _missing(found: Sequence[str]) -> list[str]:
     """Of sets of which some files are there, those that are not."""
     sets: dict[tuple[str, int, str], set[int]] = {}
     for name in found:
-        parts = _SHARD.fullmatch(name)
+        parts = SHARD.fullmatch(name)
         if parts:
-            sets.setdefault((parts[1], int(parts[3]), parts[4]), set()).add(int(parts[2]))
+            sets.setdefault((parts[1], int(parts[4]), parts[5]), set()).add(int(parts[2]))
     return [
         f"of {count} files {stem}-*-of-{count:05d}{end} {len(there)} were named, the first that lacks is "
         f"{min(set(range(count)) - there):05d}"

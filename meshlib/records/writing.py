@@ -1,4 +1,4 @@
-"""Records into files: one, or several that get a record each in turn; whole or not there."""
+"""Records into files: one, or several that get a record each in turn; all of them whole, or none there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import os
 import zlib
 from collections.abc import Iterable
 from types import TracebackType
+from typing import BinaryIO
 
 from meshlib.errors import DataError
 from meshlib.files import Replacement
+from meshlib.filesets import FileSet
 from meshlib.records.frames import WBITS, frames
 from meshlib.records.naming import shard_names
+from meshlib.records.sets import manifest_of, new_set, set_of
 
 HELD_BYTES = 1 << 20  # of records that wait for their sums, which cost least many at once
 
@@ -23,8 +26,9 @@ class Writer:
       compression: None, "gzip" or "zlib".
     Raises: DataError if a file can't be written.
 
-    The files have temporary names until the block ends without a fault. Of several writers of one path the last to end
-    stays.
+    The files have temporary names until the block ends without a fault. Several appear together (`meshlib.filesets`):
+    whoever is killed leaves all files of the old set or all of the new one, which a hidden file beside them names. Of
+    several writers of one path the last to end stays.
     """
 
     def __init__(self, path: str | os.PathLike[str], compression: str | None = None) -> None:
@@ -32,16 +36,18 @@ class Writer:
             raise DataError(f"records: expected the path of a file to write, got {path!r:.80}")
         if compression not in WBITS:
             raise DataError(f"records: compression must be None, 'gzip' or 'zlib', got {compression!r:.80}")
-        self.paths = shard_names(os.fspath(path))
+        name = os.fspath(path)
+        self.paths = shard_names(name)
         self.count = 0
         self._ended = False
-        self._shards: list[_Shard] = []
-        try:
-            for name in self.paths:
-                self._shards.append(_Shard(name, compression))
-        except BaseException:
-            self._drop()
-            raise
+        self._target: Replacement | FileSet
+        if (found := set_of(name)) is not None:
+            self._target = new_set(found, "records")
+            files = [self._target.file(n) for n in range(len(self.paths))]
+        else:
+            self._target = Replacement(path, "records", DataError)
+            files = [self._target.file]
+        self._shards = [_Shard(file, self._target, compression) for file in files]
 
     def write(self, data: bytes) -> None:
         """Add a record."""
@@ -59,23 +65,23 @@ class Writer:
         try:
             if kind is None:
                 for shard in self._shards:
-                    shard.flush()
-                for shard in self._shards:
-                    shard.made.finish()
+                    shard.end()
+                if isinstance(self._target, FileSet):
+                    folder = os.path.dirname(self.paths[0])
+                    names = self._target.commit(manifest_of)
+                    self.paths = [os.path.join(folder, name) for name in names]
+                else:
+                    self._target.finish()
         finally:
-            self._drop()
-
-    def _drop(self) -> None:
-        self._ended = True
-        for shard in self._shards:
-            shard.made.close()
+            self._ended = True
+            self._target.close()
 
 
 class _Shard:
     """One file; faults of the system are DataErrors."""
 
-    def __init__(self, path: str, compression: str | None) -> None:
-        self.made = Replacement(path, "records", DataError)
+    def __init__(self, file: BinaryIO, target: Replacement | FileSet, compression: str | None) -> None:
+        self.file, self.target = file, target
         self.held: list[bytes] = []
         self.held_bytes = 0
         self.packer = None if compression is None else zlib.compressobj(wbits=WBITS[compression])
@@ -86,11 +92,11 @@ class _Shard:
         if self.held_bytes >= HELD_BYTES:
             self._pack()
 
-    def flush(self) -> None:
+    def end(self) -> None:
+        """Write what is left."""
         self._pack()
         if self.packer is not None:
             self._put(self.packer.flush())
-        self.made.flush()
 
     def _pack(self) -> None:
         if self.held:
@@ -99,8 +105,8 @@ class _Shard:
         self.held, self.held_bytes = [], 0
 
     def _put(self, data: bytes) -> None:
-        with self.made.faults():
-            self.made.file.write(data)
+        with self.target.faults():
+            self.file.write(data)
 
 
 def write(path: str | os.PathLike[str], records: Iterable[bytes], compression: str | None = None) -> list[str]:

@@ -1,8 +1,10 @@
 """A trained model in one folder: what it is, its variables, and how raw input becomes what it reads.
 
-    config.json         the config, and facts of its input
+    config.json         the config, facts of its input, and the other files with their sizes and CRC-32s
     model.safetensors   its variables, as `mtf.save` writes them; no slots of an optimizer
     tokenizer.json      of a model of text its vocabulary, as `BytePairs.save` writes it
+
+The files change together (`meshlib.filesets`): whoever is killed leaves the old model or the new one.
 
 Nothing in it depends on the mesh, the layout or the devices on which the model was trained. `load_model` needs nothing
 but this library and NumPy to predict on one core; a mesh, a layout and JAX's devices are options.
@@ -12,13 +14,14 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from meshlib.checkpoint import save
+from meshlib.checkpoint import write_state
 from meshlib.checks import at
 from meshlib.errors import CheckpointError, GraphError
-from meshlib.files import replace_file
+from meshlib.files import make_folder
+from meshlib.filesets import TAG, FileSet, Member, plain_name
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.models.config import TransformerConfig
 from meshlib.models.images.resnet import ResNetConfig
@@ -30,9 +33,12 @@ from meshlib.sharing.variables import values_of
 from meshlib.simulation import Simulation, simulate
 from meshlib.vocabulary import BytePairs
 
-FORMAT, VERSION = "meshlib model", 1
-CONFIG, VARIABLES, VOCABULARY = "config.json", "model.safetensors", "tokenizer.json"
-BYTES = "bytes"
+FORMAT, VERSION = "meshlib model", 2
+CONFIG, VARIABLES, VOCABULARY = "config.json", ("model", ".safetensors"), ("tokenizer", ".json")
+MEMBERS = ("variables", "tokenizer")  # as the config names the files
+PLAIN = ("".join(VARIABLES), "".join(VOCABULARY))
+OWNED = rf"model{TAG}\.safetensors|tokenizer{TAG}\.json"
+BYTES, OWN_FILE = "bytes", "file"  # where a tokenizer is
 
 
 def export(
@@ -87,7 +93,7 @@ def export(
     if images is not None:
         record["images"] = {n: list(getattr(images, n)) for n in ("mean", "deviation", "classes")}
     if tokenizer is not None:
-        record["tokenizer"] = VOCABULARY if isinstance(tokenizer, BytePairs) else BYTES
+        record["tokenizer"] = OWN_FILE if isinstance(tokenizer, BytePairs) else BYTES
         record["end"] = tokenizer.end_name if isinstance(tokenizer, BytePairs) else None
     program = forward_program(config, build)
     wanted = {name: v.tensor.shape.sizes for name, v in program.variables.items()}
@@ -97,16 +103,27 @@ def export(
     processes = trained.state.processes if isinstance(trained, Simulation) else None
     if processes is not None and not processes.first:
         return
+    place = make_folder(folder, what, CheckpointError)
+    names = [VARIABLES, VOCABULARY] if isinstance(tokenizer, BytePairs) else [VARIABLES]
+    made = FileSet(place, CONFIG, names, OWNED, lambda raw: _named(json.loads(raw)), what, CheckpointError)
+
+    def manifest(members: Sequence[Member]) -> bytes:
+        entries = {kind: m.entry() for kind, m in zip(MEMBERS, members, strict=False)}
+        return json.dumps({**record, "files": entries}, indent=2).encode()
+
     try:
-        os.makedirs(folder, exist_ok=True)
-    except (OSError, TypeError, ValueError) as fault:
-        raise CheckpointError(f"{what}: no folder {folder!r:.80} can be made: {fault}") from None
-    place = Path(folder)
-    save(sim, place / VARIABLES)
-    if isinstance(tokenizer, BytePairs):
-        tokenizer.save(place / VOCABULARY)
-    text = json.dumps(record, indent=2)
-    replace_file(place / CONFIG, lambda file: file.write(text.encode()), what, CheckpointError)
+        with made.faults():
+            write_state(sim, made.file(0))
+            if isinstance(tokenizer, BytePairs):
+                made.file(1).write(tokenizer.as_json())
+        made.commit(manifest)
+    finally:
+        made.close()
+
+
+def _named(record: Any) -> list[str]:
+    """The files that an older config.json of `export` names."""
+    return [entry["name"] for entry in record["files"].values() if plain_name(entry["name"]) in PLAIN]
 
 
 def _check_extras(kind: str, tokenizer: object, images: object, what: str) -> None:

@@ -17,11 +17,12 @@ from meshlib.checkpoint import load
 from meshlib.checks import at, whole
 from meshlib.errors import CheckpointError, FeedError, GraphError
 from meshlib.files import open_file
+from meshlib.filesets import checked
 from meshlib.generation.generator import Generator, check_options
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.lowering import Program
 from meshlib.sharing.configs import from_json
-from meshlib.sharing.exporting import BYTES, CONFIG, FORMAT, VARIABLES, VERSION, VOCABULARY
+from meshlib.sharing.exporting import BYTES, CONFIG, FORMAT, MEMBERS, OWN_FILE, VERSION
 from meshlib.sharing.pictures import ImageInput, pixels_of
 from meshlib.sharing.programs import Build, check_layout, forward_program, image_program, kind_of
 from meshlib.simulation import Simulation, simulate
@@ -79,12 +80,14 @@ def load_model(
         raise GraphError(f"{at(what)}: batch must be at least 1, got {batch}")
     vocabulary = record.get("tokenizer")
     tokenizer: BytePairs | ByteTokenizer | None = ByteTokenizer() if vocabulary == BYTES else None
-    if vocabulary == VOCABULARY:
-        tokenizer = BytePairs.load(place / VOCABULARY, record.get("end"))
+    wanted = MEMBERS if vocabulary == OWN_FILE else MEMBERS[:1]
+    paths = _checked_files(place, record.get("files"), wanted, where)
+    if vocabulary == OWN_FILE:
+        tokenizer = BytePairs.load(paths["tokenizer"], record.get("end"))
     seen = record.get("images")
     images = ImageInput(**from_json(seen, where)) if isinstance(seen, dict) else None
     sim = simulate(forward_program(config, build))
-    load(place / VARIABLES, sim)
+    load(paths["variables"], sim)
     common = config, {name: sim.state[name] for name in sim.program.variables}, _Where(mesh, layout, run, int(batch))
     made: Model
     if kind == "text":
@@ -95,6 +98,15 @@ def load_model(
         made = OwnModel(*common, build)
     made.prepare()
     return made
+
+
+def _checked_files(folder: Path, entries: object, wanted: Sequence[str], where: str) -> dict[str, str]:
+    """The paths of the files that a config names, each of which is the one that was written with it."""
+    if not isinstance(entries, dict) or set(entries) != set(wanted):
+        raise CheckpointError(
+            f"{where}: 'files' should say which files hold the {' and the '.join(wanted)}, but is {entries!r:.80}"
+        )
+    return {kind: checked(folder, entry, where, CheckpointError) for kind, entry in entries.items()}
 
 
 # ------------------------------------------------------------ models

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import numpy as np
 
 from meshlib.checks import at, choice, whole
 from meshlib.errors import CheckpointError, GraphError, nearest
-from meshlib.files import open_file, replace_file
+from meshlib.files import make_folder, open_file
+from meshlib.filesets import TAG, FileSet, Member, checked
 from meshlib.models.config import TransformerConfig
 from meshlib.safetensors import Tensors, write_tensors
 from meshlib.sharing.names import Family, Row, family_of
@@ -26,6 +28,9 @@ from meshlib.sharing.variables import variables_of
 
 Array = np.ndarray[Any, Any]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Names of other writers' shards, and those that are a tag of ours alone.
+SHARD = rf"model(-[0-9]{{5}}({TAG})?-of-[0-9]{{5}})?\.safetensors"
+OWNED = rf"model-[0-9]{{5}}{TAG}-of-[0-9]{{5}}\.safetensors|model\.safetensors"
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 FLOATS = ("F64", "F32", "F16", "BF16")  # float8 has scales beside it
 SHOWN = 8  # faults of a kind that a message lists
@@ -118,28 +123,36 @@ def write_weights(
             fused.setdefault(theirs, []).append(back)
     for theirs, parts in fused.items():  # q, k and v lie beside each other
         tensors[theirs] = np.concatenate(parts, axis=-1).astype(kept)
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except (OSError, TypeError, ValueError) as fault:
-        raise CheckpointError(f"{what}: no folder {folder!r:.80} can be made: {fault}") from None
-    return _written(tensors, Path(folder), shard_bytes, what)
+    return _written(tensors, make_folder(folder, what, CheckpointError), shard_bytes, what)
 
 
-def _written(tensors: Mapping[str, Array], folder: Path, shard_bytes: int, what: str) -> list[str]:
+def _written(tensors: Mapping[str, Array], folder: str, shard_bytes: int, what: str) -> list[str]:
     shards: list[dict[str, Array]] = [{}]
     for name, array in tensors.items():
         if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + array.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = array
-    if len(shards) == 1:
-        write_tensors(folder / SINGLE, shards[0], what)
-        return [SINGLE]
-    names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
-    total = sum(write_tensors(folder / n, s, what) for n, s in zip(names, shards, strict=True))
-    table = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": table}, indent=2)
-    replace_file(folder / INDEX, lambda file: file.write(text.encode()), what, CheckpointError)
-    return names
+    count = len(shards)
+    names = [(f"model-{n:05}", f"-of-{count:05}.safetensors") for n in range(1, count + 1)]
+    names = [("model", ".safetensors")] if count == 1 else names
+    made = FileSet(folder, INDEX, names, OWNED, lambda raw: _shards(json.loads(raw)), what, CheckpointError)
+
+    def index(members: Sequence[Member]) -> bytes:
+        table = {tensor: m.name for m, shard in zip(members, shards, strict=True) for tensor in shard}
+        about = {"total_size": total, "files": [m.entry() for m in members]}
+        return json.dumps({"metadata": about, "weight_map": table}, indent=2).encode()
+
+    try:
+        with made.faults():
+            total = sum(write_tensors(made.file(n), shard, what) for n, shard in enumerate(shards))
+        return made.commit(None if count == 1 else index)
+    finally:
+        made.close()
+
+
+def _shards(index: Any) -> list[str]:
+    """The files of tensors that an index names."""
+    return [name for name in dict.fromkeys(index["weight_map"].values()) if re.fullmatch(SHARD, name)]
 
 
 # ---------------------------------------------------------------- between the two
@@ -265,10 +278,17 @@ def _files_of(path: object, what: str) -> list[Path | object]:
     with open_file(place, what, CheckpointError) as (file, target):
         raw = file.read()
     try:
-        table = json.loads(raw)["weight_map"]
-        names = sorted({str(name) for name in table.values()})
-    except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as fault:
+        index = json.loads(raw)
+        names = sorted({str(name) for name in index["weight_map"].values()})
+        entries = index.get("metadata", {}).get("files")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as fault:
         raise CheckpointError(f"{what}: {target} is no index of safetensors files: {fault!r:.80}") from None
     if any(Path(name).name != name for name in names):
         raise CheckpointError(f"{what}: {target} names files outside of its folder: {', '.join(names)[:200]}")
+    if entries is not None:  # written by `write_weights`; other writers' indexes say no more than names
+        entries = entries if isinstance(entries, list) else [entries]
+        known = [Path(checked(place.parent, entry, what, CheckpointError)).name for entry in entries]
+        strange = [name for name in names if name not in known]
+        if strange:
+            raise CheckpointError(f"{what}: {target} maps tensors to {strange[0]}, which is none of its files")
     return [place.parent / name for name in names]

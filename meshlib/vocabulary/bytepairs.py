@@ -221,8 +221,11 @@ class BytePairs:
 
         Raises: CheckpointError where the file can't be written.
         """
-        text = json.dumps(record_of(self), ensure_ascii=False, indent=1)
-        replace_file(path, lambda file: file.write(text.encode()), f"{WHAT}.save", CheckpointError)
+        replace_file(path, lambda file: file.write(self.as_json()), f"{WHAT}.save", CheckpointError)
+
+    def as_json(self) -> bytes:
+        """The content of its tokenizer.json."""
+        return json.dumps(record_of(self), ensure_ascii=False, indent=1).encode()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], end: str | None = None) -> BytePairs:

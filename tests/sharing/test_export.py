@@ -264,10 +264,18 @@ def test_faults_are_named(tmp_path: Path) -> None:
     with pytest.raises(mtf.GraphError, match="exported without a tokenizer"):
         mtf.load_model(tmp_path / "bare").predict("to be")
     good = json.loads((tmp_path / "good/config.json").read_text())
+    files = good["files"]
     for change, text in (
-        ({"format": "x"}, "has format 'x', version 1"),
+        ({"format": "x"}, "has format 'x', version 2"),
         ({"model": {"type": "TransformerConfg"}}, "no config 'TransformerConfg'; did you mean 'TransformerConfig'"),
         ({"model": {**good["model"], "layerz": 1}}, "TransformerConfig has no field 'layerz'; did you mean 'layers'"),
+        ({"files": {}}, "'files' should say which files hold the variables"),
+        ({"files": {**files, "variables": {"name": "../x"}}}, "names no file of it"),
+        (
+            {"files": {**files, "variables": {**files["variables"], "bytes": 5}}},
+            r"its manifest says 5 bytes, it has \d+",
+        ),
+        ({"files": {**files, "variables": {**files["variables"], "crc32": "0"}}}, "its manifest says the CRC-32 0, it"),
         ({"model": {"type": "Numerics", "bad": 1}}, "Numerics has no field 'bad'"),
     ):
         (tmp_path / "good/config.json").write_text(json.dumps({**good, **change}))

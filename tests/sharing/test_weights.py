@@ -129,9 +129,14 @@ def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     }
 
 
+def to_file(path: Path, arrays: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        write_tensors(file, arrays, "test")
+
+
 def saved(folder: Path, found: dict[str, Any], arrays: dict[str, Array], name: str = "model.safetensors") -> Path:
     (folder / "config.json").write_text(json.dumps(found))
-    write_tensors(folder / name, arrays, "test")
+    to_file(folder / name, arrays)
     return folder
 
 
@@ -225,7 +230,7 @@ def test_files_with_prefixes_buffers_and_second_names(tmp_path: Path) -> None:
     buffers = {"transformer.h.0.attn.bias": np.ones((1, 1, 16, 16), np.uint8), "lm_head.weight": arrays["wte.weight"]}
     with_prefix = {f"transformer.{n}": x for n, x in arrays.items()}
     file = tmp_path / "other.safetensors"
-    write_tensors(file, with_prefix | buffers, "test")
+    to_file(file, with_prefix | buffers)
     again = mtf.sharing.read_weights(file, mtf.sharing.read_config(tmp_path / "config.json"))
     assert all(np.array_equal(plain[n], again[n]) for n in plain)
 
@@ -280,7 +285,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     arrays["model.layers.1.mlp.up_proj.weight"] = arrays["model.layers.1.mlp.up_proj.weight"].T
     arrays["stranger"] = arrays.pop("model.norm.weight")
     arrays["model.layers.0.mlp.up_proj.weight"] = np.ones((20, 24), np.int8)
-    write_tensors(tmp_path / "model.safetensors", arrays, "test")
+    to_file(tmp_path / "model.safetensors", arrays)
     with pytest.raises(mtf.CheckpointError) as fault:
         mtf.sharing.read_weights(tmp_path, config)
     for text in (

@@ -1,0 +1,128 @@
+"""Sets of record files, "name@count": their names, and the hidden manifest that says which files are the set.
+
+    train-00003-of-00010            a member
+    train-00003~1a2b3c4d-of-00010   a member until it has its own name (`meshlib.filesets`)
+    .train@10.json                  the manifest: names, sizes and CRC-32s
+
+Files of other programs have no manifest: then the set is whatever has the names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from meshlib.errors import DataError
+from meshlib.files import open_file
+from meshlib.filesets import TAG, FileSet, Member, checked
+
+FORMAT = "meshlib records 1"
+MOST_SHARDS = 99_999  # of five digits
+SHARD = re.compile(rf"(.*)-([0-9]{{5}})({TAG})?-of-([0-9]{{5}})(.*)", re.DOTALL)
+_SET = re.compile(r"(.*)@0*([0-9]{1,9})", re.DOTALL)
+
+
+def set_of(name: str) -> tuple[str, int] | None:
+    """What the names of a set begin with, and how many files it has: of "name@count"; None of another name.
+
+    >>> set_of("data/train@10"), set_of("train.records")
+    (('data/train', 10), None)
+
+    Raises: DataError for more files than have names, or none.
+    """
+    found = _SET.fullmatch(name)
+    if not found:
+        return None
+    stem, count = found[1], int(found[2])
+    if not 1 <= count <= MOST_SHARDS:
+        raise DataError(f"records: '{name}' has {count} files; there may be 1 to {MOST_SHARDS}")
+    return stem, count
+
+
+def new_set(of: tuple[str, int], what: str) -> FileSet:
+    """New content of a set. Raises: DataError where it can't be written."""
+    path, count = of
+    folder, stem = os.path.split(path)
+    names = [(f"{stem}-{n:05d}", f"-of-{count:05d}") for n in range(count)]
+    owned = rf"{re.escape(stem)}-[0-9]{{5}}{TAG}-of-{count:05d}"
+    return FileSet(folder or ".", _manifest(stem, count), names, owned, _named, what, DataError)
+
+
+def manifest_of(members: Sequence[Member]) -> bytes:
+    """The content of the manifest of these files."""
+    return json.dumps({"format": FORMAT, "files": [m.entry() for m in members]}, indent=1).encode()
+
+
+class Sets:
+    """Which files are members of sets, by the manifests beside them, each read once."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, dict[str, object] | None] = {}
+
+    def has(self, path: str) -> bool:
+        """Whether a file is what its set's manifest names, or of no set that has one.
+
+        Raises: DataError for a member of another size than the manifest says, and for a damaged manifest.
+        """
+        entries = self._of(path)
+        folder, name = os.path.split(path)
+        if entries is None:
+            parts = SHARD.fullmatch(name)
+            return parts is None or parts[3] is None
+        if name not in entries:
+            return False
+        checked(folder, entries[name], "records", DataError, sums=False)
+        return True
+
+    def members(self, name: str) -> list[str]:
+        """The files of "name@count" by its manifest; none where it has no manifest. Raises: as `has`."""
+        found = set_of(name)
+        if found is None:
+            return []
+        folder, stem = os.path.split(found[0])
+        entries = self._read(os.path.join(folder, _manifest(stem, found[1]))) or {}
+        return [checked(folder, entry, "records", DataError, sums=False) for entry in entries.values()]
+
+    def manifest(self, path: str) -> str:
+        """The path of the manifest of a member's set; "" of other files."""
+        folder, name = os.path.split(path)
+        parts = SHARD.fullmatch(name)
+        return os.path.join(folder, _manifest(parts[1], int(parts[4]))) if parts and not parts[5] else ""
+
+    def _of(self, path: str) -> dict[str, object] | None:
+        manifest = self.manifest(path)
+        return self._read(manifest) if manifest else None
+
+    def _read(self, path: str) -> dict[str, object] | None:
+        if path not in self._entries:
+            self._entries[path] = _entries(path) if os.path.lexists(path) else None
+        return self._entries[path]
+
+
+def _manifest(stem: str, count: int) -> str:
+    return f".{stem}@{count}.json"
+
+
+def _entries(path: str) -> dict[str, object]:
+    """The entries of a manifest by the names of files."""
+    with open_file(path, "records", DataError) as (file, target):
+        raw = file.read()
+    try:
+        content = json.loads(raw)
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r:.40}")
+        return {str(entry["name"]): entry for entry in content["files"]}
+    except (ValueError, TypeError, LookupError, RecursionError) as fault:
+        raise DataError(
+            f"records: {target} is no manifest of a set of records: {fault!r:.80}; write the set again, or delete the "
+            "manifest if the files beside it are whole"
+        ) from None
+
+
+def _named(raw: bytes) -> Iterable[str]:
+    """The files that an older manifest names."""
+    content: Any = json.loads(raw)
+    return [entry["name"] for entry in content["files"] if SHARD.fullmatch(entry["name"])]
