@@ -32,6 +32,11 @@ COMMON: Figures = {
     "vpu_lanes": (128, _INFO),
     "vpu_alus_per_lane": (4, "4 from v5 on: " + _BOOK + "; assumed for v5e, v6e and v7"),
     "vpu_bf16": (False, "float32 lanes only before v6e: " + _BOOK),
+    "vector_loop_cycles": (
+        12.0,
+        "cycles per register of 8 x 128 of a loop over one vector instruction, beside copies that do not overlap it: "
+        "what XLA reports for exp and add alone on v5e, 12.3, and on v6e, 14.5; assumed for v5p and v7",
+    ),
     "vmem_bandwidth_ratio": (22.0, "VMEM is about 22 times HBM bandwidth (v5e): " + _BOOK),
     "cmem_bytes": (0, "only v4 has CMEM: " + _INFO),
     "hbm_reserved_bytes": (0, "not published"),
@@ -61,6 +66,7 @@ COMMON: Figures = {
     "tdp_watts": (None, "not published"),
 }
 
+_LOOP = "4.1 in what XLA reports for exp and add alone on v4; assumed for v2 and v3"
 _WRAP_FULL = "sub-slices have no wrap on partial axes: mlcommons/training_results_v0.7 systems, and from memory"
 _WRAP_16 = "a 2-D axis wraps only if it has 16 chips: " + _BOOK
 _WRAP_CUBES = "wrap-around only on slices of whole 4x4x4 cubes: " + _BOOK + "; " + _DOCS + "v4"
@@ -107,6 +113,7 @@ FIGURES: dict[str, Figures] = {
             "geometry x clock; 45: ImageNet is the new MNIST talk, 2018; 46: " + _INFO,
         ),
         "vpu_alus_per_lane": (2, _BOOK + " (v4); assumed for v2"),
+        "vector_loop_cycles": (4.0, _LOOP),
         "vmem_bytes_per_core": (16 * MIB, _INFO),
         "hbm_bytes": (16 * GIB, "16 GB: ImageNet is the new MNIST talk, 2018; read as GiB"),
         "hbm_reserved_bytes": (2 * int(0.52 * GIB), "of each device's 8 GiB, 7.48" + _OFFERED),
@@ -133,6 +140,7 @@ FIGURES: dict[str, Figures] = {
         "mxu_columns": (128, _TALK),
         "peak_bf16_flops": (123e12, _DOCS + "v3; 140 in scaling-book and tpu_info"),
         "vpu_alus_per_lane": (2, _BOOK + " (v4); assumed for v3"),
+        "vector_loop_cycles": (4.0, _LOOP),
         "vmem_bytes_per_core": (16 * MIB, _INFO),
         "hbm_bytes": (32 * GIB, _DOCS + "v3"),
         "hbm_reserved_bytes": (2 * int(0.52 * GIB), "of each device's 16 GiB, 15.48" + _OFFERED),
@@ -160,6 +168,7 @@ FIGURES: dict[str, Figures] = {
         "peak_bf16_flops": (275e12, _DOCS + "v4"),
         "peak_int8_flops": (275e12, _DOCS + "v4 (bf16 or int8)"),
         "vpu_alus_per_lane": (2, _BOOK),
+        "vector_loop_cycles": (4.0, _LOOP),
         "vmem_bytes_per_core": (16 * MIB, _INFO),
         "cmem_bytes": (128 * MIB, _INFO),
         "hbm_bytes": (32 * GIB, _DOCS + "v4"),

@@ -61,6 +61,7 @@ class Chip:
     vpu_lanes: int = 128
     vpu_alus_per_lane: int = 4
     vpu_bf16: bool = False
+    vector_loop_cycles: float = 12.0
     vmem_bytes_per_core: int
     vmem_bandwidth_ratio: float = 22.0
     cmem_bytes: int = 0
@@ -98,7 +99,7 @@ class Chip:
             whole(where + name, getattr(self, name))
         for name in _RATES:
             amount(where + name, getattr(self, name), positive=True)
-        for name in ("ici_bytes_per_second", "ici_hop_seconds", "dcn_hop_seconds", *_LAUNCHES):
+        for name in ("vector_loop_cycles", "ici_bytes_per_second", "ici_hop_seconds", "dcn_hop_seconds", *_LAUNCHES):
             amount(where + name, getattr(self, name))
         for name in _OPTIONAL:
             if getattr(self, name) is not None:

@@ -6,6 +6,7 @@
     units      what is scheduled: groups, collectives, copies, loops
     combining  small collectives that go together
     plan       units in the program's order, dependencies
+    passes     a group alone in its program                  as compilers report it
     physics    what real programs lose                       constants, each with its cause
     times      kernels on one chip                           modelled seconds
     links      who sends when                                modelled seconds

@@ -1,7 +1,8 @@
 """What a fusion group reads and writes: each buffer once, whole tiles, and parts where only parts are looked at.
 
-An operation that looks only at a part of an operand (gather, slice) reads that part; one that writes in place writes a
-part. Of what readers make (`stored`) they read what it is made of.
+An operation that looks only at a part of an operand (gather, slice) reads that part, a gather of rows the tiles of 8
+rows in which they are; one that writes in place writes a part. Of what readers make (`stored`) they read what it is
+made of.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hardware.memory import LANES, SUBLANES
 from meshlib.estimation.stored import Stored
 from meshlib.program.instructions import Commit, Instruction, Move, Resident, Value
 
@@ -94,5 +96,19 @@ def _buffers_read(i: Instruction, n: int | None, x: Value, stored: Stored) -> It
 def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
     whole = stored.sizes(x)
     if n == 0 and (i.operation.kind.reads_part or isinstance(i, Move)):  # a cut, if it is a move
-        return min(whole, stored.sizes(i.outputs[0]))
+        exact, padded = stored.sizes(i.outputs[0])
+        row = _row_looked_up(i, x)
+        if row and row % LANES:  # laid out anew: the table is read and written
+            return min(whole[0], exact), 2 * whole[1]
+        return min(whole[0], exact), min(whole[1], padded * (SUBLANES if row else 1))
     return whole
+
+
+def _row_looked_up(i: Instruction, x: Value) -> int:
+    """Elements of what an index of a gather selects, if that is a row within tiles, of which all is read; else 0."""
+    indices = i.operation.kind.indices
+    if indices is None:
+        return 0
+    named = {d.name for d in i.inputs[indices].tensor.shape} | {i.operation.attrs["dim"].name}
+    own = [d.size for d in x.local_shape if d.name not in named]
+    return own[0] if len(own) == 1 else 0

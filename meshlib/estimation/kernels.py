@@ -14,6 +14,7 @@ from hardware.core import Matmul
 from hardware.memory import SUBLANES
 from meshlib.dtypes import BFLOAT16
 from meshlib.estimation.boundary import Use, boundary_of
+from meshlib.estimation.passes import Passes
 from meshlib.estimation.products import (
     Attention,
     Quantised,
@@ -55,6 +56,7 @@ class Kernel:
         own members need, each of which has to see all of a row first; read_bytes: padded, of what it reads.
       again: of what lies in HBM all the time and it used not long ago, the bytes moved in between,
         its own, and those that finding it spares.
+      passes: how a compiler cuts the group, where it is all of its program.
       free: nothing runs: sources that are there already, renamings, constants of one element.
     """
 
@@ -82,6 +84,7 @@ class Kernel:
     sweeps: int = 0
     read_bytes: int = 0
     again: tuple[tuple[int, int, float], ...] = ()
+    passes: Passes | None = None
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -89,7 +92,7 @@ class Kernel:
         work = (self.matmuls, self.padded_vpu_ops, self.narrow_vpu_ops, self.padded_bytes)
         narrow = self.quantised_bytes, self.spared_bytes
         here = self.at_hand_bytes, self.at_hand, self.row_bytes, self.sweeps, self.read_bytes
-        return (*work, self.free, self.kept, self.attention, *narrow, *here, self.again)
+        return (*work, self.free, self.kept, self.attention, *narrow, *here, self.again, self.passes)
 
     @cached_property
     def operand_bytes(self) -> float:

@@ -12,6 +12,7 @@ from itertools import groupby
 from meshlib.estimation.combining import combined
 from meshlib.estimation.kernels import forward_names, kernel_of
 from meshlib.estimation.moves import Network, moves_of
+from meshlib.estimation.passes import passes_of
 from meshlib.estimation.products import Quantised, narrow_values
 from meshlib.estimation.reuse import Recent
 from meshlib.estimation.stored import Stored
@@ -29,7 +30,10 @@ _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 def plan_of(program: Program, network: Network, noise_bytes: int = 0) -> Plan:
     """The plan of a program. `noise_bytes`: of software that rounds cotangents at random: see `Quantised`."""
     whole = _Whole(network, forward_names(program), noise_bytes)
-    return _planned(program, whole, Recent(), program.memory_plan.in_place, None)
+    plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
+    if plan.kernels == 1:
+        _note_passes(plan, program)
+    return plan
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,15 @@ class _Planner:
 
     def _number(self, value: Value) -> int:
         return self.numbers.setdefault(value, len(self.numbers))
+
+
+def _note_passes(plan: Plan, program: Program) -> None:
+    """How the only kernel of a program is cut in passes; one in the body of a loop is not alone."""
+    stored = Stored(program)
+    groups = {members[0].group: members for members in kernels_of(program)}
+    for unit in plan.units:
+        if unit.kernel is not None and not unit.kernel.free and unit.kernel.attention is None:
+            unit.kernel = replace(unit.kernel, passes=passes_of(groups[unit.number], stored))
 
 
 def _note_chains(units: Sequence[Unit]) -> None:

@@ -7,6 +7,8 @@ MXU, VPU and HBM work at once within a group:
 `exposed` is what nothing can hide: the first pieces of a product and its last block over HBM; of fused attention the
 part of the softmax that runs between products.
 
+A group alone in its program has the launches, bytes and loops of its passes besides (`passes`).
+
 A product alone in its program passes through VMEM in the best blocks (`hardware.blocking`). Among others it reaches
 `product_rate` of that rate, and its blocks have `block_edge` rows and columns: [m, k] x [k, n] reads m k n / edge
 elements of each operand.
@@ -24,7 +26,7 @@ Sources: Hong and Kung, STOC 1981 (traffic of blocks); Dao et al., arXiv:2205.14
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hardware.blocking import Blocks, matmul_blocks
 from hardware.chips import Chip
@@ -32,6 +34,7 @@ from hardware.core import Matmul, Time, Work, time_of
 from hardware.memory import hbm_seconds, vmem_bytes
 from hardware.vpu import vpu_seconds
 from meshlib.estimation.kernels import Kernel
+from meshlib.estimation.passes import Passes, awaited_seconds, product_launch_seconds, summed_block_bytes
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.products import Attention
 from meshlib.estimation.reuse import found_bytes, kept_bytes
@@ -90,7 +93,7 @@ class Times:
 
     def __init__(self, chip: Chip, physics: Physics, alone: bool = False) -> None:
         self.chip = chip
-        self.physics = physics.without_losses() if alone else physics
+        self.physics = replace(physics.without_losses(), lone_passes=physics.lone_passes) if alone else physics
         self._known: dict[tuple[object, ...], KernelTime] = {}
 
     @property
@@ -123,26 +126,45 @@ class Times:
             return self._attention(kernel, kernel.attention)
         chip, again, exposed, first = self.chip, 0.0, 0.0, 0.0
         for product, sizes in kernel.matmuls:
-            blocks = matmul_blocks(chip, product, *sizes)
-            again += self._read(blocks, product, sizes) - kernel.operand_bytes
-            exposed += blocks.exposed_bytes
-            pieces = zip(kernel.at_hand, (blocks.rows, blocks.columns), sizes, strict=True)
-            first += blocks.depth * sum(size * edge for here, edge, size in pieces if here)
+            cut = matmul_blocks(chip, product, *sizes)
+            again += self._read(cut, product, sizes) - kernel.operand_bytes
+            exposed += cut.exposed_bytes
+            pieces = zip(kernel.at_hand, (cut.rows, cut.columns), sizes, strict=True)
+            first += cut.depth * sum(size * edge for here, edge, size in pieces if here)
         found = found_bytes(kernel, chip, self.held_bytes)
         elsewhere = kept_bytes(kernel, chip) + kernel.spared_bytes + found
         traffic = kernel.padded_bytes + again - elsewhere + kernel.quantised_bytes
-        if not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:  # a row and its result, half of VMEM
+        lone, share = kernel.passes, self.physics.lone_passes
+        if lone is not None and share:
+            blocks = lone.block_bytes + sum(summed_block_bytes(chip, product) for product, _ in kernel.matmuls)
+            traffic += share * (lone.sweeps * kernel.read_bytes + blocks)
+        elif not kernel.matmuls and 2 * kernel.row_bytes > vmem_bytes(chip) // 2:  # a row and its result, half of VMEM
             traffic += kernel.sweeps * kernel.read_bytes
         # bfloat16 takes half the time where lanes work in it.
         ops = kernel.padded_vpu_ops - (kernel.narrow_vpu_ops / 2 if chip.vpu_bf16 else 0.0)
         time: Time = time_of(chip, Work(tuple(p for p, _ in kernel.matmuls), vpu_ops=ops, hbm_bytes=traffic))
         bare_seconds = hbm_seconds(chip, min(exposed, traffic) + kernel.quantised_bytes) if time.mxu_seconds else 0.0
         mxu = time.mxu_seconds / self.physics.product_rate
-        return KernelTime(
+        made = KernelTime(
             mxu, time.vpu_seconds, time.hbm_seconds, bare_seconds, time.launch_seconds, traffic,
             early_seconds=self._early(kernel, time.hbm_seconds, found),
             first_seconds=min(bare_seconds, hbm_seconds(chip, first)),
         )  # fmt: skip
+        return self._alone(kernel, lone, made) if lone is not None and share else made
+
+    def _alone(self, kernel: Kernel, passes: Passes, time: KernelTime) -> KernelTime:
+        """The time of a program's only kernel: launches of its passes, and what they do not overlap."""
+        share = self.physics.lone_passes
+        if time.mxu_seconds:
+            ((product, sizes),) = kernel.matmuls
+            exposed = max(time.exposed_seconds, share * awaited_seconds(self.chip, product, sizes))
+            return replace(time, launch_seconds=product_launch_seconds(self.chip), exposed_seconds=exposed)
+        launch = time.launch_seconds * passes.launches
+        loop = share * passes.loop_seconds(self.chip, time.traffic_bytes)
+        if loop == 0:
+            return replace(time, launch_seconds=launch)
+        vpu = max(time.vpu_seconds, loop)
+        return replace(time, launch_seconds=launch, vpu_seconds=vpu, exposed_seconds=time.hbm_seconds)
 
     def _read(self, blocks: Blocks, product: Matmul, sizes: tuple[float, float]) -> float:
         """Bytes that a product reads of its operands."""

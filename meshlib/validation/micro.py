@@ -13,7 +13,8 @@ from hardware.chips import Chip, get_chip
 from hardware.placement import CORES, Placement, placements
 from hardware.slices import Slice, legal_slices
 from layouts import Dimension
-from meshlib.estimation import Estimate, estimate
+from meshlib.estimation import Estimate, Physics, estimate
+from meshlib.estimation.physics import CALIBRATED
 from meshlib.graph import Graph, Tensor
 from meshlib.lowering import lower
 from meshlib.ops.einsum import EIGHT_BIT, einsum
@@ -87,7 +88,9 @@ def _express(row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: st
         if not model.get("bytes"):
             raise NotExpressed("its size is not stated")
         size, stream = int(model["bytes"]), kind.split()[1]
-        return _alone(chip.name, _streamed(stream, size)), _measured(measured, chip, 0, _STREAMS[stream] * size)
+        # Such benchmarks are written to stream: no pass is added to what they move.
+        est = _alone(chip.name, _streamed(stream, size), Physics().without_losses())
+        return est, _measured(measured, chip, 0, _STREAMS[stream] * size)
     return _collective(row, model, op, kind, dtype), _measured(measured, chip, 0, 0)
 
 
@@ -141,10 +144,10 @@ def _streamed(stream: str, size_bytes: int) -> Tensor:
     return x + (y if stream == "add" else 3.0 * y)
 
 
-def _alone(chip: str, made: Tensor) -> Estimate:
+def _alone(chip: str, made: Tensor, physics: Physics = CALIBRATED) -> Estimate:
     """Every device of the smallest slice does the same."""
     name = legal_slices(chip)[0]
-    return estimate(lower({"y": made}, mesh=f"copies:{Slice(name).devices}"), name)
+    return estimate(lower({"y": made}, mesh=f"copies:{Slice(name).devices}"), name, physics=physics)
 
 
 def _collective(row: Mapping[str, Any], model: Mapping[str, Any], op: str, kind: str, dtype: str) -> Estimate:

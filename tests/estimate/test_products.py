@@ -37,7 +37,7 @@ def test_blocks_fit_vmem_and_read_everything(m, k, n, chip, itemsize):
 def test_the_launch_decides_small_ones():
     tiny = row(8, 128, 128)
     assert tiny.bound == "latency"
-    assert tiny.launch_seconds == 1e-6
+    assert tiny.launch_seconds == pytest.approx(1e-6 * 2.2 / 1.5)  # measured at the clock of v7, in cycles of v5e
     assert tiny.seconds < 2 * row(1, 1, 1).seconds
 
 

@@ -1,0 +1,150 @@
+"""A group alone in its program: passes that reductions end, float32 blocks, loops, launches; whole tiles of gathers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshlib as mtf
+from hardware import CHIPS
+from hardware.slices import Slice
+from meshlib.estimation import Physics, Row
+from meshlib.validation.micro import seconds_of
+from tests.effort import draws
+
+D = mtf.Dimension
+IDEAL = Physics().without_losses()
+R, C = D("r", 4096), D("c", 2048)
+BYTES = 4 * 4096 * 2048  # of a float32 operand
+
+
+def alone(build, chip: str = "v5e-1", physics: Physics | None = None) -> Row:
+    """The row of a program that is one group; `build` makes its result from nothing."""
+    with mtf.Graph():
+        program = mtf.lower({"y": build()}, mesh=f"chips:{Slice(chip).devices}")
+    (row,) = mtf.estimate(program, chip, physics=physics or Physics()).rows
+    return row
+
+
+def operand(dtype: str = "float32", name: str = "x") -> mtf.Tensor:
+    return mtf.input(name, [R, C], dtype)
+
+
+def test_each_reduction_ends_a_pass():
+    """A softmax: maximum, sum, its logarithm over the statistics, quotient; three of them read the operand."""
+    row = alone(lambda: mtf.softmax(operand(), C))
+    assert row.launch_seconds == pytest.approx(4e-6)
+    # read by three passes, accumulated in two, written once
+    assert row.traffic_bytes == pytest.approx((3 + 2 + 1) * BYTES)
+
+
+def test_passes_of_a_layer_norm():
+    """Mean, variance, result; the mean and the factor over the statistics."""
+    row = alone(lambda: mtf.layers.layer_norm(operand(), C))
+    assert row.launch_seconds == pytest.approx(5e-6)
+    assert row.traffic_bytes == pytest.approx((3 + 2 + 1) * BYTES, rel=0.01)
+
+
+def test_a_narrow_result_is_rounded_from_a_float32_block():
+    wide, narrow = (alone(lambda t=t: mtf.relu(operand(t))).traffic_bytes for t in ("float32", "bfloat16"))
+    assert wide == 2 * BYTES
+    assert narrow == BYTES / 2 + BYTES / 2 + BYTES
+
+
+def test_a_product_of_few_terms_takes_as_long_as_its_result():
+    """[16384, 64] x [64, 4096] in bfloat16: XLA reports 14.4 cycles for 1024 results on v5e."""
+    m, k, n = D("m", 16384), D("k", 64), D("n", 4096)
+    row = alone(lambda: mtf.einsum([mtf.input("x", [m, k], "bfloat16"), mtf.input("w", [k, n], "bfloat16")], [m, n]))
+    assert row.bound == "hbm"
+    cycles = row.seconds * 1.5e9 / (16384 * 4096 / 1024)
+    assert cycles == pytest.approx(14.4, rel=0.15)
+
+
+def test_a_lone_instruction_does_not_overlap_with_copies():
+    """exp is an instruction of its own, the curve of gelu a fusion: on v5e XLA reports 31 and 18.6 cycles for 1024."""
+    plain, fused = (alone(lambda f=f: f(operand())).seconds for f in (mtf.exp, mtf.gelu))
+    registers = BYTES / 4096
+    assert plain * 1.5e9 / registers == pytest.approx(31, rel=0.12)
+    assert fused * 1.5e9 / registers == pytest.approx(18.6, rel=0.12)
+    loop = registers * CHIPS["v5e"].vector_loop_cycles / 1.5e9
+    assert plain - fused == pytest.approx(loop, rel=0.01)
+
+
+def test_what_fits_a_window_overlaps():
+    small = [D("r", 256), D("c", 1024)]
+    row = alone(lambda: mtf.exp(mtf.input("x", small)))
+    assert row.seconds == pytest.approx(row.launch_seconds + row.hbm_seconds)
+
+
+def test_groups_among_others_move_what_crosses_their_boundaries():
+    """A product before it: the softmax of BERT on measured chips reads its scores once."""
+    n = D("n", 2048)
+    with mtf.Graph():
+        x, w = operand(), mtf.variable("w", [C, n])
+        program = mtf.lower({"y": mtf.softmax(mtf.einsum([x, w], [R, n]), n)}, mesh="chips:1")
+    rows = mtf.estimate(program, "v5e-1").rows
+    assert rows[-1].traffic_bytes <= 2 * BYTES
+    assert all(r.launch_seconds == 1e-6 for r in rows)
+
+
+def test_streams_of_benchmarks_have_no_passes():
+    """Programs that measure HBM are written to stream: a read takes its bytes at the rate of copies."""
+    made = {"chip": "v5e", "model": {"op": "HBM read", "bytes": BYTES}, "measured": {"gbytes_per_s": 700.0}}
+    predicted, measured = seconds_of(made)
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("chip", ["v5e-1", "v6e-1", "v7-2x2x1"])
+def test_a_product_is_launched_in_as_many_cycles_on_every_chip(chip):
+    name = chip.split("-")[0]
+    m, k, n = D("m", 8), D("k", 128), D("n", 128)
+    row = alone(lambda: mtf.einsum([mtf.input("x", [m, k]), mtf.input("w", [k, n])], [m, n]), chip)
+    assert row.launch_seconds * CHIPS[name].clock_hz == pytest.approx(2200)
+
+
+def gathered(rows: int, table: int, width: int) -> Row:
+    r, v, c = D("r", rows), D("v", table), D("c", width)
+    return alone(lambda: mtf.gather(mtf.input("t", [v, c]), mtf.input("i", [r], "int32"), v))
+
+
+def test_a_gathered_row_moves_its_tile():
+    """Eight rows of a float32 tile for each, and at most the table."""
+    few, many = gathered(100, 32768, 1024), gathered(10_000, 32768, 1024)
+    assert few.traffic_bytes == pytest.approx(4 * 1024 * 100 * (8 + 1), rel=0.1)
+    assert many.traffic_bytes == pytest.approx(4 * 1024 * (32768 + 10_000), rel=0.01)
+    assert few.hbm_bytes == 2 * 4 * 1024 * 100 + 4 * 100  # exact: what is looked up
+
+
+def test_rows_that_are_no_whole_lanes_are_laid_out_anew():
+    assert gathered(104, 32768, 1000).traffic_bytes == pytest.approx(4 * 1000 * (2 * 32768 + 104), rel=0.01)
+
+
+@settings(max_examples=draws(15, 300))
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from(["relu", "exp", "softmax", "sum", "max", "norm", "add", "product"]),
+    st.sampled_from(["v4-2x2x1", "v5e-1", "v6e-1"]),
+)
+def test_alone_is_never_faster_than_its_bytes_nor_slower_than_the_sum_of_its_parts(r, c, dtype, op, chip):
+    rows, columns = D("r", r), D("c", c)
+
+    def build() -> mtf.Tensor:
+        x = mtf.input("x", [rows, columns], dtype)
+        if op == "product":
+            return mtf.einsum([x, mtf.input("w", [columns, D("n", 256)], dtype)], [rows, D("n", 256)])
+        if op == "add":
+            return x + mtf.input("y", [rows, columns], dtype)
+        if op == "norm":
+            return mtf.layers.rms_norm(x, columns)
+        if op in ("sum", "max"):
+            return {"sum": mtf.reduce_sum, "max": mtf.reduce_max}[op](x, reduced_dim=columns)
+        return mtf.softmax(x, columns) if op == "softmax" else {"relu": mtf.relu, "exp": mtf.exp}[op](x)
+
+    found, ideal = alone(build, chip), alone(build, chip, IDEAL)
+    assert found.hbm_bytes == ideal.hbm_bytes
+    assert found.seconds >= ideal.seconds * (1 - 1e-9)
+    parts = found.mxu_seconds + found.vpu_seconds + found.hbm_seconds + found.launch_seconds
+    assert found.hbm_seconds <= found.seconds <= parts * (1 + 1e-9)
