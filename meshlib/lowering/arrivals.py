@@ -66,9 +66,22 @@ NOWHERE = Way(float("inf"), 0, -1, ())
 STAYS = Way(0.0, 0, 0, ())
 
 
-@lru_cache(maxsize=1 << 17)
 def obtain(source: Source, wanted: Sharding) -> Way:
-    """The cheapest way to `wanted`."""
+    """The cheapest way to `wanted`.
+
+    Ways that name an operation are remembered beside its signature, and gone with its graph; those of shardings alone
+    are remembered for all graphs.
+    """
+    if source.made is None:
+        return _moved(source, wanted)
+    key, ways = (source, wanted), source.made.signature.ways
+    found: Way | None = ways.get(key)
+    if found is None:
+        found = ways[key] = _obtained(source, wanted)
+    return found
+
+
+def _obtained(source: Source, wanted: Sharding) -> Way:
     if wanted in source.lies:
         return Way(0, 0, source.lies.index(wanted), ())
     best, n = _nearest(source, wanted)
@@ -83,6 +96,9 @@ def obtain(source: Source, wanted: Sharding) -> Way:
     reached = [t.after for t in before_last if t.before.pending or t.kind in ("collective_permute", "all_to_all")]
     useful = [s for s in reached if s not in source.lies and not parks(s, ends)]
     return Way(*best, n, tuple([((), s) for s in (*useful, wanted)]))
+
+
+_moved = lru_cache(maxsize=1 << 14)(_obtained)
 
 
 def price(source: Source, wanted: Sharding) -> Price:

@@ -9,6 +9,7 @@ import numpy as np
 
 from layouts import Shape
 from meshlib.checks import at
+from meshlib.collector import held
 from meshlib.dtypes import DType, kind_of
 from meshlib.errors import ShapeError
 from meshlib.graph import Graph, Tensor, TensorType
@@ -76,6 +77,7 @@ def table(graph: Graph, value: Array, shape: Shape, dtype: DType, name: str | No
             f"{at('constant')}: the array {dtype}{shape} takes {count} bytes, more than the {LARGEST_BYTES} of a "
             "constant; feed it through mtf.input, or give it to mtf.variable as its initial value"
         )
+    held(count)
     attrs = {"value": FrozenArray.of(_stored(value, dtype)), "shape": shape, "dtype": dtype}
     return build_source(graph, TABLE, attrs, "constant" if name is None else name).output
 

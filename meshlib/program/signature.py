@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from layouts import LayoutError, Mesh, Sharding
 from layouts.sharding import block
@@ -45,6 +45,7 @@ class Signature:
         self.reducing = tuple(f.name for f in self.factors if f.role.reduces)  # a split leaves the result pending
         self._blocks: dict[tuple[int, ...], Blocks | None] = {}
         self._assigned: dict[object, Assigned | None] = {}
+        self.ways: dict[object, Any] = {}  # how the lowering brings results of it to a place
 
     def cut(self, counts: tuple[int, ...]) -> Blocks | None:
         """It with `counts` blocks along each factor, on whatever mesh; None where a size does not divide."""
@@ -80,6 +81,7 @@ class Signature:
     def forget_assignments(self) -> None:
         """Keep what holds for every mesh only."""
         self._assigned.clear()
+        self.ways.clear()
 
 
 def _block(t: Tensor, cut: Sequence[tuple[str | None, int]]) -> TensorType | None:
