@@ -30,13 +30,16 @@ Build = Callable[[], tuple[Mapping[str, Tensor], Sequence[Operation]]]
 SLOW = 1e-5
 
 
-def network(seed: int) -> Build:
-    """A random one: branches that meet, factors, shared and stacked weights, norms, softmax, tied tables."""
+def network(seed: int, scale: int = 1) -> Build:
+    """A random one: branches that meet, factors, shared and stacked weights, norms, softmax, tied tables.
+
+    With a `scale` its dims are so much larger, and what products read of HBM counts.
+    """
 
     def build() -> tuple[Mapping[str, Tensor], Sequence[Operation]]:
         rng = random.Random(seed)
-        sizes = [8, 16, 64, 256]
-        batch, dtype = D("batch", rng.choice([16, 256, 4096])), rng.choice(["float32", "bfloat16"])
+        sizes = [scale * size for size in (8, 16, 64, 256)]
+        batch, dtype = D("batch", scale * rng.choice([16, 256, 4096])), rng.choice(["float32", "bfloat16"])
         wide = [D(f"d{n}", rng.choice(sizes)) for n in range(3)]
         x = mtf.input("x", [batch, wide[0]], dtype)
         kept, shared = [x], {}
@@ -139,9 +142,9 @@ def tried(problem: Problem, space: Sequence[Candidate], most: int, rng: random.R
         for links in (1.0, SLOW):
             c = replace(c, slice=slowed(c.slice.name, links))
             step = estimate(program, c.slice).step_seconds
-            assert problem.bounds.seconds(c) <= problem.bounds.waiting_seconds(c) * (1 + 1e-9), c
+            assert problem.bounds.seconds(c) <= step * (1 + 1e-9), (str(c), links)
             assert problem.bounds.waiting_seconds(c) <= step * (1 + 1e-9), (str(c), links)
-            count += 1
+        count += 1
     return count
 
 
@@ -157,7 +160,17 @@ def test_nothing_is_below_its_bound_over_random_networks() -> None:
         rng = random.Random(seed)
         problem = problem_of(network(seed), (), (), ())
         count += tried(problem, space_of(problem, rng.choice(["v5e-4", "v3-8", "v4-16"])), draws(2, 4), rng)
-    assert count > 8
+    assert count > 4
+
+
+def test_nothing_is_below_its_bound_over_wide_networks() -> None:
+    """Chips whose products wait for HBM."""
+    count = 0
+    for seed in range(draws(2, 300)):
+        rng = random.Random(seed)
+        problem = problem_of(network(seed, 64), (), (), ())
+        count += tried(problem, space_of(problem, rng.choice(["v6e-8", "v5e-4", "v5p-8"])), draws(2, 4), rng)
+    assert count
 
 
 def test_nothing_is_below_its_bound_over_random_attention() -> None:
@@ -174,7 +187,7 @@ def test_a_sum_may_be_pending_over_more_axes_than_its_product_is_split_over() ->
     problem = problem_of(network(751), (), (), ())
     (c,) = (c for c in space_of(problem, "v4-16") if str(c.layout) == "d2:model+model2;batch:model2?"
             and str(c.mesh) == "model:4;model2:2")  # fmt: skip
-    assert tried(problem, [c], 1, random.Random(0)) == 2
+    assert tried(problem, [c], 1, random.Random(0)) == 1
 
 
 def test_a_bound_knows_what_a_product_waits_for_over_hbm() -> None:
@@ -223,6 +236,21 @@ def test_a_sum_of_tables_has_no_lesser_sum() -> None:
             table.add(scope, values)
             every = every + values.reshape([3 if n in scope else 1 for n in range(count)])
         assert table.least() == pytest.approx(every.min())
+
+
+def test_a_bound_knows_what_products_read_again() -> None:
+    """On v6e products of many rows take longer over HBM than on the array."""
+
+    def build() -> tuple[Any, Any]:
+        x, w = mtf.input("x", [D("batch", 2**15), D("inner", 8192)], "bfloat16"), D("outer", 28672)
+        h = mtf.relu(mtf.einsum([x, mtf.variable("w", [D("inner", 8192), w], dtype="bfloat16")]))
+        return {"y": mtf.einsum([h, mtf.variable("v", [w, D("last", 8192)], dtype="bfloat16")])}, []
+
+    problem = problem_of(build, (), (), ())
+    c = laid((), Slice("v6e-4"), mtf.Mesh("m:4"), LayoutRules("batch:m"), ())
+    est = problem.estimate(c)
+    assert est.bound == "hbm"
+    assert 0.9 * est.step_seconds < problem.bounds.seconds(c) <= est.step_seconds
 
 
 def test_a_bound_knows_what_a_layout_must_send() -> None:

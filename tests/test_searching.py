@@ -18,7 +18,7 @@ import pytest
 import meshlib as mtf
 from hardware.slices import Slice
 from layouts import LayoutRules
-from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE
+from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE
 from meshlib.searching.problem import Problem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates
@@ -513,3 +513,18 @@ def test_cautions_name_moved_weights_memory_and_territory() -> None:
     assert "moves weights over data (4 devices)" in text
     assert "4 chips (validated: 8 to 4,096)" in text
     assert list(found.cautions) == found.as_json()["cautions"]
+
+
+def test_a_layout_is_tried_with_the_least_recomputation_that_fits() -> None:
+    config = mtf.models.preset("llama2-7b").reduced()
+    also = [("d:4", "batch:d"), ("m:4", "heads:m;d_ff:m")]
+    remat = {"remat": ["full", "none"]}
+    found = mtf.search(config, "v5e-4", batch=8, length=16, axes=0, also=also, choices=remat, seconds=None)
+    assert found.exact
+    assert "the least recomputation that fits" in found.certificate
+    fitting = {(str(o.candidate.mesh), str(o.candidate.layout)) for o in found.ranking if o.fits}
+    needless = [o for o in found.outcomes if o.state == NEEDLESS]
+    assert needless
+    for o in needless:
+        assert dict(o.candidate.choices)["remat"] == "full"
+        assert (str(o.candidate.mesh), str(o.candidate.layout)) in fitting or "remat=none" in o.why

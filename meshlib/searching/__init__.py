@@ -37,13 +37,13 @@ from meshlib.searching.keeping import KeptEstimates, keys_of
 from meshlib.searching.problem import OFFLOAD, Build, Objective, Problem, problem_of, transformer_builder
 from meshlib.searching.roles import roles_of, space_of
 from meshlib.searching.rounds import Search
-from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid
+from meshlib.searching.space import Candidate, Choices, Fixed, candidates, laid, lighter_ones
 from meshlib.searching.workers import check_forks
 
 __all__ = ["Candidate", "Found", "search"]
 
 LINE = 300  # letters of a fault at most, where it is one line among others
-REMAT = ("full", "matmuls", "none", OFFLOAD)
+REMAT = ("none", "matmuls", "full", OFFLOAD)  # each computes more again, or moves more, than the one before
 
 
 def search(
@@ -69,7 +69,8 @@ def search(
 
     Args:
       build: takes the arguments of `choices` and returns (outputs, updates), as `mtf.lower` takes them; or a model's
-        config, whose training step is meant, with `batch` and `length`. A model is searched over remat too.
+        config, whose training step is meant, with `batch` and `length`. A model is searched over remat too: for time
+        or cost, of each layout the least recomputation that fits.
       slice: a slice or its name; several in a list.
       choices: arguments of `build` with the values to try, such as {"remat": ["full", "matmuls"], "batch": [64, 128]};
         of a model those of `mtf.models.train_step`, "offload" as remat (what goes into each layer waits on the host),
@@ -158,10 +159,12 @@ def search(
             f"({', '.join(dims) or 'it has none'}); take a smaller slice, allow more axes, or fix less"
         )
     kept = None if resume is None else KeptEstimates(resume, keys_of(made.values(), slices, measure))
-    run = Search(make, made, space, len(first), measure, seconds, workers, progress, kept, begun)
+    lighter = lighter_ones(space, "remat", REMAT) if isinstance(build, TransformerConfig) and measure.closer else {}
+    run = Search(make, made, space, len(first), lighter, measure, seconds, workers, progress, kept, begun)
     largest = max((p.dims for p in made.values()), key=len)
     left_out = {chosen: _line(fault) for chosen, fault in refused.items()}
-    return replace(run.run(), left_out=left_out, space=space_of(largest, axes))
+    recomputed = "; of each layout the least recomputation that fits" if lighter else ""
+    return replace(run.run(), left_out=left_out, space=space_of(largest, axes) + recomputed)
 
 
 def _builder(build: object, batch: object, length: object, choices: object) -> tuple[Build, dict[str, list[object]]]:

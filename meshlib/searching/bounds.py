@@ -1,9 +1,10 @@
 """What no schedule of a candidate can beat: counted from the program on one device, before it is lowered.
 
-* Time: every product and every fused attention at the rate that kernels reach at most, divided by the axes that could
-  split it, with its launch. Kernels follow each other, so their times add up. An axis may split an operation only along
-  a dim for which the layout has a rule (rule 2 of the lowering), under whatever name the dim has got since; an axis
-  with none for any of its dims computes it again on every device.
+* Time: every product and every fused attention at the rate that kernels reach at most, or the HBM time of the operands
+  that a product reads block by block, divided by the axes that could split it, with its launch. Kernels follow each
+  other, so their times add up. An axis may split an operation only along a dim for which the layout has a rule (rule 2
+  of the lowering), under whatever name the dim has got since; an axis with none for any of its dims computes it again
+  on every device.
 * Memory: variables, slots and inputs lie where the layout puts them, all the time: exact. What one loop stacks for
   another (activations for the backward pass) lies there while the other runs, besides what that stacks itself, each
   divided by all axes that could split it.
@@ -22,11 +23,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hardware.chips import Chip
+from hardware.memory import hbm_rate
 from hardware.slices import Slice
 from layouts import Shape
 from meshlib.estimation import STEP_OVERHEAD_SECONDS
 from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.estimation.products import attention_of, mxu_dtype
+from meshlib.estimation.stored import Stored
+from meshlib.estimation.times import Times
 from meshlib.graph import Operation
 from meshlib.lowering.homes import scope_of
 from meshlib.operation import Kind
@@ -35,12 +39,37 @@ from meshlib.program.instructions import Compute, Loop, Value
 from meshlib.program.records import Program, walk
 from meshlib.program.work import local_work
 from meshlib.searching.flow import Flow
-from meshlib.searching.kernels import Kernel
+from meshlib.searching.kernels import Kernel, Operands
 from meshlib.searching.passages import Names, Passages
 from meshlib.searching.space import Candidate
 from meshlib.searching.waiting import Waiting
 
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Times:
+    """Seconds of the kinds of kernels on one chip; the rows of `columns`: on the core, by how much scores are rounded
+    down where they are split, reading operands over HBM, bytes of both operands, and how many run."""
+
+    columns: np.ndarray[tuple[int, int], np.dtype[np.float64]]
+    held_bytes: float
+    ahead_seconds: float
+    bytes_per_second: float
+    launch_seconds: float
+
+    def core(self, ways: Floats) -> Floats:
+        """On the core, cut in so many parts."""
+        least: Floats = np.maximum(self.columns[0] / ways - self.columns[1], 0.0)
+        return least
+
+    def reads(self, ways: Floats) -> Floats:
+        """Over HBM, without what half of VMEM may fetch before, and operands that may still be on the chip."""
+        _, _, read, first, second, count = self.columns
+        parts = np.stack([first, second]) / ways
+        kept = np.where(parts <= self.held_bytes, parts, 0.0).sum(axis=0) / self.bytes_per_second
+        fetched: Floats = count * (self.ahead_seconds + kept)
+        return read / ways - fetched
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +91,7 @@ class Bounds:
     flow: Flow
     passages: Passages
     _hits: dict[Names, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
-    _times: dict[tuple[Chip, int], tuple[Floats, Floats, float] | None] = field(default_factory=dict)
+    _times: dict[tuple[Chip, int], _Times | None] = field(default_factory=dict)
     _ways_of: dict[object, Floats] = field(default_factory=dict)
     _known: dict[Chip, dict[object, Any]] = field(default_factory=dict)  # what closer bounds have in common
 
@@ -72,13 +101,17 @@ class Bounds:
         passages = Passages.of(operations)
         kernels: dict[Kernel, tuple[int, int]] = {}
         products = 0
+        stored: dict[Program, Stored] = {}
         for i, program, times in walk(whole):
             if not isinstance(i, Compute) or not (i.operation.kind.kind is Kind.CONTRACTION or i.operation.kind.scores):
                 continue
             products += 1
             dims = passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
             attention = attention_of(program, i) if i.operation.kind.scores else None
-            kind = Kernel(dims, mxu_dtype(i) if attention is None else "bf16", attention)
+            if program not in stored:
+                stored[program] = Stored(program)
+            operands = Operands.of(program, i, stored[program]) if attention is None else None
+            kind = Kernel(dims, mxu_dtype(i) if attention is None else "bf16", attention, operands)
             count, flops = kernels.get(kind, (0, 0))
             kernels[kind] = count + times, flops + times * local_work(program, i).mxu_flops
         held: Counter[tuple[Shape, str, float]] = Counter()
@@ -103,8 +136,8 @@ class Bounds:
         times = self._times[key]
         if times is None:
             return 0.0
-        whole, rounded, launches = times
-        seconds = launches + float(np.maximum(whole / self._ways(c)[: len(self.kernels)] - rounded, 0.0).sum())
+        ways = self._ways(c)[: len(self.kernels)]
+        seconds = times.launch_seconds + float(np.maximum(times.core(ways), times.reads(ways)).sum())
         return seconds * (1 + CALIBRATED.jitter(c.slice.slices)) + STEP_OVERHEAD_SECONDS
 
     @property
@@ -118,19 +151,24 @@ class Bounds:
         made = Waiting(c, self.passages, self.physics, shared).seconds(self.flow)
         return made * (1 + CALIBRATED.jitter(c.slice.slices)) + STEP_OVERHEAD_SECONDS
 
-    def _timed(self, where: Slice) -> tuple[Floats, Floats, float] | None:
-        """Of each kind of kernels the seconds on one device, and by how much scores are rounded down where they are
-        split; of all, their launches. None where the chip can't run one, as its estimate will say.
-        """
-        whole, rounded, launches = [], [], 0
+    def _timed(self, where: Slice) -> _Times | None:
+        """None where the chip can't run a kernel, as its estimate will say."""
+        chip = where.chip
+        times = Times(chip, self.physics)
+        rows, launches = [], 0
         for kernel, (count, flops) in self.kernels.items():
-            found = kernel.seconds(where.chip, self.physics, count, flops)
-            if found is None:
+            core = kernel.seconds(chip, self.physics, count, flops)
+            if core is None:
                 return None
-            whole.append(found[0])
-            rounded.append(found[1])
+            read, operands = 0.0, (0.0, 0.0)
+            # A common memory (CMEM of v4) holds parts of what kernels pass on.
+            if kernel.operands is not None and not (self.alone or chip.cmem_bytes):
+                read = count * kernel.operands.read_seconds(times)
+                operands = kernel.operands.bytes
+            rows.append((*core, read, *operands, count))
             launches += count
-        return np.array(whole), np.array(rounded), launches * where.chip.launch_seconds
+        columns = np.array(rows).reshape(len(rows), 6).T
+        return _Times(columns, times.held_bytes, times.ahead_seconds, hbm_rate(chip), launches * chip.launch_seconds)
 
     # ------------------------------------------------------------ memory
 

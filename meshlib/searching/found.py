@@ -13,7 +13,7 @@ from meshlib.errors import GraphError
 from meshlib.estimation import Estimate
 from meshlib.estimation.cautions import cautions
 from meshlib.program.records import Program
-from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE, Outcome
+from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Outcome
 from meshlib.searching.plainness import plainness
 from meshlib.searching.problem import MODEL_ERROR, Build, Objective, Problem
 from meshlib.searching.sensitivity import Sensitivity, sensitivity
@@ -92,7 +92,7 @@ class Found:
     @cached_property
     def _tally(self) -> str:
         counts = Counter(o.state for o in self.outcomes)
-        order = (ESTIMATED, TOO_LARGE, REFUSED, ALIKE, BOUNDED, OPEN)
+        order = (ESTIMATED, TOO_LARGE, REFUSED, ALIKE, NEEDLESS, BOUNDED, OPEN)
         return ", ".join(f"{counts[state]:,} {state}" for state in order if counts[state])
 
     @property

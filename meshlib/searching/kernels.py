@@ -2,29 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
 from hardware.blocking import matmul_blocks
 from hardware.chips import Chip
-from hardware.core import Matmul, Work, time_of
+from hardware.core import Matmul, time_of
+from hardware.core import Work as Engines
 from hardware.memory import hbm_rate
 from hardware.vpu import vpu_rate
 from layouts import Shape
+from meshlib.estimation.kernels import Kernel as Work
 from meshlib.estimation.physics import Physics
-from meshlib.estimation.products import Attention, matmul_of, rows_first
+from meshlib.estimation.products import Attention, matmul_of, operand_itemsizes, rows_first
 from meshlib.estimation.stored import Stored
 from meshlib.estimation.times import Times
 from meshlib.graph import TensorType
 from meshlib.ops.einsum import EIGHT_BIT
-from meshlib.program.instructions import Compute, Value
+from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
 from meshlib.searching.passages import Names
 
 # Bytes that nothing hides, and of these what may be fetched before: one pair for each way that they may be held.
 Pieces: TypeAlias = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A product with bytes per element of its rows and columns, as narrow as memory may hold them."""
+
+    product: Matmul
+    itemsizes: tuple[float, float]
+
+    @staticmethod
+    def of(program: Program, instruction: Compute, stored: Stored) -> Operands | None:
+        """Of a program on one device; None where a kernel may make an operand of less than it is."""
+        maker = {y: i for i in program.instructions if i.group == instruction.group for y in i.outputs}
+        for x in instruction.inputs[:2]:
+            if x in maker and not any(z.local_size >= x.local_size for z in _read_for(x, maker)):
+                return None
+        stored_sizes = operand_itemsizes(instruction, stored)
+        dtypes = (x.tensor.dtype.itemsize for x in rows_first(instruction))
+        first, second = (min(size, own) for size, own in zip(stored_sizes, dtypes, strict=True))
+        return Operands(matmul_of(program, instruction), (first, second))
+
+    @property
+    def bytes(self) -> tuple[float, float]:
+        """Of each operand, once."""
+        p, (first, second) = self.product, self.itemsizes
+        return first * p.batch * p.m * p.k, second * p.batch * p.taps * p.k * p.n
+
+    def read_seconds(self, times: Times) -> float:
+        """HBM time of what a product reads of its operands, block by block."""
+        bare = Work(
+            name="", opcode="", source="", region="", matmuls=((self.product, self.itemsizes),), mxu_flops=0,
+            useful_flops=0.0, vpu_ops=0, padded_vpu_ops=0.0, narrow_vpu_ops=0.0, hbm_bytes=0,
+            padded_bytes=round(sum(self.bytes)), free=False,
+        )  # fmt: skip
+        return times.of(bare).hbm_seconds
+
+
+def _read_for(value: Value, maker: Mapping[Value, Instruction]) -> Iterator[Value]:
+    """What a kernel reads to make a value; `maker`: who makes what inside of it."""
+    made = maker.get(value)
+    if made is None:
+        yield value
+        return
+    for x in made.inputs:
+        yield from _read_for(x, maker)
 
 
 @dataclass(frozen=True)
@@ -34,6 +81,7 @@ class Kernel:
     dims: Names | None
     dtype: str
     attention: Attention | None = None
+    operands: Operands | None = None  # of a product, where they are known
 
     def seconds(self, chip: Chip, physics: Physics, count: int, flops: float) -> tuple[float, float] | None:
         """Of so many on one device, without launches; and by how much scores are rounded down where they are split.
@@ -131,7 +179,7 @@ class Contraction:
 
 @lru_cache(maxsize=1 << 16)
 def _product_seconds(chip: Chip, product: Matmul) -> tuple[float, float]:
-    time = time_of(chip, Work((product,)))
+    time = time_of(chip, Engines((product,)))
     return time.mxu_seconds, time.vpu_seconds
 
 

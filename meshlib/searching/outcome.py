@@ -10,8 +10,8 @@ from meshlib.estimation import Estimate
 from meshlib.searching.space import Candidate
 from meshlib.text import bytes_text, seconds_text
 
-ESTIMATED, REFUSED, TOO_LARGE, BOUNDED, ALIKE, OPEN = (
-    "estimated", "refused", "cannot fit", "bounded", "alike", "not reached",
+ESTIMATED, REFUSED, TOO_LARGE, BOUNDED, ALIKE, NEEDLESS, OPEN = (
+    "estimated", "refused", "cannot fit", "bounded", "alike", "fit with less recomputed", "not reached",
 )  # fmt: skip
 CAUSES = 3  # collectives that an outcome names
 

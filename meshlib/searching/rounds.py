@@ -21,14 +21,14 @@ from typing import Any
 from meshlib.errors import LayoutError
 from meshlib.searching.found import Found
 from meshlib.searching.keeping import KeptEstimates
-from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
+from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
 from meshlib.searching.problem import Build, Objective, Problem
 from meshlib.searching.space import Candidate, Choices
 from meshlib.searching.workers import Task, Workers, usual_workers
 from meshlib.text import bytes_text
 
 FIRST, ROUND = 2, 8  # candidates of the first round, before which no bound rules anything out, and of the others
-POOL = 3  # times as many are looked at closely, to choose the best of
+POOL = 2  # times as many are looked at closely, to choose the best of
 LEADERS = 3  # the best so far, whose neighbours are looked at
 PAYS_SECONDS = 0.1  # of work at once, from which forking processes for it pays
 AHEAD = 8  # candidates that each process looks at closely at once
@@ -44,6 +44,7 @@ class Search:
         problems: Mapping[Choices, Problem],
         space: Sequence[Candidate],
         first: int,
+        lighter: Mapping[int, Sequence[int]],
         objective: Objective,
         seconds: float | None,
         workers: int | None,
@@ -69,6 +70,8 @@ class Search:
         self.closer: dict[int, float] = {}  # closer bounds, also of candidates whose turn has not come
         self.outcomes: dict[int, Outcome] = dict(self._too_large())
         self.seen: dict[object, int] = {}
+        self.lighter = lighter  # of a candidate, the same ones that recompute less
+        self.deferred = False  # whether a candidate has been passed over until a lighter one is known
         self.begun = begun
 
     def run(self) -> Found:
@@ -103,15 +106,23 @@ class Search:
     # ------------------------------------------------------------ rounds
 
     def _round(self) -> list[int]:
-        """The next candidates: neighbours of the leaders first, then by promise."""
+        """The next candidates; none where all are accounted for."""
+        chosen = self._choose()
+        while not chosen and self.deferred and not self._ends():
+            chosen = self._choose()
+        return chosen
+
+    def _choose(self) -> list[int]:
+        """Known ones and neighbours of the leaders first, then by promise; the rest by what keeps the gap open."""
+        self.deferred = False
         chosen: list[int] = []
         left = [n for n in self.order if n not in self.outcomes and self._may_win(n)]
         most = ROUND if self.values else FIRST
-        known = [n for n in left if n < self.first]
-        self._take(chosen, known, most // 2)
-        self._take(chosen, self._beside(left), most * 3 // 4)
+        self._take(chosen, [n for n in left if n < self.first], most // 2)
+        self._take(chosen, self._beside(left), most * 5 // 8)
         near = self._looked_at(sorted(left, key=self._promise), chosen, POOL * most)
-        self._take(chosen, sorted(near, key=self._promise), most)
+        self._take(chosen, sorted(near, key=self._promise), most - most // 4)
+        self._take(chosen, sorted(left, key=self.bounds.__getitem__), most)
         return chosen
 
     def _take(self, chosen: list[int], among: Iterable[int], most: int) -> None:
@@ -188,6 +199,14 @@ class Search:
         if n in self.outcomes:
             return False
         c, problem, bound = self.space[n], self.problems[self.space[n].choices], self.bounds[n]
+        for lighter in self.lighter.get(n, ()):
+            known = self._known_of(lighter)
+            if known is not None and known.fits:
+                self.outcomes[n] = Outcome(c, NEEDLESS, bound, why=f"fits with less recomputed: {known.candidate}")
+                return False
+            if known is None and self._may_win(lighter):
+                self.deferred = True
+                return False
         try:
             held = problem.bounds.held_bytes(c)
         except LayoutError as fault:
@@ -201,6 +220,14 @@ class Search:
             self.outcomes[n] = Outcome(c, ALIKE, bound, why=f"lies as {self.space[first]}")
             return False
         return True
+
+    def _known_of(self, n: int) -> Outcome | None:
+        """What became of a candidate, or of the one that it is alike."""
+        outcome = self.outcomes.get(n)
+        if outcome is not None and outcome.state == ALIKE:
+            c = self.space[n]
+            outcome = self.outcomes.get(self.seen[self.problems[c.choices].alike(c)])
+        return outcome
 
     def _exceeds(self, c: Candidate, held: float) -> bool:
         """Whether it can't fit, as far as that is asked for."""

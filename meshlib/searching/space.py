@@ -142,6 +142,21 @@ def laid(choices: Choices, where: Slice, mesh: Mesh, rules: LayoutRules, named: 
     return Candidate(choices, where, Fixed(rules, sizes, named), tuple(sizes.items()), ())
 
 
+def lighter_ones(space: Sequence[Candidate], argument: str, order: Sequence[object]) -> dict[int, list[int]]:
+    """Of each candidate the same mesh and layout with a value of an argument that comes before in `order`.
+
+    By their numbers in the space, the first value first.
+    """
+    families: dict[object, list[tuple[int, int]]] = {}
+    for n, c in enumerate(space):
+        given = dict(c.choices)
+        value = given.pop(argument, None)
+        if value in order:
+            family = c.slice, c.parts, c.given, c.fixed.rules, tuple(given.items())
+            families.setdefault(family, []).append((order.index(value), n))
+    return {n: [m for rank, m in sorted(own) if rank < place] for own in families.values() for place, n in own}
+
+
 def candidates(
     choices: Choices, where: Slice, roles: Sequence[Role], sizes: Mapping[str, int], fixed: Fixed, most: int
 ) -> Iterator[Candidate]:

@@ -82,8 +82,9 @@ class Waiting:
     def _serial(self, flow: Flow, owns: Sequence[Floats], axis: int) -> float:
         """Everything that the core computes, and what has to be sent over one axis, one after the other.
 
-        The core loses `early_exposed` of what is sent beside it, and awaits the rest (`estimation.scheduling`). Each
-        node splits its work over the axis in one way, for all who need what it makes: the least of the sum of all.
+        The core waits for what its next product needs, and owes `early_exposed` of what else is sent, which it pays
+        while it waits, too (`estimation.scheduling`): so it loses at least half of the sum. Each node splits its work
+        over the axis in one way, for all who need what it makes: the least of the sum of all.
         """
         table, wire = Table(), np.array([self._wire(axis, kind) for kind in range(len(KINDS))])
         for n, (node, own) in enumerate(zip(flow.nodes, owns, strict=True)):
@@ -111,7 +112,7 @@ class Waiting:
             return 0.0
         every = range(len(self.axes))
         least = min(wire_seconds(self.slice, self._group, axes, KINDS[kind]) for axes in _among(every, (axis,)))
-        return self.physics.early_exposed * least
+        return self.physics.early_exposed / 2 * least
 
     # ------------------------------------------------------------ nodes
 
