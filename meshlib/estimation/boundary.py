@@ -107,7 +107,7 @@ def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
 def _row_looked_up(i: Instruction, x: Value) -> int:
     """Elements of what an index of a gather selects, if that is a row within tiles, of which all is read; else 0."""
     indices = i.operation.kind.indices
-    if indices is None:
+    if indices is None or isinstance(i, Move):  # a move of its operand looks nothing up
         return 0
     named = {d.name for d in i.inputs[indices].tensor.shape} | {i.operation.attrs["dim"].name}
     own = [d.size for d in x.local_shape if d.name not in named]
