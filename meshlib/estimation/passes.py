@@ -32,7 +32,7 @@ from hardware.memory import LANES, SUBLANES, hbm_seconds, vmem_bytes
 from meshlib.estimation.products import is_matmul
 from meshlib.estimation.stored import Stored
 from meshlib.estimation.tiles import tiled_bytes
-from meshlib.operation import Kind
+from meshlib.operation import Kind, Summary
 from meshlib.program.instructions import Compute, Instruction, Value
 
 LAUNCH_CLOCK_HZ = 2.2e9  # of v7, where launches were measured
@@ -78,7 +78,10 @@ def passes_of(members: Sequence[Instruction], stored: Stored) -> Passes:
             blocks[level[i]] = max(blocks.get(level[i], 0), _block_bytes(i.inputs[0]))
     rounded = (y for i in sweeping for y in i.outputs if _is_rounded(i, y, stored))
     block_bytes = sum(blocks.values()) + sum(map(_block_bytes, rounded))
-    return Passes(1 + sweeps + len(statistics), sweeps, block_bytes, _registers(sweeping, level, rows))
+    running = [(n, i.outputs[0]) for i in sweeping if (n := _running_passes(i))]
+    block_bytes += sum(2 * n * _block_bytes(y) for n, y in running)  # handed from pass to pass
+    launches = 1 + sweeps + len(statistics) + sum(n for n, _ in running)
+    return Passes(launches, sweeps, block_bytes, _registers(sweeping, level, rows))
 
 
 def product_launch_seconds(chip: Chip) -> float:
@@ -119,13 +122,25 @@ def _registers(sweeping: Sequence[Compute], level: dict[Compute, int], rows: int
     (only,) = first
     if any(2 * x.local_size <= rows for x in only.inputs):  # broadcast on the way, which makes a fusion of it
         return 0
-    return max(map(_block_bytes, (*only.inputs, *only.outputs))) // _REGISTER_BYTES
+    values = only.outputs if only.operation.kind.reads_part else (*only.inputs, *only.outputs)
+    return max(map(_block_bytes, values)) // _REGISTER_BYTES
 
 
 def _is_plain(i: Compute) -> bool:
-    """Whether an operation computes each element anew by a single instruction; what rounds nothing mostly copies."""
+    """Whether an operation is a single instruction that moves each element through a register: arithmetic that rounds,
+    a reduction, a slice."""
     kind = i.operation.kind
+    if kind.reads_part:
+        return kind.indices is None
     return kind.kind is Kind.REDUCTION or (kind.kind is Kind.ELEMENTWISE and not kind.exact)
+
+
+def _running_passes(i: Compute) -> int:
+    """Further passes of a running sum, or another recurrence along a dim: XLA lays rows out in blocks of lanes, sums
+    within these, adds the sums of the blocks before, and lays the result out again."""
+    kind = i.operation.kind
+    running = kind.kind is Kind.INDEXED and isinstance(kind.lower, Summary) and kind.indices is None
+    return 3 if running and i.inputs[-1].local_size == i.outputs[0].local_size else 0
 
 
 def _extent(i: Instruction) -> int:

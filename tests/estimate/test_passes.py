@@ -71,6 +71,19 @@ def test_a_lone_instruction_does_not_overlap_with_copies():
     assert plain - fused == pytest.approx(loop, rel=0.01)
 
 
+def test_a_slice_is_an_instruction_of_its_own():
+    half = alone(lambda: mtf.slice(operand(), 0, 1024, "c"))
+    loop = BYTES / 2 / 4096 * CHIPS["v5e"].vector_loop_cycles / 1.5e9
+    assert half.traffic_bytes == BYTES
+    assert half.seconds == pytest.approx(half.launch_seconds + half.hbm_seconds + loop)
+
+
+def test_a_running_sum_takes_four_passes():
+    row = alone(lambda: mtf.cumsum(operand(), C))
+    assert row.traffic_bytes == 4 * 2 * BYTES
+    assert row.launch_seconds == pytest.approx(4e-6)
+
+
 def test_what_fits_a_window_overlaps():
     small = [D("r", 256), D("c", 1024)]
     row = alone(lambda: mtf.exp(mtf.input("x", small)))
