@@ -97,14 +97,14 @@ def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
     whole = stored.sizes(x)
     if n == 0 and (i.operation.kind.reads_part or isinstance(i, Move)):  # a cut, if it is a move
         exact, padded = stored.sizes(i.outputs[0])
-        row = _row_looked_up(i, x)
+        row = row_looked_up(i, x)
         if row and row % LANES:  # laid out anew: the table is read and written
             return min(whole[0], exact), 2 * whole[1]
         return min(whole[0], exact), min(whole[1], padded * (SUBLANES if row else 1))
     return whole
 
 
-def _row_looked_up(i: Instruction, x: Value) -> int:
+def row_looked_up(i: Instruction, x: Value) -> int:
     """Elements of what an index of a gather selects, if that is a row within tiles, of which all is read; else 0."""
     indices = i.operation.kind.indices
     if indices is None or isinstance(i, Move):  # a move of its operand looks nothing up

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from hardware.chips import Chip
 from hardware.core import Matmul, strength_reduced
 from hardware.memory import LANES, SUBLANES, hbm_seconds, vmem_bytes
+from meshlib.estimation.boundary import row_looked_up
 from meshlib.estimation.products import is_matmul
 from meshlib.estimation.stored import Stored
 from meshlib.estimation.tiles import tiled_bytes
@@ -80,7 +81,9 @@ def passes_of(members: Sequence[Instruction], stored: Stored) -> Passes:
     block_bytes = sum(blocks.values()) + sum(map(_block_bytes, rounded))
     running = [(n, i.outputs[0]) for i in sweeping if (n := _running_passes(i))]
     block_bytes += sum(2 * n * _block_bytes(y) for n, y in running)  # handed from pass to pass
-    launches = 1 + sweeps + len(statistics) + sum(n for n, _ in running)
+    anew = [v for i in computed for v in _laid_out_anew(i)]
+    block_bytes += sum(map(_block_bytes, anew))
+    launches = 1 + sweeps + len(statistics) + sum(n for n, _ in running) + len(anew)
     return Passes(launches, sweeps, block_bytes, _registers(sweeping, level, rows))
 
 
@@ -141,6 +144,12 @@ def _running_passes(i: Compute) -> int:
     kind = i.operation.kind
     running = kind.kind is Kind.INDEXED and isinstance(kind.lower, Summary) and kind.indices is None
     return 3 if running and i.inputs[-1].local_size == i.outputs[0].local_size else 0
+
+
+def _laid_out_anew(i: Compute) -> tuple[Value, ...]:
+    """The table and the result of a gather of rows that are no whole lanes: both go through a float32 block."""
+    whole = row_looked_up(i, i.inputs[0]) % LANES == 0 if i.operation.kind.reads_part else True
+    return () if whole else (i.inputs[0], i.outputs[0])
 
 
 def _extent(i: Instruction) -> int:
