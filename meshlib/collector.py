@@ -4,7 +4,7 @@ A plan is many small objects, nearly all of which stay until it is done: the col
 and again, and find nothing, for an eighth of the time that it takes to plan a step of DeepSeek-V3 or ResNet-50. Pausing
 it alone moves that cost to the user's next allocation, at which all that is new is looked at. So what is new at the end
 joins the oldest generation, unlooked at, and is counted. When the count exceeds a share of what was alive after the
-last full collection, which is CPython's own rule for its oldest generation, the call that planned collects.
+last full collection, as in CPython's own rule for its oldest generation, the call that planned collects.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SHARE = 4  # a collection when a quarter as many objects have joined as were alive: CPython's rule for full collections
-LEAST = 50_000  # objects, for which a collection is worth it
+SHARE = 2  # a collection when half as many objects have joined as were alive
+LEAST = 100_000  # objects, for which a collection is worth it
 OBJECT_BYTES = 256  # of arrays, that count as an object: a graph of few operations may hold large constants
 
 

@@ -186,13 +186,13 @@ def test_large_constants_go_with_their_graphs() -> None:
     """Without a collection that anybody asks for: their bytes count as much as many objects."""
     count = D("n", 2**20)
     refs = []
-    for n in range(12):
+    for n in range(24):
         with mtf.Graph() as graph:
             table = mtf.constant(np.full(count.size, n, np.float32), [count])
             mtf.lower([table * 2])
         refs.append(weakref.ref(graph))
         del graph, table
-    assert sum(ref() is not None for ref in refs) <= 8
+    assert sum(ref() is not None for ref in refs) <= 16
 
 
 # ---------------------------------------------------------------- the collector
@@ -249,7 +249,7 @@ def test_garbage_of_plans_is_collected_without_being_asked() -> None:
     refs = []
     for _ in range(400):
         refs.append(weakref.ref(uncollected(Knot)()))
-    assert sum(ref() is not None for ref in refs) < 200
+    assert sum(ref() is not None for ref in refs) < 250
 
 
 @pytest.mark.usefixtures("thawed")
