@@ -52,8 +52,8 @@ def test_a_wider_value_is_made_again_of_the_constrained_one() -> None:
     assert once.sent_bytes == 3 * 4 * 4 * 4 + 4 * 2 * 8 + sums
     # Else the other operand comes to it, as float32 from e to d2, and a sum of [b@q, e] is scattered.
     assert twice.sent_bytes == 3 * 16 * 2 * 4 // 4 + 3 * 4 * 8 * 8 // 4 + 4 * 2 * 8 + sums
-    (first, *_) = (i for i in once.instructions if i.opcode == "rename_dimension")
-    assert str(first.outputs[0].sharding) == "[b:8@q, d2:16@p]"
+    (sine,) = (i for i in once.instructions if i.opcode == "sin")
+    assert str(sine.inputs[0].sharding) == "[b:8@q, d2:16@p]"
 
 
 def test_a_rule_for_the_new_name_lays_it_elsewhere() -> None:

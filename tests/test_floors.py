@@ -212,7 +212,7 @@ def test_the_inner_floors_are_seen():
 
 @pytest.mark.parametrize("package", OWN)
 def test_no_module_is_shadowed_by_a_name_of_its_package(package):
-    """`import meshlib.lowering.choose` gives the module, whatever the packages export."""
+    """`import meshlib.lowering.problem` gives the module, whatever the packages export."""
     root = importlib.import_module(package)
     for found in pkgutil.walk_packages(root.__path__, f"{package}."):
         if any(found.name.startswith(folder.replace("/", ".")) for folder in OPTIONAL.values()):

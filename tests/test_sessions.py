@@ -15,8 +15,8 @@ from hypothesis import given, settings
 import meshlib as mtf
 from meshlib.graph import Operation, Tensor
 from meshlib.lowering import memos
-from meshlib.lowering.choose import Operand
-from meshlib.lowering.endings import Endings
+from meshlib.lowering.pricing import Pricing
+from meshlib.lowering.strategies import Question
 from meshlib.program.instructions import Instruction, Value
 from meshlib.program.records import Program
 from meshlib.program.signature import Signatures
@@ -224,9 +224,9 @@ def way(layout: str) -> Way:
 
 
 class Forgetful(dict[object, Any]):
-    """Options under keys that lack some of their parts, or a field of each operand."""
+    """Strategies under keys that lack some of their parts."""
 
-    def __init__(self, lost: Callable[[tuple[Any, ...]], object]) -> None:
+    def __init__(self, lost: Callable[[Any], object]) -> None:
         super().__init__()
         self.lost = lost
 
@@ -237,61 +237,51 @@ class Forgetful(dict[object, Any]):
         super().__setitem__(self.lost(key), found)
 
 
-def lacking(part: str) -> Callable[[tuple[Any, ...]], object]:
-    """The keys of `Found`, of an operation alone or with its operands, without one of their parts."""
-    alone = ("signature", "home", "binds", "near")
+OF_OPERATIONS = ("signature", "home", "binding", "near")  # the keys of `memos.Prices`
 
-    def lost(key: tuple[Any, ...]) -> object:
-        if not isinstance(key[0], Endings):
-            return tuple(x for name, x in zip(alone, key, strict=True) if name != part)
-        own, operands = key[:2], key[2:]
-        if part in alone:
-            return key
-        if part == "passes":
-            return (own[0], *operands)
-        if part == "operands":
-            return own
-        field = part.split()[0]
-        return (*own, *(tuple(getattr(x, f) for f in x._fields if f != field) for x in operands))
 
-    return lost
+def lacking(part: str, key: tuple[Any, ...]) -> object:
+    """A key of `memos.Prices`, or of the strategies of one `Pricing`, without one of its parts."""
+    if not isinstance(key[0], Question):
+        return tuple(x for name, x in zip(OF_OPERATIONS, key, strict=True) if name != part)
+    asked, *held = key
+    if part == "held":
+        return asked
+    return (asked._replace(**{part: ()}) if part in Question._fields else asked, *held)
 
 
 KEYS = {
     "signature": kinds,
     "home": homes,
-    "binds": ends,
-    "passes": chains,
-    "operands": places,
-    "source": sums,
-    "first": squares,
-    "home of an operand": wanted_split,
+    "binding": ends,
+    "splits": places,
+    "sums": sums,
     "held": weights,
 }
 
 
-def test_every_part_of_the_key_is_tried() -> None:
-    """Four of its own (what neighbours do changes no other part), and all that an operand says."""
-    # `again` only keeps more options: without it another layout's program is sound, and rarely a little dearer.
-    assert [part.split()[0] for part in KEYS][5:] == [f for f in Operand._fields if f != "again"]
-
-
 @pytest.mark.parametrize("part", KEYS)
-def test_a_choice_kept_by_too_little_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations that must not share options: programs differ, or the checker refuses one."""
+def test_strategies_kept_by_too_little_are_seen(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations that must not share strategies: programs differ, or the checker refuses one."""
     with mtf.Graph():
         outputs, ways = KEYS[part]()
     wanted = alone(outputs, [], ways)
+    made = Pricing.__init__
 
-    def keep_under(lost: Callable[[tuple[Any, ...]], object]) -> None:
-        def found(self: memos.Memos, balance: mtf.Balance) -> memos.Found:
-            return self._found.setdefault(balance, memos.Found(balance, Forgetful(lost), Forgetful(lost)))
+    def keep_under(lost: Callable[[Any], object]) -> None:
+        def prices(self: memos.Memos, balance: mtf.Balance) -> memos.Prices:
+            return self._prices.setdefault(balance, memos.Prices(balance, Forgetful(lost)))
 
-        monkeypatch.setattr(memos.Memos, "found", found)
+        def init(self: Pricing, *args: Any) -> None:
+            made(self, *args)
+            self._strategies = Forgetful(lost)
+
+        monkeypatch.setattr(memos.Memos, "prices", prices)
+        monkeypatch.setattr(Pricing, "__init__", init)
 
     keep_under(lambda key: key)
     assert_nothing_shows(outputs, [], wanted)
-    keep_under(lacking(part))
+    keep_under(lambda key: lacking(part, key))
     with pytest.raises((AssertionError, StopIteration, LookupError, mtf.MeshlibError)):
         assert_nothing_shows(outputs, [], wanted)
 
@@ -304,8 +294,8 @@ def test_a_balance_must_not_share_choices(monkeypatch: pytest.MonkeyPatch) -> No
     split, gather = (mtf.Balance(mxu_flops_per_byte=f) for f in (1.0, 1e6))
     wanted = alone(outputs, [], [("p:2", "variables/a:p", "default", balance) for balance in (split, gather)])
     assert_nothing_shows(outputs, [], wanted)
-    for_all = lambda self, balance: self._found.setdefault("any", memos.Found(balance))  # noqa: E731
-    monkeypatch.setattr(memos.Memos, "found", for_all)
+    for_all = lambda self, balance: self._prices.setdefault("any", memos.Prices(balance))  # noqa: E731
+    monkeypatch.setattr(memos.Memos, "prices", for_all)
     with pytest.raises(AssertionError):
         assert_nothing_shows(outputs, [], wanted)
 

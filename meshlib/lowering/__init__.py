@@ -1,4 +1,26 @@
-"""Graph + Mesh + LayoutRules -> Program: the lowering, its rules and its passes."""
+"""Graph + Mesh + LayoutRules -> Program: the lowering, its rules and its passes.
+
+How each operation is split is chosen for the whole graph at once: the least bytes sent, plus duplicated work at the
+`Balance`. The choice is the minimum of a sum of small tables over discrete variables (a min-plus factor graph):
+
+    strategies    an operation's variable: which mesh axis splits which of its dims, and which pending sums pass
+                  through. The space is static: an axis may split a dim where a rule names it (optional rules that lost
+                  the axis included), where an assigned sharding has it, or where an operation before had it. Priced
+                  with what moves inside the operation, and with work beyond that of the assigned sharding. Strategies
+                  that are no cheaper than another one with reshards around it are dropped. What may be computed again
+                  (made of nothing, or of less) may run twice, and once more in a later region       strategies, pricing
+    copies        a tensor's tables: the cheapest tree of reshards from where it is made to where it is used, pending
+                  sums included. A copy that takes more memory than the assigned sharding serves one region. A tensor
+                  of many users has a variable per region: the copies that its users share                        copies
+    elimination   values that another one is never worse than are dropped; a variable's tables are added up and
+                  minimised over it, the smallest result first; in between, dual ascent bounds what each value can lead
+                  to, and those above the incumbent are pruned. Where tables would grow beyond a limit, windows around
+                  the incumbent are solved exactly; `Program.choice` has the gap to the lower bound          elimination
+    problem       enters a graph's operations and tensors; the bodies of loops are problems of their own         problem
+
+Ties go to fewer collectives, then to the plain reading of the layout. With all strategies known, `partition` writes the
+program in one sweep, and `passes`, `halos`, `fuse` and `order` finish it; the checker follows each.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Price: TypeAlias = tuple[float, int]  # bytes and collectives
 Path: TypeAlias = tuple[int, ...]  # (): the value itself; (n, ...): from its n-th operand
 
 # Making something again is worth it nearly always: a lane operation takes a thousandth of the time of a byte sent.
-_BYTES_PER_OPERATION = 1e-3
+BYTES_PER_OPERATION = 1e-3
 _DEEPEST = 8  # operations in a row that are made again
 _MADE_AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
 
@@ -178,7 +178,7 @@ def _made_again(made: Made, wanted: Sharding) -> Way:
     counts = tuple([wanted.mesh.group_size(axes.get(name, ())) for name in made.signature.names])
     blocks = made.signature.cut(counts)
     assert blocks is not None
-    cost, collectives = _BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1), 0
+    cost, collectives = BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1), 0
     new: list[tuple[Path, Sharding]] = []
     for n, (x, s) in enumerate(zip(made.operands, assigned.operands, strict=True)):
         way = obtain(x, s)

@@ -10,12 +10,11 @@ from layouts import LayoutRules, Mesh, Sharding
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering.arrivals import axes_price
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.endings import Near
 from meshlib.lowering.halos import share_halos
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Makers
 from meshlib.lowering.memos import Memos
-from meshlib.lowering.near import near_shifts
+from meshlib.lowering.near import Near, near_shifts
 from meshlib.lowering.order import order_and_fuse
 from meshlib.lowering.partition import Partitioner
 from meshlib.lowering.passes import join_gathers, merge_small_collectives, remove_dead_code
@@ -151,7 +150,7 @@ class Lowering:
     ) -> Partitioner:
         memos = self.memos
         body = Body(self.body, self.trial)
-        sweep = Partitioner(simple, homes, memos.found(self.balance), memos.signatures, set(fetched), body, near or {})
+        sweep = Partitioner(simple, homes, memos.prices(self.balance), memos.signatures, set(fetched), body, near or {})
         sweep.run()
         return sweep
 
@@ -177,6 +176,7 @@ class Lowering:
             counts_steps,
             notes,
             is_body,
+            sweep.excess_bytes,
         )
         check_program(program, "partitioning", sound=self.sound)
         for run in PASSES:

@@ -2,14 +2,13 @@
 
     per operation      its signature: what the record says of it      (graph)
     per signature      what an assignment of axes means               (mesh)
-                       what an assignment comes to                    (mesh, home, balance)
-                       its options                                    (the same, shardings of operands)
+                       its strategies and their prices                (the same, home, balance, what may be split)
     per graph, body    dead code and common subexpressions            (results)
                        sums that follow from others                   (results, which sums are over split dims)
     per computation    that the checker found it sound                (shardings, assignment)
 
-Nothing here knows the layout: a key names the shardings that a layout led to, so what two layouts lay alike is found
-once. Reshard plans and `LayoutRules.sharding` know no graph; `layouts` itself remembers them.
+Nothing here depends on the layout: a key names the shardings that a layout led to, so what two layouts have in common
+is computed once. Reshard prices and `LayoutRules.sharding` know no graph; `layouts` itself remembers them.
 """
 
 from __future__ import annotations
@@ -20,30 +19,33 @@ from dataclasses import dataclass, field
 from layouts import Sharding
 from meshlib.graph import Graph, Tensor
 from meshlib.lowering.balance import Balance
-from meshlib.lowering.choose import Option
-from meshlib.lowering.endings import Binding, Endings, Near
+from meshlib.lowering.bindings import Binding
+from meshlib.lowering.near import Near
+from meshlib.lowering.pricing import Pricing
 from meshlib.lowering.shared_sums import Sharing, shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
 from meshlib.program.signature import Signature, Signatures
 
-MOST = 1 << 16  # options, and computations found sound: a search meets thousands of layouts
+MOST = 1 << 14  # priced operations, and 8 times as many computations found sound: a search meets thousands of layouts
 
 
 @dataclass(eq=False)
-class Found:
-    """What was found out about operations at one balance."""
+class Prices:
+    """The priced strategies of operations at one balance."""
 
     balance: Balance
-    options: dict[object, tuple[Option, ...]] = field(default_factory=dict)
-    _endings: dict[object, Endings] = field(default_factory=dict)
+    _of: dict[object, Pricing] = field(default_factory=dict)
 
-    def endings(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Endings:
-        """What operations come to that are alike."""
+    def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:
+        """The strategies of operations that are alike."""
         key = (signature, home, binding, near)
-        found = self._endings.get(key)
+        found = self._of.get(key)
         if found is None:
-            found = self._endings[key] = Endings(signature, home, binding, self.balance, near)
+            found = self._of[key] = Pricing(signature, home, binding, near, self.balance)
         return found
+
+    def __len__(self) -> int:
+        return len(self._of)
 
 
 @dataclass(eq=False)
@@ -51,17 +53,17 @@ class Memos:
     """See above."""
 
     signatures: Signatures = field(default_factory=Signatures)
-    _found: dict[Balance, Found] = field(default_factory=dict)
+    _prices: dict[Balance, Prices] = field(default_factory=dict)
     computations: set[object] = field(default_factory=set)
     _simplified: dict[object, Simplified] = field(default_factory=dict)
     _sharings: dict[object, Sharing | None] = field(default_factory=dict)
 
-    def found(self, balance: Balance) -> Found:
-        """What was found out at a balance."""
-        return self._found.setdefault(balance, Found(balance))
+    def prices(self, balance: Balance) -> Prices:
+        """The priced strategies at a balance."""
+        return self._prices.setdefault(balance, Prices(balance))
 
     def simplified(self, graph: Graph, results: Sequence[Tensor], taken: bool) -> Simplified:
-        """The body of a loop, simplified; `taken`: its results are needed wherever they lie."""
+        """The body of a loop, simplified; `taken`: its results are needed under whatever sharding."""
         key = (graph, tuple(results), taken)
         if key not in self._simplified:
             simple = self._simplified[key] = simplify(graph, results, ())
@@ -79,7 +81,7 @@ class Memos:
 
     def trim(self) -> None:
         """Start anew with what grows from layout to layout, where that has become too much to hold."""
-        if sum(len(found.options) for found in self._found.values()) > MOST or len(self.computations) > MOST:
-            self._found.clear()
+        if sum(map(len, self._prices.values())) > MOST or len(self.computations) > 8 * MOST:
+            self._prices.clear()
             self.computations.clear()
             self.signatures.forget_assignments()

@@ -8,16 +8,17 @@ it are compared (`layout`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from meshlib.graph import BACKWARD, FORWARD, Operation, Tensor
-from meshlib.lowering.endings import Near
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import Factor, Halo, Role
 from meshlib.program.exchange import RUNS
 from meshlib.program.margins import Margin, Split, keeps_margins, needed_margins, takes_margins
 from meshlib.program.signature import Signatures
+
+Near: TypeAlias = frozenset[tuple[int, str]]  # operands and dims of which others bring what is elsewhere
 
 
 class _Need(NamedTuple):

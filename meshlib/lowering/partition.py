@@ -1,8 +1,7 @@
 """From the unsharded graph to what one core runs: every value laid out, every reshard explicit and explained.
 
-First `meshlib.lowering.beam` finds what each operation does; then a sweep in program order brings its operands there,
-emits it, and brings the result home where it is bound. Who takes a pending sum decides whether it is reduced before or
-after it (rules 1 to 4, 7).
+First `meshlib.lowering.problem` chooses the strategy of every operation; then a sweep in program order reshards its
+operands, emits it, and brings the result home where it is bound (rules 1 to 4, 7).
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from dataclasses import dataclass, field
 
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
-from meshlib.lowering.beam import best_choices
-from meshlib.lowering.choose import Choice
-from meshlib.lowering.course import Course, as_it_lies, binding
-from meshlib.lowering.endings import Near
+from meshlib.lowering.bindings import binding, least_memory
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Body, Loops
-from meshlib.lowering.memos import Found
-from meshlib.lowering.places import Places, blockwise
+from meshlib.lowering.memos import Prices
+from meshlib.lowering.near import Near
+from meshlib.lowering.places import Places
+from meshlib.lowering.problem import Problem, best_choices
 from meshlib.lowering.reasons import explain_exchange
 from meshlib.lowering.simplification import Simplified
+from meshlib.lowering.strategies import Choice
 from meshlib.operation import Home, Kind
 from meshlib.program.instructions import Commit, Compute, Loop, Resident, Value
 from meshlib.program.signature import Signatures
@@ -34,7 +33,7 @@ class Partitioner:
 
     graph: Simplified
     homes: Homes
-    found: Found
+    prices: Prices
     signatures: Signatures
     fetched: set[Tensor]
     body: Body  # how loops are lowered
@@ -44,15 +43,19 @@ class Partitioner:
     updates: dict[str, Value] = field(default_factory=dict)
     places: Places = field(init=False)
     choices: Mapping[Operation, Choice] = field(default_factory=dict)
+    excess_bytes: float = 0.0  # of the choices above their lower bound
 
     def __post_init__(self) -> None:
-        self.places = Places(self.graph, self.homes, self.signatures, self.found.balance.axis_prices)
+        self.places = Places(self.graph, self.homes, self.signatures, self.prices.balance.axis_prices)
         self.loops = Loops(self.graph, self.homes, self.fetched, self.body)
 
     def run(self) -> None:
         """Lower every operation, in order."""
-        course = Course(self.graph, self.homes, self.found, self.signatures, self.fetched, self.loops, self.near)
-        self.choices = best_choices(course)
+        problem = Problem(self.graph, self.homes, self.prices, self.signatures, self.fetched, self.loops, self.near)
+        self.choices, self.excess_bytes = best_choices(problem)
+        for op, choice in self.choices.items():
+            for x, s in zip(self.graph.inputs[op], choice.operands, strict=True):
+                self.places.uses.setdefault((x, op.region), {}).setdefault(s)
         for op in self.graph.operations:
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:
@@ -76,8 +79,8 @@ class Partitioner:
 
     def as_it_lies(self, t: Tensor) -> Value:
         """The value of `t` as it is there: at home, else in the smallest blocks; brought home if it is pending."""
-        lies = [v.sharding for _, v in self.places.instances[t]]
-        return self.at(t, as_it_lies(lies, self.homes.of(t)))
+        there = [v.sharding for _, v in self.places.instances[t]]
+        return self.at(t, least_memory(there, self.homes.of(t)))
 
     # ------------------------------------------------------------ operations
 
@@ -100,12 +103,12 @@ class Partitioner:
         self.places.instructions.append(Commit(op, (value,), (), UPDATE))
 
     def _copy(self, op: Operation) -> None:
-        """Between the memories of device and host: every block as it lies."""
+        """Between the memories of device and host, block by block."""
         (x,) = self.graph.inputs[op]
-        value = self.as_it_lies(x)
+        choice = self.choices[op]
+        value = self.places.use(x, choice.operands[0], op)
         made = Value(op.output, value.sharding)
-        split = blockwise(value.sharding)
-        self.places.instructions.append(Compute(op, (value,), (made,), op.region, split))
+        self.places.instructions.append(Compute(op, (value,), (made,), op.region, choice.assignment))
         self._settle(made)
 
     def _compute(self, op: Operation) -> None:

@@ -6,17 +6,21 @@ than its home does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 
 from layouts import Sharding, reshard
 from meshlib.graph import Operation, Tensor
-from meshlib.lowering.arrivals import Made, Prices, Source, again_axes, made_again, obtain
+from meshlib.lowering.arrivals import Made, Prices, Source, again_axes, between, made_again, obtain
 from meshlib.lowering.homes import Homes
 from meshlib.lowering.loops import Makers
 from meshlib.lowering.reasons import explain_step
 from meshlib.lowering.simplification import Simplified
 from meshlib.program.instructions import Compute, Instruction, Move, Value
 from meshlib.program.signature import Signatures
+
+MOST_ORDERED = 4  # placements of one tensor of which every order is tried
 
 
 @dataclass(eq=False)
@@ -32,6 +36,8 @@ class Places:
     instances: dict[Tensor, list[tuple[str | None, Value]]] = field(default_factory=dict)
     # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
     makers: dict[Tensor, Makers] = field(default_factory=dict)
+    # Per tensor and region the placements under which it is used, in order.
+    uses: dict[tuple[Tensor, str], dict[Sharding, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._again = made_again(self.graph)
@@ -49,8 +55,29 @@ class Places:
         self.instances.setdefault(t, []).append((self.homes.reach(t, value.sharding, region), value))
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
-        """The value of `t` under `wanted`, for an operation."""
+        """The value of `t` under `wanted`, for an operation; copies from which later uses start first, if that pays."""
+        for s in self._first(t, wanted, op.region):
+            self.bring(t, s, op.region, op)
         return self.bring(t, wanted, op.region, op)
+
+    def _first(self, t: Tensor, wanted: Sharding, region: str) -> Sequence[Sharding]:
+        """The placements that are still to be used in a region and should be made before `wanted`: a cheapest tree."""
+        have = [v.sharding for v in self.known(t, region)]
+        if wanted in have:
+            return ()
+        left = [s for s in self.uses.get((t, region), ()) if s not in have and s != wanted]
+        if not 0 < len(left) <= MOST_ORDERED:
+            return ()
+
+        def cost(order: Sequence[Sharding]) -> float:
+            there, total = list(have), 0.0
+            for s in order:
+                total += min(between(at, s, t.dtype.itemsize, self.prices)[0] for at in there)
+                there.append(s)
+            return total
+
+        best = min(permutations((wanted, *left)), key=cost)  # of equal ones the first: `wanted` before all others
+        return best[: best.index(wanted)]
 
     def bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""

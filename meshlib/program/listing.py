@@ -107,4 +107,5 @@ def explain(program: Program) -> str:
     """
     require_program(program, "explain")
     lines = [f"1 program on {program.headline}", *(f"note: {n}" for n in program.notes)]
-    return "\n".join([*lines, collectives_table(program.collectives), str(program.memory)])
+    table = collectives_table(program.collectives)
+    return "\n".join([*lines, table, f"choice of strategies: {program.choice}", str(program.memory)])

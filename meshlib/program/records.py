@@ -70,6 +70,13 @@ class Program:
     counts_steps: bool = False
     notes: tuple[str, ...] = ()
     is_body: bool = False  # of a loop: its carries may be pending sums
+    excess_bytes: float = 0.0  # by which the choice of strategies is above its lower bound, loop bodies aside
+
+    @property
+    def choice(self) -> Optimality:
+        """How far from the least the choice of strategies is at most, loops included."""
+        excess = sum(times * body.excess_bytes for body, times in _bodies(self))
+        return Optimality(excess, excess / max(self.sent_bytes, 1) if excess else 0.0)
 
     @property
     def headline(self) -> str:
@@ -152,6 +159,28 @@ class Program:
         from meshlib.program.listing import listing
 
         return listing(self)
+
+
+class Optimality(NamedTuple):
+    """How good the choice of strategies is.
+
+    excess_bytes  bytes sent, and duplicated work at its worth, that another choice could save at most; 0 where proved
+    gap           the same as a share of the bytes that the program sends
+    """
+
+    excess_bytes: float
+    gap: float
+
+    def __str__(self) -> str:
+        return "proved the least" if not self.gap else f"at most {100 * self.gap:.2g} % above the least"
+
+
+def _bodies(program: Program, times: int = 1) -> Iterator[tuple[Program, int]]:
+    """A program and the bodies of its loops, with the runs of all trips."""
+    yield program, times
+    for i in program.instructions:
+        if isinstance(i, Loop):
+            yield from _bodies(i.body, times * i.trips)
 
 
 class Visit(NamedTuple):

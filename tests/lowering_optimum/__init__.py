@@ -114,16 +114,11 @@ class Subject:
 
     def best(self, ways: Ways, most: float, most_work: float = INFINITE, budget: float = INFINITE) -> Optimum | None:
         """The least by cost; with a limit to the work, by bytes. None if nothing costs so little. Raises: TooMany."""
-        found = None
         ends = frozenset(ways.simple.of(t) for t in self.outputs.values())
-        for strict in (False, True):
-            steps = Steps(ways, ends, budget, strict, most_work == INFINITE)
-            some = Search(steps, most, most_work, BEAM).run()
-            enough = most if some is None else steps.cost(some.bytes, some.work)[0]
-            found = Search(steps, enough, most_work).run()
-            if found is None or found.obeys(steps):
-                break
-        return found
+        steps = Steps(ways, ends, budget, most_work == INFINITE)
+        some = Search(steps, most, most_work, BEAM).run()
+        enough = most if some is None else steps.cost(some.bytes, some.work)[0]
+        return Search(steps, enough, most_work).run()
 
 
 def least(

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshlib.graph import Operation, Tensor
 from meshlib.operation import RESIDENT
-from tests.lowering_optimum.spots import INFINITE, pairs
+from tests.lowering_optimum.spots import INFINITE
 from tests.lowering_optimum.steps import EPS, Done, Steps
 
 MAX_STATES = 20_000
@@ -38,22 +38,6 @@ class Optimum:
     def cost(self) -> float:
         """Bytes, and what the work is worth."""
         return self.bytes + self.work
-
-    def obeys(self, steps: Steps) -> bool:
-        """Whether no axis is on a dim on which no value that was really there had it."""
-        ways = steps.ways
-        laid = {y: set(pairs(steps.at[y].home)) for y in steps.at if y.operation.kind.kind in RESIDENT}
-        for op, done in self.path:
-            xs = ways.simple.inputs[op]
-            split = [ways.laid(x, lambda t: laid.get(t, set())) for x in xs]
-            for way in done.ways:
-                if not all(any((d, a) in split[i] for i, d, a in need) for need in way.needs):
-                    return False
-            for way in done.ways:
-                lie = [(x, wants[0]) for x, wants in zip(xs, way.wants, strict=True) if wants]
-                for t, s in (*lie, (op.output, way.out)):
-                    laid.setdefault(t, set()).update(pairs(s))
-        return True
 
     def __str__(self) -> str:
         lines = [f"{self.bytes:g} bytes, work {self.work:g}, {self.states} states"]

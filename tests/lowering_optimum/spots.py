@@ -21,10 +21,9 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Spot:
-    """All places where a value is; none if it is yet to be made. `laid`: dims and axes it was split over."""
+    """All places where a value is; none if it is yet to be made."""
 
     held: frozenset[Held] = frozenset()
-    laid: frozenset[tuple[str, str]] = frozenset()
 
 
 def pairs(s: Sharding) -> Iterator[tuple[str, str]]:
@@ -43,12 +42,11 @@ class Whereabouts:
 
     Args:
       bound: whether it must end at home.
-      strict: whether to remember where it ever was split.
       budget: bytes above which nobody is interested in a move.
     """
 
-    def __init__(self, t: Tensor, home: Sharding, bound: bool, strict: bool, budget: float) -> None:
-        self.t, self.home, self.bound, self.strict, self.budget = t, home, bound, strict, budget
+    def __init__(self, t: Tensor, home: Sharding, bound: bool, budget: float) -> None:
+        self.t, self.home, self.bound, self.budget = t, home, bound, budget
         self.spots: list[Spot] = []
         self._numbers: dict[Spot, int] = {}
         self._brought: dict[object, list[tuple[float, int]]] = {}
@@ -63,7 +61,7 @@ class Whereabouts:
                 others = (x for x in held if x != h and x.region in (None, h.region))
                 if any(is_slice(x.sharding, h.sharding) for x in others):
                     held.discard(h)
-            least = Spot(frozenset(held), spot.laid)
+            least = Spot(frozenset(held))
             if least not in self._numbers:
                 self._numbers[least] = len(self.spots)
                 self.spots.append(least)
@@ -72,7 +70,7 @@ class Whereabouts:
 
     def made(self, sharding: Sharding, region: str | None) -> int:
         """The number of the spot of a value as its operation made it."""
-        return self.number(Spot(frozenset([self._held(sharding, region)]), self._laid(sharding)))
+        return self.number(Spot(frozenset([self._held(sharding, region)])))
 
     def unmade(self) -> int:
         """The number of the spot of a value that is made where it is wanted, later."""
@@ -82,7 +80,7 @@ class Whereabouts:
         """The spot after it was made besides; if it `lasts`, it is there from then on, and need not be made again."""
         spot = self.spots[number]
         held = {self._held(sharding, region)} if lasts else set[Held]()
-        return self.number(Spot(spot.held | held, spot.laid | self._laid(sharding)))
+        return self.number(Spot(spot.held | held))
 
     def move(self, source: Sharding, target: Sharding) -> tuple[float, tuple[Sharding, ...]]:
         """Bytes of a reshard, and what it leaves on the way: the value with all sums taken."""
@@ -126,7 +124,7 @@ class Whereabouts:
         return found
 
     def _with(self, spot: Spot, added: frozenset[Held], wanted: Sharding) -> int:
-        return self.number(Spot(spot.held | added, spot.laid | self._laid(wanted)))
+        return self.number(Spot(spot.held | added))
 
     def _straight(self, held: frozenset[Held], wanted: Sharding, region: str) -> tuple[float, frozenset[Held]]:
         """The cheapest way from what there is: its bytes, and what is there then."""
@@ -170,9 +168,6 @@ class Whereabouts:
     def _held(self, s: Sharding, region: str | None) -> Held:
         return Held(s, None if self.is_small(s) else region)
 
-    def _laid(self, s: Sharding) -> frozenset[tuple[str, str]]:
-        return frozenset(pairs(s)) if self.strict else frozenset()
-
     def short(self, a: int, b: int) -> float:
         """Bytes that surely suffice to have at spot `a` all that is at hand at `b`."""
         if a == b:
@@ -183,8 +178,6 @@ class Whereabouts:
         return found
 
     def _short(self, a: Spot, b: Spot) -> float:
-        if not b.laid <= a.laid:
-            return INFINITE
         have, total = a.held, 0.0
         for h in sorted(b.held - a.held, key=lambda h: (-len(h.sharding.pending), -h.sharding.local_size, _order(h))):
             total += self.nearest(have, h.sharding) if h.region is None else self._straight(have, *h)[0]

@@ -42,14 +42,12 @@ class Steps:
     Args:
       ends: what has to be at home at last, besides gradients and what is written back.
       budget: bytes above which nobody is interested in a move.
-      strict: a dim takes an axis only from where a value really was.
       priced: whether work is part of the cost, one operation a byte, or has a limit of its own.
     """
 
     ways: Ways
     ends: frozenset[Tensor]
     budget: float
-    strict: bool
     priced: bool
     at: dict[Tensor, Whereabouts] = field(default_factory=dict)
     _known: dict[tuple[Operation, Spots], list[Done]] = field(default_factory=dict)
@@ -58,7 +56,7 @@ class Steps:
         for op in self.ways.simple.operations:
             for y in op.outputs if op.kind.kind is not Kind.COMMIT else ():
                 bound = y in self.ends or (y in self.ways.simple.graph.gradient_of and not self._waits(y))
-                self.at[y] = Whereabouts(y, self.ways.homes.of(y), bound, self.strict, self.budget)
+                self.at[y] = Whereabouts(y, self.ways.homes.of(y), bound, self.budget)
 
     def _waits(self, y: Tensor) -> bool:
         """Whether a gradient is only added to others: then it need not be at home before, unless it is larger."""
@@ -92,18 +90,10 @@ class Steps:
         if op.output in self.ways.again:
             yield from self._ended(op, 0.0, 0.0, spots, self.at[op.output].unmade(), ())
         for way in self.ways.of[op]:
-            if self._allowed(op, spots, way):
-                for sent, after in self._bring(op, spots, way.wants):
-                    yield from self._made(op, sent + way.bytes, way.work, after, way.out, (way,))
+            for sent, after in self._bring(op, spots, way.wants):
+                yield from self._made(op, sent + way.bytes, way.work, after, way.out, (way,))
         for blocks in _partitions(len(op.inputs)) if op in self.ways.groups else ():
             yield from self._grouped(op, spots, blocks)
-
-    def _allowed(self, op: Operation, spots: Spots, way: Way) -> bool:
-        if not self.strict or not way.needs:
-            return True
-        xs, inputs = self.operands(op), self.ways.simple.inputs[op]
-        laid = [self.ways.laid(x, lambda t: set(self.at[t].spots[spots[xs.index(t)]].laid)) for x in inputs]
-        return all(any((d, a) in laid[i] for i, d, a in need) for need in way.needs)
 
     def _bring(self, op: Operation, spots: Spots, wants: Sequence[Sequence[Sharding]]) -> list[tuple[float, Spots]]:
         """Bytes and spots after bringing each operand to one of the shardings wanted of it, if any is."""
@@ -207,12 +197,11 @@ class Steps:
                     Total(t.bytes + more, t.work + way.work, after, (*t.ways, way))
                     for t in totals
                     for way in self.ways.groups[op][block]
-                    if self._allowed(op, spots, way)
                     for more, after in self._bring(op, t.after, way.wants)
                 ],
             )
         singles = [b[0] for b in blocks if len(b) == 1]
-        for way in (w for w in self.ways.of[op] if self._allowed(op, spots, w)):
+        for way in self.ways.of[op]:
             wants = [way.wants[i] if i in singles else () for i in range(count)]
             last = self.ways.price(op, self.ways.adding(op, way.out, len(blocks)))
             for t in totals:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations, product
 from typing import NamedTuple
 
 import meshlib as mtf
 from layouts import Sharding
 from meshlib.graph import Operation, Tensor, TensorType
-from meshlib.lowering.homes import Homes
+from meshlib.lowering.homes import Homes, scope_of
 from meshlib.lowering.simplification import Simplified
 from meshlib.operation import RESIDENT, Home, Kind, Role, Work
 from meshlib.ops.sources import is_zero
@@ -17,7 +17,6 @@ from meshlib.program.exchange import busiest_bytes
 from meshlib.program.signature import Signature, Signatures
 
 Axes = tuple[str, ...]
-Laid = tuple[int, str, str]  # operand, dim, axis
 
 BALANCE = mtf.Balance()
 AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
@@ -31,7 +30,6 @@ class Way(NamedTuple):
     out: Sharding
     bytes: float  # sent inside the operation
     work: float
-    needs: tuple[frozenset[Laid], ...]  # of each axis that no home lays on its dim, who may do so
 
 
 def subsets(items: Sequence[str]) -> list[Axes]:
@@ -47,8 +45,8 @@ def as_term(s: Sharding) -> tuple[Sharding, ...]:
 class Ways:
     """The ways of each operation, under one mesh and layout.
 
-    Rule 2 says that an axis may go to a dim that it splits in an operand or at home. Here an operand may have been
-    split wherever an operation before could have had it: whether it was, `needs` lets the search see to.
+    Rule 2 says that an axis may split a dim for which a rule or an assigned sharding names it in an operand or in the
+    result: optional rules that lost the axis too, and dims that an operation before could have split so.
     """
 
     def __init__(self, simple: Simplified, homes: Homes) -> None:
@@ -103,14 +101,6 @@ class Ways:
         made = signature.under(self.homes.mesh, axes, ((),) * len(op.inputs))
         return made.operands if made is not None and made.out.axes == wanted.axes else None
 
-    def laid(self, y: Tensor, own: Callable[[Tensor], set[tuple[str, str]]]) -> set[tuple[str, str]]:
-        """Dims and axes that it was split over, or what it may be made of again; `own` tells of each tensor itself."""
-        found = set(own(y))
-        for i, x in enumerate(self.again.get(y, ())):
-            from_dim = {f.operands[i]: f.outputs[0] for f in self._signatures.of(y.operation).factors}
-            found |= {(name, a) for d, a in self.laid(x, own) if (name := from_dim[d]) is not None}
-        return found
-
     def price(self, op: Operation, work: Work) -> float:
         """Of work, in bytes. To make what may be made again counts for nothing, pending or not."""
         if op.output in self.again:
@@ -126,7 +116,11 @@ class Ways:
     def _prepare(self, op: Operation) -> None:
         (y,) = op.outputs
         home = self.homes.of(y)
-        self._laid[y] = {d.name: set(home.of(d.name)) for d in y.shape}
+        named = self.homes.rules.for_dim
+        self._laid[y] = {
+            d.name: {*home.of(d.name), *(a for r in named(d.name, scope_of(y)) for a in r.axes if a in home.mesh)}
+            for d in y.shape
+        }
         self._waiting[y] = set(home.mesh.axes) if is_zero(op) else set()
         if op.kind.kind in RESIDENT:
             return
@@ -199,22 +193,12 @@ class Ways:
             wants = tuple(w if i in some else () for i, w in enumerate(wants))
             work = self.adding(op, made.out, len(some))
         sent = float(busiest_bytes((e, 1) for e in made.exchanges))
-        needs = tuple(self.needs(op, axes))
-        return Way(tuple(axes.items()), wants, made.out, sent, self.price(op, work), needs)
+        return Way(tuple(axes.items()), wants, made.out, sent, self.price(op, work))
 
     def adding(self, op: Operation, out: Sharding, count: int) -> Work:
         """The work of adding so many terms."""
         block = TensorType(out.local_shape, op.output.dtype)
         return op.kind.work((block,) * count, block, op.attrs)
-
-    def needs(self, op: Operation, axes: dict[str, Axes]) -> Iterator[frozenset[Laid]]:
-        """Who may have laid each axis where it is, if no home does."""
-        ends = (*self.simple.inputs[op], op.output)
-        for f in self._signatures.of(op).factors:
-            dims = [(i, d) for i, d in enumerate((*f.operands, f.outputs[0])) if d is not None]
-            for a in axes.get(f.name, ()):
-                if not any(a in self.homes.of(ends[i]).of(d) for i, d in dims):
-                    yield frozenset((i, d, a) for i, d in dims if i < len(ends) - 1)
 
 
 def adds(signature: Signature) -> bool:

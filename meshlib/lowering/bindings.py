@@ -1,0 +1,51 @@
+"""Which results are brought to their assigned sharding as soon as they are computed (rule 1 of the lowering)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from layouts import Sharding
+from meshlib.graph import UPDATE, Operation, Tensor
+from meshlib.lowering.homes import Homes
+from meshlib.lowering.simplification import Simplified
+from meshlib.operation import Home
+
+
+class Binding(enum.Enum):
+    """Whether a result is brought to its assigned sharding at once."""
+
+    ALWAYS = "always"
+    IF_LARGER = "if larger"  # another region uses it: until then it must not take more memory than assigned
+    NEVER = "never"
+
+    def binds(self, made: Sharding, home: Sharding) -> bool:
+        """Whether a result computed under `made` is brought to `home`."""
+        return self is Binding.ALWAYS or (self is Binding.IF_LARGER and made.local_size > home.local_size)
+
+
+def binding(t: Tensor, graph: Simplified, homes: Homes, fetched: set[Tensor]) -> Binding:
+    """The binding of a tensor: what is fetched, gradients and constrained tensors are bound.
+
+    A gradient that is scaled and added to others before the update is not, so that two losses share one reduction,
+    unless it takes more memory until then; nor is one that nobody uses: a loop's running sum, in a trial.
+    """
+    if t in fetched or t.operation.kind.home is Home.GIVEN:
+        return Binding.ALWAYS
+    uses = graph.uses.get(t, ())
+    if t in homes.graph.gradient_of:
+        pending = all(_is_linear(op, i) and op.region != UPDATE for op, i in uses)
+        return Binding.IF_LARGER if pending else Binding.ALWAYS
+    crosses = any(op.region != t.operation.region for op, _ in uses)
+    return Binding.IF_LARGER if crosses else Binding.NEVER
+
+
+def _is_linear(op: Operation, n: int) -> bool:
+    """Whether an operation is linear in operand `n`, rounding aside."""
+    return n in op.kind.linear(op).operands or op.kind.home is Home.OPERAND
+
+
+def least_memory(placements: Sequence[Sharding], home: Sharding) -> Sharding:
+    """Of the placements of a tensor the assigned one, else that of the smallest blocks; `home` if all are pending."""
+    complete = [s for s in placements if not s.pending]
+    return min(complete, key=lambda s: (s != home, s.local_size)) if complete else home

@@ -1,0 +1,318 @@
+"""The copies of one tensor, as tables of a factor graph: where it is made, where it is used, and reshards between.
+
+A tensor is made under one or several *placements* (shardings, pending sums included) and used under others. One copy
+serves every use that it can reach, and a reshard may start from any copy: what the copies cost together is a cheapest
+tree. Trees of up to three uses are tabulated exactly (Dreyfus-Wagner over all placements). With more, a variable of its
+own says which copies a region shares, its *hubs*; a use then pays for the way from the nearest hub.
+
+A copy that takes more memory than the assigned sharding serves one region only (forward, backward or update).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations, permutations
+from math import gcd, inf
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layouts import Mesh, Shape, Sharding
+from layouts.dims import Dimension
+from layouts.sharding import Pending, laid
+from meshlib.lowering.arrivals import Prices, between
+from meshlib.lowering.elimination import FactorGraph, Floats, Ints
+
+COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, then to the plain reading of the layout
+DIRECT_ENTRIES = 60_000  # of a table of trees
+HUBS = 3  # copies that a region shares, at most
+MOST_HUB_SETS = 400
+
+Spot: TypeAlias = tuple[str, int]  # region, placement
+Class = TypeVar("Class", bound=tuple[Any, ...])
+
+
+@lru_cache(maxsize=1 << 12)
+def _unit_distances(
+    mesh: Mesh, sizes: tuple[int, ...], spots: tuple[tuple[tuple[tuple[str, ...], ...], Pending], ...], prices: Prices
+) -> tuple[Floats, Floats]:
+    """Bytes and collectives from placement to placement, of one byte per element of a tensor of these sizes."""
+    shape = Shape([Dimension(f"d{n}", size) for n, size in enumerate(sizes)])
+    placements = [laid(shape, mesh, axes, pending) for axes, pending in spots]
+    pairs = [[between(a, b, 1, prices) for b in placements] for a in placements]
+    both = np.array(pairs, float).reshape(len(spots), len(spots), 2)
+    both.setflags(write=False)
+    return both[..., 0], both[..., 1]
+
+
+def distances(placements: Sequence[Sharding], itemsize: float, prices: Prices) -> Floats:
+    """The cost of a reshard from each placement (rows) to each (columns): bytes, and a trifle for each collective."""
+    shape, mesh = placements[0].shape, placements[0].mesh
+    if itemsize % 1:
+        pairs = [[between(a, b, itemsize, prices) for b in placements] for a in placements]
+        both = np.array(pairs, float).reshape(len(placements), len(placements), 2)
+        return both[..., 0] + COLLECTIVE * both[..., 1]
+    devices = mesh.size
+    sizes = tuple([gcd(n, devices) for n in shape.sizes])
+    unit = 1
+    for n in sizes:
+        unit *= n
+    sent, collectives = _unit_distances(mesh, sizes, tuple([(s.axes, s.pending) for s in placements]), prices)
+    found: Floats = sent * (shape.size // unit * itemsize) + COLLECTIVE * collectives
+    return found
+
+
+@dataclass(eq=False)
+class Use:
+    """One user of a tensor: per value of its variable the placements that it needs in a region, as a class."""
+
+    variable: int | None
+    region: str
+    classes: list[tuple[int, ...]]
+    of: Ints  # per value of the variable, the class
+
+
+@dataclass(eq=False)
+class Copies:
+    """See above. `made` are per value of the producer's variable where it makes the tensor, as a class."""
+
+    home: Sharding
+    itemsize: float
+    prices: Prices
+    regather: bool
+    placements: dict[Sharding, int] = field(default_factory=dict)
+    producer: int | None = None
+    made: list[tuple[Spot, ...]] = field(default_factory=list)
+    made_of: Ints = field(default_factory=lambda: np.zeros(1, np.intp))
+    uses: list[Use] = field(default_factory=list)
+    order: dict[str, int] = field(default_factory=dict)  # of the regions that make it and use it, first ones first
+    hub_variables: list[int] = field(default_factory=list)
+
+    def number(self, s: Sharding) -> int:
+        """The number of a placement."""
+        return self.placements.setdefault(s, len(self.placements))
+
+    def set_made(self, variable: int | None, made: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
+        """Where each value of the producer's variable makes it."""
+        self.producer = variable
+        rows = [tuple(dict.fromkeys((r, self.number(s)) for r, s in spots)) for spots in made]
+        self.made, self.made_of = _classes(rows)
+        for region, _ in (spot for row in rows for spot in row):
+            self.order.setdefault(region, len(self.order))
+
+    def add_use(self, variable: int | None, region: str, wants: Sequence[Sequence[Sharding]]) -> None:
+        """What each value of a user's variable needs; nothing may be needed."""
+        rows = [tuple(sorted({self.number(s) for s in some})) for some in wants]
+        classes, of = _classes(rows)
+        if classes != [()]:
+            self.uses.append(Use(variable, region, classes, of))
+            self.order.setdefault(region, len(self.order))
+
+    # ------------------------------------------------------------ tables
+
+    def enter(self, graph: FactorGraph) -> None:
+        """Add the tables of the tensor to a factor graph."""
+        if not self.uses:
+            return
+        placements = list(self.placements)
+        self.between = distances(placements, self.itemsize, self.prices)
+        light = [not self.regather or s.local_size <= self.home.local_size for s in placements]
+        self.light: NDArray[np.bool_] = np.array(light)
+        self.reach = [self._reach(u) for u in self.uses]
+        entries = len(self.made) * len(placements)
+        for u in self.uses:
+            entries *= len(u.classes)
+        if len(self.uses) <= 3 and entries <= DIRECT_ENTRIES:
+            self._enter_trees(graph)
+        else:
+            self._enter_hubs(graph)
+
+    def _reach(self, use: Use) -> Floats:
+        """From each placement (rows) what each class of a use costs."""
+        found = np.zeros((len(self.placements), len(use.classes)))
+        for n, wanted in enumerate(use.classes):
+            if len(wanted) == 1:
+                found[:, n] = self.between[:, wanted[0]]
+            elif wanted:
+                orders = permutations(wanted) if len(wanted) <= 3 else [wanted]
+                found[:, n] = np.min([self._one_after_another(self.between, order) for order in orders], axis=0)
+        return found
+
+    def _one_after_another(self, root: Floats, order: Sequence[int]) -> Floats:
+        """From each row of `root`, reach placements in this order, each from the nearest copy."""
+        total = np.zeros(len(root))
+        for n, at in enumerate(order):
+            nearest = root[:, at]
+            if n:
+                nearest = np.minimum(nearest, self.between[list(order[:n]), at].min())
+            total = total + nearest
+        return total
+
+    def _root(self, region: str, made: Sequence[tuple[Spot, ...]]) -> Floats:
+        """From each class of what is made (rows), where a region may use it, to each placement."""
+        found = np.full((len(made), len(self.placements)), inf)
+        for n, spots in enumerate(made):
+            some = [s for r, s in spots if r == region or (self.light[s] and self.order[r] <= self.order[region])]
+            if some:
+                found[n] = self.between[some].min(axis=0)
+        return found
+
+    def _enter_trees(self, graph: FactorGraph) -> None:
+        roots = {u.region: self._root(u.region, self.made) for u in self.uses}
+        match self.uses:
+            case [u]:
+                table = _through(roots[u.region], self.reach[0])
+            case [_, _]:
+                table = self._pair(roots, 0, 1)
+            case _:
+                table = self._triple(roots)
+        self._expand(graph, table, [(self.producer, self.made_of), *((u.variable, u.of) for u in self.uses)])
+
+    def _pair(self, roots: dict[str, Floats], a: int, b: int) -> Floats:
+        u, v = self.uses[a], self.uses[b]
+        apart = _through(roots[u.region], self.reach[a])[:, :, None] + _through(roots[v.region], self.reach[b])[:, None]
+        return np.minimum(apart, _through(roots[self._first(u, v)], self._joint(a, b)))
+
+    def _first(self, *uses: Use) -> str:
+        return min((u.region for u in uses), key=self.order.__getitem__)
+
+    def _joint(self, a: int, b: int) -> Floats:
+        """From each placement, as a copy that two uses share, to both."""
+        found = self.reach[a][:, :, None] + self.reach[b][:, None, :]
+        if self.uses[a].region != self.uses[b].region:
+            found = np.where(self.light[:, None, None], found, inf)
+        return found
+
+    def _triple(self, roots: dict[str, Floats]) -> Floats:
+        us = self.uses
+        alone = [_through(roots[u.region], r) for u, r in zip(us, self.reach, strict=True)]
+        shape = [(slice(None), *(slice(None) if n == k else None for n in range(3))) for k in range(3)]
+        best = alone[0][shape[0]] + alone[1][shape[1]] + alone[2][shape[2]]
+        junction = self.reach[0][shape[0]] + self.reach[1][shape[1]] + self.reach[2][shape[2]]
+        for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
+            joint = self._joint(a, b)
+            root = _through(roots[self._first(us[a], us[b])], joint)
+            best = np.minimum(best, np.expand_dims(root, c + 1) + alone[c][shape[c]])
+            inner = _through(self.between, joint)
+            junction = np.minimum(junction, np.expand_dims(inner, c + 1) + self.reach[c][shape[c]])
+        if len({u.region for u in us}) > 1:
+            junction = np.where(self.light[:, None, None, None], junction, inf)
+        return np.minimum(best, _through(roots[self._first(*us)], junction))
+
+    # ------------------------------------------------------------ hubs
+
+    def _enter_hubs(self, graph: FactorGraph) -> None:
+        before: tuple[int | None, Ints] = (self.producer, self.made_of)
+        regions = sorted({u.region for u in self.uses}, key=self.order.__getitem__)
+        made: Sequence[tuple[Spot, ...]] = self.made
+        roots = {r: self._root(r, made) for r in regions}
+        for region in regions:
+            mine = [n for n, u in enumerate(self.uses) if u.region == region]
+            root = roots[region]
+            if len(mine) == 1 and region == regions[-1]:
+                u = self.uses[mine[0]]
+                self._expand(graph, _through(root, self.reach[mine[0]]), [before, (u.variable, u.of)])
+                continue
+            sets, link, serve = self._hub_sets(root, mine, region)
+            variable = graph.add_variable(len(sets))
+            self.hub_variables.append(variable)
+            own = (variable, np.arange(len(sets)))
+            self._expand(graph, link, [before, own])
+            for n, table in zip(mine, serve, strict=True):
+                self._expand(graph, table, [own, (self.uses[n].variable, self.uses[n].of)])
+            before = own
+            roots.update({r: self._kept(sets) for r in regions if self.order[r] > self.order[region]})
+
+    def _hub_sets(self, root: Floats, mine: Sequence[int], region: str) -> tuple[list[Ints], Floats, list[Floats]]:
+        """The sets of copies that a region may share, their costs from each row of `root`, and those of each use."""
+        wanted = {s for n in mine for c in self.uses[n].classes for s in c}
+        kept = {s for spots in self.made for _, s in spots if self.light[s]}
+        later = {
+            s
+            for u in self.uses
+            if self.order[u.region] > self.order[region]
+            for c in u.classes
+            for s in c
+            if self.light[s]
+        }
+        candidates = sorted(s for s in wanted | kept | later if np.isfinite(root[:, s]).any())
+        free = self.between == 0
+        sets: list[tuple[int, ...]] = []
+        for count in range(1, HUBS + 1):
+            some = [
+                c
+                for c in combinations(candidates, count)
+                if not any(free[a, b] or free[b, a] for a, b in combinations(c, 2))
+            ]
+            if len(sets) + len(some) > MOST_HUB_SETS and sets:
+                break
+            sets += some
+        links: list[Floats] = []
+        serve: list[list[Floats]] = [[] for _ in mine]
+        for c in sets:
+            links.append(np.min([self._one_after_another(root, order) for order in permutations(c)], axis=0))
+            for n, tables in zip(mine, serve, strict=True):
+                tables.append(self.reach[n][list(c)].min(axis=0))
+        link = np.array(links).T
+        serving = [np.array(tables) for tables in serve]
+        # A set that is no cheaper and serves no use better than another is not looked at.
+        tables = [link.T, *serving]
+        if any(self.order[u.region] > self.order[region] for u in self.uses):
+            tables.append(self._kept([np.array(c) for c in sets]))
+        alive = _undominated(np.concatenate(tables, axis=1))
+        return [np.array(sets[n]) for n in alive], link[:, alive], [s[alive] for s in serving]
+
+    def _kept(self, sets: Sequence[Ints]) -> Floats:
+        """From each set of copies, as far as later regions may use them or a free part of them, to each placement."""
+        found = np.full((len(sets), len(self.placements)), inf)
+        for n, hubs in enumerate(sets):
+            some = (self.between[hubs] == 0).any(axis=0) & self.light
+            if some.any():
+                found[n] = self.between[some].min(axis=0)
+        return found
+
+    # ------------------------------------------------------------ from classes to values
+
+    @staticmethod
+    def _expand(graph: FactorGraph, table: Floats, axes: Sequence[tuple[int | None, Ints]]) -> None:
+        """Add a table over classes as one over the values of variables, of which several axes may be of one."""
+        variables = list(dict.fromkeys(v for v, _ in axes if v is not None))
+        index = []
+        for v, of in axes:
+            shape = [1] * len(variables)
+            if v is not None:
+                shape[variables.index(v)] = len(of)
+            index.append(of.reshape(shape))
+        graph.add(variables, table[tuple(index)])
+
+
+def _through(first: Floats, rest: Floats) -> Floats:
+    """The least over what lies between of both: a matrix product of minima and sums."""
+    flat = rest.reshape(len(rest), -1)
+    found: Floats = (first[:, :, None] + flat[None]).min(axis=1)
+    return found.reshape(len(first), *rest.shape[1:])
+
+
+def _classes(rows: Sequence[Class]) -> tuple[list[Class], Ints]:
+    """The different rows, and which of them each row is."""
+    numbers: dict[Class, int] = {}
+    of = np.array([numbers.setdefault(row, len(numbers)) for row in rows], np.intp)
+    return list(numbers), of
+
+
+def _undominated(rows: Floats) -> Ints:
+    """The rows that no other row is nowhere above; of equal ones the first."""
+    count = len(rows)
+    alive = np.ones(count, bool)
+    for n in range(count):
+        below = (rows <= rows[n]).all(axis=1) & alive
+        below[n] = False
+        if not below.any():
+            continue
+        equal = (rows == rows[n]).all(axis=1)
+        if (below & ~equal).any() or (below & equal)[:n].any():
+            alive[n] = False
+    return np.flatnonzero(alive)

@@ -1,0 +1,115 @@
+"""Strategies with their prices, for all operations that are alike: those that no other strategy makes superfluous."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from layouts import Sharding
+from meshlib.lowering.arrivals import axes_price
+from meshlib.lowering.balance import Balance
+from meshlib.lowering.bindings import Binding
+from meshlib.lowering.copies import COLLECTIVE, STRAY, distances
+from meshlib.lowering.near import Near
+from meshlib.lowering.strategies import Axes, Choice, Question, assignments
+from meshlib.program.exchange import busiest_bytes
+from meshlib.program.signature import Signature
+
+
+class Strategy(NamedTuple):
+    """A choice with its price: bytes sent inside the operation and to bring the result home, and duplicated work."""
+
+    choice: Choice
+    cost: float
+    made: tuple[Sharding, ...]  # the placements of the result: as computed, and the assigned one if it is bound there
+    home_cost: float  # of bringing it there
+
+
+class Pricing:
+    """The strategies of operations that are alike and whose results have the same assigned sharding.
+
+    Args:
+      binding: whether the result is brought to its assigned sharding.
+      near: operands and dims of which another operation brings the halo that this one needs.
+    """
+
+    def __init__(self, signature: Signature, home: Sharding, binding: Binding, near: Near, balance: Balance) -> None:
+        self.signature, self.home, self.binding, self.near, self.balance = signature, home, binding, near, balance
+        self._plain = self._plain_work()
+        self._strategies: dict[object, tuple[Strategy, ...]] = {}
+
+    def _plain_work(self) -> float:
+        """The work of computing one block of the assigned sharding; strategies are charged what exceeds it."""
+        counts = dict(zip(self.home.shape.names, self.home.block_counts, strict=True))
+        own = (f.outputs[0] if f.shares is None else None for f in self.signature.factors)
+        plain = self.signature.cut(tuple(counts.get(name or "", 1) for name in own))
+        return 0.0 if plain is None else self.balance.bytes_of(plain.work)
+
+    def strategies(self, asked: Question, held: Sequence[Sharding | None]) -> tuple[Strategy, ...]:
+        """The strategies worth looking at, the cheapest first; `held` are weights that must not move, by operand."""
+        key = (asked, *held)
+        found = self._strategies.get(key)
+        if found is None:
+            priced = [self._priced(*each) for each in assignments(self.signature, asked, self.home)]
+            possible = [s for s in priced if s is not None and not self._moves(s.choice, held)]
+            found = self._strategies[key] = tuple(self._undominated(asked, possible))
+        return found
+
+    def _moves(self, choice: Choice, held: Sequence[Sharding | None]) -> bool:
+        """Whether a weight would be moved over an axis over which weights are stationary."""
+        over = self.balance.stationary
+        return any(
+            a in own and a not in to
+            for home, wanted in zip(held, choice.operands, strict=True)
+            if home is not None
+            for own, to in zip(home.axes, wanted.axes, strict=True)
+            for a in over
+        )
+
+    def _priced(self, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Strategy | None:
+        """An assignment with its price; None where it is impossible."""
+        signature, home, prices = self.signature, self.home, self.balance.axis_prices
+        blocks = signature.cut(tuple([home.mesh.group_size(axes.get(name, ())) for name in signature.names]))
+        assigned = None if blocks is None else signature.under(home.mesh, axes, passed)
+        if blocks is None or assigned is None:
+            return None
+        out = assigned.out
+        exchanges = [e for e in assigned.exchanges if (e.operand, e.dim) not in self.near]
+        strays = sum(map(len, passed)) + (out.axes != home.axes)
+        home_cost = 0.0
+        cost = self.balance.bytes_of(blocks.work) - self._plain + COLLECTIVE * len(exchanges) + STRAY * strays
+        for over in dict.fromkeys(e.axes for e in exchanges):
+            cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, prices)
+        made: tuple[Sharding, ...] = (out,)
+        if out != home and self.binding.binds(out, home):
+            home_cost = float(distances((out, home), signature.op.output.dtype.itemsize, prices)[0, 1])
+            made = (out, home)
+        choice = Choice(axes, assigned.operands, out, assigned.exchanges, passed)
+        return Strategy(choice, cost + home_cost, made, home_cost)
+
+    def _undominated(self, asked: Question, found: list[Strategy]) -> list[Strategy]:
+        """Without the strategies that are no cheaper than another one with reshards before and after it."""
+        if len(found) <= 1:
+            return found
+        found.sort(key=lambda s: s.cost)
+        op, prices = self.signature.op, self.balance.axis_prices
+        several = len(op.outputs) > 1  # the others may be bound or not: compared as they are computed
+        own = np.array([s.cost - s.home_cost * several for s in found])
+        instead = np.repeat(own[:, None], len(found), axis=1)  # [b, a]: strategy b, with operands and results of a
+        for n, x in enumerate(op.inputs):
+            numbers: dict[Sharding, int] = {}
+            of = [numbers.setdefault(s.choice.operands[n], len(numbers)) for s in found]
+            instead += distances(tuple(numbers), x.dtype.itemsize, prices)[np.ix_(of, of)].T
+        numbers = {}
+        rows = [[numbers.setdefault(at, len(numbers)) for at in (s.made[:1] if several else s.made)] for s in found]
+        between = distances(tuple(numbers), sum(y.dtype.itemsize for y in op.outputs), prices)
+        nearest = np.array([between[row].min(axis=0) for row in rows])  # from what b makes to each placement
+        instead += np.array([nearest[:, row].sum(axis=1) for row in rows]).T
+        better = instead <= own + 1e-9
+        kept: list[int] = []
+        for n in range(len(found)):
+            if not better[kept, n].any():
+                kept.append(n)
+        return [found[n] for n in kept]

@@ -1,0 +1,291 @@
+"""The choice of strategies for one graph, as a factor graph: strategies of operations, copies of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import NamedTuple
+
+import numpy as np
+
+from layouts import Sharding
+from meshlib.graph import UPDATE, Operation, Tensor
+from meshlib.lowering.arrivals import BYTES_PER_OPERATION, again_axes, made_again
+from meshlib.lowering.bindings import binding
+from meshlib.lowering.copies import STRAY, Copies, distances
+from meshlib.lowering.elimination import FactorGraph, Solution, solve
+from meshlib.lowering.homes import Homes
+from meshlib.lowering.loops import Loops
+from meshlib.lowering.memos import Prices
+from meshlib.lowering.near import Near
+from meshlib.lowering.places import blockwise
+from meshlib.lowering.pricing import Strategy
+from meshlib.lowering.simplification import Simplified
+from meshlib.lowering.strategies import Choice, Space
+from meshlib.operation import Home, Kind, Role
+from meshlib.program.signature import Signatures
+from meshlib.program.split import beside
+
+MOST_VALUES = 1500
+
+
+class Run(NamedTuple):
+    """A strategy in a region. A value of an operation's variable is one or several of them, its own first."""
+
+    region: str
+    strategy: Strategy
+
+
+@dataclass(eq=False)
+class Problem:
+    """One graph under one layout."""
+
+    graph: Simplified
+    homes: Homes
+    prices: Prices
+    signatures: Signatures
+    fetched: set[Tensor]
+    loops: Loops
+    near: Mapping[Operation, Near] = field(default_factory=dict)
+    factors: FactorGraph = field(default_factory=FactorGraph)
+    copies: dict[Tensor, Copies] = field(default_factory=dict)
+    variables: dict[Operation, int] = field(default_factory=dict)
+    values: dict[Operation, list[tuple[Run, ...]]] = field(default_factory=dict)
+    free: dict[Tensor, Choice] = field(default_factory=dict)
+    constant: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.again = made_again(self.graph)
+        loops = [self.loops.of(op) for op in self.graph.operations if op.kind.kind is Kind.LOOP]
+        given = {y.tensor: y.sharding for looped in loops for y in looped.made}
+        self.space = Space(self.graph, self.homes, self.signatures, self.again, given)
+        self.regions = self._regions()
+        self._free_costs: dict[tuple[Tensor, Sharding], float] = {}
+
+    def _regions(self) -> dict[Operation, list[str]]:
+        """The regions in which an operation may run: its own, and those that use its result if it may run again."""
+        used: dict[Tensor, set[str]] = {}
+        self.often: set[Tensor] = set()  # what several operations use, or one that may itself run in several ways
+        found: dict[Operation, list[str]] = {}
+        for op in reversed(self.graph.operations):
+            regions = {UPDATE if op.kind.kind is Kind.COMMIT else op.region}
+            if op.outputs and op.output in self.again:
+                regions |= used.get(op.output, set())
+            found[op] = [op.region, *sorted(regions - {op.region})]
+            often = bool(op.outputs) and op.output in self.again and op.output in self.often
+            for x in self.graph.inputs[op]:
+                if often or x in used:
+                    self.often.add(x)
+                used.setdefault(x, set()).update(regions)
+        return found
+
+    # ------------------------------------------------------------ building
+
+    def build(self) -> None:
+        """Enter all operations, then the copies of their tensors."""
+        for op in self.graph.operations:
+            self._enter(op)
+        region = self.graph.operations[-1].region
+        for t in (y for op in self.graph.operations for y in op.outputs if y in self.graph.taken):
+            self._use(t, None, region, [(self.homes.of(t),)])
+        for copies in self.copies.values():
+            copies.enter(self.factors)
+
+    def _enter(self, op: Operation) -> None:
+        inputs = self.graph.inputs[op]
+        match op.kind.kind:
+            case Kind.INPUT | Kind.VARIABLE:
+                self._made(op.output, None, [[(op.region, self.homes.of(op.output))]])
+            case Kind.COMMIT:
+                home = self.homes.of(self.homes.graph.variables[op.attrs["variable"]].output)
+                self._use(inputs[0], None, UPDATE, [(home,)])
+            case Kind.LOOP:
+                looped = self.loops.of(op)
+                for x, s in dict.fromkeys(zip(looped.operands, looped.wanted, strict=True)):
+                    self._use(x, None, op.region, [(s,)])
+                for y in looped.made:
+                    cost, made = self._settled(y.tensor, y.sharding)
+                    self.constant += cost
+                    self._made(y.tensor, None, [[(op.region, s) for s in made]])
+            case _:
+                if self._enter_free(op):
+                    return
+                self._enter_choice(op)
+
+    def _enter_free(self, op: Operation) -> bool:
+        """Whether it makes something of nothing, wherever it is wanted."""
+        y = op.output
+        if y not in self.again or not all(x in self.free for x in self.graph.inputs[op]):
+            return False
+        factors = self.signatures.of(op).factors
+        if any(f.outputs[0] is not None and f.role is not Role.PARALLEL for f in factors):
+            return False
+        home = self.homes.of(y)
+        signature = self.signatures.of(op)
+        axes = again_axes(signature, home)
+        nothing = ((),) * len(op.inputs)
+        assigned = None if axes is None else signature.under(home.mesh, axes, nothing)
+        if axes is None or assigned is None or assigned.out != home:
+            return False
+        self.free[y] = Choice(axes, assigned.operands, assigned.out, assigned.exchanges, nothing)
+        return True
+
+    def _free_cost(self, t: Tensor, wanted: Sharding) -> float:
+        """The work of making something of nothing under a sharding."""
+        wanted = wanted.drop_pending()
+        if wanted == self.homes.of(t):
+            return 0.0
+        key = t, wanted
+        if key not in self._free_costs:
+            op = t.operation
+            signature = self.signatures.of(op)
+            axes = again_axes(signature, wanted)
+            assert axes is not None
+            assigned = signature.under(wanted.mesh, axes, ((),) * len(op.inputs))
+            blocks = signature.cut(tuple([wanted.mesh.group_size(axes.get(n, ())) for n in signature.names]))
+            assert assigned is not None
+            assert blocks is not None
+            cost = BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1)
+            for x, s in zip(self.graph.inputs[op], assigned.operands, strict=True):
+                cost += self._free_cost(x, s)
+            self._free_costs[key] = cost
+        return self._free_costs[key]
+
+    def _enter_choice(self, op: Operation) -> None:
+        strategies = self._of_copy(op) if op.kind.kind is Kind.COPY else self._of(op)
+        self.space.made(op, [s.choice for s in strategies])
+        values = self.values[op] = self._values(op, strategies)
+        variable = self.variables[op] = self.factors.add_variable(len(values))
+        price = {id(s): self._price(op, s.choice) for s in strategies}
+        again = {id(s): self._price_again(op, s.choice) for s in strategies}
+        costs = [
+            v[0].strategy.cost + price[id(v[0].strategy)] + sum([again[id(r.strategy)] for r in v[1:]]) for v in values
+        ]
+        self.factors.add((variable,), np.array(costs))
+        inputs = self.graph.inputs[op]
+        for x in dict.fromkeys(inputs):
+            at = [n for n, t in enumerate(inputs) if t is x]
+            for region in dict.fromkeys(r.region for v in values for r in v):
+                wants = [
+                    tuple([r.strategy.choice.operands[n] for r in v if r.region == region for n in at]) for v in values
+                ]
+                self._use(x, variable, region, wants)
+        for n, y in enumerate(op.outputs):
+            made = [
+                [
+                    (r.region, at)
+                    for r in v
+                    for at in (r.strategy.made if n == 0 else self._settled(y, beside(op, r.strategy.choice.out)[n])[1])
+                ]
+                for v in values
+            ]
+            self._made(y, variable, made)
+
+    def _values(self, op: Operation, strategies: Sequence[Strategy]) -> list[tuple[Run, ...]]:
+        """One strategy each; what is computed again may run in two ways, and once more in regions that use it later."""
+        values: list[tuple[Run, ...]] = [(Run(op.region, s),) for s in strategies]
+        if op.output not in self.again:
+            return values
+        plain = [s for s in strategies if not s.choice.out.pending and not any(s.choice.passed)]
+        later = self.regions[op][1:]
+        if op.output in self.often:
+            outs = list(dict.fromkeys(s.choice.out for s in plain))
+            free = distances(outs, op.output.dtype.itemsize, ()) == 0 if outs else None
+            place = {s: n for n, s in enumerate(outs)}
+            both = [
+                (Run(op.region, a), Run(op.region, b))
+                for a, b in combinations(plain, 2)
+                if free is not None
+                and not free[place[a.choice.out], place[b.choice.out]]
+                and not free[place[b.choice.out], place[a.choice.out]]
+            ]
+            if (len(values) + len(both)) * (len(plain) + 1 if later else 1) <= MOST_VALUES:
+                values += both
+        for region in later:
+            if len(values) * (len(plain) + 1) > MOST_VALUES:
+                break
+            again: list[tuple[Run, ...]] = [(Run(region, s),) for s in plain]
+            values = [(*a, *b) for a, b in product(values, [(), *again])]
+        return values
+
+    def _price(self, op: Operation, choice: Choice) -> float:
+        """Of what operands are made of nothing, and results but the first brought home where they are bound there."""
+        others = zip(op.outputs[1:], beside(op, choice.out)[1:], strict=True)
+        return self._price_free(op, choice) + sum([self._settled(y, s)[0] for y, s in others])
+
+    def _price_free(self, op: Operation, choice: Choice) -> float:
+        operands = zip(self.graph.inputs[op], choice.operands, strict=True)
+        return sum([self._free_cost(x, s) for x, s in operands if x in self.free])
+
+    def _price_again(self, op: Operation, choice: Choice) -> float:
+        """Of running once more: next to nothing."""
+        signature = self.signatures.of(op)
+        blocks = signature.cut(tuple([choice.out.mesh.group_size(choice.axes.get(n, ())) for n in signature.names]))
+        assert blocks is not None
+        return BYTES_PER_OPERATION * (blocks.work.vpu_ops + 1) + self._price_free(op, choice)
+
+    def _copies(self, t: Tensor) -> Copies:
+        if t not in self.copies:
+            home = self.homes.of(t)
+            self.copies[t] = Copies(home, t.dtype.itemsize, self.prices.balance.axis_prices, self.homes.regather)
+        return self.copies[t]
+
+    def _use(self, t: Tensor, variable: int | None, region: str, wants: Sequence[Sequence[Sharding]]) -> None:
+        if t not in self.free:
+            self._copies(t).add_use(variable, region, wants)
+
+    def _made(self, t: Tensor, variable: int | None, made: Sequence[Sequence[tuple[str, Sharding]]]) -> None:
+        if t.operation.kind.home is Home.GIVEN:
+            made = [spots[-1:] for spots in made]
+        self._copies(t).set_made(variable, made)
+
+    def _settled(self, t: Tensor, s: Sharding) -> tuple[float, tuple[Sharding, ...]]:
+        """What it costs to bring a result home where it is bound there, and where it is then."""
+        home = self.homes.of(t)
+        if s == home or not binding(t, self.graph, self.homes, self.fetched).binds(s, home):
+            return 0.0, (s,)
+        cost = float(distances((s, home), t.dtype.itemsize, self.prices.balance.axis_prices)[0, 1])
+        return cost, (s, home)
+
+    # ------------------------------------------------------------ strategies
+
+    def _of_copy(self, op: Operation) -> list[Strategy]:
+        """A copy between memories: every block as it is, under a placement that takes no more memory than home does."""
+        (x,) = self.graph.inputs[op]
+        home = self.homes.of(x)
+        made = [home]
+        if x in self.copies:
+            made += [s for s in self.copies[x].placements if not s.pending and s.local_size <= home.local_size]
+        found = []
+        for n, s in enumerate(dict.fromkeys(made)):
+            cost, at = self._settled(op.output, s)
+            split: dict[str, tuple[str, ...]] = {}
+            for a, f in blockwise(s):
+                split[f] = (*split.get(f, ()), a)
+            found.append(Strategy(Choice(split, (s,), s, (), ((),)), cost + STRAY * (n > 0), at, cost))
+        return found
+
+    def _of(self, op: Operation) -> tuple[Strategy, ...]:
+        home, inputs = self.homes.of(op.output), self.graph.inputs[op]
+        binds = binding(op.output, self.graph, self.homes, self.fetched)
+        priced = self.prices.of(self.signatures.of(op), home, binds, self.near.get(op, frozenset()))
+        still = bool(self.prices.balance.stationary)
+        held = [self.homes.of(x) if still and self.homes.is_weight(x) else None for x in inputs]
+        return priced.strategies(self.space.question(op), held)
+
+    # ------------------------------------------------------------ the result
+
+    def choices(self, solution: Solution) -> dict[Operation, Choice]:
+        """What each operation does."""
+        found = {y.operation: c for y, c in self.free.items()}
+        for op, v in self.variables.items():
+            found[op] = self.values[op][solution.values[v]][0].strategy.choice
+        return found
+
+
+def best_choices(problem: Problem) -> tuple[Mapping[Operation, Choice], float]:
+    """What each operation does in the best program found, and by how many bytes that is above the lower bound."""
+    problem.build()
+    solution = solve(problem.factors)
+    return problem.choices(solution), solution.cost - solution.bound

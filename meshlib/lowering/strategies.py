@@ -1,0 +1,200 @@
+"""The strategies of one operation: which mesh axis splits which of its dims, and which pending sums pass through.
+
+The space is static. A mesh axis may split a dim of an operation where a rule of the layout names it for that dim of an
+operand or of the result (an optional rule that lost the axis to another dim included), where an assigned sharding has
+it there, or where the dim is another one of which that holds, renamed or reshaped by an operation before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import chain, combinations, product
+from typing import NamedTuple, TypeAlias
+
+from layouts import Sharding
+from meshlib.graph import Operation, Tensor
+from meshlib.lowering.homes import Homes, scope_of
+from meshlib.lowering.simplification import Simplified
+from meshlib.operation import RESIDENT, Factor, Kind, Linear, Role
+from meshlib.program.exchange import Exchange
+from meshlib.program.signature import Signature, Signatures
+
+Axes: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one operation runs: the axes of each factor, what each operand must be, what comes out."""
+
+    axes: Mapping[str, Axes]  # factor -> axes, major first
+    operands: tuple[Sharding, ...]
+    out: Sharding
+    exchanges: tuple[Exchange, ...]  # what moves inside the operation
+    passed: tuple[Axes, ...]  # the pending axes of each operand that go through
+
+    @property
+    def assignment(self) -> tuple[tuple[str, str], ...]:
+        """(axis, factor) pairs, major first within a factor."""
+        return tuple((a, f) for f, axes in self.axes.items() for a in axes)
+
+
+@dataclass(eq=False)
+class Space:
+    """Which axes may split which dims of each operation, and over which axes a tensor may be a pending sum.
+
+    Args:
+      again: the tensors that may be computed again, under whatever placement their users want.
+      given: the shardings of results that are known already: those of loops.
+    """
+
+    graph: Simplified
+    homes: Homes
+    signatures: Signatures
+    again: Set[Tensor]
+    given: Mapping[Tensor, Sharding]
+    orders: dict[Axes, None] = field(default_factory=dict)  # of several axes on one dim, as assigned shardings have it
+    _splits: dict[Tensor, dict[str, frozenset[str]]] = field(default_factory=dict)
+    _factors: dict[Operation, list[frozenset[str]]] = field(default_factory=dict)  # of operations that can be split
+    _pending: dict[Tensor, frozenset[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for op in self.graph.operations:
+            for y in op.outputs:
+                if op.kind.kind is not Kind.LOOP or y in self.given:
+                    self._enter(y)
+            if op.kind.kind not in (*RESIDENT, Kind.LOOP, Kind.COMMIT):
+                self._split(op)
+        for op in reversed(self.graph.operations):
+            if op.outputs and op.output in self.again:
+                self._follow_users(op)
+
+    def _enter(self, t: Tensor) -> None:
+        """Note the axes that rules, and assigned shardings, name for the dims of a tensor."""
+        home, given = self.homes.of(t), self.given.get(t)
+        scope, mesh = scope_of(t), self.homes.mesh
+        splits = self._splits[t] = {
+            d.name: frozenset(a for rule in self.homes.rules.for_dim(d.name, scope) for a in rule.axes if a in mesh)
+            for d in t.shape
+        }
+        self._pending[t] = frozenset(home.pending_axes)
+        for s in (home,) if given is None else (home, given):
+            self._pending[t] |= frozenset(s.pending_axes)
+            for d, entry in zip(s.shape, s.axes, strict=True):
+                splits[d.name] |= frozenset(entry)
+                if len(entry) > 1:
+                    self.orders.setdefault(entry)
+
+    def _split(self, op: Operation) -> None:
+        """Note the axes that may split each factor of an operation, and so its operands and results from then on."""
+        found = self._factors[op] = []
+        inputs = self.graph.inputs[op]
+        for f in self.signatures.of(op).factors:
+            axes: frozenset[str] = frozenset()
+            if f.role is not Role.WHOLE:
+                ends = [(x, name) for x, name in zip((*inputs, op.output), (*f.operands, f.outputs[0]), strict=True)]
+                axes = axes.union(*(self._splits[x].get(name, ()) for x, name in ends if name is not None))
+            found.append(axes)
+        for f, axes in zip(self.signatures.of(op).factors, found, strict=True):
+            tensors = zip((*inputs, *op.outputs), (*f.operands, *f.outputs), strict=True)
+            for n, (x, name) in enumerate(tensors):
+                if name in self._splits[x] and (f.shares is None or n >= len(inputs)):
+                    self._splits[x][name] |= axes
+
+    def _follow_users(self, op: Operation) -> None:
+        """Let an operation that may run again be split in every way in which its users may have the result."""
+        factors, found = self.signatures.of(op).factors, self._factors[op]
+        for n, f in enumerate(factors):
+            name = f.outputs[0]
+            if name is not None and f.role is Role.PARALLEL:
+                found[n] |= self._splits[op.output][name]
+                for x, own in zip(self.graph.inputs[op], f.operands, strict=True):
+                    if own is not None:
+                        self._splits[x][own] |= found[n]
+
+    def question(self, op: Operation) -> Question:
+        """All that the assignments of an operation depend on, once its operands' strategies are known."""
+        inputs, axes = self.graph.inputs[op], self.homes.mesh.axes
+        return Question(
+            tuple([tuple([a for a in axes if a in some]) for some in self._factors[op]]),
+            tuple([tuple([a for a in axes if a in self._pending[x]]) for x in inputs]),
+            tuple([inputs.index(x) for x in inputs]),
+            tuple(self.orders),
+        )
+
+    def made(self, op: Operation, strategies: Iterable[Choice]) -> None:
+        """Note over which axes the results of an operation may be pending sums."""
+        sums = frozenset(a for c in strategies for a, kind in c.out.pending if kind == "sum")
+        for y in op.outputs:
+            self._pending[y] |= sums
+
+
+class Question(NamedTuple):
+    """All that the assignments of an operation depend on."""
+
+    splits: tuple[Axes, ...]  # per factor the axes that may split it
+    sums: tuple[Axes, ...]  # per operand the axes over which it may be pending
+    first: tuple[int, ...]  # per operand, which operand is the first that is the same tensor
+    orders: tuple[Axes, ...]
+
+
+def assignments(
+    signature: Signature, q: Question, home: Sharding
+) -> Iterator[tuple[Mapping[str, Axes], tuple[Axes, ...]]]:
+    """Every way to give each axis to one factor that it may split, or to none, and to pass sums on; sizes divide."""
+    mesh = home.mesh
+    places: dict[str, list[Factor | None]] = {}
+    for axis in mesh.axes:
+        able = [f for f, axes in zip(signature.factors, q.splits, strict=True) if axis in axes]
+        if able and mesh.axis_size(axis) > 1:
+            places[axis] = [*able, None]
+    for passed in pass_options(signature.linear, q):
+        busy = {a for p in passed for a in p}
+        free = {a: places[a] for a in places if a not in busy}
+        for targets in product(*free.values()):
+            split: dict[str, Axes] = {}
+            used: dict[str, Factor] = {}
+            for axis, f in zip(free, targets, strict=True):
+                if f is not None:
+                    split[f.name] = (*split.get(f.name, ()), axis)
+                    used[f.name] = f
+            if all(f.size % mesh.group_size(split[n]) == 0 for n, f in used.items()):
+                several = [n for n in split if len(split[n]) > 1]
+                if not several:
+                    yield split, passed
+                    continue
+                for entries in product(*(_orders(split[n], q.orders) for n in several)):
+                    yield {**split, **dict(zip(several, entries, strict=True))}, passed
+
+
+def _orders(axes: Axes, known: Sequence[Axes]) -> list[Axes]:
+    """The orders in which some assigned sharding has these axes on a dim; that of the mesh where none has."""
+    found = [tuple(a for a in order if a in axes) for order in known]
+    return list(dict.fromkeys(o for o in found if len(o) == len(axes))) or [axes]
+
+
+def pass_options(linear: Linear, q: Question) -> Iterator[tuple[Axes, ...]]:
+    """Which pending axes of which operands may go through; nothing first, so that ties reduce as early as possible."""
+    nothing: tuple[Axes, ...] = ((),) * len(q.sums)
+    yield nothing
+    if not any(q.sums):
+        return
+    if linear.together:
+        # A complete operand counts on one device only, so it passes too.
+        some = list(dict.fromkeys(a for i in linear.operands for a in q.sums[i]))
+        for subset in _subsets(some):
+            yield tuple(subset if i in linear.operands else () for i in range(len(q.sums)))
+        return
+    alone = [i for i in linear.operands if q.first.count(q.first[i]) == 1]
+    for chosen in product(*(((), *_subsets(q.sums[i])) for i in alone)):
+        taken = list(chain.from_iterable(chosen))
+        if taken and len(taken) == len(set(taken)):
+            passed = list(nothing)
+            for i, axes in zip(alone, chosen, strict=True):
+                passed[i] = axes
+            yield tuple(passed)
+
+
+def _subsets(axes: Sequence[str]) -> list[Axes]:
+    """The non-empty subsets, largest first."""
+    return [c for n in range(len(axes), 0, -1) for c in combinations(axes, n)]

@@ -1,0 +1,124 @@
+"""The solver of factor graphs against all assignments, and what `Program.choice` says of its programs."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+import meshlib as mtf
+from meshlib.lowering import elimination
+from meshlib.lowering.elimination import FactorGraph, solve
+from tests.effort import draws, some
+
+
+def drawn(seed: int, variables: int, density: float = 0.5) -> FactorGraph:
+    """Random tables over one, two and three variables of two to four values; some combinations are impossible."""
+    rng = np.random.default_rng(seed)
+    graph = FactorGraph()
+    for _ in range(variables):
+        graph.add_variable(int(rng.integers(2, 5)))
+    for _ in range(int(density * variables * 3)):
+        scope = rng.choice(variables, size=min(variables, int(rng.integers(1, 4))), replace=False).tolist()
+        table = rng.integers(0, 20, size=[graph.sizes[v] for v in scope]).astype(float)
+        table[(rng.random(table.shape) < 0.1) & (table != table.min())] = np.inf
+        graph.add(scope, table)
+    return graph
+
+
+def least(graph: FactorGraph) -> float:
+    """The least cost of all assignments."""
+    return min(graph.cost(values) for values in product(*map(range, graph.sizes)))
+
+
+@pytest.mark.parametrize("seed", range(draws(60, 2000)))
+def test_the_optimum_is_found_and_proved(seed: int) -> None:
+    graph = drawn(seed, 2 + seed % 6)
+    found, optimum = solve(graph), least(graph)
+    assert found.cost == found.bound == optimum
+    assert graph.cost(found.values) == optimum
+    assert found.gap == 0
+
+
+@pytest.mark.parametrize("seed", range(draws(25, 500)))
+def test_bounds_and_incumbents_lead_to_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tables so small that variables are bounded and pruned, not just eliminated."""
+    monkeypatch.setattr(elimination, "SMALL_TABLE", 4)
+    monkeypatch.setattr(elimination, "DIVE_TABLE", 4)
+    graph = drawn(seed, 3 + seed % 5, density=0.8)
+    found = solve(graph)
+    assert found.cost == pytest.approx(least(graph))
+    assert found.gap == pytest.approx(0, abs=1e-9)
+    assert solve(graph, incumbent=found.values).cost == pytest.approx(found.cost)
+
+
+@pytest.mark.parametrize("seed", range(draws(25, 500)))
+def test_where_tables_are_too_large_there_is_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elimination, "SMALL_TABLE", 2)
+    monkeypatch.setattr(elimination, "DIVE_TABLE", 2)
+    monkeypatch.setattr(elimination, "WINDOW", 4)
+    graph = drawn(seed, 4 + seed % 4, density=0.9)
+    found, optimum = solve(graph, limit=2), least(graph)
+    assert found.bound <= optimum + 1e-9 <= found.cost + 2e-9
+    assert graph.cost(found.values) == found.cost
+
+
+def test_many_neighbours_are_no_obstacle() -> None:
+    """A variable that shares a table with more others than an array can have axes."""
+    graph = FactorGraph()
+    centre = graph.add_variable(3)
+    for n in range(80):
+        v = graph.add_variable(2)
+        graph.add([centre, v], np.array([[n % 3, 1.0], [0.0, 2.0], [1.0, 1.0]]))
+    assert solve(graph).cost == 0.0
+    alone = FactorGraph([1, *[2] * 80])
+    for v in range(1, 81):
+        alone.add([0, v], np.array([[2.0, 1.0]]))
+    assert solve(alone).cost == 80.0
+
+
+# ---------------------------------------------------------------- programs
+
+USUAL = (
+    ("fsdp+sequence", "fsdp:4;tensor:2"), ("data+tensor", "data:2;tensor:2"), ("zero1+sequence", "data:2;tensor:4"),
+    ("fsdp+context", "fsdp:2;context:2"), ("fsdp+tensor", "fsdp:4;tensor:4"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "mesh"), some(USUAL, USUAL[:1]))
+def test_the_choice_is_proved_for_presets(layout: str, mesh: str) -> None:
+    config = mtf.models.preset("llama3-8b").reduced()
+    with mtf.Graph():
+        step = mtf.models.train_step(config, batch=8, length=16)
+    program = mtf.lower(*step, mesh, mtf.models.layout(layout, config, mesh))
+    assert program.choice.gap == 0
+    assert "proved the least" in mtf.explain(program)
+
+
+def test_a_gap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    d = mtf.Dimension
+    with mtf.Graph():
+        x = mtf.input("x", [d("b", 8), d("k", 8)])
+        y = mtf.einsum([x, mtf.variable("w", [d("k", 8), d("n", 8)])], [d("b", 8), d("n", 8)])
+    ways = {"mesh": "p:2", "layout": "b:p?;k:p?;n:p?"}
+    assert mtf.lower({"y": y}, **ways).choice == (0, 0)
+    monkeypatch.setattr("meshlib.lowering.problem.solve", lambda graph: solve(graph).__class__(
+        solve(graph).values, solve(graph).cost, solve(graph).cost - 1.0))  # fmt: skip
+    program = mtf.lower({"y": y}, **ways)
+    assert program.choice.excess_bytes == 1.0
+    assert program.choice.gap == 1.0 / max(program.sent_bytes, 1)
+    assert "above the least" in mtf.explain(program)
+
+
+@pytest.mark.parametrize("order", ["batch:p;d_model:p?;d_ff:p?", "batch:p;d_ff:p?;d_model:p?"])
+def test_an_optional_rule_that_lost_its_axis_may_use_it(order: str) -> None:
+    """Of few rows, moving activations sends less than gathering weights, whatever the order of the rules."""
+    d = mtf.Dimension
+    batch, d_model, d_ff = d("batch", 8), d("d_model", 256), d("d_ff", 1024)
+    with mtf.Graph():
+        x = mtf.input("x", [batch, d_model])
+        h = mtf.relu(mtf.einsum([x, mtf.variable("wi", [d_model, d_ff])], [batch, d_ff]))
+        y = mtf.einsum([h, mtf.variable("wo", [d_ff, d_model])], [batch, d_model])
+    program = mtf.lower({"y": y}, mesh="p:4", layout=order)
+    assert program.sent_bytes < 8 * (256 + 1024) * 4 * 4  # far below a weight, of a megabyte
