@@ -97,7 +97,7 @@ def _read(i: Instruction, n: int, x: Value, stored: Stored) -> tuple[int, int]:
     whole = stored.sizes(x)
     if n == 0 and (i.operation.kind.reads_part or isinstance(i, Move)):  # a cut, if it is a move
         exact, padded = stored.sizes(i.outputs[0])
-        row = 0 if isinstance(i, Move) else row_looked_up(i, x)
+        row = row_looked_up(i, x)
         if row and row % LANES:  # laid out anew: the table is read and written
             return min(whole[0], exact), 2 * whole[1]
         return min(whole[0], exact), min(whole[1], padded * (SUBLANES if row else 1))

@@ -136,6 +136,17 @@ def test_rows_that_are_no_whole_lanes_are_laid_out_anew():
     assert row.launch_seconds == pytest.approx(3e-6)
 
 
+def test_a_cut_of_a_table_looks_nothing_up():
+    """The table is whole, its rows are wanted in parts: what is cut on behalf of the gather has no indices."""
+    r, v, c = D("r", 4096), D("v", 1024), D("c", 1024)
+    with mtf.Graph():
+        y = mtf.gather(mtf.variable("t", [v, c]), mtf.input("i", [r], "int32"), v)
+        made = {"y": mtf.constrain(y, "c:chips")}
+        program = mtf.lower(made, mesh="chips:4", layout="activations/c:chips")
+    read = sum(row.hbm_bytes for row in mtf.estimate(program, "v5e-4").rows)
+    assert read <= 4 * 1024 * (2 * 1024 + 4096) + 2 * 4 * 4096  # table, its part written and read, result, indices
+
+
 @settings(max_examples=draws(15, 300))
 @given(
     st.integers(1, 3000),
