@@ -369,3 +369,16 @@ def test_bad_arguments_are_refused(bad: dict[str, Any]) -> None:
         session = mtf.Session([mtf.input("x", [D("d", 4)])])
     with pytest.raises(mtf.MeshlibError):
         session.lower(**{"mesh": "p:2", **bad})
+
+
+def test_the_same_candidate_again_is_the_same_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs, updates, ways = small_step()
+    session = mtf.Session(outputs, updates)
+    first = [session.lower(*one) for one in ways]
+    assert all(session.lower(*one) is program for one, program in zip(ways, first, strict=True))
+    assert session.lower(*ways[0][:2], "default", mtf.Balance()) is first[0]
+    assert session.lower(*ways[0][:2], regather=False) is not first[0]
+    monkeypatch.setattr("meshlib.lowering.session.PROGRAMS", 2)
+    session.lower(*ways[1])
+    session.lower(*ways[2])
+    assert session.lower(*ways[0]) is not first[0]

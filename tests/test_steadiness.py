@@ -59,6 +59,30 @@ def test_over_widths(plan: Plan):
     assert_steady(plan, [(c, 256, 1024) for c in widths])
 
 
+ALIKE = (  # preset, layout, mesh, and the sizes that grow: batches, or widths of the feed-forward layers
+    ("llama3-8b", "fsdp+sequence", "fsdp:16;tensor:4", "batch", (160, 176, 144, 192, 208)),
+    ("llama3-8b", "fsdp+sequence", "fsdp:16;tensor:4", "d_ff", (10_752, 12_544, 9_216, 14_336)),
+    ("llama3-8b", "fsdp+tensor", "fsdp:8;tensor:8", "batch", (64, 72, 80, 256)),
+    ("t5-11b", "zero1+sequence", "data:16;tensor:4", "batch", (128, 144, 160)),
+)
+
+
+@pytest.mark.parametrize("row", some(ALIKE, ALIKE[:1]), ids=lambda r: f"{r[0]} {r[1]} {r[3]}")
+def test_bytes_grow_with_sizes_and_no_faster(row: tuple[str, str, str, str, tuple[int, ...]]) -> None:
+    """In both directions: an optimum of plans whose bytes grow linearly never falls, and never outgrows the size."""
+    name, layout, mesh, what, sizes = row
+    config, sent = mtf.models.preset(name), {}
+    for size in sorted(some(sizes, sizes[:2])):
+        wide = config.replace(d_ff=size) if what == "d_ff" else config
+        with mtf.Graph():
+            step = mtf.models.train_step(wide, batch=size if what == "batch" else 160, length=4096)
+        program = mtf.lower(*step, mesh, mtf.models.layout(layout, wide, mesh))
+        assert program.choice.gap == 0
+        sent[size] = program.sent_bytes
+    for a, b in pairwise(sent):
+        assert sent[a] * 0.999 <= sent[b] <= sent[a] * b / a * 1.001, f"{what} {a}: {sent[a]} bytes, {b}: {sent[b]}"
+
+
 def assert_steady(plan: Plan, sizes: Sequence[Size]) -> None:
     rows = [measured(plan, size) for size in sizes]
     for (before, seconds, text, a), (after, later, now, b) in pairwise(rows):

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple, TypeAlias
 
 from layouts import Sharding, reshard, resharding
 from layouts.resharding import at_least
@@ -38,10 +35,6 @@ class Source(NamedTuple):
     prices: Prices = ()
     made: Made | None = None  # how it can be made again
 
-    def with_lies(self, new: Iterable[tuple[Path, Sharding]]) -> Source:
-        """It, to be had elsewhere too."""
-        return self._replace(lies=(*self.lies, *(s for path, s in new if not path)))
-
 
 class Made(NamedTuple):
     """An operation that may run again, and where its operands are to be had."""
@@ -63,7 +56,6 @@ class Way(NamedTuple):
 
 
 NOWHERE = Way(float("inf"), 0, -1, ())
-STAYS = Way(0.0, 0, 0, ())
 
 
 def obtain(source: Source, wanted: Sharding) -> Way:
@@ -101,23 +93,6 @@ def _obtained(source: Source, wanted: Sharding) -> Way:
 _moved = lru_cache(maxsize=1 << 14)(_obtained)
 
 
-def price(source: Source, wanted: Sharding) -> Price:
-    """What `obtain` costs, and in how many collectives."""
-    if source.made is not None:
-        way = obtain(source, wanted)
-        return way.cost, way.collectives
-    return (0.0, 0) if wanted in source.lies else _nearest(source, wanted)[0]
-
-
-def total(prices: Iterable[Price]) -> Price:
-    """What they come to."""
-    cost, collectives = 0.0, 0
-    for bytes_, launches in prices:
-        cost += bytes_
-        collectives += launches
-    return cost, collectives
-
-
 def _nearest(source: Source, wanted: Sharding) -> tuple[Price, int]:
     """What it costs to move it to `wanted` from where that costs least, and which of `lies` this is; -1: none."""
     best: Price = float("inf"), 0
@@ -138,13 +113,6 @@ def between(here: Sharding, there: Sharding, itemsize: float, prices: Prices) ->
         return resharding.price(here, there, itemsize)
     plan = reshard(here, there, itemsize)
     return sum([step.sent_bytes * axes_price(step.axes, prices) for step in plan.steps]), plan.collectives
-
-
-def least_cost(source: Source, wanted: Sharding) -> float:
-    """What moving it to `wanted` costs at least, as far as can be said without a plan."""
-    if wanted in source.lies:
-        return 0.0
-    return min([_least_cost(source, s, wanted) for s in source.lies])
 
 
 def _least_cost(source: Source, s: Sharding, wanted: Sharding) -> float:
@@ -227,14 +195,3 @@ def _can_run_again(op: Operation) -> bool:
 
 def _bytes(t: Tensor) -> int:
     return t.dtype.size_bytes(t.shape.size)
-
-
-_Cost = TypeVar("_Cost", float, NDArray[np.float64])
-
-# Of what bringing one thing to where another is would cost: less than that is no advantage.
-NEARLY = 1e-4
-
-
-def slack(cost: _Cost) -> _Cost:
-    """How much of a cost is noise."""
-    return 1e-3 + 1e-11 * abs(cost)

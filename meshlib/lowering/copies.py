@@ -89,7 +89,6 @@ class Copies:
     made_of: Ints = field(default_factory=lambda: np.zeros(1, np.intp))
     uses: list[Use] = field(default_factory=list)
     order: dict[str, int] = field(default_factory=dict)  # of the regions that make it and use it, first ones first
-    hub_variables: list[int] = field(default_factory=list)
 
     def number(self, s: Sharding) -> int:
         """The number of a placement."""
@@ -113,10 +112,37 @@ class Copies:
 
     # ------------------------------------------------------------ tables
 
-    def enter(self, graph: FactorGraph) -> None:
-        """Add the tables of the tensor to a factor graph."""
+    def enter(self, graph: FactorGraph, known: dict[object, FactorGraph]) -> None:
+        """Add the tables of the tensor to a factor graph; `known` are those of tensors that are alike."""
         if not self.uses:
             return
+        variables = [v for v in dict.fromkeys((self.producer, *(u.variable for u in self.uses))) if v is not None]
+        self._number_variables(variables)
+        key = self._key()
+        own = known.get(key)
+        if own is None:
+            own = known[key] = FactorGraph([0] * len(variables))
+            self._enter_alone(own)
+        variables += [graph.add_variable(size) for size in own.sizes[len(variables) :]]
+        for scope, table in own.tables.items():
+            graph.add([variables[v] for v in scope], table)
+
+    def _number_variables(self, variables: Sequence[int]) -> None:
+        """Give the variables numbers of the tensor's own."""
+        place = {v: n for n, v in enumerate(variables)}
+        self.producer = None if self.producer is None else place[self.producer]
+        for u in self.uses:
+            u.variable = None if u.variable is None else place[u.variable]
+
+    def _key(self) -> object:
+        """All that the tables depend on."""
+        uses = [(u.variable, self.order[u.region], tuple(u.classes), u.of.tobytes()) for u in self.uses]
+        made = tuple([tuple([(self.order[r], s) for r, s in spots]) for spots in self.made])
+        spots = tuple([(s.axes, s.pending) for s in self.placements])
+        size = (self.home.shape.sizes, self.home.mesh, self.itemsize, self.regather, self.home.local_size)
+        return self.producer, made, self.made_of.tobytes(), spots, size, tuple(uses)
+
+    def _enter_alone(self, graph: FactorGraph) -> None:
         placements = list(self.placements)
         self.between = distances(placements, self.itemsize, self.prices)
         light = [not self.regather or s.local_size <= self.home.local_size for s in placements]
@@ -218,7 +244,6 @@ class Copies:
                 continue
             sets, link, serve = self._hub_sets(root, mine, region)
             variable = graph.add_variable(len(sets))
-            self.hub_variables.append(variable)
             own = (variable, np.arange(len(sets)))
             self._expand(graph, link, [before, own])
             for n, table in zip(mine, serve, strict=True):

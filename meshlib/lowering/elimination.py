@@ -11,10 +11,12 @@ Pruning with an incumbent that was guessed is sound as long as the optimum found
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from heapq import heapify, heappop, heappush
 from math import inf, prod
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +24,16 @@ from numpy.typing import NDArray
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.intp]
 Scope: TypeAlias = tuple[int, ...]  # variables, ascending
+T = TypeVar("T")
 
 TABLE_LIMIT = 4_000_000  # entries of a table
 MOST_NEIGHBOURS = 40  # of a variable that is eliminated: an array has so many axes
-SMALL_TABLE = 3_000  # entries: eliminating a variable is cheaper than bounding it
-DIVE_TABLE = 50_000
+SMALL_TABLE = 100_000  # entries: eliminating a variable is cheaper than bounding it
+DOMINANCE_ENTRIES = 400_000  # of the comparisons of a variable's values
+DIVE_TABLE = 100_000
 WINDOW, WINDOW_TABLE, PASSES = 60, 400_000, 4  # variables; entries of a table; how often at most
-SWEEPS = 12  # of dual ascent
-GUESSES = (0.03, 0.2, 1.0)  # upper bounds that are tried, as shares of the way from the lower one to the incumbent
+SWEEPS = 8  # of dual ascent
+GUESSES = (0.3, 1.0)  # upper bounds that are tried, as shares of the way from the lower one to the incumbent
 
 
 class TooLarge(Exception):
@@ -75,6 +79,32 @@ class Solution:
         return 0.0 if self.cost <= self.bound else (self.cost - self.bound) / max(abs(self.bound), 1e-9)
 
 
+class _Shared:
+    """Results of array operations, by the identity of their operands.
+
+    Equal layers have equal tables, which are made one array each; so whatever is done to the first layer's tables is
+    known for those of the others.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[object, Floats] = {}
+        self._known: dict[object, Any] = {}
+        self._operands: list[Floats] = []  # kept, so that no other array has their identity
+
+    def one(self, table: Floats) -> Floats:
+        """The first of all tables that are equal."""
+        return self._tables.setdefault((table.shape, table.tobytes()), table)
+
+    def of(self, what: object, operands: Sequence[Floats], result: Callable[[], T]) -> T:
+        """The result of an operation on these operands, computed once."""
+        key = (what, *map(id, operands))
+        if key not in self._known:
+            self._known[key] = result()
+            self._operands += operands
+        found: T = self._known[key]
+        return found
+
+
 class _Problem:
     """A factor graph while it is being solved: domains shrink, variables go, tables grow."""
 
@@ -84,8 +114,9 @@ class _Problem:
         self.of: dict[int, set[Scope]] = {v: set() for v in self.domain}
         self.constant = 0.0
         self.trail: list[tuple[int, Ints, Scope, list[Ints], Ints]] = []
+        self.shared = _Shared()
         for scope, table in graph.tables.items():
-            self.put(scope, table)
+            self.put(scope, self.shared.one(table))
 
     def copy(self) -> _Problem:
         """An independent copy; tables are never changed in place."""
@@ -93,6 +124,7 @@ class _Problem:
         new.domain, new.tables, new.constant = dict(self.domain), dict(self.tables), self.constant
         new.of = {v: set(s) for v, s in self.of.items()}
         new.trail = list(self.trail)
+        new.shared = self.shared
         return new
 
     def put(self, scope: Scope, table: Floats) -> None:
@@ -105,7 +137,7 @@ class _Problem:
             for v in scope:
                 self.of[v].add(scope)
         else:
-            self.tables[scope] = old + table
+            self.tables[scope] = self.shared.of("sum", (old, table), lambda: old + table)
 
     def take(self, scope: Scope) -> Floats:
         for v in scope:
@@ -117,33 +149,19 @@ class _Problem:
     def restrict(self, v: int, keep: NDArray[np.bool_]) -> None:
         """Drop values of a variable."""
         self.domain[v] = self.domain[v][keep]
+        mask = keep.tobytes()
         for scope in self.of[v]:
-            self.tables[scope] = self.tables[scope].compress(keep, axis=scope.index(v))
+            table, axis = self.tables[scope], scope.index(v)
+            self.tables[scope] = self.shared.of((mask, axis), (table,), partial(table.compress, keep, axis=axis))
 
-    def drop_dominated(self, v: int) -> bool:
+    def drop_dominated(self, v: int) -> None:
         """Drop values that some other value is never worse than, whatever the neighbours' values."""
-        size = len(self.domain[v])
-        if size <= 1:
-            return False
-        worst = np.zeros((size, size))  # [y, x]: by how much y may cost more than x
-        for scope in self.of[v]:
-            table = np.moveaxis(self.tables[scope], scope.index(v), 0).reshape(size, -1)
-            if size * table.size > 400_000:
-                return False
-            with np.errstate(invalid="ignore"):
-                more = table[:, None, :] - table[None, :, :]
-            more[np.isnan(more)] = -inf  # neither is possible
-            step = more.max(axis=2)
-            ruled_out = np.isposinf(worst) | np.isposinf(step)
-            worst = np.where(ruled_out, inf, np.where(ruled_out, 0, worst) + np.where(ruled_out, 0, step))
-        never: NDArray[np.bool_] = worst <= 0
-        ties = never & never.T
-        never &= ~ties | (np.arange(size)[:, None] < np.arange(size)[None, :])  # of equals the first stays
-        gone: NDArray[np.bool_] = np.any(never, axis=0)
-        if not gone.any():
-            return False
-        self.restrict(v, np.logical_not(gone))
-        return True
+        if len(self.domain[v]) > 1:
+            own = sorted(((scope.index(v), self.tables[scope]) for scope in self.of[v]), key=lambda x: (x[0], id(x[1])))
+            axes, tables = tuple([axis for axis, _ in own]), [table for _, table in own]
+            gone = self.shared.of(("dominated", axes), tables, lambda: _dominated(axes, tables))
+            if gone.any():
+                self.restrict(v, np.logical_not(gone))
 
     # ------------------------------------------------------------ elimination
 
@@ -161,29 +179,21 @@ class _Problem:
         """Minimise over a variable."""
         scope = tuple(sorted(self.neighbours(v)))
         whole = (*scope, v)
-        total: Floats | None = None
-        for own in sorted(self.of[v], key=len):
-            table = self.take(own)
-            order = [own.index(u) for u in whole if u in own]
-            shape = [len(self.domain[u]) if u in own else 1 for u in whole]
-            table = table.transpose(order).reshape(shape)
-            total = table if total is None else total + table
-        if total is None:
-            total = np.zeros(len(self.domain[v]))
-        full = tuple([len(self.domain[u]) for u in whole])
-        if total.shape != full:
-            total = np.broadcast_to(total, full)
-        best = total.argmin(axis=-1)
+        own = sorted(self.of[v])
+        axes = tuple([tuple([whole.index(u) for u in one]) for one in own])
+        tables = [self.take(one) for one in own]
+        sizes = tuple([len(self.domain[u]) for u in whole])
+        best, least = self.shared.of(("least", axes, sizes), tables, lambda: _minimum(sizes, axes, tables))
         self.trail.append((v, self.domain[v], scope, [self.domain[u] for u in scope], best))
-        least: Floats = np.asarray(total.min(axis=-1))
         del self.domain[v], self.of[v]
         self.put(scope, least)
 
     def settle(self, v: int) -> None:
         """Take a variable of which one value is left out of its tables."""
         for scope in list(self.of[v]):
-            table = np.asarray(self.take(scope).take(0, axis=scope.index(v)))
-            self.put(tuple([u for u in scope if u != v]), table)
+            table, axis = self.take(scope), scope.index(v)
+            rest = self.shared.of(("only", axis), (table,), partial(_only, table, axis))
+            self.put(tuple([u for u in scope if u != v]), rest)
         self.trail.append((v, self.domain[v], (), [], np.zeros((), np.intp)))
         del self.domain[v], self.of[v]
 
@@ -192,15 +202,22 @@ class _Problem:
         for v in [v for v, domain in self.domain.items() if len(domain) == 1]:
             self.settle(v)
         widths = {v: self.width(v) for v in self.domain}
-        while widths:
-            v = min(widths, key=widths.__getitem__)
-            if widths[v] > limit:
+        queue = [(width, v) for v, width in widths.items()]
+        heapify(queue)
+        while queue:
+            width, v = heappop(queue)
+            if widths.get(v) != width:
+                continue
+            if width > limit:
                 return
             near = self.neighbours(v)
             self.eliminate(v)
             del widths[v]
             for u in near:
-                widths[u] = self.width(u)
+                width = self.width(u)
+                if width != widths[u]:
+                    widths[u] = width
+                    heappush(queue, (width, u))
 
     def solution(self, count: int) -> list[int]:
         """The values of all variables, by backtracking; all must have been eliminated."""
@@ -294,6 +311,41 @@ class _Problem:
                 self.restrict(v, keep)
                 gone = True
         return low, gone
+
+
+def _dominated(axes: Sequence[int], tables: Sequence[Floats]) -> NDArray[np.bool_]:
+    """The values of a variable, along `axes` of its tables, than which some other value is never worse."""
+    size = tables[0].shape[axes[0]] if tables else 0
+    nothing = np.zeros(size, np.bool_)
+    if sum([size * table.size for table in tables]) > DOMINANCE_ENTRIES:
+        return nothing
+    worst = np.zeros((size, size))  # [y, x]: by how much y may cost more than x
+    for axis, whole in zip(axes, tables, strict=True):
+        table = np.moveaxis(whole, axis, 0).reshape(size, -1)
+        with np.errstate(invalid="ignore"):
+            more = table[:, None, :] - table[None, :, :]
+        more[np.isnan(more)] = -inf  # neither is possible
+        step = more.max(axis=2)
+        ruled_out = np.isposinf(worst) | np.isposinf(step)
+        worst = np.where(ruled_out, inf, np.where(ruled_out, 0, worst) + np.where(ruled_out, 0, step))
+    never: NDArray[np.bool_] = worst <= 0
+    ties = never & never.T
+    never &= ~ties | (np.arange(size)[:, None] < np.arange(size)[None, :])  # of equals the first stays
+    gone: NDArray[np.bool_] = np.any(never, axis=0)
+    return gone
+
+
+def _minimum(sizes: Sequence[int], axes: Sequence[Sequence[int]], tables: Sequence[Floats]) -> tuple[Ints, Floats]:
+    """The sum of tables, minimised over the last variable: where the least is, and the least."""
+    total = np.zeros(sizes)
+    for own, table in zip(axes, tables, strict=True):
+        order = sorted(range(len(own)), key=own.__getitem__)
+        total += table.transpose(order).reshape([n if k in own else 1 for k, n in enumerate(sizes)])
+    return total.argmin(axis=-1), np.asarray(total.min(axis=-1))
+
+
+def _only(table: Floats, axis: int) -> Floats:
+    return np.asarray(table.take(0, axis=axis))
 
 
 def solve(graph: FactorGraph, incumbent: Sequence[int] | None = None, limit: int = TABLE_LIMIT) -> Solution:

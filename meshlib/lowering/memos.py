@@ -20,13 +20,14 @@ from layouts import Sharding
 from meshlib.graph import Graph, Tensor
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import Binding
+from meshlib.lowering.elimination import FactorGraph
 from meshlib.lowering.near import Near
 from meshlib.lowering.pricing import Pricing
 from meshlib.lowering.shared_sums import Sharing, shared_sums
 from meshlib.lowering.simplification import Simplified, simplify
 from meshlib.program.signature import Signature, Signatures
 
-MOST = 1 << 14  # priced operations, and 8 times as many computations found sound: a search meets thousands of layouts
+MOST = 1 << 13  # priced operations, and 8 times as many computations found sound: a search meets thousands of layouts
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class Prices:
 
     balance: Balance
     _of: dict[object, Pricing] = field(default_factory=dict)
+    tables: dict[object, FactorGraph] = field(default_factory=dict)  # of the copies of tensors that are alike
 
     def of(self, signature: Signature, home: Sharding, binding: Binding, near: Near) -> Pricing:
         """The strategies of operations that are alike."""
@@ -45,7 +47,7 @@ class Prices:
         return found
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._of) + len(self.tables)
 
 
 @dataclass(eq=False)

@@ -90,7 +90,7 @@ class Problem:
         for t in (y for op in self.graph.operations for y in op.outputs if y in self.graph.taken):
             self._use(t, None, region, [(self.homes.of(t),)])
         for copies in self.copies.values():
-            copies.enter(self.factors)
+            copies.enter(self.factors, self.prices.tables)
 
     def _enter(self, op: Operation) -> None:
         inputs = self.graph.inputs[op]

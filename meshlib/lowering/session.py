@@ -23,15 +23,16 @@ from meshlib.replay import all_operations
 
 Outputs = Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None
 T = TypeVar("T", Mesh, LayoutRules)
+PROGRAMS = 32  # that a session keeps: those that were asked for last
 
 
 class Session:
     """The lowering of one program, kept: layouts, meshes, precisions and balances vary.
 
-    Every program is the one that `mtf.lower` would return at that moment; from the second layout on it is there sooner,
-    because what does not depend on the layout is known, and what depends on it is shared wherever two layouts lay an
-    operation alike. What is added to the graph later is no part of the program, but may name dims that a layout names,
-    or declare gradients; the session notices and learns anew.
+    Every program is the one that `mtf.lower` would return at that moment. The last `PROGRAMS` are kept; from the second
+    layout on a program is there sooner, because what does not depend on the layout is known, and what depends on it is
+    shared wherever two layouts split an operation alike. What is added to the graph later is no part of the program,
+    but may name dims that a layout names, or declare gradients; the session notices and learns anew.
 
     Args:
       outputs, updates: as `mtf.lower` takes them.
@@ -74,13 +75,21 @@ class Session:
             raise GraphError(f"lower: regather must be True or False, got {type(regather).__name__} {regather!r:.80}")
         mesh, rules = _one(Mesh(mesh)), _one(LayoutRules(layout))
         self._learn()
+        key = (mesh, rules, precision, balance or Balance(), regather)
+        program = self._programs.pop(key, None) or self._lowered(*key)
+        self._programs[key] = program  # the last one used comes last
+        while len(self._programs) > PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return program
+
+    def _lowered(self, mesh: Mesh, rules: LayoutRules, precision: str, balance: Balance, regather: bool) -> Program:
         report = check_layout(self._subjects, mesh, rules)
         refuse_faults(report, self._subjects, mesh, rules)
         memos = self._memos
         memos.trim()
         notes = (*report.notes, *_bubble_notes(self._simple.operations))
         sound = Sound(memos.signatures, memos.computations)
-        lowering = Lowering(mesh, rules, precision, balance or Balance(), regather, notes, memos, sound)
+        lowering = Lowering(mesh, rules, precision, balance, regather, notes, memos, sound)
         return lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
 
     def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:
@@ -99,6 +108,7 @@ class Session:
         known = [(len(g.operations), dict(g.gradient_of), dict(g.known)) for g in _graphs(self._graph)]
         if known != self._known:
             self._known, self._memos = known, Memos()
+            self._programs: dict[object, Program] = {}
             self._simple = simplify(self._graph, self._outputs.values(), self._updates.values())
             self._subjects = Subjects(self._graph, self._simple.operations)
 
