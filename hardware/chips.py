@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from hardware.errors import HardwareError
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
 DTYPES = ("bf16", "int8", "fp8", "int4")
+MOST_BYTES = 1 << 20  # of a chip's file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +283,12 @@ def load_chip(path: str | Path) -> Chip:
       1600000000000.0
     """
     try:
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:  # a pipe would block, a device never end
+            raise ValueError(f"it is no regular file of at most {MOST_BYTES} bytes")
         table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, TypeError, ValueError) as fault:  # also no path at all, no text, no TOML
-        raise HardwareError(f"cannot read a chip from {path}: {fault}") from None
+    except (OSError, TypeError, ValueError, RecursionError) as fault:  # also no path at all, no text, no TOML
+        raise HardwareError(f"cannot read a chip from {path!s:.200}: {fault!s:.200}") from None
     return chip_from_table(table, str(path))
 
 

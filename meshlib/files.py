@@ -166,10 +166,23 @@ def locked(path: str, wait: bool = True) -> Iterator[bool | None]:
         os.close(descriptor)
 
 
+def most_unpacked_bytes(packed_bytes: int) -> int:
+    """What a compressed file may become: 16 times its size, or 64 MiB. Digits pack to a fifth, zeros to 1/1000."""
+    return max(64 * 2**20, 16 * packed_bytes)
+
+
 @contextlib.contextmanager
-def open_file(path: object, what: str, error: type[Exception]) -> Iterator[tuple[BinaryIO, str]]:
-    """The file `path`, open for reading, and its own path with no link in it. Arguments and faults as above."""
+def open_file(
+    path: object, what: str, error: type[Exception], most_bytes: int | None = None
+) -> Iterator[tuple[BinaryIO, str]]:
+    """The file `path`, open for reading, and its own path with no link in it. Arguments and faults as above.
+
+    Raises: `error` for what is no regular file, such as a pipe or a device, and for more than `most_bytes`.
+    """
     with faults_of(path, what, "read", error) as target, open(target, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if most_bytes is not None and size > most_bytes:
+            raise error(f"{what}: {target} has {size:,} bytes, more than the {most_bytes:,} that such a file may have")
         yield file, target
 
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NoReturn
 import ml_dtypes
 import numpy as np
 
+from meshlib.documents import parse_json
 from meshlib.errors import CheckpointError, nearest
 from meshlib.files import open_file
 
@@ -107,12 +108,7 @@ def read_header(file: BinaryIO, target: str, what: str) -> Header:
     raw = file.read(length)
     if raw[:1] != b"{":
         fail(f"the header should begin with '{{', but begins with {raw[:8]!r}")
-    try:
-        table = json.loads(raw.decode(), object_pairs_hook=lambda pairs: _unique(pairs, fail), parse_constant=fail)
-    except UnicodeDecodeError as fault:
-        fail(f"the header is not UTF-8: byte {fault.start} of {length} is 0x{raw[fault.start]:02x}")
-    except (ValueError, RecursionError) as fault:
-        fail(f"the header is not valid JSON: {str(fault)[:200]}")
+    table = parse_json(raw, lambda fault: fail(f"the header: {fault}"))
     metadata = table.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         fail(f"{METADATA} should map text to text, but is {metadata!r:.80}")
@@ -128,15 +124,6 @@ def read_header(file: BinaryIO, target: str, what: str) -> Header:
     if at != data_bytes:
         fail(f"{data_bytes - at} trailing bytes: the tensors take {at} bytes, and {data_bytes} follow the header")
     return Header(entries, metadata, 8 + length)
-
-
-def _unique(pairs: list[tuple[str, Any]], fail: Callable[[str], NoReturn]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        fail(f"the key '{twice}' occurs {names.count(twice)} times in the header")
-    return made
 
 
 def _entry(name: str, item: object, data_bytes: int, fail: Callable[[str], NoReturn]) -> Entry:

@@ -284,7 +284,7 @@ def item(**changes: object) -> dict[str, object]:
 
 FAULTS: dict[str, tuple[object, bytes, str]] = {
     "not JSON": (b"{]", b"", "not valid JSON"),
-    "deep JSON": (b'{"a":' * 100_000, b"", "not valid JSON"),
+    "deep JSON": (b'{"a":' * 100_000, b"", "nested deeper than 64 levels"),
     "endless number": (b'{"a":' + b"9" * 9_999 + b"}", b"", "not valid JSON"),
     "NaN": (b'{"a":NaN}', b"", "NaN"),
     "not UTF-8": (b'{"\xff":1}', b"", "not UTF-8: byte 2 of 7 is 0xff"),

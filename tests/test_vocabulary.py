@@ -308,7 +308,7 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str, t
 def test_faults_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     for call, kind, text in (
-        (lambda: mtf.BytePairs.load(tmp_path / "a.json"), mtf.CheckpointError, "is no JSON"),
+        (lambda: mtf.BytePairs.load(tmp_path / "a.json"), mtf.CheckpointError, "is not valid JSON"),
         (lambda: mtf.BytePairs.load(tmp_path / "b.json"), mtf.CheckpointError, "No such file"),
         (lambda: mtf.BytePairs.learn("a", 100), mtf.GraphError, "size must be at least 258, .* got 100"),
         (lambda: mtf.BytePairs.learn(["a", 3], 300), mtf.GraphError, "texts must be text, got int 3"),

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlib.errors import DataError
-from meshlib.files import open_file
+from meshlib.files import most_unpacked_bytes, open_file
 from meshlib.records.crc import crc32c, masked, masked_crcs
 
 HEADER, FOOTER = struct.Struct("<QI"), struct.Struct("<I")
@@ -161,6 +161,7 @@ def scan(path: str | os.PathLike[str], compression: str | None = None) -> Iterat
     """The records of a file, from its beginning; a fault after which no more can be found comes last."""
     with open_file(path, "records", DataError) as (file, target):
         chunks = _Chunks(file, compression)
+        most = most_unpacked_bytes(os.fstat(file.fileno()).st_size)
         held, begin = bytearray(), 0  # what is not yet told, and where in the file it begins
         need = HEADER.size
         while True:
@@ -172,6 +173,8 @@ def scan(path: str | os.PathLike[str], compression: str | None = None) -> Iterat
                 head = bytes(held[at : at + HEADER.size])
                 what = _wrong_head(head)
                 need = FRAME_BYTES + HEADER.unpack(head)[0]
+                if not what and need > most:
+                    what = f"the record takes {need} bytes, more than the {most} that its file may unpack to"
                 if what or len(held) - at < need:
                     break
                 ready.append(bytes(held[at + HEADER.size : at + need - FOOTER.size]))

@@ -6,13 +6,13 @@ import gzip
 import math
 import os
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshlib.errors import DataError
+from meshlib.files import most_unpacked_bytes, open_file
 
 # Third byte of the magic number -> big-endian element type (the format's description on the MNIST page).
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -30,7 +30,7 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
     Returns: array in native byte order.
     Raises: DataError naming the file, what was expected and what was found.
     """
-    raw = _read_bytes(Path(path))
+    raw = _read_bytes(path)
     magic = raw[:4]
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in IDX_TYPES or not 1 <= magic[3] <= 32:
         codes = "|".join(f"{code:02x}" for code in IDX_TYPES)
@@ -53,15 +53,21 @@ def read_idx(path: str | os.PathLike[str], dims: int | None = None) -> NDArray[A
     return np.frombuffer(raw, dtype, offset=header).reshape(shape).astype(dtype.newbyteorder("="))
 
 
-def _read_bytes(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: expected a readable file, found: {error.strerror}") from error
-    if not raw.startswith(GZIP_MAGIC):
-        return raw
-    try:
-        return gzip.decompress(raw)
-    except (OSError, EOFError, zlib.error) as error:
-        found = f"{error} (in {len(raw)} bytes)"
-        raise DataError(f"{path}: corrupt gzip: expected a whole stream, found: {found}") from error
+def _read_bytes(path: str | os.PathLike[str]) -> bytes:
+    with open_file(path, "read_idx", DataError) as (file, _):
+        packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        size = os.fstat(file.fileno()).st_size
+        file.seek(0)
+        if not packed:
+            return file.read()
+        most = most_unpacked_bytes(size)
+        try:
+            with gzip.open(file) as unpacked:
+                raw: bytes = unpacked.read(most + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(
+                f"{path}: corrupt gzip: expected a whole stream, found: {error} (in {size} bytes)"
+            ) from error
+    if len(raw) > most:
+        raise DataError(f"{path}: its {size:,} bytes unpack to more than {most:,}; if it is sound, gunzip it")
+    return raw

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlib.errors import DataError, MissingError
+from meshlib.files import open_file
 
 Image = NDArray[np.uint8]
+MOST_BYTES, MOST_PIXELS = 2**28, 2**26  # of a file, and of what it holds
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
 
 
@@ -35,7 +37,10 @@ def read_image(file: str | os.PathLike[str] | bytes, size: tuple[int, int] | Non
     pillow = _pillow()
     what = "the image" if isinstance(file, bytes) else os.fspath(file)
     try:
-        with pillow.open(io.BytesIO(file) if isinstance(file, bytes) else file) as picture:
+        content = file if isinstance(file, bytes) else _content(file)
+        with pillow.open(io.BytesIO(content)) as picture:
+            if picture.width * picture.height > MOST_PIXELS:
+                raise ValueError(f"{picture.width} x {picture.height} pixels, more than {MOST_PIXELS:,}")
             if picture.mode[0] in "IF":  # which would be cut off
                 raise ValueError(f"one of the mode {picture.mode}, with more than 8 bits a channel")
             mode = "RGB" if channels == 3 else "L"
@@ -52,3 +57,8 @@ def read_image(file: str | os.PathLike[str] | bytes, size: tuple[int, int] | Non
     except (pillow.UnidentifiedImageError, OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as fault:
         raise DataError(f"{what}: expected a picture, found: {fault}") from None
     return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _content(file: str | os.PathLike[str]) -> bytes:
+    with open_file(file, "the file", ValueError, MOST_BYTES) as (content, _):
+        return content.read()

@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from meshlib.documents import read_json
 from meshlib.errors import DataError
-from meshlib.files import open_file
 from meshlib.filesets import TAG, FileSet, Member, checked
 
 FORMAT = "meshlib records 1"
@@ -108,10 +108,8 @@ def _manifest(stem: str, count: int) -> str:
 
 def _entries(path: str) -> dict[str, object]:
     """The entries of a manifest by the names of files."""
-    with open_file(path, "records", DataError) as (file, target):
-        raw = file.read()
+    content, target = read_json(path, "records", DataError, "a manifest of a set of records")
     try:
-        content = json.loads(raw)
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r:.40}")
         return {str(entry["name"]): entry for entry in content["files"]}

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hardware.slices import Slice
+from meshlib.documents import read_json
 from meshlib.errors import GraphError
 from meshlib.estimation import STEP_OVERHEAD_SECONDS
 from meshlib.estimation.physics import CALIBRATED
-from meshlib.files import open_file, replace_file
+from meshlib.files import replace_file
 from meshlib.keys import key_of, library_key
 from meshlib.searching.problem import Objective, Problem
 
@@ -57,13 +58,8 @@ class KeptEstimates:
         replace_file(self.path, lambda file: file.write(text.encode()), "search", GraphError)
 
     def _read(self) -> None:
-        with open_file(self.path, "search", GraphError) as (file, _):
-            raw = file.read()
-        try:
-            content = json.loads(raw)
-        except (ValueError, RecursionError) as fault:
-            raise GraphError(f"search: {self.path} holds no search: {fault!r:.80}; name another file") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
+        content, _ = read_json(self.path, "search", GraphError, "a kept search; name another file", constants=True)
+        if content.get("format") != FORMAT:
             raise GraphError(f"search: {self.path} holds no search in the format {FORMAT!r}; name another file")
         checksum = content.pop("sha256", None)
         if checksum != _checksum(content):

@@ -59,7 +59,7 @@ def from_json(value: object, where: str) -> Any:
     if TYPE not in value:
         return inside
     name = value[TYPE]
-    if name not in RECORDS:
+    if not isinstance(name, str) or name not in RECORDS:
         hint = nearest(name, RECORDS) if isinstance(name, str) else ""
         raise CheckpointError(f"{where}: there is no config {name!r:.40}{hint}; known: {', '.join(RECORDS)}")
     known = {f.name for f in fields(RECORDS[name])}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from meshlib.checks import at
+from meshlib.documents import FLAG, NUMBER, POSITIVE, RECORD, SIZE, TEXT, Schema, check_fields, read_json
 from meshlib.errors import CheckpointError, GraphError, MeshlibError
-from meshlib.files import open_file
 from meshlib.layers.positions import RotaryScaling
 from meshlib.models.config import TransformerConfig
 
@@ -36,16 +35,21 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
     place = Path(path) if isinstance(path, str | os.PathLike) else path
     if isinstance(place, Path) and place.is_dir():
         place = place / "config.json"
-    with open_file(place, WHAT, CheckpointError) as (file, target):
-        raw = file.read()
-    try:
-        found = json.loads(raw)
-        kind = found["model_type"]
-    except (ValueError, KeyError, TypeError) as fault:
-        raise CheckpointError(f"{WHAT}: {target} is no config.json with a model_type: {fault!r:.80}") from None
+    found, target = read_json(place, WHAT, CheckpointError, "a config.json with a model_type", {"model_type": TEXT})
+    kind = found["model_type"]
     _refuse(found, {"quantization_config": None})
     if kind not in _KINDS:
         raise GraphError(f"{at(WHAT)}: {target} has model_type {kind!r:.40}; known: {', '.join(_KINDS)}")
+
+    def fail(fault: str) -> NoReturn:
+        raise CheckpointError(f"{WHAT}: {target}: {fault}")
+
+    check_fields(found, SCHEMAS[kind], fail)
+    rope = {**(found.get("rope_parameters") or {}), **(found.get("rope_scaling") or {})}
+    check_fields(rope, ROPE, fail)
+    heads = found.get("num_attention_heads", 1)
+    if kind == "llama" and heads % (found.get("num_key_value_heads") or heads):
+        fail(f"num_key_value_heads {found['num_key_value_heads']} does not divide num_attention_heads {heads}")
     try:
         return TransformerConfig(name=name or Path(target).parent.name or str(kind), **_KINDS[kind](found))
     except KeyError as fault:
@@ -54,6 +58,49 @@ def read_config(path: str | os.PathLike[str], name: str | None = None) -> Transf
         if isinstance(fault, MeshlibError):
             raise
         raise CheckpointError(f"{WHAT}: {target} holds what makes no model: {fault}") from None
+
+
+ROPE: Schema = {
+    **{name: TEXT.optional() for name in ("rope_type", "type")},
+    **{
+        name: POSITIVE.optional()
+        for name in ("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+    },
+    **{name: NUMBER.optional() for name in ("attention_factor", "mscale", "mscale_all_dim")},
+    "original_max_position_embeddings": SIZE.optional(),
+    "truncate": FLAG.optional(),
+}
+SCHEMAS: Mapping[str, Schema] = {
+    "llama": {
+        **dict.fromkeys(("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size"), SIZE),
+        "vocab_size": SIZE,
+        **{name: SIZE.optional() for name in ("num_key_value_heads", "head_dim", "max_position_embeddings")},
+        **{name: FLAG.optional() for name in ("tie_word_embeddings", "attention_bias", "mlp_bias")},
+        **{name: POSITIVE.optional() for name in ("rms_norm_eps", "rope_theta")},
+        **{name: RECORD.optional() for name in ("rope_parameters", "rope_scaling")},
+        "hidden_act": TEXT.optional(),
+    },
+    "gpt2": {
+        **dict.fromkeys(("n_embd", "n_head", "n_layer", "vocab_size", "n_positions"), SIZE),
+        "n_inner": SIZE.optional(),
+        **{name: FLAG.optional() for name in ("tie_word_embeddings", "scale_attn_weights", "add_cross_attention")},
+        "scale_attn_by_inverse_layer_idx": FLAG.optional(),
+        "layer_norm_epsilon": POSITIVE.optional(),
+        "activation_function": TEXT.optional(),
+    },
+    "t5": {
+        **dict.fromkeys(("num_layers", "d_model", "num_heads", "d_kv", "d_ff", "vocab_size"), SIZE),
+        **{
+            name: SIZE.optional()
+            for name in (
+                "num_decoder_layers", "relative_attention_num_buckets", "relative_attention_max_distance",
+            )
+        },
+        "tie_word_embeddings": FLAG.optional(),
+        "layer_norm_epsilon": POSITIVE.optional(),
+        "feed_forward_proj": TEXT.optional(),
+    },
+}  # fmt: skip
 
 
 def _llama(found: Fields) -> dict[str, Any]:
@@ -75,8 +122,8 @@ def _llama(found: Fields) -> dict[str, Any]:
         "position": "rotary",
         "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
         "rope_scaling": _scaling(rope, found),
-        "attention_bias": bool(found.get("attention_bias", False)),
-        "tied": bool(found.get("tie_word_embeddings", False)),
+        "attention_bias": bool(found.get("attention_bias")),
+        "tied": bool(found.get("tie_word_embeddings")),
     }
 
 

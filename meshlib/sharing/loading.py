@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +14,13 @@ import numpy as np
 from layouts.mesh import MeshLike
 from meshlib.checkpoint import load
 from meshlib.checks import at, whole
+from meshlib.documents import COUNT, RECORD, TEXT, Schema, read_json
 from meshlib.errors import CheckpointError, FeedError, GraphError
-from meshlib.files import open_file
 from meshlib.filesets import checked
 from meshlib.generation.generator import Generator, check_options
 from meshlib.generation.tokens import ByteTokenizer
 from meshlib.lowering import Program
+from meshlib.models import TransformerConfig
 from meshlib.sharing.configs import from_json
 from meshlib.sharing.exporting import BYTES, CONFIG, FORMAT, MEMBERS, OWN_FILE, VERSION
 from meshlib.sharing.pictures import ImageInput, pixels_of
@@ -59,14 +59,8 @@ def load_model(
     if not isinstance(folder, str | os.PathLike):
         raise CheckpointError(f"{what}: the folder must be text or a pathlib.Path, got {folder!r:.80}")
     place = Path(folder)
-    with open_file(place / CONFIG, what, CheckpointError) as (file, target):
-        raw = file.read()
-    try:
-        record = json.loads(raw)
-        good = (record["format"], record["version"]) == (FORMAT, VERSION)
-    except (ValueError, KeyError, TypeError) as fault:
-        raise CheckpointError(f"{what}: {target} was not written by export: {fault!r:.80}") from None
-    if not good:
+    record, target = read_json(place / CONFIG, what, CheckpointError, "a config that export wrote", RECORDED)
+    if (record["format"], record["version"]) != (FORMAT, VERSION):
         raise CheckpointError(
             f"{what}: {target} has format {record['format']!r:.40}, version {record['version']!r:.10}; known is "
             f"{FORMAT!r}, version {VERSION}"
@@ -86,6 +80,7 @@ def load_model(
         tokenizer = BytePairs.load(paths["tokenizer"], record.get("end"))
     seen = record.get("images")
     images = ImageInput(**from_json(seen, where)) if isinstance(seen, dict) else None
+    _check_size(config, paths["variables"], where)
     sim = simulate(forward_program(config, build))
     load(paths["variables"], sim)
     common = config, {name: sim.state[name] for name in sim.program.variables}, _Where(mesh, layout, run, int(batch))
@@ -98,6 +93,18 @@ def load_model(
         made = OwnModel(*common, build)
     made.prepare()
     return made
+
+
+RECORDED: Schema = {"format": TEXT, "version": COUNT, "files": RECORD}
+
+
+def _check_size(config: object, path: str, where: str) -> None:
+    """Raise CheckpointError for a model of more parameters than its file can hold, before any of it is built."""
+    if isinstance(config, TransformerConfig) and config.parameters > 2 * os.path.getsize(path):  # of int4 two a byte
+        raise CheckpointError(
+            f"{where}: the model has {config.parameters:,} parameters, but {path} has only {os.path.getsize(path):,} "
+            "bytes; the config is not that of the file"
+        )
 
 
 def _checked_files(folder: Path, entries: object, wanted: Sequence[str], where: str) -> dict[str, str]:

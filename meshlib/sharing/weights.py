@@ -18,8 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from meshlib.checks import at, choice, whole
+from meshlib.documents import RECORD, read_json
 from meshlib.errors import CheckpointError, GraphError, nearest
-from meshlib.files import make_folder, open_file
+from meshlib.files import make_folder
 from meshlib.filesets import TAG, FileSet, Member, checked
 from meshlib.models.config import TransformerConfig
 from meshlib.safetensors import Tensors, write_tensors
@@ -275,10 +276,8 @@ def _files_of(path: object, what: str) -> list[Path | object]:
         place = place / there[0]
     if place.suffix != ".json":
         return [place]
-    with open_file(place, what, CheckpointError) as (file, target):
-        raw = file.read()
+    index, target = read_json(place, what, CheckpointError, "an index of safetensors files", {"weight_map": RECORD})
     try:
-        index = json.loads(raw)
         names = sorted({str(name) for name in index["weight_map"].values()})
         entries = index.get("metadata", {}).get("files")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as fault:

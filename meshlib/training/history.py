@@ -6,13 +6,13 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from meshlib.documents import COUNT, MOST_BYTES, parse_json
 from meshlib.drawing import new_figure, save_figure
 from meshlib.errors import CheckpointError, GraphError
-from meshlib.files import replace_file
+from meshlib.files import open_file, replace_file
 
 Row = dict[str, Any]
 TIMES = ("examples_per_second", "waited_seconds")  # what no two runs have in common
@@ -104,19 +104,15 @@ def read_history(path: str | os.PathLike[str]) -> list[Row]:
 
     Raises: CheckpointError for a file that is no history.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
+    if isinstance(path, str | os.PathLike) and os.fspath(path) and not os.path.lexists(path):
         return []
-    except (OSError, UnicodeDecodeError) as fault:
-        raise CheckpointError(f"history: {path} can't be read: {fault}") from None
+    with open_file(path, "history", CheckpointError, MOST_BYTES) as (file, target):
+        lines = file.read().split(b"\n")
     rows = []
     for number, line in enumerate(lines[:-1], start=1):  # behind the last end of a line a writer was killed
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, Mapping) or not isinstance(row.get("step"), int):
-            raise CheckpointError(f"history: line {number} of {path} is no row with a step: {line:.80}")
-        rows.append(dict(row))
+
+        def fail(fault: str, number: int = number) -> NoReturn:
+            raise CheckpointError(f"history: line {number} of {target} is no row with a step: {fault}") from None
+
+        rows.append(parse_json(line, fail, {"step": COUNT}, constants=True))
     return rows

@@ -7,12 +7,20 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from meshlib.checkpoint import load, read_notes, save
+from meshlib.documents import COUNT, LIST, RECORD, Schema, parse_json
 from meshlib.errors import CheckpointError
 from meshlib.simulation import Simulation
 
+LOOP: Schema = {
+    **dict.fromkeys(("step", "counted", "since_best"), COUNT),
+    **dict.fromkeys(("sums", "data"), RECORD),
+    "skipped": LIST,
+    "best": RECORD.optional(),
+    "best_by": LIST.optional(),
+}
 NOTE = "training"  # beside the variables: where the loop was
 BEST = "best.safetensors"
 _NAME = re.compile(r"step_([0-9]{9,})\.safetensors")
@@ -51,8 +59,14 @@ class Keeper:
         if text is None:
             raise CheckpointError(f"train: {there[-1]} was not written by mtf.train; use another folder, or mtf.load")
         load(there[-1], run)
-        found: dict[str, Any] = json.loads(text)
-        return found
+
+        def fail(fault: str) -> NoReturn:
+            raise CheckpointError(
+                f"train: the note of {there[-1]} is damaged: {fault}; delete the file to go on from the one before"
+            ) from None
+
+        noted: dict[str, Any] = parse_json(text, fail, LOOP, constants=True)
+        return noted
 
     def save(self, run: Simulation, step: int, loop: dict[str, Any]) -> None:
         """Write one, and remove those that are too old."""

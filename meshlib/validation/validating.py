@@ -15,7 +15,6 @@ by the same constants, which know nothing of them.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware.errors import HardwareError
+from meshlib.documents import read_json
 from meshlib.errors import GraphError, MeshlibError
 from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.validation import inference, micro
@@ -155,10 +155,7 @@ def validate(path: str | Path | None = None, refit: bool = False) -> Validation:
 
 
 def _load(path: str | Path) -> list[dict[str, Any]]:
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as fault:
-        raise GraphError(f"validate: cannot read {path}: {fault}") from None
+    found, _ = read_json(path, "validate", GraphError, "a file of published rows, {'rows': [...]}", a_list=True)
     rows = found.get("rows") if isinstance(found, dict) else found
     if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) for r in rows):
         raise GraphError(f"validate: {path} holds no rows; expected {{'rows': [...]}} with an object for each")

@@ -21,8 +21,9 @@ import numpy as np
 
 from layouts.parsing import is_iterable
 from meshlib.checks import at, choice, flag, items, whole
+from meshlib.documents import read_json
 from meshlib.errors import CheckpointError, GraphError
-from meshlib.files import open_file, replace_file
+from meshlib.files import replace_file
 from meshlib.vocabulary.merging import Pair, learnt, merged
 from meshlib.vocabulary.tokenizer_file import BYTES, FORMS, STRIPS, arguments_in, record_of
 from meshlib.vocabulary.words import GPT2, WHITE, compiled, words
@@ -245,12 +246,7 @@ class BytePairs:
         what = f"{WHAT}.load"
         if isinstance(path, str | os.PathLike) and os.path.isdir(path):
             path = os.path.join(path, "tokenizer.json")
-        with open_file(path, what, CheckpointError) as (file, target):
-            raw = file.read()
-        try:
-            record = json.loads(raw.decode())
-        except (ValueError, RecursionError) as fault:
-            raise CheckpointError(f"{what}: {target} is no JSON: {fault!s:.80}") from None
+        record, target = read_json(path, what, CheckpointError, "a tokenizer of byte-level byte pairs")
 
         def fail(fault: str) -> NoReturn:
             raise CheckpointError(f"{what}: {target} is no tokenizer of byte-level byte pairs: {fault}")

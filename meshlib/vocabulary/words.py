@@ -6,18 +6,22 @@ Python's `re` has no classes by category, so that they are written out here.
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import unicodedata
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 from meshlib.errors import GraphError
 
 # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; openai/gpt-2: src/encoder.py.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Python's \s has four more, \x1c to \x1f
+MOST_CHARACTERS, MOST_COUNT, MOST_ENDLESS = 10_000, 1000, 3  # of a pattern; published ones have 400, 3 and 2
+parser: Any = importlib.import_module("re._parser")  # the trees that `re` compiles
 _ESCAPE = re.compile(r"\\(?:p\{\^?(\w+)\}|P\{(\w+)\}|(.))", re.S)
 
 
@@ -30,9 +34,40 @@ def compiled(pattern: str) -> re.Pattern[str]:
     ['It', "'s", ' 3', ' cafés', ',', ' ', ' no', '?']
     """
     try:
-        return re.compile("".join(_translated(pattern)))
-    except (re.error, ValueError) as fault:
+        if len(pattern) > MOST_CHARACTERS:
+            raise ValueError(f"it has {len(pattern)} characters, more than {MOST_CHARACTERS}")
+        python = "".join(_translated(pattern))
+        _check_time(parser.parse(python), "")
+        return re.compile(python)
+    except (re.error, ValueError, OverflowError, RecursionError) as fault:
         raise GraphError(f"the pattern {pattern!r:.120} can't be used here: {fault}") from None
+
+
+def _check_time(parsed: Any, repeated: str) -> None:
+    """Raise ValueError for a pattern that may take more time than the cube of a text's length: repeats of repeats."""
+    endless = 0
+    for op, of in parsed:
+        name = str(op)
+        if name.startswith("GROUPREF"):
+            raise ValueError("it refers back to what a group has found")
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            least, most, inner = of
+            count = f"{{{least},{'' if most == parser.MAXREPEAT else most}}}"
+            if least > MOST_COUNT or (most != parser.MAXREPEAT and most > MOST_COUNT):
+                raise ValueError(f"it repeats something {count} times, more than {MOST_COUNT}")
+            if repeated and least != most:
+                raise ValueError(f"within what is repeated {repeated} times something is repeated {count} times")
+            endless += most == parser.MAXREPEAT
+            _check_time(inner, count if most > 1 else repeated)
+        elif name == "BRANCH":
+            if repeated:
+                raise ValueError(f"what is repeated {repeated} times has alternatives, which may overlap")
+            for branch in of[1]:
+                _check_time(branch, repeated)
+        elif name in ("SUBPATTERN", "ATOMIC_GROUP", "ASSERT", "ASSERT_NOT", "GROUPREF_EXISTS"):
+            _check_time(of if name == "ATOMIC_GROUP" else of[-1], repeated)
+    if endless > MOST_ENDLESS:
+        raise ValueError(f"{endless} parts that follow each other are repeated without end, more than {MOST_ENDLESS}")
 
 
 def escaped(text: str) -> str:

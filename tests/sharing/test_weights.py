@@ -323,21 +323,34 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         (llama_config(rope_scaling={"rope_type": "llama3"}), mtf.CheckpointError, "has no 'factor'"),
         (llama_config(rope_scaling={**SLOWED, "factor": 0.5}), mtf.GraphError, "factor must be at least 1 .* 0.5"),
         (llama_config(rope_scaling={**SLOWED, "high_freq_factor": 1}), mtf.GraphError, "low < high, got .* high 1"),
-        (llama_config(rope_scaling="x"), mtf.CheckpointError, "makes no model: 'str' object is not a mapping"),
+        (
+            llama_config(rope_scaling="x"),
+            mtf.CheckpointError,
+            "'rope_scaling' must be an object, or missing, got str 'x'",
+        ),
         (llama_config(rope_theta=None), mtf.CheckpointError, "makes no model"),
-        (llama_config(head_dim=None, num_attention_heads=0), mtf.CheckpointError, "makes no model"),
+        (
+            llama_config(head_dim=None, num_attention_heads=0),
+            mtf.CheckpointError,
+            "'num_attention_heads' must be an integer of at least 1, got int 0",
+        ),
+        (llama_config(num_key_value_heads=0), mtf.CheckpointError, "'num_key_value_heads' .* at least 1.*got int 0"),
+        (llama_config(tie_word_embeddings="false"), mtf.CheckpointError, "must be true or false.*got str 'false'"),
+        (llama_config(vocab_size=True), mtf.CheckpointError, "'vocab_size' must be an integer .*got bool True"),
+        (llama_config(rms_norm_eps="1e-5"), mtf.CheckpointError, "'rms_norm_eps' must be a positive number"),
+        (llama_config(vocab_size=None), mtf.CheckpointError, "'vocab_size' must be an integer"),
         (llama_config(partial_rotary_factor=0.5), mtf.GraphError, "partial_rotary_factor is 0.5; only 1.0 is known"),
         (llama_config(mlp_bias=True), mtf.GraphError, "mlp_bias is True"),
         (llama_config(quantization_config={"bits": 4}), mtf.GraphError, "quantization_config is {'bits': 4}"),
         ({**gpt2_config(), "add_cross_attention": True}, mtf.GraphError, "add_cross_attention is True"),
         ({**gpt2_config(), "scale_attn_by_inverse_layer_idx": True}, mtf.GraphError, "only False is known"),
         (llama_config(hidden_act="mish"), mtf.GraphError, "no activation 'mish'"),
-        ([], mtf.CheckpointError, "no config.json with a model_type"),
+        ([], mtf.CheckpointError, "is not a config.json with a model_type"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(wrong))
         with pytest.raises(kind, match=text):
             mtf.sharing.read_config(tmp_path)
     for table in ("{}", '{"weight_map": {"a": "../../b"}}', "nonsense"):
         (tmp_path / "empty/model.safetensors.index.json").write_text(table)
-        with pytest.raises(mtf.CheckpointError, match=r"no index|outside of its folder"):
+        with pytest.raises(mtf.CheckpointError, match=r"not an index|outside of its folder"):
             mtf.sharing.read_weights(tmp_path / "empty", config)
