@@ -89,7 +89,7 @@ def test_records_that_no_manifest_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(mtf.DataError, match=rf"manifest says {len(whole)} bytes, it has {2 * len(whole)}"):
         mtf.records.read(tmp_path / "t@2")
     (tmp_path / ".t@2.json").write_text("[" * 10_000)
-    with pytest.raises(mtf.DataError, match="is no manifest of a set of records"):
+    with pytest.raises(mtf.DataError, match="is not a manifest of a set of records"):
         mtf.records.read(tmp_path)
     (tmp_path / ".t@2.json").unlink()  # as files of other programs, which have none
     assert list(mtf.records.read(tmp_path / "t@2")) == [b"c", b"d", b"d"]

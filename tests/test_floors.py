@@ -50,7 +50,7 @@ checks
 graph+face+loop_record
 dtypes
 origin drawing safetensors records
-filesets
+filesets documents
 files lazy
 arrays names threefry special errors text foreign collector ahead
 """

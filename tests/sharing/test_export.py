@@ -282,5 +282,5 @@ def test_faults_are_named(tmp_path: Path) -> None:
         with pytest.raises(mtf.CheckpointError, match=text):
             mtf.load_model(tmp_path / "good")
     (tmp_path / "good/config.json").write_text("{}")
-    with pytest.raises(mtf.CheckpointError, match="is not a config that export wrote: it has no .format."):
+    with pytest.raises(mtf.CheckpointError, match=r"is not a config that export wrote: it has no 'format'"):
         mtf.load_model(tmp_path / "good")
