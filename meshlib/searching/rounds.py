@@ -23,6 +23,7 @@ from meshlib.searching.found import Found
 from meshlib.searching.keeping import KeptEstimates
 from meshlib.searching.outcome import ALIKE, BOUNDED, ESTIMATED, NEEDLESS, OPEN, REFUSED, TOO_LARGE, Figures, Outcome
 from meshlib.searching.problem import Build, Objective, Problem
+from meshlib.searching.roles import Role
 from meshlib.searching.space import Candidate, Choices
 from meshlib.searching.workers import Task, Workers, usual_workers
 from meshlib.text import bytes_text
@@ -64,6 +65,10 @@ class Search:
         self.order = sorted(range(len(space)), key=lambda n: (self.bounds[n], len(space[n].parts), n))
         self.ranks = {n: rank for rank, n in enumerate(self.order)}
         self.best = float("inf")  # of what fits
+        numbers: dict[Role, int] = {}  # of the roles, which take longer to compare
+        self.axes = [frozenset((numbers.setdefault(p.role, len(numbers)), p.size) for p in c.parts) for c in space]
+        self.roles = [frozenset(role for role, _ in axes) for axes in self.axes]
+        self.traits = [(*roles, *c.choices, c.slice) for roles, c in zip(self.roles, space, strict=True)]
         self.values: dict[object, list[float]] = {}
         self.means: dict[object, float] = {}
         self.bare: dict[int, float] = {}  # what the bounds were of those that have been looked at closely
@@ -169,7 +174,7 @@ class Search:
     def _promise(self, n: int) -> tuple[float, int, int]:
         """What is looked at first: by its bound times the mean of what its parts have come to over theirs."""
         c = self.space[n]
-        known = [self.means[part] for part in _traits(c) if part in self.means]
+        known = [self.means[part] for part in self.traits[n] if part in self.means]
         ratio = sum(known) / len(known) if known else 1.0
         return ratio * self.bounds[n], len(c.parts), self.ranks[n]
 
@@ -185,14 +190,29 @@ class Search:
                     / (o.bound or 1.0)
                     * (1.0 if o.fits else max(2.0, o.figures.peak_bytes / o.figures.capacity_bytes))
                 )
-                for part in _traits(o.candidate):
+                for part in self.traits[n]:
                     self.values.setdefault(part, []).append(value)
                     self.means[part] = sum(self.values[part]) / len(self.values[part])
 
     def _beside(self, left: Sequence[int]) -> Iterator[int]:
-        leaders = sorted((o for o in self.outcomes.values() if o.fits), key=lambda o: o.value)[:LEADERS]
-        for leader in leaders:
-            yield from (n for n in left if _neighbours(self.space[n], leader.candidate))
+        leaders = sorted((o.value, n) for n, o in self.outcomes.items() if o.fits)[:LEADERS]
+        for _, leader in leaders:
+            yield from (n for n in left if self._are_neighbours(n, leader))
+
+    def _are_neighbours(self, m: int, n: int) -> bool:
+        """Whether they differ in one thing: an argument, the role of one axis, where a factor is, an axis more."""
+        a, b = self.space[m], self.space[n]
+        if a.slice != b.slice:
+            return False
+        differing = sum(x != y for x, y in zip(a.choices, b.choices, strict=True))
+        mine, other = self.axes[m], self.axes[n]
+        if differing:
+            return differing == 1 and mine == other and a.given == b.given
+        if self.roles[m] == self.roles[n]:
+            return len(mine - other) <= 2
+        if len(mine) == len(other):
+            return len(mine - other) == 1
+        return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
 
     def _open(self, n: int) -> bool:
         """Whether it has to be estimated; if not, why not is written down."""
@@ -339,23 +359,3 @@ def _too_large(c: Candidate, held: float) -> str:
         f"does not fit: at least {bytes_text(held)} of variables, slots and what is kept for the backward pass, "
         f"HBM has {bytes_text(c.slice.usable_hbm_bytes_per_device)}"
     )
-
-
-def _traits(c: Candidate) -> list[object]:
-    """What candidates have in common: the roles of axes, arguments, the slice."""
-    return [*(part.role for part in c.parts), *c.choices, c.slice]
-
-
-def _neighbours(a: Candidate, b: Candidate) -> bool:
-    """Whether they differ in one thing: an argument, the role of one axis, where a factor is, an axis more."""
-    if a.slice != b.slice:
-        return False
-    differing = sum(x != y for x, y in zip(a.choices, b.choices, strict=True))
-    if differing:
-        return differing == 1 and a.parts == b.parts and a.given == b.given
-    mine, other = ({(part.role, part.size) for part in c.parts} for c in (a, b))
-    if {role for role, _ in mine} == {role for role, _ in other}:
-        return len(mine - other) <= 2
-    if len(mine) == len(other):
-        return len(mine - other) == 1
-    return abs(len(mine) - len(other)) == 1 and len(mine & other) >= min(len(mine), len(other)) - 1
