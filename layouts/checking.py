@@ -59,7 +59,7 @@ def check(
       tensors: (label, shape, scope) of each tensor.
       known_dims: names that a rule may have without a tensor here; none by default.
       inner: such tensors that nobody asked for. What does not fit them is a note, as `LayoutRules.fitting` leaves it
-        out, unless the rule fits no tensor at all.
+        out, unless the rule is about a dim that none but such tensors have and fits none of them.
       splitting: axes that split something without a rule.
 
     >>> print(check("vocab:cols", "rows:2;cols:4", [("logits", "batch:6;vocab:10", "activations")]))
@@ -102,9 +102,12 @@ def _met(
             if axis not in mesh and not rule.optional:
                 met.faults.setdefault(unknown_axis(rule, axis, mesh), [])
     followed: set[Rule] = set()  # by some tensor
+    own: set[str] = set()  # dims of tensors that are not inner
     seen: dict[tuple[Shape, str], tuple[Fault, ...]] = {}  # most tensors are laid out like one before
     for into, (label, given, scope) in chain(zip(repeat(met.faults), tensors), zip(repeat(met.misfits), inner)):
         shape = given if isinstance(given, Shape) else Shape(given)
+        if into is met.faults:
+            own.update(shape.names)
         if (shape, scope) not in seen:
             met.dims.update(dict.fromkeys(shape.names))
             holding = {rule for name in shape.names for rule in rules.for_dim(name, scope)}
@@ -115,10 +118,14 @@ def _met(
             seen[shape, scope] = wrong
         for fault in seen[shape, scope]:
             into.setdefault(fault, []).append(label)
-    for fault in [f for f in met.misfits if f in met.faults or f.rule not in followed]:
+    for fault in [f for f in met.misfits if f in met.faults or (f.rule not in followed and _dim(f) not in own)]:
         met.faults.setdefault(fault, []).extend(met.misfits.pop(fault))
     met.axes.update(axis for fault in met.faults if fault.rule for axis in fault.rule.axes)
     return met
+
+
+def _dim(fault: Fault) -> str | None:
+    return fault.rule.dim if fault.rule is not None else None
 
 
 def _foreign(rules: LayoutRules, mesh: Mesh, known: dict[str, None], faults: dict[Fault, list[str]]) -> list[str]:

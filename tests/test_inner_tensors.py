@@ -171,3 +171,14 @@ def test_public_functions_can_be_pickled() -> None:
     for function in (mtf.softmax, mtf.layers.dense, mtf.einsum, mtf.sub):
         assert pickle.loads(pickle.dumps(function)) is function
     assert mtf.sub is mtf.subtract
+
+
+def test_a_dim_of_the_users_own_never_refuses_for_the_librarys_tensors() -> None:
+    """The product of two of three factors is the only activation with the dim, and 4 does not divide over 3."""
+    with mtf.Graph():
+        v = mtf.variable("v", [Dimension("a", 4)])
+        y = mtf.einsum([v, v, v], output_shape=[])
+    program = mtf.lower({"y": y}, mesh="p:3", layout="activations/a:p")
+    assert program.sent_bytes == 0
+    assert any("4 % 3 = 1" in note and "library made" in note for note in program.notes)
+    mtf.verify({"y": y}, layouts=[("p:3", "activations/a:p"), ("p:2", "activations/a:p")]).raise_for_failures()

@@ -158,7 +158,7 @@ class Problem:
         values = self.values[op] = self._values(op, strategies)
         variable = self.variables[op] = self.factors.add_variable(len(values))
         price = {id(s): self._price(op, s.choice) for s in strategies}
-        again = {id(s): self._price_again(op, s.choice) for s in strategies}
+        again = {id(s): self._price_again(op, s.choice) for s in strategies} if len(values) > len(strategies) else {}
         costs = [
             v[0].strategy.cost + price[id(v[0].strategy)] + sum([again[id(r.strategy)] for r in v[1:]]) for v in values
         ]

@@ -162,7 +162,8 @@ class Program:
 
 
 class Optimality(NamedTuple):
-    """How good the choice of strategies is.
+    """How good the choice of strategies is, among programs in which users of a tensor share at most three copies in a
+    region, and what is computed again runs in as many ways as `meshlib.lowering.problem` looks at.
 
     excess_bytes  bytes sent, and duplicated work at its worth, that another choice could save at most; 0 where proved
     gap           the same as a share of the bytes that the program sends
