@@ -94,7 +94,7 @@ class Chip:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise HardwareError(f"chip name must be a letter, then letters, digits and _, not {self.name!r}")
+            raise HardwareError(f"chip name must be a letter, then letters, digits and _, not {self.name!r:.80}")
         where = f"chip {self.name!r}: "
         for name in _COUNTS:
             whole(where + name, getattr(self, name), low=1)
@@ -309,7 +309,7 @@ def chip_from_table(table: Mapping[str, Any], where: str = "chip table") -> Chip
     sources = values.pop("sources", {})
     unknown = [key for key in values if key not in _FIELDS]
     if unknown:
-        raise HardwareError(f"{where}: a chip has no figure {unknown[0]!r}{_nearest(unknown[0], _FIELDS)}")
+        raise HardwareError(f"{where}: a chip has no figure {unknown[0]!r:.80}{_nearest(unknown[0], _FIELDS)}")
     if not isinstance(sources, Mapping):
         raise HardwareError(f"{where}: sources must be a table of figure -> text, not {sources!r}")
     start: dict[str, Any] = {}

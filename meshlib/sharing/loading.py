@@ -100,10 +100,15 @@ RECORDED: Schema = {"format": TEXT, "version": COUNT, "files": RECORD}
 
 def _check_size(config: object, path: str, where: str) -> None:
     """Raise CheckpointError for a model of more parameters than its file can hold, before any of it is built."""
-    if isinstance(config, TransformerConfig) and config.parameters > 2 * os.path.getsize(path):  # of int4 two a byte
+    if not isinstance(config, TransformerConfig):
+        return
+    most = 2 * os.path.getsize(path)  # of int4 two a byte
+    count = (config.layers + config.encoder_layers) * config.d_model  # each layer has a norm: those alone count quickly
+    count = count if count > most else config.parameters
+    if count > most:
         raise CheckpointError(
-            f"{where}: the model has {config.parameters:,} parameters, but {path} has only {os.path.getsize(path):,} "
-            "bytes; the config is not that of the file"
+            f"{where}: the model has at least {count:,} parameters, but {path} has only {most // 2:,} bytes; the "
+            "config is not that of the file"
         )
 
 
