@@ -238,6 +238,14 @@ def test_a_sum_of_tables_has_no_lesser_sum() -> None:
         assert table.least() == pytest.approx(every.min())
 
 
+def test_a_product_with_a_repeated_operand_may_be_a_smaller_one() -> None:
+    """A gradient that is repeated along a dim is summed up before the product, where that sends less."""
+    problem = problem_of(network(9011, 64), (), (), ())
+    (c,) = (c for c in space_of(problem, "v5p-8") if str(c.mesh) == "model:2;model2:2"
+            and str(c.layout) == "batch:model;slots/d0:model?;slots/d0:model2;d0:model2")  # fmt: skip
+    assert tried(problem, [c], 1, random.Random(0)) == 1
+
+
 def test_a_bound_knows_what_products_read_again() -> None:
     """On v6e products of many rows take longer over HBM than on the array."""
 

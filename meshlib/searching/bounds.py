@@ -102,10 +102,14 @@ class Bounds:
         kernels: dict[Kernel, tuple[int, int]] = {}
         products = 0
         stored: dict[Program, Stored] = {}
+        flow = Flow.of(whole, passages)
+        reducible = set(flow.reducible)
         for i, program, times in walk(whole):
             if not isinstance(i, Compute) or not (i.operation.kind.kind is Kind.CONTRACTION or i.operation.kind.scores):
                 continue
             products += 1
+            if i in reducible:
+                continue
             dims = passages.reached(name for v in (*i.inputs, *i.outputs) for name in v.tensor.shape.names)
             attention = attention_of(program, i) if i.operation.kind.scores else None
             if program not in stored:
@@ -124,7 +128,7 @@ class Bounds:
             for v in values:
                 sizes[passages.reached(v.tensor.shape.names)] += v.local_bytes
             moments.append(sizes)
-        return Bounds(kernels, held, moments, products < 2, Flow.of(whole, passages), passages)
+        return Bounds(kernels, held, moments, products < 2, flow, passages)
 
     # ------------------------------------------------------------ time
 

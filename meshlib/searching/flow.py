@@ -9,7 +9,7 @@ sent. Which one is open, so the smallest counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -79,6 +79,7 @@ class Node:
     attention: Kernel | None = None
     loop: Flow | None = None
     trips: int = 1
+    smaller: bool = False  # whether a product of factors of its operands may stand in its place, with less work
 
     @property
     def is_apart(self) -> bool:
@@ -129,6 +130,15 @@ class Flow:
                 taken.update(dict.fromkeys(way.values, way.source))
                 found.setdefault(way.source, []).append(way)
         return [found[source] for source in sorted(found)]
+
+    @property
+    def reducible(self) -> Iterator[Compute]:
+        """Products, those of loops included, that may be replaced by smaller ones."""
+        for node in self.nodes:
+            if node.loop is not None:
+                yield from node.loop.reducible
+            elif node.smaller and node.product is not None:
+                yield node.product.instruction
 
     @cached_property
     def written(self) -> Sequence[Sequence[Use]]:
@@ -258,7 +268,7 @@ class _Maker:
                 least = {self.passages.reached(x.tensor.shape.names): float(x.local_size)}
                 self.reached[x] = [replace(r, sizes=_less(r.sizes, least)) for r in self.reached.get(x, ())]
         product = Contraction.of(self.program, i, self.stored, self.early)
-        node = Node(splits=splits, product=product, reads=self._reads(i))
+        node = Node(splits=splits, product=product, reads=self._reads(i), smaller=not told)
         number = self._add(node, ((n, x, None) for n, x in enumerate(i.inputs)), op.kind.linear(op).operands)
         summed = any(f.role is not Role.PARALLEL for f in op.kind.roles(op))
         for y in i.outputs:

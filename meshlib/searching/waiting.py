@@ -131,7 +131,7 @@ class Waiting:
             return _both(np.array(made))
         if node.product is None:
             return _both(np.zeros(1))
-        if self.slice.chip.peak(node.product.whole.dtype) is None:
+        if node.smaller or self.slice.chip.peak(node.product.whole.dtype) is None:
             return _both(np.zeros(len([*self._cuts(node)])))
         uses = (*node.reads, *flow.written[number])
         late = sum(self._moved_bytes(use) for use in uses if not use.early)
