@@ -345,6 +345,7 @@ class _Maker:
                 carried[before] = _home(body.inputs[before].tensor)
                 given[body.inputs[before]] = carried[before]
         maker = _Maker(body, self.passages, given)
+        maker.full.update(body.inputs.values())  # what a body is given it knows no factors of
         maker.run()
         for before, after in loop.carries:
             if before in carried:
