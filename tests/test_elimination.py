@@ -78,6 +78,17 @@ def test_many_neighbours_are_no_obstacle() -> None:
     assert solve(alone).cost == 80.0
 
 
+def test_a_dense_graph_of_many_variables_has_a_solution_and_a_bound() -> None:
+    """Every variable shares a table with more others than an array can have axes."""
+    rng, graph = np.random.default_rng(0), FactorGraph([3] * 50)
+    for a in range(50):
+        for b in range(a):
+            graph.add([b, a], rng.integers(0, 9, size=(3, 3)).astype(float))
+    found = solve(graph, limit=1_000)
+    assert found.bound <= found.cost < graph.cost([0] * 50)
+    assert 0 < found.gap < 1
+
+
 # ---------------------------------------------------------------- programs
 
 USUAL = (

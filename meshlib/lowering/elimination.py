@@ -11,10 +11,10 @@ Pruning with an incumbent that was guessed is sound as long as the optimum found
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import inf, prod
 from typing import Any, TypeAlias, TypeVar
 
@@ -197,27 +197,51 @@ class _Problem:
         self.trail.append((v, self.domain[v], (), [], np.zeros((), np.intp)))
         del self.domain[v], self.of[v]
 
-    def eliminate_up_to(self, limit: int) -> None:
-        """Eliminate variables as long as one needs no table beyond `limit`, the smallest first."""
+    def eliminate_up_to(self, limit: int, narrows: bool = False) -> None:
+        """Eliminate variables, the smallest table first, as long as one needs no table beyond `limit`.
+
+        With `narrows`, the widest domain in the way then loses the less promising half of its values.
+        """
         for v in [v for v, domain in self.domain.items() if len(domain) == 1]:
             self.settle(v)
-        widths = {v: self.width(v) for v in self.domain}
-        queue = [(width, v) for v, width in widths.items()]
-        heapify(queue)
+        widths: dict[int, int] = {}
+        queue: list[tuple[int, int]] = []
+
+        def note(changed: Iterable[int]) -> None:
+            for u in changed:
+                width = self.width(u)
+                if width != widths.get(u):
+                    widths[u] = width
+                    heappush(queue, (width, u))
+
+        note(self.domain)
         while queue:
             width, v = heappop(queue)
             if widths.get(v) != width:
                 continue
-            if width > limit:
-                return
             near = self.neighbours(v)
-            self.eliminate(v)
-            del widths[v]
-            for u in near:
-                width = self.width(u)
-                if width != widths[u]:
-                    widths[u] = width
-                    heappush(queue, (width, u))
+            if width <= limit:
+                self.eliminate(v)
+                del widths[v]
+            elif not narrows:
+                return
+            else:
+                widest = max((*near, v), key=lambda u: len(self.domain[u]))
+                self.halve(widest)
+                near = {widest, v, *self.neighbours(widest)}
+                if len(self.domain[widest]) == 1:
+                    self.settle(widest)
+                    near.remove(widest)
+                for u in (widest, v):
+                    widths.pop(u, None)
+            note(near & self.domain.keys())
+
+    def halve(self, v: int) -> None:
+        """Keep the more promising half of a variable's values."""
+        total = self.reduced_costs(v)
+        keep = np.zeros(len(total), bool)
+        keep[np.argsort(total, kind="stable")[: max(1, len(total) // 2)]] = True
+        self.restrict(v, keep)
 
     def solution(self, count: int) -> list[int]:
         """The values of all variables, by backtracking; all must have been eliminated."""
@@ -403,19 +427,9 @@ def _noise(cost: float) -> float:
 
 
 def _dive(graph: FactorGraph, core: _Problem, size: int) -> list[int]:
-    """A good solution: eliminate, and where tables would grow keep the more promising half of a domain."""
+    """A good solution: eliminate, and where tables would grow beyond `size` look at promising values alone."""
     problem = core.copy()
-    while problem.domain:
-        problem.eliminate_up_to(size)
-        if not problem.domain:
-            break
-        v = min(problem.domain, key=problem.width)
-        near = {*problem.neighbours(v), v}
-        widest = max(near, key=lambda u: len(problem.domain[u]))
-        reduced = problem.reduced_costs(widest)
-        keep = np.zeros(len(reduced), bool)
-        keep[np.argsort(reduced, kind="stable")[: max(1, len(reduced) // 2)]] = True
-        problem.restrict(widest, keep)
+    problem.eliminate_up_to(size, narrows=True)
     return problem.solution(len(graph.sizes))
 
 
