@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 import meshlib as mtf
 from meshlib import optimize
@@ -55,6 +56,24 @@ def with_nan(make: Callable[[mtf.Tensor], object]) -> Callable[[], object]:
 
 def searched(**options: object) -> object:
     return mtf.search(matmul, "v5e-8", seconds=None, workers=1, **options)
+
+
+HEIGHT, WIDTH, CHANNELS = D("height", 8), D("width", 8), D("c", 3)
+TINY = mtf.models.preset("gpt2").reduced()
+ARRAYS = {"x": np.ones(16, np.float32)}
+R = mtf.layers.Routing
+
+
+def image() -> mtf.Tensor:
+    return mtf.input("image", [BATCH, HEIGHT, WIDTH, CHANNELS])
+
+
+def taps(c: int = 3) -> mtf.Tensor:
+    return mtf.input("taps", [D("fh", 3), D("fw", 3), D("c", c), D("out", 4)])
+
+
+def tokens() -> mtf.Tensor:
+    return mtf.input("x", [BATCH, D("length", 6), D("d", 4)])
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -187,9 +206,154 @@ MISTAKES: dict[str, Mistake] = {
         mtf.CheckpointError,
         ["train: folder must be the path of one, got ''", "working directory is '.'"],
     ),
+    # conv, moe, pipelines, decoding, searches, imports, data, training
+    "filters of other channels": (
+        in_graph(lambda: mtf.conv2d(image(), taps(5))),
+        mtf.ShapeError,
+        ["conv2d", "c:3", "c:5"],
+    ),
+    "a stride of zero": (in_graph(lambda: mtf.conv2d(image(), taps(), stride=0)), mtf.ShapeError, ["stride", "0"]),
+    "a padding that is none": (
+        in_graph(lambda: mtf.conv2d(image(), taps(), padding="SAYM")),
+        mtf.GraphError,
+        ["padding", "SAYM"],
+    ),
+    "groups that do not divide": (
+        in_graph(lambda: mtf.conv2d(image(), taps(), groups=2)),
+        mtf.ShapeError,
+        ["groups", "2"],
+    ),
+    "a dilation below one": (
+        in_graph(lambda: mtf.conv2d(image(), taps(), dilation=-1)),
+        mtf.ShapeError,
+        ["dilation", r"\-1"],
+    ),
+    "a window larger than the picture": (
+        in_graph(lambda: mtf.max_pool(image(), {"height": 9})),
+        mtf.ShapeError,
+        ["9", "height"],
+    ),
+    "a window over no dim": (
+        in_graph(lambda: mtf.max_pool(image(), {"hieght": 2})),
+        mtf.GraphError,
+        ["hieght", "height"],
+    ),
+    "more choices than experts": (
+        in_graph(lambda: mtf.layers.moe(tokens(), D("e", 2), D("f", 4), R(top_k=3))),
+        mtf.GraphError,
+        ["3 experts", "only 2"],
+    ),
+    "no experts chosen": (lambda: R(top_k=0), mtf.GraphError, ["top_k must be at least 1, got 0"]),
+    "no capacity": (lambda: R(capacity_factor=0), mtf.GraphError, ["capacity_factor must be positive, got 0"]),
+    "a jitter of one": (lambda: R(jitter=1.0), mtf.GraphError, ["jitter", "1"]),
+    "a gating that is none": (lambda: R(gating="topk"), mtf.GraphError, ["gating", "topk"]),
+    "three levels of experts": (
+        in_graph(lambda: mtf.layers.moe(tokens(), [D("a", 2), D("b", 2), D("e", 2)], D("f", 4))),
+        mtf.GraphError,
+        ["got 3"],
+    ),
+    "groups of tokens that do not divide": (
+        in_graph(lambda: mtf.layers.moe(tokens(), D("e", 4), D("f", 4), R(group_size=5))),
+        mtf.ShapeError,
+        ["48 % 5 = 3"],
+    ),
+    "no stages": (
+        lambda: mtf.models.Pipeline(stages=0, microbatches=2),
+        mtf.GraphError,
+        ["stages must be at least 1, got 0"],
+    ),
+    "a batch that microbatches do not divide": (
+        in_graph(lambda: mtf.models.train_step(TINY, 6, 8, pipeline=mtf.models.Pipeline(stages=2, microbatches=4))),
+        mtf.GraphError,
+        ["6 % 4 = 2"],
+    ),
+    "a policy that is none": (
+        lambda: mtf.models.Pipeline(stages=2, microbatches=2, remat="some"),
+        mtf.GraphError,
+        ["some"],
+    ),
+    "a prompt longer than the cache": (in_graph(lambda: mtf.models.prefill(TINY, 1, 9, 8)), mtf.GraphError, ["9", "8"]),
+    "a cache of a type that is none": (
+        in_graph(lambda: mtf.models.decode_step(TINY, 1, 8, cache_dtype="int3")),
+        mtf.GraphError,
+        ["cache_dtype", "int3"],
+    ),
+    "groups without experts": (
+        in_graph(lambda: mtf.models.decode_step(TINY, 2, 8, group_size=2)),
+        mtf.GraphError,
+        ["group_size", "has none"],
+    ),
+    "no beams": (
+        in_graph(lambda: mtf.models.decode_step(TINY, 2, 8, beams=0)),
+        mtf.GraphError,
+        ["beams must be at least 1, got 0"],
+    ),
+    "tokens beyond the vocabulary": (lambda: mtf.generate(TINY, [[999]], {}), mtf.GraphError, ["999"]),
+    "an option of generate that is none": (
+        lambda: mtf.generate(TINY, [[1]], {}, temprature=1.0),
+        mtf.GraphError,
+        ["temprature", "temperature"],
+    ),
+    "fewer axes than none": (lambda: searched(axes=-1), mtf.GraphError, [r"axes must not be negative, got \-1"]),
+    "no seconds": (
+        lambda: mtf.search(matmul, "v5e-8", seconds=0),
+        mtf.GraphError,
+        ["seconds must be more than 0", "0"],
+    ),
+    "an objective that is none": (
+        lambda: searched(objective="step_second"),
+        mtf.GraphError,
+        ["step_second", "step_seconds"],
+    ),
+    "a fixed dim that is none": (lambda: searched(fix="bacth:data"), mtf.GraphError, ["bacth", "batch"]),
+    "a mesh of another size": (
+        lambda: searched(also=[("data:4", "batch:data")]),
+        mtf.GraphError,
+        ["4 devices", "has 8"],
+    ),
+    "a choice that build has not": (lambda: searched(choices={"remat": ["full"]}), mtf.GraphError, ["remat"]),
+    "no function": (lambda: mtf.from_jax(3), mtf.GraphError, ["from_jax", "3"]),
+    "an argument that is none": (
+        lambda: mtf.from_jax(lambda w: w.sum(), np.ones(3, np.float32), argnums=2),
+        mtf.GraphError,
+        ["argnums 2", "1 arguments"],
+    ),
+    "no trips": (
+        lambda: mtf.from_jax(lambda w: w.sum(), np.ones(3, np.float32), most_trips=0),
+        mtf.GraphError,
+        ["most_trips must be at least 1, got 0"],
+    ),
+    "a batch of none": (lambda: mtf.data.arrays(ARRAYS).batch(0), mtf.FeedError, ["0"]),
+    "a buffer of none": (lambda: mtf.data.arrays(ARRAYS).shuffle(0, buffer=0), mtf.FeedError, ["buffer", "0"]),
+    "workers of no kind": (lambda: mtf.data.arrays(ARRAYS).parallel(2, "fibres"), mtf.FeedError, ["fibres", "threads"]),
+    "fewer workers than none": (lambda: mtf.data.arrays(ARRAYS).parallel(-1), mtf.FeedError, [r"\-1"]),
+    "arrays of other lengths": (
+        lambda: mtf.data.arrays({"x": np.ones(3), "y": np.ones(4)}),
+        mtf.FeedError,
+        ["x 3", "y 4"],
+    ),
+    "no steps": (lambda: mtf.train(loss_program(), [], 0), mtf.GraphError, ["steps", "at least 1, got 0"]),
+    "a side that is neither": (
+        lambda: mtf.train(loss_program(), [], 1, better="less"),
+        mtf.GraphError,
+        ["better", "less"],
+    ),
+    "patience without evaluation": (
+        lambda: mtf.train(loss_program(), [], 1, patience=2),
+        mtf.GraphError,
+        ["patience", "evaluation"],
+    ),
+    "saving nowhere": (
+        lambda: mtf.train(loss_program(), [], 1, save_every=2),
+        mtf.GraphError,
+        ["save_every", "folder"],
+    ),
+    "keeping none": (lambda: mtf.train(loss_program(), [], 1, keep=0), mtf.GraphError, ["keep", "0"]),
 }
 
 
 @each("mistake", list(MISTAKES))
 def test_a_mistake_is_explained(mistake: str) -> None:
+    if MISTAKES[mistake][2][0] in ("from_jax", "argnums 2", r"most_trips must be at least 1, got 0"):
+        pytest.importorskip("jax")
     assert_explained(MISTAKES[mistake], mistake)
