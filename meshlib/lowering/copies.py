@@ -116,6 +116,7 @@ class Copies:
         """Add the tables of the tensor to a factor graph; `known` are those of tensors that are alike."""
         if not self.uses:
             return
+        self.number(self.home)  # a copy there serves all regions
         variables = [v for v in dict.fromkeys((self.producer, *(u.variable for u in self.uses))) if v is not None]
         self._number_variables(variables)
         key = self._key()
@@ -139,7 +140,7 @@ class Copies:
         uses = [(u.variable, self.order[u.region], tuple(u.classes), u.of.tobytes()) for u in self.uses]
         made = tuple([tuple([(self.order[r], s) for r, s in spots]) for spots in self.made])
         spots = tuple([(s.axes, s.pending) for s in self.placements])
-        size = (self.home.shape.sizes, self.home.mesh, self.itemsize, self.regather, self.home.local_size)
+        size = (self.home, self.itemsize, self.regather)
         return self.producer, made, self.made_of.tobytes(), spots, size, tuple(uses)
 
     def _enter_alone(self, graph: FactorGraph) -> None:
@@ -263,7 +264,9 @@ class Copies:
             for s in c
             if self.light[s]
         }
-        candidates = sorted(s for s in wanted | kept | later if np.isfinite(root[:, s]).any())
+        candidates = sorted(
+            s for s in {*wanted, *kept, *later, self.number(self.home)} if np.isfinite(root[:, s]).any()
+        )
         free = self.between == 0
         sets: list[tuple[int, ...]] = []
         for count in range(1, HUBS + 1):

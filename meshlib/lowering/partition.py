@@ -55,7 +55,7 @@ class Partitioner:
         self.choices, self.excess_bytes = best_choices(problem)
         for op, choice in self.choices.items():
             for x, s in zip(self.graph.inputs[op], choice.operands, strict=True):
-                self.places.uses.setdefault((x, op.region), {}).setdefault(s)
+                self.places.uses.setdefault(x, {}).setdefault(op.region, {}).setdefault(s)
         for op in self.graph.operations:
             match op.kind.kind:
                 case Kind.INPUT | Kind.VARIABLE:

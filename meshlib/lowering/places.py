@@ -37,7 +37,7 @@ class Places:
     # For a pending tensor: per axis the operation that left it pending, and the dim that it reduced.
     makers: dict[Tensor, Makers] = field(default_factory=dict)
     # Per tensor and region the placements under which it is used, in order.
-    uses: dict[tuple[Tensor, str], dict[Sharding, None]] = field(default_factory=dict)
+    uses: dict[Tensor, dict[str, dict[Sharding, None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._again = made_again(self.graph)
@@ -56,6 +56,8 @@ class Places:
 
     def use(self, t: Tensor, wanted: Sharding, op: Operation) -> Value:
         """The value of `t` under `wanted`, for an operation; copies from which later uses start first, if that pays."""
+        if self._by_way_of_home(t, wanted, op.region):
+            self.bring(t, self.homes.of(t), op.region, op)
         for s in self._first(t, wanted, op.region):
             self.bring(t, s, op.region, op)
         return self.bring(t, wanted, op.region, op)
@@ -65,7 +67,7 @@ class Places:
         have = [v.sharding for v in self.known(t, region)]
         if wanted in have:
             return ()
-        left = [s for s in self.uses.get((t, region), ()) if s not in have and s != wanted]
+        left = [s for s in self.uses.get(t, {}).get(region, ()) if s not in have and s != wanted]
         if not 0 < len(left) <= MOST_ORDERED:
             return ()
 
@@ -78,6 +80,22 @@ class Places:
 
         best = min(permutations((wanted, *left)), key=cost)  # of equal ones the first: `wanted` before all others
         return best[: best.index(wanted)]
+
+    def _by_way_of_home(self, t: Tensor, wanted: Sharding, region: str) -> bool:
+        """Whether to leave a copy under the assigned sharding on the way: later regions may use it, and save more."""
+        home, have = self.homes.of(t), [v.sharding for v in self.known(t, region)]
+        if home in have or wanted in (home, *have) or home.pending:
+            return False
+
+        def cost(s: Sharding, there: Sequence[Sharding]) -> float:
+            return min([between(at, s, t.dtype.itemsize, self.prices)[0] for at in there], default=float("inf"))
+
+        saved = cost(wanted, have) - cost(home, have) - cost(wanted, [home, *have])
+        for other, placements in self.uses.get(t, {}).items():
+            there = [v.sharding for v in self.known(t, other)]
+            if other != region and there:
+                saved += sum(max(0.0, cost(s, there) - cost(s, [home])) for s in placements if s not in there)
+        return saved > 0
 
     def bring(self, t: Tensor, wanted: Sharding, region: str, user: Operation | None) -> Value:
         """The value of `t` under `wanted`, from where it is nearest; None as user: to its home."""
