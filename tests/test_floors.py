@@ -51,7 +51,7 @@ graph+face+loop_record
 dtypes
 origin drawing safetensors records
 filesets documents
-files lazy
+files lazy subprocesses
 arrays names threefry special errors text foreign collector ahead
 """
 FLOORS = {unit: (n, p) for n, line in enumerate(HOUSE.split("\n")) for p in line.split() for unit in p.split("+")}

@@ -7,17 +7,19 @@ it left out.
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import TYPE_CHECKING, Any
 
 from meshlib.checks import at
 from meshlib.data.batching import Example
 from meshlib.errors import DataError, FeedError
 from meshlib.records.frames import Fault
+from meshlib.subprocesses import describe_exit, exit_with_parent
 
 if TYPE_CHECKING:
     from meshlib.data.pipeline import Data
@@ -28,33 +30,56 @@ KINDS = ("threads", "processes")
 _data: Data | None = None  # of a worker's process
 
 
+class _Worker(SpawnProcess):
+    """A process of a pool; `stopped` if the pool ended it, rather than that it ended by itself."""
+
+    stopped = False
+
+    def terminate(self) -> None:
+        """End it, as the executor does with all of its processes when one of them has ended."""
+        self.stopped = self.stopped or not wait([self.sentinel], 0)
+        super().terminate()
+
+
+class _Context(SpawnContext):
+    """Starts processes and keeps them in the order of their start."""
+
+    def __init__(self) -> None:
+        self.workers: list[_Worker] = []
+
+    def Process(self, *args: Any, **options: Any) -> _Worker:  # type: ignore[override]
+        """A new process, not yet started."""
+        self.workers.append(_Worker(*args, **options))
+        return self.workers[-1]
+
+
 class Pool:
-    """Makes examples of draws by several workers."""
+    """Threads or processes that make the examples of draws."""
 
     def __init__(self, data: Data) -> None:
         self.data = data
         self.pool: ThreadPoolExecutor | ProcessPoolExecutor
+        self.context = _Context()
         if data.kind == "threads":
             self.pool = ThreadPoolExecutor(data.workers, "meshlib.data")
-            return
-        context = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(data.workers, context, _begin, (pickled(data),))
+        else:
+            self.pool = ProcessPoolExecutor(data.workers, self.context, _begin, (pickled(data),))
 
     def ask(self, draws: Sequence[int], numbers: Sequence[int]) -> Future[tuple[Made, list[Fault]]]:
-        """The examples of draws, some time."""
+        """A future of the examples of draws. Raises: DataError if a process has ended by itself."""
         if self.data.kind == "threads":
             return self.pool.submit(lambda: (self.data.examples(draws, numbers), []))
-        return self.pool.submit(_made, draws, numbers)
+        try:
+            return self.pool.submit(_made, draws, numbers)
+        except BrokenProcessPool:
+            raise self._ended() from None
 
     def answer(self, asked: Future[tuple[Made, list[Fault]]]) -> Made:
-        """Wait for them. Raises: what making them raised; DataError if a process has ended."""
+        """The examples of a future. Raises: what making them raised; DataError if a process has ended by itself."""
         try:
             made, faults = asked.result()
         except BrokenProcessPool:
-            raise DataError(
-                f"data: a process that makes examples of {self.data.source.name} has ended; a script that uses "
-                "processes needs its lines under if __name__ == '__main__', and memory for each of them"
-            ) from None
+            raise self._ended() from None
         for fault in faults:
             self.data.source.leave_out(fault)
         return made
@@ -62,6 +87,21 @@ class Pool:
     def close(self) -> None:
         """End the workers."""
         self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def _ended(self) -> DataError:
+        """The error that names the processes which ended by themselves."""
+        self.close()  # waits until the executor has ended the others
+        count = self.data.workers
+        ended = [
+            f"worker process {n} of {count} (pid {worker.pid}, {describe_exit(worker.exitcode)})"
+            for n, worker in enumerate(self.context.workers, start=1)
+            if not worker.stopped
+        ]
+        return DataError(
+            f"data: {' and '.join(ended) or 'a worker process'} ended by itself while making examples of "
+            f"{self.data.source.name}; a script that uses processes needs its lines under "
+            "if __name__ == '__main__', and memory for each of them: take fewer, or kind='threads'"
+        )
 
 
 def pickled(data: Data) -> bytes:
@@ -77,6 +117,7 @@ def pickled(data: Data) -> bytes:
 
 def _begin(sent: bytes) -> None:
     global _data
+    exit_with_parent()
     _data = pickle.loads(sent)
 
 

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 from meshlib.errors import GraphError
+from meshlib.subprocesses import describe_exit, exit_with_parent
 
 Task: TypeAlias = Callable[[int], Any]
 THREADED = ("jax", "tensorflow")  # runtimes whose threads may hold locks at any time
@@ -99,7 +100,7 @@ class Workers:
             process = self.processes[self.pipes.index(pipe)]
             process.join()
             raise GraphError(
-                f"search: a worker process ended by itself ({_ending(process.exitcode)}); take fewer workers"
+                f"search: a worker process ended by itself ({describe_exit(process.exitcode)}); take fewer workers"
             ) from None
 
     def close(self) -> None:
@@ -113,15 +114,10 @@ class Workers:
         self.processes, self.pipes = [], []
 
 
-def _ending(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"status {code}"
-    return f"{signal.Signals(-code).name}{', perhaps for want of memory' if -code == signal.SIGKILL else ''}"
-
-
 def _serve(pipe: Connection, others: Sequence[Connection], tasks: Mapping[str, Task]) -> None:
     """What a worker does until the search is gone. `others`: the search's ends of all pipes, which it must not hold."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the search
+    exit_with_parent()  # also in the middle of a task
     gc.freeze()  # what is shared with the search stays so
     for other in others:
         other.close()

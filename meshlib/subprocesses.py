@@ -1,0 +1,41 @@
+"""What every worker process needs: to end with its parent, and a description of how it ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from multiprocessing.connection import wait
+
+CHECK_SECONDS = 1.0  # between looks at the parent's id
+
+
+def exit_with_parent() -> None:
+    """Start a thread that ends this worker process as soon as its parent has ended, however that was.
+
+    The sentinel of the parent is a pipe that closes when the parent ends. Other children of the parent, forked later,
+    may hold it open: so the id of the parent is compared every `CHECK_SECONDS` as well.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    pid, sentinel = parent.pid, parent.sentinel
+
+    def watch() -> None:
+        while os.getppid() == pid and not wait([sentinel], CHECK_SECONDS):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="meshlib.parent", daemon=True).start()
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, from its exit code: "status 1" or the name of the signal."""
+    if code is None or code >= 0:
+        return f"status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal has no name
+        name = f"signal {-code}"
+    return f"{name}{', perhaps for want of memory' if -code == signal.SIGKILL else ''}"
