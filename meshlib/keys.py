@@ -63,7 +63,7 @@ def key_of(what: str, *parts: object) -> str:
 def library_key() -> str:
     """The version of this library: its number, and a digest of its source, which an edited checkout changes."""
     try:
-        number = metadata.version("meshlib")
+        number = metadata.version("meshlib-tpu")
     except metadata.PackageNotFoundError:
         number = "not installed"
     total = hashlib.sha256()

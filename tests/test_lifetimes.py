@@ -114,13 +114,14 @@ def noted_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[m
     """Weak references to all graphs that are made inside."""
     made: list[weakref.ref[mtf.Graph]] = []
 
-    def new(kind: type[mtf.Graph], *args: Any, **kwargs: Any) -> mtf.Graph:
-        graph: mtf.Graph = object.__new__(kind)
+    initialize = mtf.Graph.__init__
+
+    def noted(graph: mtf.Graph, *args: Any, **kwargs: Any) -> None:
         made.append(weakref.ref(graph))
-        return graph
+        initialize(graph, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mtf.Graph, "__new__", new)
+        patch.setattr(mtf.Graph, "__init__", noted)
         yield made
 
 
