@@ -29,7 +29,7 @@ import numpy as np
 
 from layouts import Shape
 from meshlib.dtypes import BFLOAT16, BOOL, INT4, INT32, DType
-from meshlib.errors import CheckpointError, nearest
+from meshlib.errors import CheckpointError, DamagedError, nearest
 from meshlib.files import open_file, replace_file
 from meshlib.safetensors import CODES, METADATA, Entry, Header, header_bytes, read_header
 from meshlib.simulation import Simulation
@@ -257,13 +257,19 @@ def read_notes(path: Path) -> dict[str, str]:
     Raises: CheckpointError for a file that is none, or damaged.
     """
     with open_file(path, "load", CheckpointError) as (file, target):
-        metadata = read_header(file, target, "load").metadata
-    mark = f"{SUM}{METADATA}/"
-    found = {name: metadata.get(name.removeprefix(mark)) for name in metadata if name.startswith(mark)}
-    for name, text in found.items():
-        if text is None or _sum(text.encode()) != metadata[name]:
-            raise CheckpointError(f"load: {target} is damaged: the note '{name.removeprefix(mark)}' has another CRC-32")
-    return {name.removeprefix(mark): str(text) for name, text in found.items()}
+        header = read_header(file, target, "load")
+    metadata, mark = header.metadata, f"{METADATA}/"
+    sums = {name.removeprefix(SUM): text for name, text in metadata.items() if name.startswith(SUM)}
+    notes = {name.removeprefix(mark): metadata.get(name.removeprefix(mark)) for name in sums if name.startswith(mark)}
+    for name, text in notes.items():
+        if text is None or _sum(text.encode()) != sums[mark + name]:
+            raise DamagedError(f"load: {target} is damaged: the note '{name}' has another CRC-32")
+    if sums:  # `save` wrote the file, with a sum for everything but two names
+        summed = {METADATA, *header.entries, *(mark + name for name in notes)}
+        own = {"format", "meshlib", SEED, *notes, *(SUM + name for name in sums)}
+        if odd := sorted((sums.keys() ^ summed) | (metadata.keys() - own)):
+            raise DamagedError(f"load: {target} is damaged: '{odd[0]:.80}' and its CRC-32 do not belong together")
+    return {name: str(text) for name, text in notes.items()}
 
 
 def _read_all(sim: Simulation, file: BinaryIO, header: Header, names: list[str], target: str) -> Mapping[str, Array]:
@@ -331,7 +337,7 @@ def _read(file: BinaryIO, header: Header, name: str, kind: tuple[Shape, DType], 
         part = flat[start : start + CHUNK]
         raw = file.read(part.size * dtype.public.itemsize)
         if len(raw) != part.size * dtype.public.itemsize:
-            raise CheckpointError(
+            raise DamagedError(
                 f"load: {target} became shorter while it was read: tensor '{name}' ends at byte {entry.end}, found "
                 f"{entry.begin + start * dtype.public.itemsize + len(raw)}"
             )
@@ -352,7 +358,7 @@ def _read(file: BinaryIO, header: Header, name: str, kind: tuple[Shape, DType], 
         part[:] = bits
     expected = header.metadata.get(SUM + name)
     if expected not in (None, _hex(total)):
-        raise CheckpointError(
+        raise DamagedError(
             f"load: {target} is damaged: bytes {entry.begin} to {entry.end}, tensor '{name}' {entry}, have the CRC-32 "
             f"{_hex(total)}, but were written with {expected}. If they were changed on purpose, drop the key "
             f"'{SUM}{name}' from {METADATA}"
@@ -366,7 +372,7 @@ def _seed(header: Header, target: str) -> int | None:
         return None
     expected = header.metadata.get(SUM + METADATA)
     if expected not in (None, _sum(text.encode())):
-        raise CheckpointError(
+        raise DamagedError(
             f"load: {target} is damaged: '{SEED}' in {METADATA}, {text!r:.80}, has the CRC-32 {_sum(text.encode())}, "
             f"but was written with {expected}. If it was changed on purpose, drop the key '{SUM}{METADATA}'"
         )

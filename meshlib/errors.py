@@ -35,6 +35,10 @@ class CheckpointError(MeshlibError):
     """A checkpoint cannot be written, is no whole safetensors file, or does not fit the simulation."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes are not those that were written."""
+
+
 class NotFiniteError(MeshlibError, ArithmeticError):
     """A fetched value or a variable became NaN; names the operation and core that first made it, or an infinity."""
 

@@ -166,6 +166,33 @@ def locked(path: str, wait: bool = True) -> Iterator[bool | None]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def claimed(path: str) -> Iterator[int | None]:
+    """Hold a file that only one process may hold: None, or the id of the process that holds it (0 if unknown).
+
+    The file has the id of its holder, and is removed at the end. A killed holder leaves it, and holds it no more.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if _lock(descriptor, wait=False) is False or _same(descriptor, path):
+            break
+        os.close(descriptor)  # its holder removed it in the moment before the lock
+    try:
+        if _lock(descriptor, wait=False) is False:
+            text = os.read(descriptor, 20)
+            yield int(text) if text.isdigit() else 0
+            return
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        try:
+            yield None
+        finally:
+            with suppress(OSError):
+                os.unlink(path)
+    finally:
+        os.close(descriptor)
+
+
 def most_unpacked_bytes(packed_bytes: int) -> int:
     """What a compressed file may become: 16 times its size, or 64 MiB. Digits pack to a fifth, zeros to 1/1000."""
     return max(64 * 2**20, 16 * packed_bytes)

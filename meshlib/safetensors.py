@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from meshlib.documents import parse_json
-from meshlib.errors import CheckpointError, nearest
+from meshlib.errors import CheckpointError, DamagedError, nearest
 from meshlib.files import open_file
 
 Array = np.ndarray[Any, Any]
@@ -95,7 +95,7 @@ def read_header(file: BinaryIO, target: str, what: str) -> Header:
     """The header of an open file, with all offsets checked against each other and the size of the file."""
 
     def fail(fault: str) -> NoReturn:
-        raise CheckpointError(f"{what}: {target} is no whole safetensors file: {fault}")
+        raise DamagedError(f"{what}: {target} is no whole safetensors file: {fault}")
 
     size = os.fstat(file.fileno()).st_size
     if size < 8:

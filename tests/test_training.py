@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -394,3 +396,69 @@ def test_an_evaluation_of_what_is_no_run_or_by_what_measures_nothing() -> None:
         evaluation(1)(5)  # type: ignore[arg-type]
     with pytest.raises(mtf.GraphError, match="measure must return names and sums, got 5"):
         evaluation(1, measure=lambda found, batch: 5)(mtf.simulate(program()))
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
+    def batches() -> Any:
+        for n, batch in enumerate(data()):
+            if n == 2:
+                command = [sys.executable, "-c", f"import os; print(open({str(tmp_path / 'train.pid')!r}).read())"]
+                assert int(subprocess.check_output(command)) == os.getpid()
+                message = rf"train: process {os.getpid()} trains in the folder {tmp_path} already"
+                with pytest.raises(mtf.CheckpointError, match=message):
+                    mtf.train(program(), data(), 9, folder=tmp_path, progress=False)
+            yield batch
+
+    options: dict[str, Any] = {"folder": tmp_path, "log_every": 1, "progress": False}
+    (tmp_path / "train.pid").write_text("1234567")  # of a run that was killed
+    (tmp_path / ".step_000000003.safetensors.0123abcd.saving").write_bytes(b"half")
+    trained = mtf.train(program(), batches(), 5, **options)
+    assert [row["step"] for row in trained.history.rows] == [1, 2, 3, 4, 5]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["history.csv", "history.jsonl", "step_000000005.safetensors"]
+    with pytest.raises(mtf.FeedError):
+        mtf.train(program(), data(seed=1), 9, **options)
+    assert not (tmp_path / "train.pid").exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over_if_asked(tmp_path: Path) -> None:
+    """Every bit of the header, the notes and the variables is drawn from; the run ends as one that nothing befell."""
+    options: dict[str, Any] = {"save_every": 2, "keep": 3, "log_every": 2, "progress": False}
+    mtf.train(program(), data(), 4, folder=tmp_path / "whole", **options)
+    content = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("*.*")}
+    final = state(mtf.train(program(), data(), 6, progress=False).run)
+    newest, rng = "step_000000004.safetensors", np.random.default_rng(0)
+    lowered, passed = program(), 0
+    for n in range(draws(25, 5000)):
+        folder = tmp_path / "again"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name, raw in content.items():
+            (folder / name).write_bytes(raw)
+        damaged = bytearray(content[newest])
+        bit = int(rng.integers(8 * len(damaged)))
+        damaged[bit // 8] ^= 1 << bit % 8
+        (folder / newest).write_bytes(damaged)
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                trained = mtf.train(lowered, data(), 6, folder=folder, on_damage="previous", **options)
+        except mtf.CheckpointError as fault:
+            raise AssertionError(f"draw {n}, byte {bit // 8}: {fault}") from fault
+        assert state(trained.run) == final
+        assert (folder / "step_000000004.damaged").exists() == bool(told)
+        passed += bool(told)
+    assert passed > n // 2
+    (folder / newest).write_bytes(content[newest][:-1])
+    (folder / "step_000000006.safetensors").unlink()
+    with pytest.raises(mtf.CheckpointError, match=r"on_damage='previous' goes on from step_000000002\.safetensors"):
+        mtf.train(lowered, data(), 6, folder=folder, **options)
+    (folder / "step_000000002.safetensors").write_bytes(b"")
+    with pytest.raises(mtf.CheckpointError, match="all 2 checkpoints of the folder are damaged"):
+        mtf.train(lowered, data(), 6, folder=folder, on_damage="previous", **options)
+    raw = content[newest]
+    for name in ("training", "__metadata__/training"):  # the name of the note, and that of its sum
+        (folder / newest).write_bytes(raw.replace(f'"{name}"'.encode(), f'"{name[:-1]}h"'.encode()).replace(
+            f'"crc32/{name}"'.encode(), f'"crc31/{name}"'.encode()))  # fmt: skip
+        with pytest.raises(mtf.CheckpointError, match="is damaged: "):
+            mtf.train(lowered, data(), 6, folder=folder, **options)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from meshlib.checkpoint import load, read_notes, save
 from meshlib.documents import COUNT, LIST, RECORD, Schema, parse_json
-from meshlib.errors import CheckpointError
+from meshlib.errors import CheckpointError, DamagedError
+from meshlib.files import claimed, remove_stale
 from meshlib.simulation import Simulation
 
 LOOP: Schema = {
@@ -23,18 +26,20 @@ LOOP: Schema = {
 }
 NOTE = "training"  # beside the variables: where the loop was
 BEST = "best.safetensors"
+LOCK = "train.pid"  # of the process that trains in the folder
+ON_DAMAGE = ("error", "previous")
 _NAME = re.compile(r"step_([0-9]{9,})\.safetensors")
 
 
 class Keeper:
     """Writes checkpoints into a folder and keeps the last `keep`; of several processes the first removes the others."""
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int) -> None:
+    def __init__(self, folder: str | os.PathLike[str], keep: int, on_damage: str = "error") -> None:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
             raise CheckpointError(
                 f"train: folder must be the path of one, got {folder!r:.80}; the working directory is '.'"
             )
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self.on_damage = Path(folder), keep, on_damage
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as fault:
@@ -47,26 +52,86 @@ class Keeper:
         found = {int(m[1]): p for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))}
         return [found[step] for step in sorted(found)]
 
-    def newest(self, run: Simulation) -> dict[str, Any] | None:
-        """Give `run` the state of the last one; where the loop was then. None if there is none.
+    @contextmanager
+    def alone(self, run: Simulation) -> Iterator[None]:
+        """Keep other runs out of the folder, and clear what killed ones left; of several processes the first does.
 
-        Raises: CheckpointError for one that is damaged or of another program.
+        Raises: CheckpointError if a process trains in it already, with its id.
         """
+        processes = run.state.processes
+        if processes is not None and not processes.first:
+            processes.agree(None)
+            yield
+            return
+        try:
+            claim = claimed(str(self.folder / LOCK))
+            holder = claim.__enter__()
+        except OSError as fault:
+            raise CheckpointError(f"train: {self.folder / LOCK} can't be written: {fault.strerror or fault}") from fault
+        try:
+            taken = None
+            if holder is not None:
+                taken = (
+                    f"train: process {holder or 'unknown'} trains in the folder {self.folder} already; "
+                    "wait for it or end it, or give this run another folder"
+                )
+            else:
+                remove_stale(str(self.folder))
+            if processes is not None:
+                processes.agree(taken)
+            elif taken is not None:
+                raise CheckpointError(taken)
+            yield
+        finally:
+            claim.__exit__(None, None, None)
+
+    def newest(self, run: Simulation) -> dict[str, Any] | None:
+        """Give `run` the state of the newest checkpoint; where the loop was then. None if there is none.
+
+        With `on_damage="previous"` damaged ones are passed over, with a warning, and renamed to end in `.damaged`.
+
+        Raises: DamagedError for one that is damaged, CheckpointError for one of another program.
+        """
+        damaged: list[tuple[Path, DamagedError]] = []
         there = self.there()
-        if not there:
-            return None
-        text = read_notes(there[-1]).get(NOTE)
+        for path in reversed(there):
+            try:
+                noted = self._restored(path, run)
+            except DamagedError as fault:
+                if self.on_damage != "previous":
+                    older = len(there) > 1
+                    raise DamagedError(
+                        f"{fault}; "
+                        + (f"on_damage='previous' goes on from {there[-2].name}" if older else "there is no older one")
+                    ) from None
+                damaged.append((path, fault))
+                continue
+            self._set_aside(run, [path for path, _ in damaged])
+            for _, damage in damaged:
+                warnings.warn(f"{damage}; training goes on from {path.name}", stacklevel=2)
+            return noted
+        if damaged:
+            raise DamagedError(f"{damaged[0][1]}; all {len(damaged)} checkpoints of the folder are damaged")
+        return None
+
+    def _restored(self, path: Path, run: Simulation) -> dict[str, Any]:
+        """Give `run` the state of a checkpoint; where the loop was then."""
+        text = read_notes(path).get(NOTE)
         if text is None:
-            raise CheckpointError(f"train: {there[-1]} was not written by mtf.train; use another folder, or mtf.load")
-        load(there[-1], run)
+            raise CheckpointError(f"train: {path} was not written by mtf.train; use another folder, or mtf.load")
 
         def fail(fault: str) -> NoReturn:
-            raise CheckpointError(
-                f"train: the note of {there[-1]} is damaged: {fault}; delete the file to go on from the one before"
-            ) from None
+            raise DamagedError(f"train: the note of {path} is damaged: {fault}") from None
 
         noted: dict[str, Any] = parse_json(text, fail, LOOP, constants=True)
+        load(path, run)
         return noted
+
+    def _set_aside(self, run: Simulation, damaged: list[Path]) -> None:
+        """Rename damaged checkpoints, so that they do not count among those that are kept."""
+        if run.state.processes is None or run.state.processes.first:
+            for path in damaged:
+                path.replace(path.with_suffix(".damaged"))
 
     def save(self, run: Simulation, step: int, loop: dict[str, Any]) -> None:
         """Write one, and remove those that are too old."""

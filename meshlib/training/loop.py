@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,7 @@ from meshlib.simulation import Simulation, simulate
 from meshlib.training.evaluation import Evaluation, feeds_of, single_numbers
 from meshlib.training.feeding import Feeding, examples_of, feeding_of
 from meshlib.training.history import TIMES, History, Row
-from meshlib.training.keeping import Keeper
+from meshlib.training.keeping import ON_DAMAGE, Keeper
 from meshlib.training.progress import Bar
 from meshlib.training.signals import noted
 
@@ -68,6 +69,7 @@ def train(
     folder: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
     keep: int = 3,
+    on_damage: str = "error",
     best: str = "loss",
     better: str = "lower",
     patience: int | None = None,
@@ -90,6 +92,8 @@ def train(
         it holds a checkpoint, the run goes on from there, with the very next batch.
       save_every: steps between checkpoints; one is written at the end in any case. 1,000 unless given.
       keep: how many checkpoints stay, the best besides.
+      on_damage: if the newest checkpoint is damaged: "error", or "previous": warn, rename it to end in `.damaged`, and
+        go on from the newest intact one.
       best: the figure of evaluation by which a run is the best; better: "lower" or "higher".
       patience: stop after so many evaluations without a better one.
       on_nan: when a step makes a NaN: "stop", with NotFiniteError, which names the operation, while the last checkpoint
@@ -152,18 +156,20 @@ def train(
     if on_nan == "skip" and not run.check_nan:
         raise GraphError(f"{at(what)}: on_nan='skip' needs a run that looks for NaN: check_nan=True, checked=True")
     bar = flag(progress, what, "progress")
-    keeper = None if folder is None else Keeper(folder, keep)
+    keeper = None if folder is None else Keeper(folder, keep, choice(on_damage, what, "on_damage", ON_DAMAGE))
     feeding = feeding_of(data)
     if isinstance(feeding, Feed) and feeding is not data and (rows := run.rows_here()) is not None:
         feeding.only(rows)
-    loop = _Loop(run, feeding, asked, keeper, Bar(run, asked.steps) if bar else None)
+    shown = Bar(run, asked.steps) if bar else None
     try:
-        stopped = loop.run_all()
+        with nullcontext() if keeper is None else keeper.alone(run):
+            loop = _Loop(run, feeding, asked, keeper, shown)
+            stopped = loop.run_all()
     finally:
         if isinstance(feeding, Feed) and feeding is not data:
             feeding.close()
-        if loop.bar is not None:
-            loop.bar.close()
+        if shown is not None:
+            shown.close()
     stats = feeding.stats if isinstance(feeding, Feed) else None
     return Trained(run, loop.at.step, loop.history, stopped, loop.at.best, loop.at.skipped, stats)
 
