@@ -1,8 +1,9 @@
-"""A run of training that is killed again and again: `python -m tests.killed FOLDER KILLS`.
+"""A run of training that is killed again and again: `python -m tests.killed FOLDER KILLS [threads|processes]`.
 
 A warm process forks runs that train, evaluate and save, and kills them with SIGKILL after random times; the next one
 goes on in the same folder. What is left in the end, and every batch that was fed on the way, must be as of a run that
-nobody killed. It says how many kills there were.
+nobody killed. Worker processes must end after a kill, and no temporary file may be left in the end. It says
+how many kills there were.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 import meshlib as mtf
 from meshlib.training.history import TIMES
+from tests.running import children, is_running
 
 STEPS, SAVE_EVERY = 60, 9
 FIELDS = {"x": mtf.data.Field("float32", (4,)), "y": mtf.data.Field("float32")}
@@ -71,14 +73,15 @@ class Logged(mtf.data.Feed):
 
 
 class Runs:
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, kind: str) -> None:
         self.base = base
         rng = np.random.default_rng(0)
         made = ({"x": rng.random(4, np.float32), "y": n / 50} for n in range(37))
         mtf.records.write(base / "data@3", map(mtf.records.encode, made))
         self.training, self.evaluated = programs()
         source = mtf.data.records(base / "data@3", FIELDS, interleave=2)
-        self.data = source.shuffle(1).map(noisy, workers=2, seed=2).batch(8, "pad").repeat().prefetch(2)
+        mapped = source.shuffle(1).map(noisy, seed=2).parallel(2, kind)
+        self.data = mapped.batch(8, "pad").repeat().prefetch(2)
         self.held_out = source.batch(4)
 
     def train(self, name: str) -> None:
@@ -111,8 +114,13 @@ class Runs:
                 assert status == 0, status
                 return False
             time.sleep(0.002)
+        workers = children(pid)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        end = time.monotonic() + 15  # those that still import modules end when they have
+        while (left := [worker for worker in workers if is_running(worker)]) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not left, f"orphans: {left}"
         return True
 
     def left(self, name: str) -> tuple[list[bytes], list[dict[str, Any]]]:
@@ -126,8 +134,8 @@ class Runs:
         return [line.split() for line in lines]
 
 
-def main(base: Path, kills: int) -> None:
-    runs, draw = Runs(base), random.Random(0)
+def main(base: Path, kills: int, kind: str = "threads") -> None:
+    runs, draw = Runs(base, kind), random.Random(0)
     begun = time.monotonic()
     assert os.waitpid(runs.forked("whole"), 0)[1] == 0
     whole_seconds = time.monotonic() - begun
@@ -141,10 +149,12 @@ def main(base: Path, kills: int) -> None:
             done += 1
         assert os.waitpid(runs.forked("again"), 0)[1] == 0
         assert runs.left("again") == runs.left("whole")
+        names = [sorted(path.name for path in (base / name).iterdir()) for name in ("again", "whole")]
+        assert names[0] == names[1], names
         for number, told in runs.fed("again"):
             assert wanted[number] == told, f"batch {number}"
     print(json.dumps({"kills": done}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -17,6 +17,7 @@ import pytest
 
 import meshlib as mtf
 from tests.effort import draws
+from tests.running import children, is_running
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
@@ -47,26 +48,6 @@ workers.answers("slow", range(4), None)
 }
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started and that have not ended."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(parent) == pid and state != "Z":
-            found.append(int(folder.name))
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(("kind", "count"), [("data", 3), ("search", 2)])  # the third is the resource tracker
 def test_workers_end_with_their_parent(kind: str, count: int, tmp_path: Path) -> None:
     path = tmp_path / "parent.py"
@@ -80,9 +61,9 @@ def test_workers_end_with_their_parent(kind: str, count: int, tmp_path: Path) ->
             assert len(workers) == count
             parent.kill()
             end = time.monotonic() + 2
-        while any(map(alive, workers)) and time.monotonic() < end:
+        while any(map(is_running, workers)) and time.monotonic() < end:
             time.sleep(0.02)
-        left = [pid for pid in workers if alive(pid)]
+        left = [pid for pid in workers if is_running(pid)]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         assert not left
