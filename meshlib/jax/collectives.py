@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ def move(step: Step, x: Array, context: Context) -> Array:
     count = mesh.group_size(axes)
     match step.kind:
         case "all_gather":
-            return lax.all_gather(x, axes, axis=dim, tiled=True) if step.dim else _gather_dims(step, x)
+            return _all_gather(x, axes, dim, count) if step.dim else _gather_dims(step, x)
         case "all_reduce":
             return _REDUCE[_kind(step)](x, axes)
         case "reduce_scatter":
@@ -47,6 +48,16 @@ def move(step: Step, x: Array, context: Context) -> Array:
     assert step.kind == "all_to_all"
     assert step.to_dim is not None
     return lax.all_to_all(x, axes, step.before.shape.index(step.to_dim), dim, tiled=True)
+
+
+def _all_gather(x: Array, axes: tuple[str, ...], dim: int, count: int) -> Array:
+    """All blocks of a group side by side along a dim; the dims on either side of it travel as one.
+
+    XLA would otherwise copy stacked weights, such as those of all heads, into the layout that suits the gather.
+    """
+    before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
+    flat = x.reshape(prod(before), size, prod(after))
+    return lax.all_gather(flat, axes, axis=1, tiled=True).reshape(*before, size * count, *after)
 
 
 def _gather_dims(step: Step, x: Array) -> Array:

@@ -17,6 +17,7 @@ from meshlib.jax.context import Array, Context, Found, Index
 from meshlib.jax.repeats import Repeats
 from meshlib.jax.table import Part, Run, row_of, run_row
 from meshlib.operation import Factor, Halo, Summary
+from meshlib.program.buffers import START
 from meshlib.program.exchange import RUNS, run_factors, summary_factor
 from meshlib.program.instructions import Commit, Compute, Instruction, Loop, Move, Resident, Value, Widen
 from meshlib.program.interpreter import Interpreter
@@ -49,6 +50,23 @@ class Executor(Interpreter[Array, Context]):
             made = list(super().results(program, i, self._repeats.apart(i, inputs), values, context))
         self._repeats.note(i, made)
         return made
+
+    def before(self, program: Program, n: int, values: dict[Value, Array]) -> None:
+        """Before a loop, have the compiler compute what the plan keeps in memory during it.
+
+        XLA otherwise schedules what only the end of the step needs, such as the gradient of the last weights, after the
+        loop, and keeps its larger operands until then.
+        """
+        i = program.instructions[n]
+        if not isinstance(i, Loop) or program.is_body:
+            return
+        starts = {name for name, _ in i.carries}
+        carried = [x for name, x in zip(i.body.inputs, i.inputs, strict=True) if name in starts][:1]
+        kept = [b.at(n - 1)[1] for b in program.buffers if START < b.begin < n < b.end]
+        tied = [*carried, *(v for v in dict.fromkeys(kept) if v in values and v not in i.inputs)]
+        if carried and len(tied) > 1:
+            arrays = lax.optimization_barrier(tuple(values[v] for v in tied))
+            values.update(zip(tied, arrays, strict=True))
 
     # ------------------------------------------------------------ moves
 

@@ -54,6 +54,9 @@ class Interpreter(ABC, Generic[T, C]):
     def made(self, i: Instruction, y: Value, value: T) -> None:
         """Called with every value, when it is there."""
 
+    def before(self, program: Program, n: int, values: dict[Value, T]) -> None:
+        """Called before instruction `n` runs; may replace `values` by equal ones."""
+
     def run(self, program: Program, given: Mapping[Value, T], context: C) -> dict[Value, T]:
         """Run the instructions on the values of inputs and variables.
 
@@ -62,6 +65,7 @@ class Interpreter(ABC, Generic[T, C]):
         values = dict(given)
         last = program.last_use
         for n, i in enumerate(program.instructions):
+            self.before(program, n, values)
             inputs = [values[x] for x in i.inputs]
             values.update(zip(i.outputs, self.results(program, i, inputs, values, context), strict=True))
             for y in i.outputs:

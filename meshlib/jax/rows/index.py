@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 from meshlib.jax.context import Array
 from meshlib.jax.table import Part, aligned, row, widest
 from meshlib.ops.index import index_count
+
+Names = tuple[str, ...]
 
 
 def _checked(part: Part, n: int, indices: Array) -> Array | None:
@@ -45,7 +48,9 @@ def _gather(part: Part, weights: Array, indices: Array) -> Array:
     local = indices - part.offsets[dim]
     hit = (local >= 0) & (local < weights.shape[axis])
     chosen = jnp.where(hit, local, 0)
-    if not set(w_names) & set(i_names):  # whole rows
+    if part.context.platform == "tpu" and {*w_names} <= {*i_names, dim}:  # a number of each row
+        found = _selected(weights, chosen, part.names, dim, out)
+    elif not set(w_names) & set(i_names):  # whole rows
         found = jnp.take(jnp.moveaxis(weights, axis, 0), chosen, axis=0, mode="clip")
         rest = tuple(n for n in w_names if n != dim)
         found = aligned(found, (*i_names, *rest), out)
@@ -57,6 +62,19 @@ def _gather(part: Part, weights: Array, indices: Array) -> Array:
         found = weights.at[tuple(places)].get(mode="clip")
     y = jnp.where(aligned(hit, i_names, out), found, jnp.zeros((), found.dtype))
     return _poison(y, None if wrong is None else aligned(wrong, i_names, out))
+
+
+def _selected(weights: Array, chosen: Array, names: Sequence[Names], dim: str, out: Names) -> Array:
+    """One element of each row as a masked sum along `dim`, which XLA fuses with other passes over the rows.
+
+    A gather of numbers runs on its own: it would read, and keep for itself, what a cast or a product makes on the way.
+    """
+    w_names, i_names = names
+    space = (*i_names, dim)
+    rows, at = aligned(weights, w_names, space), jnp.arange(weights.shape[w_names.index(dim)])
+    hit = chosen[..., None] == at
+    found = jnp.sum(jnp.where(hit, rows, jnp.zeros((), rows.dtype)), axis=-1).astype(weights.dtype)
+    return aligned(found, i_names, out)
 
 
 @row("scatter_add")

@@ -5,7 +5,8 @@ A TPU and a GPU multiply bfloat16 and add in float32. A CPU multiplies the round
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -45,12 +46,48 @@ def product(
         a, b, a_names, b_names = b, a, b_names, a_names
     a, a_names = _without(a, a_names, plan.summed_a)
     b, b_names = _without(b, b_names, plan.summed_b)
-    contracted = [[names.index(n) for n in plan.contracted] for names in (a_names, b_names)]
-    batch = [[names.index(n) for n in plan.batch] for names in (a_names, b_names)]
-    made = multiply(a, b, (tuple(map(tuple, contracted)), tuple(map(tuple, batch))))
-    left = [n for n in a_names if n not in plan.batch and n not in plan.contracted]
-    right = [n for n in b_names if n not in plan.batch and n not in plan.contracted]
-    return aligned(made, (*plan.batch, *left, *right), out)
+    sizes = dict(zip((*a_names, *b_names), (*a.shape, *b.shape), strict=True))
+    runs = [*_runs(a_names, out, b_names), *_runs(b_names, out, a_names), *_runs(a_names, b_names, out)]
+    a, b = (_joined(x, names, runs) for x, names in ((a, a_names), (b, b_names)))
+    a_names, b_names, summed = (_firsts(names, runs) for names in (a_names, b_names, plan.contracted))
+    contracted = tuple(tuple(names.index(n) for n in summed) for names in (a_names, b_names))
+    batch = tuple(tuple(names.index(n) for n in plan.batch) for names in (a_names, b_names))
+    made = multiply(a, b, (contracted, batch))
+    rest = (n for names in (a_names, b_names) for n in names if n not in plan.batch and n not in summed)
+    whole = {run[0]: run for run in runs}
+    order = [n for first in (*plan.batch, *rest) for n in whole.get(first, (first,))]
+    return aligned(made.reshape([sizes[n] for n in order]), order, out)
+
+
+def _runs(names: Names, partner: Names, other: Names) -> list[Names]:
+    """Dims that follow each other in `names` and in `partner`, none in `other`: a product takes each run as one dim.
+
+    With heads and head_dim as one dim, XLA leaves stacked weights in the layout in which they are stored; as two, it
+    copies all layers' before the loop.
+    """
+    runs: list[Names] = []
+    shared = [n for n in names if n in partner and n not in other]
+    for n in shared:
+        place = (names.index(n), partner.index(n))
+        last = (names.index(runs[-1][-1]), partner.index(runs[-1][-1])) if runs else None
+        if last is not None and place == (last[0] + 1, last[1] + 1):
+            runs[-1] += (n,)
+        else:
+            runs.append((n,))
+    return [run for run in runs if len(run) > 1]
+
+
+def _firsts(names: Names, runs: Sequence[Names]) -> Names:
+    """The names without those that follow the first one of a run."""
+    followers = {n for run in runs for n in run[1:]}
+    return tuple(n for n in names if n not in followers)
+
+
+def _joined(x: Array, names: Names, runs: Sequence[Names]) -> Array:
+    """A block with each run of dims as one dim."""
+    sizes = dict(zip(names, x.shape, strict=True))
+    whole = {run[0]: run for run in runs}
+    return x.reshape([prod(sizes[m] for m in whole.get(n, (n,))) for n in _firsts(names, runs)])
 
 
 def _without(x: Array, names: Names, summed: Names) -> tuple[Array, Names]:
