@@ -283,6 +283,8 @@ def load_chip(path: str | Path) -> Chip:
       1600000000000.0
     """
     try:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"a path is text or a Path, not {type(path).__name__}")
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:  # a pipe would block, a device never end
             raise ValueError(f"it is no regular file of at most {MOST_BYTES} bytes")

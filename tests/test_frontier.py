@@ -72,7 +72,8 @@ def test_experts_that_take_sequences_together_compute_less() -> None:
 
     def points(group_size: int | None) -> list[mtf.Estimate]:
         where = [("tensor:4", "experts:tensor")]
-        served = mtf.serving(config, "v5e-4", 64, batches=[12, 64], layouts=where, group_size=group_size)
+        sizes = {"batches": [12, 64], "group_size": group_size}
+        served = mtf.serving(config, "v5e-4", 64, layouts=where, weight_dtype="float32", **sizes)
         return [p.decode for p in served.points]
 
     def flops(est: mtf.Estimate) -> float:
@@ -105,7 +106,7 @@ def test_nothing_is_faster_and_cheaper_than_the_frontier() -> None:
 
 def test_what_is_printed_and_drawn(tmp_path) -> None:
     text = str(found())
-    assert f"served on v5e-4: {CONTEXT} positions of cache" in text
+    assert f"served on v5e-4: weights in bfloat16, {CONTEXT} positions of cache" in text
     assert text.count("->") == len(found().frontier) + 1
     if importlib.util.find_spec("matplotlib"):
         found().plot(tmp_path / "serving.png")

@@ -123,9 +123,9 @@ def test_read_idx_names_file_expected_and_found(tmp_path: Path, fault: str) -> N
 
 
 def test_read_idx_of_no_file_and_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent: expected a readable file, found: No such file"):
+    with pytest.raises(DataError, match="absent can't be read: No such file"):
         read_idx(tmp_path / "absent")
-    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path))}: expected a readable file, found: Is a dir"):
+    with pytest.raises(DataError, match=rf"{re.escape(str(tmp_path))} can't be read: it is a folder"):
         read_idx(tmp_path)
 
 
