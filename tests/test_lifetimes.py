@@ -114,14 +114,17 @@ def noted_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[m
     """Weak references to all graphs that are made inside."""
     made: list[weakref.ref[mtf.Graph]] = []
 
-    initialize = mtf.Graph.__init__
+    def noted_by(initialize: Any) -> Any:
+        def noted(graph: mtf.Graph, *args: Any, **kwargs: Any) -> None:
+            made.append(weakref.ref(graph))
+            initialize(graph, *args, **kwargs)
 
-    def noted(graph: mtf.Graph, *args: Any, **kwargs: Any) -> None:
-        made.append(weakref.ref(graph))
-        initialize(graph, *args, **kwargs)
+        return noted
 
     with monkeypatch.context() as patch:
-        patch.setattr(mtf.Graph, "__init__", noted)
+        for kind in (mtf.Graph, *mtf.Graph.__subclasses__()):
+            if "__init__" in vars(kind):
+                patch.setattr(kind, "__init__", noted_by(kind.__init__))
         yield made
 
 
@@ -129,6 +132,8 @@ def noted_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[m
 def test_no_graph_outlives_its_program(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if use in NEED_JAX and importlib.util.find_spec("jax") is None:
         pytest.skip("needs JAX")
+    if use in NEED_JAX:
+        getattr(mtf, use)  # imported functions are graphs of a class of their own, defined on first use
     with noted_graphs(monkeypatch) as made:
         result = USES[use]()
         assert made
@@ -178,7 +183,7 @@ def test_long_lives_do_not_grow() -> None:
     )
     assert made.returncode == 0, made.stderr
     grown = [float(word) for word in made.stdout.split()]
-    limits = (5.0, 5.0, 5.0) if deep() else (1.25, 2.5, 0.5)  # a graph that stays would be 0.07 MB a lowering
+    limits = (5.0, 5.0, 5.0) if deep() else (1.6, 2.5, 0.5)  # a graph that stays would be 0.07 MB a lowering
     assert all(g < most for g, most in zip(grown, limits, strict=True)), grown
 
 
@@ -247,10 +252,11 @@ def test_garbage_of_plans_is_collected_without_being_asked() -> None:
         def __init__(self) -> None:
             self.own, self.more = self, planned(1000)
 
+    count = 400 + len(gc.get_objects()) // 1000  # a collection is due when half as many as are alive have joined
     refs = []
-    for _ in range(400):
+    for _ in range(count):
         refs.append(weakref.ref(uncollected(Knot)()))
-    assert sum(ref() is not None for ref in refs) < 250
+    assert sum(ref() is not None for ref in refs) < 0.7 * count
 
 
 @pytest.mark.usefixtures("thawed")
