@@ -149,7 +149,7 @@ def test_rows_that_make_no_program_say_why(row, why):
 
 def test_command(capsys, tmp_path):
     assert main(["validate", "--file", str(tmp_path / "none.json")]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    assert "can't be read" in capsys.readouterr().err
     (tmp_path / "bad.json").write_text("[3]")
     assert main(["validate", "--file", str(tmp_path / "bad.json")]) == 2
     assert "holds no rows" in capsys.readouterr().err
