@@ -21,7 +21,7 @@ from meshlib.checks import at, choice, items, whole
 from meshlib.drawing import new_figure, save_figure
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError, LayoutError, SliceError
-from meshlib.estimation import Estimate, estimate
+from meshlib.estimation import Estimate, balance, estimate
 from meshlib.graph import Graph
 from meshlib.lowering import lower
 from meshlib.models import TransformerConfig, decode_step, layout, prefill
@@ -364,7 +364,7 @@ class _Sweep:
             made = prefill(
                 self.config, group, self.prompt, self.context, self.encoder_length, cache_dtype=self.cache_dtype
             )
-            read = estimate(lower(*made, mesh=mesh, layout=rules), self.slice, self.overlap)
+            read = self._estimate(made, mesh, rules)
         return ServingPoint(name, group, self._decode(mesh, rules, group), read, group)
 
     def _decode(self, mesh: Mesh, rules: LayoutRules, batch: int) -> Estimate:
@@ -373,7 +373,12 @@ class _Sweep:
             made = decode_step(
                 self.config, batch, self.context, self.encoder_length, cache_dtype=self.cache_dtype, group_size=together
             )
-            return estimate(lower(*made, mesh=mesh, layout=rules), self.slice, self.overlap)
+            return self._estimate(made, mesh, rules)
+
+    def _estimate(self, step: tuple[Any, Any], mesh: Mesh, rules: LayoutRules) -> Estimate:
+        """Of a step lowered at the slice's own balance: beside few bytes, starting a collective is dear."""
+        program = lower(*step, mesh=mesh, layout=rules, balance=balance(self.slice, mesh))
+        return estimate(program, self.slice, self.overlap)
 
     def _together(self, sequences: int) -> int | None:
         """How many of a data-parallel group's sequences are routed together."""

@@ -43,7 +43,7 @@ def test_beams_and_narrow_types(model: list[str], capsys: pytest.CaptureFixture[
 def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--plan", "gpt2", "--slice", "v5e-1", "--context", "1024"]) == 0
     out = capsys.readouterr().out
-    assert "gpt2 on v5e-1: 1024 positions of cache" in out
+    assert "gpt2 on v5e-1: weights in bfloat16, 1024 positions of cache" in out
     assert "on the frontier of latency and throughput" in out
 
 
@@ -73,7 +73,7 @@ def test_stops_of_other_alphabets() -> None:
 
 def test_a_plan_of_an_encoder_decoder(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--plan", "t5-small", "--slice", "v5e-1", "--context", "64"]) == 0
-    assert "t5-small on v5e-1: 64 positions of cache" in capsys.readouterr().out
+    assert "t5-small on v5e-1: weights in bfloat16, 64 positions of cache" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("about", BAD)

@@ -23,7 +23,8 @@ def balance(slice: Any, mesh: Any) -> Balance:
     A byte along each mesh axis costs what an all_gather along it takes per byte sent, the cheapest axis counting 1: an
     axis over the slow links between slices is dear. The axes lie as is best if each sends much more than the one before
     it, so the first goes over the slow links. Work is priced at the peak rates of matrix and vector unit, half of each
-    collective being hidden behind products.
+    collective being hidden behind products. Starting a collective costs what one of a single byte takes along the
+    quickest axis.
 
     Args:
       slice: a name like "v5e-256", or a `hardware.Slice`.
@@ -57,10 +58,12 @@ def balance(slice: Any, mesh: Any) -> Balance:
     if not seconds:
         return Balance()
     byte_seconds = min(seconds.values())
+    start_seconds = min(collective_cost(placement, "all_gather", (axis,), 1).seconds for axis in sizes)
     return Balance(
         mxu_flops_per_byte=EXPOSED * flops_per_second * byte_seconds,
         vpu_ops_per_byte=byte_seconds / vpu_seconds(slice_.chip, 1.0),
         axis_prices=tuple((axis, round(s / byte_seconds, 3)) for axis, s in seconds.items()),
+        collective_bytes=start_seconds / byte_seconds,
     )
 
 

@@ -24,6 +24,7 @@ from layouts import Mesh, Shape, Sharding
 from layouts.dims import Dimension
 from layouts.sharding import Pending, laid
 from meshlib.lowering.arrivals import Prices, between
+from meshlib.lowering.balance import Balance
 from meshlib.lowering.elimination import FactorGraph, Floats, Ints
 
 COLLECTIVE, STRAY = 2.0**-10, 2.0**-16  # bytes: ties go to fewer collectives, then to the plain reading of the layout
@@ -48,20 +49,21 @@ def _unit_distances(
     return both[..., 0], both[..., 1]
 
 
-def distances(placements: Sequence[Sharding], itemsize: float, prices: Prices) -> Floats:
-    """The cost of a reshard from each placement (rows) to each (columns): bytes, and a trifle for each collective."""
-    shape, mesh = placements[0].shape, placements[0].mesh
+def distances(placements: Sequence[Sharding], itemsize: float, balance: Balance) -> Floats:
+    """The cost of a reshard from each placement (rows) to each (columns): bytes, and the price of each collective."""
+    shape, mesh, prices = placements[0].shape, placements[0].mesh, balance.axis_prices
+    start = COLLECTIVE + balance.collective_bytes
     if itemsize % 1:
         pairs = [[between(a, b, itemsize, prices) for b in placements] for a in placements]
         both = np.array(pairs, float).reshape(len(placements), len(placements), 2)
-        return both[..., 0] + COLLECTIVE * both[..., 1]
+        return both[..., 0] + start * both[..., 1]
     devices = mesh.size
     sizes = tuple([gcd(n, devices) for n in shape.sizes])
     unit = 1
     for n in sizes:
         unit *= n
     sent, collectives = _unit_distances(mesh, sizes, tuple([(s.axes, s.pending) for s in placements]), prices)
-    found: Floats = sent * (shape.size // unit * itemsize) + COLLECTIVE * collectives
+    found: Floats = sent * (shape.size // unit * itemsize) + start * collectives
     return found
 
 
@@ -81,7 +83,7 @@ class Copies:
 
     home: Sharding
     itemsize: float
-    prices: Prices
+    balance: Balance
     regather: bool
     placements: dict[Sharding, int] = field(default_factory=dict)
     producer: int | None = None
@@ -145,7 +147,7 @@ class Copies:
 
     def _enter_alone(self, graph: FactorGraph) -> None:
         placements = list(self.placements)
-        self.between = distances(placements, self.itemsize, self.prices)
+        self.between = distances(placements, self.itemsize, self.balance)
         light = [not self.regather or s.local_size <= self.home.local_size for s in placements]
         self.light: NDArray[np.bool_] = np.array(light)
         self.reach = [self._reach(u) for u in self.uses]

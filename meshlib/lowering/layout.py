@@ -125,11 +125,11 @@ class Lowering:
         return sent < before and sent + works < before + worked
 
     def _priced(self, program: Program) -> float:
-        """What a program sends; along axes of several prices, that of each collective."""
-        prices = self.balance.axis_prices
-        if not prices:
+        """What a program sends; along axes of several prices, that of each collective; and what starting them costs."""
+        prices, start = self.balance.axis_prices, self.balance.collective_bytes
+        if not prices and not start:
             return program.sent_bytes
-        return sum(c.count * c.sent_bytes * axes_price(c.axes, prices) for c in program.collectives)
+        return sum(c.count * (c.sent_bytes * axes_price(c.axes, prices) + start) for c in program.collectives)
 
     def _nearest(self, simple: Simplified, homes: Homes, lowered: Lowered) -> Program:
         """What sends less: shifts priced each for itself, or as if they shared what they need of their neighbours.

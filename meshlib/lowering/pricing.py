@@ -79,12 +79,13 @@ class Pricing:
         exchanges = [e for e in assigned.exchanges if (e.operand, e.dim) not in self.near]
         strays = sum(map(len, passed)) + (out.axes != home.axes)
         home_cost = 0.0
-        cost = self.balance.bytes_of(blocks.work) - self._plain + COLLECTIVE * len(exchanges) + STRAY * strays
+        cost = self.balance.bytes_of(blocks.work) - self._plain + STRAY * strays
+        cost += (COLLECTIVE + self.balance.collective_bytes) * len(exchanges)
         for over in dict.fromkeys(e.axes for e in exchanges):
             cost += busiest_bytes((e, 1) for e in exchanges if e.axes == over) * axes_price(over, prices)
         made: tuple[Sharding, ...] = (out,)
         if out != home and self.binding.binds(out, home):
-            home_cost = float(distances((out, home), signature.op.output.dtype.itemsize, prices)[0, 1])
+            home_cost = float(distances((out, home), signature.op.output.dtype.itemsize, self.balance)[0, 1])
             made = (out, home)
         choice = Choice(axes, assigned.operands, out, assigned.exchanges, passed)
         return Strategy(choice, cost + home_cost, made, home_cost)
@@ -94,17 +95,17 @@ class Pricing:
         if len(found) <= 1:
             return found
         found.sort(key=lambda s: s.cost)
-        op, prices = self.signature.op, self.balance.axis_prices
+        op = self.signature.op
         several = len(op.outputs) > 1  # the others may be bound or not: compared as they are computed
         own = np.array([s.cost - s.home_cost * several for s in found])
         instead = np.repeat(own[:, None], len(found), axis=1)  # [b, a]: strategy b, with operands and results of a
         for n, x in enumerate(op.inputs):
             numbers: dict[Sharding, int] = {}
             of = [numbers.setdefault(s.choice.operands[n], len(numbers)) for s in found]
-            instead += distances(tuple(numbers), x.dtype.itemsize, prices)[np.ix_(of, of)].T
+            instead += distances(tuple(numbers), x.dtype.itemsize, self.balance)[np.ix_(of, of)].T
         numbers = {}
         rows = [[numbers.setdefault(at, len(numbers)) for at in (s.made[:1] if several else s.made)] for s in found]
-        between = distances(tuple(numbers), sum(y.dtype.itemsize for y in op.outputs), prices)
+        between = distances(tuple(numbers), sum(y.dtype.itemsize for y in op.outputs), self.balance)
         nearest = np.array([between[row].min(axis=0) for row in rows])  # from what b makes to each placement
         instead += np.array([nearest[:, row].sum(axis=1) for row in rows]).T
         better = instead <= own + 1e-9

@@ -12,6 +12,7 @@ import numpy as np
 from layouts import Sharding
 from meshlib.graph import UPDATE, Operation, Tensor
 from meshlib.lowering.arrivals import BYTES_PER_OPERATION, again_axes, made_again
+from meshlib.lowering.balance import Balance
 from meshlib.lowering.bindings import binding
 from meshlib.lowering.copies import STRAY, Copies, distances
 from meshlib.lowering.elimination import FactorGraph, Solution, solve
@@ -191,7 +192,7 @@ class Problem:
         later = self.regions[op][1:]
         if op.output in self.often:
             outs = list(dict.fromkeys(s.choice.out for s in plain))
-            free = distances(outs, op.output.dtype.itemsize, ()) == 0 if outs else None
+            free = distances(outs, op.output.dtype.itemsize, Balance()) == 0 if outs else None
             place = {s: n for n, s in enumerate(outs)}
             both = [
                 (Run(op.region, a), Run(op.region, b))
@@ -228,7 +229,7 @@ class Problem:
     def _copies(self, t: Tensor) -> Copies:
         if t not in self.copies:
             home = self.homes.of(t)
-            self.copies[t] = Copies(home, t.dtype.itemsize, self.prices.balance.axis_prices, self.homes.regather)
+            self.copies[t] = Copies(home, t.dtype.itemsize, self.prices.balance, self.homes.regather)
         return self.copies[t]
 
     def _use(self, t: Tensor, variable: int | None, region: str, wants: Sequence[Sequence[Sharding]]) -> None:
@@ -245,7 +246,7 @@ class Problem:
         home = self.homes.of(t)
         if s == home or not binding(t, self.graph, self.homes, self.fetched).binds(s, home):
             return 0.0, (s,)
-        cost = float(distances((s, home), t.dtype.itemsize, self.prices.balance.axis_prices)[0, 1])
+        cost = float(distances((s, home), t.dtype.itemsize, self.prices.balance)[0, 1])
         return cost, (s, home)
 
     # ------------------------------------------------------------ strategies

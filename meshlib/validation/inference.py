@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardware.chips import get_chip
-from meshlib.estimation import Estimate, estimate
+from meshlib.estimation import Estimate, balance, estimate
 from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.graph import Graph
 from meshlib.layers.numerics import Numerics
@@ -68,7 +68,7 @@ def estimated(row: Row, physics: Physics = CALIBRATED) -> tuple[Estimate, int]:
             made = prefill(config, int(sequences), tokens, tokens)
         else:
             made = decode_step(config, int(sequences), context + tokens)
-        program = lower(*made, mesh=mesh, layout=layout)
+        program = lower(*made, mesh=mesh, layout=layout, balance=balance(slice_, mesh))
     return estimate(program, slice_, physics=physics), 1 if phase == "prefill" else tokens
 
 
