@@ -18,8 +18,8 @@ class Balance:
     duplicating it is next to free.
 
     `axis_prices` are what a byte sent along an axis is worth, where they differ: (axis, price) pairs, 1 for the others.
-    `collective_bytes` is what starting a collective is worth, whatever it sends: nothing unless given, so that fewest bytes
-    are sent. `mtf.balance` makes all that of a slice.
+    `collective_bytes` is what starting a collective is worth, whatever it sends; at 0, the default, the fewest
+    bytes are sent. `mtf.balance` makes all that of a slice.
 
     `stationary` are mesh axes over which variables never move: activations come to the weights, as in Megatron, even
     where gathering a weight would send less.
