@@ -126,6 +126,14 @@ class LayoutRules(Frozen):
                 return self._table[place, name]
         return ()
 
+    def required_axes(self, dim: str | Dimension, scope: str = "activations") -> Axes:
+        """The axes that a required rule gives to a dimension within a scope.
+
+        >>> LayoutRules("d:x+y;d:z?").required_axes("d")
+        ('x', 'y')
+        """
+        return next((rule.axes for rule in self.for_dim(dim, scope) if not rule.optional), ())
+
     def sharding(self, shape: ShapeLike, mesh: MeshLike, scope: str = "activations") -> Sharding:
         """Where the blocks of a tensor lie under these rules.
 

@@ -48,6 +48,12 @@ if _TYPE_CHECKING:
     from meshlib.batches import Batches as Batches
     from meshlib.checkpoint import load as load
     from meshlib.checkpoint import save as save
+    from meshlib.compiler import COMPILERS as COMPILERS
+    from meshlib.compiler import GSPMD as GSPMD
+    from meshlib.compiler import IDEAL as IDEAL
+    from meshlib.compiler import NO_OVERLAP as NO_OVERLAP
+    from meshlib.compiler import XLA_TPU as XLA_TPU
+    from meshlib.compiler import Compiler as Compiler
     from meshlib.differentiation import gradients as gradients
     from meshlib.errors import CheckpointError as CheckpointError
     from meshlib.errors import DataError as DataError

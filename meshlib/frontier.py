@@ -18,6 +18,7 @@ from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from layouts.mesh import MeshLike
 from meshlib.checks import at, choice, items, whole
+from meshlib.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.drawing import new_figure, save_figure
 from meshlib.dtypes import as_dtype
 from meshlib.errors import GraphError, LayoutError, SliceError
@@ -87,7 +88,8 @@ class Serving:
     """What `mtf.serving` found.
 
     `points` by layout and batch; `largest`, per layout the largest batch that fits, 0 where none does; `skipped`, the
-    layouts that the model does not divide over, with the reason; `weights` and `caches`, the dtypes of both.
+    layouts that the model does not divide over, with the reason; `weights` and `caches`, the dtypes of both;
+    `compiler`, what all were lowered and scheduled for.
     """
 
     config: TransformerConfig
@@ -99,6 +101,7 @@ class Serving:
     points: tuple[ServingPoint, ...]
     largest: Mapping[str, int]
     skipped: Mapping[str, str]
+    compiler: Compiler
 
     @cached_property
     def frontier(self) -> tuple[ServingPoint, ...]:
@@ -131,7 +134,8 @@ class Serving:
         for name, most in self.largest.items():
             if name not in shown:
                 lines.append(f"{name}: fits with no batch" if not most else _fits_none(name, most))
-        return "\n".join([*lines, "-> on the frontier of latency and throughput", "* modelled; all others exact"])
+        notes = ["-> on the frontier of latency and throughput", "* modelled; all others exact"]
+        return "\n".join([*lines, *notes, f"compiler: {self.compiler}"])
 
     @property
     def _title(self) -> str:
@@ -187,7 +191,7 @@ def serving(
     layouts: Sequence[tuple[MeshLike, object]] | None = None,
     encoder_length: int | None = None,
     cache_dtype: str | None = None,
-    overlap: str = "independent",
+    compiler: Compiler = XLA_TPU,
     group_size: int | None = None,
     weight_dtype: str | None = None,
 ) -> Serving:
@@ -203,7 +207,7 @@ def serving(
       layouts: (mesh, layout) pairs; else batch, heads and features of weights split in powers of two in all ways that
         the model divides, caches by positions where heads are fewer.
       cache_dtype: as of `mtf.models.prefill`.
-      overlap: as of `mtf.estimate`.
+      compiler: what the programs are lowered and scheduled for.
       group_size: as of `mtf.models.decode_step`, of a model with experts: at most so many sequences of one
         data-parallel group are routed together, as many as divide them. Unless given every expert computes every token.
       weight_dtype: what weights are stored in: "bfloat16", "float32", or for the kernels of products "int8", "int4",
@@ -234,7 +238,9 @@ def serving(
         raise GraphError(f"{at(WHAT)}: batches must be a non-empty list of numbers of at least 1, got {given}")
     if group_size is not None:
         whole(group_size, WHAT, "group_size", low=1)
-    sweep = _Sweep(served, slice_, context, read, encoder_length, cache_dtype, overlap, group_size)
+    sweep = _Sweep(
+        served, slice_, context, read, encoder_length, cache_dtype, require_compiler(compiler, WHAT), group_size
+    )
     return sweep.run(given, layouts)
 
 
@@ -275,7 +281,7 @@ class _Sweep:
     prompt: int
     encoder_length: int | None
     cache_dtype: str | None
-    overlap: str
+    compiler: Compiler
     group_size: int | None
 
     def run(self, batches: Sequence[int] | None, layouts: Sequence[tuple[MeshLike, object]] | None) -> Serving:
@@ -306,7 +312,16 @@ class _Sweep:
             )
         weights, caches = weight_dtype_of(self.config), self.cache_dtype or _activations(self.config)
         return Serving(
-            self.config, self.slice, self.context, self.prompt, weights, caches, tuple(points), largest, skipped
+            self.config,
+            self.slice,
+            self.context,
+            self.prompt,
+            weights,
+            caches,
+            tuple(points),
+            largest,
+            skipped,
+            self.compiler,
         )
 
     def _candidates(self) -> Iterator[tuple[Mesh, object]]:
@@ -377,8 +392,8 @@ class _Sweep:
 
     def _estimate(self, step: tuple[Any, Any], mesh: Mesh, rules: LayoutRules) -> Estimate:
         """Of a step lowered at the slice's own balance: beside few bytes, starting a collective is dear."""
-        program = lower(*step, mesh=mesh, layout=rules, balance=balance(self.slice, mesh))
-        return estimate(program, self.slice, self.overlap)
+        program = lower(*step, mesh=mesh, layout=rules, balance=balance(self.slice, mesh), compiler=self.compiler)
+        return estimate(program, self.slice)
 
     def _together(self, sequences: int) -> int | None:
         """How many of a data-parallel group's sequences are routed together."""

@@ -45,7 +45,7 @@ replay
 operation
 engine
 initializers
-batches detection vocabulary data
+batches compiler detection vocabulary data
 checks
 graph+face+loop_record
 dtypes

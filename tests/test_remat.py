@@ -336,10 +336,12 @@ def test_keeping_a_value_moves_nothing_in_the_forward(remat: object) -> None:
     scattered, gathered, weights = B * M * F32 / 2, B * M * F32 / 2, 2 * M * F * F32 / 2
     # The last product, too, is scattered: it is added to x in parts, and their sum is gathered for the next trip.
     stay = {"reduce_scatter": 2 * N * scattered, "all_gather": 2 * N * gathered}
-    held = two_products(remat, "a:2", "d_ff:a", body=body, balance=mtf.Balance(stationary=("a",)))
+    held = two_products(remat, "a:2", "d_ff:a", body=body, balance=mtf.Balance(stationary=True))
     assert collectives(held, "forward") == stay
     come = {"reduce_scatter": N * scattered, "all_gather": N * (weights + gathered)}
-    sent = collectives(two_products(remat, "a:2", "d_ff:a", body=body), "forward")
+    sent = collectives(
+        two_products(remat, "a:2", "d_ff:a", body=body, balance=mtf.Balance(stationary=False)), "forward"
+    )
     assert sent == (stay if remat in KEPT and KEPT[str(remat)] else come)
 
 

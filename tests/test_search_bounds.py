@@ -22,6 +22,7 @@ from meshlib.searching.problem import Problem, problem_of
 from meshlib.searching.roles import roles_of
 from meshlib.searching.space import Candidate, Fixed, candidates, laid
 from meshlib.searching.tables import Table
+from tests.compilers import INDEPENDENT
 from tests.effort import draws
 from tests.lowering_minima import ROWS
 
@@ -204,7 +205,7 @@ def test_a_bound_knows_what_a_product_waits_for_over_hbm() -> None:
         loss = mtf.reduce_mean(losses)
         return {"loss": loss}, mtf.optimize.SgdOptimizer(0.1).minimize(loss)
 
-    problem = problem_of(build, (), (), ())
+    problem = problem_of(build, (), (), (), INDEPENDENT)
     c = laid((), Slice("v3-8"), mtf.Mesh("model:8"), LayoutRules("hidden:model"), ())
     step = problem.estimate(c).step_seconds
     assert problem.bounds.seconds(c) < 0.4 * step

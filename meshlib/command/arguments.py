@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from meshlib.command import commands
 from meshlib.command.plan import REMAT
+from meshlib.compiler import COMPILERS, XLA_TPU
 
 Number = TypeVar("Number", int, float)
 
@@ -64,6 +65,15 @@ def _about(under: Under, name: str, text: str, run: Run, a_slice: bool = True) -
     made.add_argument("--batch", type=_count, help="sequences in a step of a model; default: 4,096 tokens a device")
     made.add_argument("--length", type=_count, help="tokens in a sequence; default: 8,192, or the model's own limit")
     made.add_argument("--remat", choices=REMAT, help="what the backward pass of a model computes again")
+    if name in ("check", "verify"):  # neither depends on it
+        made.set_defaults(compiler=XLA_TPU.name)
+    else:
+        made.add_argument(
+            "--compiler",
+            choices=[*COMPILERS],
+            default=XLA_TPU.name,
+            help="what the program is lowered and scheduled for (%(default)s)",
+        )
     made.add_argument(
         "--set",
         action="append",

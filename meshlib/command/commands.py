@@ -82,6 +82,7 @@ def _found(args: argparse.Namespace, subject: Subject, where: Slice) -> Found:
             choices=tried,
             seconds=args.seconds,
             workers=args.workers,
+            compiler=subject.compiler,
             progress=lambda done, total, text: progress(done, total, f"best: {text}"),
             **given,
         )

@@ -146,6 +146,7 @@ def _verdict(subject: Subject, plan: Plan, est: Estimate) -> list[str]:
     lines.append(f"  mesh       {est.program.mesh}")
     lines += wrapped(str(est.program.layout) or "(nothing is split)", "  layout     ", ";")
     lines += [f"  {name:<10} {value}" for name, value in plan.choices.items()]
+    lines.append(f"  compiler   {est.compiler}")
     return lines
 
 
@@ -216,7 +217,8 @@ def _ranking(subject: Subject, plans: Sequence[Plan]) -> list[str]:
 
 def json_of(subject: Subject, where: Slice, plans: Sequence[Plan]) -> dict[str, Any]:
     """The same figures for programs."""
-    return {"program": subject.name, "slice": where.name, **subject.sizes, "plans": [_entry(p) for p in plans]}
+    head = {"program": subject.name, "slice": where.name, "compiler": str(subject.compiler), **subject.sizes}
+    return {**head, "plans": [_entry(p) for p in plans]}
 
 
 def _entry(plan: Plan) -> dict[str, Any]:

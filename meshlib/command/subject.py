@@ -16,6 +16,7 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules
+from meshlib.compiler import COMPILERS, XLA_TPU, Compiler
 from meshlib.errors import GraphError, MeshlibError, SliceError
 from meshlib.graph import Graph, Operation
 from meshlib.lowering import Program, Session, lower
@@ -31,7 +32,8 @@ FUNCTION = "build"
 class Subject:
     """A program to be laid out: how to build it, and the session of each way to do so.
 
-    `config`: of a model; `sizes`: its batch and length. `arguments`: of the function that builds it.
+    `config`: of a model; `sizes`: its batch and length. `arguments`: of the function that builds it. `compiler`: what
+    it is lowered for.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Subject:
     arguments: Mapping[str, object]
     config: TransformerConfig | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    compiler: Compiler = XLA_TPU
     _sessions: dict[object, Session] = field(default_factory=dict)
 
     @property
@@ -87,7 +90,8 @@ class Subject:
             raise GraphError(f"{self.name}: evaluations are those of models; leave --evaluation-examples out")
         with Graph():
             model = transformer(self.config, self.sizes["batch"], self.sizes["length"])
-            return lower({"loss": model.loss}, mesh=mesh, layout=self.rules(name, mesh))
+            rules = self.rules(name, mesh)
+            return lower({"loss": model.loss}, mesh=mesh, layout=rules, compiler=self.compiler)
 
     def rules(self, name: str, mesh: str) -> LayoutRules:
         """A layout as text, or of a model by name."""
@@ -97,7 +101,7 @@ class Subject:
 
     def lowered(self, name: str, mesh: str, **choices: object) -> Program:
         """The program on a mesh, under a layout."""
-        return self.session(**choices).lower(mesh, self.rules(name, mesh))
+        return self.session(**choices).lower(mesh, self.rules(name, mesh), compiler=self.compiler)
 
     def usual(self, devices: int) -> list[tuple[str, str]]:
         """Layouts to begin with, where none is named: of a model the usual ones."""
@@ -125,7 +129,8 @@ def subject_of(args: argparse.Namespace, where: Slice | None) -> Subject:
     length = args.length or min(LENGTH, config.max_length or LENGTH)
     devices = where.devices if where is not None else 1
     sizes = {"batch": args.batch or max(1, devices * TOKENS_OF_A_DEVICE // length), "length": length}
-    return Subject(config.name, transformer_builder(config, **sizes), {}, config, sizes)
+    compiler = COMPILERS[args.compiler]
+    return Subject(config.name, transformer_builder(config, **sizes), {}, config, sizes, compiler)
 
 
 def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject:
@@ -135,7 +140,7 @@ def _from_file(args: argparse.Namespace, given: Mapping[str, object]) -> Subject
     path, _, name = args.program.partition(".py:")
     file = Path(path if path.endswith(".py") else f"{path}.py")
     function = _function(file, name or FUNCTION)
-    return Subject(f"{file.name}:{name or FUNCTION}", function, given)
+    return Subject(f"{file.name}:{name or FUNCTION}", function, given, compiler=COMPILERS[args.compiler])
 
 
 @contextmanager

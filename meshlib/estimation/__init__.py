@@ -23,41 +23,37 @@ No loop runs over devices: every device does the same, so an estimate for 2,048 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hardware.errors import HardwareError
 from hardware.placement import Placement
 from hardware.slices import Slice
-from meshlib.checks import choice, number
 from meshlib.collector import uncollected
+from meshlib.compiler import Compiler, require_compiler
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation.fitting import DeviceMemory
 from meshlib.estimation.host_input import HostInput, input_time
-from meshlib.estimation.moves import Network
+from meshlib.estimation.moves import Network, placed
 from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.estimation.plan import plan_of
 from meshlib.estimation.pricing import balance
 from meshlib.estimation.remedies import Remedy
 from meshlib.estimation.result import Estimate, RooflinePoint
 from meshlib.estimation.rows import Row
-from meshlib.estimation.scheduling import POLICIES, schedule
+from meshlib.estimation.scheduling import schedule
 from meshlib.estimation.times import Times
 from meshlib.program.records import Program, require_program
 from meshlib.slices import slice_for
 
 __all__ = ["DeviceMemory", "Estimate", "HostInput", "Physics", "Remedy", "RooflinePoint", "Row", "balance", "estimate"]
 
-# Copies and small products on v7 take 1.4-1.8 us more than their bytes; 1 us of it is each operation's launch
-# (`hardware.chip_figures`), the rest that of a program. One-operation programs cannot tell the two apart: assumed.
-STEP_OVERHEAD_SECONDS = 0.5e-6
-
 
 @uncollected
 def estimate(
     program: Program,
     slice: Any,
-    overlap: str = "independent",
-    step_overhead_seconds: float = STEP_OVERHEAD_SECONDS,
+    compiler: Compiler | None = None,
     placement: Placement | None = None,
     physics: Physics = CALIBRATED,
     input: HostInput | None = None,
@@ -67,10 +63,11 @@ def estimate(
     Args:
       program: what `mtf.lower` returned.
       slice: a name like "v3-8", or a `hardware.Slice` (for a chip of your own). It has a device for each mesh position.
-      overlap: what hides collectives: "none"; "independent" work that does not need them; "collective matmul"
-        besides cuts those that feed or follow a product in pieces.
-      step_overhead_seconds: fixed cost of a step on the device.
-      placement: where the mesh lies on the torus; by default the best one for the program's own collectives.
+      compiler: how the program is scheduled and placed: what hides collectives, whether loops are unrolled, what a step
+        costs besides. By default what it was lowered for, `mtf.XLA_TPU` unless told otherwise; whether weights are
+        stationary was decided then.
+      placement: where the mesh lies on the torus; by default the best one for the program's own collectives, of those
+        that the compiler takes.
       physics: what programs lose against engines that do one thing only; `Physics().without_losses()` is a machine
         that loses nothing.
       input: how fast a host prepares examples, `mtf.HostInput(examples_per_second=...)`; a step lasts at least as long
@@ -90,23 +87,30 @@ def estimate(
       ('mxu', True, True)
     """
     require_program(program, "estimate")
-    choice(overlap, "estimate", "overlap", POLICIES)
-    overhead = number(step_overhead_seconds, "estimate", "step_overhead_seconds")
-    if overhead < 0:
-        raise GraphError(f"estimate: step_overhead_seconds must not be negative, got {overhead}")
+    compiler = _scheduling(compiler, program.compiler)
     if not isinstance(physics, Physics):
         raise GraphError(f"estimate: physics must be an mtf.Physics, got {physics!r:.80}")
     slice_ = slice_for("estimate", program.mesh, slice)
     if placement is not None:
         _check_placement(program, slice_, placement)
     try:
-        network = Network(program, slice_, placement)
-        plan = plan_of(program, network)
-        made = schedule(plan, Times(slice_.chip, physics, alone=plan.kernels == 1), overlap)
+        network = Network(placement or placed(slice_, program, compiler.whole_torus_axes))
+        plan = plan_of(program, network, compiler.rounding_noise_bytes)
+        made = schedule(plan, Times(slice_.chip, physics, alone=plan.kernels == 1), compiler)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
     fed = None if input is None else input_time(program, slice_, input)
-    return Estimate(program, slice_, overlap, network.placement, overhead, physics, made, fed)
+    return Estimate(program, slice_, compiler, network.placement, physics, made, fed)
+
+
+def _scheduling(given: object, of_program: Compiler) -> Compiler:
+    """The compiler whose schedule is asked for; where weights move was decided when the program was lowered."""
+    if given is None:
+        return of_program
+    compiler = require_compiler(given, "estimate")
+    if compiler.stationary_weights == of_program.stationary_weights:
+        return compiler
+    return replace(compiler, stationary_weights=of_program.stationary_weights)
 
 
 def _check_placement(program: Program, slice_: Slice, placement: object) -> None:

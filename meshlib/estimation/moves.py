@@ -75,10 +75,10 @@ def all_moves(program: Program) -> Iterator[tuple[Move, int]]:
 
 
 class Network:
-    """The program's mesh on the slice, and the price of its collectives there."""
+    """A mesh on a slice, and the price of collectives there."""
 
-    def __init__(self, program: Program, slice_: Slice, placement: Placement | None) -> None:
-        self.placement = placement or placed(slice_, program)
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
         self._prices: dict[tuple[str, tuple[str, ...], int], Cost] = {}
 
     @property

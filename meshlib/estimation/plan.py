@@ -28,7 +28,7 @@ _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 
 def plan_of(program: Program, network: Network, noise_bytes: int = 0) -> Plan:
-    """The plan of a program. `noise_bytes`: of software that rounds cotangents at random: see `Quantised`."""
+    """The plan of a program. `noise_bytes`: what rounding a cotangent's element at random reads: see `Quantised`."""
     whole = _Whole(network, forward_names(program), noise_bytes)
     plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
     if plan.kernels == 1:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.placement import DCN
 from meshlib.checks import at, choice, whole
+from meshlib.compiler import Compiler
 from meshlib.drawing import new_figure, save_figure
 from meshlib.errors import GraphError
 from meshlib.estimation.moments import divided
@@ -130,6 +131,7 @@ class Profile:
         PCIe) and idle (launches, hops, the fixed cost of a step). They add up to the step.
       busy_seconds: for which each unit works; of several ICI axes the busiest one.
       parts: by operation, that which takes most first.
+      title: slice, mesh and layout; compiler: what the step was scheduled for.
       measured: on real devices, or None.
     """
 
@@ -138,6 +140,7 @@ class Profile:
     busy_seconds: Mapping[str, float]
     parts: tuple[Part, ...]
     title: str
+    compiler: Compiler
     measured: Measured | None = None
 
     @property
@@ -209,6 +212,7 @@ class Profile:
                 )
         return [
             *wrapped(self.title, "", ";"),
+            f"compiler: {self.compiler}",
             f"{seconds_text(self.step_seconds)} a step*, of which each unit",
             *grid(cells, right=(1, 2)),
             f"the MXU works {self.mxu_share:.1%} of the step; aim at about {AIM:.0%}",
@@ -304,7 +308,7 @@ def profile(est: Estimate, measured: object = None) -> Profile:
     totals = {unit: sum(p.seconds.get(unit, 0.0) for p in parts) for unit in UNITS}
     title = f"{est.slice.name}, mesh {est.program.mesh}, layout {est.program.layout or '(none)'}"
     seen = None if measured is None else measured.of(est)
-    return Profile(est.step_seconds, totals, _working(est), tuple(parts), title, seen)
+    return Profile(est.step_seconds, totals, _working(est), tuple(parts), title, est.compiler, seen)
 
 
 def _owners(program: Program, made: Schedule) -> Iterator[tuple[str, tuple[str, str, str, str]]]:

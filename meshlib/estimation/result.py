@@ -10,6 +10,7 @@ from pathlib import Path
 from hardware.placement import DCN, Placement
 from hardware.slices import Slice
 from meshlib.checks import at, whole
+from meshlib.compiler import Compiler
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation.fitting import DeviceMemory, memory_on
 from meshlib.estimation.host_input import InputTime
@@ -52,14 +53,18 @@ class Estimate:
 
     program: Program
     slice: Slice
-    overlap: str
+    compiler: Compiler
     placement: Placement
-    step_overhead_seconds: float
     physics: Physics
     schedule: Schedule
     input: InputTime | None = None
 
     # ------------------------------------------------------------ time, modelled
+
+    @property
+    def step_overhead_seconds(self) -> float:
+        """Fixed cost of a step on the device: that of its compiler. Assumed."""
+        return self.compiler.step_overhead_seconds
 
     @property
     def step_seconds(self) -> float:
@@ -79,7 +84,7 @@ class Estimate:
     @property
     def jitter_seconds(self) -> float:
         """What slices joined by DCN wait for the slowest of them. Modelled."""
-        return self.schedule.seconds * self.physics.jitter(self.slice.slices)
+        return self.schedule.seconds * self.physics.jitter(self.slice.slices) * self.compiler.slice_jitter
 
     @property
     def lower_seconds(self) -> float:
@@ -97,7 +102,7 @@ class Estimate:
 
     @property
     def exposed_comm_seconds(self) -> float:
-        """Time in which something is sent and the core computes nothing. Modelled, under the overlap policy."""
+        """Time in which something is sent and the core computes nothing. Modelled, by the compiler's overlap."""
         return self.schedule.exposed_seconds
 
     @property

@@ -3,7 +3,7 @@
 The core runs one fusion group at a time, in the program's order (`meshlib.estimation.times`), while HBM fetches ahead
 (`hbm`). A collective starts when its operands are ready, shares the places that it crosses (chip, torus axes, DCN) with
 what else is on its way (`links`), and holds up only the first group that uses its result. Small ones go together
-(`combining`). Policies:
+(`combining`). Policies of a compiler (`meshlib.compiler`):
 
     none                each collective waits for the core, and the core for it
     independent         as above; work that does not depend on a collective hides it
@@ -23,8 +23,8 @@ Copies to and from the host run ahead or behind on their own, a trip of a loop e
 but a program, or a trip, lasts at least as long as its copies take in either direction.
 
 A loop is its body's schedule, `trips` times one after the other; trips do not overlap, unless they are written out
-(`unrolled`): then what one sends may end in the next. Of the trips of a pipeline that part is a bubble in which a stage
-is idle: the device computes, for nothing.
+(`unrolled_loops`): then what one sends may end in the next. Of the trips of a pipeline that part is a bubble in which a
+stage is idle: the device computes, for nothing.
 
 Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023 (collective
 matmul); openxla/xla latency_hiding_scheduler (start and done).
@@ -39,6 +39,7 @@ from typing import Any
 
 from hardware.memory import hbm_seconds, pcie_seconds
 from hardware.network import Cost
+from meshlib.compiler import Compiler
 from meshlib.estimation.hbm import Hbm
 from meshlib.estimation.kernels import Kernel
 from meshlib.estimation.links import Links
@@ -48,7 +49,6 @@ from meshlib.estimation.units import HOST_COPIES, Plan, Unit
 
 # What arrives is written to HBM and what leaves is read: of an all_reduce in both of its halves.
 HBM_PASSES = {"all_reduce": 4}
-POLICIES = ("none", "independent", "collective matmul")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +113,19 @@ class Schedule:
         self.busy[engine] = self.busy.get(engine, 0.0) + seconds
 
 
-def schedule(
-    plan: Plan, times: Times, overlap: str, unrolled: bool = False, spare_seconds: float | None = None
-) -> Schedule:
-    """The schedule of a plan, from 0.
+def schedule(plan: Plan, times: Times, compiler: Compiler, spare_seconds: float | None = None) -> Schedule:
+    """The schedule of a plan, from 0, with a compiler's policy of overlap and its loops kept or unrolled.
 
     `spare_seconds`: of HBM before it starts, for what is fetched ahead; None for a program, before which nothing runs.
-    `unrolled`: loops stand for trips written out one after the other, so that what one sends may end in the next.
     """
-    return _Run(plan, times, overlap, unrolled, spare_seconds).run()
+    return _Run(plan, times, compiler, spare_seconds).run()
 
 
 class _Run:
-    def __init__(self, plan: Plan, times: Times, overlap: str, unrolled: bool, spare_seconds: float | None) -> None:
-        self.plan, self.times, self.overlap, self.unrolled = plan, times, overlap, unrolled
-        self.pieces_too = overlap == "collective matmul"
+    def __init__(self, plan: Plan, times: Times, compiler: Compiler, spare_seconds: float | None) -> None:
+        self.plan, self.times, self.compiler = plan, times, compiler
+        self.overlap, self.unrolled = compiler.overlap, compiler.unrolled_loops
+        self.pieces_too = compiler.overlap == "collective matmul"
         self.made = Schedule()
         self.core = 0.0  # when the core is free
         self.owed_seconds = 0.0  # of the core, for collectives beside it; time in which it waits counts towards it
@@ -319,9 +317,9 @@ class _Run:
         return found if found is not None and found.kernel is not None else None
 
     def _loop(self, unit: Unit, plan: Plan) -> None:
-        body = schedule(plan, self.times, self.overlap, self.unrolled, 0.0)
+        body = schedule(plan, self.times, self.compiler, 0.0)
         if body.spare_seconds and unit.trips > 1:  # what HBM had to spare at the end of a trip serves the next
-            body = schedule(plan, self.times, self.overlap, self.unrolled, body.spare_seconds)
+            body = schedule(plan, self.times, self.compiler, body.spare_seconds)
         period, tail = body.seconds, 0.0
         if self.unrolled:
             period = max(

@@ -10,6 +10,7 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from meshlib.checks import items
+from meshlib.compiler import Compiler
 from meshlib.drawing import new_figure, save_figure
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation import Estimate, HostInput, estimate
@@ -54,7 +55,9 @@ class Scaling:
                     bytes_text(e.memory.peak_bytes), "yes" if e.fits else "no",
                 )
             )  # fmt: skip
-        return "\n".join([*grid(cells, right=(1, 3, 4, 5, 6, 7, 9, 10)), "* modelled; all others exact"])
+        compilers = ", ".join(dict.fromkeys(str(e.compiler) for e in self.estimates))
+        notes = ["* modelled; all others exact", f"compiler: {compilers}"]
+        return "\n".join([*grid(cells, right=(1, 3, 4, 5, 6, 7, 9, 10)), *notes])
 
     def plot(self, path: str | Path) -> None:
         """Draw step time by what bounds it, efficiency, and peak memory beside HBM into a file; needs matplotlib.
@@ -134,7 +137,7 @@ def _unit(value: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]
 def scaling(
     program_builder: Callable[[Slice], Program],
     slices: Iterable[str | Slice],
-    overlap: str = "independent",
+    compiler: Compiler | None = None,
     input: HostInput | None = None,
 ) -> Scaling:
     """Estimates of a program over slices.
@@ -142,7 +145,7 @@ def scaling(
     Args:
       program_builder: takes a `hardware.Slice` and returns the program lowered for a mesh of its `devices`.
       slices: names or Slices, at least one; the first is what the others are compared with.
-      overlap, input: as of `mtf.estimate`.
+      compiler, input: as of `mtf.estimate`.
     Raises: SliceError for an unknown slice or a program that does not fit one; GraphError for other bad arguments.
     Example:
       >>> import meshlib as mtf
@@ -165,7 +168,7 @@ def scaling(
             slice_ = name if isinstance(name, Slice) else Slice(name)
         except HardwareError as fault:
             raise SliceError(f"scaling: {fault}") from None
-        made.append(estimate(program_builder(slice_), slice_, overlap, input=input))
+        made.append(estimate(program_builder(slice_), slice_, compiler, input=input))
     if not made:
         raise GraphError("scaling: slices is empty; name at least one, such as 'v3-8'")
     return Scaling(tuple(made))

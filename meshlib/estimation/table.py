@@ -21,7 +21,12 @@ def table(est: Estimate, rows: int | None) -> str:
         raise GraphError(f"Estimate.table: rows must be a number of rows or None, got {rows!r:.80}")
     lines = [*_head(est), "", *_rows(est, rows), "", est.memory.message]
     lines += [f"note: {note}" for note in est.program.notes] if est.fits else []  # else the message has them
-    lines += ["", *_bounds(est), f"overlap of collectives: {est.overlap}", *_placed(est)]
+    lines += [
+        "",
+        *_bounds(est),
+        f"compiler: {est.compiler}; overlap of collectives: {est.compiler.overlap}",
+        *_placed(est),
+    ]
     return "\n".join(lines)
 
 
@@ -159,7 +164,8 @@ def comparison(a: Estimate, b: Estimate) -> str:
         ratio = f"{y / x:.3g}x" if x else ("-" if not y else "new")
         cells.append((name, texts[unit](x), texts[unit](y), ratio, sure))
     cells.append(("bound", a.bound, b.bound, "", "modelled"))
-    cells.append(("overlap of collectives", a.overlap, b.overlap, "", "assumed"))
+    cells.append(("compiler", str(a.compiler), str(b.compiler), "", "assumed"))
+    cells.append(("overlap of collectives", a.compiler.overlap, b.compiler.overlap, "", "assumed"))
     cells.append(("fits", "yes" if a.fits else "no", "yes" if b.fits else "no", "", "exact"))
     return "\n".join(grid(cells, right=(1, 2, 3)))
 

@@ -269,7 +269,8 @@ def save_trace(est: Estimate, path: str | Path) -> None:
     found = est.profile()
     about: dict[str, object] = {
         "slice": str(est.slice), "mesh": str(est.program.mesh), "layout": str(est.program.layout),
-        "overlap": est.overlap, "figures": "bytes and counts exact, times modelled",
+        "compiler": str(est.compiler), "overlap": est.compiler.overlap,
+        "figures": "bytes and counts exact, times modelled",
         "seconds of the step by what bounds it": {unit: found.seconds[unit] for unit in UNITS},
         "share of the step for which the MXU works": found.mxu_share,
     }  # fmt: skip

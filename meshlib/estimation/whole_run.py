@@ -15,6 +15,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from meshlib.checks import at, number, whole
+from meshlib.compiler import Compiler
 from meshlib.errors import GraphError, SliceError
 from meshlib.estimation.host_input import BATCH
 from meshlib.program.records import Program
@@ -37,7 +38,7 @@ class WholeRun:
       evaluations: how often, and evaluation_seconds, all of them; checkpoints and checkpoint_seconds as well.
       start_seconds: before the first step.
       usd_per_hour: of the slice, or None without a published price.
-      slice: its name.
+      slice: its name; compiler: what its steps were scheduled for.
     """
 
     steps: int
@@ -52,6 +53,7 @@ class WholeRun:
     start_seconds: float
     usd_per_hour: float | None
     slice: str
+    compiler: Compiler
 
     @property
     def seconds(self) -> float:
@@ -85,7 +87,10 @@ class WholeRun:
         cells += [(f"  {name}", long_text(s), f"{s / self.seconds:.1%}", about) for name, s, about in shown]
         price = "" if self.usd_per_hour is None else f", {usd_text(self.usd)}* at list price"
         return "\n".join(
-            [f"a whole run on {self.slice}: {long_text(self.seconds)}*{price}", *grid(cells, right=(1, 2))]
+            [
+                f"a whole run on {self.slice}, compiler {self.compiler}: {long_text(self.seconds)}*{price}",
+                *grid(cells, right=(1, 2)),
+            ]
         )
 
     def _trained(self) -> str:
@@ -101,6 +106,7 @@ class WholeRun:
     def as_json(self) -> dict[str, Any]:
         """The same figures for programs."""
         return {
+            "compiler": str(self.compiler),
             "steps": self.steps,
             "evaluations": self.evaluations,
             "checkpoints": self.checkpoints,
@@ -165,6 +171,7 @@ def whole_run(
         _duration(start_seconds, "start_seconds"),
         est.slice.usd_per_hour,
         est.slice.name,
+        est.compiler,
     )
 
 

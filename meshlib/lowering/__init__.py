@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layouts import Report
+from meshlib.compiler import XLA_TPU, Compiler
 from meshlib.graph import Operation
 from meshlib.lowering.balance import Balance
 from meshlib.lowering.session import Outputs, Session
@@ -57,6 +58,7 @@ def lower(
     precision: str = "default",
     balance: Balance | None = None,
     regather: bool = True,
+    compiler: Compiler = XLA_TPU,
 ) -> Program:
     """What one core of `mesh` runs to compute `outputs` and write `updates`, under `layout`.
 
@@ -68,10 +70,12 @@ def lower(
       mesh: "rows:2;cols:4", a dict, pairs or a Mesh; one core unless given.
       layout: "batch:rows;hidden:cols", a dict, pairs or LayoutRules; nothing is split unless given.
       precision: "default" rounds float32 operands to bfloat16 into the MXU; "highest" keeps float32 through.
-      balance: what duplicated work is worth in bytes.
+      balance: what duplicated work is worth in bytes, and whether weights move; by default as `compiler` has it.
       regather: what forward brought somewhere is there for backward too where that takes no more memory than where the
         layout puts it; where it takes more, as a fully-sharded weight that was gathered, or a block of an image with
         the edges of its neighbours, it is fetched again. False keeps it: fewer bytes sent, more memory.
+      compiler: what the program is made for, `mtf.XLA_TPU` unless given: it decides whether weights are stationary, and
+        is what `mtf.estimate` schedules the program by.
     Returns: a checked `Program`. Nothing is allocated; the time does not depend on the number of devices.
     Raises: LayoutError with all faults of the layout, GraphError for bad outputs or updates.
     Example:
@@ -83,7 +87,7 @@ def lower(
       >>> [(c.kind, c.axes, c.payload_bytes, c.sent_bytes) for c in program.collectives]
       [('all_reduce', ('rows',), 4, 4)]
     """
-    return Session(outputs, updates).lower(mesh, layout, precision, balance, regather)
+    return Session(outputs, updates).lower(mesh, layout, precision, balance, regather, compiler)
 
 
 def check(

@@ -21,13 +21,14 @@ class Balance:
     `collective_bytes` is what starting a collective is worth, whatever it sends; at 0, the default, the fewest
     bytes are sent. `mtf.balance` makes all that of a slice.
 
-    `stationary` are mesh axes over which variables never move: activations come to the weights, as in Megatron, even
-    where gathering a weight would send less.
+    `stationary`: a variable never moves over an axis that a required rule gives to one of its dims, if the rule holds
+    for activations too: these come to the weight, as in Megatron, even where gathering the weight would send less. An
+    optional rule, or one for variables alone, says where a weight is stored; it moves where that sends less.
     """
 
     mxu_flops_per_byte: float = 1.0
     vpu_ops_per_byte: float = 32.0
-    stationary: tuple[str, ...] = ()
+    stationary: bool = True
     axis_prices: Prices = ()
     collective_bytes: float = 0.0
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from layouts import LayoutRules, Mesh, Report, Shape, Sharding, check
+from layouts import Dimension, LayoutRules, Mesh, Report, Shape, Sharding, check
 from layouts.checking import some
 from layouts.rules import Fault
+from layouts.sharding import Axes
 from meshlib.errors import LayoutError
 from meshlib.graph import UPDATE, Graph, Operation, Tensor
 from meshlib.operation import Home, Kind, Role
@@ -34,6 +35,12 @@ class Homes:
         if op.kind.home is Home.OPERAND:
             return self.is_weight(op.inputs[0])
         return op.kind.kind is Kind.VARIABLE and not op.attrs["slot_of"]
+
+    def stationary_axes(self, t: Tensor) -> Axes:
+        """The axes over which a variable does not move where weights are stationary: see `Balance`; of others none."""
+        if not self.is_weight(t):
+            return ()
+        return tuple(axis for d in t.shape for axis in stationary_axes(self.rules, d))
 
     def bind(self, t: Tensor, sharding: Sharding) -> None:
         """Give a tensor a home that the rules do not tell: what a loop's body takes from outside, or stacks for it."""
@@ -73,6 +80,12 @@ class Homes:
             return self.rules.sharding(t.shape, self.mesh, scope_of(t))
         except LayoutError as fault:
             raise LayoutError(f"{op}: {t}\n{fault}") from None
+
+
+def stationary_axes(rules: LayoutRules, dim: Dimension) -> Axes:
+    """The axes of a dim over which a weight that has it does not move: those of a rule that activations follow too."""
+    axes = rules.required_axes(dim, "variables")
+    return axes if axes and axes == rules.required_axes(dim, "activations") else ()
 
 
 def scope_of(t: Tensor) -> str:

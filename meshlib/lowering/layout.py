@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from layouts import LayoutRules, Mesh, Sharding
+from meshlib.compiler import Compiler
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.lowering.arrivals import axes_price
 from meshlib.lowering.balance import Balance
@@ -43,6 +44,7 @@ class Lowering:
     notes: tuple[str, ...]
     memos: Memos
     sound: Sound
+    compiler: Compiler
     # Alike loops are lowered once.
     _bodies: dict[object, Program] = field(default_factory=dict)
     _trials: dict[object, Partitioner] = field(default_factory=dict)
@@ -177,6 +179,7 @@ class Lowering:
             notes,
             is_body,
             sweep.excess_bytes,
+            self.compiler,
         )
         check_program(program, "partitioning", sound=self.sound)
         for run in PASSES:

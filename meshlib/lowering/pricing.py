@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from meshlib.lowering.near import Near
 from meshlib.lowering.strategies import Axes, Choice, Question, assignments
 from meshlib.program.exchange import busiest_bytes
 from meshlib.program.signature import Signature
+
+Stationary: TypeAlias = tuple[Sharding, Axes] | None  # an operand's assigned sharding, and axes over which it stays
 
 
 class Strategy(NamedTuple):
@@ -47,8 +49,8 @@ class Pricing:
         plain = self.signature.cut(tuple(counts.get(name or "", 1) for name in own))
         return 0.0 if plain is None else self.balance.bytes_of(plain.work)
 
-    def strategies(self, asked: Question, held: Sequence[Sharding | None]) -> tuple[Strategy, ...]:
-        """The strategies worth looking at, the cheapest first; `held` are weights that must not move, by operand."""
+    def strategies(self, asked: Question, held: Sequence[Stationary]) -> tuple[Strategy, ...]:
+        """The strategies worth looking at, the cheapest first; `held` says over which axes operands must not move."""
         key = (asked, *held)
         found = self._strategies.get(key)
         if found is None:
@@ -57,15 +59,14 @@ class Pricing:
             found = self._strategies[key] = tuple(self._undominated(asked, possible))
         return found
 
-    def _moves(self, choice: Choice, held: Sequence[Sharding | None]) -> bool:
-        """Whether a weight would be moved over an axis over which weights are stationary."""
-        over = self.balance.stationary
+    def _moves(self, choice: Choice, held: Sequence[Stationary]) -> bool:
+        """Whether a weight would be moved over an axis over which it is stationary."""
         return any(
             a in own and a not in to
-            for home, wanted in zip(held, choice.operands, strict=True)
-            if home is not None
-            for own, to in zip(home.axes, wanted.axes, strict=True)
-            for a in over
+            for each, wanted in zip(held, choice.operands, strict=True)
+            if each is not None
+            for own, to in zip(each[0].axes, wanted.axes, strict=True)
+            for a in each[1]
         )
 
     def _priced(self, axes: Mapping[str, Axes], passed: tuple[Axes, ...]) -> Strategy | None:

@@ -271,8 +271,8 @@ class Problem:
         home, inputs = self.homes.of(op.output), self.graph.inputs[op]
         binds = binding(op.output, self.graph, self.homes, self.fetched)
         priced = self.prices.of(self.signatures.of(op), home, binds, self.near.get(op, frozenset()))
-        still = bool(self.prices.balance.stationary)
-        held = [self.homes.of(x) if still and self.homes.is_weight(x) else None for x in inputs]
+        still = [self.homes.stationary_axes(x) if self.prices.balance.stationary else () for x in inputs]
+        held = [(self.homes.of(x), axes) if axes else None for x, axes in zip(inputs, still, strict=True)]
         return priced.strategies(self.space.question(op), held)
 
     # ------------------------------------------------------------ the result

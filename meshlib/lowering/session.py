@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from layouts import LayoutRules, Mesh, Report
 from meshlib.checks import choice
 from meshlib.collector import uncollected
+from meshlib.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.errors import GraphError
 from meshlib.graph import FORWARD, Graph, Operation, Tensor
 from meshlib.lowering.balance import Balance
@@ -66,6 +68,7 @@ class Session:
         precision: str = "default",
         balance: Balance | None = None,
         regather: bool = True,
+        compiler: Compiler = XLA_TPU,
     ) -> Program:
         """What one core of `mesh` runs under `layout`: arguments, result and faults are those of `mtf.lower`."""
         choice(precision, "lower", "precision", ("default", "highest"))
@@ -73,23 +76,30 @@ class Session:
             raise GraphError(f"lower: balance must be an mtf.Balance, got {type(balance).__name__} {balance!r:.80}")
         if not isinstance(regather, bool):
             raise GraphError(f"lower: regather must be True or False, got {type(regather).__name__} {regather!r:.80}")
+        require_compiler(compiler, "lower")
+        if balance is None:
+            balance = Balance(stationary=compiler.stationary_weights)
+        elif balance.stationary != compiler.stationary_weights:
+            compiler = replace(compiler, stationary_weights=balance.stationary)
         mesh, rules = _one(Mesh(mesh)), _one(LayoutRules(layout))
         self._learn()
-        key = (mesh, rules, precision, balance or Balance(), regather)
+        key = (mesh, rules, precision, balance, regather, compiler)
         program = self._programs.pop(key, None) or self._lowered(*key)
         self._programs[key] = program  # the last one used comes last
         while len(self._programs) > PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return program
 
-    def _lowered(self, mesh: Mesh, rules: LayoutRules, precision: str, balance: Balance, regather: bool) -> Program:
+    def _lowered(
+        self, mesh: Mesh, rules: LayoutRules, precision: str, balance: Balance, regather: bool, compiler: Compiler
+    ) -> Program:
         report = check_layout(self._subjects, mesh, rules)
         refuse_faults(report, self._subjects, mesh, rules)
         memos = self._memos
         memos.trim()
         notes = (*report.notes, *_bubble_notes(self._simple.operations))
         sound = Sound(memos.signatures, memos.computations)
-        lowering = Lowering(mesh, rules, precision, balance, regather, notes, memos, sound)
+        lowering = Lowering(mesh, rules, precision, balance, regather, notes, memos, sound, compiler)
         return lowering.program(self._simple, self._outputs, counts_steps=bool(self._updates))
 
     def check(self, mesh: Any = "device:1", layout: Any = "") -> Report:

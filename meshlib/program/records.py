@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from layouts import LayoutRules, Mesh
+from meshlib.compiler import XLA_TPU, Compiler
 from meshlib.errors import GraphError
 from meshlib.operation import Kind, Work
 from meshlib.program.exchange import busiest_bytes
@@ -57,6 +58,7 @@ class Program:
     """What every core runs, for one mesh and layout.
 
     `inputs`, `variables` map names to their values; `outputs` and `updates` name what is fetched and written back.
+    `compiler` is what it was lowered for; `mtf.estimate` schedules it so unless told otherwise.
     """
 
     mesh: Mesh
@@ -71,6 +73,7 @@ class Program:
     notes: tuple[str, ...] = ()
     is_body: bool = False  # of a loop: its carries may be pending sums
     excess_bytes: float = 0.0  # by which the choice of strategies is above its lower bound, loop bodies aside
+    compiler: Compiler = XLA_TPU
 
     @property
     def choice(self) -> Optimality:

@@ -30,6 +30,7 @@ from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
 from meshlib.checks import items, number, whole
+from meshlib.compiler import XLA_TPU, Compiler, require_compiler
 from meshlib.errors import GraphError, LayoutError, MeshlibError, SliceError, nearest
 from meshlib.models import TransformerConfig, layout, train_step, usual_layouts
 from meshlib.searching.found import Found
@@ -64,6 +65,7 @@ def search(
     workers: int | None = None,
     progress: Callable[[int, int, str], object] | None = None,
     resume: str | Path | None = None,
+    compiler: Compiler = XLA_TPU,
 ) -> Found:
     """The mesh and layout under which a program is fastest on a slice, or best by another objective.
 
@@ -93,6 +95,7 @@ def search(
       progress: called with (done, all, the best so far as text).
       resume: a file in which the estimates are kept; those that it has are not made again. It serves the same program,
         slices, compiler, objective and version of the library; GraphError says which of them is another.
+      compiler: what every candidate is lowered and scheduled for.
     Returns: `Found`: `.best .ranking .pareto .certificate`; print it.
     Raises: GraphError for bad arguments, SliceError for a slice that there is not, LayoutError where `fix` can't be.
     Example:
@@ -126,6 +129,7 @@ def search(
     if resume is not None and not isinstance(resume, str | Path):
         raise GraphError(f"search: resume must be the name of a file, got {resume!r:.80}")
     measure = Objective.named(objective)
+    require_compiler(compiler, "search")
     _check_choices(build, options)
     made: dict[Choices, Problem] = {}
     refused: dict[Choices, MeshlibError] = {}
@@ -134,7 +138,7 @@ def search(
     for values in product(*options.values()):
         chosen: Choices = tuple(zip(options, values, strict=True))
         try:
-            found = made[chosen] = problem_of(make, chosen, per, forbid)
+            found = made[chosen] = problem_of(make, chosen, per, forbid, compiler)
         except MeshlibError as fault:
             refused[chosen] = fault
             continue

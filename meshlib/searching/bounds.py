@@ -26,7 +26,7 @@ from hardware.chips import Chip
 from hardware.memory import hbm_rate
 from hardware.slices import Slice
 from layouts import Shape
-from meshlib.estimation import STEP_OVERHEAD_SECONDS
+from meshlib.compiler import Compiler
 from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.estimation.products import attention_of, mxu_dtype
 from meshlib.estimation.stored import Stored
@@ -90,6 +90,7 @@ class Bounds:
     alone: bool
     flow: Flow
     passages: Passages
+    compiler: Compiler
     _hits: dict[Names, np.ndarray[tuple[int], np.dtype[np.bool_]]] = field(default_factory=dict)
     _times: dict[tuple[Chip, int], _Times | None] = field(default_factory=dict)
     _ways_of: dict[object, Floats] = field(default_factory=dict)
@@ -128,7 +129,7 @@ class Bounds:
             for v in values:
                 sizes[passages.reached(v.tensor.shape.names)] += v.local_bytes
             moments.append(sizes)
-        return Bounds(kernels, held, moments, products < 2, flow, passages)
+        return Bounds(kernels, held, moments, products < 2, flow, passages, whole.compiler)
 
     # ------------------------------------------------------------ time
 
@@ -142,7 +143,7 @@ class Bounds:
             return 0.0
         ways = self._ways(c)[: len(self.kernels)]
         seconds = times.launch_seconds + float(np.maximum(times.core(ways), times.reads(ways)).sum())
-        return seconds * (1 + CALIBRATED.jitter(c.slice.slices)) + STEP_OVERHEAD_SECONDS
+        return self._whole_step(c, seconds)
 
     @property
     def physics(self) -> Physics:
@@ -152,8 +153,13 @@ class Bounds:
     def waiting_seconds(self, c: Candidate) -> float:
         """Of one step, at least, with what has to be sent: `seconds` or more, at a hundred times its cost."""
         shared = self._known.setdefault(c.slice.chip, {})
-        made = Waiting(c, self.passages, self.physics, shared).seconds(self.flow)
-        return made * (1 + CALIBRATED.jitter(c.slice.slices)) + STEP_OVERHEAD_SECONDS
+        waiting = Waiting(c, self.passages, self.physics, self.compiler.overlap == "collective matmul", shared)
+        return self._whole_step(c, waiting.seconds(self.flow))
+
+    def _whole_step(self, c: Candidate, seconds: float) -> float:
+        """With what slices wait for each other, and the step's overhead."""
+        jitter = CALIBRATED.jitter(c.slice.slices) * self.compiler.slice_jitter
+        return seconds * (1 + jitter) + self.compiler.step_overhead_seconds
 
     def _timed(self, where: Slice) -> _Times | None:
         """None where the chip can't run a kernel, as its estimate will say."""

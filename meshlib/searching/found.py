@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from meshlib.checks import items, whole
+from meshlib.compiler import Compiler
 from meshlib.errors import GraphError
 from meshlib.estimation import Estimate
 from meshlib.estimation.cautions import cautions
@@ -130,6 +131,11 @@ class Found:
 
     # ------------------------------------------------------------ the winner
 
+    @property
+    def compiler(self) -> Compiler:
+        """What all candidates were lowered and scheduled for."""
+        return next(iter(self.problems.values())).compiler
+
     def program(self, outcome: Outcome | None = None) -> Program:
         """The program of a candidate, the best one unless given."""
         return self.estimate(outcome).program
@@ -161,7 +167,7 @@ class Found:
         given = {name: items(values, "sensitivity", name) for name, values in changes.items()}
         if not given or not all(given.values()):
             raise GraphError("sensitivity: say what changes, such as links=[0.5, 2] or batch=[64, 256]")
-        return sensitivity(self.build, self.objective, fitting, given)
+        return sensitivity(self.build, self.objective, fitting, given, self.compiler)
 
     # ------------------------------------------------------------ text
 
@@ -169,6 +175,7 @@ class Found:
         """Figures of the ranking and the certificate, for programs."""
         return {
             "objective": self.objective.name,
+            "compiler": str(self.compiler),
             "fits": self.fits,
             "exact": self.exact,
             "gap": self.gap if self.gap != float("inf") else None,
@@ -284,7 +291,8 @@ class Found:
         parts = [self._verdict()]
         if self.ranking:
             parts += [self.table(), "* modelled; all others exact. ! does not fit"]
-        return "\n\n".join([*parts, "\n".join([f"{self.certificate} ({self.seconds:.0f} s)", *self._without()])])
+        end = [f"{self.certificate} ({self.seconds:.0f} s)", f"compiler: {self.compiler}", *self._without()]
+        return "\n\n".join([*parts, "\n".join(end)])
 
     def _without(self) -> list[str]:
         """The choices that are no part of the space, those with one reason together."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hardware.slices import Slice
 from meshlib.documents import read_json
 from meshlib.errors import GraphError
-from meshlib.estimation import STEP_OVERHEAD_SECONDS
 from meshlib.estimation.physics import CALIBRATED
 from meshlib.files import replace_file
 from meshlib.keys import key_of, library_key
@@ -25,7 +24,7 @@ from meshlib.searching.problem import Objective, Problem
 FORMAT = "meshlib search 2"
 
 
-def keys_of(problems: Iterable[Problem], slices: Sequence[Slice], objective: Objective) -> dict[str, str]:
+def keys_of(problems: Collection[Problem], slices: Sequence[Slice], objective: Objective) -> dict[str, str]:
     """All that an estimate depends on, by the words in which a message names it.
 
     Raises: GraphError for an objective or an attribute of the program that has no key.
@@ -33,7 +32,7 @@ def keys_of(problems: Iterable[Problem], slices: Sequence[Slice], objective: Obj
     return {
         "program": key_of("search", [p.key for p in problems]),
         "machine": key_of("search", list(slices)),
-        "compiler": key_of("search", CALIBRATED, STEP_OVERHEAD_SECONDS),
+        "compiler": key_of("search", CALIBRATED, [p.compiler for p in problems]),
         "objective": objective.key,
         "version of meshlib": library_key(),
     }

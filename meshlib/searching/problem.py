@@ -9,12 +9,13 @@ from typing import Any
 
 from layouts import LayoutRules
 from meshlib.checks import number
+from meshlib.compiler import XLA_TPU, Compiler
 from meshlib.errors import GraphError, LayoutError, SliceError
 from meshlib.estimation import Estimate, estimate
 from meshlib.graph import Graph, Operation, Tensor
 from meshlib.keys import key_of
 from meshlib.lowering import Session
-from meshlib.lowering.homes import Subjects
+from meshlib.lowering.homes import Subjects, stationary_axes
 from meshlib.models import Pipeline, TransformerConfig, train_step
 from meshlib.models.stages import MICROBATCH
 from meshlib.operation import Home, Kind
@@ -101,6 +102,7 @@ class Problem:
     choices: Choices
     outputs: Any
     updates: Sequence[Operation]
+    compiler: Compiler
     session: Session
     subjects: Subjects
     tensors: Tensors
@@ -119,7 +121,7 @@ class Problem:
     def bounds(self) -> Bounds:
         """What no layout can beat."""
         mesh = dict.fromkeys(self.named, 1) or {"device": 1}
-        return Bounds.of(self.session.lower(mesh), self.subjects.operations)
+        return Bounds.of(self.session.lower(mesh, compiler=self.compiler), self.subjects.operations)
 
     @property
     def key(self) -> str:
@@ -136,6 +138,8 @@ class Problem:
             shardings.append(
                 tuple(tuple(numbers.setdefault(a, len(numbers)) for a in sharding.of(d)) for d in shape.names)
             )
+            if scope == "variables" and self.compiler.stationary_weights:
+                shardings.append(frozenset(numbers.get(a) for d in shape for a in stationary_axes(c.layout, d)))
         axes: dict[str, set[str]] = {axis: set() for axis in [*numbers, *c.mesh.sizes_by_axis]}
         for rule in c.layout.rules:
             for axis in rule.axes:
@@ -154,10 +158,12 @@ class Problem:
 
     def estimate(self, c: Candidate) -> Estimate:
         """The estimate of a candidate."""
-        return estimate(self.session.lower(c.mesh, c.layout), c.slice)
+        return estimate(self.session.lower(c.mesh, c.layout, compiler=self.compiler), c.slice)
 
 
-def problem_of(build: Build, choices: Choices, per: Sequence[str], forbid: Sequence[str]) -> Problem:
+def problem_of(
+    build: Build, choices: Choices, per: Sequence[str], forbid: Sequence[str], compiler: Compiler = XLA_TPU
+) -> Problem:
     """Build the program of a choice.
 
     Raises: GraphError where the builder gives no outputs and updates, or a dim is unknown.
@@ -186,7 +192,9 @@ def problem_of(build: Build, choices: Choices, per: Sequence[str], forbid: Seque
         units *= sizes[name]
     inputs = [op.output.shape.names for op in sources if op.kind.kind is Kind.INPUT]
     batch = next((names[0] for names in inputs if names and names[0] in dims), None)
-    return Problem(choices, outputs, updates, session, subjects, tensors, dims, batch, units, list(tensors.counts))
+    return Problem(
+        choices, outputs, updates, compiler, session, subjects, tensors, dims, batch, units, list(tensors.counts)
+    )
 
 
 def _outside(op: Operation) -> bool:

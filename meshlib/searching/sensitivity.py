@@ -13,6 +13,7 @@ from typing import Any
 from hardware.errors import HardwareError
 from hardware.slices import Slice
 from layouts import LayoutRules, Mesh
+from meshlib.compiler import Compiler
 from meshlib.errors import GraphError, LayoutError, SliceError
 from meshlib.estimation import Estimate, estimate
 from meshlib.searching.outcome import Outcome
@@ -40,9 +41,10 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class Sensitivity:
-    """What `Found.sensitivity` returns: one `Change` for each value of each thing."""
+    """What `Found.sensitivity` returns: one `Change` for each value of each thing, for one compiler."""
 
     changes: tuple[Change, ...]
+    compiler: Compiler
 
     def __str__(self) -> str:
         cells = [("change", "best step*", "of the candidates", "the winner of before*")]
@@ -52,14 +54,18 @@ class Sensitivity:
                 continue
             word = "stays" if c.same else "does not fit" if c.behind == float("inf") else f"{c.behind:.1%} slower"
             cells.append((c.what, seconds_text(c.step_seconds), f"{c.mesh} {c.layout}", word))
-        return "\n".join([*grid(cells, right=(1,)), "* modelled"])
+        return "\n".join([*grid(cells, right=(1,)), "* modelled", f"compiler: {self.compiler}"])
 
     def __repr__(self) -> str:
         return f"<Sensitivity to {len(self.changes)} changes>"
 
 
 def sensitivity(
-    build: Build, objective: Objective, leaders: Sequence[Outcome], changes: Mapping[str, Sequence[Any]]
+    build: Build,
+    objective: Objective,
+    leaders: Sequence[Outcome],
+    changes: Mapping[str, Sequence[Any]],
+    compiler: Compiler,
 ) -> Sensitivity:
     """Estimate the leaders of a search again under each change, the winner first.
 
@@ -70,12 +76,18 @@ def sensitivity(
     made = []
     for name, values in changes.items():
         for value in values:
-            made.append(_changed(f"{name} {value}", build, objective, leaders, name, value))
-    return Sensitivity(tuple(made))
+            made.append(_changed(f"{name} {value}", build, objective, leaders, name, value, compiler))
+    return Sensitivity(tuple(made), compiler)
 
 
 def _changed(
-    what: str, build: Build, objective: Objective, leaders: Sequence[Outcome], name: str, value: Any
+    what: str,
+    build: Build,
+    objective: Objective,
+    leaders: Sequence[Outcome],
+    name: str,
+    value: Any,
+    compiler: Compiler,
 ) -> Change:
     where = _slice(name, value) if name in (LINKS, RATE, SLICE) else (lambda s: s)
     costs: list[tuple[float, int, Estimate]] = []
@@ -85,10 +97,10 @@ def _changed(
         choices = dict(c.choices) if name in (LINKS, RATE, SLICE) else dict(c.choices) | {name: value}
         key = tuple(choices.items())
         if key not in problems:
-            problems[key] = problem_of(build, key, (), ())
+            problems[key] = problem_of(build, key, (), (), compiler)
         slice_ = where(c.slice)
         try:
-            est = estimate(problems[key].session.lower(c.mesh, c.layout), slice_)
+            est = estimate(problems[key].session.lower(c.mesh, c.layout, compiler=compiler), slice_)
         except LayoutError:  # a size that does not divide any more
             continue
         if est.fits:

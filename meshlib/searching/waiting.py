@@ -4,6 +4,9 @@ Each mesh axis splits a product along one of its dims, or not at all. For every 
 that of what it needs, by the best choice there, with what has to be sent in between; then its own work. So nothing is
 assumed of how a lowering chooses: it takes some choice at every node, and this the best one at each by itself.
 
+Where collectives run in pieces, a reduction begins with the product before it, and a product with the first piece of
+its operand: it cannot end before the last piece is there.
+
 What is sent in between is one value of the way, the smallest, by one collective of the right kind where it takes least;
 a sum and what is not summed by one each. Products run one after the other, and trips of a loop too, none before it can
 begin. What a product reads and writes first and last over HBM adds to it, as far as nothing can fetch it before.
@@ -41,11 +44,16 @@ KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
 
 @dataclass(eq=False)
 class Waiting:
-    """One candidate; `physics` as of the estimate; `shared`: what others with the same program and chip know, too."""
+    """One candidate.
+
+    `physics`: as of the estimate; `in_pieces`: collectives next to a product run in pieces beside it (windowed einsum);
+    `shared`: what others with the same program and chip know, too.
+    """
 
     candidate: Candidate
     passages: Passages
     physics: Physics
+    in_pieces: bool
     shared: dict[object, Any] = field(default_factory=dict)
     _homes: dict[Placed, Sharding] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
@@ -65,17 +73,21 @@ class Waiting:
 
     def seconds(self, flow: Flow, begins: bool = True) -> float:
         """From the first thing to the last of a program, which `begins`; or of one trip."""
+        begins_at: list[Floats] = []
         ends: list[Floats] = []
         owns: list[Floats] = []
         heads: list[tuple[float, float]] = []
         for number, ways in enumerate(flow.ways):
             own, since_start = self._own(flow, number)
             owns.append(own)
-            begin = np.zeros(len(own))
+            begin, last_piece = np.zeros(len(own)), np.zeros(len(own))
             for way in ways:
-                begin = np.maximum(begin, self._arrival(flow, way, ends[way.source]))
+                first, last = self._arrival(flow, way, begins_at[way.source], ends[way.source])
+                begin, last_piece = np.maximum(begin, first), np.maximum(last_piece, last)
             heads.append((float(begin.min()), float(own.min())))
-            ends.append(np.maximum(begin + own, since_start) if begins else begin + own)
+            begins_at.append(begin)
+            end = np.maximum(begin + own, last_piece)
+            ends.append(np.maximum(end, since_start) if begins else end)
         longest = max((float(end.min()) for end in ends), default=0.0)
         return max([longest, _one_by_one(heads), *(self._serial(flow, owns, n) for n in range(len(self.axes)))])
 
@@ -85,13 +97,14 @@ class Waiting:
         The core waits for what its next product needs, and owes `early_exposed` of what else is sent, which it pays
         while it waits, too (`estimation.scheduling`): so it loses at least half of the sum. Each node splits its work
         over the axis in one way, for all who need what it makes: the least of the sum of all.
+        What is sent in pieces beside a product costs the core nothing, and any of it may be: then only the core counts.
         """
         table, wire = Table(), np.array([self._wire(axis, kind) for kind in range(len(KINDS))])
         for n, (node, own) in enumerate(zip(flow.nodes, owns, strict=True)):
             counts = [len(self._choices(node, m)) for m in range(len(self.axes))]
             others = tuple(m for m in range(len(self.axes)) if m != axis)
             table.add((n,), own.reshape(counts).min(axis=others) if own.size > 1 else own)
-        for ways in flow.apart:
+        for ways in () if self.in_pieces else flow.apart:
             source = ways[0].source
             targets = list(dict.fromkeys(way.target for way in ways))[:MOST_TARGETS]
             scope = (source, *targets)
@@ -214,11 +227,17 @@ class Waiting:
 
     # ------------------------------------------------------------ ways
 
-    def _arrival(self, flow: Flow, way: Way, ends: Floats) -> Floats:
-        """When an operand can be there, under each choice of the node that needs it."""
+    def _arrival(self, flow: Flow, way: Way, begins: Floats, ends: Floats) -> tuple[Floats, Floats]:
+        """When the first piece of an operand can be there, and its last, under each choice of the node that needs it.
+
+        `begins` and `ends` are of its source, under each of its choices. Without pieces both are when all has been sent
+        after the source's end. With them a sum runs beside its source, and is there as a whole before the target
+        begins, unless its second half is a gather; a gather runs beside its target. Of each one piece is left for the
+        time without the other.
+        """
         source, target = flow.nodes[way.source], flow.nodes[way.target]
         if source.splits is None and source.placed is None:
-            return ends  # in any form
+            return _both(ends)  # in any form
         codes: Ints = np.zeros((1, 1), np.int64)
         present: list[list[int]] = []
         for n in range(len(self.axes)):
@@ -227,8 +246,9 @@ class Waiting:
             codes = len(KINDS) * codes[:, None, :, None] + kinds[None, :, None, :]
             codes = codes.reshape(codes.shape[0] * codes.shape[1], -1)
         if not way.sizes or all(kinds == [0] for kinds in present):
-            return np.full(codes.shape[1], ends.min())
-        table = np.zeros(len(KINDS) ** len(self.axes))
+            return _both(np.full(codes.shape[1], ends.min()))
+        moved = np.zeros(len(KINDS) ** len(self.axes))  # what is not summed
+        summed, whole = moved.copy(), moved.copy()  # sums, and of them what is no gather
         sizes = tuple(way.sizes.items())
         for chosen in product(*present):
             code = 0
@@ -237,9 +257,15 @@ class Waiting:
             key = sizes, chosen
             if key not in self._known:
                 self._known[key] = self._sent(way.sizes, chosen)
-            table[code] = self._known[key]
-        arrival: Floats = (ends[:, None] + table[codes]).min(axis=0)
-        return arrival
+            moved[code], summed[code] = self._known[key]
+            whole[code] = summed[code] / (2 if KINDS.index(REDUCE) in chosen else 1)
+        begun, ended = begins[:, None], ends[:, None]
+        sent = (moved + summed)[codes]
+        if not self.in_pieces:
+            return _both((ended + sent).min(axis=0))
+        first: Floats = np.maximum(ended + sent / prod(self._group), begun + whole[codes]).min(axis=0)
+        last: Floats = np.maximum(ended + moved[codes], begun + sent).min(axis=0)
+        return first, last
 
     def _kinds(self, source: Node, target: Node, way: Way, axis: int) -> Ints:
         """The collective of each choice of both ends, as its number among KINDS."""
@@ -262,8 +288,8 @@ class Waiting:
             return KINDS.index(GATHER)
         return 0 if needed == FREE or self.passages.same(left, needed) else KINDS.index(SWAP)
 
-    def _sent(self, sizes: Bytes, chosen: Sequence[int]) -> float:
-        """The least seconds of what is sent on a way: sums, and then what is not summed, or the other way round.
+    def _sent(self, sizes: Bytes, chosen: Sequence[int]) -> tuple[float, float]:
+        """The least seconds of what is sent on a way: of what is not summed, and of sums, one after the other.
 
         Of several kinds of sums, or of the others, the longest: one collective may serve them all.
         """
@@ -290,7 +316,7 @@ class Waiting:
         for kind, axes in kinds.items():
             summed = KINDS[kind] in (SCATTER, REDUCE)
             longest[summed] = max(longest[summed], least(axes, kind))
-        return sum(longest)
+        return longest[0], longest[1]
 
     def _least_bytes(self, sizes: Bytes, axes: Sequence[int]) -> float:
         """On a device, as if all other axes split what they may."""

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from hardware.slices import Slice
 from layouts import Dimension
+from meshlib.compiler import XLA_TPU
 from meshlib.estimation.moves import Network, placed
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.plan import plan_of
@@ -24,7 +25,6 @@ from meshlib.models.images.resnet import ResNetConfig
 from meshlib.models.images.step import image_evaluation, image_step
 from meshlib.optimize import LarsOptimizer, MomentumOptimizer
 from meshlib.validation.images import REPLICAS, ImageRun
-from meshlib.validation.training import OVERLAP
 
 GROUP = "group"
 
@@ -52,7 +52,7 @@ class PreparedImages:
         return total * (1 + physics.jitter(run.slice.slices))
 
     def _once(self, plan: Plan, physics: Physics) -> float:
-        return schedule(plan, Times(self.run.slice.chip, physics), OVERLAP).seconds
+        return schedule(plan, Times(self.run.slice.chip, physics), XLA_TPU).seconds
 
 
 EVALUATED = 50_000  # images of ImageNet's validation set
@@ -82,4 +82,4 @@ def _planned(config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer:
             program = lower(outputs, updates, mesh, layout)
         else:
             program = lower(image_evaluation(config, dims), [], mesh, layout)
-    return plan_of(program, Network(program, slice_, placed(slice_, program, whole_axes=True)))
+    return plan_of(program, Network(placed(slice_, program, XLA_TPU.whole_torus_axes)))

@@ -34,7 +34,6 @@ from meshlib.validation.image_training import prepare_images
 from meshlib.validation.images import image_run_of, is_of_images, resnet_name
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.published import ROWS
-from meshlib.validation.training import OVERLAP
 from meshlib.validation.validating import Checked, check_row
 
 SIZES = (256, 384, 512, 640)  # pixels, along the sides of RetinaNet's images
@@ -192,7 +191,7 @@ def _usd(slice_: Slice, hours: float) -> float | None:
 def _detector(size: int, name: str, given: HostInput | None) -> Estimate:
     slice_ = Slice(name)
     program = _detection_program(size, slice_.devices)
-    return estimate(program, slice_, OVERLAP, input=given)
+    return estimate(program, slice_, input=given)
 
 
 @lru_cache(maxsize=8)
@@ -208,4 +207,4 @@ def _gan(config: BigGANConfig, batch: int, slice_: Slice, both: bool) -> Estimat
         generator = AdamWOptimizer(5e-5, beta_1=0.0) if both else None
         outputs, updates = gan_step(config, batch, generator, AdamWOptimizer(2e-4, beta_1=0.0))
         program = lower(outputs, updates, f"data:{slice_.devices}", "batch:data")
-    return estimate(program, slice_, OVERLAP)
+    return estimate(program, slice_)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hardware.chips import Chip
 from layouts import LayoutRules, Mesh, Rule
+from meshlib.compiler import XLA_TPU, Compiler
 from meshlib.estimation.moves import Network, placed
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.plan import plan_of
@@ -18,7 +19,7 @@ from meshlib.estimation.scheduling import schedule
 from meshlib.estimation.times import Times
 from meshlib.estimation.units import Plan
 from meshlib.graph import Graph
-from meshlib.lowering import Balance, lower
+from meshlib.lowering import lower
 from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
 from meshlib.models.layouts import layout as model_layout
 from meshlib.models.layouts import with_unsplit
@@ -28,8 +29,6 @@ from meshlib.program.records import Program
 from meshlib.validation.experts import in_tiles, latent_of
 from meshlib.validation.runs import Run, known_model
 
-# What compilers for TPUs do by default: collectives next to a product are cut in pieces (windowed einsum).
-OVERLAP = "collective matmul"
 VOCAB_MULTIPLE = 128
 # The rounding of a cotangent to int8 adds a float32 of `jax.random.uniform` to each element, once for each of the two
 # products that take it: google/aqt aqt/jax/v2/config.py config_v3 (rng_type "jax.uniform", vjp_lhs_stochastic_rounding)
@@ -57,8 +56,7 @@ class Prepared:
         return total * (1 + physics.jitter(run.slice.slices))
 
     def _once(self, plan: Plan, physics: Physics) -> float:
-        # TensorFlow's layers are written out one after the other, JAX's are a loop.
-        return schedule(plan, Times(self.chip, physics), OVERLAP, unrolled=self.run.encoder).seconds
+        return schedule(plan, Times(self.chip, physics), compiler_of(self.run)).seconds
 
 
 def prepare(run: Run) -> Prepared:
@@ -71,25 +69,30 @@ def prepare(run: Run) -> Prepared:
     return Prepared(run, _plan(run, _lowered(run, training=True)), evaluation, run.slice.chip)
 
 
+def compiler_of(run: Run) -> Compiler:
+    """The compiler of a run: TensorFlow's layers are written out one after the other, JAX's are a loop."""
+    return replace(XLA_TPU, unrolled_loops=run.encoder, rounding_noise_bytes=NOISE_BYTES if run.noisy else 0)
+
+
 def _plan(run: Run, program: Program) -> Plan:
-    placement = placed(run.slice, program, whole_axes=True, across=run.across)
-    plan = plan_of(program, Network(program, run.slice, placement), NOISE_BYTES if run.noisy else 0)
+    compiler = compiler_of(run)
+    placement = placed(run.slice, program, compiler.whole_torus_axes, across=run.across)
+    plan = plan_of(program, Network(placement), compiler.rounding_noise_bytes)
     return in_tiles(plan, run.experts, run.model["d_model"]) if run.experts is not None and run.ragged else plan
 
 
 def _lowered(run: Run, training: bool) -> Program:
     config = config_of(run)
     mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
-    balance = Balance(stationary=("tensor",))
     with Graph():
         if training:
             adamw = AdamWOptimizer(1e-3, slot_dtype=run.state_dtype, master_dtype=run.state_dtype)
             outputs, updates = train_step(
                 config, run.padded_batch, run.length, adamw, remat_of(run, config), predictions=run.predictions
             )
-            return lower(outputs, updates, mesh, layout_of(run, config, mesh), balance=balance)
+            return lower(outputs, updates, mesh, layout_of(run, config, mesh), compiler=compiler_of(run))
         model = transformer(config, run.padded_batch, run.length, predictions=run.predictions)
-        return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), balance=balance)
+        return lower({"loss": model.loss}, [], mesh, layout_of(run, config, mesh), compiler=compiler_of(run))
 
 
 def config_of(run: Run) -> TransformerConfig:

@@ -16,8 +16,8 @@ import meshlib as mtf
 from hardware import Slice
 from layouts.errors import LayoutError
 from meshlib.errors import GraphError
-from meshlib.estimation.scheduling import POLICIES
 from meshlib.models import layout, preset, train_step
+from tests.compilers import BY_OVERLAP
 from tests.effort import draws
 
 ROUNDING = 1 + 1e-9
@@ -79,27 +79,27 @@ def bound_by_links() -> tuple[mtf.Program, Slice, str]:
 
 def test_overlap_never_costs() -> None:
     for program, slice_, what in (*sample(), bound_by_links()):
-        seconds = [mtf.estimate(program, slice_, overlap).step_seconds for overlap in POLICIES]
+        seconds = [mtf.estimate(program, slice_, compiler).step_seconds for compiler in BY_OVERLAP.values()]
         assert seconds == pytest.approx(sorted(seconds, reverse=True), rel=1e-9), (what, seconds)
 
 
 @pytest.mark.parametrize("figure", FASTER)
 def test_a_machine_with_one_figure_doubled_is_never_slower(figure: str) -> None:
     for program, slice_, what in sample():
-        for overlap in POLICIES:
-            slow = mtf.estimate(program, slice_, overlap)
-            fast = mtf.estimate(program, twice(slice_, FASTER[figure]), overlap)
-            assert fast.step_seconds <= slow.step_seconds * ROUNDING, (what, overlap)
+        for compiler in BY_OVERLAP.values():
+            slow = mtf.estimate(program, slice_, compiler)
+            fast = mtf.estimate(program, twice(slice_, FASTER[figure]), compiler)
+            assert fast.step_seconds <= slow.step_seconds * ROUNDING, (what, compiler)
 
 
 def test_no_step_is_faster_than_its_engines_allow() -> None:
     for program, slice_, what in sample():
         chip = slice_.chip
         state_bytes = sum(v.local_bytes for v in program.variables.values())
-        for overlap in POLICIES:
-            est = mtf.estimate(program, slice_, overlap)
-            assert est.step_seconds >= est.lower_seconds, (what, overlap)
-            assert est.step_seconds >= est.flops / (chip.peak_flops("bf16") / chip.devices_per_chip), (what, overlap)
+        for compiler in BY_OVERLAP.values():
+            est = mtf.estimate(program, slice_, compiler)
+            assert est.step_seconds >= est.lower_seconds, (what, compiler)
+            assert est.step_seconds >= est.flops / (chip.peak_flops("bf16") / chip.devices_per_chip), (what, compiler)
             read_seconds = state_bytes / (chip.hbm_bytes_per_second / chip.devices_per_chip)
-            assert est.step_seconds >= read_seconds, (what, overlap)
+            assert est.step_seconds >= read_seconds, (what, compiler)
         assert est.memory.peak_bytes >= state_bytes, what

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 import meshlib as mtf
 from hardware import CHIPS, Slice, placements
 from meshlib.estimation import Physics
-from meshlib.estimation.scheduling import POLICIES, uncovered
+from meshlib.estimation.scheduling import uncovered
 from meshlib.estimation.times import KernelTime
 from meshlib.operation import Kind
 from meshlib.program.instructions import Compute, Instruction, Loop
 from meshlib.program.records import walk
 from meshlib.program.work import local_work
+from tests.compilers import BY_OVERLAP, IN_PIECES, INDEPENDENT
 from tests.effort import draws
 from tests.estimate.test_trace import check_trace
 from tests.test_property_programs import Written, programs
@@ -47,10 +48,10 @@ def sums_one(i: Instruction) -> bool:
 
 
 @settings(max_examples=draws(15, 1000))
-@given(programs(), st.sampled_from(POLICIES))
-def test_bounds_and_counts_of_random_programs(p: Written, overlap: str) -> None:
+@given(programs(), st.sampled_from([*BY_OVERLAP.values()]))
+def test_bounds_and_counts_of_random_programs(p: Written, compiler: mtf.Compiler) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
-    est = mtf.estimate(program, any_size(program.mesh.size), overlap)
+    est = mtf.estimate(program, any_size(program.mesh.size), compiler)
     assert 0 < est.lower_seconds <= est.step_seconds * (1 + 1e-9)
     assert est.step_seconds <= est.upper_seconds * (1 + 1e-9)
     # Exact figures are those of the program, counted elsewhere.
@@ -80,10 +81,10 @@ def test_bounds_and_counts_of_random_programs(p: Written, overlap: str) -> None:
 @given(programs(), st.sampled_from(["hbm_bytes_per_second", "ici_bytes_per_second", "clock_hz"]))
 def test_a_faster_machine_is_never_slower(p: Written, figure: str) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
-    for overlap in POLICIES:
-        slow = mtf.estimate(program, any_size(program.mesh.size), overlap)
+    for compiler in BY_OVERLAP.values():
+        slow = mtf.estimate(program, any_size(program.mesh.size), compiler)
         twice = any_size(program.mesh.size, **{figure: 2 * getattr(CHIPS["v5e"], figure)})
-        fast = mtf.estimate(program, twice, overlap)
+        fast = mtf.estimate(program, twice, compiler)
         assert fast.step_seconds <= slow.step_seconds * (1 + 1e-9)
 
 
@@ -91,7 +92,8 @@ def test_a_faster_machine_is_never_slower(p: Written, figure: str) -> None:
 @given(programs())
 def test_overlap_never_costs(p: Written) -> None:
     program = mtf.lower(p.outputs, p.updates, p.mesh, p.layout)
-    none, independent, _ = (mtf.estimate(program, any_size(program.mesh.size), o).step_seconds for o in POLICIES)
+    where = any_size(program.mesh.size)
+    none, independent, _ = (mtf.estimate(program, where, c).step_seconds for c in BY_OVERLAP.values())
     assert independent <= none * (1 + 1e-9)
 
 
@@ -115,7 +117,7 @@ FSDP = "batch:data;in:data?"
 def test_fully_sharded_weights_are_gathered_while_the_layer_before_runs():
     program = layers(8, "data:8", "batch:data;variables/in:data")
     assert {c.kind for c in program.collectives} == {"all_gather"}
-    none = mtf.estimate(program, "v3-8", overlap="none")
+    none = mtf.estimate(program, "v3-8", compiler=mtf.NO_OVERLAP)
     est = mtf.estimate(program, "v3-8", physics=Physics().without_losses())
     gathers = [e for e in est.schedule.events if e.move is not None]
     products = [e for e in est.schedule.events if e.kernel is not None]
@@ -128,7 +130,7 @@ def test_fully_sharded_weights_are_gathered_while_the_layer_before_runs():
 
 def test_collective_matmul_starts_with_the_first_piece():
     program = layers(1, "data:8", "batch:data;variables/in:data")
-    plain, pieces = (mtf.estimate(program, "v3-8", overlap=o) for o in ("independent", "collective matmul"))
+    plain, pieces = (mtf.estimate(program, "v3-8", c) for c in (INDEPENDENT, IN_PIECES))
     gather = next(e for e in plain.schedule.events if e.move is not None)
     product = next(e for e in plain.schedule.events if e.kernel is not None)
     assert plain.step_seconds == pytest.approx(gather.seconds + product.seconds + 0.5e-6)
@@ -143,7 +145,7 @@ def test_collective_matmul_of_a_reduce_scatter():
         y = mtf.constrain(mtf.einsum([x, w], [D("b", 8192), D("n", 4096)]), "n:m")
         program = mtf.lower({"y": mtf.einsum([y, y], [D("n", 4096)])}, mesh="m:8", layout="k:m")
     assert "reduce_scatter" in {c.kind for c in program.collectives}
-    plain, pieces = (mtf.estimate(program, "v3-8", overlap=o) for o in ("independent", "collective matmul"))
+    plain, pieces = (mtf.estimate(program, "v3-8", c) for c in (INDEPENDENT, IN_PIECES))
     assert pieces.step_seconds < plain.step_seconds
 
 
@@ -168,7 +170,8 @@ def test_a_loop_costs_its_body_as_often_as_it_runs():
                 return [mtf.rename_dimension(mtf.relu(y), "n", "k")], []
 
             (y,), _ = mtf.scan(body, [x], [w], steps)
-            return mtf.estimate(mtf.lower({"y": y}, mesh="m:8", layout="n:m"), "v3-8", step_overhead_seconds=0)
+            no_overhead = dataclasses.replace(mtf.XLA_TPU, step_overhead_seconds=0)
+            return mtf.estimate(mtf.lower({"y": y}, mesh="m:8", layout="n:m"), "v3-8", no_overhead)
 
     two, six = build(2), build(6)
     assert six.flops == 3 * two.flops
@@ -294,9 +297,9 @@ def test_an_estimate_does_not_depend_on_the_number_of_devices():
 
 def test_the_placement_is_the_best_for_the_programs_own_demands():
     program = layers(2, "data:2;model:4", "batch:data;in:model", batch=512)
-    best = mtf.estimate(program, "v3-8", overlap="none")
+    best = mtf.estimate(program, "v3-8", compiler=mtf.NO_OVERLAP)
     found = [
-        mtf.estimate(program, "v3-8", overlap="none", placement=p).step_seconds
+        mtf.estimate(program, "v3-8", compiler=mtf.NO_OVERLAP, placement=p).step_seconds
         for p in placements(Slice("v3-8"), {"data": 2, "model": 4})
     ]
     assert len(found) > 1
@@ -313,10 +316,8 @@ def test_bad_arguments():
         mtf.estimate(program, "v3-9")
     with pytest.raises(mtf.SliceError, match="3"):
         mtf.estimate(program, 3)
-    with pytest.raises(mtf.GraphError, match="overlap must be 'none' or 'independent'"):
-        mtf.estimate(program, "v3-8", overlap="some")
-    with pytest.raises(mtf.GraphError, match="must not be negative, got -1"):
-        mtf.estimate(program, "v3-8", step_overhead_seconds=-1)
+    with pytest.raises(mtf.GraphError, match=r"compiler must be an mtf.Compiler, got str 'gspmd'; it is mtf.COMPILERS"):
+        mtf.estimate(program, "v3-8", "gspmd")
     other = next(placements(Slice("v3-8"), {"rows": 8}))
     with pytest.raises(mtf.SliceError, match=r"\{'rows': 8\} over v3-8"):
         mtf.estimate(program, "v3-8", placement=other)

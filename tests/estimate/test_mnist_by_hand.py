@@ -173,14 +173,14 @@ def test_time_of_the_gradient_reduction(name, link):
 
 
 def test_step_is_the_sum_where_nothing_overlaps():
-    est = mtf.estimate(program(*TWO_D[:2]), "v3-8", overlap="none")
+    est = mtf.estimate(program(*TWO_D[:2]), "v3-8", compiler=mtf.NO_OVERLAP)
     assert est.step_seconds == pytest.approx(sum(r.total_seconds for r in est.rows) + 0.5e-6)
     assert est.exposed_comm_seconds == pytest.approx(est.comm_seconds)
     assert est.compute_seconds + est.comm_seconds + 0.5e-6 == pytest.approx(est.step_seconds)
 
 
 def test_independent_work_hides_a_reduction():
-    whole = mtf.estimate(program(*TWO_D[:2]), "v3-8", overlap="none")
+    whole = mtf.estimate(program(*TWO_D[:2]), "v3-8", compiler=mtf.NO_OVERLAP)
     est = mtf.estimate(program(*TWO_D[:2]), "v3-8")
     assert est.step_seconds < whole.step_seconds
     assert est.exposed_comm_seconds < whole.exposed_comm_seconds

@@ -206,6 +206,6 @@ def test_the_step_is_bounded_by_its_parts(name, mesh, layout, rows, cols):
     sent = sum(r.seconds for r in est.rows if r.kind == "collective")
     assert kernels + 0.5e-6 <= est.step_seconds <= kernels + sent + 0.5e-6
     assert est.step_seconds == pytest.approx(kernels + est.exposed_comm_seconds + 0.5e-6)
-    none = mtf.estimate(program(mesh, layout), name, overlap="none", physics=Physics().without_losses())
+    none = mtf.estimate(program(mesh, layout), name, compiler=mtf.NO_OVERLAP, physics=Physics().without_losses())
     kernels = sum(r.seconds for r in none.rows if r.kind == "compute")
     assert none.step_seconds == pytest.approx(kernels + sent + 0.5e-6)

@@ -11,6 +11,7 @@ import meshlib as mtf
 from meshlib.estimation.moments import divided, moments
 from meshlib.estimation.profile import UNITS, Measured, Profile
 from meshlib.estimation.scheduling import Schedule
+from tests.compilers import BY_OVERLAP, INDEPENDENT
 from tests.estimate.test_trace import chain, layered
 
 D = mtf.Dimension
@@ -44,12 +45,12 @@ def offloaded() -> mtf.Program:
         return mtf.lower({}, train, mesh="data:8", layout="batch:data")
 
 
-@pytest.mark.parametrize("overlap", ["none", "independent", "collective matmul"])
+@pytest.mark.parametrize("overlap", BY_OVERLAP)
 @pytest.mark.parametrize("build", [chain, layered, offloaded])
 def test_every_moment_belongs_to_one_unit(build, overlap) -> None:
     fed = mtf.HostInput(examples_per_second=1e6)
-    est = mtf.estimate(build(), "v3-8", overlap)
-    for one in (est, mtf.estimate(build(), "v3-8", overlap, input=fed)):
+    est = mtf.estimate(build(), "v3-8", BY_OVERLAP[overlap])
+    for one in (est, mtf.estimate(build(), "v3-8", BY_OVERLAP[overlap], input=fed)):
         gapless(one.schedule, one)
         found = one.profile()
         assert sum(found.seconds.values()) == pytest.approx(one.step_seconds, rel=1e-9)
@@ -72,7 +73,7 @@ def test_waiting_is_given_to_the_collective_that_is_waited_for() -> None:
         x = mtf.input("x", [batch, d], "bfloat16")
         w = mtf.variable("w", [d, f], dtype="bfloat16")
         program = mtf.lower({"y": mtf.einsum([x, w])}, mesh="data:8", layout="batch:data;d:data?")
-    est = mtf.estimate(program, "v3-8", "none")
+    est = mtf.estimate(program, "v3-8", mtf.NO_OVERLAP)
     found = est.profile()
     rows = {r.opcode: r for r in est.rows}
     gather, product = rows["all_gather"], rows["einsum"]
@@ -83,7 +84,7 @@ def test_waiting_is_given_to_the_collective_that_is_waited_for() -> None:
     assert found.mxu_share == pytest.approx(product.mxu_seconds / est.step_seconds)
     assert found.seconds["ICI"] == pytest.approx(gather.ici_seconds)
     # Hidden, it works as long and bounds nothing.
-    hidden = mtf.estimate(layered(), "v3-8", "independent").profile()
+    hidden = mtf.estimate(layered(), "v3-8", INDEPENDENT).profile()
     assert hidden.seconds["ICI"] < hidden.busy_seconds["ICI"]
 
 

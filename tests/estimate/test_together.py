@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +17,11 @@ from hardware.slices import Slice
 from meshlib.estimation import Physics
 from meshlib.estimation.hbm import Hbm
 from meshlib.estimation.links import Links
-from meshlib.estimation.moves import Network
+from meshlib.estimation.moves import Network, placed
 from meshlib.estimation.plan import plan_of
 from meshlib.estimation.scheduling import schedule
 from meshlib.estimation.times import Times
+from tests.compilers import INDEPENDENT
 from tests.effort import draws
 
 D = mtf.Dimension
@@ -154,7 +156,7 @@ def window(products: int) -> mtf.Estimate:
             {key: mtf.constrain(y, "n:chips") for key, y in found.items()}, mesh="chips:4",
             layout="n:chips;activations/rows:chips?",
         )  # fmt: skip
-    return mtf.estimate(program, "v5e-4", overlap="collective matmul", physics=IDEAL)
+    return mtf.estimate(program, "v5e-4", physics=IDEAL)
 
 
 def test_products_of_one_gathered_operand_share_a_window():
@@ -281,7 +283,7 @@ def test_numbers_drawn_to_round_cotangents_pass_through_memory():
         loss = mtf.reduce_sum(mtf.sin(mtf.quantized_einsum([x, w], [rows, n])))
         dx, dw = mtf.gradients([loss], [x, w])
         program = mtf.lower({"loss": loss, "dx": dx, "dw": dw})
-    network = Network(program, Slice("v5e-1"), None)
+    network = Network(placed(Slice("v5e-1"), program))
     plain, noisy = (
         [u.kernel.quantised_bytes for u in plan_of(program, network, size).units if u.product] for size in (0, 4)
     )
@@ -316,8 +318,8 @@ def test_what_a_trip_sends_may_end_in_the_next_where_layers_are_written_out():
         train = mtf.optimize.SgdOptimizer(0.1).minimize(mtf.reduce_mean(mtf.square(mtf.cast(y, "float32"))))
         program = mtf.lower(updates=train, mesh="chips:4", layout="rows:chips")
     est = mtf.estimate(program, "v5e-4", physics=IDEAL)
-    plan, times = plan_of(program, Network(program, est.slice, est.placement)), Times(V5E, IDEAL)
-    rolled, out = (schedule(plan, times, "independent", unrolled=way) for way in (False, True))
+    plan, times = plan_of(program, Network(est.placement)), Times(V5E, IDEAL)
+    rolled, out = (schedule(plan, times, replace(INDEPENDENT, unrolled_loops=way)) for way in (False, True))
     backward = [e for e in rolled.events if e.loop is not None][-1].loop
     tail = backward.seconds - backward.core_seconds
     assert tail > 0

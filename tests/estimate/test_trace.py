@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import meshlib as mtf
 from meshlib.estimation import trace
+from tests.compilers import BY_OVERLAP
 
 D = mtf.Dimension
 ENGINES = ("mxu", "vpu", "hbm")
@@ -100,9 +102,9 @@ def test_trace_is_whole_or_not_there(tmp_path: Path) -> None:
         est.save_trace(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("overlap", ["none", "independent", "collective matmul"])
+@pytest.mark.parametrize("overlap", BY_OVERLAP)
 def test_tracks_hold_what_the_estimate_says(overlap: str) -> None:
-    est = mtf.estimate(layered(), "v3-8", overlap)
+    est = mtf.estimate(layered(), "v3-8", BY_OVERLAP[overlap])
     slices = check_trace(est)
     assert total(slices, trace.EXPOSED) == pytest.approx(est.exposed_comm_seconds, rel=0.01, abs=2e-8)
     assert total(slices, "mxu") == pytest.approx(est.engine_seconds["mxu"], rel=0.01)
@@ -153,7 +155,7 @@ def test_memory_is_counted_from_the_first_group_to_the_end() -> None:
 
 
 def test_the_fixed_cost_of_a_step_is_shown() -> None:
-    est = mtf.estimate(chain(), "v3-8", step_overhead_seconds=1e-3)
+    est = mtf.estimate(chain(), "v3-8", replace(mtf.XLA_TPU, step_overhead_seconds=1e-3))
     (last,) = (e for e in check_trace(est) if e["name"] == "step overhead")
     assert last["dur"] == pytest.approx(1000, rel=1e-6)
 

@@ -70,13 +70,13 @@ def test_money(est):
 
 
 def test_the_fixed_cost_of_a_step_adds_up(est):
-    slow = mtf.estimate(est.program, "v3-8", step_overhead_seconds=0.25)
+    slow = mtf.estimate(est.program, "v3-8", dataclasses.replace(mtf.XLA_TPU, step_overhead_seconds=0.25))
     assert slow.step_seconds - est.step_seconds == pytest.approx(0.25 - 0.5e-6)
     assert slow.bound == "latency"
     assert slow.bound_seconds["latency"] > 0.25
     for seconds in (float("nan"), float("inf"), "1", -1e-9):
         with pytest.raises(mtf.GraphError, match="step_overhead_seconds"):
-            mtf.estimate(est.program, "v3-8", step_overhead_seconds=seconds)
+            dataclasses.replace(mtf.XLA_TPU, step_overhead_seconds=seconds)
 
 
 def test_a_program_that_does_nothing(idle, est, tmp_path):

@@ -81,7 +81,7 @@ def test_a_published_run_of_gpt3_with_its_evaluations() -> None:
             else:
                 loss = mtf.models.transformer(config, 2048, 2048).loss
                 program = mtf.lower({"loss": loss}, mesh=mesh, layout=rules)
-        made.append(mtf.estimate(program, "v5p-1024", "collective matmul"))
+        made.append(mtf.estimate(program, "v5p-1024"))
     step, evaluation = made
     run = step.run(23 * 12, evaluation=evaluation, evaluation_examples=24_567, evaluate_every=12)
     assert run.evaluations == 23

@@ -42,7 +42,7 @@ from meshlib.program.work import local_work
 from tests.lowering_optimum.search import Optimum, Search, TooMany
 from tests.lowering_optimum.spots import INFINITE
 from tests.lowering_optimum.steps import EPS, Steps
-from tests.lowering_optimum.ways import Ways
+from tests.lowering_optimum.ways import BALANCE, Ways
 
 BEAM = 64  # states of the search that finds what it can cost at most
 
@@ -131,7 +131,7 @@ def least(
 
 def compare(outputs: Mapping[str, Tensor], updates: Sequence[Operation], mesh: str, layout: str) -> Comparison:
     """Lower a program and search for its optimum."""
-    program = lower(outputs, updates, mesh, layout)
+    program = lower(outputs, updates, mesh, layout, balance=BALANCE)
     subject = Subject(outputs, updates, mesh, layout)
     computed = [i for i in program.instructions if isinstance(i, Compute)]
     ways = subject.ways(shared=any(i.operation.graph is not subject.graph for i in computed))

@@ -18,7 +18,7 @@ from meshlib.program.signature import Signature, Signatures
 
 Axes = tuple[str, ...]
 
-BALANCE = mtf.Balance()
+BALANCE = mtf.Balance(stationary=False)  # weights are values like any others: the least of all plans
 AGAIN = (Kind.SOURCE, Kind.ELEMENTWISE, Kind.VIEW)
 
 

@@ -36,7 +36,7 @@ def test_ragged_products_multiply_whole_tiles_of_weights() -> None:
         x, w = mtf.input("x", [e, r, d], "bfloat16"), mtf.variable("w", [e, d, f], dtype="bfloat16")
         program = mtf.lower({"y": mtf.einsum([x, w], output_shape=[e, r, f])})
     one = as_slice("v5e-1")
-    plan = plan_of(program, Network(program, one, placed(one, program)))
+    plan = plan_of(program, Network(placed(one, program)))
     tiled = in_tiles(plan, Experts(count=4, d_ff=1536), 640)
     before, after = (u.kernel.matmuls[0][0] for p in (plan, tiled) for u in p.units if u.kernel and u.product)
     assert (before.m, before.k, before.n, before.batch) == (1280, 640, 1536, 4)

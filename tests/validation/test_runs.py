@@ -13,7 +13,7 @@ from meshlib.estimation.physics import CALIBRATED, Physics
 from meshlib.validation.naive import naive_seconds, naive_without_chip_seconds
 from meshlib.validation.policies import NotExpressed, Policy, lightest, policy_of
 from meshlib.validation.runs import run_of
-from meshlib.validation.training import OVERLAP, _lowered, config_of, layout_of, prepare
+from meshlib.validation.training import _lowered, config_of, layout_of, prepare
 from tests.validation.rows import BY_NAME, TRAINING
 
 ROWS = {row["id"]: row for row in TRAINING}
@@ -113,10 +113,8 @@ def test_a_run_is_what_the_public_face_makes_of_it():
     mesh = mtf.Mesh("fsdp:16;tensor:16")
     with mtf.Graph():
         outputs, updates = mtf.models.train_step(config, batch=256, length=2048, remat="full")
-        program = mtf.lower(
-            outputs, updates, mesh, layout_of(run, config, mesh), balance=mtf.Balance(stationary=("tensor",))
-        )
-    est = mtf.estimate(program, run.slice, overlap=OVERLAP, step_overhead_seconds=0)
+        program = mtf.lower(outputs, updates, mesh, layout_of(run, config, mesh))
+    est = mtf.estimate(program, run.slice)
     assert prepare(run).seconds(Physics()) == pytest.approx(est.step_seconds, rel=1e-3)
     assert str(layout_of(run, config, mesh)) == str(
         mtf.LayoutRules("batch:fsdp;d_model:fsdp?;heads:tensor;d_ff:tensor;vocab:tensor;length:tensor?")

@@ -149,7 +149,7 @@ def mixed_threshold() -> int:
 
     def reached(tokens: int) -> bool:
         for y in (4, 8, 16):
-            est = estimate(mlp(tokens, 8192, 32768, f"X:{4096 // y};Y:{y}", MIXED), cube, overlap="none")
+            est = estimate(mlp(tokens, 8192, 32768, f"X:{4096 // y};Y:{y}", MIXED), cube, compiler=mtf.NO_OVERLAP)
             if est.comm_seconds <= est.compute_seconds:
                 return True
         return False

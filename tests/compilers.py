@@ -1,0 +1,12 @@
+"""The default compiler with each policy of overlap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import meshlib as mtf
+from meshlib.compiler import OVERLAPS
+
+BY_OVERLAP = {policy: replace(mtf.XLA_TPU, overlap=policy) for policy in OVERLAPS}
+INDEPENDENT, IN_PIECES = BY_OVERLAP["independent"], BY_OVERLAP["collective matmul"]
+FREE_WEIGHTS = replace(mtf.XLA_TPU, stationary_weights=False)
