@@ -29,6 +29,8 @@ class Compiler:
       name: what tables print; the records of `mtf.COMPILERS` are named by what they stand for.
       overlap: what hides collectives: "none"; "independent" work that does not need them; "collective matmul" besides
         cuts those that feed or follow a product in pieces (windowed einsum).
+      windowed_einsum_bytes: what is gathered or reduced has at least so many bytes where it is cut in pieces, counted
+        as one device has it whole.
       stationary_weights: a variable never moves over an axis that a required rule gives to one of its dims, if the rule
         holds for activations too: these come to the weight, as in Megatron. Optional rules and those for variables
         alone say where a weight is stored, as in fully sharded training; it is gathered where that sends less.
@@ -52,11 +54,13 @@ class Compiler:
       xla-tpu with unrolled_loops=True, rounding_noise_bytes=4
 
     Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; Shoeybi et
-    al., arXiv:1909.08053 (Megatron-LM); Xu et al., "GSPMD", arXiv:2105.04663.
+    al., arXiv:1909.08053 (Megatron-LM); Xu et al., "GSPMD", arXiv:2105.04663; openxla/xla:
+    xla/service/spmd/spmd_partitioner.h, SpmdPartitionerOptions.threshold_for_windowed_einsum_mib (256).
     """
 
     name: str
     overlap: str = "collective matmul"
+    windowed_einsum_bytes: int = 256 * 2**20
     stationary_weights: bool = True
     unrolled_loops: bool = False
     whole_torus_axes: bool = True
@@ -76,7 +80,16 @@ class Compiler:
             raise GraphError(
                 f"{at('Compiler')}: step_overhead_seconds must not be negative, got {self.step_overhead_seconds}"
             )
-        whole(self.rounding_noise_bytes, "Compiler", "rounding_noise_bytes", low=0)
+        for field in ("windowed_einsum_bytes", "rounding_noise_bytes"):
+            whole(getattr(self, field), "Compiler", field, low=0)
+
+    def cuts_in_pieces(self, size_bytes: float) -> bool:
+        """Whether a collective next to a product runs in pieces beside it; `size_bytes`: of what it brings or reduces.
+
+        >>> XLA_TPU.cuts_in_pieces(2**20), IDEAL.cuts_in_pieces(2**20), NO_OVERLAP.cuts_in_pieces(2**40)
+        (False, True, False)
+        """
+        return self.overlap == "collective matmul" and size_bytes >= self.windowed_einsum_bytes
 
     @property
     def changes(self) -> dict[str, object]:
@@ -98,7 +111,12 @@ XLA_TPU = Compiler(name="xla-tpu")
 GSPMD = Compiler(name="gspmd", partitioner="gspmd")
 """`jax.jit` with sharding annotations, the collectives being the compiler's choice."""
 IDEAL = Compiler(
-    name="ideal", unrolled_loops=True, whole_torus_axes=False, slice_jitter=False, step_overhead_seconds=0.0
+    name="ideal",
+    windowed_einsum_bytes=0,
+    unrolled_loops=True,
+    whole_torus_axes=False,
+    slice_jitter=False,
+    step_overhead_seconds=0.0,
 )
 """As much overlap as dependencies allow, the best placement, no overhead: what a compiler could reach at most."""
 NO_OVERLAP = Compiler(name="no-overlap", overlap="none")

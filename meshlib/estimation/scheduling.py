@@ -8,9 +8,10 @@ what else is on its way (`links`), and holds up only the first group that uses i
     none                each collective waits for the core, and the core for it
     independent         as above; work that does not depend on a collective hides it
     collective matmul   besides, an all_gather that feeds products, and a reduce_scatter or all_reduce of what a
-                        kernel makes, run in as many pieces as there are devices in the group: the first piece of one
-                        starts the other, the last ends it. All products in a row that take one gathered value share
-                        its window: only the last of them awaits the last piece, which then goes through all
+                        kernel makes, run in as many pieces as there are devices in the group if they are large: the
+                        first piece of one starts the other, the last ends it. All products in a row that take one
+                        gathered value share its window: only the last of them awaits the last piece, which then goes
+                        through all
 
 What waits for something on its way, and what nothing large waits for (the update of a weight by its gradient), holds up
 nobody: it runs when what it needs is there. A collective that the program issues early starts when the core reaches the
@@ -125,7 +126,6 @@ class _Run:
     def __init__(self, plan: Plan, times: Times, compiler: Compiler, spare_seconds: float | None) -> None:
         self.plan, self.times, self.compiler = plan, times, compiler
         self.overlap, self.unrolled = compiler.overlap, compiler.unrolled_loops
-        self.pieces_too = compiler.overlap == "collective matmul"
         self.made = Schedule()
         self.core = 0.0  # when the core is free
         self.owed_seconds = 0.0  # of the core, for collectives beside it; time in which it waits counts towards it
@@ -233,7 +233,7 @@ class _Run:
         self.sent[len(self.made.events) - 1] = unit.outputs
         for y in unit.outputs:
             self.ready[y] = event.end
-            if move.kind == "all_gather" and unit.chained:
+            if move.kind == "all_gather" and unit.chained and self.compiler.cuts_in_pieces(move.larger_bytes):
                 self.pieces[y] = event
 
     def _send(self, unit: Unit, move: Move, cost: Cost, ready: float) -> Event:
@@ -293,9 +293,8 @@ class _Run:
     def _waits(self, unit: Unit) -> tuple[float, list[tuple[int, Event, int]]]:
         """When a group may start, and what it takes piece by piece: value, collective, and pieces of each."""
         waits, window = 0.0, []
-        taker = self.pieces_too and unit.product
         for x in unit.inputs:
-            piece = self.pieces.get(x) if taker else None
+            piece = self.pieces.get(x) if unit.product else None
             if piece is not None and piece.move is not None:
                 waits = max(waits, piece.start + piece.seconds / piece.move.group)
                 window.append((x, piece, piece.move.group))
@@ -306,12 +305,14 @@ class _Run:
     def _finish(self, unit: Unit, event: Event) -> None:
         for y in unit.outputs:
             self.ready[y] = event.end
-            if self.pieces_too and event.kernel is not None:
+            if event.kernel is not None:
                 self.pieces[y] = event
 
     def _giver(self, unit: Unit, move: Move) -> Event | None:
         """The kernel whose sum a reduction can take piece by piece."""
-        if not self.pieces_too or move.kind not in ("reduce_scatter", "all_reduce") or len(unit.inputs) != 1:
+        if move.kind not in ("reduce_scatter", "all_reduce") or len(unit.inputs) != 1:
+            return None
+        if not self.compiler.cuts_in_pieces(move.larger_bytes):
             return None
         found = self.pieces.get(unit.inputs[0])
         return found if found is not None and found.kernel is not None else None

@@ -153,7 +153,7 @@ class Bounds:
     def waiting_seconds(self, c: Candidate) -> float:
         """Of one step, at least, with what has to be sent: `seconds` or more, at a hundred times its cost."""
         shared = self._known.setdefault(c.slice.chip, {})
-        waiting = Waiting(c, self.passages, self.physics, self.compiler.overlap == "collective matmul", shared)
+        waiting = Waiting(c, self.passages, self.physics, self.compiler, shared)
         return self._whole_step(c, waiting.seconds(self.flow))
 
     def _whole_step(self, c: Candidate, seconds: float) -> float:

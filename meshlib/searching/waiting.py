@@ -25,6 +25,7 @@ import numpy as np
 
 from hardware.slices import Slice
 from layouts import Sharding
+from meshlib.compiler import Compiler
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.times import Times
 from meshlib.searching.flow import Bytes, Flow, Node, Placed, Split, Use, Way
@@ -46,14 +47,14 @@ KINDS = ("", GATHER, SCATTER, REDUCE, SWAP)
 class Waiting:
     """One candidate.
 
-    `physics`: as of the estimate; `in_pieces`: collectives next to a product run in pieces beside it (windowed einsum);
+    `physics`: as of the estimate; `compiler`: says which collectives run in pieces beside a product (windowed einsum);
     `shared`: what others with the same program and chip know, too.
     """
 
     candidate: Candidate
     passages: Passages
     physics: Physics
-    in_pieces: bool
+    compiler: Compiler
     shared: dict[object, Any] = field(default_factory=dict)
     _homes: dict[Placed, Sharding] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict)
@@ -97,14 +98,16 @@ class Waiting:
         The core waits for what its next product needs, and owes `early_exposed` of what else is sent, which it pays
         while it waits, too (`estimation.scheduling`): so it loses at least half of the sum. Each node splits its work
         over the axis in one way, for all who need what it makes: the least of the sum of all.
-        What is sent in pieces beside a product costs the core nothing, and any of it may be: then only the core counts.
+        What may be sent in pieces beside a product is left out: it costs the core nothing.
         """
         table, wire = Table(), np.array([self._wire(axis, kind) for kind in range(len(KINDS))])
         for n, (node, own) in enumerate(zip(flow.nodes, owns, strict=True)):
             counts = [len(self._choices(node, m)) for m in range(len(self.axes))]
             others = tuple(m for m in range(len(self.axes)) if m != axis)
             table.add((n,), own.reshape(counts).min(axis=others) if own.size > 1 else own)
-        for ways in () if self.in_pieces else flow.apart:
+        for ways in ([way for way in ways if not self._in_pieces(way)] for ways in flow.apart):
+            if not ways:
+                continue
             source = ways[0].source
             targets = list(dict.fromkeys(way.target for way in ways))[:MOST_TARGETS]
             scope = (source, *targets)
@@ -261,11 +264,15 @@ class Waiting:
             whole[code] = summed[code] / (2 if KINDS.index(REDUCE) in chosen else 1)
         begun, ended = begins[:, None], ends[:, None]
         sent = (moved + summed)[codes]
-        if not self.in_pieces:
+        if not self._in_pieces(way):
             return _both((ended + sent).min(axis=0))
         first: Floats = np.maximum(ended + sent / prod(self._group), begun + whole[codes]).min(axis=0)
         last: Floats = np.maximum(ended + moved[codes], begun + sent).min(axis=0)
         return first, last
+
+    def _in_pieces(self, way: Way) -> bool:
+        """Whether what is sent on a way may be large enough to be cut in pieces."""
+        return self.compiler.cuts_in_pieces(max(way.sizes.values(), default=0.0))
 
     def _kinds(self, source: Node, target: Node, way: Way, axis: int) -> Ints:
         """The collective of each choice of both ends, as its number among KINDS."""

@@ -13,6 +13,7 @@ from hardware.memory import pcie_seconds
 from meshlib.estimation import Physics, Row
 from meshlib.estimation.products import Attention
 from meshlib.operation import Scores
+from tests.compilers import IN_PIECES
 
 D = mtf.Dimension
 IDEAL = Physics().without_losses()
@@ -202,7 +203,7 @@ def test_sums_in_pieces_hide_but_for_the_last(kind):
         y = mtf.einsum([x, mtf.variable("w", [depth, columns], dtype="bfloat16")], [rows, columns])
         y = mtf.constrain(y, "" if kind == "all_reduce" else "n:m")
         program = mtf.lower({"y": mtf.einsum([y, y], [columns], name="after")}, mesh="m:8", layout="k:m")
-    est = mtf.estimate(program, "v3-8")
+    est = mtf.estimate(program, "v3-8", IN_PIECES)
     sent = next(e for e in est.schedule.events if e.move is not None and e.move.kind == kind)
     product = next(e for e in est.schedule.events if e.time is not None)
     whole = sent.cost.seconds + CHIPS["v3"].collective_launch_seconds

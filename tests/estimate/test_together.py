@@ -21,7 +21,7 @@ from meshlib.estimation.moves import Network, placed
 from meshlib.estimation.plan import plan_of
 from meshlib.estimation.scheduling import schedule
 from meshlib.estimation.times import Times
-from tests.compilers import INDEPENDENT
+from tests.compilers import IN_PIECES, INDEPENDENT
 from tests.effort import draws
 
 D = mtf.Dimension
@@ -156,7 +156,7 @@ def window(products: int) -> mtf.Estimate:
             {key: mtf.constrain(y, "n:chips") for key, y in found.items()}, mesh="chips:4",
             layout="n:chips;activations/rows:chips?",
         )  # fmt: skip
-    return mtf.estimate(program, "v5e-4", physics=IDEAL)
+    return mtf.estimate(program, "v5e-4", IN_PIECES, physics=IDEAL)
 
 
 def test_products_of_one_gathered_operand_share_a_window():

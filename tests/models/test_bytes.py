@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import meshlib as mtf
+from tests.compilers import FREE_WEIGHTS
 from tests.effort import some
 
 bindings, elimination, partition, places, problem, strategies = (
@@ -251,15 +252,22 @@ def step(dtype: str, scan: bool, remat: str) -> tuple[mtf.models.TransformerConf
 
 
 @lru_cache
-def lowered(name: str, devices: int, dtype: str = "float32", scan: bool = False, remat: str = "none") -> mtf.Program:
+def lowered(
+    name: str,
+    devices: int,
+    dtype: str = "float32",
+    scan: bool = False,
+    remat: str = "none",
+    compiler: mtf.Compiler = mtf.XLA_TPU,
+) -> mtf.Program:
     """The step under a layout by name."""
     config, session, _ = step(dtype, scan, remat)
     i, j = SPLITS[devices]
     mesh = HAND[name][0].format(k=devices, i=i, j=j)
     if devices == 16 and name in ON_16:
         mesh, layout = ON_16[name]
-        return session.lower(mesh, layout)
-    return session.lower(mesh, mtf.models.layout(name, config, mesh))
+        return session.lower(mesh, layout, compiler=compiler)
+    return session.lower(mesh, mtf.models.layout(name, config, mesh), compiler=compiler)
 
 
 def allowed(name: str, devices: int, dtype: str = "float32", remat: str = "none") -> float:
@@ -320,18 +328,20 @@ def test_three_axes(d: int, f: int, t: int, dtype: str, scan: bool, remat: str):
     assert hand / 2 < sent <= hand * missed
 
 
-def test_tensor_parallel_in_payload():
-    """8 T: 2 T a layer forward; backward the logits' input, and 2 T a layer but for the first norm's input.
+@pytest.mark.parametrize("compiler", [mtf.XLA_TPU, FREE_WEIGHTS])
+def test_tensor_parallel_in_payload(compiler):
+    """9 T: the lookup and 2 T a layer forward; backward the logits' input, and 2 T a layer but for the first norm's
+    input. Where weights may move, one T less: the table is cheaper to gather than its lookup to sum.
 
-    Of 10 T, two are had for less: the table is cheaper to gather than its lookup to sum, and the cotangent of the first
-    layer's input is used linearly alone: the sums wait for what is made of it, the gradients of the table, scattered,
-    of the positions and of the norm's scale and bias.
+    The cotangent of the first layer's input is used linearly alone: the sums wait for what is made of it, the gradients
+    of the table, scattered, of the positions and of the norm's scale and bias.
     """
-    moved = lowered("tensor", 8).collectives
+    stationary = compiler.stationary_weights
+    moved = lowered("tensor", 8, compiler=compiler).collectives
     m = Model(4, False)
     large = Counter((c.phase, c.payload_bytes) for c in moved if c.payload_bytes >= m.activation)
-    assert large == {("forward", m.activation): 2 * LAYERS, ("backward", m.activation): 2 * LAYERS}
-    gathered, scattered = m.table / 8, m.table
+    assert large == {("forward", m.activation): 2 * LAYERS + stationary, ("backward", m.activation): 2 * LAYERS}
+    gathered, scattered = 0 if stationary else m.table / 8, m.table
     small = gathered + scattered + m.positions + 2 * D_MODEL * F32 + 2 * m.statistic + F32
     assert sum(c.payload_bytes for c in moved if c.payload_bytes < m.activation) == small
 
