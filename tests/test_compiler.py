@@ -9,7 +9,7 @@ import pytest
 
 import meshlib as mtf
 from meshlib.command import main
-from tests.compilers import FREE_WEIGHTS
+from tests.compilers import FREE_WEIGHTS, IN_PIECES
 
 D = mtf.Dimension
 BATCH, MODEL, HIDDEN = D("batch", 8192), D("d_model", 1024), D("hidden", 4096)
@@ -31,10 +31,19 @@ def test_programs_and_estimates_keep_their_compiler():
     assert program().compiler == mtf.estimate(program(), "v3-8").compiler == mtf.XLA_TPU
     made = program(compiler=mtf.NO_OVERLAP)
     assert made.compiler == mtf.estimate(made, "v3-8").compiler == mtf.NO_OVERLAP
-    other = mtf.estimate(made, "v3-8", mtf.XLA_TPU)
-    assert other.compiler == mtf.XLA_TPU
+    other = mtf.estimate(made, "v3-8", IN_PIECES)
+    assert other.compiler == IN_PIECES
     assert other.step_seconds < mtf.estimate(made, "v3-8").step_seconds
-    assert other.step_seconds == mtf.estimate(program(), "v3-8").step_seconds
+    assert other.step_seconds == mtf.estimate(program(compiler=IN_PIECES), "v3-8").step_seconds
+
+
+def test_small_collectives_are_not_cut_in_pieces():
+    """The sum of y has 8 MiB on a device."""
+    size = BATCH.size // 2 * MODEL.size * 2
+    assert program().collectives[0].payload_bytes == size
+    cut, whole = (replace(mtf.XLA_TPU, windowed_einsum_bytes=least) for least in (size, size + 1))
+    seconds = [mtf.estimate(program(), "v3-8", c).step_seconds for c in (cut, whole, mtf.XLA_TPU)]
+    assert seconds[0] < seconds[1] == seconds[2]
 
 
 def test_where_weights_move_is_decided_by_the_lowering():
