@@ -55,8 +55,10 @@ class Pricing:
         found = self._strategies.get(key)
         if found is None:
             priced = [self._priced(*each) for each in assignments(self.signature, asked, self.home)]
-            possible = [s for s in priced if s is not None and not self._moves(s.choice, held)]
-            found = self._strategies[key] = tuple(self._undominated(asked, possible))
+            possible = [s for s in priced if s is not None]
+            # Where each way of running it moves a weight that should stay, as a convolution's whole kernel, it moves.
+            staying = [s for s in possible if not self._moves(s.choice, held)]
+            found = self._strategies[key] = tuple(self._undominated(asked, staying or possible))
         return found
 
     def _moves(self, choice: Choice, held: Sequence[Stationary]) -> bool:
