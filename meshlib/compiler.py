@@ -42,6 +42,8 @@ class Compiler:
         are facts of the chip.
       rounding_noise_bytes: of random bits that a product in int8 reads for each element of a cotangent that it rounds;
         4 with AQT's stochastic rounding, 0 where it rounds to nearest.
+      ragged_tile_width: products of experts are those of a kernel for ragged groups (megablox `gmm`), which multiplies
+        whole tiles of so many inputs and outputs where a weight has more; 0: batched products as any other.
       partitioner: "explicit" runs the program that `mtf.lower` returns, collectives included, as `mtf.on_jax` does
         through `shard_map`; "gspmd" is `jax.jit` with sharding annotations, which differs in memory.
     Raises: GraphError for a value that a field cannot have.
@@ -55,7 +57,8 @@ class Compiler:
 
     Sources: Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; Shoeybi et
     al., arXiv:1909.08053 (Megatron-LM); Xu et al., "GSPMD", arXiv:2105.04663; openxla/xla:
-    xla/service/spmd/spmd_partitioner.h, SpmdPartitionerOptions.threshold_for_windowed_einsum_mib (256).
+    xla/service/spmd/spmd_partitioner.h, SpmdPartitionerOptions.threshold_for_windowed_einsum_mib (256); ragged tiles:
+    jax.experimental.pallas.ops.tpu.megablox.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Compiler:
     slice_jitter: bool = True
     step_overhead_seconds: float = 0.5e-6
     rounding_noise_bytes: int = 0
+    ragged_tile_width: int = 0
     partitioner: str = "explicit"
 
     def __post_init__(self) -> None:
@@ -80,7 +84,7 @@ class Compiler:
             raise GraphError(
                 f"{at('Compiler')}: step_overhead_seconds must not be negative, got {self.step_overhead_seconds}"
             )
-        for field in ("windowed_einsum_bytes", "rounding_noise_bytes"):
+        for field in ("windowed_einsum_bytes", "rounding_noise_bytes", "ragged_tile_width"):
             whole(getattr(self, field), "Compiler", field, low=0)
 
     def cuts_in_pieces(self, size_bytes: float) -> bool:

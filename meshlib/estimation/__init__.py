@@ -23,6 +23,8 @@ No loop runs over devices: every device does the same, so an estimate for 2,048 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,12 +43,14 @@ from meshlib.estimation.pricing import balance
 from meshlib.estimation.remedies import Remedy
 from meshlib.estimation.result import Estimate, RooflinePoint
 from meshlib.estimation.rows import Row
-from meshlib.estimation.scheduling import schedule
-from meshlib.estimation.times import Times
+from meshlib.estimation.scheduling import scheduled
 from meshlib.program.records import Program, require_program
 from meshlib.slices import slice_for
 
-__all__ = ["DeviceMemory", "Estimate", "HostInput", "Physics", "Remedy", "RooflinePoint", "Row", "balance", "estimate"]
+__all__ = [
+    "CALIBRATED", "DeviceMemory", "Estimate", "HostInput", "Physics", "Remedy", "RooflinePoint", "Row", "balance",
+    "estimate",
+]  # fmt: skip
 
 
 @uncollected
@@ -54,7 +58,7 @@ def estimate(
     program: Program,
     slice: Any,
     compiler: Compiler | None = None,
-    placement: Placement | None = None,
+    placement: Placement | Mapping[str, int] | None = None,
     physics: Physics = CALIBRATED,
     input: HostInput | None = None,
 ) -> Estimate:
@@ -67,7 +71,8 @@ def estimate(
         costs besides. By default what it was lowered for, `mtf.XLA_TPU` unless told otherwise; whether weights are
         stationary was decided then.
       placement: where the mesh lies on the torus; by default the best one for the program's own collectives, of those
-        that the compiler takes.
+        that the compiler takes. A dict like {"data": 4} says which part of each axis joins slices, as
+        `create_hybrid_device_mesh` of JAX takes it: the best of those placements.
       physics: what programs lose against engines that do one thing only; `Physics().without_losses()` is a machine
         that loses nothing.
       input: how fast a host prepares examples, `mtf.HostInput(examples_per_second=...)`; a step lasts at least as long
@@ -91,16 +96,18 @@ def estimate(
     if not isinstance(physics, Physics):
         raise GraphError(f"estimate: physics must be an mtf.Physics, got {physics!r:.80}")
     slice_ = slice_for("estimate", program.mesh, slice)
-    if placement is not None:
+    over_dcn = _over_dcn(program, slice_, placement) if isinstance(placement, Mapping) else ()
+    if placement is not None and not isinstance(placement, Mapping):
         _check_placement(program, slice_, placement)
     try:
-        network = Network(placement or placed(slice_, program, compiler.whole_torus_axes))
-        plan = plan_of(program, network, compiler.rounding_noise_bytes)
-        made = schedule(plan, Times(slice_.chip, physics, alone=plan.kernels == 1), compiler)
+        if not isinstance(placement, Placement):
+            placement = placed(slice_, program, compiler.whole_torus_axes, over_dcn)
+        plan = plan_of(program, Network(placement), compiler)
+        made = scheduled(plan, slice_.chip, physics, compiler)
     except HardwareError as fault:  # a chip without links between chips, without a bfloat16 rate, ...
         raise SliceError(f"estimate: program on mesh {program.mesh} cannot run on {slice_.name}: {fault}") from None
     fed = None if input is None else input_time(program, slice_, input)
-    return Estimate(program, slice_, compiler, network.placement, physics, made, fed)
+    return Estimate(program, slice_, compiler, placement, physics, plan, made, fed)
 
 
 def _scheduling(given: object, of_program: Compiler) -> Compiler:
@@ -111,6 +118,24 @@ def _scheduling(given: object, of_program: Compiler) -> Compiler:
     if compiler.stationary_weights == of_program.stationary_weights:
         return compiler
     return replace(compiler, stationary_weights=of_program.stationary_weights)
+
+
+def _over_dcn(program: Program, slice_: Slice, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The part of each mesh axis that joins slices, checked."""
+    mesh = program.mesh.sizes_by_axis
+    for axis, size in sizes.items():
+        if axis not in mesh:
+            raise SliceError(f"estimate: placement has axis {axis!r}; mesh {program.mesh} has {', '.join(mesh)}")
+        if not isinstance(size, int) or size < 1 or mesh[axis] % size:
+            raise SliceError(
+                f"estimate: placement gives {size!r} of axis {axis!r} to slices; it must divide its size, {mesh[axis]}"
+            )
+    if math.prod(sizes.values()) != slice_.slices:
+        raise SliceError(
+            f"estimate: placement joins {math.prod(sizes.values())} slices, {dict(sizes)}, but {slice_.name} has "
+            f"{slice_.slices}"
+        )
+    return tuple((axis, size) for axis, size in sizes.items() if size > 1)
 
 
 def _check_placement(program: Program, slice_: Slice, placement: object) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hardware.errors import HardwareError
 from hardware.network import Cost, Demand, best_placement, collective_cost
 from hardware.placement import DCN, Placement, placements
 from hardware.slices import Slice
@@ -129,7 +130,11 @@ def _candidates(
     """All placements where there are few; otherwise those that cut the torus in few pieces."""
     every = list(placements(slice_, sizes))
     if across:
-        every = [p for p in every if _over_dcn(p) == across] or every
+        every = [p for p in every if _over_dcn(p) == across]
+        if not every:
+            raise HardwareError(
+                f"no placement of mesh {dict(sizes)} on {slice_.name} joins its slices as {dict(across)}"
+            )
     if whole_axes:
         shape = slice_.torus_shape
         uncut = [p for p in every if all(f.place < 0 or f.size == shape[f.place] for f in p.all_factors())]

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from meshlib.compiler import Compiler
 from meshlib.estimation.combining import combined
-from meshlib.estimation.kernels import forward_names, kernel_of
+from meshlib.estimation.kernels import Kernel, forward_names, kernel_of
 from meshlib.estimation.moves import Network, moves_of
 from meshlib.estimation.passes import passes_of
-from meshlib.estimation.products import Quantised, narrow_values
+from meshlib.estimation.products import Quantised, in_ragged_tiles, is_matmul, narrow_values
 from meshlib.estimation.reuse import Recent
 from meshlib.estimation.stored import Stored
 from meshlib.estimation.units import Plan, Unit
@@ -27,9 +28,10 @@ from meshlib.program.records import Program
 _ELEMENTWISE = (Kind.ELEMENTWISE, Kind.VIEW, Kind.SOURCE)
 
 
-def plan_of(program: Program, network: Network, noise_bytes: int = 0) -> Plan:
-    """The plan of a program. `noise_bytes`: what rounding a cotangent's element at random reads: see `Quantised`."""
-    whole = _Whole(network, forward_names(program), noise_bytes)
+def plan_of(program: Program, network: Network, compiler: Compiler) -> Plan:
+    """The plan of a program, with a compiler's rounding noise and tiles of ragged products."""
+    weights = frozenset(d.name for x in program.variables.values() for d in x.tensor.shape)
+    whole = _Whole(network, forward_names(program), compiler, weights)
     plan = _planned(program, whole, Recent(), program.memory_plan.in_place, None)
     if plan.kernels == 1:
         _note_passes(plan, program)
@@ -38,11 +40,15 @@ def plan_of(program: Program, network: Network, noise_bytes: int = 0) -> Plan:
 
 @dataclass(frozen=True)
 class _Whole:
-    """What holds for a program and for the bodies of its loops: names of the forward pass's operations among it."""
+    """What holds for a program and for the bodies of its loops.
+
+    `forward`: names of the forward pass's operations; `weight_dims`: names of the dims of its variables.
+    """
 
     network: Network
     forward: frozenset[str]
-    noise_bytes: int
+    compiler: Compiler
+    weight_dims: frozenset[str]
 
 
 def _planned(program: Program, whole: _Whole, recent: Recent, in_place: frozenset[Value], region: str | None) -> Plan:
@@ -96,7 +102,7 @@ class _Planner:
         self.in_place, self.region = in_place, region
         self.numbers: dict[Value, int] = {}
         self.stored = Stored(program)
-        self.quantised = Quantised(whole.noise_bytes, whole.forward)
+        self.quantised = Quantised(whole.compiler.rounding_noise_bytes, whole.forward)
         self.narrow = narrow_values(program)
 
     def unit(self, place: int, members: Sequence[Instruction]) -> Unit:
@@ -138,10 +144,20 @@ class _Planner:
             unit.kernel = kernel_of(
                 self.program, members, self.stored, self.quantised, self.whole.forward, self.in_place, self.region
             )
-            unit.kernel = self.recent.run(place, unit.kernel)
+            unit.kernel = self._in_tiles(self.recent.run(place, unit.kernel), members)
             unit.product = bool(unit.kernel.matmuls)
             unit.name, unit.source, unit.region = unit.kernel.name, unit.kernel.source, unit.kernel.region
         return unit
+
+    def _in_tiles(self, kernel: Kernel, members: Sequence[Instruction]) -> Kernel:
+        """A kernel whose product, if it is one of experts, multiplies whole tiles of their weights."""
+        width = self.whole.compiler.ragged_tile_width
+        products = [i for i in members if is_matmul(i)] if width else []
+        if not products:
+            return kernel
+        (product,), ((matmul, itemsizes),) = products, kernel.matmuls
+        tiled = in_ragged_tiles(matmul, product, self.whole.weight_dims, width)
+        return replace(kernel, matmuls=((tiled, itemsizes),))
 
     def _number(self, value: Value) -> int:
         return self.numbers.setdefault(value, len(self.numbers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from hardware.core import Matmul
@@ -13,7 +13,7 @@ from meshlib.estimation.tiles import tiled_bytes
 from meshlib.graph import BACKWARD
 from meshlib.operation import Kind, Product, Scores
 from meshlib.ops.attention import executed_share, seen_pairs
-from meshlib.ops.einsum import EIGHT_BIT
+from meshlib.ops.einsum import EIGHT_BIT, matmul_plan
 from meshlib.program.instructions import Compute, Instruction, Value
 from meshlib.program.records import Program
 from meshlib.program.work import attributes, local_types, local_work
@@ -90,6 +90,31 @@ def matmul_of(program: Program, instruction: Compute) -> Matmul:
             passes = local_work(program, instruction).mxu_flops // once
     dtype = mxu_dtype(instruction)
     return Matmul(p.rows, p.contracted, p.columns, p.batch, dtype, passes, p.taps, p.beside, p.packs)
+
+
+def in_ragged_tiles(matmul: Matmul, product: Compute, weight_dims: frozenset[str], width: int) -> Matmul:
+    """A product of experts in whole tiles of their weights; any other product as it is.
+
+    Experts are a dim of the batch of a product that one of its operands, or its result, has besides dims of variables
+    only. Rows of tokens are as many as they are.
+
+    Args:
+      matmul, product: the product on one device, and its instruction.
+      weight_dims: names of the dims of the program's variables.
+      width: inputs and outputs of a tile.
+    """
+    if product.opcode != "einsum" or matmul.batch == 1:
+        return matmul
+    shapes = [x.tensor.shape.names for x in (*product.inputs[:2], *product.outputs)]
+    roles = matmul_plan(*shapes)
+    weight = next((names for names in shapes if weight_dims.issuperset(names)), ())
+    sizes = {"m": roles.rows, "k": roles.contracted, "n": roles.columns}
+    tiled = {
+        size: -(-getattr(matmul, size) // width) * width
+        for size, names in sizes.items()
+        if names and set(names) <= set(weight) and getattr(matmul, size) > width
+    }
+    return replace(matmul, **tiled)
 
 
 def mxu_dtype(product: Compute) -> str:

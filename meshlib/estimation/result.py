@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from meshlib.estimation.moments import divided
 from meshlib.estimation.physics import Physics
 from meshlib.estimation.profile import Measured, Profile, profile
 from meshlib.estimation.rows import BOUNDS, Row, rows_of
-from meshlib.estimation.scheduling import Schedule
+from meshlib.estimation.scheduling import Schedule, scheduled
 from meshlib.estimation.table import comparison, table
+from meshlib.estimation.units import Plan
 from meshlib.estimation.whole_run import WholeRun, whole_run
 from meshlib.program.records import Program
 
@@ -56,8 +57,25 @@ class Estimate:
     compiler: Compiler
     placement: Placement
     physics: Physics
+    plan: Plan
     schedule: Schedule
     input: InputTime | None = None
+
+    def with_physics(self, physics: Physics) -> Estimate:
+        """The estimate of the same program, placed alike, with other constants; nothing is lowered again.
+
+        >>> import meshlib as mtf
+        >>> with mtf.Graph():
+        ...     x, w = (mtf.input(name, "a:8192;a2:8192", "bfloat16") for name in ("x", "w"))
+        ...     est = mtf.estimate(mtf.lower({"y": x + w}), "v5e-1")
+        >>> est.with_physics(est.physics.without_losses()).step_seconds <= est.step_seconds
+        True
+        """
+        if not isinstance(physics, Physics):
+            raise GraphError(f"{at('with_physics')}: physics must be an mtf.Physics, got {physics!r:.80}")
+        if physics == self.physics:
+            return self
+        return replace(self, physics=physics, schedule=scheduled(self.plan, self.slice.chip, physics, self.compiler))
 
     # ------------------------------------------------------------ time, modelled
 

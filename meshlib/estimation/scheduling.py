@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hardware.chips import Chip
 from hardware.memory import hbm_seconds, pcie_seconds
 from hardware.network import Cost
 from meshlib.compiler import Compiler
@@ -45,6 +46,7 @@ from meshlib.estimation.hbm import Hbm
 from meshlib.estimation.kernels import Kernel
 from meshlib.estimation.links import Links
 from meshlib.estimation.moves import Move
+from meshlib.estimation.physics import Physics
 from meshlib.estimation.times import KernelTime, Times
 from meshlib.estimation.units import HOST_COPIES, Plan, Unit
 
@@ -120,6 +122,11 @@ def schedule(plan: Plan, times: Times, compiler: Compiler, spare_seconds: float 
     `spare_seconds`: of HBM before it starts, for what is fetched ahead; None for a program, before which nothing runs.
     """
     return _Run(plan, times, compiler, spare_seconds).run()
+
+
+def scheduled(plan: Plan, chip: Chip, physics: Physics, compiler: Compiler) -> Schedule:
+    """The schedule of a whole program on one device of a chip; one of a single kernel has the chip for itself."""
+    return schedule(plan, Times(chip, physics, alone=plan.kernels == 1), compiler)
 
 
 class _Run:

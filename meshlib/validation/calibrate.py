@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlib.errors import GraphError
-from meshlib.estimation.physics import CALIBRATED, Physics
+from meshlib.estimation import CALIBRATED, Physics
 
 # Errors of about this size are expected of every row; beyond, they count linearly.
 EXPECTED_ERROR = 0.04

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from meshlib.estimation.units import Plan, Unit
 from meshlib.layers import Routing
 from meshlib.models import Experts, LatentAttention
 from meshlib.validation.policies import NotExpressed
@@ -79,21 +77,3 @@ def latent_of(model: Mapping[str, Any]) -> LatentAttention | None:
         value_dim=int(model["v_head"]),
         q_rank=int(model["q_lora"]) if model.get("q_lora") else None,
     )
-
-
-def in_tiles(plan: Plan, experts: Experts, d_model: int) -> Plan:
-    """A plan whose products of experts are ragged: they multiply whole tiles of weights."""
-    widths = {size: -(-size // TILE_WIDTH) * TILE_WIDTH for size in (d_model, experts.d_ff) if size > TILE_WIDTH}
-
-    def tiled(unit: Unit) -> Unit:
-        if unit.body is not None:
-            return replace(unit, body=in_tiles(unit.body, experts, d_model))
-        kernel = unit.kernel
-        if kernel is None or not any(p.batch == experts.count for p, _ in kernel.matmuls):
-            return unit
-        products = (
-            (replace(p, **{n: widths.get(getattr(p, n), getattr(p, n)) for n in "mkn"}), s) for p, s in kernel.matmuls
-        )
-        return replace(unit, kernel=replace(kernel, matmuls=tuple(products)))
-
-    return Plan(tuple(map(tiled, plan.units)))

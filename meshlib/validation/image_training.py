@@ -12,13 +12,7 @@ from functools import lru_cache
 
 from hardware.slices import Slice
 from layouts import Dimension
-from meshlib.compiler import XLA_TPU
-from meshlib.estimation.moves import Network, placed
-from meshlib.estimation.physics import Physics
-from meshlib.estimation.plan import plan_of
-from meshlib.estimation.scheduling import schedule
-from meshlib.estimation.times import Times
-from meshlib.estimation.units import Plan
+from meshlib.estimation import Estimate, Physics, estimate
 from meshlib.graph import Graph
 from meshlib.lowering import lower
 from meshlib.models.images.resnet import ResNetConfig
@@ -31,45 +25,42 @@ GROUP = "group"
 
 @dataclass(frozen=True)
 class PreparedImages:
-    """A run whose programs are planned."""
+    """A run whose programs are estimated."""
 
     run: ImageRun
-    step: Plan
-    evaluation: Plan | None
+    step: Estimate
+    evaluation: Estimate | None
 
     def seconds(self, physics: Physics) -> float:
         """Modelled time of what was measured: steps, evaluations, and what hosts do."""
         run = self.run
-        step = self._once(self.step, physics)
+        step = self.step.with_physics(physics).step_seconds
         if run.host is not None:
             step = run.host.step_seconds(step, run.batch / run.slice.hosts)
         total = run.steps * step
         if self.evaluation is not None:
-            one = self._once(self.evaluation, physics)
+            one = self.evaluation.with_physics(physics).step_seconds
             total += math.ceil(run.evaluated / run.batch) * one
             if run.evaluation_seconds:  # training has been started as evaluation was
                 total += max(0.0, run.evaluation_seconds - math.ceil(EVALUATED / run.batch) * one)
-        return total * (1 + physics.jitter(run.slice.slices))
-
-    def _once(self, plan: Plan, physics: Physics) -> float:
-        return schedule(plan, Times(self.run.slice.chip, physics), XLA_TPU).seconds
+        return total
 
 
 EVALUATED = 50_000  # images of ImageNet's validation set
 
 
 def prepare_images(run: ImageRun) -> PreparedImages:
-    """Write, lower and plan the programs of a run.
+    """Write, lower and estimate the programs of a run.
 
     Raises: MeshlibError where the library cannot express or lay out the run.
     """
-    step = _planned(run.config, run.dims, run.optimizer, run.slice)
+    step = _estimated(run.config, run.dims, run.optimizer, run.slice)
     evaluates = run.evaluated or run.evaluation_seconds
-    return PreparedImages(run, step, _planned(run.config, run.dims, "", run.slice) if evaluates else None)
+    return PreparedImages(run, step, _estimated(run.config, run.dims, "", run.slice) if evaluates else None)
 
 
 @lru_cache(maxsize=16)
-def _planned(config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer: str, slice_: Slice) -> Plan:
+def _estimated(config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer: str, slice_: Slice) -> Estimate:
     """Of a training step by the optimizer of that name, or of an evaluation without one."""
     groups, _ = dims
     cores = slice_.devices // groups.size
@@ -82,4 +73,4 @@ def _planned(config: ResNetConfig, dims: tuple[Dimension, Dimension], optimizer:
             program = lower(outputs, updates, mesh, layout)
         else:
             program = lower(image_evaluation(config, dims), [], mesh, layout)
-    return plan_of(program, Network(placed(slice_, program, XLA_TPU.whole_torus_axes)))
+    return estimate(program, slice_)

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hardware.chips import get_chip
-from meshlib.estimation import Estimate, balance, estimate
-from meshlib.estimation.physics import CALIBRATED, Physics
+from meshlib.estimation import CALIBRATED, Estimate, Physics, balance, estimate
 from meshlib.graph import Graph
 from meshlib.layers.numerics import Numerics
 from meshlib.lowering import lower

@@ -13,8 +13,7 @@ from hardware.chips import Chip, get_chip
 from hardware.placement import CORES, Placement, placements
 from hardware.slices import Slice, legal_slices
 from layouts import Dimension
-from meshlib.estimation import Estimate, Physics, estimate
-from meshlib.estimation.physics import CALIBRATED
+from meshlib.estimation import CALIBRATED, Estimate, Physics, estimate
 from meshlib.graph import Graph, Tensor
 from meshlib.lowering import lower
 from meshlib.ops.einsum import EIGHT_BIT, einsum

@@ -1,6 +1,6 @@
 """Published training runs as programs: `mtf.models.train_step` under the run's mesh and layout, and its time.
 
-A run's programs are built, lowered and planned once; `Prepared.seconds` schedules the plans with any constants.
+A run's programs are built, lowered and estimated once; `Prepared.seconds` prices them with any constants.
 """
 
 from __future__ import annotations
@@ -9,15 +9,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hardware.chips import Chip
 from layouts import LayoutRules, Mesh, Rule
 from meshlib.compiler import XLA_TPU, Compiler
-from meshlib.estimation.moves import Network, placed
-from meshlib.estimation.physics import Physics
-from meshlib.estimation.plan import plan_of
-from meshlib.estimation.scheduling import schedule
-from meshlib.estimation.times import Times
-from meshlib.estimation.units import Plan
+from meshlib.estimation import Estimate, Physics, estimate
 from meshlib.graph import Graph
 from meshlib.lowering import lower
 from meshlib.models import PRESETS, TransformerConfig, train_step, transformer
@@ -26,7 +20,7 @@ from meshlib.models.layouts import with_unsplit
 from meshlib.ops.remat import Remat
 from meshlib.optimize import AdamWOptimizer
 from meshlib.program.records import Program
-from meshlib.validation.experts import in_tiles, latent_of
+from meshlib.validation.experts import TILE_WIDTH, latent_of
 from meshlib.validation.runs import Run, known_model
 
 VOCAB_MULTIPLE = 128
@@ -40,48 +34,46 @@ NOISE_BYTES = 4
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose programs are planned: what `seconds` needs of them."""
+    """A run whose programs are estimated: a training step, and a forward pass where it is evaluated meanwhile."""
 
     run: Run
-    step: Plan
-    evaluation: Plan | None
-    chip: Chip
+    step: Estimate
+    evaluation: Estimate | None
 
     def seconds(self, physics: Physics) -> float:
         """Modelled time of what was measured: the steps, and the forward passes of an evaluation."""
-        run = self.run
-        total = run.steps * self._once(self.step, physics)
+        total = self.run.steps * self.step.with_physics(physics).step_seconds
         if self.evaluation is not None:
-            total += run.evaluations * self._once(self.evaluation, physics)
-        return total * (1 + physics.jitter(run.slice.slices))
-
-    def _once(self, plan: Plan, physics: Physics) -> float:
-        return schedule(plan, Times(self.chip, physics), compiler_of(self.run)).seconds
+            total += self.run.evaluations * self.evaluation.with_physics(physics).step_seconds
+        return total
 
 
 def prepare(run: Run) -> Prepared:
-    """Write, lower and plan the programs of a run.
+    """Write, lower and estimate the programs of a run.
 
     Raises: MeshlibError where the library cannot express or lay out the run.
     """
     evaluated = replace(run, batch=run.evaluation_batch)
-    evaluation = _plan(evaluated, _lowered(evaluated, training=False)) if run.evaluation else None
-    return Prepared(run, _plan(run, _lowered(run, training=True)), evaluation, run.slice.chip)
+    evaluation = _estimated(evaluated, training=False) if run.evaluation else None
+    return Prepared(run, _estimated(run, training=True), evaluation)
 
 
 def compiler_of(run: Run) -> Compiler:
     """The compiler of a run: TensorFlow's layers are written out one after the other, JAX's are a loop."""
-    return replace(XLA_TPU, unrolled_loops=run.encoder, rounding_noise_bytes=NOISE_BYTES if run.noisy else 0)
+    return replace(
+        XLA_TPU,
+        unrolled_loops=run.encoder,
+        rounding_noise_bytes=NOISE_BYTES if run.noisy else 0,
+        ragged_tile_width=TILE_WIDTH if run.ragged else 0,
+    )
 
 
-def _plan(run: Run, program: Program) -> Plan:
-    compiler = compiler_of(run)
-    placement = placed(run.slice, program, compiler.whole_torus_axes, across=run.across)
-    plan = plan_of(program, Network(placement), compiler.rounding_noise_bytes)
-    return in_tiles(plan, run.experts, run.model["d_model"]) if run.experts is not None and run.ragged else plan
+def _estimated(run: Run, training: bool) -> Estimate:
+    return estimate(lowered(run, training), run.slice, placement=dict(run.across) or None)
 
 
-def _lowered(run: Run, training: bool) -> Program:
+def lowered(run: Run, training: bool = True) -> Program:
+    """The program of a training step of a run, or of a forward pass of its evaluation."""
     config = config_of(run)
     mesh = Mesh(";".join(f"{axis}:{size}" for axis, size in run.mesh))
     with Graph():

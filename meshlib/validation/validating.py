@@ -25,7 +25,7 @@ from typing import Any
 from hardware.errors import HardwareError
 from meshlib.documents import read_json
 from meshlib.errors import GraphError, MeshlibError
-from meshlib.estimation.physics import CALIBRATED, Physics
+from meshlib.estimation import CALIBRATED, Physics
 from meshlib.validation import inference, micro
 from meshlib.validation.calibrate import Case, fit, left_out
 from meshlib.validation.image_training import PreparedImages, prepare_images

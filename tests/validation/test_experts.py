@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
 import meshlib as mtf
-from hardware.slices import as_slice
-from meshlib.estimation.moves import Network, placed
-from meshlib.estimation.physics import CALIBRATED
-from meshlib.estimation.plan import plan_of
-from meshlib.models import Experts, preset
-from meshlib.validation.experts import TILE_ROWS, in_tiles
+from meshlib.estimation import CALIBRATED
+from meshlib.models import preset
+from meshlib.validation.experts import TILE_ROWS
 from meshlib.validation.measured import flops_per_token, parameters
 from meshlib.validation.policies import NotExpressed
 from meshlib.validation.runs import run_of
@@ -29,18 +27,34 @@ PRESETS = {
 }
 
 
+def products(program: mtf.Program, width: int) -> list[tuple[int, int, int, int]]:
+    """(batch, m, k, n) of the products of a program, under a compiler with that width of ragged tiles."""
+    est = mtf.estimate(program, "v5e-1", replace(mtf.XLA_TPU, ragged_tile_width=width))
+    kernels = [u.kernel for u in est.plan.units if u.kernel is not None]
+    return [(p.batch, p.m, p.k, p.n) for kernel in kernels for p, _ in kernel.matmuls]
+
+
 def test_ragged_products_multiply_whole_tiles_of_weights() -> None:
     """1,536 of a width are two tiles of 1,024, 640 are a tile of their own; rows stay as many as they are."""
     e, r, d, f = (mtf.Dimension(name, size) for name, size in (("e", 4), ("r", 1280), ("d", 640), ("f", 1536)))
     with mtf.Graph():
         x, w = mtf.input("x", [e, r, d], "bfloat16"), mtf.variable("w", [e, d, f], dtype="bfloat16")
-        program = mtf.lower({"y": mtf.einsum([x, w], output_shape=[e, r, f])})
-    one = as_slice("v5e-1")
-    plan = plan_of(program, Network(placed(one, program)))
-    tiled = in_tiles(plan, Experts(count=4, d_ff=1536), 640)
-    before, after = (u.kernel.matmuls[0][0] for p in (plan, tiled) for u in p.units if u.kernel and u.product)
-    assert (before.m, before.k, before.n, before.batch) == (1280, 640, 1536, 4)
-    assert (after.m, after.k, after.n, after.batch) == (1280, 640, 2048, 4)
+        y = mtf.einsum([x, w], output_shape=[e, r, f])
+        (dw,) = mtf.gradients([mtf.reduce_sum(y)], [w])
+        program = mtf.lower({"y": y, "dw": dw})
+    assert products(program, 0)[0] == (4, 1280, 640, 1536)
+    assert products(program, 1024)[0] == (4, 1280, 640, 2048)
+    assert sorted(products(program, 1024)[1][1:]) == [640, 1280, 2048]
+
+
+def test_products_of_other_weights_and_of_attention_have_no_ragged_tiles() -> None:
+    b, h, t, m, k = (mtf.Dimension(*d) for d in (("b", 2), ("h", 4), ("t", 1280), ("m", 1536), ("k", 1152)))
+    with mtf.Graph():
+        w = mtf.variable("w", [h, k], dtype="bfloat16")  # heads are a dim of a weight
+        q, key = mtf.input("q", [b, h, t, k], "bfloat16") * w, mtf.input("key", [b, h, m, k], "bfloat16")
+        plain = mtf.einsum([mtf.input("x", [t, k], "bfloat16"), mtf.variable("v", [k, m], dtype="bfloat16")], [t, m])
+        program = mtf.lower({"scores": mtf.einsum([q, key], [b, h, t, m]), "plain": plain})
+    assert products(program, 1024) == products(program, 0)
 
 
 @pytest.mark.parametrize(("row", "name"), PRESETS.items())
